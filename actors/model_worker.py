@@ -1,0 +1,159 @@
+"""ModelWorker: hosts an ``engine.Worker``; steps run in a thread, messages on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+import uuid
+from pathlib import Path
+
+from core.codec import decode, encode
+from core.config import FarsightConfig
+from core.messages import PieceStatus, Plan
+from engine.build import build_worker
+from engine.outbox import TokenOutbox
+from engine.worker import Output, Worker
+from kvcache import StepBatch
+
+REPORT_INTERVAL_S = 0.02
+"""Reports are at least this far apart unless something ended, arrived or is under pressure."""
+
+POLL_TIMEOUT_S = 1.0
+"""An idle long poll answers after this time, so that both sides know the other lives."""
+
+logger = logging.getLogger(__name__)
+
+
+class ModelWorker:
+    """One rank of one replica.
+
+    Args:
+        name: The logical name shown in ``farsight status``.
+        model_dir: Where config, weights and tokenizer lie.
+        config: The whole configuration.
+    """
+
+    def __init__(self, name: str, model_dir: str, config: FarsightConfig) -> None:
+        self._name = name
+        self._model_dir = Path(model_dir)
+        self._config = config
+        self._worker: Worker | None = None
+        self._outboxes: dict[str, TokenOutbox] = {}
+        self._wake = asyncio.Event()
+        self._report_due = asyncio.Event()
+        self._token_events: dict[str, asyncio.Event] = {}
+        self._last_report_at = 0.0
+        self._last_step_at: float | None = None
+        self._loop_task: asyncio.Task[None] | None = None
+
+    async def start(self) -> bytes:
+        """Loads the model and starts the step loop; answers with ``WorkerReady``."""
+        incarnation = uuid.uuid4().hex[:12]
+        build = asyncio.to_thread(
+            build_worker, self._model_dir, self._config.model.dtype, self._config.engine, incarnation
+        )
+        self._worker = await build
+        self._loop_task = asyncio.create_task(self._run())
+        return encode(self._worker.ready)
+
+    async def ended(self) -> None:
+        """Returns when the step loop has ended, raises what broke it. Whoever awaits this sees the worker die."""
+        assert self._loop_task is not None
+        await self._loop_task
+
+    async def push_plan(self, data: bytes) -> None:
+        """Takes a ``Plan``; it applies at the next step boundary."""
+        self._live.offer_plan(decode(data, Plan))
+        self._wake.set()
+
+    async def poll_report(self, ack_seq: int) -> bytes:
+        """Long poll for the next ``StepReport``; ``ack_seq`` is the last one received."""
+        executor = self._live.executor
+        executor.acknowledge(ack_seq)
+        await _wait(self._report_due, POLL_TIMEOUT_S)
+        self._report_due.clear()
+        self._last_report_at = time.monotonic()
+        return encode(executor.report())
+
+    async def poll_tokens(self, ingress_id: str, ack_seq: int) -> bytes:
+        """Long poll for ``TokenBatches`` of one ingress replica; ``ack_seq`` is the last batch received."""
+        outbox = self._outbox(ingress_id)
+        outbox.acknowledge(ack_seq)
+        event = self._token_events[ingress_id]
+        if outbox.empty:
+            event.clear()
+            await _wait(event, POLL_TIMEOUT_S)
+        return encode(outbox.take())
+
+    async def status(self) -> bytes:
+        """This piece's row of ``farsight status``, a ``PieceStatus``."""
+        now = time.monotonic()
+        row = PieceStatus(
+            name=self._name,
+            kind="ModelWorker",
+            pid=os.getpid(),
+            node=socket.gethostname(),
+            state="ready" if self._worker is not None else "loading",
+            queue=self._worker.executor.num_held if self._worker is not None else 0,
+            last_step_age_s=None if self._last_step_at is None else now - self._last_step_at,
+        )
+        return encode(row)
+
+    @property
+    def _live(self) -> Worker:
+        if self._worker is None:
+            raise RuntimeError(f"{self._name} is not started")
+        return self._worker
+
+    async def _run(self) -> None:
+        """Steps for ever. A plan that arrives during a step applies at its end."""
+        worker = self._live
+        plan_seq = 0
+        while True:
+            self._wake.clear()
+            batch = worker.begin_step()
+            applied, plan_seq = worker.executor.plan_seq != plan_seq, worker.executor.plan_seq
+            if applied or (batch is None and worker.executor.short_blocks):
+                self._report_due.set()
+            if batch is None:
+                await self._wake.wait()
+                continue
+            outputs = await self._step(worker, batch)
+            self._last_step_at = time.monotonic()
+            self._dispatch(outputs)
+            self._mark_report(worker, outputs)
+
+    async def _step(self, worker: Worker, batch: StepBatch) -> list[Output]:
+        try:
+            tokens = await asyncio.to_thread(worker.execute, batch)
+        except Exception as error:  # whatever torch raises ends the step's requests, not the worker
+            return worker.fail_step(batch, error)
+        return worker.finish_step(batch, tokens)
+
+    def _dispatch(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            self._outbox(output.ingress_id).put(output.delta)
+        for ingress_id in {output.ingress_id for output in outputs}:
+            self._token_events[ingress_id].set()
+
+    def _mark_report(self, worker: Worker, outputs: list[Output]) -> None:
+        urgent = worker.executor.short_blocks > 0 or any(output.delta.finish_reason for output in outputs)
+        if urgent or time.monotonic() - self._last_report_at >= REPORT_INTERVAL_S:
+            self._report_due.set()
+
+    def _outbox(self, ingress_id: str) -> TokenOutbox:
+        if ingress_id not in self._outboxes:
+            self._outboxes[ingress_id] = TokenOutbox(self._live.ready.worker_incarnation)
+            self._token_events[ingress_id] = asyncio.Event()
+        return self._outboxes[ingress_id]
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> bool:
+    try:
+        await asyncio.wait_for(event.wait(), timeout_s)
+    except TimeoutError:
+        return False
+    return True

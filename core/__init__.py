@@ -1,0 +1,1 @@
+"""The vocabulary of Farsight: requests, messages, configuration, errors. Imports no other room."""

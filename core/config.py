@@ -1,0 +1,173 @@
+"""Configuration: frozen dataclasses, read from TOML, overridden by flags; a wrong key or value is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import tomllib
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from core.errors import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Which model is served.
+
+    Attributes:
+        path: A directory or a hub id; empty means the embedded model.
+        name: The name clients ask for; empty means the directory's name.
+        dtype: One of ``DTYPES``.
+    """
+
+    path: str = ""
+    name: str = ""
+    dtype: str = "auto"
+
+    def __post_init__(self) -> None:
+        _require(self.dtype in DTYPES, "model.dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How one worker runs.
+
+    Attributes:
+        kv_memory: Memory of the KV pool, as ``512MiB`` or ``2GiB``; ``auto`` takes what a full batch of
+            full-length sequences needs, but at most a fifth of the machine's free memory.
+        block_size: Tokens in a KV block.
+        max_num_seqs: Sequences in one step.
+        max_batch_tokens: Tokens computed in one step; longer prompts are prefilled in several.
+        num_threads: Compute threads; 0 takes all cores but one, which serves HTTP and scheduling.
+    """
+
+    kv_memory: str = "auto"
+    block_size: int = 32
+    max_num_seqs: int = 128
+    max_batch_tokens: int = 1024
+    num_threads: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_num_seqs", "max_batch_tokens"):
+            value = getattr(self, name)
+            _require(value >= 1, f"engine.{name}", value, "an integer >= 1")
+        _require(self.num_threads >= 0, "engine.num_threads", self.num_threads, "an integer >= 0")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """What decides.
+
+    Attributes:
+        preset: A named composition of policies (``policies.presets``).
+        watermark: Share of the KV pool that admission may fill, in (0, 1].
+        standby_slots: Requests shipped to the worker ahead of need.
+    """
+
+    preset: str = "fcfs"
+    watermark: float = 0.95
+    standby_slots: int = 16
+
+    def __post_init__(self) -> None:
+        _require(0 < self.watermark <= 1, "scheduler.watermark", self.watermark, "a number > 0 and <= 1")
+        _require(self.standby_slots >= 0, "scheduler.standby_slots", self.standby_slots, "an integer >= 0")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """The HTTP side.
+
+    Attributes:
+        ingress_replicas: HTTP processes; 0 picks by the machine's size.
+        max_body_bytes: Larger request bodies are refused.
+        max_queued_requests: Requests in the house at once, per ingress replica; more are refused with 429.
+        max_queued_tokens: The same, counted in prompt tokens.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    ingress_replicas: int = 0
+    max_body_bytes: int = 4 * 1024 * 1024
+    max_queued_requests: int = 2048
+    max_queued_tokens: int = 2_000_000
+
+    def __post_init__(self) -> None:
+        _require(1 <= self.port <= 65535, "server.port", self.port, "a port from 1 to 65535")
+        _require(self.ingress_replicas >= 0, "server.ingress_replicas", self.ingress_replicas, "an integer >= 0")
+        for name in ("max_body_bytes", "max_queued_requests", "max_queued_tokens"):
+            value = getattr(self, name)
+            _require(value >= 1, f"server.{name}", value, "an integer >= 1")
+
+
+@dataclass(frozen=True, slots=True)
+class FarsightConfig:
+    """Everything that can be set; each field is a table of the TOML file."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+
+
+def load_config(path: Path | None, overrides: dict[str, dict[str, Any]]) -> FarsightConfig:
+    """Defaults, then the TOML file, then ``overrides`` (``{"server": {"port": 9000}}``; None values are skipped).
+
+    Raises:
+        ConfigError: unreadable file, unknown key (the nearest valid one is named) or a value of the wrong kind.
+    """
+    tables = _read_toml(path) if path is not None else {}
+    for section, values in overrides.items():
+        merged = tables.setdefault(section, {})
+        merged.update({key: value for key, value in values.items() if value is not None})
+    sections = {f.name: f.default_factory for f in dataclasses.fields(FarsightConfig)}
+    for name in tables:
+        if name not in sections:
+            raise ConfigError(name, tables[name], f"a known table{_nearest(name, list(sections))}")
+    return FarsightConfig(**{name: _section(kind, name, tables.get(name, {})) for name, kind in sections.items()})
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text("utf-8")
+    except OSError as error:
+        raise ConfigError("--config", str(path), f"a readable TOML file ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError("--config", str(path), f"a TOML file in UTF-8 ({error})") from error
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError("--config", str(path), f"valid TOML ({error})") from error
+
+
+def _section(kind: Any, section: str, values: Any) -> Any:
+    if not isinstance(values, dict):
+        raise ConfigError(section, values, "a table of settings")
+    hints = typing.get_type_hints(kind)
+    for key, value in values.items():
+        if key not in hints:
+            raise ConfigError(f"{section}.{key}", value, f"a known setting{_nearest(key, list(hints))}")
+    return kind(**{key: _typed(f"{section}.{key}", value, hints[key]) for key, value in values.items()})
+
+
+def _typed(name: str, value: Any, kind: type) -> Any:
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind or (kind is float and not math.isfinite(value)):
+        raise ConfigError(name, value, f"a value of type {kind.__name__}")
+    return value
+
+
+def _nearest(name: str, valid: list[str]) -> str:
+    close = difflib.get_close_matches(name, valid, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f", one of {', '.join(valid)}"
+
+
+def _require(ok: bool, name: str, value: object, expected: str) -> None:
+    if not ok:
+        raise ConfigError(name, value, expected)

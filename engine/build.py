@@ -1,0 +1,67 @@
+"""From a model directory and a configuration to a worker."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from core.config import EngineConfig
+from core.errors import ConfigError
+from core.messages import WorkerReady
+from engine.detokenizer import Detokenizer, load_tokenizer
+from engine.kv_pool import num_blocks_for_budget, parse_memory
+from engine.model_config import LlamaConfig, load_model_config
+from engine.model_runner import ModelRunner
+from engine.weights import parse_dtype
+from engine.worker import Worker
+from kvcache import BatchLimits, BlockManager, LeaseExecutor
+
+AUTO_SHARE = 0.2
+"""Share of the machine's available memory that ``kv_memory = "auto"`` takes at most."""
+
+
+def build_worker(model_dir: Path, dtype_name: str, engine: EngineConfig, incarnation: str) -> Worker:
+    """Loads the model and sizes its pool.
+
+    Raises:
+        InvalidValueError: the directory, the model or a setting cannot be used; names the field.
+    """
+    torch.set_num_threads(engine.num_threads or max(1, (os.cpu_count() or 1) - 1))
+    config = load_model_config(model_dir)
+    dtype = parse_dtype(dtype_name, config)
+    num_blocks = _num_blocks(config, dtype, engine)
+    runner = ModelRunner.from_dir(model_dir, dtype=dtype, num_blocks=num_blocks, block_size=engine.block_size)
+    limits = BatchLimits(engine.max_num_seqs, engine.max_batch_tokens)
+    executor = LeaseExecutor(BlockManager(num_blocks, engine.block_size), limits, incarnation)
+    pool_tokens = num_blocks * engine.block_size
+    ready = WorkerReady(
+        worker_incarnation=incarnation,
+        num_blocks=num_blocks,
+        block_size=engine.block_size,
+        max_model_len=min(config.max_position_embeddings, pool_tokens),
+        pool_limited=pool_tokens < config.max_position_embeddings,
+        vocab_size=config.vocab_size,
+    )
+    detokenizer = Detokenizer(load_tokenizer(model_dir))
+    return Worker(runner, executor, detokenizer, config.eos_token_ids, ready)
+
+
+def _num_blocks(config: LlamaConfig, dtype: torch.dtype, engine: EngineConfig) -> int:
+    if engine.kv_memory == "auto":
+        budget = int(AUTO_SHARE * _available_bytes())
+    else:
+        budget = parse_memory(engine.kv_memory)
+    blocks = num_blocks_for_budget(budget, config, dtype, engine.block_size)
+    if blocks < 1:
+        need = config.kv_bytes_per_token(dtype) * engine.block_size
+        raise ConfigError("engine.kv_memory", engine.kv_memory, f"room for at least one block of {need} bytes")
+    if engine.kv_memory == "auto":
+        full = -(-config.max_position_embeddings // engine.block_size) * engine.max_num_seqs
+        blocks = min(blocks, full)
+    return blocks
+
+
+def _available_bytes() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,137 @@
+"""The engine in one process, without Ray: the same scheduler, executor and worker, wired directly."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from core.config import EngineConfig, SchedulerConfig
+from core.errors import InvalidValueError
+from core.messages import TokenDelta
+from core.request import Request, SamplingParams
+from engine.build import build_worker
+from engine.detokenizer import load_tokenizer
+from engine.model_config import resolve_model_dir
+from engine.worker import Worker
+from policies.presets import build_scheduler
+from policies.replica_scheduler import (
+    Event,
+    ReplicaScheduler,
+    RequestsAborted,
+    RequestsArrived,
+    SchedulerLimits,
+    SendPlan,
+    WorkerConnected,
+    WorkerReported,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole answer."""
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+
+
+class Engine:
+    """Continuous batching over one model, driven by ``step``.
+
+    Args:
+        model: A directory or hub id of a Llama-architecture model.
+        dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
+        engine: Batch limits, block size, KV memory, threads.
+        scheduler: Preset and its parameters.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        dtype: str = "auto",
+        engine: EngineConfig | None = None,
+        scheduler: SchedulerConfig | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        engine = engine or EngineConfig()
+        scheduler = scheduler or SchedulerConfig()
+        model_dir = resolve_model_dir(str(model))
+        self.tokenizer = load_tokenizer(model_dir)
+        self.worker: Worker = build_worker(model_dir, dtype, engine, incarnation="engine")
+        limits = SchedulerLimits(engine.max_num_seqs, scheduler.standby_slots)
+        self.scheduler: ReplicaScheduler = build_scheduler(
+            scheduler.preset, watermark=scheduler.watermark, limits=limits
+        )
+        self._clock = clock
+        self._ids = itertools.count()
+        self._handle(WorkerConnected(self.worker.ready))
+
+    def submit(self, prompt: str | list[int] | tuple[int, ...], sampling: SamplingParams) -> str:
+        """Queues a request and returns its id.
+
+        Raises:
+            InvalidValueError: prompt and output cannot fit the model's context or the KV pool.
+        """
+        ids = tuple(self.tokenizer.encode(prompt).ids) if isinstance(prompt, str) else tuple(prompt)
+        request = Request(f"r{next(self._ids)}", 0, "", ids, sampling)
+        limit = self.worker.ready.max_model_len
+        if request.max_total_len > limit:
+            raise InvalidValueError("max_tokens", sampling.max_new_tokens, f"at most {limit - request.prompt_len}")
+        self._handle(RequestsArrived((request,)))
+        return request.request_id
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request without an answer; its KV is free at the next step."""
+        self._handle(RequestsAborted(((request_id, 0),)))
+
+    @property
+    def idle(self) -> bool:
+        return self.scheduler.num_waiting + self.scheduler.num_admitted == 0
+
+    def step(self) -> list[TokenDelta]:
+        """Runs one step; returns what it added to each sequence."""
+        batch = self.worker.begin_step()
+        outputs = []
+        if batch is not None:
+            outputs = self.worker.finish_step(batch, self.worker.execute(batch))
+        report = self.worker.executor.report()
+        self.worker.executor.acknowledge(report.report_seq)
+        self._handle(WorkerReported(report))
+        return [output.delta for output in outputs]
+
+    def generate(
+        self, prompts: list[str] | list[list[int]], sampling: SamplingParams | list[SamplingParams]
+    ) -> list[Completion]:
+        """Answers all prompts, in their order."""
+        each = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
+        order = [self.submit(prompt, params) for prompt, params in zip(prompts, each, strict=True)]
+        deltas: dict[str, list[TokenDelta]] = {request_id: [] for request_id in order}
+        while not self.idle:
+            for delta in self.step():
+                deltas[delta.request_id].append(delta)
+        return [self._completion(prompt, deltas[rid]) for prompt, rid in zip(prompts, order, strict=True)]
+
+    def _completion(self, prompt: str | list[int], deltas: list[TokenDelta]) -> Completion:
+        ids = tuple(self.tokenizer.encode(prompt).ids) if isinstance(prompt, str) else tuple(prompt)
+        return Completion(
+            prompt_ids=ids,
+            token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+            text="".join(delta.text for delta in deltas),
+            finish_reason=deltas[-1].finish_reason or "",
+        )
+
+    def _handle(self, event: Event) -> None:
+        for instruction in self.scheduler.handle(event, self._clock()):
+            if isinstance(instruction, SendPlan):
+                self.worker.offer_plan(instruction.plan)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError if any part disagrees with another."""
+        self.scheduler.check_integrity()
+        self.worker.check_integrity()

@@ -1,0 +1,76 @@
+"""The memory that keys and values live in, cut into blocks; who holds which block is ``kvcache``'s business."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from core.errors import InvalidValueError
+from engine.model_config import LlamaConfig
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+class KVPool:
+    """Keys and values of all layers, by slot; slot ``block * block_size + offset`` holds one token.
+
+    The memory is not touched here, so the operating system commits it as blocks come into use.
+
+    Attributes:
+        keys: One tensor a layer, ``[num_blocks * block_size, kv_heads, head_dim]``.
+        values: The same.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"a pool needs blocks: got {num_blocks} of {block_size} tokens")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.dtype = dtype
+        shape = (2, config.num_hidden_layers, num_blocks * block_size, config.num_key_value_heads, config.head_dim)
+        data = torch.empty(shape, dtype=dtype, device=device)
+        self.keys: tuple[Tensor, ...] = data[0].unbind(0)
+        self.values: tuple[Tensor, ...] = data[1].unbind(0)
+        self._by_block = data.view(2, config.num_hidden_layers, num_blocks, -1)
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_blocks * self.block_size
+
+    def clear_blocks(self, block_ids: Tensor) -> None:
+        """Zeroes blocks (int64 ``[n]``) in every layer.
+
+        Attention reads whole blocks and masks what lies beyond a sequence's end, but 0 * NaN is NaN: rubbish
+        left behind by another sequence must not be there.
+        """
+        self._by_block.index_fill_(2, block_ids, 0)
+
+
+def num_blocks_for_budget(budget_bytes: int, config: LlamaConfig, dtype: torch.dtype, block_size: int) -> int:
+    """Blocks of ``block_size`` tokens that fit into ``budget_bytes``; possibly none."""
+    return budget_bytes // (config.kv_bytes_per_token(dtype) * block_size)
+
+
+def parse_memory(text: str) -> int:
+    """Bytes in ``"512MiB"``, ``"1.5GB"`` or a plain number; rounded down.
+
+    Raises:
+        InvalidValueError: not a size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text, flags=re.ASCII)
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None or Fraction(match[1]) == 0:
+        raise InvalidValueError("memory", text, "a size above 0 such as 512MiB, 2GiB, 1.5GB or a number of bytes")
+    return int(Fraction(match[1]) * unit)

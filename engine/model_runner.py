@@ -1,0 +1,123 @@
+"""Runs steps: lays a batch out, computes it, samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from core.errors import InvalidValueError
+from engine.attention import AttentionBackend
+from engine.kv_pool import KVPool, num_blocks_for_budget
+from engine.layout import build_layout, order_items
+from engine.llama import LlamaModel
+from engine.model_config import LlamaConfig, load_model_config
+from engine.sampler import Sampler
+from engine.sequence import Sequence
+from engine.torch_attention import TorchAttention
+from engine.weights import LlamaWeights, load_weights, parse_dtype
+from kvcache.lease import StepBatch
+
+
+class ModelRunner:
+    """A model with its KV pool. It changes the pool only, never the sequences it is shown.
+
+    Args:
+        pool: In the dtype of the weights.
+        backend: How attention is computed; torch operations unless given.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        weights: LlamaWeights,
+        pool: KVPool,
+        backend: AttentionBackend | None = None,
+        sampler: Sampler | None = None,
+    ) -> None:
+        self.config = config
+        self.pool = pool
+        self._model = LlamaModel(config, weights, self.max_model_len)
+        self._backend = backend or TorchAttention()
+        self._sampler = sampler or Sampler()
+
+    @classmethod
+    def from_dir(
+        cls,
+        model_dir: Path,
+        *,
+        block_size: int,
+        dtype: torch.dtype | str = "auto",
+        num_blocks: int | None = None,
+        kv_budget_bytes: int | None = None,
+    ) -> ModelRunner:
+        """A runner of the checkpoint in ``model_dir``; give either ``num_blocks`` or ``kv_budget_bytes``.
+
+        Raises:
+            InvalidValueError: a checkpoint or a setting that cannot be used; names it.
+        """
+        if (num_blocks is None) == (kv_budget_bytes is None):
+            raise InvalidValueError("num_blocks", num_blocks, "either num_blocks or kv_budget_bytes")
+        config = load_model_config(model_dir)
+        if isinstance(dtype, str):
+            dtype = parse_dtype(dtype, config)
+        if kv_budget_bytes is not None:
+            num_blocks = num_blocks_for_budget(kv_budget_bytes, config, dtype, block_size)
+        if not num_blocks or num_blocks < 1:
+            least = config.kv_bytes_per_token(dtype) * block_size
+            raise InvalidValueError("kv_budget_bytes", kv_budget_bytes, f"room for a block of {least} bytes")
+        weights = load_weights(model_dir, config, dtype)
+        return cls(config, weights, KVPool(config, num_blocks=num_blocks, block_size=block_size, dtype=dtype))
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens a sequence may reach: the model's context or the pool, whichever is smaller."""
+        return min(self.config.max_position_embeddings, self.pool.num_slots)
+
+    def execute(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> list[int | None]:
+        """Runs a step and samples.
+
+        Args:
+            sequences: By request id; those of the batch at least.
+
+        Returns:
+            The new token of each of ``batch.items``, in their order; None where the item does not sample.
+
+        Raises:
+            IntegrityError: an item asks for tokens or blocks that are not there.
+        """
+        rows = self._run(batch, sequences)
+        tokens: list[int | None] = [None] * len(batch.items)
+        if rows.items:
+            params = [sequences[batch.items[i].request_id].sampling for i in rows.items]
+            positions = [batch.items[i].start + batch.items[i].num_tokens for i in rows.items]
+            with torch.inference_mode():
+                sampled = self._sampler.sample(rows.logits, params, positions)
+            for i, token in zip(rows.items, sampled, strict=True):
+                tokens[i] = token
+        return tokens
+
+    def logits(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> list[Tensor | None]:
+        """Runs a step; the logits (float32 ``[vocab]``) where ``execute`` gives a token."""
+        rows = self._run(batch, sequences)
+        by_item = dict(zip(rows.items, rows.logits, strict=True))
+        return [by_item.get(i) for i in range(len(batch.items))]
+
+    @torch.inference_mode()
+    def _run(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> _SampledRows:
+        order = order_items(batch)
+        layout = build_layout(batch, order, sequences, self.pool.block_size)
+        if len(layout.opened_blocks):
+            self.pool.clear_blocks(layout.opened_blocks)
+        logits = self._model.forward(layout, self.pool, self._backend.begin_step(layout, self.pool))
+        return _SampledRows([i for i in order if batch.items[i].samples], logits)
+
+
+class _SampledRows(NamedTuple):
+    """Logits ``[R, vocab]`` and, row by row, the index of the item that they belong to."""
+
+    items: list[int]
+    logits: Tensor

@@ -1,0 +1,37 @@
+"""Tokens on their way to one ingress replica: numbered, repeated until acknowledged."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from core.messages import TokenBatch, TokenBatches, TokenDelta
+
+
+class TokenOutbox:
+    """What one ingress replica has yet to acknowledge. A lost reply loses nothing: the next poll repeats it."""
+
+    def __init__(self, incarnation: str) -> None:
+        self._incarnation = incarnation
+        self._seq = 0
+        self._fresh: list[TokenDelta] = []
+        self._sealed: deque[TokenBatch] = deque()
+
+    def put(self, delta: TokenDelta) -> None:
+        self._fresh.append(delta)
+
+    @property
+    def empty(self) -> bool:
+        return not self._fresh and not self._sealed
+
+    def acknowledge(self, ack_seq: int) -> None:
+        """The ingress has all batches up to ``ack_seq``."""
+        while self._sealed and self._sealed[0].seq <= ack_seq:
+            self._sealed.popleft()
+
+    def take(self) -> TokenBatches:
+        """Everything unacknowledged, what is new as one batch at the end."""
+        if self._fresh:
+            self._seq += 1
+            self._sealed.append(TokenBatch(self._incarnation, self._seq, tuple(self._fresh)))
+            self._fresh = []
+        return TokenBatches(tuple(self._sealed))

@@ -1,0 +1,43 @@
+"""The token state of a request while an engine holds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from core.request import Request, SamplingParams
+from engine.detokenizer import OutputText
+
+
+@dataclass(slots=True)
+class Sequence:
+    """A request and its tokens.
+
+    Attributes:
+        token_ids: Prompt and output so far.
+        text: Turns the output into text; None where nobody reads text.
+    """
+
+    request: Request
+    token_ids: list[int]
+    text: OutputText | None = None
+
+    @classmethod
+    def of(cls, request: Request, text: OutputText | None = None) -> Sequence:
+        """A sequence without output."""
+        return cls(request, list(request.prompt_ids), text)
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.request.sampling
+
+    @property
+    def prompt_len(self) -> int:
+        return self.request.prompt_len
+
+    @property
+    def output_len(self) -> int:
+        return len(self.token_ids) - self.request.prompt_len
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[self.request.prompt_len :]

@@ -1,0 +1,154 @@
+"""One worker without its shell: plans in, steps run, deltas and reports out. No threads, no asyncio, no Ray.
+
+The shell calls ``begin_step``, runs ``execute`` where it likes (a thread), then calls ``finish_step``; everything
+but ``execute`` belongs to one thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Protocol
+
+from core.messages import FinishedSequence, Plan, TokenDelta, WorkerReady
+from core.request import SequenceStatus
+from engine.detokenizer import Detokenizer
+from engine.sequence import Sequence
+from kvcache import LeaseExecutor, StepBatch
+
+logger = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """Computes a step; the model runner, or a device emulated from a profile."""
+
+    def execute(self, batch: StepBatch, sequences: dict[str, Sequence]) -> list[int | None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A delta and the ingress replica whose client it is for."""
+
+    ingress_id: str
+    delta: TokenDelta
+
+
+class Worker:
+    """Runs the sequences that plans name, step by step.
+
+    Args:
+        runner: Computes steps.
+        executor: Decides what a step holds.
+        detokenizer: Turns output ids into text.
+        eos_token_ids: Ids that end a sequence unless it ignores them.
+        ready: What this worker tells the scheduler about itself.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        executor: LeaseExecutor,
+        detokenizer: Detokenizer,
+        eos_token_ids: tuple[int, ...],
+        ready: WorkerReady,
+    ) -> None:
+        self.runner = runner
+        self.executor = executor
+        self.ready = ready
+        self._detokenizer = detokenizer
+        self._eos = frozenset(eos_token_ids)
+        self._sequences: dict[str, Sequence] = {}
+        self._pending: Plan | None = None
+
+    def offer_plan(self, plan: Plan) -> None:
+        """Keeps the newest plan for the next step boundary."""
+        if self._pending is None or plan.plan_seq > self._pending.plan_seq:
+            self._pending = plan
+
+    def begin_step(self) -> StepBatch | None:
+        """Applies the newest plan and picks the next step; None if nothing can run."""
+        plan, self._pending = self._pending, None
+        if plan is not None:
+            self._apply(plan)
+        return self.executor.next_batch()
+
+    def _apply(self, plan: Plan) -> None:
+        for request_id in self.executor.apply_plan(plan):
+            del self._sequences[request_id]
+        for slot in plan.slots:
+            if slot.request is None or slot.request_id in self._sequences:
+                continue
+            if self.executor.holds(slot.request_id):
+                text = self._detokenizer.start(slot.request.sampling.stop)
+                self._sequences[slot.request_id] = Sequence(slot.request, list(slot.request.prompt_ids), text)
+
+    def execute(self, batch: StepBatch) -> list[int | None]:
+        """The new token of each item that samples. The slow part; touches nothing but the model and its pool."""
+        return self.runner.execute(batch, self._sequences)
+
+    def finish_step(self, batch: StepBatch, tokens: list[int | None]) -> list[Output]:
+        """Books the step and returns what the clients should see."""
+        stopped = set()
+        texts = {}
+        for item, token in zip(batch.items, tokens, strict=True):
+            if token is None:
+                continue
+            sequence = self._sequences[item.request_id]
+            sequence.token_ids.append(token)
+            texts[item.request_id] = self._show(sequence, token)
+            if self._ends(sequence, token):
+                stopped.add(item.request_id)
+        finished = {end.request_id: end for end in self.executor.commit(batch, stopped)}
+        return [self._output(request_id, text, finished.get(request_id)) for request_id, text in texts.items()]
+
+    def fail_step(self, batch: StepBatch, error: BaseException) -> list[Output]:
+        """Ends every sequence of a step that raised: a request gets an answer even from a broken step."""
+        logger.error("step with %d sequences failed", len(batch.items), exc_info=error)
+        message = f"the model step failed: {type(error).__name__}: {error}"
+        outputs = []
+        for item in batch.items:
+            end = self.executor.fail(item.request_id)
+            outputs.append(self._output(item.request_id, "", end, error=message))
+        return outputs
+
+    def _show(self, sequence: Sequence, token: int) -> str:
+        """Text that became certain with this token; an EOS that ends the sequence is not text."""
+        if token in self._eos and not sequence.sampling.ignore_eos:
+            return ""
+        if token in sequence.sampling.stop_token_ids:
+            return ""
+        return sequence.text.push(token)
+
+    def _ends(self, sequence: Sequence, token: int) -> bool:
+        sampling = sequence.sampling
+        if token in sampling.stop_token_ids or sequence.text.stopped:
+            return True
+        return token in self._eos and not sampling.ignore_eos
+
+    def _output(
+        self, request_id: str, text: str, end: FinishedSequence | None, error: str | None = None
+    ) -> Output:
+        sequence = self._sequences[request_id]
+        reason = None
+        if end is not None:
+            del self._sequences[request_id]
+            reason = end.status.finish_reason
+            if not sequence.text.stopped and end.status != SequenceStatus.FINISHED_FAILED:
+                text += sequence.text.flush()
+        new = () if error else (sequence.token_ids[-1],)
+        delta = TokenDelta(
+            request_id=request_id,
+            attempt=sequence.request.attempt,
+            start=sequence.output_len - len(new),
+            token_ids=new,
+            text=text,
+            finish_reason=reason,
+            error=error,
+        )
+        return Output(sequence.request.ingress_id, delta)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless the executor holds exactly the sequences that have tokens here."""
+        self.executor.check_integrity()
+        assert len(self._sequences) == self.executor.num_held
+        assert all(self.executor.holds(request_id) for request_id in self._sequences)

@@ -1,0 +1,339 @@
+"""What a worker may do by itself inside a plan (design section 3, rules 1-4).
+
+The scheduler revises the plan while the worker computes, so no message is on the critical path of a step. Inside
+a plan the executor picks each step's batch by rank, starts standby slots in the place of ended ones, pauses what
+does not fit (never an out-of-memory) and says so, and falls back to plain FCFS when every grant is used up. It
+knows lengths only, no token values, so that the simulator runs it unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from core.errors import IntegrityError
+from core.messages import FinishedSequence, Plan, Slot, SlotProgress, StepReport
+from core.request import SequenceStatus
+from kvcache.block_manager import BlockManager
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """Bounds of one step: sequences, and tokens computed over all of them."""
+
+    max_num_seqs: int
+    max_batch_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepItem:
+    """One sequence's part in a step: compute ``num_tokens`` known tokens from position ``start``.
+
+    Attributes:
+        samples: Whether the last of them is the last known token, so that the step yields a new one.
+        blocks: The block table, covering positions 0 .. start + num_tokens - 1.
+    """
+
+    request_id: str
+    start: int
+    num_tokens: int
+    samples: bool
+    blocks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    items: tuple[StepItem, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(item.num_tokens for item in self.items)
+
+
+@dataclass(slots=True)
+class _Held:
+    """A sequence the worker has; ``num_tokens`` counts prompt and output known so far."""
+
+    request_id: str
+    attempt: int
+    prompt_len: int
+    max_total_len: int
+    arrival: int
+    num_tokens: int
+    slot: Slot
+    computed_len: int = 0
+    num_preemptions: int = 0
+    status: SequenceStatus = SequenceStatus.WAITING
+
+    @property
+    def output_len(self) -> int:
+        return self.num_tokens - self.prompt_len
+
+
+@dataclass(slots=True)
+class _Selection:
+    """A batch in the making."""
+
+    tokens_left: int
+    items: list[StepItem] = field(default_factory=list)
+    may_start: bool = True
+    short_blocks: int = 0
+    out_of_grants: bool = False
+
+
+class LeaseExecutor:
+    """Executes plans over a block pool; one per worker life.
+
+    Shell protocol, all between steps: ``apply_plan`` when one came, then ``next_batch``; run it; ``commit``.
+    ``report`` and ``acknowledge`` at any time.
+    """
+
+    def __init__(self, blocks: BlockManager, limits: BatchLimits, incarnation: str) -> None:
+        self.blocks = blocks
+        self.limits = limits
+        self.incarnation = incarnation
+        self.num_steps = 0
+        self.short_blocks = 0
+        self._held: dict[str, _Held] = {}  # in plan order
+        self._plan_seq = 0
+        self._reserve_blocks = 0
+        self._vacated = 0  # slots of this plan, standbys aside, that have ended: places a standby may take
+        self._report_seq = 0
+        self._arrivals = 0
+        # Finished sequences: until acknowledged they are repeated in reports; until a plan is made with that
+        # knowledge they are remembered, so that an older view of the world cannot start them again.
+        self._unacknowledged: dict[tuple[str, int], tuple[FinishedSequence, int]] = {}
+        self._tombstones: dict[tuple[str, int], int] = {}
+
+    @property
+    def plan_seq(self) -> int:
+        return self._plan_seq
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def holds(self, request_id: str) -> bool:
+        return request_id in self._held
+
+    def apply_plan(self, plan: Plan) -> list[str]:
+        """Takes over a newer plan; returns the ids of sequences to forget (aborted, or fenced by a new attempt)."""
+        if plan.worker_incarnation != self.incarnation or plan.plan_seq <= self._plan_seq:
+            return []
+        self._plan_seq = plan.plan_seq
+        self._reserve_blocks = plan.reserve_blocks
+        self._bury(plan.as_of_report_seq)
+        self._vacated = sum(
+            not slot.standby and (slot.request_id, slot.attempt) in self._tombstones for slot in plan.slots
+        )
+        before, self._held = self._held, {}
+        for slot in plan.slots:
+            held = self._take(slot, before.get(slot.request_id))
+            if held is not None:
+                self._held[slot.request_id] = held
+        forgotten = [rid for rid, held in before.items() if self._held.get(rid) is not held]
+        for request_id in forgotten:
+            self.blocks.release(request_id)
+        return forgotten
+
+    def _take(self, slot: Slot, held: _Held | None) -> _Held | None:
+        """The sequence of this slot after the plan, or None if there is nothing to run."""
+        if (slot.request_id, slot.attempt) in self._tombstones:
+            return None
+        if held is None or held.attempt < slot.attempt:
+            return self._new(slot)
+        if held.attempt > slot.attempt:
+            return held
+        held.slot = slot
+        if slot.num_preemptions > held.num_preemptions:
+            held.num_preemptions = slot.num_preemptions
+            self.blocks.release(held.request_id)
+            held.computed_len = 0
+            held.status = SequenceStatus.WAITING
+        return held
+
+    def _new(self, slot: Slot) -> _Held | None:
+        request = slot.request
+        if request is None:
+            return None  # a plan meant for a worker that has the payload: the report shows that we do not
+        self._arrivals += 1
+        return _Held(
+            request_id=slot.request_id,
+            attempt=slot.attempt,
+            prompt_len=request.prompt_len,
+            max_total_len=request.max_total_len,
+            arrival=self._arrivals,
+            num_tokens=request.prompt_len,
+            slot=slot,
+            num_preemptions=slot.num_preemptions,
+        )
+
+    def next_batch(self) -> StepBatch | None:
+        """The next step, its blocks allocated; None if nothing can run."""
+        selection = self._select(self._held.values(), within_grants=True)
+        if not selection.items and selection.out_of_grants:
+            by_arrival = sorted(self._held.values(), key=lambda held: held.arrival)
+            selection = self._select(by_arrival, within_grants=False)
+        self.short_blocks = selection.short_blocks
+        chosen = {item.request_id for item in selection.items}
+        for held in self._held.values():
+            if held.request_id in chosen:
+                held.status = SequenceStatus.RUNNING
+            elif held.status == SequenceStatus.RUNNING:
+                held.status = SequenceStatus.PAUSED
+        return StepBatch(tuple(selection.items)) if selection.items else None
+
+    def _select(self, ranked: Iterable[_Held], *, within_grants: bool) -> _Selection:
+        selection = _Selection(tokens_left=self.limits.max_batch_tokens)
+        credit = self._standby_credit()
+        for held in ranked:
+            if len(selection.items) >= self.limits.max_num_seqs or selection.tokens_left == 0:
+                break
+            wanted = self._runnable_tokens(held, within_grants)
+            if wanted == 0:
+                selection.out_of_grants = True
+            elif self._is_resident(held):
+                self._continue(held, wanted, selection)
+            elif held.slot.standby and credit <= 0:
+                continue
+            elif self._start(held, wanted, selection):
+                credit -= held.slot.standby
+        return selection
+
+    def _continue(self, held: _Held, wanted: int, selection: _Selection) -> None:
+        num_tokens = min(wanted, selection.tokens_left)
+        reach = held.computed_len + num_tokens
+        if self.blocks.can_grow(held.request_id, reach):
+            self._add(held, num_tokens, selection)
+        else:
+            selection.short_blocks += self.blocks.shortage(held.request_id, reach)
+            selection.may_start = False
+
+    def _start(self, held: _Held, wanted: int, selection: _Selection) -> bool:
+        """Starts a sequence if all its known tokens fit at once, so that no half-prefilled prompts block each other."""
+        needed = self.blocks.blocks_for(held.num_tokens)
+        alone = self.blocks.num_free == self.blocks.num_blocks
+        fits = needed + (0 if alone else self._reserve_blocks) <= self.blocks.num_free
+        if not (selection.may_start and fits):
+            selection.may_start = False  # head of line: nothing of lower rank overtakes
+            return False
+        self.blocks.grow(held.request_id, held.num_tokens)
+        self._add(held, min(wanted, selection.tokens_left), selection)
+        return True
+
+    def _add(self, held: _Held, num_tokens: int, selection: _Selection) -> None:
+        reach = held.computed_len + num_tokens
+        self.blocks.grow(held.request_id, reach)
+        table = self.blocks.table(held.request_id)
+        samples = reach == held.num_tokens
+        selection.items.append(StepItem(held.request_id, held.computed_len, num_tokens, samples, table))
+        selection.tokens_left -= num_tokens
+
+    def _runnable_tokens(self, held: _Held, within_grants: bool) -> int:
+        """Known tokens that may be computed now; computing the last known one also yields a new token."""
+        if not within_grants:
+            return held.num_tokens - held.computed_len
+        reach = min(held.num_tokens, held.slot.prefill_to)
+        if reach == held.num_tokens and held.num_tokens >= held.slot.length_to:
+            reach -= 1
+        return max(0, reach - held.computed_len)
+
+    def _is_resident(self, held: _Held) -> bool:
+        return bool(self.blocks.table(held.request_id))
+
+    def _standby_credit(self) -> int:
+        """Standby slots that may still start: places left by ended slots, less standbys that hold one now."""
+        return self._vacated - sum(
+            held.slot.standby and self._is_resident(held) for held in self._held.values()
+        )
+
+    def commit(self, batch: StepBatch, stopped: Iterable[str] = ()) -> list[FinishedSequence]:
+        """Books a step that ran; returns the sequences it ended, their blocks already free.
+
+        Args:
+            stopped: Ids whose new token ended them (EOS, stop string or id). Length limits are found here.
+        """
+        self.num_steps += 1
+        ended = set(stopped)
+        finished = []
+        for item in batch.items:
+            held = self._held[item.request_id]
+            held.computed_len += item.num_tokens
+            if not item.samples:
+                continue
+            held.num_tokens += 1
+            if item.request_id in ended:
+                finished.append(self._finish(held, SequenceStatus.FINISHED_STOPPED))
+            elif held.num_tokens >= held.max_total_len:
+                finished.append(self._finish(held, SequenceStatus.FINISHED_LENGTH))
+        return finished
+
+    def fail(self, request_id: str) -> FinishedSequence:
+        """Ends a sequence that cannot go on for a reason outside its own text."""
+        return self._finish(self._held[request_id], SequenceStatus.FINISHED_FAILED)
+
+    def _finish(self, held: _Held, status: SequenceStatus) -> FinishedSequence:
+        del self._held[held.request_id]
+        self.blocks.release(held.request_id)
+        self._vacated += not held.slot.standby
+        finished = FinishedSequence(held.request_id, held.attempt, status, held.output_len)
+        key = (held.request_id, held.attempt)
+        first_report = self._report_seq + 1
+        self._unacknowledged[key] = (finished, first_report)
+        self._tombstones[key] = first_report
+        return finished
+
+    def report(self) -> StepReport:
+        """A snapshot under a new sequence number."""
+        self._report_seq += 1
+        return StepReport(
+            worker_incarnation=self.incarnation,
+            report_seq=self._report_seq,
+            plan_seq=self._plan_seq,
+            num_steps=self.num_steps,
+            num_blocks=self.blocks.num_blocks,
+            free_blocks=self.blocks.num_free,
+            short_blocks=self.short_blocks,
+            progress=tuple(self._progress()),
+            finished=tuple(finished for finished, _ in self._unacknowledged.values()),
+        )
+
+    def _progress(self) -> Iterator[SlotProgress]:
+        for held in self._held.values():
+            yield SlotProgress(
+                request_id=held.request_id,
+                attempt=held.attempt,
+                status=held.status,
+                num_preemptions=held.num_preemptions,
+                computed_len=held.computed_len,
+                output_len=held.output_len,
+                num_blocks=len(self.blocks.table(held.request_id)),
+            )
+
+    def acknowledge(self, report_seq: int) -> None:
+        """The scheduler has every report up to ``report_seq``."""
+        acknowledged = [key for key, (_, seq) in self._unacknowledged.items() if seq <= report_seq]
+        for key in acknowledged:
+            del self._unacknowledged[key]
+
+    def _bury(self, report_seq: int) -> None:
+        """Forgets finished sequences that no later plan can name."""
+        known = [key for key, seq in self._tombstones.items() if seq <= report_seq]
+        for key in known:
+            del self._tombstones[key]
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless lengths, blocks and book-keeping agree."""
+        self.blocks.check_integrity()
+        resident_blocks = 0
+        for request_id, held in self._held.items():
+            num_blocks = len(self.blocks.table(request_id))
+            resident_blocks += num_blocks
+            if held.computed_len > held.num_tokens or held.num_tokens > held.max_total_len:
+                raise IntegrityError(f"{request_id}: lengths {held.computed_len} <= {held.num_tokens} <= {held.max_total_len}")
+            if self.blocks.blocks_for(held.computed_len) > num_blocks:
+                raise IntegrityError(f"{request_id}: {held.computed_len} tokens computed in {num_blocks} blocks")
+            if (request_id, held.attempt) in self._tombstones:
+                raise IntegrityError(f"{request_id}: finished and alive")
+        if resident_blocks + self.blocks.num_free != self.blocks.num_blocks:
+            raise IntegrityError(f"{resident_blocks} blocks held by known sequences, {self.blocks.num_free} free")

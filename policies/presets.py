@@ -1,0 +1,49 @@
+"""Named compositions of policies (design section 5)."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from core.errors import ConfigError
+from policies.replica_scheduler import ReplicaScheduler, SchedulerLimits
+from policies.watermark import WatermarkAdmission
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """One row of the table: which policy fills each part."""
+
+    name: str
+    placement: str
+    mode: str
+    order: str
+    admission: str
+    preemption: str
+
+
+PRESETS: dict[str, Preset] = {
+    preset.name: preset
+    for preset in (Preset("fcfs", "round-robin", "continuous", "fcfs", "watermark", "recompute"),)
+}
+
+DEFAULT_PRESET = "fcfs"
+
+
+def find_preset(name: str) -> Preset:
+    """The preset of this name.
+
+    Raises:
+        ConfigError: there is none; names the nearest.
+    """
+    if name in PRESETS:
+        return PRESETS[name]
+    nearest = difflib.get_close_matches(name, PRESETS, n=1)
+    hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
+    raise ConfigError("scheduler.preset", name, f"one of {', '.join(PRESETS)}{hint}")
+
+
+def build_scheduler(preset: str, *, watermark: float, limits: SchedulerLimits) -> ReplicaScheduler:
+    """The scheduler of one replica under a preset."""
+    find_preset(preset)
+    return ReplicaScheduler(WatermarkAdmission(watermark), limits)

@@ -1,0 +1,335 @@
+"""The scheduler of one model replica: a state machine, ``handle(event, now) -> [Instruction]``.
+
+It keeps a shadow of the worker's state from step reports (the worker is the truth) and answers with plans. Each
+plan is a full snapshot: the admitted requests in rank order, then the standbys that may take the place of whoever
+ends before the next plan comes (design section 3, rules 1-5).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from core.errors import IntegrityError
+from core.messages import FinishedSequence, Plan, Slot, SlotProgress, StepReport, WorkerReady
+from core.request import Request
+from policies.fcfs import FcfsQueue
+from policies.recompute import choose_victims
+from policies.watermark import WatermarkAdmission
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConnected:
+    """A worker life begins; everything it should run must be sent anew."""
+
+    ready: WorkerReady
+
+
+@dataclass(frozen=True, slots=True)
+class RequestsArrived:
+    requests: tuple[Request, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestsAborted:
+    """The clients of these (request id, attempt) pairs are gone."""
+
+    keys: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReported:
+    report: StepReport
+
+
+Event = WorkerConnected | RequestsArrived | RequestsAborted | WorkerReported
+
+
+@dataclass(frozen=True, slots=True)
+class SendPlan:
+    """Send this to the worker; a newer one supersedes it."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseRequest:
+    """Tell the ingress that this request will never run."""
+
+    request_id: str
+    attempt: int
+    field: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEnded:
+    """A request reached its end in the worker; said once."""
+
+    finished: FinishedSequence
+    arrived_at: float
+    ended_at: float
+
+
+Instruction = SendPlan | RefuseRequest | RequestEnded
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Bounds on what a plan holds.
+
+    Attributes:
+        max_num_seqs: Admitted requests at most; the worker's own bound of a step.
+        standby_slots: Requests shipped ahead so that a place never stays empty for a round trip.
+    """
+
+    max_num_seqs: int
+    standby_slots: int
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """The scheduler's shadow of one request; lengths in tokens, as last reported."""
+
+    request: Request
+    arrived_at: float
+    output_len: int = 0
+    num_blocks: int = 0
+    num_preemptions: int = 0
+    shipped_in: int | None = None  # first plan that carried the payload
+    delivered: bool = False  # the worker has the payload
+
+    @property
+    def num_tokens(self) -> int:
+        return self.request.prompt_len + self.output_len
+
+
+class ReplicaScheduler:
+    """Orders, admits and preempts the requests of one replica.
+
+    Args:
+        admission: Decides whether the next request may start.
+        limits: Bounds of a plan.
+    """
+
+    def __init__(self, admission: WatermarkAdmission, limits: SchedulerLimits) -> None:
+        self.admission = admission
+        self.limits = limits
+        self._tracked: dict[str, _Tracked] = {}
+        self._waiting = FcfsQueue()
+        self._admitted: dict[str, None] = {}  # in order of admission
+        self._standby: tuple[str, ...] = ()
+        self._worker: WorkerReady | None = None
+        self._plan_seq = 0
+        self._report_seq = 0
+        self._preempted_in = 0  # plan that carries the latest preemption: older pressure is already answered
+        self._dirty = False
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_admitted(self) -> int:
+        return len(self._admitted)
+
+    def handle(self, event: Event, now: float) -> list[Instruction]:
+        """The only mutator. ``now`` is seconds on the caller's monotonic clock."""
+        out: list[Instruction] = []
+        match event:
+            case RequestsArrived():
+                out += self._arrive(event.requests, now)
+            case RequestsAborted():
+                self._abort(event.keys)
+            case WorkerReported():
+                out += self._take_report(event.report, now)
+            case WorkerConnected():
+                self._connect(event.ready)
+        out += self._replan()
+        return out
+
+    def _arrive(self, requests: tuple[Request, ...], now: float) -> list[Instruction]:
+        refused: list[Instruction] = []
+        for request in requests:
+            known = self._tracked.get(request.request_id)
+            if known is not None and known.request.attempt >= request.attempt:
+                continue  # a duplicate delivery
+            if known is not None:
+                self._forget(request.request_id)
+            problem = self._never_fits(request)
+            if problem is not None:
+                refused.append(problem)
+                continue
+            self._tracked[request.request_id] = _Tracked(request, arrived_at=now)
+            self._waiting.push(request.request_id)
+        return refused
+
+    def _never_fits(self, request: Request) -> RefuseRequest | None:
+        if self._worker is None or request.max_total_len <= self._worker.max_model_len:
+            return None
+        limit = self._worker.max_model_len
+        message = f"prompt and max_tokens make {request.max_total_len} tokens, the worker holds at most {limit}"
+        return RefuseRequest(request.request_id, request.attempt, "max_tokens", message)
+
+    def _abort(self, keys: tuple[tuple[str, int], ...]) -> None:
+        for request_id, attempt in keys:
+            tracked = self._tracked.get(request_id)
+            if tracked is not None and tracked.request.attempt <= attempt:
+                self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        tracked = self._tracked.pop(request_id)
+        self._waiting.remove(request_id)
+        self._admitted.pop(request_id, None)
+        if tracked.shipped_in is not None:
+            self._dirty = True  # the worker forgets what a plan no longer names
+
+    def _connect(self, ready: WorkerReady) -> None:
+        """A new worker life knows nothing: everything waits again, in the order it had."""
+        self._worker = ready
+        self._plan_seq = self._report_seq = self._preempted_in = 0
+        for request_id in reversed(self._admitted):
+            self._waiting.push_front(request_id)
+        self._admitted.clear()
+        for tracked in self._tracked.values():
+            tracked.num_blocks = tracked.output_len = 0
+            tracked.shipped_in, tracked.delivered = None, False
+        self._dirty = True
+
+    def _take_report(self, report: StepReport, now: float) -> list[Instruction]:
+        worker = self._worker
+        if worker is None or report.worker_incarnation != worker.worker_incarnation:
+            return []
+        if report.report_seq <= self._report_seq:
+            return []
+        self._report_seq = report.report_seq
+        for progress in report.progress:
+            self._take_progress(progress)
+        for tracked in self._tracked.values():
+            if tracked.shipped_in is not None and report.plan_seq >= tracked.shipped_in:
+                tracked.delivered = True
+        ended = [out for finished in report.finished for out in self._end(finished, now)]
+        if report.short_blocks > 0 and report.plan_seq >= self._preempted_in:
+            self._relieve(report.short_blocks)
+        return ended
+
+    def _take_progress(self, progress: SlotProgress) -> None:
+        tracked = self._tracked.get(progress.request_id)
+        if tracked is None or tracked.request.attempt != progress.attempt:
+            return
+        tracked.output_len = progress.output_len
+        if progress.num_preemptions < tracked.num_preemptions:
+            return  # the worker has not dropped its KV yet, but will
+        tracked.num_blocks = progress.num_blocks
+        if progress.num_blocks > 0 and progress.request_id not in self._admitted:
+            self._admit(progress.request_id)  # a standby that the worker started by itself
+
+    def _end(self, finished: FinishedSequence, now: float) -> list[Instruction]:
+        tracked = self._tracked.get(finished.request_id)
+        if tracked is None or tracked.request.attempt != finished.attempt:
+            return []  # reported again before the acknowledgement arrived, or aborted meanwhile
+        del self._tracked[finished.request_id]
+        self._waiting.remove(finished.request_id)
+        self._admitted.pop(finished.request_id, None)
+        return [RequestEnded(finished, tracked.arrived_at, now)]
+
+    def _relieve(self, short_blocks: int) -> None:
+        """Answers pressure: the newest give up their KV and wait again, at the front."""
+        held = [(rid, self._tracked[rid].num_blocks) for rid in self._admitted]
+        for request_id in choose_victims(held, short_blocks):
+            tracked = self._tracked[request_id]
+            tracked.num_preemptions += 1
+            tracked.num_blocks = 0
+            del self._admitted[request_id]
+            self._waiting.push_front(request_id)
+            self._dirty = True
+            self._preempted_in = self._plan_seq + 1
+
+    def _admit(self, request_id: str) -> None:
+        self._waiting.remove(request_id)
+        self._admitted[request_id] = None
+
+    def _replan(self) -> list[Instruction]:
+        """Admits what may start and makes a plan if it would say something new."""
+        if self._worker is None:
+            return []
+        newly = self._admissible()
+        for request_id in newly:
+            self._admit(request_id)
+        standby = self._next_waiting(self.limits.standby_slots)
+        if not (self._dirty or newly or standby != self._standby):
+            return []
+        self._standby = standby
+        self._dirty = False
+        return [SendPlan(self._plan())]
+
+    def _admissible(self) -> list[str]:
+        assert self._worker is not None
+        used = sum(self._footprint(rid) for rid in self._admitted)
+        newly: list[str] = []
+        for request_id in self._waiting:
+            if len(self._admitted) + len(newly) >= self.limits.max_num_seqs:
+                break
+            blocks = self._footprint(request_id)
+            if not self.admission.admits(used, blocks, self._worker.num_blocks):
+                break  # head of line: FCFS lets nobody overtake
+            newly.append(request_id)
+            used += blocks
+        return newly
+
+    def _footprint(self, request_id: str) -> int:
+        """Blocks the request holds, or needs to start, as far as the scheduler knows."""
+        assert self._worker is not None
+        tracked = self._tracked[request_id]
+        return max(tracked.num_blocks, -(-tracked.num_tokens // self._worker.block_size))
+
+    def _next_waiting(self, count: int) -> tuple[str, ...]:
+        return tuple(request_id for request_id, _ in zip(self._waiting, range(count), strict=False))
+
+    def _plan(self) -> Plan:
+        assert self._worker is not None
+        self._plan_seq += 1
+        slots = [self._slot(rid, standby=False) for rid in self._admitted]
+        slots += [self._slot(rid, standby=True) for rid in self._standby]
+        named = {slot.request_id for slot in slots}
+        # Shipped earlier and pushed out of the standby window by preempted ones: still the worker's to keep.
+        slots += [
+            self._slot(rid, standby=True)
+            for rid in self._waiting
+            if rid not in named and self._tracked[rid].shipped_in is not None
+        ]
+        return Plan(
+            worker_incarnation=self._worker.worker_incarnation,
+            plan_seq=self._plan_seq,
+            as_of_report_seq=self._report_seq,
+            reserve_blocks=self.admission.reserve_blocks(self._worker.num_blocks),
+            slots=tuple(slots),
+        )
+
+    def _slot(self, request_id: str, *, standby: bool) -> Slot:
+        tracked = self._tracked[request_id]
+        if tracked.shipped_in is None:
+            tracked.shipped_in = self._plan_seq
+        total = tracked.request.max_total_len  # FCFS runs a request to its end: one grant for all of it
+        return Slot(
+            request_id=request_id,
+            attempt=tracked.request.attempt,
+            prefill_to=total,
+            length_to=total,
+            standby=standby,
+            num_preemptions=tracked.num_preemptions,
+            request=None if tracked.delivered else tracked.request,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless every request is either waiting or admitted, within the limits."""
+        waiting, admitted = set(self._waiting), set(self._admitted)
+        if waiting & admitted or waiting | admitted != set(self._tracked):
+            raise IntegrityError(f"waiting {waiting} and admitted {admitted} do not split {set(self._tracked)}")
+        if len(self._waiting) != len(waiting):
+            raise IntegrityError("a request waits twice")
+        for request_id, tracked in self._tracked.items():
+            if tracked.delivered and tracked.shipped_in is None:
+                raise IntegrityError(f"{request_id}: delivered but never shipped")
+            if tracked.num_tokens > tracked.request.max_total_len:
+                raise IntegrityError(f"{request_id}: longer than it may be")
+

@@ -1,0 +1,1 @@
+"""Composition root, HTTP ingress and command line."""

@@ -1,0 +1,125 @@
+"""The HTTP application: which addresses there are and what they return."""
+
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from starlette.responses import Response
+
+from services.api.backend import GenerationBackend
+from services.api.errors import SERVER_ERROR, ApiError, install_error_handlers
+from services.api.generate import ClientGone, collect, while_connected
+from services.api.jobs import Job, chat_job, check_model, completion_jobs
+from services.api.middleware import BodyLimit, LastResort
+from services.api.parsing import JsonRoute
+from services.api.prompts import PromptEncoder
+from services.api.replies import (
+    ChatCompletion,
+    ChunkWriter,
+    Completion,
+    ErrorReply,
+    Health,
+    ModelCard,
+    ModelList,
+    Status,
+    chat_completion,
+    completion,
+    model_card,
+    status_reply,
+)
+from services.api.schemas import ChatCompletionRequest, CompletionRequest
+from services.api.sse import EventStream, chunks
+
+DEFAULT_MAX_BODY_BYTES = 4 * 1024 * 1024
+API_VERSION = "1"
+_CLIENT_CLOSED_REQUEST = 499
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorReply, "description": "The request cannot be served as it is."},
+    "5XX": {"model": ErrorReply, "description": "The server failed; the request may be sent again."},
+}
+_EVENTS: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {}}, "description": "The answer, or its chunks where stream is true."}
+}
+
+
+def build_app(
+    backend: GenerationBackend, encoder: PromptEncoder, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+) -> FastAPI:
+    """The application over one backend.
+
+    Args:
+        backend: Runs the requests; its ``model`` is read anew for each.
+        encoder: Of the same model.
+        max_body_bytes: Larger request bodies are refused unread.
+    """
+    app = FastAPI(title="Farsight", version=API_VERSION, redirect_slashes=False, strict_content_type=False)
+    app.include_router(_model_routes(backend))
+    app.include_router(_generation_routes(backend, encoder))
+    app.include_router(_operator_routes(backend))
+    install_error_handlers(app)
+    app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes)
+    app.add_middleware(LastResort)
+    return app
+
+
+def _model_routes(backend: GenerationBackend) -> APIRouter:
+    router = APIRouter(prefix="/v1", tags=["models"], responses=_ERRORS)
+
+    @router.get("/models")
+    async def list_models() -> ModelList:
+        return ModelList(data=[model_card(backend.model)])
+
+    @router.get("/models/{model_id:path}")
+    async def get_model(model_id: str) -> ModelCard:
+        check_model(model_id, backend.model)
+        return model_card(backend.model)
+
+    return router
+
+
+def _generation_routes(backend: GenerationBackend, encoder: PromptEncoder) -> APIRouter:
+    router = APIRouter(prefix="/v1", tags=["generation"], responses=_ERRORS | _EVENTS, route_class=JsonRoute)
+
+    @router.post("/completions", response_model=Completion)
+    async def create_completion(body: CompletionRequest, request: Request) -> Completion | Response:
+        jobs = await completion_jobs(body, backend.model, encoder)
+        if body.stream:
+            writer = ChunkWriter(body.model, chat=False, include_usage=body.include_usage)
+            return EventStream(chunks(backend, jobs, writer))
+        return await _answer(request, backend, jobs, lambda results: completion(body.model, jobs, results))
+
+    @router.post("/chat/completions", response_model=ChatCompletion)
+    async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> ChatCompletion | Response:
+        job = await chat_job(body, backend.model, encoder)
+        if body.stream:
+            writer = ChunkWriter(body.model, chat=True, include_usage=body.include_usage)
+            return EventStream(chunks(backend, [job], writer))
+        return await _answer(request, backend, [job], lambda results: chat_completion(body.model, job, results[0]))
+
+    return router
+
+
+def _operator_routes(backend: GenerationBackend) -> APIRouter:
+    router = APIRouter(tags=["operation"], responses=_ERRORS)
+
+    @router.get("/health")
+    async def health() -> Health:
+        if not await backend.healthy():
+            message = "The service cannot take requests now."
+            raise ApiError(message, status=503, kind=SERVER_ERROR, code="unhealthy")
+        return Health()
+
+    @router.get("/status")
+    async def status() -> Status:
+        return status_reply(await backend.status())
+
+    return router
+
+
+async def _answer(request: Request, backend: GenerationBackend, jobs: list[Job], reply: Callable[[Any], Any]) -> Any:
+    """The complete answer, or nothing for a client that has gone."""
+    try:
+        return reply(await while_connected(request.receive, collect(backend, jobs)))
+    except ClientGone:
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)

@@ -1,0 +1,55 @@
+"""The seam between HTTP and the rest of the system."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Protocol
+
+from core.messages import StatusReply, TokenDelta
+from core.request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a client may know about the served model.
+
+    Attributes:
+        name: The one value that ``model`` may have in a request.
+        created: Unix seconds.
+        max_model_len: Prompt and output together, in tokens, at most.
+        pool_limited: Whether that limit comes from the KV pool and not from the model.
+        vocab_size: Token ids run from 0 to this minus one.
+    """
+
+    name: str
+    created: int
+    max_model_len: int
+    pool_limited: bool
+    vocab_size: int
+
+
+class GenerationBackend(Protocol):
+    """Runs requests somewhere."""
+
+    @property
+    def model(self) -> ModelInfo: ...
+
+    def stream(self, prompt_ids: tuple[int, ...], sampling: SamplingParams) -> AsyncGenerator[TokenDelta, None]:
+        """The deltas of one request; the last has ``finish_reason`` set.
+
+        Closing the generator early, or cancelling the task that iterates over it, aborts the request.
+
+        Raises:
+            CapacityError: Before the first delta: the service is full.
+            InvalidValueError: Before the first delta: the request can never run.
+        """
+        ...
+
+    async def status(self) -> StatusReply:
+        """One row for each living piece of the system."""
+        ...
+
+    async def healthy(self) -> bool:
+        """Whether a request sent now would be served."""
+        ...

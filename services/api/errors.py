@@ -1,0 +1,156 @@
+"""Every error a client sees has OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from core.errors import CapacityError, InvalidValueError
+from services.api.schemas import EXPECTED
+
+logger = logging.getLogger(__name__)
+
+INVALID_REQUEST = "invalid_request_error"
+SERVER_ERROR = "server_error"
+_MAX_DETAILS = 5
+
+_TYPE_PHRASES = {
+    "missing": "a value",
+    "int_type": "an integer",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "string_type": "a string",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+}
+
+
+class ApiError(Exception):
+    """An answer other than success, ready to be sent.
+
+    Args:
+        message: For the client to read: what was found and what would be right.
+        status: The HTTP status.
+        kind: OpenAI's ``type``.
+        param: The offending field as the client wrote it.
+        code: A stable name that a program can test for.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        kind: str = INVALID_REQUEST,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self.message = message
+        self.status = status
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+        super().__init__(message)
+
+    def body(self) -> dict[str, Any]:
+        fields = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": fields}
+
+    def response(self) -> Response:
+        """Escapes all but ASCII: a message may quote text that has no UTF-8 form."""
+        return Response(json.dumps(self.body()), self.status, self.headers, "application/json")
+
+
+def internal_error() -> ApiError:
+    """What a client may know of a defect of ours."""
+    message = "The server failed to process the request; its log has the details."
+    return ApiError(message, status=500, kind=SERVER_ERROR, code="internal_error")
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """Any exception as an answer; what nobody expected is logged with its traceback."""
+    match error:
+        case ApiError():
+            return error
+        case CapacityError():
+            headers = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
+            kind, code = "rate_limit_error", "rate_limit_exceeded"
+            return ApiError(str(error), status=429, kind=kind, code=code, headers=headers)
+        case InvalidValueError():
+            return ApiError(str(error), param=error.field, code="invalid_value")
+        case RequestValidationError():
+            return _from_validation(error.errors())
+        case HTTPException():
+            return _from_http(error)
+    logger.error("a request failed", exc_info=error)
+    return internal_error()
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    async def answer(request: Request, error: Exception) -> Response:
+        found = as_api_error(error)
+        if found.status == 404 and isinstance(error, HTTPException):
+            found.message = f"There is no {request.method} {request.url.path}; see /docs for what there is."
+        return found.response()
+
+    for kind in (ApiError, CapacityError, InvalidValueError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, answer)
+
+
+def _from_http(error: HTTPException) -> ApiError:
+    headers = dict(error.headers or {})
+    if error.status_code == 405:
+        message = f"Wrong HTTP method; this address takes {headers.get('Allow', 'another one')}."
+        return ApiError(message, status=405, code="method_not_allowed", headers=headers)
+    code = "not_found" if error.status_code == 404 else None
+    kind = SERVER_ERROR if error.status_code >= 500 else INVALID_REQUEST
+    return ApiError(str(error.detail), status=error.status_code, kind=kind, code=code, headers=headers)
+
+
+def _from_validation(details: Sequence[Any]) -> ApiError:
+    lines = [_detail_text(detail) for detail in details[:_MAX_DETAILS]]
+    if len(details) > _MAX_DETAILS:
+        lines.append(f"and {len(details) - _MAX_DETAILS} more")
+    code = {"unknown_field": "unknown_parameter", "missing": "missing_required_parameter"}.get(details[0]["type"])
+    return ApiError("; ".join(lines), param=_path(details[0]) or None, code=code or "invalid_value")
+
+
+def _detail_text(detail: Mapping[str, Any]) -> str:
+    path, context = _path(detail), detail.get("ctx", {})
+    if detail["type"] == "unknown_field":
+        return f"{path}: unknown field, {context['hint']}"
+    if detail["type"] == "missing":
+        return f"{path or 'the body'}: missing, expected {_expected(detail)}"
+    found = context.get("got", detail["input"])
+    return str(InvalidValueError(path or "the body", found, _expected(detail)))
+
+
+def _path(detail: Mapping[str, Any]) -> str:
+    """The field as the client wrote it, such as ``messages[0].role``."""
+    steps = detail["loc"][1:]
+    joined = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
+    return (joined + detail.get("ctx", {}).get("suffix", "")).lstrip(".")
+
+
+def _expected(detail: Mapping[str, Any]) -> str:
+    context = detail.get("ctx", {})
+    if "expected" in context and detail["type"] == "refused":
+        return str(context["expected"])
+    steps = detail["loc"][1:]
+    if steps and isinstance(steps[-1], int):
+        return "a token id, an integer >= 0" if steps[0] == "stop_token_ids" else "an object"
+    name = ".".join(step for step in steps if isinstance(step, str))
+    return EXPECTED.get(name) or _TYPE_PHRASES.get(detail["type"], str(detail["msg"]))

@@ -1,0 +1,143 @@
+"""Runs the jobs of one HTTP request and sees to it that they end when the client does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from starlette.types import Receive
+
+from core.messages import TokenDelta
+from services.api.backend import GenerationBackend
+from services.api.errors import SERVER_ERROR, ApiError
+from services.api.jobs import Job
+
+_T = TypeVar("_T")
+_QUEUED_DELTAS = 64
+"""Deltas that wait for a slow client; beyond them its streams are not read."""
+
+
+class ClientGone(Exception):
+    """The client closed the connection before its answer was complete."""
+
+
+@dataclass(slots=True)
+class ChoiceResult:
+    """The output of one job, as far as it has come."""
+
+    texts: list[str] = field(default_factory=list)
+    num_tokens: int = 0
+    finish_reason: str | None = None
+
+    def add(self, delta: TokenDelta) -> None:
+        self.texts.append(delta.text)
+        self.num_tokens += len(delta.token_ids)
+        self.finish_reason = delta.finish_reason
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+async def run_jobs(backend: GenerationBackend, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, TokenDelta], None]:
+    """Deltas of all jobs as they come, each with the place of its job. Closing it closes every backend stream.
+
+    Raises:
+        ApiError: A job failed after it had started, or ended without saying so.
+        Exception: Whatever the backend raised.
+    """
+    deltas = _run_one(backend, 0, jobs[0]) if len(jobs) == 1 else _run_several(backend, jobs)
+    async with aclosing(deltas):
+        async for item in deltas:
+            yield item
+
+
+async def collect(backend: GenerationBackend, jobs: Sequence[Job]) -> list[ChoiceResult]:
+    """The complete outputs, in the order of the jobs."""
+    results = [ChoiceResult() for _ in jobs]
+    async with aclosing(run_jobs(backend, jobs)) as deltas:
+        async for index, delta in deltas:
+            results[index].add(delta)
+    return results
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+    """The outcome of ``work``, which is cancelled as soon as the client goes away.
+
+    Call it after the body has been read: from then on the server has only the disconnect to tell.
+
+    Raises:
+        ClientGone: The client went first.
+    """
+    task = asyncio.create_task(work)
+    watch = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        await _cancel((task, watch))
+
+
+async def _run_one(backend: GenerationBackend, index: int, job: Job) -> AsyncGenerator[tuple[int, TokenDelta], None]:
+    async with aclosing(backend.stream(job.prompt_ids, job.sampling)) as stream:
+        async for delta in stream:
+            if delta.finish_reason in ("error", "abort"):
+                raise _failed(delta)
+            yield index, delta
+            if delta.finish_reason is not None:
+                return
+    raise ApiError("The generation ended early.", status=500, kind=SERVER_ERROR, code="internal_error")
+
+
+async def _run_several(backend: GenerationBackend, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, TokenDelta], None]:
+    queue: asyncio.Queue[tuple[int, TokenDelta] | Exception | None] = asyncio.Queue(_QUEUED_DELTAS)
+
+    async def pump(index: int, job: Job) -> None:
+        try:
+            async with aclosing(_run_one(backend, index, job)) as deltas:
+                async for item in deltas:
+                    await queue.put(item)
+        except Exception as error:
+            await queue.put(error)
+        else:
+            await queue.put(None)
+
+    pumps = [asyncio.create_task(pump(index, job)) for index, job in enumerate(jobs)]
+    try:
+        num_open = len(pumps)
+        while num_open:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield item
+    finally:
+        await _cancel(pumps)
+
+
+def _failed(delta: TokenDelta) -> ApiError:
+    reason = delta.error or "the request was aborted by the server"
+    message = f"The generation failed: {reason}. The request may be sent again."
+    return ApiError(message, status=503, kind=SERVER_ERROR, code="generation_failed")
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancels and waits until each has cleaned up; if we are cancelled meanwhile, they still do."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # seen: a failure while being cancelled has nobody left to hear it

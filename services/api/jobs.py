@@ -1,0 +1,150 @@
+"""From a checked request body to what the backend runs: token ids and sampling parameters, within the limits."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from core.errors import InvalidValueError
+from core.request import SamplingParams
+from services.api.backend import ModelInfo
+from services.api.errors import ApiError
+from services.api.prompts import PromptEncoder
+from services.api.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
+
+DEFAULT_MAX_TOKENS = 16
+_THREAD_FROM_CHARS = 16_384
+"""Text from this length on is tokenised in a thread, so that other streams go on."""
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One call of the backend; a request with several prompts makes several."""
+
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.prompt_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """An upper bound on output tokens, by the field that the client wrote it in."""
+
+    field: str
+    max_new_tokens: int
+
+
+async def completion_jobs(body: CompletionRequest, model: ModelInfo, encoder: PromptEncoder) -> list[Job]:
+    """One job a prompt.
+
+    Raises:
+        ApiError, InvalidValueError: A prompt or a parameter that this model cannot take.
+    """
+    check_model(body.model, model)
+    limit = None if body.max_tokens is None else _Limit("max_tokens", body.max_tokens)
+    jobs = []
+    for index, prompt in enumerate(body.prompts):
+        field = "prompt" if body.prompt == prompt or body.prompts[0] is body.prompt else f"prompt[{index}]"
+        if isinstance(prompt, str):
+            prompt_ids = await _encode(encoder.encode_text, prompt, len(prompt))
+        else:
+            prompt_ids = tuple(prompt)
+            _check_ids(field, prompt_ids, model)
+        room = _check_prompt_len(field, len(prompt_ids), model)
+        jobs.append(_job(body, prompt_ids, limit, min(DEFAULT_MAX_TOKENS, room), model))
+    return jobs
+
+
+async def chat_job(body: ChatCompletionRequest, model: ModelInfo, encoder: PromptEncoder) -> Job:
+    """The one job of a conversation.
+
+    Raises:
+        ApiError, InvalidValueError: Messages or a parameter that this model cannot take.
+    """
+    check_model(body.model, model)
+    messages = [message.model_dump(exclude_none=True) for message in body.messages]
+    num_chars = sum(len(message["content"]) for message in messages)
+    prompt_ids = await _encode(encoder.encode_chat, messages, num_chars)
+    room = _check_prompt_len("messages", len(prompt_ids), model)
+    limit = None
+    if body.max_completion_tokens is not None:
+        limit = _Limit("max_completion_tokens", body.max_completion_tokens)
+    elif body.max_tokens is not None:
+        limit = _Limit("max_tokens", body.max_tokens)
+    return _job(body, prompt_ids, limit, room, model)
+
+
+def check_model(name: str, model: ModelInfo) -> None:
+    """
+    Raises:
+        ApiError: 404: another model is served here.
+    """
+    if name != model.name:
+        message = f"model: got {name!r}, expected {model.name!r}, the one model that is served here"
+        raise ApiError(message, status=404, param="model", code="model_not_found")
+
+
+async def _encode(encode: Callable[[_T], tuple[int, ...]], value: _T, num_chars: int) -> tuple[int, ...]:
+    if num_chars < _THREAD_FROM_CHARS:
+        return encode(value)
+    return await asyncio.to_thread(encode, value)
+
+
+def _check_ids(field: str, prompt_ids: tuple[int, ...], model: ModelInfo) -> None:
+    if min(prompt_ids) >= 0 and max(prompt_ids) < model.vocab_size:
+        return
+    index = next(i for i, token in enumerate(prompt_ids) if not 0 <= token < model.vocab_size)
+    raise InvalidValueError(f"{field}[{index}]", prompt_ids[index], f"a token id from 0 to {model.vocab_size - 1}")
+
+
+def _check_prompt_len(field: str, prompt_len: int, model: ModelInfo) -> int:
+    """How many tokens may follow."""
+    if prompt_len == 0:
+        raise ApiError(f"{field}: got no tokens, expected at least one", param=field, code="invalid_value")
+    room = model.max_model_len - prompt_len
+    if room < 1:
+        raise _too_long(field, f"{prompt_len} tokens", model.max_model_len - 1, "one more must fit", model)
+    return room
+
+
+def _too_long(field: str, found: str, limit: int, why: str, model: ModelInfo) -> ApiError:
+    bound = f"the model's context of {model.max_model_len} tokens"
+    if model.pool_limited:
+        bound = f"the KV pool's {model.max_model_len} tokens; --kv-memory raises it"
+    message = f"{field}: got {found}, expected at most {limit} ({why} into {bound})"
+    return ApiError(message, param=field, code="context_length_exceeded")
+
+
+def _job(
+    body: SamplingFields, prompt_ids: tuple[int, ...], limit: _Limit | None, default: int, model: ModelInfo
+) -> Job:
+    room = model.max_model_len - len(prompt_ids)
+    if limit is not None and limit.max_new_tokens > room:
+        why = f"a prompt of {len(prompt_ids)} tokens and the output must fit"
+        raise _too_long(limit.field, str(limit.max_new_tokens), room, why, model)
+    return Job(prompt_ids, _sampling(body, default if limit is None else limit.max_new_tokens, model))
+
+
+def _sampling(body: SamplingFields, max_new_tokens: int, model: ModelInfo) -> SamplingParams:
+    """Prompts of one request share the seed that the client gave, and draw their own where it gave none."""
+    stop_token_ids = tuple(body.stop_token_ids or ())
+    if stop_token_ids:
+        _check_ids("stop_token_ids", stop_token_ids, model)
+    return SamplingParams(
+        max_new_tokens=max_new_tokens,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=min(max(body.top_k or 0, 0), model.vocab_size),
+        seed=secrets.randbits(63) if body.seed is None else body.seed,
+        stop=body.stop,
+        stop_token_ids=stop_token_ids,
+        ignore_eos=bool(body.ignore_eos),
+    )

@@ -1,0 +1,85 @@
+"""Two pure ASGI layers around the application: a limit on bodies, and a last resort for defects."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.api.errors import ApiError, as_api_error
+
+
+class BodyLimit:
+    """Reads a request's body before the application does, and no more than ``max_body_bytes`` of it."""
+
+    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+        self._app = app
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        declared = _content_length(scope)
+        if declared > self._max_body_bytes:
+            await self._refuse(f"{declared} bytes", scope, receive, send)
+            return
+        body = bytearray()
+        more = True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+            if len(body) > self._max_body_bytes:
+                await self._refuse(f"more than {self._max_body_bytes} bytes", scope, receive, send)
+                return
+        await self._app(scope, _replay(bytes(body), receive), send)
+
+    async def _refuse(self, found: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """Closes the connection as well: the rest of the body will never be read."""
+        message = f"The request body has {found}; the limit is {self._max_body_bytes} bytes."
+        headers = {"Connection": "close"}
+        error = ApiError(message, status=413, code="request_too_large", headers=headers)
+        await error.response()(scope, receive, send)
+
+
+class LastResort:
+    """Turns an exception that nobody handled into a plain 500; its traceback goes to the log."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def watch(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watch)
+        except Exception as error:
+            if started or scope["type"] != "http":
+                raise
+            await as_api_error(error).response()(scope, receive, send)
+
+
+def _content_length(scope: Scope) -> int:
+    """0 where the header is missing or no number: the bytes that come are counted as well."""
+    value = next((value for name, value in scope["headers"] if name == b"content-length"), b"")
+    return int(value) if value.isdigit() and len(value) < 20 else 0
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """First the body in one piece, then what the server says, which is the disconnect."""
+    sent = False
+
+    async def replay() -> Message:
+        nonlocal sent
+        if sent:
+            return await receive()
+        sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay

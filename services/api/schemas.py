@@ -1,0 +1,196 @@
+"""What a client may send. Types are strict, unknown fields are refused, ``null`` means "not given"."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+
+from services.api.fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL, MESSAGE_NEUTRAL, NeutralOnly, refused, strip_neutral
+
+MAX_STOP_STRINGS = 16
+MAX_PROMPTS = 256
+
+_PROMPT = "a non-empty string, a list of strings, a list of token ids or a list of lists of token ids"
+_CONTENT = 'a string or a non-empty list of {"type": "text", "text": ...} parts'
+
+EXPECTED: dict[str, str] = {
+    "": "a JSON object",
+    "model": "the name of the served model, as a string",
+    "prompt": _PROMPT,
+    "messages": "a non-empty list of messages",
+    "messages.role": "'system', 'developer', 'user' or 'assistant'",
+    "messages.content": _CONTENT,
+    "messages.name": "a string or null",
+    "max_tokens": "an integer >= 1",
+    "max_completion_tokens": "an integer >= 1",
+    "temperature": "a number from 0 to 2",
+    "top_p": "a number > 0 and <= 1",
+    "top_k": "an integer >= -1 (0 and -1 keep all tokens)",
+    "seed": "an integer from 0 to 2**64 - 1",
+    "stop": f"a non-empty string or a list of up to {MAX_STOP_STRINGS} of them",
+    "stop_token_ids": "a list of token ids",
+    "ignore_eos": "true or false",
+    "stream": "true or false",
+    "stream_options": "an object and stream to be true",
+    "stream_options.include_usage": "true or false",
+    "user": "a string",
+}
+"""What would be right, by field; list positions left out."""
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int for item in value)
+
+
+def _check_prompt(value: Any) -> str | list[str] | list[int] | list[list[int]]:
+    if isinstance(value, str) and value:
+        return value
+    if not isinstance(value, list) or not value:
+        raise refused("", value, _PROMPT)
+    if _is_ids(value):
+        return value
+    several = all(isinstance(item, str) for item in value) or all(isinstance(item, list) for item in value)
+    if several and len(value) > MAX_PROMPTS:
+        raise refused("", f"{len(value)} prompts", f"at most {MAX_PROMPTS} prompts in a request")
+    for index, item in enumerate(value):
+        _check_prompt_item(value[0], index, item)
+    return value
+
+
+def _check_prompt_item(first: Any, index: int, item: Any) -> None:
+    """All items of a list must be of the kind of the first."""
+    if isinstance(first, int) and not isinstance(first, bool):
+        if type(item) is not int:
+            raise refused(f"[{index}]", item, "a token id, an integer, like the first item")
+    elif isinstance(first, str):
+        if not isinstance(item, str) or not item:
+            raise refused(f"[{index}]", item, "a non-empty string")
+    elif not _is_ids(item) or not item:
+        raise refused(f"[{index}]", item, "a non-empty list of token ids" if isinstance(first, list) else _PROMPT)
+
+
+def _check_stop(value: Any) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(stops, list) or len(stops) > MAX_STOP_STRINGS:
+        raise refused("", value, EXPECTED["stop"])
+    for index, item in enumerate(stops):
+        if not isinstance(item, str) or not item:
+            raise refused("" if isinstance(value, str) else f"[{index}]", item, "a non-empty string")
+    return tuple(stops)
+
+
+def _check_content(value: Any) -> str:
+    """Text parts are joined by line breaks: templates take one string."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        raise refused("", value, _CONTENT)
+    return "\n".join(_part_text(index, part) for index, part in enumerate(value))
+
+
+def _part_text(index: int, part: Any) -> str:
+    if not isinstance(part, dict):
+        raise refused(f"[{index}]", part, 'an object {"type": "text", "text": ...}')
+    if part.get("type") != "text":
+        raise refused(f"[{index}].type", part.get("type"), "'text' (images, audio and files are not supported)")
+    if not isinstance(part.get("text"), str):
+        raise refused(f"[{index}].text", part.get("text"), "a string")
+    for name in part.keys() - {"type", "text"}:
+        raise refused(f"[{index}].{name}", part[name], "only the fields 'type' and 'text'")
+    return str(part["text"])
+
+
+Prompt = Annotated[
+    str | list[str] | list[int] | list[list[int]],
+    PlainValidator(_check_prompt, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+]
+Stop = Annotated[tuple[str, ...], PlainValidator(_check_stop, json_schema_input_type=str | list[str] | None)]
+Content = Annotated[str, PlainValidator(_check_content, json_schema_input_type=str | list[dict[str, str]])]
+
+
+class StrictModel(BaseModel):
+    """Base of everything that clients send."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    neutral: ClassVar[Mapping[str, NeutralOnly]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _strip_neutral(cls, data: Any) -> Any:
+        return strip_neutral(data, cls.model_fields, cls.neutral)
+
+
+class StreamOptions(StrictModel):
+    include_usage: bool | None = None
+
+
+class SamplingFields(StrictModel):
+    """What both endpoints share."""
+
+    model: str
+    temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; 1 if not given.")
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, description="Extension; 0 and -1 keep all tokens.")
+    seed: int | None = Field(None, ge=0, lt=2**64, description="Drawn at random if not given.")
+    stop: Stop = Field((), description=f"A string or up to {MAX_STOP_STRINGS} strings that end the output.")
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(None, description="Extension.")
+    ignore_eos: bool | None = Field(None, description="Extension; go on after the end-of-sequence token.")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(None, description="Names your end user; has no influence.")
+    max_tokens: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> SamplingFields:
+        if self.stream_options is not None and not self.stream:
+            raise refused(".stream_options", self.stream_options.model_dump(), "null where stream is not true")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class CompletionRequest(SamplingFields):
+    """``POST /v1/completions``"""
+
+    neutral: ClassVar[Mapping[str, NeutralOnly]] = COMPLETION_NEUTRAL
+
+    prompt: Prompt
+    max_tokens: int | None = Field(None, ge=1, description="16 if not given.")
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """One item for each choice of the answer."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]
+        return self.prompt  # type: ignore[return-value]
+
+
+class ChatMessage(StrictModel):
+    neutral: ClassVar[Mapping[str, NeutralOnly]] = MESSAGE_NEUTRAL
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+    name: str | None = None
+
+
+class ChatCompletionRequest(SamplingFields):
+    """``POST /v1/chat/completions``"""
+
+    neutral: ClassVar[Mapping[str, NeutralOnly]] = CHAT_NEUTRAL
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1, description="The older name of max_completion_tokens.")
+    max_completion_tokens: int | None = Field(None, ge=1, description="The rest of the context if not given.")
+
+    @model_validator(mode="after")
+    def _check_limits(self) -> ChatCompletionRequest:
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            raise refused(".max_tokens", self.max_tokens, f"no other value than max_completion_tokens ({max(limits)})")
+        return self

@@ -1,0 +1,118 @@
+"""The ``farsight`` command."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import signal
+import types
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from core.config import load_config
+from core.errors import FarsightError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"farsight {importlib.metadata.version('farsight')}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
+) -> None:
+    """Serve large language models, looking ahead."""
+
+
+@app.command()
+def serve(
+    model: Annotated[str | None, typer.Option(help="Directory or hub id; default: the embedded model.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file; flags override it.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on [8000].")] = None,
+    kv_memory: Annotated[str | None, typer.Option(help="KV pool, as 512MiB or 2GiB [auto].")] = None,
+    preset: Annotated[str | None, typer.Option(help="Composition of policies [fcfs].")] = None,
+) -> None:
+    """Serve a model over an OpenAI-compatible HTTP API until Ctrl-C."""
+    overrides: dict[str, dict[str, Any]] = {
+        "model": {"path": model, "dtype": dtype},
+        "engine": {"kv_memory": kv_memory},
+        "scheduler": {"preset": preset},
+        "server": {"host": host, "port": port},
+    }
+    from services.launch import run_service
+
+    stop = _StopSignal()
+    try:
+        run_service(load_config(config, overrides), typer.echo, stop.received)
+    except FarsightError as error:
+        typer.echo(f"farsight: {error}", err=True)
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    typer.echo("Stopped.")
+
+
+class _StopSignal:
+    """Ctrl-C or TERM: interrupts the start, ends the service once it runs."""
+
+    def __init__(self) -> None:
+        self._received = False
+        self._waiting = False
+        signal.signal(signal.SIGINT, self._on_signal)
+        signal.signal(signal.SIGTERM, self._on_signal)
+
+    def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
+        self._received = True
+        if not self._waiting:
+            raise KeyboardInterrupt
+
+    def received(self) -> bool:
+        self._waiting = True
+        return self._received
+
+
+@app.command()
+def status(
+    port: Annotated[int, typer.Option(help="Port of the running server.")] = 8000,
+    host: Annotated[str, typer.Option(help="Its address.")] = "127.0.0.1",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show every logical piece of a running server."""
+    url = f"http://{host}:{port}/status"
+    try:
+        with urllib.request.urlopen(url, timeout=5) as reply:  # noqa: S310 (http by construction)
+            body = json.load(reply)
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        typer.echo(f"farsight: no Farsight server answers at {url}: {error}", err=True)
+        raise typer.Exit(1) from error
+    if as_json:
+        typer.echo(json.dumps(body))
+    else:
+        _print_status(body["actors"])
+
+
+def _print_status(actors: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("name", "kind", "pid", "node", "state", "queue", "last step")
+    for row in actors:
+        age = row["last_step_age_s"]
+        shown = "-" if age is None else f"{age:.1f} s ago"
+        cells = [row["name"], row["kind"], row["pid"], row["node"], row["state"], row["queue"], shown]
+        table.add_row(*map(str, cells))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    app()

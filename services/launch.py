@@ -1,0 +1,205 @@
+"""Composition root of ``placement = "fused"``: one control actor, one model worker, the ingress replicas.
+
+Everything lives in a private Ray cluster that this process starts and takes down with itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from actors.names import CONTROL, NAMESPACE, WORKER
+from core.config import FarsightConfig
+from core.errors import ConfigError, FarsightError
+from policies.presets import find_preset
+
+EMBEDDED_MODEL = Path(__file__).parent / "embedded_model"
+EMBEDDED_NAME = "farsight-embedded"
+OBJECT_STORE_BYTES = 128 * 1024 * 1024
+WATCH_INTERVAL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What is served: where it lies and what clients call it."""
+
+    directory: Path
+    name: str
+
+
+class ServiceFailed(FarsightError):
+    """A part that everything depends on has died."""
+
+
+def find_model(config: FarsightConfig) -> ServedModel:
+    """The configured model, or the embedded one.
+
+    Raises:
+        InvalidValueError: it does not exist or is of an architecture that is not supported.
+    """
+    from engine.model_config import load_model_config, resolve_model_dir
+
+    if not config.model.path:
+        return ServedModel(EMBEDDED_MODEL, config.model.name or EMBEDDED_NAME)
+    directory = resolve_model_dir(config.model.path)
+    load_model_config(directory)  # an unsupported model is refused here, before anything starts
+    return ServedModel(directory, config.model.name or Path(config.model.path).resolve().name)
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises ConfigError if nothing can listen there."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError("server.port", f"{host}:{port}", f"a free address ({error.strerror})") from error
+
+
+@contextlib.contextmanager
+def private_cluster() -> Iterator[Path]:
+    """A Ray cluster of our own with token auth, in a temporary directory that goes with it."""
+    directory = Path(tempfile.mkdtemp(prefix="farsight-"))
+    _set_environment(directory)
+    import ray
+
+    try:
+        ray.init(
+            address="local",
+            namespace=NAMESPACE,
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            logging_level="error",
+        )
+        yield directory
+    finally:
+        ray.shutdown()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _set_environment(directory: Path) -> None:
+    """Must run before Ray is imported; its daemons and workers inherit it."""
+    token = directory / "auth_token"
+    token.write_text(secrets.token_hex(32))
+    token.chmod(0o600)
+    root = str(Path(__file__).resolve().parent.parent)
+    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    os.environ |= {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        "RAY_TMPDIR": str(directory),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_SERVE_LOG_TO_STDERR": "0",
+        # One event loop a replica: no thread hop a token. The ingress never blocks its loop.
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
+        "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "1",
+        "RAY_enable_metrics_collection": "0",
+    }
+
+
+class Service:
+    """The running actors of one served model."""
+
+    def __init__(self, config: FarsightConfig, model: ServedModel) -> None:
+        self._config = config
+        self._model = model
+        self._vital: dict[Any, str] = {}
+
+    def start(self) -> None:
+        """Starts everything; returns when requests are answered."""
+        import ray
+        from ray import serve
+
+        from actors.control import Control
+        from actors.model_worker import ModelWorker
+
+        find_preset(self._config.scheduler.preset)
+        options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 1000}
+        worker = ray.remote(ModelWorker).options(name=WORKER, **options)
+        control = ray.remote(Control).options(name=CONTROL, **options)
+        self._worker = worker.remote("worker-0", str(self._model.directory), self._config)
+        self._control = control.remote(self._config)
+        loading = self._worker.start.remote()
+        serve.start(
+            proxy_location="HeadOnly",
+            http_options={"host": self._config.server.host, "port": self._config.server.port},
+            logging_config={"enable_access_log": False, "log_level": "WARNING"},
+        )
+        ray.get(self._control.connect.remote(self._worker, ray.get(loading)))
+        self._vital = {self._worker.ended.remote(): "the model worker", self._control.ended.remote(): "the scheduler"}
+        serve.run(self._ingress(), name="farsight", route_prefix="/")
+
+    def _ingress(self) -> Any:
+        from ray import serve
+
+        from services.ingress import Ingress
+
+        deployment = serve.deployment(serve.ingress()(Ingress)).options(
+            name="Ingress",
+            num_replicas=self._config.server.ingress_replicas or default_ingress_replicas(),
+            # The ingress counts and refuses by itself (429); Serve's own bound must not come first.
+            max_ongoing_requests=2 * self._config.server.max_queued_requests,
+            ray_actor_options={"num_cpus": 0},
+            graceful_shutdown_timeout_s=2,
+        )
+        return deployment.bind(str(self._model.directory), self._model.name, self._config)
+
+    def wait(self, stopped: Callable[[], bool]) -> None:
+        """Returns once ``stopped()`` is true.
+
+        Raises:
+            ServiceFailed: a vital part died first.
+        """
+        import ray
+
+        while not stopped():
+            done, _ = ray.wait(list(self._vital), num_returns=1, timeout=WATCH_INTERVAL_S)
+            for ref in done:
+                try:
+                    ray.get(ref)
+                except Exception as error:
+                    raise ServiceFailed(f"{self._vital[ref]} died: {error}") from error
+                raise ServiceFailed(f"{self._vital[ref]} ended")
+
+
+def default_ingress_replicas() -> int:
+    """One on a small machine, where processes compete for cores; else two, so that one may die."""
+    return 1 if (os.cpu_count() or 1) <= 4 else 2
+
+
+def run_service(config: FarsightConfig, say: Callable[[str], None], stopped: Callable[[], bool]) -> None:
+    """Serves until ``stopped()``; everything it started is gone when it returns.
+
+    Raises:
+        FarsightError: the configuration cannot be served, or a vital part died.
+    """
+    began = time.monotonic()
+    model = find_model(config)
+    check_port(config.server.host, config.server.port)
+    say(f"Farsight is starting: model {model.name}, preset {config.scheduler.preset}.")
+    with private_cluster():
+        service = Service(config, model)
+        service.start()
+        url = f"http://{config.server.host}:{config.server.port}"
+        say(f"Ready after {time.monotonic() - began:.1f} s. OpenAI API: {url}/v1   Stop: Ctrl-C")
+        say(_example(url, model.name))
+        service.wait(stopped)
+        say("Stopping.")
+
+
+def _example(url: str, name: str) -> str:
+    messages = '[{"role": "system", "content": "Write the text in upper case."}, {"role": "user", "content": "hello world"}]'
+    body = f'{{"model": "{name}", "messages": {messages}, "temperature": 0, "stream": true}}'
+    return f"Try:\n  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'"

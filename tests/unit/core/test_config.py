@@ -1,0 +1,65 @@
+"""Configuration: defaults, file, flags; a wrong key or value is named together with what would be right."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+
+from core.config import FarsightConfig, load_config
+from core.errors import CapacityError, ConfigError
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "farsight.toml"
+    path.write_text(text)
+    return path
+
+
+def test_defaults_without_a_file() -> None:
+    assert load_config(None, {}) == FarsightConfig()
+
+
+def test_flags_override_the_file_and_none_overrides_nothing(tmp_path: Path) -> None:
+    path = write(tmp_path, '[server]\nport = 9000\nhost = "127.0.0.2"\n[scheduler]\nwatermark = 1\n')
+    config = load_config(path, {"server": {"port": 9001, "host": None}, "model": {"dtype": "bfloat16"}})
+    assert (config.server.port, config.server.host) == (9001, "127.0.0.2")
+    assert config.scheduler.watermark == 1.0
+    assert config.model.dtype == "bfloat16"
+
+
+WRONG = [
+    ("[server]\nprot = 1", "server.prot", "did you mean 'port'?"),
+    ("[servr]\nport = 1", "servr", "did you mean 'server'?"),
+    ("[server]\nzzz = 1", "server.zzz", "one of host"),
+    ("server = 3", "server", "a table"),
+    ('[server]\nport = "80"', "server.port", "type int"),
+    ("[server]\nport = true", "server.port", "type int"),
+    ("[server]\nport = 70000", "server.port", "65535"),
+    ("[scheduler]\nwatermark = 0.0", "scheduler.watermark", "<= 1"),
+    ("[scheduler]\nwatermark = nan", "scheduler.watermark", "type float"),
+    ("[engine]\nblock_size = 0", "engine.block_size", ">= 1"),
+    ('[model]\ndtype = "fp8"', "model.dtype", "bfloat16"),
+    ("[server\n", "--config", "valid TOML"),
+]
+
+
+@pytest.mark.parametrize(("text", "field", "hint"), WRONG, ids=[case[1] for case in WRONG])
+def test_a_wrong_setting_is_named(tmp_path: Path, text: str, field: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, text), {})
+    assert caught.value.field == field
+    assert hint in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--config.*readable TOML file"):
+        load_config(tmp_path / "none.toml", {})
+
+
+def test_errors_survive_a_process_boundary() -> None:
+    error = pickle.loads(pickle.dumps(ConfigError("server.port", 0, "a port")))
+    assert (error.field, error.value, error.expected) == ("server.port", 0, "a port")
+    full = pickle.loads(pickle.dumps(CapacityError("full", 2.0)))
+    assert (str(full), full.retry_after_s) == ("full", 2.0)

@@ -1,0 +1,49 @@
+"""Checkpoints shared by the engine's tests."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.model_runner import ModelRunner
+
+from .models import SHAPES, save_model
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The directory of the tiny model of a shape named in ``SHAPES``."""
+
+    @functools.cache
+    def make(shape: str) -> Path:
+        return save_model(tmp_path_factory.mktemp(f"model-{shape}"), **SHAPES[shape])
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(model_dir: Callable[[str], Path]) -> Path:
+    """A float32 model with grouped-query attention and a byte-level tokenizer."""
+    return model_dir("gqa")
+
+
+@pytest.fixture
+def make_runner(model_dir: Callable[[str], Path]) -> Callable[..., ModelRunner]:
+    """A runner over a pool full of NaN, which must never be seen."""
+
+    def make(shape: str = "gqa", dtype: str = "float32", num_blocks: int = 64, block_size: int = 4) -> ModelRunner:
+        runner = ModelRunner.from_dir(model_dir(shape), dtype=dtype, num_blocks=num_blocks, block_size=block_size)
+        for cache in (*runner.pool.keys, *runner.pool.values):
+            cache.fill_(float("nan"))
+        return runner
+
+    return make

@@ -1,0 +1,69 @@
+"""Hand-made steps: what an engine does with a runner, with nothing clever in between."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from core.request import Request, SamplingParams
+from engine.model_runner import ModelRunner
+from engine.sequence import Sequence
+from kvcache.lease import StepBatch, StepItem
+
+
+class Driver:
+    """Gives sequences blocks at random places of the pool and computes what it is told to."""
+
+    def __init__(self, runner: ModelRunner, seed: int = 0) -> None:
+        self.runner = runner
+        self.sequences: dict[str, Sequence] = {}
+        self.computed: dict[str, int] = {}
+        self._tables: dict[str, list[int]] = {}
+        self._free = list(range(runner.pool.num_blocks))
+        random.Random(seed).shuffle(self._free)
+
+    def add(self, name: str, prompt_ids: list[int], **sampling) -> None:
+        request = Request(name, 1, "ingress", tuple(prompt_ids), SamplingParams(**{"max_new_tokens": 100} | sampling))
+        self.sequences[name] = Sequence.of(request)
+        self.computed[name] = 0
+        self._tables[name] = []
+
+    def remove(self, name: str) -> None:
+        self._free.extend(self._tables.pop(name))
+        del self.sequences[name], self.computed[name]
+
+    def batch(self, **num_tokens: int) -> StepBatch:
+        """The next ``num_tokens`` tokens of each named sequence."""
+        items = []
+        for name, count in num_tokens.items():
+            start, table = self.computed[name], self._tables[name]
+            while len(table) * self.runner.pool.block_size < start + count:
+                table.append(self._free.pop())
+            samples = start + count == len(self.sequences[name].token_ids)
+            items.append(StepItem(name, start, count, samples, table))
+        return StepBatch(tuple(items))
+
+    def logits(self, **num_tokens: int) -> list[torch.Tensor | None]:
+        batch = self.batch(**num_tokens)
+        logits = self.runner.logits(batch, self.sequences)
+        self._commit(batch)
+        return logits
+
+    def step(self, **num_tokens: int) -> list[int | None]:
+        """Computes, and appends what was sampled."""
+        batch = self.batch(**num_tokens)
+        tokens = self.runner.execute(batch, self.sequences)
+        self._commit(batch)
+        for item, token in zip(batch.items, tokens, strict=True):
+            assert (token is not None) == item.samples
+            if token is not None:
+                self.sequences[item.request_id].token_ids.append(token)
+        return tokens
+
+    def _commit(self, batch: StepBatch) -> None:
+        for item in batch.items:
+            self.computed[item.request_id] += item.num_tokens
+
+    def remaining(self, name: str) -> int:
+        return len(self.sequences[name].token_ids) - self.computed[name]

@@ -1,0 +1,68 @@
+"""Tiny random Llama checkpoints with a byte-level tokenizer, as transformers saves them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers.models import BPE
+from transformers import LlamaConfig, LlamaForCausalLM
+
+SPECIAL_TOKENS = ["<pad>", "<s>", "</s>"]
+EOS_ID = 2
+CORPUS = ["the quick brown fox jumps over the lazy dog", "naïve café €5 日本語 🙂", "stop and go, hello world"] * 4
+
+SHAPES = {
+    "mha": {"num_key_value_heads": 4},
+    "gqa": {"num_key_value_heads": 2},
+    "mqa": {"num_key_value_heads": 1},
+    "tied": {"num_key_value_heads": 2, "tie_word_embeddings": True},
+    "wide_heads": {"num_key_value_heads": 2, "head_dim": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+}
+
+
+def byte_level_tokenizer(vocab_size: int = 320) -> Tokenizer:
+    """Every byte is a token, and some merges; special tokens first."""
+    tokenizer = Tokenizer(BPE(unk_token=None))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+def save_model(out: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0, max_shard_size: str = "50GB", **shape) -> Path:
+    """Makes a model of random weights whose logits are spread out, so that rounding does not decide argmax."""
+    tokenizer = byte_level_tokenizer()
+    config = LlamaConfig(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=64,
+        intermediate_size=112,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=EOS_ID,
+        **shape,
+    )
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.normal_(1.0, 0.2)  # ones would hide a norm that forgets its weight
+            elif "layers" in name:
+                parameter.normal_(0, 0.15)
+        model.get_output_embeddings().weight.normal_(0, 0.5)
+    model.to(dtype).save_pretrained(out, max_shard_size=max_shard_size)
+    tokenizer.save(str(out / "tokenizer.json"))
+    return out
+
+
+def load_reference(model_dir: Path, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()

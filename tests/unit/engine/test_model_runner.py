@@ -1,0 +1,165 @@
+"""The forward pass against transformers: any shape of model, any cut of the work into steps."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from core.errors import IntegrityError, InvalidValueError
+from engine.model_runner import ModelRunner
+from engine.torch_attention import TorchAttention
+from kvcache.lease import StepBatch, StepItem
+
+from .driver import Driver
+from .models import SHAPES, load_reference
+
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25}  # bfloat16: logits reach about 20, where a unit in the last place is 0.125
+
+
+def random_ids(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(3, 300) for _ in range(length)]
+
+
+@torch.inference_mode()
+def reference_logits(model, token_ids: list[int]) -> torch.Tensor:
+    return model(torch.tensor([token_ids])).logits[0, -1].float()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_mixed_steps_match_transformers(shape, dtype, make_runner, model_dir):
+    """Decode rows of many lengths, whole prompts and later chunks in the same steps, blocks scattered."""
+    reference = load_reference(model_dir(shape), getattr(torch, dtype))
+    runner = make_runner(shape, dtype)
+    driver = Driver(runner)
+    rng = random.Random(1)
+    names = [f"s{i}" for i in range(5)]
+    for name, length in zip(names, (1, 3, 9, 21, 40), strict=True):
+        driver.add(name, random_ids(rng, length))
+    sampled = 0
+    for _ in range(12):
+        work = {name: rng.randint(1, driver.remaining(name)) for name in names if rng.random() < 0.8}
+        if not work:
+            continue
+        for name, logits in zip(work, driver.logits(**work), strict=True):
+            sequence = driver.sequences[name]
+            if logits is None:
+                continue
+            sampled += 1
+            difference = (logits - reference_logits(reference, sequence.token_ids)).abs().max()
+            assert difference < TOLERANCE[dtype]
+            sequence.token_ids.append(rng.randrange(3, 300))
+    assert sampled > 15
+
+
+@pytest.mark.parametrize("chunks", [[40], [1, 39], [39, 1], [7, 13, 1, 19], [4, 4, 4, 28], [1] * 40])
+def test_prompt_in_chunks(chunks, make_runner, model_dir):
+    prompt = random_ids(random.Random(2), 40)
+    driver = Driver(make_runner())
+    driver.add("a", prompt)
+    *earlier, last = [driver.logits(a=chunk)[0] for chunk in chunks]
+    assert earlier == [None] * len(earlier)
+    expected = reference_logits(load_reference(model_dir("gqa")), prompt)
+    assert (last - expected).abs().max() < 1e-4
+
+
+def test_greedy_output_is_that_of_generate(make_runner, model_dir):
+    """Token by token; a mismatch is excused only where the reference's two best logits are closer than 1e-4."""
+    reference = load_reference(model_dir("gqa"))
+    driver = Driver(make_runner())
+    rng = random.Random(3)
+    prompts = {f"s{i}": random_ids(rng, length) for i, length in enumerate((2, 5, 17, 30))}
+    for name, prompt in prompts.items():
+        driver.add(name, prompt)
+    for _ in range(24):
+        driver.step(**{name: driver.remaining(name) for name in prompts})
+    for name, prompt in prompts.items():
+        output = reference.generate(
+            torch.tensor([prompt]), do_sample=False, min_new_tokens=24, max_new_tokens=24, output_logits=True,
+            return_dict_in_generate=True, attention_mask=torch.ones(1, len(prompt), dtype=torch.long), eos_token_id=None,
+        )  # fmt: skip
+        expected = output.sequences[0, len(prompt) :].tolist()
+        for ours, theirs, logits in zip(driver.sequences[name].output_ids, expected, output.logits, strict=True):
+            if ours != theirs:
+                best = logits[0].topk(2).values
+                assert best[0] - best[1] < 1e-4
+                break
+
+
+def test_recomputed_sequence_goes_on_the_same(make_runner):
+    """Preempted and prefilled again, prompt and output together: the same tokens, greedy or drawn."""
+    prompt = random_ids(random.Random(4), 10)
+    for sampling in ({}, {"temperature": 1.0, "seed": 7}):
+        straight, preempted = Driver(make_runner()), Driver(make_runner(), seed=9)
+        straight.add("a", prompt, **sampling)
+        preempted.add("a", prompt, **sampling)
+        for _ in range(12):
+            straight.step(a=straight.remaining("a"))
+        for _ in range(5):
+            preempted.step(a=preempted.remaining("a"))
+        preempted.computed["a"] = 0
+        preempted.step(a=6)
+        while preempted.sequences["a"].output_len < 12:
+            preempted.step(a=preempted.remaining("a"))
+        assert preempted.sequences["a"].token_ids == straight.sequences["a"].token_ids
+
+
+def test_reused_blocks_carry_nothing_over(make_runner):
+    """A sequence whose keys were NaN leaves its blocks to another."""
+    runner = make_runner(num_blocks=4)
+    driver = Driver(runner)
+    prompt = random_ids(random.Random(5), 9)
+    results = []
+    for _ in range(3):
+        driver.add("a", prompt)
+        driver.step(a=9)
+        results += [driver.step(a=1) for _ in range(3)]
+        driver.remove("a")
+        for cache in (*runner.pool.keys, *runner.pool.values):
+            cache.fill_(float("nan"))
+    assert results[:3] == results[3:6] == results[6:]
+
+
+def test_one_long_row_does_not_pad_the_others(make_runner, monkeypatch):
+    parts = []
+    begin_step = TorchAttention.begin_step
+
+    def spy(self, layout, pool):
+        attention = begin_step(self, layout, pool)
+        parts.extend(part.num_gathered for part in attention._parts)
+        return attention
+
+    driver = Driver(make_runner())
+    for name, length in (("a", 4), ("b", 100), ("c", 7)):
+        driver.add(name, random_ids(random.Random(6), length))
+        driver.step(**{name: length})
+    monkeypatch.setattr(TorchAttention, "begin_step", spy)
+    driver.step(a=1, b=1, c=1)
+    assert parts == [26, 4]  # blocks of 4 tokens: 101 tokens, then 5 and 8
+
+
+def test_sequences_are_not_changed(make_runner):
+    driver = Driver(make_runner())
+    driver.add("a", [5, 6, 7])
+    assert driver.runner.execute(driver.batch(a=3), driver.sequences)[0] is not None
+    assert driver.sequences["a"].token_ids == [5, 6, 7]
+
+
+@pytest.mark.parametrize(("start", "num_tokens", "blocks"), [(0, 4, [0]), (2, 2, [0]), (0, 0, [0]), (0, 3, []), (2, 1, [])])
+def test_impossible_item(start, num_tokens, blocks, make_runner):
+    driver = Driver(make_runner())
+    driver.add("a", [5, 6, 7])
+    batch = StepBatch((StepItem("a", start, num_tokens, True, blocks),))
+    with pytest.raises(IntegrityError, match="a: step over tokens"):
+        driver.runner.execute(batch, driver.sequences)
+
+
+def test_pool_sizes(tiny_model_dir):
+    runner = ModelRunner.from_dir(tiny_model_dir, block_size=16, kv_budget_bytes=2**16)
+    assert (runner.pool.num_blocks, runner.max_model_len, runner.pool.dtype) == (8, 128, torch.float32)
+    with pytest.raises(InvalidValueError, match="kv_budget_bytes"):
+        ModelRunner.from_dir(tiny_model_dir, block_size=16, kv_budget_bytes=1000)
+    with pytest.raises(InvalidValueError, match="num_blocks"):
+        ModelRunner.from_dir(tiny_model_dir, block_size=16)

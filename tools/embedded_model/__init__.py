@@ -1,0 +1,1 @@
+"""How the embedded default model is made: its tasks, its tokenizer, its training and its evaluation."""

@@ -1,0 +1,85 @@
+"""The tokenizer of the embedded model: one token per UTF-8 byte, and four special tokens.
+
+Ids: 0 ``<pad>``, 1 ``<s>`` (BOS), 2 ``</s>`` (EOS), 3 ``<sep>``, 4-7 reserved, ``8 + byte`` for every byte.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+PAD: Final = "<pad>"
+BOS: Final = "<s>"
+EOS: Final = "</s>"
+SEP: Final = "<sep>"
+SPECIAL_TOKENS: Final = (PAD, BOS, EOS, SEP, *(f"<reserved_{index}>" for index in range(4)))
+PAD_ID, BOS_ID, EOS_ID, SEP_ID = range(4)
+BYTE_OFFSET: Final = len(SPECIAL_TOKENS)
+"""Token id of the byte 0."""
+VOCABULARY_SIZE: Final = BYTE_OFFSET + 256
+MAX_POSITIONS: Final = 1024
+"""Longest sequence (prompt and answer, tokens) the model accepts."""
+
+CHAT_TEMPLATE: Final = (
+    "{%- set ns = namespace(system='', user=none) -%}"
+    "{%- for message in messages -%}"
+    "{%- if message['role'] == 'system' -%}{%- set ns.system = message['content'] -%}"
+    "{%- elif message['role'] == 'user' -%}{%- set ns.user = message['content'] -%}"
+    "{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if ns.user is none -%}"
+    "{{- raise_exception('This model answers a user message, and the conversation has none.') -}}"
+    "{%- endif -%}"
+    "{{- bos_token -}}"
+    "{%- if ns.system -%}{{- ns.system + '\\n' -}}{%- endif -%}"
+    "{{- ns.user -}}"
+    "{%- if add_generation_prompt -%}{{- '<sep>' -}}{%- endif -%}"
+)
+"""Single-turn: the system message (the instruction), the last user message (the input), SEP."""
+
+
+def byte_symbols() -> list[str]:
+    """The printable characters that stand for the bytes 0..255 in a byte-level vocabulary, in byte order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    symbols = {byte: chr(byte) for byte in printable}
+    others = (byte for byte in range(256) if byte not in symbols)
+    symbols.update({byte: chr(256 + index) for index, byte in enumerate(others)})
+    return [symbols[byte] for byte in range(256)]
+
+
+def build_backend() -> Tokenizer:
+    """Byte-level BPE without merges, which puts BOS before a plain prompt."""
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *byte_symbols()))}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS]
+    )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, BOS_ID)]
+    )
+    return backend
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """The tokenizer with its chat template, ready for ``save_pretrained``."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=build_backend(),
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=PAD,
+        sep_token=SEP,
+        model_max_length=MAX_POSITIONS,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def encode_bytes(text: str) -> list[int]:
+    """Token ids of a text without special tokens: the same as the tokenizer's, only faster."""
+    return [BYTE_OFFSET + byte for byte in text.encode("utf-8")]
