@@ -32,8 +32,12 @@ def build_layout(
     """The layout of a step, its items in ``order`` (from ``order_items``).
 
     Raises:
-        IntegrityError: an item asks for tokens or blocks that are not there.
+        IntegrityError: an item asks for tokens or blocks that are not there, or there are no items.
     """
+    if not batch.items:
+        raise IntegrityError("a step without items")
+    for item in batch.items:
+        _check(item, len(sequences[item.request_id].token_ids), block_size)
     items = [batch.items[i] for i in order]
     num_decode = sum(item.num_tokens == 1 for item in items)
     rows = np.empty((3, batch.num_tokens), dtype=np.int64)
@@ -58,17 +62,15 @@ def _fill_decode(rows: np.ndarray, items: list[StepItem], sequences: Mapping[str
     """Writes token ids, positions and slot ids (``[3, items]``) of single tokens."""
     columns = []
     for item in items:
-        start, blocks, token_ids = item.start, item.blocks, sequences[item.request_id].token_ids
-        _check(item, len(token_ids), block_size)
-        slot = blocks[start // block_size] * block_size + start % block_size
-        columns.append((token_ids[start], start, slot))
+        start = item.start
+        slot = item.blocks[start // block_size] * block_size + start % block_size
+        columns.append((sequences[item.request_id].token_ids[start], start, slot))
     if columns:
         rows[:] = np.array(columns, dtype=np.int64).T
 
 
 def _fill_chunk(rows: np.ndarray, item: StepItem, sequence: Sequence, block_size: int) -> None:
     """Writes token ids, positions and slot ids (``[3, num_tokens]``) of a chunk."""
-    _check(item, len(sequence.token_ids), block_size)
     end = item.start + item.num_tokens
     positions = np.arange(item.start, end)
     rows[0] = sequence.token_ids[item.start : end]

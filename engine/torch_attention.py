@@ -34,7 +34,12 @@ class TorchAttention:
         """Buffers for keys and values of ``num_blocks`` blocks at least, each ``[blocks, elements of a block]``."""
         held = self._buffers
         block = pool.keys[0].view(pool.num_blocks, -1)
-        if held is None or len(held[0]) < num_blocks or held[0].shape[1] != block.shape[1] or held[0].dtype != block.dtype:
+        if (
+            held is None
+            or len(held[0]) < num_blocks
+            or held[0].shape[1] != block.shape[1]
+            or held[0].dtype != block.dtype
+        ):
             size = max(num_blocks, 2 * len(held[0]) if held else 0)  # doubling: lengths grow step by step
             held = block.new_empty(size, block.shape[1]), block.new_empty(size, block.shape[1])
             self._buffers = held
@@ -44,7 +49,9 @@ class TorchAttention:
 class TorchStepAttention:
     """One step: parts that cover the rows in order, each of them one sdpa call a layer."""
 
-    def __init__(self, pool: KVPool, parts: list[_Decode | _WholePrompt | _Chunk], buffers: tuple[Tensor, Tensor]) -> None:
+    def __init__(
+        self, pool: KVPool, parts: list[_Decode | _WholePrompt | _Chunk], buffers: tuple[Tensor, Tensor]
+    ) -> None:
         self._pool = pool
         self._parts = parts
         self._buffers = buffers

@@ -1,14 +1,14 @@
 """The HTTP application: which addresses there are and what they return."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response
 
 from services.api.backend import GenerationBackend
 from services.api.errors import SERVER_ERROR, ApiError, install_error_handlers
-from services.api.generate import ClientGone, collect, while_connected
+from services.api.generate import ChoiceResult, ClientGone, collect, while_connected
 from services.api.jobs import Job, chat_job, check_model, completion_jobs
 from services.api.middleware import BodyLimit, LastResort
 from services.api.parsing import JsonRoute
@@ -33,6 +33,8 @@ from services.api.sse import EventStream, chunks
 DEFAULT_MAX_BODY_BYTES = 4 * 1024 * 1024
 API_VERSION = "1"
 _CLIENT_CLOSED_REQUEST = 499
+
+_Reply = TypeVar("_Reply")
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorReply, "description": "The request cannot be served as it is."},
@@ -117,7 +119,12 @@ def _operator_routes(backend: GenerationBackend) -> APIRouter:
     return router
 
 
-async def _answer(request: Request, backend: GenerationBackend, jobs: list[Job], reply: Callable[[Any], Any]) -> Any:
+async def _answer(
+    request: Request,
+    backend: GenerationBackend,
+    jobs: list[Job],
+    reply: Callable[[list[ChoiceResult]], _Reply],
+) -> _Reply | Response:
     """The complete answer, or nothing for a client that has gone."""
     try:
         return reply(await while_connected(request.receive, collect(backend, jobs)))

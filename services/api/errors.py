@@ -142,7 +142,7 @@ def _path(detail: Mapping[str, Any]) -> str:
     """The field as the client wrote it, such as ``messages[0].role``."""
     steps = detail["loc"][1:]
     joined = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
-    return (joined + detail.get("ctx", {}).get("suffix", "")).lstrip(".")
+    return f"{joined}{detail.get('ctx', {}).get('suffix', '')}".lstrip(".")
 
 
 def _expected(detail: Mapping[str, Any]) -> str:
@@ -153,4 +153,4 @@ def _expected(detail: Mapping[str, Any]) -> str:
     if steps and isinstance(steps[-1], int):
         return "a token id, an integer >= 0" if steps[0] == "stop_token_ids" else "an object"
     name = ".".join(step for step in steps if isinstance(step, str))
-    return EXPECTED.get(name) or _TYPE_PHRASES.get(detail["type"], str(detail["msg"]))
+    return EXPECTED.get(name) or _TYPE_PHRASES.get(str(detail["type"]), str(detail["msg"]))

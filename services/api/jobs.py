@@ -51,8 +51,7 @@ async def completion_jobs(body: CompletionRequest, model: ModelInfo, encoder: Pr
     check_model(body.model, model)
     limit = None if body.max_tokens is None else _Limit("max_tokens", body.max_tokens)
     jobs = []
-    for index, prompt in enumerate(body.prompts):
-        field = "prompt" if body.prompt == prompt or body.prompts[0] is body.prompt else f"prompt[{index}]"
+    for field, prompt in body.prompts:
         if isinstance(prompt, str):
             prompt_ids = await _encode(encoder.encode_text, prompt, len(prompt))
         else:

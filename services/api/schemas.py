@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
@@ -162,13 +162,15 @@ class CompletionRequest(SamplingFields):
     max_tokens: int | None = Field(None, ge=1, description="16 if not given.")
 
     @property
-    def prompts(self) -> list[str] | list[list[int]]:
-        """One item for each choice of the answer."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
-        return self.prompt  # type: ignore[return-value]
+    def prompts(self) -> list[tuple[str, str | list[int]]]:
+        """What each choice of the answer is for, with its name in the request."""
+        match self.prompt:
+            case str() as text:
+                return [("prompt", text)]
+            case [int(), *_]:
+                return [("prompt", cast(list[int], self.prompt))]
+        items: Sequence[str | list[int]] = self.prompt
+        return [(f"prompt[{index}]", item) for index, item in enumerate(items)]
 
 
 class ChatMessage(StrictModel):
@@ -190,7 +192,7 @@ class ChatCompletionRequest(SamplingFields):
 
     @model_validator(mode="after")
     def _check_limits(self) -> ChatCompletionRequest:
-        limits = {self.max_tokens, self.max_completion_tokens} - {None}
-        if len(limits) > 1:
-            raise refused(".max_tokens", self.max_tokens, f"no other value than max_completion_tokens ({max(limits)})")
+        older, newer = self.max_tokens, self.max_completion_tokens
+        if older is not None and newer is not None and older != newer:
+            raise refused(".max_tokens", older, f"{newer} as in max_completion_tokens, or just one of the two")
         return self

@@ -15,7 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 class _GenerationTag(Extension):
     """``{% generation %}`` marks the assistant's words for training; here its body is just rendered."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - declared so by the base class
 
     def parse(self, parser: Parser) -> nodes.Node:
         lineno = next(parser.stream).lineno

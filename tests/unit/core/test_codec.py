@@ -30,6 +30,11 @@ SAMPLING = st.builds(
 )
 REQUEST = st.builds(Request, TEXT, SMALL, TEXT, st.lists(SMALL, min_size=1, max_size=20).map(tuple), SAMPLING)
 
+st.register_type_strategy(SamplingParams, SAMPLING)
+st.register_type_strategy(Request, REQUEST)
+st.register_type_strategy(int, st.integers(-(2**63), 2**63 - 1))
+st.register_type_strategy(float, st.floats(allow_nan=False, allow_infinity=False))
+
 
 @pytest.mark.parametrize(
     "kind",
@@ -41,10 +46,6 @@ def test_every_message_survives_the_wire(kind: type) -> None:
     def check(message: object) -> None:
         assert decode(encode(message), kind) == message
 
-    st.register_type_strategy(SamplingParams, SAMPLING)
-    st.register_type_strategy(Request, REQUEST)
-    st.register_type_strategy(int, st.integers(-(2**63), 2**63 - 1))
-    st.register_type_strategy(float, st.floats(allow_nan=False, allow_infinity=False))
     check()
 
 

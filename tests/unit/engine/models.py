@@ -18,7 +18,11 @@ SHAPES = {
     "gqa": {"num_key_value_heads": 2},
     "mqa": {"num_key_value_heads": 1},
     "tied": {"num_key_value_heads": 2, "tie_word_embeddings": True},
-    "wide_heads": {"num_key_value_heads": 2, "head_dim": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    "wide_heads": {
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    },
 }
 
 
@@ -35,7 +39,9 @@ def byte_level_tokenizer(vocab_size: int = 320) -> Tokenizer:
     return tokenizer
 
 
-def save_model(out: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0, max_shard_size: str = "50GB", **shape) -> Path:
+def save_model(
+    out: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0, max_shard_size: str = "50GB", **shape
+) -> Path:
     """Makes a model of random weights whose logits are spread out, so that rounding does not decide argmax."""
     tokenizer = byte_level_tokenizer()
     config = LlamaConfig(

@@ -1,0 +1,140 @@
+"""Checkpoints: whole, in shards, and broken in ways that must be named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from core.errors import InvalidValueError
+from engine.kv_pool import KVPool, num_blocks_for_budget, parse_memory
+from engine.model_config import load_model_config
+from engine.weights import CheckpointError, LlamaWeights, load_weights, parse_dtype
+
+from .models import SHAPES, load_reference, save_model
+
+
+@pytest.fixture
+def checkpoint(tiny_model_dir, tmp_path):
+    """A copy of the tiny checkpoint and a function that rewrites its tensors."""
+    out = shutil.copytree(tiny_model_dir, tmp_path / "copy")
+
+    def change(**tensors: torch.Tensor | None) -> None:
+        held = load_file(out / "model.safetensors") | {name.replace("__", "."): t for name, t in tensors.items()}
+        save_file({name: tensor for name, tensor in held.items() if tensor is not None}, out / "model.safetensors")
+
+    return out, change
+
+
+def load(path, dtype=torch.float32) -> LlamaWeights:
+    return load_weights(path, load_model_config(path), dtype)
+
+
+def test_fused_tensors(tiny_model_dir):
+    reference = load_reference(tiny_model_dir).model.layers[1]
+    layer = load(tiny_model_dir).layers[1]
+    attention, mlp = reference.self_attn, reference.mlp
+    parts = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
+    assert torch.equal(layer.qkv, torch.cat(parts))
+    assert torch.equal(layer.gate_up, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
+
+
+def test_shards_hold_the_same(tiny_model_dir, tmp_path):
+    save_model(tmp_path, max_shard_size="100KB", **SHAPES["gqa"])
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    sharded, whole = load(tmp_path), load(tiny_model_dir)
+    assert torch.equal(sharded.embedding, whole.embedding)
+    assert all(torch.equal(a.qkv, b.qkv) for a, b in zip(sharded.layers, whole.layers, strict=True))
+    shard = min(tmp_path.glob("model-*.safetensors"))
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=shard.name):
+        load(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weights": {}}))
+    with pytest.raises(CheckpointError, match="weight_map"):
+        load(tmp_path)
+
+
+def test_dtype_is_converted(tiny_model_dir):
+    weights = load(tiny_model_dir, torch.bfloat16)
+    assert weights.layers[0].down.dtype == weights.lm_head.dtype == torch.bfloat16
+
+
+def test_tied_embeddings_share_memory(model_dir):
+    weights = load(model_dir("tied"))
+    assert weights.lm_head is weights.embedding
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("lm_head.weight", None),
+        ("model.layers.1.self_attn.k_proj.weight", None),
+        ("model.layers.0.mlp.up_proj.weight", torch.zeros(3, 4)),
+        ("model.norm.weight", torch.zeros(64, dtype=torch.int64)),
+        ("model.layers.2.mlp.up_proj.weight", torch.zeros(3, 4)),
+        ("model.layers.0.self_attn.q_proj.bias", torch.zeros(64)),
+    ],
+)
+def test_odd_tensors_are_named(name, tensor, checkpoint):
+    path, change = checkpoint
+    change(**{name.replace(".", "__"): tensor})
+    with pytest.raises(CheckpointError) as caught:
+        load(path)
+    assert caught.value.field == name
+
+
+def test_tensors_that_carry_nothing_are_ignored(checkpoint):
+    path, change = checkpoint
+    change(model__layers__0__self_attn__rotary_emb__inv_freq=torch.zeros(8))
+    load(path)
+
+
+def test_unreadable_files(checkpoint):
+    path, _ = checkpoint
+    (path / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(CheckpointError, match="readable safetensors"):
+        load(path)
+    (path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors or its index"):
+        load(path)
+
+
+def test_parse_dtype(tiny_model_dir, tmp_path):
+    config = load_model_config(tiny_model_dir)
+    assert parse_dtype("bfloat16", config) == torch.bfloat16
+    assert parse_dtype("auto", config) == torch.float32
+    large = {"architectures": ["LlamaForCausalLM"], "torch_dtype": "float16"}
+    (tmp_path / "config.json").write_text(json.dumps(large))
+    assert parse_dtype("auto", load_model_config(tmp_path)) == torch.float16
+    with pytest.raises(InvalidValueError, match=r"dtype.*int8"):
+        parse_dtype("int8", config)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("1024", 1024), ("512MiB", 2**29), ("2 GiB", 2**31), ("1.5GB", 1_500_000_000), ("0.5kib", 512), ("7B", 7)],
+)
+def test_parse_memory(text, expected):
+    assert parse_memory(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "0", "0.0GB", "1.5.2GB", "1e9", "1GiBB", "nan"])
+def test_parse_memory_refuses(text):
+    with pytest.raises(InvalidValueError, match="memory"):
+        parse_memory(text)
+
+
+def test_pool(tiny_model_dir):
+    config = load_model_config(tiny_model_dir)
+    pool = KVPool(config, num_blocks=6, block_size=4, dtype=torch.bfloat16)
+    assert pool.keys[1].shape == (24, 2, 16)
+    assert num_blocks_for_budget(pool.keys[0].nbytes * 4, config, torch.bfloat16, 4) == 6
+    assert num_blocks_for_budget(10, config, torch.bfloat16, 4) == 0
+    for cache in (*pool.keys, *pool.values):
+        cache.fill_(1)
+    pool.clear_blocks(torch.tensor([0, 5]))
+    for cache in (*pool.keys, *pool.values):
+        assert cache.flatten(1).sum(1).tolist() == [0.0] * 4 + [32.0] * 16 + [0.0] * 4

@@ -1,0 +1,95 @@
+"""A scripted backend, which stands for everything behind the HTTP layer, and a tiny model directory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from core.messages import PieceStatus, StatusReply, TokenDelta
+from core.request import SamplingParams
+from services.api.backend import ModelInfo
+
+MODEL = "tiny"
+MAX_MODEL_LEN = 64
+VOCAB_SIZE = 300
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+Step = TokenDelta | Exception | float
+"""A delta to yield, an exception to raise, or seconds to wait."""
+
+
+def delta(text: str = "", finish_reason: str | None = None, *, num_tokens: int = 1, error: str | None = None) -> TokenDelta:
+    return TokenDelta("r", 0, 0, tuple(range(num_tokens)), text, finish_reason, error)
+
+
+HELLO: tuple[Step, ...] = (delta("Hel"), delta(), delta("lo"), delta("!", "stop"))
+
+
+class ScriptedBackend:
+    """Plays a script for each stream and counts how many are open."""
+
+    def __init__(self, script: Callable[[tuple[int, ...]], Sequence[Step]] | Sequence[Step] = HELLO) -> None:
+        self.model = ModelInfo(MODEL, 1_700_000_000, MAX_MODEL_LEN, False, VOCAB_SIZE)
+        self.calls: list[tuple[tuple[int, ...], SamplingParams]] = []
+        self.is_healthy = True
+        self.num_opened = 0
+        self.num_closed = 0
+        self.num_completed = 0
+        self._script = script
+
+    async def stream(self, prompt_ids: tuple[int, ...], sampling: SamplingParams) -> AsyncGenerator[TokenDelta, None]:
+        self.calls.append((prompt_ids, sampling))
+        self.num_opened += 1
+        try:
+            for step in self._script(prompt_ids) if callable(self._script) else self._script:
+                if isinstance(step, Exception):
+                    raise step
+                if isinstance(step, TokenDelta):
+                    yield step
+                else:
+                    await asyncio.sleep(step)
+            self.num_completed += 1
+        finally:
+            self.num_closed += 1
+
+    async def status(self) -> StatusReply:
+        return StatusReply((PieceStatus("worker-0", "ModelWorker", 7, "here", "ready", 2, 0.5),))
+
+    async def healthy(self) -> bool:
+        return self.is_healthy
+
+
+def write_model_dir(folder: Path, chat_template: str | None = CHATML, **config: Any) -> Path:
+    """A byte-level tokenizer that puts ``<s>`` before plain text, with a chat template beside it."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(["the cat and the dog", "hello world, hello there"], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, **config}
+    if chat_template is not None:
+        settings["chat_template"] = chat_template
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    return folder
+
+
+def read_events(body: str) -> list[Any]:
+    """The payloads of a stream; the closing ``[DONE]`` is checked and left out."""
+    events = [line.removeprefix("data: ") for line in body.split("\n\n") if line]
+    assert events[-1] == "[DONE]"
+    return [json.loads(item) for item in events[:-1]]

@@ -1,0 +1,277 @@
+"""Every refusal: what is sent, and the status, the field and the words that come back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from api_support import MODEL, ScriptedBackend
+
+COMPLETION = {"model": MODEL, "prompt": "hello"}
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
+LONG = list(range(10)) * 10
+DROP = object()
+
+
+def _check_error(response: httpx.Response, status: int, param: str | None, *words: str) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
+    assert body.keys() == {"error"}
+    assert body["error"].keys() == {"message", "type", "param", "code"}
+    assert body["error"]["param"] == param
+    for word in words:
+        assert word in body["error"]["message"]
+    return dict(body["error"])
+
+
+COMMON_CASES = [
+    ({"model": DROP}, 400, "model", ["missing", "name of the served model"]),
+    ({"model": 5}, 400, "model", ["got 5", "string"]),
+    ({"model": "gpt"}, 404, "model", ["'gpt'", "'tiny'"]),
+    ({"max_tokens": 0}, 400, "max_tokens", ["got 0", "integer >= 1"]),
+    ({"max_tokens": -1}, 400, "max_tokens", ["got -1"]),
+    ({"max_tokens": "5"}, 400, "max_tokens", ["got '5'", "integer"]),
+    ({"max_tokens": 5.0}, 400, "max_tokens", ["got 5.0"]),
+    ({"max_tokens": True}, 400, "max_tokens", ["got True"]),
+    ({"max_tokens": 64}, 400, "max_tokens", ["got 64", "64 tokens"]),
+    ({"max_tokens": 10**300}, 400, "max_tokens", ["expected at most"]),
+    ({"temperature": -0.1}, 400, "temperature", ["got -0.1", "from 0 to 2"]),
+    ({"temperature": 2.1}, 400, "temperature", ["from 0 to 2"]),
+    ({"temperature": float("nan")}, 400, "temperature", ["got nan", "from 0 to 2"]),
+    ({"temperature": float("inf")}, 400, "temperature", ["got inf"]),
+    ({"temperature": "1"}, 400, "temperature", ["got '1'", "number"]),
+    ({"top_p": 0}, 400, "top_p", ["got 0", "> 0 and <= 1"]),
+    ({"top_p": 1.5}, 400, "top_p", ["got 1.5"]),
+    ({"top_k": -2}, 400, "top_k", ["got -2", ">= -1"]),
+    ({"seed": -1}, 400, "seed", ["got -1", "0 to 2**64 - 1"]),
+    ({"seed": 2**64}, 400, "seed", ["0 to 2**64 - 1"]),
+    ({"seed": 1.5}, 400, "seed", ["got 1.5"]),
+    ({"stop": ""}, 400, "stop", ["non-empty"]),
+    ({"stop": 5}, 400, "stop", ["got 5", "up to 16"]),
+    ({"stop": ["a", ""]}, 400, "stop[1]", ["non-empty"]),
+    ({"stop": ["a", 5]}, 400, "stop[1]", ["got 5"]),
+    ({"stop": ["a"] * 17}, 400, "stop", ["up to 16"]),
+    ({"stop_token_ids": 5}, 400, "stop_token_ids", ["list of token ids"]),
+    ({"stop_token_ids": [1, -5]}, 400, "stop_token_ids[1]", ["got -5"]),
+    ({"stop_token_ids": [1, "a"]}, 400, "stop_token_ids[1]", ["got 'a'"]),
+    ({"stop_token_ids": [300]}, 400, "stop_token_ids[0]", ["from 0 to 299"]),
+    ({"ignore_eos": 1}, 400, "ignore_eos", ["true or false"]),
+    ({"stream": "yes"}, 400, "stream", ["got 'yes'", "true or false"]),
+    ({"stream_options": {"include_usage": True}}, 400, "stream_options", ["stream"]),
+    ({"stream": True, "stream_options": 5}, 400, "stream_options", ["got 5", "object"]),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, 400, "stream_options.include_usage", ["true or false"]),
+    ({"stream": True, "stream_options": {"usage": 1}}, 400, "stream_options.usage", ["unknown", "include_usage"]),
+    ({"user": 5}, 400, "user", ["got 5", "string"]),
+    ({"max_token": 5}, 400, "max_token", ["unknown field", "did you mean 'max_tokens'"]),
+    ({"zzzzz": 5}, 400, "zzzzz", ["unknown field", "the fields are", "top_p"]),
+    ({"n": 2}, 400, "n", ["got 2", "expected 1"]),
+    ({"n": True}, 400, "n", ["got True"]),
+    ({"presence_penalty": 0.5}, 400, "presence_penalty", ["got 0.5", "expected 0"]),
+    ({"frequency_penalty": 0.5}, 400, "frequency_penalty", ["not supported"]),
+    ({"logit_bias": {"5": 1}}, 400, "logit_bias", ["not supported"]),
+    ({"logprobs": True}, 400, "logprobs", ["not supported"]),
+    ({"temperature": -1, "top_p": 7}, 400, "temperature", ["temperature: got -1", "top_p: got 7"]),
+]
+
+COMPLETION_CASES = [
+    *COMMON_CASES,
+    ({"prompt": DROP}, 400, "prompt", ["missing"]),
+    ({"prompt": None}, 400, "prompt", ["got None"]),
+    ({"prompt": ""}, 400, "prompt", ["got ''", "non-empty"]),
+    ({"prompt": []}, 400, "prompt", ["got []"]),
+    ({"prompt": [[]]}, 400, "prompt[0]", ["non-empty"]),
+    ({"prompt": [""]}, 400, "prompt[0]", ["non-empty"]),
+    ({"prompt": ["a", 5]}, 400, "prompt[1]", ["got 5", "string"]),
+    ({"prompt": [5, "a"]}, 400, "prompt[1]", ["got 'a'", "token id"]),
+    ({"prompt": [5, 1.5]}, 400, "prompt[1]", ["got 1.5"]),
+    ({"prompt": [True]}, 400, "prompt[0]", ["got True"]),
+    ({"prompt": [[1], [True]]}, 400, "prompt[1]", ["token ids"]),
+    ({"prompt": {"a": 1}}, 400, "prompt", ["string"]),
+    ({"prompt": ["a"] * 257}, 400, "prompt", ["257 prompts", "at most 256"]),
+    ({"prompt": [1, 300]}, 400, "prompt[1]", ["got 300", "from 0 to 299"]),
+    ({"prompt": [1, -1]}, 400, "prompt[1]", ["got -1"]),
+    ({"prompt": [[1], [2, 300]]}, 400, "prompt[1][1]", ["got 300"]),
+    ({"prompt": LONG}, 400, "prompt", ["100 tokens", "at most 63", "context of 64"]),
+    ({"prompt": [[1], LONG]}, 400, "prompt[1]", ["100 tokens"]),
+    ({"prompt": [1] * 60, "max_tokens": 5}, 400, "max_tokens", ["got 5", "at most 4", "60 tokens"]),
+    ({"echo": True}, 400, "echo", ["expected false"]),
+    ({"best_of": 3}, 400, "best_of", ["expected 1"]),
+    ({"suffix": "x"}, 400, "suffix", ["not supported"]),
+    ({"logprobs": 0}, 400, "logprobs", ["got 0"]),
+    ({"messages": []}, 400, "messages", ["unknown field"]),
+    ({"max_completion_tokens": 5}, 400, "max_completion_tokens", ["did you mean 'max_tokens'"]),
+]
+
+
+def _message(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "hi"}, {"role": "user", "content": "hi", **fields}]}
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
+CHAT_CASES = [
+    *COMMON_CASES,
+    ({"messages": DROP}, 400, "messages", ["missing"]),
+    ({"messages": []}, 400, "messages", ["non-empty list"]),
+    ({"messages": "hello"}, 400, "messages", ["got 'hello'"]),
+    ({"messages": ["hello"]}, 400, "messages[0]", ["got 'hello'", "an object"]),
+    ({"messages": [{"role": "user"}]}, 400, "messages[0].content", ["missing", "string"]),
+    ({"messages": [{"content": "x"}]}, 400, "messages[0].role", ["missing", "'user'"]),
+    (_message(role="tool"), 400, "messages[1].role", ["got 'tool'", "'assistant'"]),
+    (_message(role=5), 400, "messages[1].role", ["got 5"]),
+    (_message(content=5), 400, "messages[1].content", ["got 5", "string"]),
+    (_message(content=None), 400, "messages[1].content", ["got None"]),
+    (_message(content=[]), 400, "messages[1].content", ["got []"]),
+    (_message(content=[IMAGE]), 400, "messages[1].content[0].type", ["'image_url'", "'text'", "images"]),
+    (_message(content=["x"]), 400, "messages[1].content[0]", ["got 'x'"]),
+    (_message(content=[{"type": "text"}]), 400, "messages[1].content[0].text", ["a string"]),
+    (_message(content=[{"type": "text", "text": "a", "x": 1}]), 400, "messages[1].content[0].x", ["only the fields"]),
+    (_message(contents="x"), 400, "messages[1].contents", ["did you mean 'content'"]),
+    (_message(tool_calls=[{}]), 400, "messages[1].tool_calls", ["not supported"]),
+    (_message(content="hello " * 60), 400, "messages", ["tokens", "at most 63"]),
+    ({"max_completion_tokens": 64}, 400, "max_completion_tokens", ["got 64"]),
+    ({"max_completion_tokens": 0}, 400, "max_completion_tokens", ["integer >= 1"]),
+    ({"max_completion_tokens": 5, "max_tokens": 6}, 400, "max_tokens", ["got 6", "5 as in max_completion_tokens"]),
+    ({"tools": [{"type": "function"}]}, 400, "tools", ["not supported"]),
+    ({"tool_choice": "required"}, 400, "tool_choice", ["not supported"]),
+    ({"functions": [{}]}, 400, "functions", ["not supported"]),
+    ({"response_format": {"type": "json_object"}}, 400, "response_format", ['{"type": "text"}']),
+    ({"modalities": ["audio"]}, 400, "modalities", ["only text"]),
+    ({"audio": {}}, 400, "audio", ["only text"]),
+    ({"top_logprobs": 2}, 400, "top_logprobs", ["not supported"]),
+    ({"store": True}, 400, "store", ["not stored"]),
+    ({"prompt": "x"}, 400, "prompt", ["unknown field"]),
+]
+
+
+def _changed(base: dict[str, Any], change: dict[str, Any]) -> str:
+    import json
+
+    return json.dumps({name: value for name, value in {**base, **change}.items() if value is not DROP})
+
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize(("change", "status", "param", "words"), COMPLETION_CASES)
+async def test_completion_refusals(
+    client: httpx.AsyncClient, backend: ScriptedBackend, change: Any, status: int, param: str, words: list[str]
+) -> None:
+    response = await client.post("/v1/completions", content=_changed(COMPLETION, change), headers=JSON)
+    _check_error(response, status, param, param, *words)
+    assert backend.num_opened == 0
+
+
+@pytest.mark.parametrize(("change", "status", "param", "words"), CHAT_CASES)
+async def test_chat_refusals(
+    client: httpx.AsyncClient, backend: ScriptedBackend, change: Any, status: int, param: str, words: list[str]
+) -> None:
+    response = await client.post("/v1/chat/completions", content=_changed(CHAT, change), headers=JSON)
+    _check_error(response, status, param, param, *words)
+    assert backend.num_opened == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", ["empty"]),
+        (b"  ", ["empty"]),
+        (b'{"model": ', ["not JSON", "line 1 column"]),
+        (b'{"model": "tiny",\n oops}', ["line 2 column 2 (character 19)"]),
+        (b"[1]", ["a list", "expected a JSON object"]),
+        (b"null", ["null"]),
+        (b"5", ["a number"]),
+        (b'"x"', ["a string"]),
+        (b'{"model": "\xff"}', ["not UTF-8 at byte 11 (0xff)"]),
+        (b'{"model": "\\ud800"}', ["surrogate"]),
+        (b'{"\\ud800": 1}', ["surrogate"]),
+        (b"[" * 50_000, ["nested too deeply"]),
+        (b'{"seed": ' + b"1" * 5000 + b"}", ["too many digits"]),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_body_that_is_no_object(client: httpx.AsyncClient, path: str, content: bytes, words: list[str]) -> None:
+    error = _check_error(await client.post(path, content=content, headers=JSON), 400, None, *words)
+    assert error["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
+async def test_wrong_content_type(client: httpx.AsyncClient, content_type: str) -> None:
+    response = await client.post("/v1/completions", content=b"{}", headers={"content-type": content_type})
+    _check_error(response, 415, None, content_type, "application/json")
+
+
+@pytest.mark.parametrize("headers", [{}, {"content-type": "application/json; charset=utf-8"}])
+async def test_accepted_content_types(client: httpx.AsyncClient, headers: dict[str, str]) -> None:
+    response = await client.post("/v1/completions", content=_changed(COMPLETION, {}), headers=headers)
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/nothing", "/v1", "/v1/completions/", "/v1/embeddings"])
+async def test_unknown_address(client: httpx.AsyncClient, path: str) -> None:
+    error = _check_error(await client.post(path, json={}), 404, None, "POST", path)
+    assert error["code"] == "not_found"
+
+
+async def test_wrong_method(client: httpx.AsyncClient) -> None:
+    response = await client.get("/v1/completions")
+    _check_error(response, 405, None, "POST")
+    assert response.headers["allow"] == "POST"
+
+
+async def test_declared_length_over_the_limit(client: httpx.AsyncClient) -> None:
+    response = await client.post("/v1/completions", content=b"x" * 100_001, headers=JSON)
+    _check_error(response, 413, None, "100001 bytes", "limit is 100000 bytes")
+    assert response.headers["connection"] == "close"
+
+
+async def test_received_bytes_over_the_limit(client: httpx.AsyncClient) -> None:
+    num_read = 0
+
+    async def pieces() -> Any:
+        nonlocal num_read
+        for _ in range(1000):
+            num_read += 1
+            yield b"x" * 1000
+
+    response = await client.post("/v1/completions", content=pieces(), headers=JSON)
+    _check_error(response, 413, None, "more than 100000 bytes")
+    assert num_read <= 102
+
+
+NEUTRAL_COMMON = {
+    "n": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0.0,
+    "logit_bias": {},
+    "logprobs": False,
+    "stop": None,
+    "seed": None,
+    "temperature": None,
+    "user": "someone",
+}
+NEUTRAL_CHAT = {
+    **NEUTRAL_COMMON,
+    "tools": [],
+    "tool_choice": "none",
+    "functions": None,
+    "parallel_tool_calls": True,
+    "response_format": {"type": "text"},
+    "modalities": ["text"],
+    "top_logprobs": 0,
+    "store": False,
+    "audio": None,
+}
+
+
+async def test_neutral_values_are_accepted(client: httpx.AsyncClient) -> None:
+    body = {**COMPLETION, **NEUTRAL_COMMON, "echo": False, "best_of": 1, "suffix": None}
+    assert (await client.post("/v1/completions", json=body)).status_code == 200
+    assert (await client.post("/v1/chat/completions", json={**CHAT, **NEUTRAL_CHAT})).status_code == 200
+
+
+async def test_every_optional_field_takes_null(client: httpx.AsyncClient) -> None:
+    nulls = dict.fromkeys(["max_tokens", "top_p", "top_k", "stop_token_ids", "ignore_eos", "stream", "stream_options"])
+    assert (await client.post("/v1/completions", json={**COMPLETION, **nulls})).status_code == 200
+    assert (await client.post("/v1/chat/completions", json={**CHAT, **nulls})).status_code == 200
