@@ -44,9 +44,7 @@ class Control:
 
     def __init__(self, config: FarsightConfig) -> None:
         limits = SchedulerLimits(config.engine.max_num_seqs, config.scheduler.standby_slots)
-        self._scheduler = build_scheduler(
-            config.scheduler.preset, watermark=config.scheduler.watermark, limits=limits
-        )
+        self._scheduler = build_scheduler(config.scheduler.preset, watermark=config.scheduler.watermark, limits=limits)
         self._worker: Any = None
         self._ready: bytes | None = None
         self._plan: Plan | None = None
@@ -54,12 +52,16 @@ class Control:
         self._pumps: list[asyncio.Task[None]] = []
         self._pieces: dict[str, tuple[PieceStatus, float]] = {}
         self._last_report_at: float | None = None
+        self._num_blocks = 0
+        self._free_blocks = 0
 
     async def connect(self, worker: Any, ready: bytes) -> None:
         """Begins to schedule for a worker that has started. ``ready`` is its ``WorkerReady``."""
         self._worker = worker
         self._ready = ready
-        self._handle(WorkerConnected(decode(ready, WorkerReady)))
+        worker_ready = decode(ready, WorkerReady)
+        self._num_blocks = self._free_blocks = worker_ready.num_blocks
+        self._handle(WorkerConnected(worker_ready))
         self._pumps = [asyncio.create_task(self._pump_plans()), asyncio.create_task(self._pump_reports())]
 
     async def worker_ready(self) -> bytes | None:
@@ -85,7 +87,7 @@ class Control:
         now = time.monotonic()
         for piece, at in self._pieces.values():
             rows.append(piece if now - at < LOST_AFTER_S else _with_state(piece, "lost"))
-        return encode(StatusReply(tuple(rows)))
+        return encode(StatusReply(tuple(rows), self._num_blocks, self._free_blocks))
 
     def _own_row(self) -> PieceStatus:
         failed = [pump for pump in self._pumps if pump.done()]
@@ -132,6 +134,7 @@ class Control:
             report = decode(await self._worker.poll_report.remote(ack_seq), StepReport)
             ack_seq = report.report_seq
             self._last_report_at = time.monotonic()
+            self._free_blocks = report.free_blocks
             self._handle(WorkerReported(report))
 
     async def ended(self) -> None:

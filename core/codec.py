@@ -28,7 +28,8 @@ _Encoder = Callable[[Any], Any]
 
 def encode(message: Any) -> bytes:
     """The wire form of a message dataclass."""
-    body = _encoder(type(message))(message)
+    kind: Any = type(message)
+    body = _encoder(kind)(message)
     packed: bytes = msgpack.packb([SCHEMA_VERSION, type(message).__name__, *body])
     return packed
 
@@ -50,7 +51,8 @@ def decode(data: bytes, expected: type[T]) -> T:
         raise MessageError(f"{name}.version", raw[0], f"schema version {SCHEMA_VERSION}")
     if raw[1] != name:
         raise MessageError(f"{name}.type", raw[1], f"a {name} message")
-    message: T = _decoder(expected)(raw[2:], name)
+    kind: Any = expected
+    message: T = _decoder(kind)(raw[2:], name)
     return message
 
 

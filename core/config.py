@@ -158,7 +158,7 @@ def _section(kind: Any, section: str, values: Any) -> Any:
 def _typed(name: str, value: Any, kind: type) -> Any:
     if kind is float and type(value) is int:
         value = float(value)
-    if type(value) is not kind or (kind is float and not math.isfinite(value)):
+    if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
         raise ConfigError(name, value, f"a value of type {kind.__name__}")
     return value
 

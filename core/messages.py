@@ -193,4 +193,8 @@ class PieceStatus:
 
 @dataclass(frozen=True, slots=True)
 class StatusReply:
+    """Every logical piece, and the KV pool as last reported."""
+
     pieces: tuple[PieceStatus, ...]
+    num_blocks: int
+    free_blocks: int

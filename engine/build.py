@@ -49,15 +49,13 @@ def build_worker(model_dir: Path, dtype_name: str, engine: EngineConfig, incarna
 
 
 def _num_blocks(config: LlamaConfig, dtype: torch.dtype, engine: EngineConfig) -> int:
-    if engine.kv_memory == "auto":
-        budget = int(AUTO_SHARE * _available_bytes())
-    else:
-        budget = parse_memory(engine.kv_memory)
+    automatic = engine.kv_memory == "auto"
+    budget = int(AUTO_SHARE * _available_bytes()) if automatic else parse_memory(engine.kv_memory)
     blocks = num_blocks_for_budget(budget, config, dtype, engine.block_size)
     if blocks < 1:
         need = config.kv_bytes_per_token(dtype) * engine.block_size
         raise ConfigError("engine.kv_memory", engine.kv_memory, f"room for at least one block of {need} bytes")
-    if engine.kv_memory == "auto":
+    if automatic:
         full = -(-config.max_position_embeddings // engine.block_size) * engine.max_num_seqs
         blocks = min(blocks, full)
     return blocks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,9 @@ from policies.replica_scheduler import (
     WorkerConnected,
     WorkerReported,
 )
+
+Prompt = str | list[int] | tuple[int, ...]
+"""Text, or token ids as the model sees them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +76,13 @@ class Engine:
         self._ids = itertools.count()
         self._handle(WorkerConnected(self.worker.ready))
 
-    def submit(self, prompt: str | list[int] | tuple[int, ...], sampling: SamplingParams) -> str:
+    def submit(self, prompt: Prompt, sampling: SamplingParams) -> str:
         """Queues a request and returns its id.
 
         Raises:
             InvalidValueError: prompt and output cannot fit the model's context or the KV pool.
         """
-        ids = tuple(self.tokenizer.encode(prompt).ids) if isinstance(prompt, str) else tuple(prompt)
-        request = Request(f"r{next(self._ids)}", 0, "", ids, sampling)
+        request = Request(f"r{next(self._ids)}", 0, "", self._encode(prompt), sampling)
         limit = self.worker.ready.max_model_len
         if request.max_total_len > limit:
             raise InvalidValueError("max_tokens", sampling.max_new_tokens, f"at most {limit - request.prompt_len}")
@@ -106,7 +109,7 @@ class Engine:
         return [output.delta for output in outputs]
 
     def generate(
-        self, prompts: list[str] | list[list[int]], sampling: SamplingParams | list[SamplingParams]
+        self, prompts: SequenceOf[Prompt], sampling: SamplingParams | list[SamplingParams]
     ) -> list[Completion]:
         """Answers all prompts, in their order."""
         each = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
@@ -117,10 +120,12 @@ class Engine:
                 deltas[delta.request_id].append(delta)
         return [self._completion(prompt, deltas[rid]) for prompt, rid in zip(prompts, order, strict=True)]
 
-    def _completion(self, prompt: str | list[int], deltas: list[TokenDelta]) -> Completion:
-        ids = tuple(self.tokenizer.encode(prompt).ids) if isinstance(prompt, str) else tuple(prompt)
+    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(prompt).ids) if isinstance(prompt, str) else tuple(prompt)
+
+    def _completion(self, prompt: Prompt, deltas: list[TokenDelta]) -> Completion:
         return Completion(
-            prompt_ids=ids,
+            prompt_ids=self._encode(prompt),
             token_ids=tuple(token for delta in deltas for token in delta.token_ids),
             text="".join(delta.text for delta in deltas),
             finish_reason=deltas[-1].finish_reason or "",

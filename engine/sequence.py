@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from core.request import Request, SamplingParams
-from engine.detokenizer import OutputText
 
 
 @dataclass(slots=True)
@@ -14,17 +13,15 @@ class Sequence:
 
     Attributes:
         token_ids: Prompt and output so far.
-        text: Turns the output into text; None where nobody reads text.
     """
 
     request: Request
     token_ids: list[int]
-    text: OutputText | None = None
 
     @classmethod
-    def of(cls, request: Request, text: OutputText | None = None) -> Sequence:
+    def of(cls, request: Request) -> Sequence:
         """A sequence without output."""
-        return cls(request, list(request.prompt_ids), text)
+        return cls(request, list(request.prompt_ids))
 
     @property
     def sampling(self) -> SamplingParams:

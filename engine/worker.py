@@ -10,9 +10,10 @@ import logging
 from dataclasses import dataclass
 from typing import Protocol
 
+from core.errors import IntegrityError
 from core.messages import FinishedSequence, Plan, TokenDelta, WorkerReady
 from core.request import SequenceStatus
-from engine.detokenizer import Detokenizer
+from engine.detokenizer import Detokenizer, OutputText
 from engine.sequence import Sequence
 from kvcache import LeaseExecutor, StepBatch
 
@@ -58,6 +59,7 @@ class Worker:
         self._detokenizer = detokenizer
         self._eos = frozenset(eos_token_ids)
         self._sequences: dict[str, Sequence] = {}
+        self._texts: dict[str, OutputText] = {}
         self._pending: Plan | None = None
 
     def offer_plan(self, plan: Plan) -> None:
@@ -74,13 +76,18 @@ class Worker:
 
     def _apply(self, plan: Plan) -> None:
         for request_id in self.executor.apply_plan(plan):
-            del self._sequences[request_id]
+            self._drop(request_id)
         for slot in plan.slots:
-            if slot.request is None or slot.request_id in self._sequences:
+            request = slot.request
+            if request is None or request.request_id in self._sequences:
                 continue
-            if self.executor.holds(slot.request_id):
-                text = self._detokenizer.start(slot.request.sampling.stop)
-                self._sequences[slot.request_id] = Sequence(slot.request, list(slot.request.prompt_ids), text)
+            if self.executor.holds(request.request_id):
+                self._sequences[request.request_id] = Sequence.of(request)
+                self._texts[request.request_id] = self._detokenizer.start(request.sampling.stop, request.prompt_ids)
+
+    def _drop(self, request_id: str) -> None:
+        del self._sequences[request_id]
+        del self._texts[request_id]
 
     def execute(self, batch: StepBatch) -> list[int | None]:
         """The new token of each item that samples. The slow part; touches nothing but the model and its pool."""
@@ -117,24 +124,22 @@ class Worker:
             return ""
         if token in sequence.sampling.stop_token_ids:
             return ""
-        return sequence.text.push(token)
+        return self._texts[sequence.request.request_id].push(token)
 
     def _ends(self, sequence: Sequence, token: int) -> bool:
         sampling = sequence.sampling
-        if token in sampling.stop_token_ids or sequence.text.stopped:
+        if token in sampling.stop_token_ids or self._texts[sequence.request.request_id].stopped:
             return True
         return token in self._eos and not sampling.ignore_eos
 
-    def _output(
-        self, request_id: str, text: str, end: FinishedSequence | None, error: str | None = None
-    ) -> Output:
+    def _output(self, request_id: str, text: str, end: FinishedSequence | None, error: str | None = None) -> Output:
         sequence = self._sequences[request_id]
         reason = None
         if end is not None:
-            del self._sequences[request_id]
             reason = end.status.finish_reason
-            if not sequence.text.stopped and end.status != SequenceStatus.FINISHED_FAILED:
-                text += sequence.text.flush()
+            if end.status != SequenceStatus.FINISHED_FAILED:
+                text += self._texts[request_id].flush()
+            self._drop(request_id)
         new = () if error else (sequence.token_ids[-1],)
         delta = TokenDelta(
             request_id=request_id,
@@ -150,5 +155,6 @@ class Worker:
     def check_integrity(self) -> None:
         """Raises IntegrityError unless the executor holds exactly the sequences that have tokens here."""
         self.executor.check_integrity()
-        assert len(self._sequences) == self.executor.num_held
-        assert all(self.executor.holds(request_id) for request_id in self._sequences)
+        held = {request_id for request_id in self._sequences if self.executor.holds(request_id)}
+        if not len(held) == len(self._sequences) == len(self._texts) == self.executor.num_held:
+            raise IntegrityError(f"{self.executor.num_held} sequences held, {len(self._sequences)} with tokens")

@@ -59,6 +59,8 @@ class BlockManager:
         """Raises IntegrityError unless every block is either free or held, exactly once."""
         held = [block for table in self._tables.values() for block in table]
         if sorted(held + self._free) != list(range(self.num_blocks)):
-            raise IntegrityError(f"{len(held)} held + {len(self._free)} free blocks are not the {self.num_blocks} of the pool")
+            raise IntegrityError(
+                f"{len(held)} held + {len(self._free)} free blocks are not the {self.num_blocks} of the pool"
+            )
         if not all(self._tables.values()):
             raise IntegrityError("a sequence has an empty block table")

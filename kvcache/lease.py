@@ -243,9 +243,7 @@ class LeaseExecutor:
 
     def _standby_credit(self) -> int:
         """Standby slots that may still start: places left by ended slots, less standbys that hold one now."""
-        return self._vacated - sum(
-            held.slot.standby and self._is_resident(held) for held in self._held.values()
-        )
+        return self._vacated - sum(held.slot.standby and self._is_resident(held) for held in self._held.values())
 
     def commit(self, batch: StepBatch, stopped: Iterable[str] = ()) -> list[FinishedSequence]:
         """Books a step that ran; returns the sequences it ended, their blocks already free.
@@ -330,7 +328,9 @@ class LeaseExecutor:
             num_blocks = len(self.blocks.table(request_id))
             resident_blocks += num_blocks
             if held.computed_len > held.num_tokens or held.num_tokens > held.max_total_len:
-                raise IntegrityError(f"{request_id}: lengths {held.computed_len} <= {held.num_tokens} <= {held.max_total_len}")
+                raise IntegrityError(
+                    f"{request_id}: lengths {held.computed_len} <= {held.num_tokens} <= {held.max_total_len}"
+                )
             if self.blocks.blocks_for(held.computed_len) > num_blocks:
                 raise IntegrityError(f"{request_id}: {held.computed_len} tokens computed in {num_blocks} blocks")
             if (request_id, held.attempt) in self._tombstones:

@@ -23,8 +23,7 @@ class Preset:
 
 
 PRESETS: dict[str, Preset] = {
-    preset.name: preset
-    for preset in (Preset("fcfs", "round-robin", "continuous", "fcfs", "watermark", "recompute"),)
+    preset.name: preset for preset in (Preset("fcfs", "round-robin", "continuous", "fcfs", "watermark", "recompute"),)
 }
 
 DEFAULT_PRESET = "fcfs"

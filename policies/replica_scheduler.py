@@ -121,6 +121,7 @@ class ReplicaScheduler:
         self._worker: WorkerReady | None = None
         self._plan_seq = 0
         self._report_seq = 0
+        self._applied_plan_seq = 0  # the worker's plan in force at the last report
         self._preempted_in = 0  # plan that carries the latest preemption: older pressure is already answered
         self._dirty = False
 
@@ -186,7 +187,7 @@ class ReplicaScheduler:
     def _connect(self, ready: WorkerReady) -> None:
         """A new worker life knows nothing: everything waits again, in the order it had."""
         self._worker = ready
-        self._plan_seq = self._report_seq = self._preempted_in = 0
+        self._plan_seq = self._report_seq = self._applied_plan_seq = self._preempted_in = 0
         for request_id in reversed(self._admitted):
             self._waiting.push_front(request_id)
         self._admitted.clear()
@@ -202,6 +203,7 @@ class ReplicaScheduler:
         if report.report_seq <= self._report_seq:
             return []
         self._report_seq = report.report_seq
+        self._applied_plan_seq = report.plan_seq
         for progress in report.progress:
             self._take_progress(progress)
         for tracked in self._tracked.values():
@@ -266,6 +268,8 @@ class ReplicaScheduler:
         assert self._worker is not None
         used = sum(self._footprint(rid) for rid in self._admitted)
         newly: list[str] = []
+        if self._applied_plan_seq < self._preempted_in:
+            return newly  # the blocks that a preemption frees are for those it was made for
         for request_id in self._waiting:
             if len(self._admitted) + len(newly) >= self.limits.max_num_seqs:
                 break
@@ -332,4 +336,3 @@ class ReplicaScheduler:
                 raise IntegrityError(f"{request_id}: delivered but never shipped")
             if tracked.num_tokens > tracked.request.max_total_len:
                 raise IntegrityError(f"{request_id}: longer than it may be")
-

@@ -24,6 +24,7 @@ from core.messages import (
 )
 from core.request import Request, SamplingParams
 from services.api.backend import ModelInfo
+from services.api.errors import ApiError
 
 HEARTBEAT_S = 1.0
 RETRY_AFTER_S = 1.0
@@ -76,6 +77,7 @@ class EngineClient:
         """Deltas of one request, the last with a finish reason; closing early aborts it.
 
         Raises:
+            ApiError: the engine is gone.
             CapacityError: too much is in the house already.
             InvalidValueError: the scheduler refuses it.
         """
@@ -93,9 +95,11 @@ class EngineClient:
 
     def _open(self, prompt_ids: tuple[int, ...], sampling: SamplingParams) -> _Stream:
         if self._broken is not None:
-            raise CapacityError(f"the model worker is gone: {self._broken}", RETRY_AFTER_S)
+            raise ApiError(f"the model worker is gone: {self._broken}", status=503, kind="server_error")
         if len(self._streams) >= self._max_requests:
-            raise CapacityError(f"{len(self._streams)} requests are open, the limit is {self._max_requests}", RETRY_AFTER_S)
+            raise CapacityError(
+                f"{len(self._streams)} requests are open, the limit is {self._max_requests}", RETRY_AFTER_S
+            )
         if self._streams and self._open_tokens + len(prompt_ids) > self._max_tokens:
             message = f"{self._open_tokens} prompt tokens are in the house, the limit is {self._max_tokens}"
             raise CapacityError(message, RETRY_AFTER_S)

@@ -6,6 +6,7 @@ Everything lives in a private Ray cluster that this process starts and takes dow
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import shutil
@@ -79,7 +80,7 @@ def private_cluster() -> Iterator[Path]:
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
             log_to_driver=False,
-            logging_level="error",
+            logging_level=logging.ERROR,
         )
         yield directory
     finally:
@@ -127,18 +128,21 @@ class Service:
 
         find_preset(self._config.scheduler.preset)
         options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 1000}
-        worker = ray.remote(ModelWorker).options(name=WORKER, **options)
-        control = ray.remote(Control).options(name=CONTROL, **options)
-        self._worker = worker.remote("worker-0", str(self._model.directory), self._config)
-        self._control = control.remote(self._config)
-        loading = self._worker.start.remote()
+        # Handles are Any: Ray adds methods at run time that no type describes.
+        worker_class: Any = ray.remote(ModelWorker)
+        control_class: Any = ray.remote(Control)
+        worker = worker_class.options(name=WORKER, **options).remote(
+            "worker-0", str(self._model.directory), self._config
+        )
+        control = control_class.options(name=CONTROL, **options).remote(self._config)
+        loading = worker.start.remote()
         serve.start(
             proxy_location="HeadOnly",
             http_options={"host": self._config.server.host, "port": self._config.server.port},
             logging_config={"enable_access_log": False, "log_level": "WARNING"},
         )
-        ray.get(self._control.connect.remote(self._worker, ray.get(loading)))
-        self._vital = {self._worker.ended.remote(): "the model worker", self._control.ended.remote(): "the scheduler"}
+        ray.get(control.connect.remote(worker, ray.get(loading)))
+        self._vital = {worker.ended.remote(): "the model worker", control.ended.remote(): "the scheduler"}
         serve.run(self._ingress(), name="farsight", route_prefix="/")
 
     def _ingress(self) -> Any:
@@ -146,7 +150,8 @@ class Service:
 
         from services.ingress import Ingress
 
-        deployment = serve.deployment(serve.ingress()(Ingress)).options(
+        deployment: Any = serve.deployment(serve.ingress()(Ingress))
+        deployment = deployment.options(
             name="Ingress",
             num_replicas=self._config.server.ingress_replicas or default_ingress_replicas(),
             # The ingress counts and refuses by itself (429); Serve's own bound must not come first.
@@ -200,6 +205,8 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stopped: Cal
 
 
 def _example(url: str, name: str) -> str:
-    messages = '[{"role": "system", "content": "Write the text in upper case."}, {"role": "user", "content": "hello world"}]'
+    messages = (
+        '[{"role": "system", "content": "Write the text in upper case."}, {"role": "user", "content": "hello world"}]'
+    )
     body = f'{{"model": "{name}", "messages": {messages}, "temperature": 0, "stream": true}}'
     return f"Try:\n  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'"

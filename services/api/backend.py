@@ -38,7 +38,8 @@ class GenerationBackend(Protocol):
     def stream(self, prompt_ids: tuple[int, ...], sampling: SamplingParams) -> AsyncGenerator[TokenDelta, None]:
         """The deltas of one request; the last has ``finish_reason`` set.
 
-        Closing the generator early, or cancelling the task that iterates over it, aborts the request.
+        Closing the generator early, or cancelling the task that iterates over it, aborts the request;
+        after the last delta it is closed as well, which aborts nothing.
 
         Raises:
             CapacityError: Before the first delta: the service is full.

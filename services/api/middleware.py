@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
+
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.api.errors import ApiError, as_api_error
 
+_DROP_FACTOR = 4
+_DROP_S = 5.0
+"""How much of a refused body is still read, in limits and in seconds."""
+
 
 class BodyLimit:
-    """Reads a request's body before the application does, and no more than ``max_body_bytes`` of it."""
+    """Reads a request's body before the application does, and keeps no more than ``max_body_bytes`` of it.
+
+    A server that closes a connection with bytes unread makes most clients lose the answer. So a body over the limit is
+    read on and dropped, within bounds of size and time, before it is refused.
+    """
 
     def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
         self._app = app
@@ -31,12 +42,16 @@ class BodyLimit:
             body += message.get("body", b"")
             more = message.get("more_body", False)
             if len(body) > self._max_body_bytes:
+                body.clear()
                 await self._refuse(f"more than {self._max_body_bytes} bytes", scope, receive, send)
                 return
         await self._app(scope, _replay(bytes(body), receive), send)
 
     async def _refuse(self, found: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """Closes the connection as well: the rest of the body will never be read."""
+        """Closes the connection as well: what is still to come will never be read."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_DROP_S):
+                await _drop(receive, _DROP_FACTOR * self._max_body_bytes)
         message = f"The request body has {found}; the limit is {self._max_body_bytes} bytes."
         headers = {"Connection": "close"}
         error = ApiError(message, status=413, code="request_too_large", headers=headers)
@@ -63,6 +78,14 @@ class LastResort:
             if started or scope["type"] != "http":
                 raise
             await as_api_error(error).response()(scope, receive, send)
+
+
+async def _drop(receive: Receive, max_bytes: int) -> None:
+    more = True
+    while more and max_bytes > 0:
+        message = await receive()
+        max_bytes -= len(message.get("body", b""))
+        more = message.get("more_body", False)
 
 
 def _content_length(scope: Scope) -> int:

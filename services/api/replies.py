@@ -98,8 +98,16 @@ class ActorStatus(BaseModel):
     last_step_age_s: float | None
 
 
+class KVStatus(BaseModel):
+    """The KV pool of the replica, in blocks."""
+
+    num_blocks: int
+    free_blocks: int
+
+
 class Status(BaseModel):
     actors: list[ActorStatus]
+    kv: KVStatus
 
 
 def model_card(model: ModelInfo) -> ModelCard:
@@ -108,7 +116,8 @@ def model_card(model: ModelInfo) -> ModelCard:
 
 def status_reply(reply: StatusReply) -> Status:
     fields = ActorStatus.model_fields
-    return Status(actors=[ActorStatus(**{name: getattr(piece, name) for name in fields}) for piece in reply.pieces])
+    actors = [ActorStatus(**{name: getattr(piece, name) for name in fields}) for piece in reply.pieces]
+    return Status(actors=actors, kv=KVStatus(num_blocks=reply.num_blocks, free_blocks=reply.free_blocks))
 
 
 def usage(jobs: Sequence[Job], num_output_tokens: int) -> Usage:

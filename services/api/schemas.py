@@ -169,7 +169,7 @@ class CompletionRequest(SamplingFields):
                 return [("prompt", text)]
             case [int(), *_]:
                 return [("prompt", cast(list[int], self.prompt))]
-        items: Sequence[str | list[int]] = self.prompt
+        items = cast(Sequence[str | list[int]], self.prompt)
         return [(f"prompt[{index}]", item) for index, item in enumerate(items)]
 
 

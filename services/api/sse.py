@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 
@@ -65,6 +66,7 @@ class EventStream(Response):
             await _send_body(send, first, more=True)
             async for chunk in events:
                 await _send_body(send, chunk, more=True)
+                await asyncio.sleep(0)  # a fast source and a deaf server never wait: the watch must run all the same
             await _send_body(send, b"", more=False)
 
 

@@ -5,6 +5,8 @@ Ids: 0 ``<pad>``, 1 ``<s>`` (BOS), 2 ``</s>`` (EOS), 3 ``<sep>``, 4-7 reserved, 
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Final
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
@@ -78,6 +80,15 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
+
+
+def save_tokenizer(out: Path) -> None:
+    """Write ``tokenizer.json`` and ``tokenizer_config.json``, with the chat template inside the latter."""
+    build_tokenizer().save_pretrained(out, save_jinja_files=False)
+    path = out / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name that every release knows
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def encode_bytes(text: str) -> list[int]:

@@ -33,8 +33,8 @@ from tools.embedded_model.tokenizer import (
     PAD_ID,
     SEP_ID,
     VOCABULARY_SIZE,
-    build_tokenizer,
     encode_bytes,
+    save_tokenizer,
 )
 
 STEPS: Final = 9000
@@ -46,6 +46,10 @@ FINAL_LEARNING_RATE_SHARE: Final = 0.05
 WARM_UP_STEPS: Final = 200
 WEIGHT_DECAY: Final = 0.05
 GRADIENT_CLIP: Final = 1.0
+END_WEIGHT: Final = 5.0
+END_WEIGHT_FROM_STEP: Final = 3500
+"""From this step on the EOS of an answer weighs ``END_WEIGHT`` tokens: where to stop is one token in fifty of
+a long count, and is learnt last."""
 IGNORED: Final = -100
 
 FIRST_SIZE: Final = 2
@@ -119,7 +123,6 @@ def build_model() -> LlamaForCausalLM:
         bos_token_id=BOS_ID,
         eos_token_id=EOS_ID,
         pad_token_id=PAD_ID,
-        attn_implementation="sdpa",
     )
     return LlamaForCausalLM(config)
 
@@ -195,14 +198,15 @@ def answer_logits(
 
 
 def train_step(
-    model: LlamaForCausalLM, forward: Forward, drawn: list[tuple[Task, Encoded]]
+    model: LlamaForCausalLM, forward: Forward, drawn: list[tuple[Task, Encoded]], end_weight: float
 ) -> tuple[float, float]:
     """Accumulate the gradients of one step.
 
     A token of an answer of n tokens weighs ``n ** -0.5``: long answers neither vanish nor drown the rest.
     Returns the mean loss and the mean loss of the copying tasks, in nats a token.
     """
-    norm = sum(math.sqrt(len(ids) - prompt) for _, (ids, prompt) in drawn)
+    answer_lengths = [len(ids) - prompt for _, (ids, prompt) in drawn]
+    norm = sum((length - 1 + end_weight) * length**-0.5 for length in answer_lengths)
     sums = {True: 0.0, False: 0.0}
     tokens = {True: 0, False: 0}
     for part in split_by_length(drawn, MICRO_BATCHES):
@@ -210,7 +214,8 @@ def train_step(
         logits, wanted, rows = answer_logits(model, forward, inputs, targets)
         losses = functional.cross_entropy(logits, wanted, reduction="none")
         lengths = torch.tensor([len(ids) - prompt for _, (ids, prompt) in part], dtype=torch.float32)
-        ((losses * lengths.rsqrt()[rows]).sum() / norm).backward()
+        weights = lengths.rsqrt()[rows] * torch.where(wanted == EOS_ID, end_weight, 1.0)
+        ((losses * weights).sum() / norm).backward()
         copying = torch.tensor([task.name in COPYING for task, _ in part])[rows]
         for kind in (True, False):
             sums[kind] += float(losses.detach()[copying == kind].sum())
@@ -263,7 +268,8 @@ def export(model: LlamaForCausalLM, out: Path) -> None:
         bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID, do_sample=False
     )
     stored.save_pretrained(out)
-    build_tokenizer().save_pretrained(out)
+    (out / "model.safetensors").chmod(0o644)
+    save_tokenizer(out)
 
 
 def save_checkpoint(
@@ -321,9 +327,9 @@ def train(arguments: argparse.Namespace) -> None:
         rate = learning_rate(progress.step, arguments.steps)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        loss, copying_loss = train_step(
-            model, forward, draw_step(arguments.seed, progress.step, progress.size)
-        )
+        end_weight = END_WEIGHT if progress.step >= END_WEIGHT_FROM_STEP else 1.0
+        drawn = draw_step(arguments.seed, progress.step, progress.size)
+        loss, copying_loss = train_step(model, forward, drawn, end_weight)
         torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_CLIP)
         optimizer.step()
         optimizer.zero_grad()

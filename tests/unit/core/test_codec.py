@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from core import messages
 from core.codec import decode, encode
 from core.errors import MessageError
-from core.messages import SCHEMA_VERSION, Plan, PieceStatus, Slot, StepReport, Submit
+from core.messages import SCHEMA_VERSION, PieceStatus, Plan, Slot, StepReport, Submit
 from core.request import Request, SamplingParams
 
 TEXT = st.text(max_size=8)
@@ -68,7 +68,11 @@ MALFORMED = [
     (wire("Plan", "w", 1, 0, 0, [SLOT, SLOT[:-1]]), Plan, "Plan.slots[1]"),
     (wire("Plan", "w", 1, 0, 0, [["a", 0, 5.5, 9, False, 0, None]]), Plan, "Plan.slots[0].prefill_to"),
     (wire("PieceStatus", "a", "b", 1, "n", "s", 0, float("nan")), PieceStatus, "PieceStatus.last_step_age_s"),
-    (wire("StepReport", "w", 1, 1, 1, 1, 1, 0, [["a", 0, 77, 0, 0, 0, 0]], []), StepReport, "StepReport.progress[0].status"),
+    (
+        wire("StepReport", "w", 1, 1, 1, 1, 1, 0, [["a", 0, 77, 0, 0, 0, 0]], []),
+        StepReport,
+        "StepReport.progress[0].status",
+    ),
     (wire("Submit", [["a", 0, "i", [1, "x"], SAMPLED]]), Submit, "Submit.requests[0].prompt_ids[1]"),
     (wire("Submit", [["a", 0, "i", [], SAMPLED]]), Submit, "Submit.requests[0].prompt"),
     (wire("Submit", [["a", 0, "i", [1], [0, *SAMPLED[1:]]]]), Submit, "Submit.requests[0].sampling.max_tokens"),

@@ -54,7 +54,7 @@ def test_a_wrong_setting_is_named(tmp_path: Path, text: str, field: str, hint: s
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--config.*readable TOML file"):
+    with pytest.raises(ConfigError, match=r"--config.*readable TOML file"):
         load_config(tmp_path / "none.toml", {})
 
 

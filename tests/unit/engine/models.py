@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -40,7 +42,14 @@ def byte_level_tokenizer(vocab_size: int = 320) -> Tokenizer:
 
 
 def save_model(
-    out: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0, max_shard_size: str = "50GB", **shape
+    out: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    max_shard_size: str = "50GB",
+    chat_template: str | None = None,
+    max_position_embeddings: int = 256,
+    **shape,
 ) -> Path:
     """Makes a model of random weights whose logits are spread out, so that rounding does not decide argmax."""
     tokenizer = byte_level_tokenizer()
@@ -50,7 +59,7 @@ def save_model(
         intermediate_size=112,
         num_hidden_layers=2,
         num_attention_heads=4,
-        max_position_embeddings=256,
+        max_position_embeddings=max_position_embeddings,
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=EOS_ID,
@@ -67,8 +76,35 @@ def save_model(
         model.get_output_embeddings().weight.normal_(0, 0.5)
     model.to(dtype).save_pretrained(out, max_shard_size=max_shard_size)
     tokenizer.save(str(out / "tokenizer.json"))
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": chat_template}
+    (out / "tokenizer_config.json").write_text(json.dumps(settings))
     return out
 
 
 def load_reference(model_dir: Path, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
     return LlamaForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()
+
+
+NEAR_TIE = 1e-4
+"""Where the reference's two best logits are closer than this, either token is right."""
+
+
+def assert_greedy(reference: LlamaForCausalLM, prompt: Sequence[int], output: Sequence[int]) -> None:
+    """The output is what ``generate`` of the reference gives, token by token (EOS does not end it)."""
+    generated = reference.generate(
+        torch.tensor([list(prompt)]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        do_sample=False,
+        min_new_tokens=len(output),
+        max_new_tokens=len(output),
+        eos_token_id=None,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    expected = generated.sequences[0, len(prompt) :].tolist()
+    assert len(expected) == len(output)
+    for ours, theirs, logits in zip(output, expected, generated.logits, strict=True):
+        if ours != theirs:
+            best = logits[0].topk(2).values
+            assert best[0] - best[1] < NEAR_TIE, f"{ours} instead of {theirs}"
+            return

@@ -63,7 +63,7 @@ def test_stop_strings(text, stop, by_bytes):
     assert stopped == any(s in text for s in stop)
 
 
-@given(st.lists(st.sampled_from(sorted(BYTE_IDS.values()) + [EOS_ID]), max_size=40))
+@given(st.lists(st.sampled_from([*sorted(BYTE_IDS.values()), EOS_ID]), max_size=40))
 @settings(max_examples=100, deadline=None)
 def test_bytes_that_are_no_text(token_ids):
     shown, _ = run(token_ids)

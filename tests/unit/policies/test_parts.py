@@ -30,7 +30,9 @@ def test_fcfs_keeps_arrival_order_and_puts_preempted_first_oldest_first() -> Non
     ("used", "new", "admitted"),
     [(0, 100, True), (0, 101, False), (50, 45, True), (50, 46, False), (95, 1, False), (1, 94, True)],
 )
-def test_watermark_admits_up_to_its_share_but_an_empty_pool_takes_what_fits(used: int, new: int, admitted: bool) -> None:
+def test_watermark_admits_up_to_its_share_but_an_empty_pool_takes_what_fits(
+    used: int, new: int, admitted: bool
+) -> None:
     assert WatermarkAdmission(0.95).admits(used, new, num_blocks=100) is admitted
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from jinja2.exceptions import TemplateError
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tools.embedded_model.tasks import (
     MAX_WORD_LETTERS,
@@ -27,6 +29,7 @@ from tools.embedded_model.tokenizer import (
     VOCABULARY_SIZE,
     build_tokenizer,
     encode_bytes,
+    save_tokenizer,
 )
 
 
@@ -177,3 +180,13 @@ def test_byte_symbols_match_the_library(tokenizer: PreTrainedTokenizerFast) -> N
     from tools.embedded_model.tokenizer import byte_symbols
 
     assert sorted(byte_symbols()) == sorted(ByteLevel.alphabet())
+
+
+def test_saved_tokenizer_is_the_same(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    messages = [{"role": "system", "content": "Repeat:"}, {"role": "user", "content": "é , it 's"}]
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["chat_template"]
+    assert chat(loaded, messages) == chat(tokenizer, messages)
+    assert loaded.decode(encode_bytes("é , it 's")) == "é , it 's"
+    assert (loaded.pad_token_id, loaded.bos_token_id, loaded.eos_token_id) == (PAD_ID, BOS_ID, EOS_ID)

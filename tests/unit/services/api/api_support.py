@@ -26,7 +26,9 @@ Step = TokenDelta | Exception | float
 """A delta to yield, an exception to raise, or seconds to wait."""
 
 
-def delta(text: str = "", finish_reason: str | None = None, *, num_tokens: int = 1, error: str | None = None) -> TokenDelta:
+def delta(
+    text: str = "", finish_reason: str | None = None, *, num_tokens: int = 1, error: str | None = None
+) -> TokenDelta:
     return TokenDelta("r", 0, 0, tuple(range(num_tokens)), text, finish_reason, error)
 
 
@@ -34,7 +36,7 @@ HELLO: tuple[Step, ...] = (delta("Hel"), delta(), delta("lo"), delta("!", "stop"
 
 
 class ScriptedBackend:
-    """Plays a script for each stream and counts how many are open."""
+    """Plays a script for each stream and counts what becomes of them."""
 
     def __init__(self, script: Callable[[tuple[int, ...]], Sequence[Step]] | Sequence[Step] = HELLO) -> None:
         self.model = ModelInfo(MODEL, 1_700_000_000, MAX_MODEL_LEN, False, VOCAB_SIZE)
@@ -53,15 +55,15 @@ class ScriptedBackend:
                 if isinstance(step, Exception):
                     raise step
                 if isinstance(step, TokenDelta):
+                    self.num_completed += step.finish_reason is not None
                     yield step
                 else:
                     await asyncio.sleep(step)
-            self.num_completed += 1
         finally:
             self.num_closed += 1
 
     async def status(self) -> StatusReply:
-        return StatusReply((PieceStatus("worker-0", "ModelWorker", 7, "here", "ready", 2, 0.5),))
+        return StatusReply((PieceStatus("worker-0", "ModelWorker", 7, "here", "ready", 2, 0.5),), 8, 5)
 
     async def healthy(self) -> bool:
         return self.is_healthy

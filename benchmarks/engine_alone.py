@@ -1,0 +1,156 @@
+"""The engine in one process, without Ray and HTTP: ``python -m benchmarks.engine_alone --model DIR --workload FILE``.
+
+Closed loop: so many requests are under way, the next starts when one ends. Greedy, to the full length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.results import Metrics, distribution, level, level_table, provenance, write_json
+from benchmarks.step_timing import StepLog, TimedRunner, detokenizing
+from benchmarks.workload import VOCAB_SIZE, Row, read_workload
+from core.config import EngineConfig
+from core.request import SamplingParams
+from engine.engine import Engine
+
+WARM_UP_REQUESTS = 32
+WARM_UP_TOKENS = 8
+PROFILE_LINES = 25
+
+COLUMNS = {
+    "output tok/s": ["output_tokens_per_s"],
+    "tok per CPU-s": ["output_tokens_per_cpu_s"],
+    "decode step ms p50/p99": ["decode_step_ms_p50", "decode_step_ms_p99"],
+    "step with prefill ms p50/p99": ["prefill_step_ms_p50", "prefill_step_ms_p99"],
+    "mean batch": ["batch_size_mean"],
+    "model/scheduling/detokenising %": ["execute_percent", "scheduling_percent", "detokenize_percent"],
+}
+
+
+class EngineBench:
+    """Runs workloads through one engine.
+
+    Args:
+        rows: The requests of a run.
+        vocab_size: Prompts hold ids below it.
+    """
+
+    def __init__(self, engine: Engine, rows: list[Row], vocab_size: int) -> None:
+        self._engine = engine
+        self._rows = rows
+        self._vocab_size = vocab_size
+        self._num_runs = 0
+        self._runner = TimedRunner(engine.worker.runner)
+        engine.worker.runner = self._runner
+
+    def warm_up(self, concurrency: int) -> None:
+        """A few short requests, not counted."""
+        self._drive(self._requests(WARM_UP_TOKENS)[:WARM_UP_REQUESTS], concurrency)
+
+    def run(self, concurrency: int) -> Metrics:
+        """One pass over the workload."""
+        requests = self._requests()
+        execute_before = self._runner.total_s
+        with detokenizing() as watch:
+            cpu, wall = time.process_time(), time.perf_counter()
+            log = self._drive(requests, concurrency)
+            wall_s, cpu_s = time.perf_counter() - wall, time.process_time() - cpu
+        execute_s = self._runner.total_s - execute_before
+        return {
+            "output_tokens": log.num_tokens,
+            "wall_s": wall_s,
+            "cpu_s": cpu_s,
+            "output_tokens_per_s": log.num_tokens / wall_s,
+            "output_tokens_per_cpu_s": log.num_tokens / cpu_s,
+            "num_steps": len(log.batch_sizes),
+            "batch_size_mean": statistics.fmean(log.batch_sizes),
+            **distribution("decode_step_ms", [1000 * took for took in log.decode_s]),
+            **distribution("prefill_step_ms", [1000 * took for took in log.prefill_s]),
+            "execute_percent": 100 * execute_s / wall_s,
+            "detokenize_percent": 100 * watch.total_s / wall_s,
+            "scheduling_percent": 100 * (wall_s - execute_s - watch.total_s) / wall_s,
+        }
+
+    def _requests(self, most_tokens: int | None = None) -> list[tuple[list[int], SamplingParams]]:
+        """Prompts that no earlier run has used, so that no cache of prefixes helps."""
+        salt, self._num_runs = self._num_runs, self._num_runs + 1
+        return [
+            (
+                row.prompt_ids(self._vocab_size, salt),
+                SamplingParams(min(row.max_tokens, most_tokens or row.max_tokens), ignore_eos=True),
+            )
+            for row in self._rows
+        ]
+
+    def _drive(self, requests: list[tuple[list[int], SamplingParams]], concurrency: int) -> StepLog:
+        log = StepLog()
+        coming = iter(requests)
+        num_running = sum(self._submit_next(coming) for _ in range(concurrency))
+        while num_running:
+            began = time.perf_counter()
+            deltas = self._engine.step()
+            took_s = time.perf_counter() - began
+            if (batch := self._runner.take_last()) is not None:
+                log.add(batch, took_s)
+            for delta in deltas:
+                log.num_tokens += len(delta.token_ids)
+                if delta.finish_reason is not None:
+                    num_running += self._submit_next(coming) - 1
+        expected = sum(sampling.max_new_tokens for _, sampling in requests)
+        if log.num_tokens != expected:
+            raise RuntimeError(f"{log.num_tokens} tokens came, {expected} were asked for")
+        return log
+
+    def _submit_next(self, coming: Iterator[tuple[list[int], SamplingParams]]) -> bool:
+        """Whether there was one."""
+        request = next(coming, None)
+        if request is not None:
+            self._engine.submit(*request)
+        return request is not None
+
+
+def main() -> None:
+    """Runs every concurrency and prints the table."""
+    args = _parse()
+    options = {"kv_memory": args.kv_memory, "max_num_seqs": args.max_num_seqs, "num_threads": args.threads}
+    engine = Engine(args.model, dtype=args.dtype, engine=EngineConfig(**options))
+    bench = EngineBench(engine, read_workload(args.workload, args.n), args.vocab)
+    levels = []
+    for concurrency in args.concurrency:
+        bench.warm_up(concurrency)
+        levels.append(level(concurrency, [bench.run(concurrency) for _ in range(args.repeats)]))
+    pool_tokens = engine.worker.ready.num_blocks * engine.worker.ready.block_size
+    print(level_table(levels, COLUMNS))
+    write_json(args.json, {**provenance("benchmarks.engine_alone"), "kv_pool_tokens": pool_tokens, "levels": levels})
+    if args.profile:
+        with cProfile.Profile() as profile:
+            bench.run(args.concurrency[-1])
+        pstats.Stats(profile).sort_stats("tottime").print_stats(PROFILE_LINES)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--workload", type=Path, required=True)
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 32, 128])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--n", type=int, help="only the first so many requests")
+    parser.add_argument("--vocab", type=int, default=VOCAB_SIZE, help="prompts hold ids below this")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--kv-memory", default="auto")
+    parser.add_argument("--max-num-seqs", type=int, default=EngineConfig().max_num_seqs)
+    parser.add_argument("--profile", action="store_true", help="also profile a run at the last concurrency")
+    parser.add_argument("--json", type=Path, help="write every number here")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

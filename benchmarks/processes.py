@@ -1,0 +1,85 @@
+"""CPU time and memory of a process and all its descendants."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import psutil
+
+POLL_S = 0.05
+
+
+class ProcessTree:
+    """A process and its descendants.
+
+    Args:
+        pid: The root.
+
+    Raises:
+        psutil.NoSuchProcess: there is none.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._root = psutil.Process(pid)
+
+    def processes(self) -> list[psutil.Process]:
+        """Those that live now."""
+        return [self._root, *self._root.children(recursive=True)]
+
+    def cpu_s(self) -> float:
+        """CPU seconds used so far, with those of descendants that ended and were waited for."""
+        total = 0.0
+        for process in self.processes():
+            try:
+                total += sum(process.cpu_times()[:4])
+            except psutil.NoSuchProcess:
+                continue
+        return total
+
+    def cpu_by_process(self) -> dict[str, float]:
+        """CPU seconds by pid and title."""
+        used = {}
+        for process in self.processes():
+            try:
+                title = " ".join(process.cmdline()[:3])[-60:] or process.name()
+                used[f"{process.pid} {title}"] = sum(process.cpu_times()[:2])
+            except psutil.NoSuchProcess:
+                continue
+        return used
+
+    def pss_bytes(self) -> int:
+        """Memory, each shared page divided among those that share it."""
+        total = 0
+        for process in self.processes():
+            try:
+                total += process.memory_full_info().pss
+            except psutil.NoSuchProcess:
+                continue
+        return total
+
+
+def machine_cpu_s() -> float:
+    """CPU seconds that the whole machine has worked since it started, niced work left out."""
+    times = psutil.cpu_times()
+    return times.user + times.system + getattr(times, "irq", 0.0) + getattr(times, "softirq", 0.0)
+
+
+def processes_with(variable: str, value: str) -> list[psutil.Process]:
+    """The living processes whose environment sets ``variable`` to ``value``: descendants, adopted or not."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.environ().get(variable) == value:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def wait_until_gone(variable: str, value: str, timeout_s: float) -> list[psutil.Process]:
+    """Waits for those processes to end; returns the ones that have not when the time is over."""
+    deadline = time.monotonic() + timeout_s
+    while (left := processes_with(variable, value)) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return left

@@ -1,0 +1,102 @@
+"""A real ``farsight serve`` as a child process, and what a user can see of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+START_TIMEOUT_S = 90.0
+STOP_TIMEOUT_S = 10.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def farsight(*args: str) -> list[str]:
+    return [sys.executable, "-m", "services.cli", *args]
+
+
+@dataclass
+class Server:
+    """One running server and everything it started."""
+
+    process: subprocess.Popen[str]
+    port: int
+    log: Path
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def get(self, path: str) -> Any:
+        with urllib.request.urlopen(self.base_url + path, timeout=10) as reply:
+            return json.load(reply)
+
+    def children(self) -> list[psutil.Process]:
+        """Every process that the server started, directly or not."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def pid_of(self, kind: str) -> int:
+        return next(row["pid"] for row in self.get("/status")["actors"] if row["kind"] == kind)
+
+    def wait_idle(self, timeout_s: float = 10.0) -> None:
+        """Until no request is left anywhere and the KV pool is whole; fails loudly otherwise."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            status = self.get("/status")
+            queues = {row["name"]: row["queue"] for row in status["actors"]}
+            kv = status["kv"]
+            if not any(queues.values()) and kv["free_blocks"] == kv["num_blocks"]:
+                return
+            assert time.monotonic() < deadline, f"not idle after {timeout_s} s: {status}"
+            time.sleep(0.05)
+
+    def interrupt(self) -> float:
+        """Ctrl-C as a terminal sends it, to the whole process group; returns the seconds until all are gone."""
+        children = self.children()
+        began = time.monotonic()
+        os.killpg(self.process.pid, signal.SIGINT)
+        self.wait_gone(children)
+        return time.monotonic() - began
+
+    def wait_gone(self, children: list[psutil.Process]) -> None:
+        """Until the server has exited and nothing that it started is left."""
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        self.process.wait(STOP_TIMEOUT_S)
+        _, alive = psutil.wait_procs(children, timeout=deadline - time.monotonic())
+        assert not alive, f"left after {STOP_TIMEOUT_S} s: {alive}"
+
+
+def start_server(model_dir: Path, log: Path, *flags: str) -> Server:
+    """Starts ``farsight serve`` and waits until it answers."""
+    port = free_port()
+    command = farsight("serve", "--model", str(model_dir), "--port", str(port), *flags)
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    server = Server(process, port, log)
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        assert process.poll() is None, f"the server ended: {log.read_text()}"
+        try:
+            server.get("/health")
+            return server
+        except (urllib.error.URLError, ConnectionError):
+            time.sleep(0.1)
+    server.interrupt()
+    raise AssertionError(f"no answer after {START_TIMEOUT_S} s: {log.read_text()}")

@@ -1,0 +1,95 @@
+"""Bad input is refused with a reason, and the server goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+USER = {"role": "user", "content": "hello"}
+IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}]}
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.fixture
+def http(base_url: str, model_name: str) -> Iterator[httpx.Client]:
+    """After the bad request, a good one must be answered."""
+    with httpx.Client(base_url=base_url, timeout=60) as client:
+        yield client
+        good = client.post(COMPLETIONS, json={"model": model_name, "prompt": "hello", "max_tokens": 2})
+        assert good.status_code == 200, good.text
+
+
+def _check(response: httpx.Response, status: int, param: str | None) -> None:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["param"] == param
+    assert error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "change", "status", "param"),
+    [
+        (COMPLETIONS, {"prompt": "hello " * 5000}, 400, "prompt"),
+        (COMPLETIONS, {"prompt": [5] * 1024}, 400, "prompt"),
+        (COMPLETIONS, {"prompt": [5] * 1000, "max_tokens": 25}, 400, "max_tokens"),
+        (COMPLETIONS, {"prompt": ""}, 400, "prompt"),
+        (COMPLETIONS, {"prompt": []}, 400, "prompt"),
+        (COMPLETIONS, {"prompt": [[]]}, 400, "prompt[0]"),
+        (COMPLETIONS, {"prompt": [5, -1]}, 400, "prompt[1]"),
+        (COMPLETIONS, {"prompt": [10**9]}, 400, "prompt[0]"),
+        (COMPLETIONS, {"prompt": 5}, 400, "prompt"),
+        (COMPLETIONS, {"model": "no-such-model"}, 404, "model"),
+        (COMPLETIONS, {"max_tokens": "5"}, 400, "max_tokens"),
+        (COMPLETIONS, {"max_tokens": -1}, 400, "max_tokens"),
+        (COMPLETIONS, {"max_tokens": 10**30}, 400, "max_tokens"),
+        (COMPLETIONS, {"temperature": float("nan")}, 400, "temperature"),
+        (COMPLETIONS, {"temperature": -1}, 400, "temperature"),
+        (COMPLETIONS, {"top_p": -0.5}, 400, "top_p"),
+        (COMPLETIONS, {"top_k": -5}, 400, "top_k"),
+        (COMPLETIONS, {"seed": -5}, 400, "seed"),
+        (COMPLETIONS, {"n": 3}, 400, "n"),
+        (COMPLETIONS, {"max_tokenz": 3}, 400, "max_tokenz"),
+        (CHAT, {"messages": []}, 400, "messages"),
+        (CHAT, {"messages": [{**USER, "role": "wizard"}]}, 400, "messages[0].role"),
+        (CHAT, {"messages": [IMAGE]}, 400, "messages[0].content[0].type"),
+        (CHAT, {"tools": [TOOL]}, 400, "tools"),
+        (CHAT, {"response_format": {"type": "json_object"}}, 400, "response_format"),
+        (CHAT, {"model": "no-such-model"}, 404, "model"),
+    ],
+)
+def test_refused_field(
+    http: httpx.Client, model_name: str, path: str, change: dict[str, Any], status: int, param: str, stream: bool
+) -> None:
+    base = {"prompt": "hello"} if path == COMPLETIONS else {"messages": [USER]}
+    body = json.dumps({"model": model_name, "stream": stream, **base, **change})
+    _check(http.post(path, content=body, headers={"content-type": "application/json"}), status, param)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [
+        (b"", 400),
+        (b'{"model": ', 400),
+        (b"[]", 400),
+        (b'{"model": "\xff\xfe"}', 400),
+        (b"[" * 100_000, 400),
+        (b'{"prompt": "' + b"x" * 10_000_000 + b'"}', 413),
+    ],
+    ids=["empty", "cut short", "a list", "not UTF-8", "deeply nested", "10 MB"],
+)
+def test_refused_body(http: httpx.Client, path: str, content: bytes, status: int) -> None:
+    _check(http.post(path, content=content, headers={"content-type": "application/json"}), status, None)
+
+
+def test_unknown_address_and_wrong_method(http: httpx.Client) -> None:
+    _check(http.get("/v1/nothing"), 404, None)
+    _check(http.get(COMPLETIONS), 405, None)

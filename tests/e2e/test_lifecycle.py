@@ -1,0 +1,114 @@
+"""Start, stop, death and bad settings of the command itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.server import STOP_TIMEOUT_S, farsight, free_port, start_server
+
+
+def run(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(farsight(*args), capture_output=True, text=True, timeout=60)
+
+
+def test_ctrl_c_under_load_stops_everything_in_time(e2e_model_dir: Path, tmp_path: Path) -> None:
+    server = start_server(e2e_model_dir, tmp_path / "log")
+    body = {"model": "tiny-llama", "prompt": "x", "max_tokens": 900, "ignore_eos": True, "stream": True}
+    with httpx.Client(base_url=server.base_url) as client, client.stream("POST", "/v1/completions", json=body) as reply:
+        next(reply.iter_lines())
+        assert server.interrupt() < STOP_TIMEOUT_S
+    assert server.process.returncode == 0
+    log = server.log.read_text()
+    assert "Ready after" in log
+    assert log.rstrip().endswith("Stopped.")
+    assert "Traceback" not in log
+
+
+def test_a_dead_worker_ends_every_stream_with_an_error_and_the_service_with_a_message(
+    e2e_model_dir: Path, tmp_path: Path
+) -> None:
+    server = start_server(e2e_model_dir, tmp_path / "log")
+    children = server.children()
+    body = {"model": "tiny-llama", "prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+    lines: list[str] = []
+    first = threading.Event()
+
+    def read() -> None:
+        with httpx.Client(base_url=server.base_url, timeout=30) as client:
+            with client.stream("POST", "/v1/completions", json=body) as reply:
+                try:
+                    for line in reply.iter_lines():
+                        lines.append(line)
+                        first.set()
+                except httpx.RemoteProtocolError:
+                    lines.append("broken connection")
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert first.wait(30)
+    os.kill(server.pid_of("ModelWorker"), signal.SIGKILL)
+    reader.join(30)
+    assert not reader.is_alive(), "the stream hangs"
+    assert any('"error"' in line for line in lines[-6:]) or lines[-1] == "broken connection"
+    server.wait_gone(children)
+    assert server.process.returncode == 1
+    assert "the model worker died" in server.log.read_text()
+
+
+def test_a_busy_port_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        result = run("serve", "--port", str(taken.getsockname()[1]))
+    assert result.returncode == 1
+    assert "server.port" in result.stderr
+    assert "a free address" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--preset", "fcsf"], "did you mean 'fcfs'"),
+        (["--dtype", "int3"], "one of auto, float32, bfloat16, float16"),
+        (["--port", "99999"], "a port from 1 to 65535"),
+        (["--kv-memory", "lots"], "kv_memory"),
+        (["--config", "/nonexistent.toml"], "a readable TOML file"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused_before_anything_starts(flags: list[str], message: str) -> None:
+    port = [] if "--port" in flags else ["--port", str(free_port())]
+    result = run("serve", *flags, *port)
+    assert result.returncode == 1
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_model_that_is_not_supported_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"]}')
+    result = run("serve", "--model", str(tmp_path), "--port", str(free_port()))
+    assert result.returncode == 1
+    assert "MambaForCausalLM" in result.stderr
+    assert "LlamaForCausalLM" in result.stderr
+
+
+def test_an_unknown_key_of_the_file_names_the_nearest(tmp_path: Path) -> None:
+    path = tmp_path / "farsight.toml"
+    path.write_text("[engine]\nkv_memry = '1GiB'\n")
+    result = run("serve", "--config", str(path))
+    assert result.returncode == 1
+    assert "engine.kv_memry" in result.stderr
+    assert "did you mean 'kv_memory'" in result.stderr
+
+
+def test_status_without_a_server_says_so() -> None:
+    result = run("status", "--port", str(free_port()))
+    assert result.returncode == 1
+    assert "no Farsight server answers" in result.stderr

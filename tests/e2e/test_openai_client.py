@@ -1,0 +1,137 @@
+"""The official ``openai`` client against a running server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+
+@pytest.fixture
+def client(base_url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def test_models(client: openai.OpenAI, model_name: str) -> None:
+    assert [model.id for model in client.models.list()] == [model_name]
+    assert client.models.retrieve(model_name).id == model_name
+
+
+def test_completion_of_text(client: openai.OpenAI, model_name: str) -> None:
+    answer = client.completions.create(model=model_name, prompt="The cat", max_tokens=8, temperature=0)
+    assert answer.choices[0].finish_reason in ("length", "stop")
+    assert answer.usage is not None
+    assert 1 <= answer.usage.completion_tokens <= 8
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_completion_of_token_ids(client: openai.OpenAI, model_name: str) -> None:
+    answer = client.completions.create(
+        model=model_name, prompt=[5, 6, 7], max_tokens=4, extra_body={"ignore_eos": True}
+    )
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 4)
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_completion_of_several_prompts(client: openai.OpenAI, model_name: str) -> None:
+    prompts = ["The cat", "A dog and", "One"]
+    answer = client.completions.create(model=model_name, prompt=prompts, max_tokens=8, temperature=0)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    for prompt, choice in zip(prompts, answer.choices, strict=True):
+        alone = client.completions.create(model=model_name, prompt=prompt, max_tokens=8, temperature=0)
+        assert alone.choices[0].text == choice.text
+
+
+def test_chat(client: openai.OpenAI, model_name: str) -> None:
+    answer = client.chat.completions.create(
+        model=model_name,
+        messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say hello."}],
+        max_completion_tokens=8,
+        temperature=0,
+    )
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].message.content is not None
+    assert answer.usage is not None
+    assert 1 <= answer.usage.completion_tokens <= 8
+
+
+def test_streamed_completion_is_the_whole_one(client: openai.OpenAI, model_name: str) -> None:
+    whole = client.completions.create(model=model_name, prompt="The cat", max_tokens=12, temperature=0)
+    chunks = list(
+        client.completions.create(
+            model=model_name,
+            prompt="The cat",
+            max_tokens=12,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == whole.choices[0].text
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == whole.usage
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+def test_streamed_chat_is_the_whole_one(client: openai.OpenAI, model_name: str) -> None:
+    messages: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "content": "Say hello."}]
+    whole = client.chat.completions.create(model=model_name, messages=messages, max_tokens=12, temperature=0)
+    chunks = list(
+        client.chat.completions.create(model=model_name, messages=messages, max_tokens=12, temperature=0, stream=True)
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+
+
+def test_stop_string_ends_the_output_before_it(client: openai.OpenAI, model_name: str) -> None:
+    sampling = {"ignore_eos": True}
+    full = client.completions.create(
+        model=model_name, prompt="The cat", max_tokens=24, temperature=0, extra_body=sampling
+    )
+    text = full.choices[0].text
+    middle = len(text) // 2
+    stop = text[middle : middle + 2]
+    assert len(stop) == 2
+    cut = client.completions.create(
+        model=model_name, prompt="The cat", max_tokens=24, temperature=0, stop=stop, extra_body=sampling
+    )
+    assert cut.choices[0].text == text[: text.index(stop)]
+    assert cut.choices[0].finish_reason == "stop"
+
+
+def test_seed_makes_sampling_repeatable(client: openai.OpenAI, model_name: str) -> None:
+    def sample(seed: int) -> str:
+        answer = client.completions.create(
+            model=model_name,
+            prompt="The",
+            max_tokens=24,
+            temperature=1.5,
+            seed=seed,
+            extra_body={"ignore_eos": True},
+        )
+        return answer.choices[0].text
+
+    assert sample(7) == sample(7)
+    assert len({sample(seed) for seed in range(6)}) > 1
+
+
+def test_errors_become_the_clients_exceptions(client: openai.OpenAI, model_name: str) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.completions.create(model="no-such-model", prompt="The cat")
+    assert missing.value.code == "model_not_found"
+    assert model_name in str(missing.value)
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.completions.create(model=model_name, prompt="The cat", temperature=-1)
+    assert bad.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError) as too_long:
+        client.chat.completions.create(
+            model=model_name, messages=[{"role": "user", "content": "x " * 5000}], stream=True
+        )
+    assert too_long.value.code == "context_length_exceeded"
+    assert too_long.value.param == "messages"

@@ -1,0 +1,98 @@
+"""The running server: right tokens, nothing leaks when clients leave, every piece is shown."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import subprocess
+from pathlib import Path
+
+import httpx
+import pytest
+
+from core.config import EngineConfig
+from core.request import SamplingParams
+from engine import Engine
+from tests.e2e.server import Server, farsight
+
+NUM_STREAMS = 300
+IN_FLIGHT = 50
+
+
+def completion_body(model: str, prompt: list[int], num_tokens: int) -> dict[str, object]:
+    return {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+async def read_stream(client: httpx.AsyncClient, body: dict[str, object], leave_after: int | None) -> str | None:
+    """The streamed text and its one finish reason checked; None if the client left after some chunks."""
+    text, reasons, usage, num_chunks = "", [], None, 0
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200, await response.aread()
+        async for line in response.aiter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            if num_chunks == leave_after:
+                return None
+            num_chunks += 1
+            chunk = json.loads(line.removeprefix("data: "))
+            for choice in chunk["choices"]:
+                text += choice["text"]
+                reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
+            usage = chunk["usage"] or usage
+    assert reasons == ["length"]
+    assert usage is not None
+    assert usage["completion_tokens"] == body["max_tokens"]
+    return text
+
+
+async def test_streams_carry_the_engines_tokens_while_half_of_the_clients_leave(
+    server: Server, model_name: str, e2e_model_dir: Path
+) -> None:
+    rng = random.Random(1)
+    prompts = [[rng.randrange(3, 300) for _ in range(rng.randint(1, 60))] for _ in range(NUM_STREAMS)]
+    lengths = [rng.randint(8, 60) for _ in prompts]
+    leave = [rng.randint(0, 7) if rng.random() < 0.5 else None for _ in prompts]
+    gate = asyncio.Semaphore(IN_FLIGHT)
+    async with httpx.AsyncClient(base_url=server.base_url, timeout=60) as client:
+
+        async def one(i: int) -> str | None:
+            async with gate:
+                return await read_stream(client, completion_body(model_name, prompts[i], lengths[i]), leave[i])
+
+        texts = await asyncio.gather(*(one(i) for i in range(NUM_STREAMS)))
+    server.wait_idle()
+
+    engine = Engine(e2e_model_dir, dtype="float32", engine=EngineConfig(kv_memory="16MiB", num_threads=1))
+    expected = engine.generate(prompts, [SamplingParams(n, ignore_eos=True) for n in lengths])
+    served = [i for i, text in enumerate(texts) if text is not None]
+    assert 100 < len(served) < 200
+    assert [texts[i] for i in served] == [expected[i].text for i in served]
+
+
+async def test_a_client_that_leaves_a_blocking_request_frees_its_kv(server: Server, model_name: str) -> None:
+    body = completion_body(model_name, [5] * 20, 1000) | {"stream": False, "stream_options": None}
+    async with httpx.AsyncClient(base_url=server.base_url) as client:
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post("/v1/completions", json=body, timeout=0.3)
+    server.wait_idle()
+
+
+def test_status_shows_every_logical_piece(server: Server) -> None:
+    command = farsight("status", "--port", str(server.port), "--json")
+    shown = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout)
+    kinds = [row["kind"] for row in shown["actors"]]
+    assert sorted(kinds) == ["Ingress", "ModelWorker", "Scheduler"]
+    for row in shown["actors"]:
+        assert set(row) == {"name", "kind", "pid", "node", "state", "queue", "last_step_age_s"}
+        assert row["state"] == "ready"
+    table = subprocess.run(farsight("status", "--port", str(server.port)), capture_output=True, text=True, timeout=30)
+    assert all(row["name"] in table.stdout for row in shown["actors"])

@@ -1,0 +1,159 @@
+"""The whole engine without Ray: scheduler, executor, worker and model against transformers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from core.config import EngineConfig, SchedulerConfig
+from core.errors import ConfigError, InvalidValueError
+from core.request import SamplingParams
+from engine import Completion, Engine
+
+from .models import SHAPES, assert_greedy, load_reference
+
+ROOMY = EngineConfig(kv_memory="4MiB", block_size=4, max_num_seqs=8, max_batch_tokens=32, num_threads=1)
+TIGHT_BLOCKS = 26  # of 4 tokens: about two and a half of the sequences below
+
+
+def tight(model_dir: Path, num_blocks: int = TIGHT_BLOCKS) -> EngineConfig:
+    from engine.model_config import load_model_config
+
+    config = load_model_config(model_dir)
+    import torch
+
+    num_bytes = config.kv_bytes_per_token(torch.float32) * 4 * num_blocks
+    return EngineConfig(kv_memory=str(num_bytes), block_size=4, max_num_seqs=8, max_batch_tokens=32, num_threads=1)
+
+
+def greedy(num_tokens: int, **options: object) -> SamplingParams:
+    return SamplingParams(num_tokens, ignore_eos=True, **options)  # type: ignore[arg-type]
+
+
+def random_prompts(count: int, seed: int = 1) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, 300) for _ in range(rng.randint(1, 24))] for _ in range(count)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_mixed_batch_gives_the_tokens_of_transformers(shape: str, model_dir: Callable[[str], Path]) -> None:
+    directory = model_dir(shape)
+    reference = load_reference(directory)
+    rng = random.Random(2)
+    prompts = random_prompts(10)
+    sampling = [greedy(rng.randint(1, 24)) for _ in prompts]
+    for prompt, completion in zip(prompts, Engine(directory, engine=ROOMY).generate(prompts, sampling), strict=True):
+        assert_greedy(reference, prompt, completion.token_ids)
+        assert completion.finish_reason == "length"
+
+
+def test_preempted_sequences_give_the_tokens_of_transformers(tiny_model_dir: Path) -> None:
+    reference = load_reference(tiny_model_dir)
+    engine = Engine(tiny_model_dir, engine=tight(tiny_model_dir), scheduler=SchedulerConfig(watermark=1.0))
+    prompts = random_prompts(8)
+    ids = [engine.submit(prompt, greedy(30)) for prompt in prompts]
+    outputs: dict[str, list[int]] = {request_id: [] for request_id in ids}
+    num_preemptions = 0
+    while not engine.idle:
+        for delta in engine.step():
+            assert delta.start == len(outputs[delta.request_id]), "a token is missing or repeated"
+            outputs[delta.request_id] += delta.token_ids
+        engine.check_integrity()
+        progress = engine.worker.executor.report().progress
+        num_preemptions = max(num_preemptions, sum(held.num_preemptions for held in progress))
+    assert num_preemptions > 0, "the pool was not tight enough to test anything"
+    for prompt, request_id in zip(prompts, ids, strict=True):
+        assert_greedy(reference, prompt, outputs[request_id])
+
+
+def test_sampling_does_not_depend_on_the_company_or_on_preemption(tiny_model_dir: Path) -> None:
+    prompts = random_prompts(8)
+    sampling = [greedy(30, temperature=0.9, top_p=0.9, top_k=40, seed=seed) for seed in range(8)]
+    alone = Engine(tiny_model_dir, engine=ROOMY)
+    expected = [alone.generate([prompt], params)[0] for prompt, params in zip(prompts, sampling, strict=True)]
+    crowded = Engine(tiny_model_dir, engine=tight(tiny_model_dir), scheduler=SchedulerConfig(watermark=1.0))
+    assert crowded.generate(prompts, sampling) == expected
+    assert len({completion.token_ids for completion in expected}) == 8
+
+
+def test_random_lives_leave_the_pool_whole(tiny_model_dir: Path) -> None:
+    """300 requests of which half are aborted at random moments, some before they ever ran."""
+    engine = Engine(tiny_model_dir, engine=tight(tiny_model_dir))
+    rng = random.Random(5)
+    waiting = random_prompts(300, seed=6)
+    alive: set[str] = set()
+    ended: set[str] = set()
+    while waiting or not engine.idle:
+        for _ in range(rng.randint(0, 4)):
+            if waiting:
+                alive.add(engine.submit(waiting.pop(), greedy(rng.randint(1, 20))))
+        if alive and rng.random() < 0.45:
+            victim = rng.choice(sorted(alive))
+            alive.discard(victim)
+            engine.abort(victim)
+        for delta in engine.step():
+            assert delta.request_id in alive, "a token of an aborted or ended request"
+            if delta.finish_reason:
+                alive.discard(delta.request_id)
+                ended.add(delta.request_id)
+        engine.check_integrity()
+    assert not alive
+    assert 100 < len(ended) < 200
+    blocks = engine.worker.executor.blocks
+    engine.step()  # the last abort reaches the worker at a step boundary
+    assert blocks.num_free == blocks.num_blocks
+
+
+def first_completion(engine: Engine, prompt: list[int], **options: object) -> Completion:
+    return engine.generate([prompt], SamplingParams(**{"max_new_tokens": 40, **options}))[0]  # type: ignore[arg-type]
+
+
+def test_stop_conditions(tiny_model_dir: Path) -> None:
+    engine = Engine(tiny_model_dir, engine=ROOMY)
+    prompt = random_prompts(1)[0]
+    whole = first_completion(engine, prompt, ignore_eos=True)
+    by_id = first_completion(engine, prompt, ignore_eos=True, stop_token_ids=(whole.token_ids[5],))
+    end = whole.token_ids.index(whole.token_ids[5])
+    assert (by_id.token_ids, by_id.finish_reason) == (whole.token_ids[: end + 1], "stop")
+    stop = whole.text[4:7]
+    by_text = first_completion(engine, prompt, ignore_eos=True, stop=(stop,))
+    assert by_text.text == whole.text[: whole.text.index(stop)]
+    assert by_text.finish_reason == "stop"
+    assert whole.text.startswith(by_text.text)
+
+
+def test_eos_ends_a_sequence_and_is_no_text(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    """The model's own EOS is made to be a token that it is known to say."""
+    import json
+    import shutil
+
+    prompt = random_prompts(1)[0]
+    whole = first_completion(Engine(model_dir("gqa"), engine=ROOMY), prompt, ignore_eos=True)
+    directory = tmp_path / "model"
+    shutil.copytree(model_dir("gqa"), directory)
+    for name in ("config.json", "generation_config.json"):
+        path = directory / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": whole.token_ids[7]}))
+    ended = first_completion(Engine(directory, engine=ROOMY), prompt)
+    end = whole.token_ids.index(whole.token_ids[7])
+    assert (ended.token_ids, ended.finish_reason) == (whole.token_ids[: end + 1], "stop")
+    assert whole.text.startswith(ended.text)
+
+
+def test_a_prompt_of_the_whole_pool_is_served_and_a_larger_one_refused(tiny_model_dir: Path) -> None:
+    engine = Engine(tiny_model_dir, engine=tight(tiny_model_dir, num_blocks=10))
+    assert engine.worker.ready.pool_limited
+    assert engine.worker.ready.max_model_len == 40
+    assert len(engine.generate([[5] * 35], greedy(5))[0].token_ids) == 5
+    with pytest.raises(InvalidValueError, match=r"max_tokens.*at most 5"):
+        engine.submit([5] * 35, greedy(6))
+
+
+def test_settings_that_cannot_work_are_named(tiny_model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.kv_memory.*room for at least one block"):
+        Engine(tiny_model_dir, engine=EngineConfig(kv_memory="10"))
+    with pytest.raises(ConfigError, match=r"scheduler\.preset"):
+        Engine(tiny_model_dir, engine=ROOMY, scheduler=SchedulerConfig(preset="lifo"))
