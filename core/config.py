@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from core.errors import ConfigError
+from core.errors import ConfigError, InvalidValueError
+from core.units import parse_memory
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -57,7 +58,17 @@ class EngineConfig:
         for name in ("block_size", "max_num_seqs", "max_batch_tokens"):
             value = getattr(self, name)
             _require(value >= 1, f"engine.{name}", value, "an integer >= 1")
+        self.kv_bytes()
         _require(self.num_threads >= 0, "engine.num_threads", self.num_threads, "an integer >= 0")
+
+    def kv_bytes(self) -> int | None:
+        """``kv_memory`` in bytes; None for ``auto``."""
+        if self.kv_memory == "auto":
+            return None
+        try:
+            return parse_memory(self.kv_memory)
+        except InvalidValueError as error:
+            raise ConfigError("engine.kv_memory", error.value, f"auto, or {error.expected}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from core.config import EngineConfig
 from core.errors import ConfigError
 from core.messages import WorkerReady
 from engine.detokenizer import Detokenizer, load_tokenizer
-from engine.kv_pool import num_blocks_for_budget, parse_memory
+from engine.kv_pool import num_blocks_for_budget
 from engine.model_config import LlamaConfig, load_model_config
 from engine.model_runner import ModelRunner
 from engine.weights import parse_dtype
@@ -49,13 +49,13 @@ def build_worker(model_dir: Path, dtype_name: str, engine: EngineConfig, incarna
 
 
 def _num_blocks(config: LlamaConfig, dtype: torch.dtype, engine: EngineConfig) -> int:
-    automatic = engine.kv_memory == "auto"
-    budget = int(AUTO_SHARE * _available_bytes()) if automatic else parse_memory(engine.kv_memory)
+    asked = engine.kv_bytes()
+    budget = int(AUTO_SHARE * _available_bytes()) if asked is None else asked
     blocks = num_blocks_for_budget(budget, config, dtype, engine.block_size)
     if blocks < 1:
         need = config.kv_bytes_per_token(dtype) * engine.block_size
         raise ConfigError("engine.kv_memory", engine.kv_memory, f"room for at least one block of {need} bytes")
-    if automatic:
+    if asked is None:
         full = -(-config.max_position_embeddings // engine.block_size) * engine.max_num_seqs
         blocks = min(blocks, full)
     return blocks

@@ -10,17 +10,18 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from core.errors import InvalidValueError
+
+if TYPE_CHECKING:  # reading a configuration must not cost a process the whole of torch
+    import torch
 
 SUPPORTED_ARCHITECTURE = "LlamaForCausalLM"
 MODEL_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
 """What is fetched from the hub: configuration, weights, tokenizer and chat template."""
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
 class UnsupportedModelError(InvalidValueError):
@@ -48,7 +49,7 @@ class LlamaConfig:
     rms_norm_eps: float
     rope_theta: float
     tie_word_embeddings: bool
-    checkpoint_dtype: torch.dtype
+    checkpoint_dtype: str
     eos_token_ids: tuple[int, ...]
 
     @property
@@ -157,11 +158,11 @@ def _rope_theta(raw: dict[str, Any]) -> float:
     return _positive(theta, "rope_theta", 10000.0)
 
 
-def _checkpoint_dtype(raw: dict[str, Any]) -> torch.dtype:
+def _checkpoint_dtype(raw: dict[str, Any]) -> str:
     name = raw.get("dtype") or raw.get("torch_dtype") or "float32"
-    dtype = _DTYPES.get(str(name).removeprefix("torch."))
-    if dtype is None:
-        raise UnsupportedModelError("dtype", name, f"one of {sorted(_DTYPES)}")
+    dtype = str(name).removeprefix("torch.")
+    if dtype not in _DTYPES:
+        raise UnsupportedModelError("dtype", name, f"one of {', '.join(_DTYPES)}")
     return dtype
 
 

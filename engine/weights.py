@@ -61,7 +61,7 @@ def parse_dtype(name: str, config: LlamaConfig) -> torch.dtype:
         InvalidValueError: not one of the known names.
     """
     if name == "auto":
-        return config.checkpoint_dtype if config.num_parameters > LARGE_MODEL_PARAMETERS else torch.float32
+        return _DTYPES[config.checkpoint_dtype] if config.num_parameters > LARGE_MODEL_PARAMETERS else torch.float32
     if name not in _DTYPES:
         raise InvalidValueError("dtype", name, f"one of {['auto', *_DTYPES]}")
     return _DTYPES[name]

@@ -126,7 +126,6 @@ class Service:
         from actors.control import Control
         from actors.model_worker import ModelWorker
 
-        find_preset(self._config.scheduler.preset)
         options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 1000}
         # Handles are Any: Ray adds methods at run time that no type describes.
         worker_class: Any = ray.remote(ModelWorker)
@@ -191,6 +190,7 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stopped: Cal
         FarsightError: the configuration cannot be served, or a vital part died.
     """
     began = time.monotonic()
+    find_preset(config.scheduler.preset)
     model = find_model(config)
     check_port(config.server.host, config.server.port)
     say(f"Farsight is starting: model {model.name}, preset {config.scheduler.preset}.")

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from core.errors import InvalidValueError
-from engine.kv_pool import KVPool, num_blocks_for_budget, parse_memory
+from engine.kv_pool import KVPool, num_blocks_for_budget
 from engine.model_config import load_model_config
 from engine.weights import CheckpointError, LlamaWeights, load_weights, parse_dtype
 
@@ -111,20 +111,6 @@ def test_parse_dtype(tiny_model_dir, tmp_path):
     assert parse_dtype("auto", load_model_config(tmp_path)) == torch.float16
     with pytest.raises(InvalidValueError, match=r"dtype.*int8"):
         parse_dtype("int8", config)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("1024", 1024), ("512MiB", 2**29), ("2 GiB", 2**31), ("1.5GB", 1_500_000_000), ("0.5kib", 512), ("7B", 7)],
-)
-def test_parse_memory(text, expected):
-    assert parse_memory(text) == expected
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "0", "0.0GB", "1.5.2GB", "1e9", "1GiBB", "nan"])
-def test_parse_memory_refuses(text):
-    with pytest.raises(InvalidValueError, match="memory"):
-        parse_memory(text)
 
 
 def test_pool(tiny_model_dir):

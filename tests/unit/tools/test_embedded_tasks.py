@@ -110,9 +110,7 @@ def test_held_out_examples_are_reproducible() -> None:
     assert held_out_examples(task, 20, seed=3) != held_out_examples(task, 20, seed=4)
 
 
-@pytest.mark.parametrize(
-    "task", [task for task in TASKS if task.length_class == "longer"], ids=lambda task: task.name
-)
+@pytest.mark.parametrize("task", [task for task in TASKS if task.length_class == "longer"], ids=lambda task: task.name)
 def test_longer_answers_are_longer(task: Task) -> None:
     assert all(len(example.answer) > len(example.text) for example in held_out_examples(task, 50, seed=3))
 
@@ -122,9 +120,7 @@ def test_unknown_task() -> None:
         task_named("fly")
 
 
-@pytest.mark.parametrize(
-    "text", ["on the mat", "  two  spaces \n\ttabs ", "Grüße, 你好 🙂", "'s 'll 407", "\x00\x7f"]
-)
+@pytest.mark.parametrize("text", ["on the mat", "  two  spaces \n\ttabs ", "Grüße, 你好 🙂", "'s 'll 407", "\x00\x7f"])
 def test_text_survives_the_tokenizer(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert ids == encode_bytes(text) == [BYTE_OFFSET + byte for byte in text.encode()]
