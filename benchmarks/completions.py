@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,7 +93,7 @@ async def send(session: aiohttp.ClientSession, url: str, call: Call) -> Answer:
     return answer
 
 
-async def _read(lines: AsyncIterator[bytes], answer: Answer) -> None:
+async def _read(lines: AsyncIterable[bytes], answer: Answer) -> None:
     """Takes the time of every chunk; parses none but those with usage, so that the client costs little."""
     done = False
     async for line in lines:

@@ -112,8 +112,8 @@ class Load:
         coming = iter(calls)
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         timeout = aiohttp.ClientTimeout(total=self._target.timeout_s)
-        options = {"connector": connector, "timeout": timeout, "read_bufsize": READ_BUFFER_BYTES}
-        async with aiohttp.ClientSession(**options) as session:
+        session = aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=READ_BUFFER_BYTES)
+        async with session:
 
             async def client() -> None:
                 for call in coming:
@@ -139,6 +139,7 @@ def _metrics(answers: Sequence[Answer], wall_s: float) -> Metrics:
         "requests": len(answers),
         "errors": len(answers) - len(good),
         "output_tokens": num_tokens,
+        "chunks": sum(len(answer.chunks_at) for answer in good),
         "wall_s": wall_s,
         "output_tokens_per_s": num_tokens / wall_s,
     }

@@ -44,11 +44,7 @@ def measure(server: FarsightServer, args: argparse.Namespace) -> dict[str, Any]:
     first_token_s = server.first_token()
     idle = measure_idle(server.tree)
     start = {"ready_s": ready_s, "first_token_s": first_token_s, **idle}
-    print(
-        f"ready after {ready_s:.1f} s, first token after {first_token_s:.1f} s; "
-        f"idle: {idle['num_processes']} processes, PSS {idle['pss_mib']:.0f} MiB, {idle['cpu_percent']:.1f} % of a core",
-        flush=True,
-    )
+    print(describe_start(start), flush=True)
     target = Target(server.base_url, server.model_name, args.vocab, server=server.tree)
     load = Load(target, read_workload(args.workload, args.n))
     before = server.tree.cpu_by_process()
@@ -57,6 +53,13 @@ def measure(server: FarsightServer, args: argparse.Namespace) -> dict[str, Any]:
     used = {name: cpu_s - before.get(name, 0.0) for name, cpu_s in after.items()}
     busiest = dict(sorted(used.items(), key=lambda item: -item[1]))
     return {"start": start, "levels": levels, "errors": load.errors, "cpu_s_by_process": busiest}
+
+
+def describe_start(start: dict[str, float]) -> str:
+    """One line."""
+    times = f"ready after {start['ready_s']:.1f} s, first token after {start['first_token_s']:.1f} s"
+    idle = f"{start['num_processes']} processes, PSS {start['pss_mib']:.0f} MiB, {start['cpu_percent']:.1f} % of a core"
+    return f"{times}; idle: {idle}"
 
 
 def measure_idle(tree: ProcessTree) -> dict[str, float]:

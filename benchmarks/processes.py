@@ -60,9 +60,9 @@ class ProcessTree:
 
 
 def machine_cpu_s() -> float:
-    """CPU seconds that the whole machine has worked since it started, niced work left out."""
-    times = psutil.cpu_times()
-    return times.user + times.system + getattr(times, "irq", 0.0) + getattr(times, "softirq", 0.0)
+    """CPU seconds that the whole machine has worked since it started."""
+    times = psutil.cpu_times()._asdict()
+    return sum(times.get(name, 0.0) for name in ("user", "nice", "system", "irq", "softirq"))
 
 
 def processes_with(variable: str, value: str) -> list[psutil.Process]:

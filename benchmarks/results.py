@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ def _spread(values: Sequence[float]) -> Metrics:
     return {"min": min(values), "median": statistics.median(values), "max": max(values)}
 
 
-def level_table(levels: Iterable[dict[str, Any]], columns: dict[str, Sequence[str]]) -> str:
+def level_table(levels: Iterable[dict[str, Any]], columns: Mapping[str, Sequence[str]]) -> str:
     """A row for each concurrency. ``columns`` maps a heading to the numbers it shows.
 
     One number is shown as median (min to max), several as their medians, divided by slashes.

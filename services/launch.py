@@ -135,6 +135,7 @@ class Service:
         )
         control = control_class.options(name=CONTROL, **options).remote(self._config)
         loading = worker.start.remote()
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)  # its news are for its own developers
         serve.start(
             proxy_location="HeadOnly",
             http_options={"host": self._config.server.host, "port": self._config.server.port},

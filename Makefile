@@ -1,0 +1,50 @@
+# Two commands do everything on a fresh machine with Python >= 3.11: `make serve` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
+# Another build of torch: make setup TORCH_INDEX_URL=<address of an index of torch wheels>
+TORCH_INDEX_URL ?=
+TORCH_VERSION = $(shell sed -n 's/^torch==//p' constraints.txt)
+ARGS ?=
+CODE = core kvcache policies engine actors services benchmarks tools tests
+
+.PHONY: help setup setup-dev serve test check format clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(VENV)/.installed ## Install what serving needs into .venv
+
+setup-dev: $(VENV)/.installed-dev ## Install what development needs as well
+
+serve: setup ## Serve the embedded model on 127.0.0.1:8000 (flags: make serve ARGS="--port 9000")
+	@exec $(VENV)/bin/farsight serve $(ARGS)
+
+test: setup-dev ## Run every test that needs no GPU
+	$(VENV)/bin/python -m pytest -q -m "not gpu" $(ARGS)
+
+check: setup-dev ## Lint, format, types, dependency rule
+	$(VENV)/bin/ruff check $(CODE)
+	$(VENV)/bin/ruff format --check $(CODE)
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports --no-cache
+
+format: setup-dev ## Format and fix what can be fixed
+	$(VENV)/bin/ruff check --fix $(CODE)
+	$(VENV)/bin/ruff format $(CODE)
+
+clean: ## Remove .venv and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info build dist
+
+# torch comes first and alone: whatever resolves it later keeps the build that is here.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Farsight needs Python >= 3.11; set PYTHON=/path/to/python3.11"; exit 1; }
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -q torch==$(TORCH_VERSION) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
+	$(PIP) install -q -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) install -q -c constraints.txt -e '.[dev,redis]'
+	touch $@
