@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import signal
-import types
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -52,35 +50,14 @@ def serve(
         "server": {"host": host, "port": port},
     }
     from services.launch import run_service
+    from services.signals import StopSignal
 
-    stop = _StopSignal()
     try:
-        run_service(load_config(config, overrides), typer.echo, stop.received)
+        run_service(load_config(config, overrides), typer.echo, StopSignal())
     except FarsightError as error:
         typer.echo(f"farsight: {error}", err=True)
         raise typer.Exit(1) from error
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
     typer.echo("Stopped.")
-
-
-class _StopSignal:
-    """Ctrl-C or TERM: interrupts the start, ends the service once it runs."""
-
-    def __init__(self) -> None:
-        self._received = False
-        self._waiting = False
-        signal.signal(signal.SIGINT, self._on_signal)
-        signal.signal(signal.SIGTERM, self._on_signal)
-
-    def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
-        self._received = True
-        if not self._waiting:
-            raise KeyboardInterrupt
-
-    def received(self) -> bool:
-        self._waiting = True
-        return self._received
 
 
 @app.command()

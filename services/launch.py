@@ -22,6 +22,7 @@ from actors.names import CONTROL, NAMESPACE, WORKER
 from core.config import FarsightConfig
 from core.errors import ConfigError, FarsightError
 from policies.presets import find_preset
+from services.signals import StopSignal
 
 EMBEDDED_MODEL = Path(__file__).parent / "embedded_model"
 EMBEDDED_NAME = "farsight-embedded"
@@ -67,9 +68,10 @@ def check_port(host: str, port: int) -> None:
 
 
 @contextlib.contextmanager
-def private_cluster() -> Iterator[Path]:
+def private_cluster(stop: StopSignal) -> Iterator[None]:
     """A Ray cluster of our own with token auth, in a temporary directory that goes with it."""
     directory = Path(tempfile.mkdtemp(prefix="farsight-"))
+    stop.starting(lambda: shutil.rmtree(directory, ignore_errors=True))
     _set_environment(directory)
     import ray
 
@@ -82,7 +84,8 @@ def private_cluster() -> Iterator[Path]:
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
-        yield directory
+        stop.install()
+        yield
     finally:
         ray.shutdown()
         shutil.rmtree(directory, ignore_errors=True)
@@ -161,15 +164,15 @@ class Service:
         )
         return deployment.bind(str(self._model.directory), self._model.name, self._config)
 
-    def wait(self, stopped: Callable[[], bool]) -> None:
-        """Returns once ``stopped()`` is true.
+    def wait(self, stop: StopSignal) -> None:
+        """Returns once a signal to stop has come.
 
         Raises:
             ServiceFailed: a vital part died first.
         """
         import ray
 
-        while not stopped():
+        while not stop.received:
             done, _ = ray.wait(list(self._vital), num_returns=1, timeout=WATCH_INTERVAL_S)
             for ref in done:
                 try:
@@ -184,8 +187,8 @@ def default_ingress_replicas() -> int:
     return 1 if (os.cpu_count() or 1) <= 4 else 2
 
 
-def run_service(config: FarsightConfig, say: Callable[[str], None], stopped: Callable[[], bool]) -> None:
-    """Serves until ``stopped()``; everything it started is gone when it returns.
+def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSignal) -> None:
+    """Serves until a signal to stop comes; everything it started is gone when it returns.
 
     Raises:
         FarsightError: the configuration cannot be served, or a vital part died.
@@ -195,13 +198,14 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stopped: Cal
     model = find_model(config)
     check_port(config.server.host, config.server.port)
     say(f"Farsight is starting: model {model.name}, preset {config.scheduler.preset}.")
-    with private_cluster():
+    with private_cluster(stop):
         service = Service(config, model)
         service.start()
+        stop.running()
         url = f"http://{config.server.host}:{config.server.port}"
         say(f"Ready after {time.monotonic() - began:.1f} s. OpenAI API: {url}/v1   Stop: Ctrl-C")
         say(_example(url, model.name))
-        service.wait(stopped)
+        service.wait(stop)
         say("Stopping.")
 
 

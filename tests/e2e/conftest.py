@@ -23,9 +23,11 @@ def e2e_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(e2e_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    running = start_server(e2e_model_dir, tmp_path_factory.mktemp("log") / "server.log", "--dtype", "float32")
+    running = start_server(
+        tmp_path_factory.mktemp("log") / "server.log", "--model", str(e2e_model_dir), "--dtype", "float32"
+    )
     yield running
-    running.interrupt()
+    running.stop()
 
 
 @pytest.fixture

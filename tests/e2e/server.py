@@ -67,11 +67,18 @@ class Server:
             assert time.monotonic() < deadline, f"not idle after {timeout_s} s: {status}"
             time.sleep(0.05)
 
-    def interrupt(self) -> float:
-        """Ctrl-C as a terminal sends it, to the whole process group; returns the seconds until all are gone."""
+    def stop(self, number: int = signal.SIGINT) -> float:
+        """Ctrl-C as a terminal sends it, to the whole process group, or TERM to the server alone.
+
+        Returns:
+            Seconds until everything was gone.
+        """
         children = self.children()
         began = time.monotonic()
-        os.killpg(self.process.pid, signal.SIGINT)
+        if number == signal.SIGINT:
+            os.killpg(self.process.pid, number)
+        else:
+            self.process.send_signal(number)
         self.wait_gone(children)
         return time.monotonic() - began
 
@@ -83,13 +90,24 @@ class Server:
         assert not alive, f"left after {STOP_TIMEOUT_S} s: {alive}"
 
 
-def start_server(model_dir: Path, log: Path, *flags: str) -> Server:
-    """Starts ``farsight serve`` and waits until it answers."""
+def spawn_server(log: Path, *flags: str) -> Server:
+    """Begins ``farsight serve`` and does not wait."""
     port = free_port()
-    command = farsight("serve", "--model", str(model_dir), "--port", str(port), *flags)
     with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True, start_new_session=True)
-    server = Server(process, port, log)
+        process = subprocess.Popen(
+            farsight("serve", "--port", str(port), *flags),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+    return Server(process, port, log)
+
+
+def start_server(log: Path, *flags: str) -> Server:
+    """Starts ``farsight serve`` and waits until it answers."""
+    server = spawn_server(log, *flags)
+    process = server.process
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         assert process.poll() is None, f"the server ended: {log.read_text()}"
@@ -98,5 +116,5 @@ def start_server(model_dir: Path, log: Path, *flags: str) -> Server:
             return server
         except (urllib.error.URLError, ConnectionError):
             time.sleep(0.1)
-    server.interrupt()
+    server.stop()
     raise AssertionError(f"no answer after {START_TIMEOUT_S} s: {log.read_text()}")

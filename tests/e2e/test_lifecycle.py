@@ -7,12 +7,13 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.e2e.server import STOP_TIMEOUT_S, farsight, free_port, start_server
+from tests.e2e.server import STOP_TIMEOUT_S, farsight, free_port, spawn_server, start_server
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
@@ -20,11 +21,11 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_ctrl_c_under_load_stops_everything_in_time(e2e_model_dir: Path, tmp_path: Path) -> None:
-    server = start_server(e2e_model_dir, tmp_path / "log")
+    server = start_server(tmp_path / "log", "--model", str(e2e_model_dir))
     body = {"model": "tiny-llama", "prompt": "x", "max_tokens": 900, "ignore_eos": True, "stream": True}
     with httpx.Client(base_url=server.base_url) as client, client.stream("POST", "/v1/completions", json=body) as reply:
         next(reply.iter_lines())
-        assert server.interrupt() < STOP_TIMEOUT_S
+        assert server.stop() < STOP_TIMEOUT_S
     assert server.process.returncode == 0
     log = server.log.read_text()
     assert "Ready after" in log
@@ -32,10 +33,21 @@ def test_ctrl_c_under_load_stops_everything_in_time(e2e_model_dir: Path, tmp_pat
     assert "Traceback" not in log
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "term"])
+def test_an_interrupted_start_leaves_nothing(e2e_model_dir: Path, tmp_path: Path, number: int) -> None:
+    server = spawn_server(tmp_path / "log", "--model", str(e2e_model_dir))
+    while not any("ModelWorker" in " ".join(child.cmdline()) for child in server.children()):
+        assert server.process.poll() is None, server.log.read_text()
+        time.sleep(0.1)
+    assert server.stop(number) < STOP_TIMEOUT_S
+    assert server.process.returncode == 130
+    assert "Traceback" not in server.log.read_text()
+
+
 def test_a_dead_worker_ends_every_stream_with_an_error_and_the_service_with_a_message(
     e2e_model_dir: Path, tmp_path: Path
 ) -> None:
-    server = start_server(e2e_model_dir, tmp_path / "log")
+    server = start_server(tmp_path / "log", "--model", str(e2e_model_dir))
     children = server.children()
     body = {"model": "tiny-llama", "prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True}
     lines: list[str] = []
