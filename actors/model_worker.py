@@ -9,14 +9,17 @@ import socket
 import time
 import uuid
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from core.codec import decode, encode
 from core.config import FarsightConfig
 from core.messages import PieceStatus, Plan
-from engine.build import build_worker
 from engine.outbox import TokenOutbox
-from engine.worker import Output, Worker
-from kvcache import StepBatch
+
+if TYPE_CHECKING:
+    from core.config import EngineConfig
+    from engine.worker import Output, Worker
+    from kvcache import StepBatch
 
 REPORT_INTERVAL_S = 0.02
 """Reports are at least this far apart unless something ended, arrived or is under pressure."""
@@ -52,10 +55,8 @@ class ModelWorker:
     async def start(self) -> bytes:
         """Loads the model and starts the step loop; answers with ``WorkerReady``."""
         incarnation = uuid.uuid4().hex[:12]
-        build = asyncio.to_thread(
-            build_worker, self._model_dir, self._config.model.dtype, self._config.engine, incarnation
-        )
-        self._worker = await build
+        model, engine = self._config.model, self._config.engine
+        self._worker = await asyncio.to_thread(_build, self._model_dir, model.dtype, engine, incarnation)
         self._loop_task = asyncio.create_task(self._run())
         return encode(self._worker.ready)
 
@@ -149,6 +150,13 @@ class ModelWorker:
             self._outboxes[ingress_id] = TokenOutbox(self._live.ready.worker_incarnation)
             self._token_events[ingress_id] = asyncio.Event()
         return self._outboxes[ingress_id]
+
+
+def _build(model_dir: Path, dtype: str, engine: EngineConfig, incarnation: str) -> Worker:
+    """Imports torch only here: Ray imports this module in every process that gets a handle of the actor."""
+    from engine.build import build_worker
+
+    return build_worker(model_dir, dtype, engine, incarnation)
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> bool:

@@ -90,7 +90,10 @@ def _print_status(actors: list[dict[str, Any]]) -> None:
         shown = "-" if age is None else f"{age:.1f} s ago"
         cells = [row["name"], row["kind"], row["pid"], row["node"], row["state"], row["queue"], shown]
         table.add_row(*map(str, cells))
-    Console().print(table)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 200  # a pipe has no width: nothing is to be cut
+    console.print(table)
 
 
 if __name__ == "__main__":

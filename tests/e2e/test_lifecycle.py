@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from services.launch import EMBEDDED_NAME
 from tests.e2e.server import STOP_TIMEOUT_S, farsight, free_port, spawn_server, start_server
 
 
@@ -20,9 +21,9 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(farsight(*args), capture_output=True, text=True, timeout=60)
 
 
-def test_ctrl_c_under_load_stops_everything_in_time(e2e_model_dir: Path, tmp_path: Path) -> None:
-    server = start_server(tmp_path / "log", "--model", str(e2e_model_dir))
-    body = {"model": "tiny-llama", "prompt": "x", "max_tokens": 900, "ignore_eos": True, "stream": True}
+def test_ctrl_c_under_load_stops_everything_in_time(tmp_path: Path) -> None:
+    server = start_server(tmp_path / "log")
+    body = {"model": EMBEDDED_NAME, "prompt": "x", "max_tokens": 900, "ignore_eos": True, "stream": True}
     with httpx.Client(base_url=server.base_url) as client, client.stream("POST", "/v1/completions", json=body) as reply:
         next(reply.iter_lines())
         assert server.stop() < STOP_TIMEOUT_S
@@ -34,8 +35,8 @@ def test_ctrl_c_under_load_stops_everything_in_time(e2e_model_dir: Path, tmp_pat
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "term"])
-def test_an_interrupted_start_leaves_nothing(e2e_model_dir: Path, tmp_path: Path, number: int) -> None:
-    server = spawn_server(tmp_path / "log", "--model", str(e2e_model_dir))
+def test_an_interrupted_start_leaves_nothing(tmp_path: Path, number: int) -> None:
+    server = spawn_server(tmp_path / "log")
     while not any("ModelWorker" in " ".join(child.cmdline()) for child in server.children()):
         assert server.process.poll() is None, server.log.read_text()
         time.sleep(0.1)
@@ -44,24 +45,21 @@ def test_an_interrupted_start_leaves_nothing(e2e_model_dir: Path, tmp_path: Path
     assert "Traceback" not in server.log.read_text()
 
 
-def test_a_dead_worker_ends_every_stream_with_an_error_and_the_service_with_a_message(
-    e2e_model_dir: Path, tmp_path: Path
-) -> None:
-    server = start_server(tmp_path / "log", "--model", str(e2e_model_dir))
+def test_a_dead_worker_ends_every_stream_with_an_error_and_the_service_with_a_message(tmp_path: Path) -> None:
+    server = start_server(tmp_path / "log")
     children = server.children()
-    body = {"model": "tiny-llama", "prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+    body = {"model": EMBEDDED_NAME, "prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True}
     lines: list[str] = []
     first = threading.Event()
 
     def read() -> None:
-        with httpx.Client(base_url=server.base_url, timeout=30) as client:
-            with client.stream("POST", "/v1/completions", json=body) as reply:
-                try:
-                    for line in reply.iter_lines():
-                        lines.append(line)
-                        first.set()
-                except httpx.RemoteProtocolError:
-                    lines.append("broken connection")
+        with httpx.stream("POST", f"{server.base_url}/v1/completions", json=body, timeout=30) as reply:
+            try:
+                for line in reply.iter_lines():
+                    lines.append(line)
+                    first.set()
+            except httpx.RemoteProtocolError:
+                lines.append("broken connection")
 
     reader = threading.Thread(target=read)
     reader.start()

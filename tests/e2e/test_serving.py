@@ -6,7 +6,6 @@ import asyncio
 import json
 import random
 import subprocess
-from pathlib import Path
 
 import httpx
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from core.config import EngineConfig
 from core.request import SamplingParams
 from engine import Engine
+from services.launch import EMBEDDED_MODEL
 from tests.e2e.server import Server, farsight
 
 NUM_STREAMS = 300
@@ -55,10 +55,10 @@ async def read_stream(client: httpx.AsyncClient, body: dict[str, object], leave_
 
 
 async def test_streams_carry_the_engines_tokens_while_half_of_the_clients_leave(
-    server: Server, model_name: str, e2e_model_dir: Path
+    server: Server, model_name: str
 ) -> None:
     rng = random.Random(1)
-    prompts = [[rng.randrange(3, 300) for _ in range(rng.randint(1, 60))] for _ in range(NUM_STREAMS)]
+    prompts = [[rng.randrange(4, 256) for _ in range(rng.randint(1, 60))] for _ in range(NUM_STREAMS)]
     lengths = [rng.randint(8, 60) for _ in prompts]
     leave = [rng.randint(0, 7) if rng.random() < 0.5 else None for _ in prompts]
     gate = asyncio.Semaphore(IN_FLIGHT)
@@ -71,7 +71,7 @@ async def test_streams_carry_the_engines_tokens_while_half_of_the_clients_leave(
         texts = await asyncio.gather(*(one(i) for i in range(NUM_STREAMS)))
     server.wait_idle()
 
-    engine = Engine(e2e_model_dir, dtype="float32", engine=EngineConfig(kv_memory="16MiB", num_threads=1))
+    engine = Engine(EMBEDDED_MODEL, engine=EngineConfig(kv_memory="16MiB", num_threads=1))
     expected = engine.generate(prompts, [SamplingParams(n, ignore_eos=True) for n in lengths])
     served = [i for i, text in enumerate(texts) if text is not None]
     assert 100 < len(served) < 200
@@ -84,6 +84,15 @@ async def test_a_client_that_leaves_a_blocking_request_frees_its_kv(server: Serv
         with pytest.raises(httpx.ReadTimeout):
             await client.post("/v1/completions", json=body, timeout=0.3)
     server.wait_idle()
+
+
+def test_only_the_worker_holds_torch(server: Server) -> None:
+    holders = {
+        process.pid
+        for process in server.children()
+        if any("libtorch" in mapped.path for mapped in process.memory_maps(grouped=True))
+    }
+    assert holders == {server.pid_of("ModelWorker")}
 
 
 def test_status_shows_every_logical_piece(server: Server) -> None:
