@@ -11,10 +11,10 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from actors.token_channel import TokenChannel, wait_for
 from core.codec import decode, encode
 from core.config import FarsightConfig
-from core.messages import PieceStatus, Plan
-from engine.outbox import TokenOutbox
+from core.messages import PieceStatus, Plan, TokenDelta
 
 if TYPE_CHECKING:
     from core.config import EngineConfig
@@ -44,10 +44,9 @@ class ModelWorker:
         self._model_dir = Path(model_dir)
         self._config = config
         self._worker: Worker | None = None
-        self._outboxes: dict[str, TokenOutbox] = {}
+        self._channels: dict[str, TokenChannel] = {}
         self._wake = asyncio.Event()
         self._report_due = asyncio.Event()
-        self._token_events: dict[str, asyncio.Event] = {}
         self._last_report_at = 0.0
         self._last_step_at: float | None = None
         self._loop_task: asyncio.Task[None] | None = None
@@ -74,20 +73,14 @@ class ModelWorker:
         """Long poll for the next ``StepReport``; ``ack_seq`` is the last one received."""
         executor = self._live.executor
         executor.acknowledge(ack_seq)
-        await _wait(self._report_due, POLL_TIMEOUT_S)
+        await wait_for(self._report_due, POLL_TIMEOUT_S)
         self._report_due.clear()
         self._last_report_at = time.monotonic()
         return encode(executor.report())
 
     async def poll_tokens(self, ingress_id: str, ack_seq: int) -> bytes:
         """Long poll for ``TokenBatches`` of one ingress replica; ``ack_seq`` is the last batch received."""
-        outbox = self._outbox(ingress_id)
-        outbox.acknowledge(ack_seq)
-        event = self._token_events[ingress_id]
-        if outbox.empty:
-            event.clear()
-            await _wait(event, POLL_TIMEOUT_S)
-        return encode(outbox.take())
+        return await self._channel(ingress_id).poll(ack_seq, POLL_TIMEOUT_S)
 
     async def status(self) -> bytes:
         """This piece's row of ``farsight status``, a ``PieceStatus``."""
@@ -135,21 +128,21 @@ class ModelWorker:
         return worker.finish_step(batch, tokens)
 
     def _dispatch(self, outputs: list[Output]) -> None:
+        deltas: dict[str, list[TokenDelta]] = {}
         for output in outputs:
-            self._outbox(output.ingress_id).put(output.delta)
-        for ingress_id in {output.ingress_id for output in outputs}:
-            self._token_events[ingress_id].set()
+            deltas.setdefault(output.ingress_id, []).append(output.delta)
+        for ingress_id, addressed in deltas.items():
+            self._channel(ingress_id).put(addressed, num_rows=len(outputs))
 
     def _mark_report(self, worker: Worker, outputs: list[Output]) -> None:
         urgent = worker.executor.short_blocks > 0 or any(output.delta.finish_reason for output in outputs)
         if urgent or time.monotonic() - self._last_report_at >= REPORT_INTERVAL_S:
             self._report_due.set()
 
-    def _outbox(self, ingress_id: str) -> TokenOutbox:
-        if ingress_id not in self._outboxes:
-            self._outboxes[ingress_id] = TokenOutbox(self._live.ready.worker_incarnation)
-            self._token_events[ingress_id] = asyncio.Event()
-        return self._outboxes[ingress_id]
+    def _channel(self, ingress_id: str) -> TokenChannel:
+        if ingress_id not in self._channels:
+            self._channels[ingress_id] = TokenChannel(self._live.ready.worker_incarnation)
+        return self._channels[ingress_id]
 
 
 def _build(model_dir: Path, dtype: str, engine: EngineConfig, incarnation: str) -> Worker:
@@ -157,11 +150,3 @@ def _build(model_dir: Path, dtype: str, engine: EngineConfig, incarnation: str) 
     from engine.build import build_worker
 
     return build_worker(model_dir, dtype, engine, incarnation)
-
-
-async def _wait(event: asyncio.Event, timeout_s: float) -> bool:
-    try:
-        await asyncio.wait_for(event.wait(), timeout_s)
-    except TimeoutError:
-        return False
-    return True

@@ -20,8 +20,9 @@ class TokenOutbox:
         self._fresh.append(delta)
 
     @property
-    def empty(self) -> bool:
-        return not self._fresh and not self._sealed
+    def has_sent(self) -> bool:
+        """Whether something was taken and not acknowledged."""
+        return bool(self._sealed)
 
     def acknowledge(self, ack_seq: int) -> None:
         """The ingress has all batches up to ``ack_seq``."""

@@ -52,6 +52,8 @@ class Task:
     """The right answer to an input."""
     max_size: int = MAX_WORDS
     """Largest ``size`` the model is promised to handle."""
+    extra_size: int = 2
+    """How far beyond ``max_size`` training goes."""
 
 
 @dataclass(frozen=True)

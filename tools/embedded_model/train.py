@@ -37,7 +37,7 @@ from tools.embedded_model.tokenizer import (
     save_tokenizer,
 )
 
-STEPS: Final = 9000
+STEPS: Final = 8500
 SEED: Final = 1
 TOKENS_PER_STEP: Final = 5000
 MICRO_BATCHES: Final = 3
@@ -53,8 +53,6 @@ a long count, and is learnt last."""
 IGNORED: Final = -100
 
 FIRST_SIZE: Final = 2
-EXTRA_SIZE: Final = 2
-"""Words beyond the promised size at the end of the curriculum."""
 LAST_SIZE: Final = 14
 STEPS_PER_SIZE: Final = (80, 400)
 """Fewest and most steps at one size; the most does not bind the first size."""
@@ -136,7 +134,7 @@ def encode(example: Example) -> Encoded:
 def task_size(task: Task, size: int) -> int:
     """The largest input to draw for a task while the curriculum stands at ``size`` words."""
     ahead = 0 if task.max_size <= 6 else 1 if task.max_size <= 12 else 3
-    return min(size + ahead, task.max_size + EXTRA_SIZE)
+    return min(size + ahead, task.max_size + task.extra_size)
 
 
 def draw_step(seed: int, step: int, size: int) -> list[tuple[Task, Encoded]]:

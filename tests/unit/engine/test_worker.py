@@ -82,5 +82,7 @@ def test_the_outbox_repeats_until_acknowledged_and_never_renumbers() -> None:
     assert [batch.seq for batch in second] == [1, 2]
     box.acknowledge(1)
     assert [batch.seq for batch in box.take().batches] == [2]
+    assert box.has_sent
     box.acknowledge(2)
-    assert box.empty
+    assert not box.has_sent
+    assert box.take().batches == ()

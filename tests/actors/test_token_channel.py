@@ -1,0 +1,49 @@
+"""When tokens leave the worker; on an event loop, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+
+from actors.token_channel import TokenChannel
+from core.codec import decode
+from core.messages import TokenBatches, TokenDelta
+
+LONG_S = 30.0
+
+
+def delta(start: int) -> TokenDelta:
+    return TokenDelta("a", 0, start, (1,), "x", None, None)
+
+
+async def starts(channel: TokenChannel, ack_seq: int) -> list[int]:
+    batches = decode(await channel.poll(ack_seq, LONG_S), TokenBatches).batches
+    return [each.start for batch in batches for each in batch.deltas]
+
+
+async def test_a_first_token_and_those_of_few_rows_go_at_once() -> None:
+    channel = TokenChannel("w")
+    channel.put([delta(0)], num_rows=100)
+    assert await starts(channel, 0) == [0]
+    channel.put([delta(1)], num_rows=1)
+    assert await starts(channel, 1) == [1]
+
+
+async def test_tokens_of_many_rows_wait_for_company_but_not_for_ever() -> None:
+    channel = TokenChannel("w")
+    channel.put([delta(0)], num_rows=100)
+    await starts(channel, 0)
+    waiting = asyncio.create_task(starts(channel, 1))
+    channel.put([delta(1)], num_rows=100)
+    channel.put([delta(2)], num_rows=100)
+    assert await asyncio.wait_for(waiting, LONG_S) == [1, 2]
+
+
+async def test_an_idle_poll_answers_empty_after_its_timeout() -> None:
+    assert decode(await TokenChannel("w").poll(0, 0.01), TokenBatches).batches == ()
+
+
+async def test_what_was_not_acknowledged_comes_again_at_once() -> None:
+    channel = TokenChannel("w")
+    channel.put([delta(0)], num_rows=1)
+    assert await starts(channel, 0) == [0]
+    assert await starts(channel, 0) == [0]
