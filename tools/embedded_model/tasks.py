@@ -231,7 +231,13 @@ TASKS: Final[tuple[Task, ...]] = (
         bullets,
     ),
     Task(
-        "count", ("Count:", "List the numbers:", "Count up:"), "independent", draw_range, count, max_size=15
+        "count",
+        ("Count:", "List the numbers:", "Count up:"),
+        "independent",
+        draw_range,
+        count,
+        max_size=10,
+        extra_size=0,
     ),
     Task(
         "has_digit",
