@@ -133,7 +133,7 @@ def encode(example: Example) -> Encoded:
 
 def task_size(task: Task, size: int) -> int:
     """The largest input to draw for a task while the curriculum stands at ``size`` words."""
-    ahead = 0 if task.max_size <= 6 else 1 if task.max_size <= 12 else 3
+    ahead = 0 if task.max_size <= 6 else 1
     return min(size + ahead, task.max_size + task.extra_size)
 
 

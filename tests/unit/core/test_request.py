@@ -1,0 +1,47 @@
+"""Requests, their limits and how they end."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.errors import InvalidValueError
+from core.request import Request, SamplingParams, SequenceStatus
+
+
+def test_statuses_are_ordered_and_everything_from_stopped_on_is_an_end() -> None:
+    ends = {status.name: status.finish_reason for status in SequenceStatus if status.is_finished}
+    assert ends == {
+        "FINISHED_STOPPED": "stop",
+        "FINISHED_LENGTH": "length",
+        "FINISHED_ABORTED": "abort",
+        "FINISHED_FAILED": "error",
+    }
+    assert all(status.finish_reason is None for status in SequenceStatus if not status.is_finished)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"max_new_tokens": 0}, "max_tokens"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_p": float("nan")}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**64}, "seed"),
+        ({"stop": ("",)}, "stop"),
+    ],
+)
+def test_sampling_parameters_out_of_range_are_named(options: dict[str, object], field: str) -> None:
+    with pytest.raises(InvalidValueError) as caught:
+        SamplingParams(**{"max_new_tokens": 5, **options})  # type: ignore[arg-type]
+    assert caught.value.field == field
+
+
+def test_a_request_needs_a_prompt_and_knows_its_bound() -> None:
+    assert Request("a", 0, "i", (1, 2, 3), SamplingParams(4)).max_total_len == 7
+    with pytest.raises(InvalidValueError, match="prompt"):
+        Request("a", 0, "i", (), SamplingParams(4))
