@@ -97,9 +97,7 @@ def draw_words(rng: random.Random, size: int) -> str:
 
 def draw_words_and_numbers(rng: random.Random, size: int) -> str:
     """1 to ``size`` items, each a pseudo-word or (one time in three) a number."""
-    return " ".join(
-        draw_number(rng) if rng.random() < 1 / 3 else draw_word(rng) for _ in range(rng.randint(1, size))
-    )
+    return " ".join(draw_number(rng) if rng.random() < 1 / 3 else draw_word(rng) for _ in range(rng.randint(1, size)))
 
 
 def draw_maybe_number(rng: random.Random, size: int) -> str:

@@ -55,9 +55,7 @@ def build_backend() -> Tokenizer:
     """Byte-level BPE without merges, which puts BOS before a plain prompt."""
     vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *byte_symbols()))}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.add_special_tokens(
-        [AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS]
-    )
+    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS])
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.post_processor = processors.TemplateProcessing(

@@ -270,9 +270,7 @@ def export(model: LlamaForCausalLM, out: Path) -> None:
     save_tokenizer(out)
 
 
-def save_checkpoint(
-    path: Path, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, progress: Progress
-) -> None:
+def save_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
     """Write everything a resumed run needs, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")

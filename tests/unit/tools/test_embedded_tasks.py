@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from jinja2.exceptions import TemplateError
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tools.embedded_model.tasks import (
@@ -28,6 +29,7 @@ from tools.embedded_model.tokenizer import (
     SEP_ID,
     VOCABULARY_SIZE,
     build_tokenizer,
+    byte_symbols,
     encode_bytes,
     save_tokenizer,
 )
@@ -110,7 +112,10 @@ def test_held_out_examples_are_reproducible() -> None:
     assert held_out_examples(task, 20, seed=3) != held_out_examples(task, 20, seed=4)
 
 
-@pytest.mark.parametrize("task", [task for task in TASKS if task.length_class == "longer"], ids=lambda task: task.name)
+LONGER = [task for task in TASKS if task.length_class == "longer"]
+
+
+@pytest.mark.parametrize("task", LONGER, ids=lambda task: task.name)
 def test_longer_answers_are_longer(task: Task) -> None:
     assert all(len(example.answer) > len(example.text) for example in held_out_examples(task, 50, seed=3))
 
@@ -120,7 +125,10 @@ def test_unknown_task() -> None:
         task_named("fly")
 
 
-@pytest.mark.parametrize("text", ["on the mat", "  two  spaces \n\ttabs ", "Grüße, 你好 🙂", "'s 'll 407", "\x00\x7f"])
+TEXTS = ["on the mat", "  two  spaces \n\ttabs ", "Grüße, 你好 🙂", "'s 'll 407", "\x00\x7f"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
 def test_text_survives_the_tokenizer(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert ids == encode_bytes(text) == [BYTE_OFFSET + byte for byte in text.encode()]
@@ -171,10 +179,6 @@ def test_chat_needs_a_user_message(tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 def test_byte_symbols_match_the_library(tokenizer: PreTrainedTokenizerFast) -> None:
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    from tools.embedded_model.tokenizer import byte_symbols
-
     assert sorted(byte_symbols()) == sorted(ByteLevel.alphabet())
 
 
