@@ -210,8 +210,6 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
 
 
 def _example(url: str, name: str) -> str:
-    messages = (
-        '[{"role": "system", "content": "Write in upper case:"}, {"role": "user", "content": "hello world"}]'
-    )
+    messages = '[{"role": "system", "content": "Write in upper case:"}, {"role": "user", "content": "hello world"}]'
     body = f'{{"model": "{name}", "messages": {messages}, "temperature": 0, "stream": true}}'
     return f"Try:\n  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'"
