@@ -1,4 +1,4 @@
-"""The control actor of ``placement = "fused"``: hosts the replica's Scheduler and carries its messages."""
+"""The control actor of ``placement = "fused"``: hosts the Router and every replica's Scheduler."""
 
 from __future__ import annotations
 
@@ -8,31 +8,18 @@ import socket
 import time
 from typing import Any
 
-from ray.exceptions import RayActorError
-
+from actors.replica_host import ReplicaHost
 from core.codec import decode, encode
 from core.config import FarsightConfig
-from core.messages import (
-    Abort,
-    PieceStatus,
-    Plan,
-    Refusal,
-    Refusals,
-    StatusReply,
-    StepReport,
-    Submit,
-    WorkerReady,
-)
-from policies.presets import build_scheduler
+from core.messages import Abort, PieceStatus, Refusal, Refusals, StatusReply, Submit, WorkerReady
+from policies.global_scheduler import AbortOnReplica, GlobalEvent, PlaceRequests, ReplicaConnected, RequestLeft
+from policies.presets import build_router, build_scheduler
 from policies.replica_scheduler import (
-    Event,
     RefuseRequest,
+    RequestEnded,
     RequestsAborted,
     RequestsArrived,
     SchedulerLimits,
-    SendPlan,
-    WorkerConnected,
-    WorkerReported,
 )
 
 LOST_AFTER_S = 3.0
@@ -40,41 +27,35 @@ LOST_AFTER_S = 3.0
 
 
 class Control:
-    """Turns messages into events of the state machine and its instructions into messages."""
+    """Turns messages into events of the Router and passes on what it places."""
 
     def __init__(self, config: FarsightConfig) -> None:
-        limits = SchedulerLimits(config.engine.max_num_seqs, config.scheduler.standby_slots)
-        self._scheduler = build_scheduler(config.scheduler.preset, watermark=config.scheduler.watermark, limits=limits)
-        self._worker: Any = None
-        self._ready: bytes | None = None
-        self._plan: Plan | None = None
-        self._plan_due = asyncio.Event()
-        self._pumps: list[asyncio.Task[None]] = []
+        self._config = config
+        self._router = build_router(config.scheduler.preset, config.scheduler.placement)
+        self._replicas: dict[str, ReplicaHost] = {}
         self._pieces: dict[str, tuple[PieceStatus, float]] = {}
-        self._last_report_at: float | None = None
-        self._num_blocks = 0
-        self._free_blocks = 0
 
-    async def connect(self, worker: Any, ready: bytes) -> None:
-        """Begins to schedule for a worker that has started. ``ready`` is its ``WorkerReady``."""
-        self._worker = worker
-        self._ready = ready
-        worker_ready = decode(ready, WorkerReady)
-        self._num_blocks = self._free_blocks = worker_ready.num_blocks
-        self._handle(WorkerConnected(worker_ready))
-        self._pumps = [asyncio.create_task(self._pump_plans()), asyncio.create_task(self._pump_reports())]
+    async def connect(self, name: str, worker: Any, ready: bytes) -> None:
+        """Begins to use a replica whose worker has started. ``ready`` is its ``WorkerReady``."""
+        scheduler_config = self._config.scheduler
+        limits = SchedulerLimits(self._config.engine.max_num_seqs, scheduler_config.standby_slots)
+        scheduler = build_scheduler(scheduler_config.preset, watermark=scheduler_config.watermark, limits=limits)
+        self._replicas[name] = ReplicaHost(name, scheduler, worker, decode(ready, WorkerReady), self._on_end)
+        self._route(ReplicaConnected(name))
 
     async def worker_ready(self) -> bytes | None:
-        """The worker's ``WorkerReady``, or None while it loads."""
-        return self._ready
+        """``WorkerReady`` of the replica that holds the shortest sequences; None before any is connected."""
+        if not self._replicas:
+            return None
+        return encode(min((replica.ready for replica in self._replicas.values()), key=lambda r: r.max_model_len))
 
     async def submit(self, data: bytes) -> bytes:
         """Takes ``Submit``; answers with ``Refusals`` (usually none)."""
-        return encode(Refusals(tuple(self._handle(RequestsArrived(decode(data, Submit).requests)))))
+        return encode(Refusals(tuple(self._route(RequestsArrived(decode(data, Submit).requests)))))
 
     async def abort(self, data: bytes) -> None:
         """Takes ``Abort``."""
-        self._handle(RequestsAborted(decode(data, Abort).keys))
+        self._route(RequestsAborted(decode(data, Abort).keys))
 
     async def heartbeat(self, data: bytes) -> None:
         """Takes the ``PieceStatus`` of a piece that lives elsewhere."""
@@ -83,65 +64,52 @@ class Control:
 
     async def status(self) -> bytes:
         """``StatusReply``: one row for every logical piece."""
-        rows = [self._own_row(), await self._worker_row()]
+        replicas = list(self._replicas.values())
+        rows = [self._router_row()]
+        for pair in await asyncio.gather(*(replica.rows() for replica in replicas)):
+            rows += pair
         now = time.monotonic()
         for piece, at in self._pieces.values():
             rows.append(piece if now - at < LOST_AFTER_S else _with_state(piece, "lost"))
-        return encode(StatusReply(tuple(rows), self._num_blocks, self._free_blocks))
+        num_blocks = sum(replica.ready.num_blocks for replica in replicas)
+        return encode(StatusReply(tuple(rows), num_blocks, sum(replica.free_blocks for replica in replicas)))
 
-    def _own_row(self) -> PieceStatus:
-        failed = [pump for pump in self._pumps if pump.done()]
-        age = None if self._last_report_at is None else time.monotonic() - self._last_report_at
-        return PieceStatus(
-            name="scheduler-0",
-            kind="Scheduler",
-            pid=os.getpid(),
-            node=socket.gethostname(),
-            state="failed" if failed else "ready" if self._pumps else "starting",
-            queue=self._scheduler.num_waiting,
-            last_step_age_s=age,
-        )
+    async def ended(self) -> None:
+        """Returns or raises when a pump ends, which it never should: whoever awaits this sees the failure."""
+        pumps = [pump for replica in self._replicas.values() for pump in replica.pumps]
+        done, _ = await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+        for pump in done:
+            await pump
 
-    async def _worker_row(self) -> PieceStatus:
-        try:
-            row = decode(await self._worker.status.remote(), PieceStatus)
-        except RayActorError:
-            row = PieceStatus("worker-0", "ModelWorker", 0, "", "dead", 0, None)
-        return row
-
-    def _handle(self, event: Event) -> list[Refusal]:
-        refusals = []
-        for instruction in self._scheduler.handle(event, time.monotonic()):
+    def _route(self, event: GlobalEvent) -> list[Refusal]:
+        refusals: list[Refusal] = []
+        for instruction in self._router.handle(event, time.monotonic()):
             match instruction:
-                case SendPlan(plan):
-                    self._plan = plan
-                    self._plan_due.set()
+                case PlaceRequests(name, requests):
+                    refused = self._replicas[name].handle(RequestsArrived(requests))
+                    for refusal in refused:
+                        self._route(RequestLeft(refusal.request_id, refusal.attempt, None))
+                    refusals += refused
+                case AbortOnReplica(name, keys):
+                    self._replicas[name].handle(RequestsAborted(keys))
                 case RefuseRequest(request_id, attempt, field, message):
                     refusals.append(Refusal(request_id, attempt, field, message))
         return refusals
 
-    async def _pump_plans(self) -> None:
-        """Sends the newest plan; those made while one is on its way are superseded by the last."""
-        while True:
-            await self._plan_due.wait()
-            self._plan_due.clear()
-            if self._plan is not None:
-                await self._worker.push_plan.remote(encode(self._plan))
+    def _on_end(self, ended: RequestEnded) -> None:
+        finished = ended.finished
+        self._route(RequestLeft(finished.request_id, finished.attempt, finished.output_len))
 
-    async def _pump_reports(self) -> None:
-        ack_seq = 0
-        while True:
-            report = decode(await self._worker.poll_report.remote(ack_seq), StepReport)
-            ack_seq = report.report_seq
-            self._last_report_at = time.monotonic()
-            self._free_blocks = report.free_blocks
-            self._handle(WorkerReported(report))
-
-    async def ended(self) -> None:
-        """Returns or raises when a pump ends, which it never should: whoever awaits this sees the failure."""
-        done, _ = await asyncio.wait(self._pumps, return_when=asyncio.FIRST_COMPLETED)
-        for pump in done:
-            await pump
+    def _router_row(self) -> PieceStatus:
+        return PieceStatus(
+            name="router",
+            kind="Router",
+            pid=os.getpid(),
+            node=socket.gethostname(),
+            state="ready" if self._replicas else "starting",
+            queue=self._router.num_in_flight,
+            last_step_age_s=None,
+        )
 
 
 def _with_state(piece: PieceStatus, state: str) -> PieceStatus:

@@ -55,7 +55,9 @@ class ModelWorker:
         """Loads the model and starts the step loop; answers with ``WorkerReady``."""
         incarnation = uuid.uuid4().hex[:12]
         model, engine = self._config.model, self._config.engine
-        self._worker = await asyncio.to_thread(_build, self._model_dir, model.dtype, engine, incarnation)
+        self._worker = await asyncio.to_thread(
+            _build, self._model_dir, model.dtype, engine, incarnation, model.replicas
+        )
         self._loop_task = asyncio.create_task(self._run())
         return encode(self._worker.ready)
 
@@ -145,8 +147,8 @@ class ModelWorker:
         return self._channels[ingress_id]
 
 
-def _build(model_dir: Path, dtype: str, engine: EngineConfig, incarnation: str) -> Worker:
+def _build(model_dir: Path, dtype: str, engine: EngineConfig, incarnation: str, num_replicas: int) -> Worker:
     """Imports torch only here: Ray imports this module in every process that gets a handle of the actor."""
     from engine.build import build_worker
 
-    return build_worker(model_dir, dtype, engine, incarnation)
+    return build_worker(model_dir, dtype, engine, incarnation, num_replicas)

@@ -2,4 +2,8 @@
 
 NAMESPACE = "farsight"
 CONTROL = "farsight-control"
-WORKER = "farsight-worker-0"
+
+
+def worker_name(index: int) -> str:
+    """The name of the worker of replica ``index``."""
+    return f"farsight-worker-{index}"

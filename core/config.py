@@ -25,13 +25,16 @@ class ModelConfig:
         path: A directory or a hub id; empty means the embedded model.
         name: The name clients ask for; empty means the directory's name.
         dtype: One of ``DTYPES``.
+        replicas: Copies of the model, each with a worker and a scheduler of its own.
     """
 
     path: str = ""
     name: str = ""
     dtype: str = "auto"
+    replicas: int = 1
 
     def __post_init__(self) -> None:
+        _require(self.replicas >= 1, "model.replicas", self.replicas, "an integer >= 1")
         _require(self.dtype in DTYPES, "model.dtype", self.dtype, f"one of {', '.join(DTYPES)}")
 
 
@@ -41,11 +44,12 @@ class EngineConfig:
 
     Attributes:
         kv_memory: Memory of the KV pool, as ``512MiB`` or ``2GiB``; ``auto`` takes what a full batch of
-            full-length sequences needs, but at most a fifth of the machine's free memory.
+            full-length sequences needs, but all replicas together at most a fifth of the machine's free memory.
         block_size: Tokens in a KV block.
         max_num_seqs: Sequences in one step.
         max_batch_tokens: Tokens computed in one step; longer prompts are prefilled in several.
-        num_threads: Compute threads; 0 takes all cores but one, which serves HTTP and scheduling.
+        num_threads: Compute threads of a worker; 0 shares all cores but one, which serves HTTP and scheduling,
+            among the replicas.
     """
 
     kv_memory: str = "auto"
@@ -77,11 +81,13 @@ class SchedulerConfig:
 
     Attributes:
         preset: A named composition of policies (``policies.presets``).
+        placement: How requests find their replica; empty means as the preset says.
         watermark: Share of the KV pool that admission may fill, in (0, 1].
         standby_slots: Requests shipped to the worker ahead of need.
     """
 
     preset: str = "fcfs"
+    placement: str = ""
     watermark: float = 0.95
     standby_slots: int = 16
 

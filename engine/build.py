@@ -22,16 +22,21 @@ AUTO_SHARE = 0.2
 """Share of the machine's available memory that ``kv_memory = "auto"`` takes at most."""
 
 
-def build_worker(model_dir: Path, dtype_name: str, engine: EngineConfig, incarnation: str) -> Worker:
+def build_worker(
+    model_dir: Path, dtype_name: str, engine: EngineConfig, incarnation: str, num_replicas: int = 1
+) -> Worker:
     """Loads the model and sizes its pool.
+
+    Args:
+        num_replicas: Workers that share this machine's cores and memory where a setting is automatic.
 
     Raises:
         InvalidValueError: the directory, the model or a setting cannot be used; names the field.
     """
-    torch.set_num_threads(engine.num_threads or max(1, (os.cpu_count() or 1) - 1))
+    torch.set_num_threads(engine.num_threads or max(1, ((os.cpu_count() or 1) - 1) // num_replicas))
     config = load_model_config(model_dir)
     dtype = parse_dtype(dtype_name, config)
-    num_blocks = _num_blocks(config, dtype, engine)
+    num_blocks = _num_blocks(config, dtype, engine, AUTO_SHARE / num_replicas)
     runner = ModelRunner.from_dir(model_dir, dtype=dtype, num_blocks=num_blocks, block_size=engine.block_size)
     limits = BatchLimits(engine.max_num_seqs, engine.max_batch_tokens)
     executor = LeaseExecutor(BlockManager(num_blocks, engine.block_size), limits, incarnation)
@@ -48,9 +53,9 @@ def build_worker(model_dir: Path, dtype_name: str, engine: EngineConfig, incarna
     return Worker(runner, executor, detokenizer, config.eos_token_ids, ready)
 
 
-def _num_blocks(config: LlamaConfig, dtype: torch.dtype, engine: EngineConfig) -> int:
+def _num_blocks(config: LlamaConfig, dtype: torch.dtype, engine: EngineConfig, auto_share: float) -> int:
     asked = engine.kv_bytes()
-    budget = int(AUTO_SHARE * _available_bytes()) if asked is None else asked
+    budget = int(auto_share * _available_bytes()) if asked is None else asked
     blocks = num_blocks_for_budget(budget, config, dtype, engine.block_size)
     if blocks < 1:
         need = config.kv_bytes_per_token(dtype) * engine.block_size

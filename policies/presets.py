@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from core.errors import ConfigError
+from policies.global_scheduler import GlobalScheduler
+from policies.least_work import LeastWork
+from policies.placement import Placement
 from policies.replica_scheduler import ReplicaScheduler, SchedulerLimits
+from policies.round_robin import RoundRobin
 from policies.watermark import WatermarkAdmission
 
 
@@ -26,7 +31,7 @@ PRESETS: dict[str, Preset] = {
     preset.name: preset for preset in (Preset("fcfs", "round-robin", "continuous", "fcfs", "watermark", "recompute"),)
 }
 
-DEFAULT_PRESET = "fcfs"
+PLACEMENTS: dict[str, Callable[[], Placement]] = {"round-robin": RoundRobin, "least-work": LeastWork}
 
 
 def find_preset(name: str) -> Preset:
@@ -40,6 +45,18 @@ def find_preset(name: str) -> Preset:
     nearest = difflib.get_close_matches(name, PRESETS, n=1)
     hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
     raise ConfigError("scheduler.preset", name, f"one of {', '.join(PRESETS)}{hint}")
+
+
+def build_router(preset: str, placement: str = "") -> GlobalScheduler:
+    """The scheduler over replicas; ``placement`` overrides the preset's own.
+
+    Raises:
+        ConfigError: there is no such preset or placement.
+    """
+    name = placement or find_preset(preset).placement
+    if name not in PLACEMENTS:
+        raise ConfigError("scheduler.placement", name, f"one of {', '.join(PLACEMENTS)}")
+    return GlobalScheduler(PLACEMENTS[name]())
 
 
 def build_scheduler(preset: str, *, watermark: float, limits: SchedulerLimits) -> ReplicaScheduler:

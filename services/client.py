@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from core.codec import decode, encode
@@ -43,19 +43,22 @@ class _Stream:
 
 
 class EngineClient:
-    """A ``GenerationBackend`` over the control actor and the model worker.
+    """A ``GenerationBackend`` over the control actor and the model workers.
 
     Args:
-        control, worker: Handles of the two actors.
+        control: Handle of the control actor.
+        workers: Handles of the workers, one a replica; tokens come straight from them.
         model: What is served.
         max_requests: Open requests at most; counted at the first check.
         max_tokens: Their prompt tokens at most.
     """
 
-    def __init__(self, control: Any, worker: Any, model: ModelInfo, max_requests: int, max_tokens: int) -> None:
+    def __init__(
+        self, control: Any, workers: Sequence[Any], model: ModelInfo, max_requests: int, max_tokens: int
+    ) -> None:
         self.model = model
         self._control = control
-        self._worker = worker
+        self._workers = workers
         self._max_requests = max_requests
         self._max_tokens = max_tokens
         self._ingress_id = uuid.uuid4().hex[:12]
@@ -70,7 +73,8 @@ class EngineClient:
 
     def start(self) -> None:
         """Starts the background pumps; call on the event loop that serves requests."""
-        for pump in (self._pump_tokens(), self._pump_outgoing(), self._pump_heartbeat()):
+        token_pumps = [self._pump_tokens(worker) for worker in self._workers]
+        for pump in (*token_pumps, self._pump_outgoing(), self._pump_heartbeat()):
             self._tasks.append(asyncio.create_task(self._guard(pump)))
 
     async def stream(self, prompt_ids: tuple[int, ...], sampling: SamplingParams) -> AsyncGenerator[TokenDelta, None]:
@@ -142,10 +146,10 @@ class EngineClient:
                 total = stream.request.max_total_len
                 stream.submitted.set_exception(InvalidValueError(refusal.field, total, refusal.message))
 
-    async def _pump_tokens(self) -> None:
+    async def _pump_tokens(self, worker: Any) -> None:
         ack_seq = 0
         while True:
-            data = await self._worker.poll_tokens.remote(self._ingress_id, ack_seq)
+            data = await worker.poll_tokens.remote(self._ingress_id, ack_seq)
             for batch in decode(data, TokenBatches).batches:
                 if batch.seq <= ack_seq:
                     continue

@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from actors.names import CONTROL, NAMESPACE, WORKER
+from actors.names import CONTROL, NAMESPACE, worker_name
 from core.codec import decode
 from core.config import FarsightConfig
 from core.messages import WorkerReady
@@ -29,7 +29,8 @@ class Ingress:
 
     async def __serve_build_asgi_app__(self) -> Any:
         control = ray.get_actor(CONTROL, namespace=NAMESPACE)
-        worker = ray.get_actor(WORKER, namespace=NAMESPACE)
+        names = [worker_name(index) for index in range(self._config.model.replicas)]
+        workers = [ray.get_actor(name, namespace=NAMESPACE) for name in names]
         ready = decode(await control.worker_ready.remote(), WorkerReady)
         info = ModelInfo(
             name=self._model_name,
@@ -39,6 +40,6 @@ class Ingress:
             vocab_size=ready.vocab_size,
         )
         server = self._config.server
-        self._client = EngineClient(control, worker, info, server.max_queued_requests, server.max_queued_tokens)
+        self._client = EngineClient(control, workers, info, server.max_queued_requests, server.max_queued_tokens)
         self._client.start()
         return build_app(self._client, self._encoder, max_body_bytes=server.max_body_bytes)

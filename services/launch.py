@@ -1,4 +1,4 @@
-"""Composition root of ``placement = "fused"``: one control actor, one model worker, the ingress replicas.
+"""Composition root of ``placement = "fused"``: one control actor, the model workers, the ingress replicas.
 
 Everything lives in a private Ray cluster that this process starts and takes down with itself.
 """
@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actors.names import CONTROL, NAMESPACE, WORKER
+from actors.names import CONTROL, NAMESPACE, worker_name
 from core.config import FarsightConfig
 from core.errors import ConfigError, FarsightError
-from policies.presets import find_preset
+from policies.presets import build_router
 from services.signals import StopSignal
 
 EMBEDDED_MODEL = Path(__file__).parent / "embedded_model"
@@ -133,19 +133,24 @@ class Service:
         # Handles are Any: Ray adds methods at run time that no type describes.
         worker_class: Any = ray.remote(ModelWorker)
         control_class: Any = ray.remote(Control)
-        worker = worker_class.options(name=WORKER, **options).remote(
-            "worker-0", str(self._model.directory), self._config
-        )
+        workers = [
+            worker_class.options(name=worker_name(index), **options).remote(
+                f"worker-{index}", str(self._model.directory), self._config
+            )
+            for index in range(self._config.model.replicas)
+        ]
         control = control_class.options(name=CONTROL, **options).remote(self._config)
-        loading = worker.start.remote()
+        loading = [worker.start.remote() for worker in workers]
         logging.getLogger("ray.serve").setLevel(logging.WARNING)  # its news are for its own developers
         serve.start(
             proxy_location="HeadOnly",
             http_options={"host": self._config.server.host, "port": self._config.server.port},
             logging_config={"enable_access_log": False, "log_level": "WARNING"},
         )
-        ray.get(control.connect.remote(worker, ray.get(loading)))
-        self._vital = {worker.ended.remote(): "the model worker", control.ended.remote(): "the scheduler"}
+        for index, (worker, ready) in enumerate(zip(workers, loading, strict=True)):
+            ray.get(control.connect.remote(str(index), worker, ray.get(ready)))
+        self._vital = {worker.ended.remote(): "the model worker" for worker in workers}
+        self._vital[control.ended.remote()] = "the scheduler"
         serve.run(self._ingress(), name="farsight", route_prefix="/")
 
     def _ingress(self) -> Any:
@@ -194,7 +199,7 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
         FarsightError: the configuration cannot be served, or a vital part died.
     """
     began = time.monotonic()
-    find_preset(config.scheduler.preset)
+    build_router(config.scheduler.preset, config.scheduler.placement)  # a wrong name is refused before anything starts
     model = find_model(config)
     check_port(config.server.host, config.server.port)
     say(f"Farsight is starting: model {model.name}, preset {config.scheduler.preset}.")

@@ -15,9 +15,7 @@ import ray
 
 from actors.control import Control
 from actors.model_worker import ModelWorker
-from core.codec import decode
 from core.config import EngineConfig, FarsightConfig, ModelConfig, SchedulerConfig
-from core.messages import WorkerReady
 from tests.unit.engine.models import save_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,24 +49,32 @@ class Fused:
     """The two actors of the fused placement."""
 
     control: Any
-    worker: Any
-    ready: WorkerReady
+    workers: list[Any]
+
+    @property
+    def worker(self) -> Any:
+        return self.workers[0]
 
 
 @pytest.fixture
-def fused(ray_cluster: None, actor_model_dir: Path) -> Iterator[Fused]:
+def fused(request: pytest.FixtureRequest, ray_cluster: None, actor_model_dir: Path) -> Iterator[Fused]:
+    """One replica, or as many as the test's indirect parameter says."""
+    num_replicas = getattr(request, "param", 1)
     config = FarsightConfig(
-        model=ModelConfig(dtype="float32"),
+        model=ModelConfig(dtype="float32", replicas=num_replicas),
         engine=EngineConfig(kv_memory="1MiB", block_size=4, max_num_seqs=8, num_threads=1),
         scheduler=SchedulerConfig(standby_slots=4),
     )
     options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 1000}
     worker_class: Any = ray.remote(ModelWorker)
     control_class: Any = ray.remote(Control)
-    worker = worker_class.options(**options).remote("worker-0", str(actor_model_dir), config)
+    workers = [
+        worker_class.options(**options).remote(f"worker-{i}", str(actor_model_dir), config) for i in range(num_replicas)
+    ]
     control = control_class.options(**options).remote(config)
-    ready = ray.get(worker.start.remote(), timeout=60)
-    ray.get(control.connect.remote(worker, ready), timeout=60)
-    yield Fused(control, worker, decode(ready, WorkerReady))
-    ray.kill(control)
-    ray.kill(worker)
+    for i, worker in enumerate(workers):
+        ready = ray.get(worker.start.remote(), timeout=60)
+        ray.get(control.connect.remote(str(i), worker, ready), timeout=60)
+    yield Fused(control, workers)
+    for actor in (control, *workers):
+        ray.kill(actor)

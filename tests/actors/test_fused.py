@@ -26,7 +26,7 @@ MODEL = ModelInfo("m", 0, 256, False, 320)
 
 @pytest.fixture
 async def client(fused: Fused) -> AsyncIterator[EngineClient]:
-    client = EngineClient(fused.control, fused.worker, MODEL, max_requests=20, max_tokens=400)
+    client = EngineClient(fused.control, fused.workers, MODEL, max_requests=20, max_tokens=400)
     client.start()
     yield client
     await client.close()
@@ -55,6 +55,7 @@ async def wait_whole(fused: Fused) -> None:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.parametrize("fused", [1, 2], indirect=True, ids=["one replica", "two replicas"])
 async def test_streams_are_those_of_the_engine(client: EngineClient, fused: Fused, actor_model_dir: Path) -> None:
     prompts = [tuple(range(5 + i, 12 + 2 * i)) for i in range(16)]
     outputs = await asyncio.gather(*(read(client, prompt, 10 + i) for i, prompt in enumerate(prompts)))
@@ -111,7 +112,7 @@ async def test_a_malformed_message_is_refused_and_kills_nobody(client: EngineCli
 
 async def test_every_piece_is_in_the_status(client: EngineClient, fused: Fused) -> None:
     status = await client.status()
-    assert sorted(piece.kind for piece in status.pieces) == ["Ingress", "ModelWorker", "Scheduler"]
+    assert sorted(piece.kind for piece in status.pieces) == ["Ingress", "ModelWorker", "Router", "Scheduler"]
     assert {piece.state for piece in status.pieces} == {"ready"}
 
 
@@ -128,3 +129,16 @@ async def test_a_dead_worker_ends_its_streams_and_is_shown(client: EngineClient,
     assert not await client.healthy()
     states = {piece.kind: piece.state for piece in decode(await fused.control.status.remote(), StatusReply).pieces}
     assert states["ModelWorker"] == "dead"
+
+
+@pytest.mark.parametrize("fused", [2], indirect=True)
+async def test_replicas_share_the_requests(client: EngineClient, fused: Fused) -> None:
+    streams = [client.stream((5, 6), sampling(250)) for _ in range(6)]
+    for stream in streams:
+        await anext(stream)
+    status = await client.status()
+    queues = {piece.name: piece.queue for piece in status.pieces if piece.kind == "ModelWorker"}
+    assert queues == {"worker-0": 3, "worker-1": 3}
+    for stream in streams:
+        await stream.aclose()
+    await wait_whole(fused)

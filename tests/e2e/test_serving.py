@@ -99,7 +99,7 @@ def test_status_shows_every_logical_piece(server: Server) -> None:
     command = farsight("status", "--port", str(server.port), "--json")
     shown = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout)
     kinds = [row["kind"] for row in shown["actors"]]
-    assert sorted(kinds) == ["Ingress", "ModelWorker", "Scheduler"]
+    assert sorted(kinds) == ["Ingress", "ModelWorker", "Router", "Scheduler"]
     for row in shown["actors"]:
         assert set(row) == {"name", "kind", "pid", "node", "state", "queue", "last_step_age_s"}
         assert row["state"] == "ready"
