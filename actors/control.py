@@ -23,7 +23,10 @@ from policies.replica_scheduler import (
 )
 
 LOST_AFTER_S = 3.0
-"""An ingress replica whose heartbeat is older than this is shown as lost."""
+"""An ingress replica whose heartbeat is older than this is shown as lost ..."""
+
+FORGET_AFTER_S = 60.0
+"""... and no longer shown after this."""
 
 
 class Control:
@@ -69,6 +72,7 @@ class Control:
         for pair in await asyncio.gather(*(replica.rows() for replica in replicas)):
             rows += pair
         now = time.monotonic()
+        self._pieces = {name: seen for name, seen in self._pieces.items() if now - seen[1] < FORGET_AFTER_S}
         for piece, at in self._pieces.values():
             rows.append(piece if now - at < LOST_AFTER_S else _with_state(piece, "lost"))
         num_blocks = sum(replica.ready.num_blocks for replica in replicas)

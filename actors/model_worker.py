@@ -27,6 +27,12 @@ REPORT_INTERVAL_S = 0.02
 POLL_TIMEOUT_S = 1.0
 """An idle long poll answers after this time, so that both sides know the other lives."""
 
+SILENCE_S = 2.0
+"""An ingress replica that has not polled for this long has lost its clients: their requests are aborted."""
+
+FORGET_S = 60.0
+"""After this silence what was kept for an ingress replica is dropped."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -110,17 +116,32 @@ class ModelWorker:
         plan_seq = 0
         while True:
             self._wake.clear()
+            self._abort_orphans(worker)
             batch = worker.begin_step()
             applied, plan_seq = worker.executor.plan_seq != plan_seq, worker.executor.plan_seq
             if applied or (batch is None and worker.executor.short_blocks):
                 self._report_due.set()
             if batch is None:
-                await self._wake.wait()
+                # Idle. A sequence that is paused may yet become an orphan, so look again in a while.
+                await wait_for(self._wake, POLL_TIMEOUT_S)
                 continue
             outputs = await self._step(worker, batch)
             self._last_step_at = time.monotonic()
             self._dispatch(outputs)
             self._mark_report(worker, outputs)
+
+    def _abort_orphans(self, worker: Worker) -> None:
+        silent = {ingress_id: channel.silent_s for ingress_id, channel in self._channels.items()}
+        for ingress_id, silent_s in silent.items():
+            if silent_s < SILENCE_S:
+                continue
+            outputs = worker.abort_ingress(ingress_id)
+            if outputs:
+                logger.warning("ingress %s silent for %.1f s: %d aborted", ingress_id, silent_s, len(outputs))
+                self._dispatch(outputs)
+                self._report_due.set()
+            elif silent_s > FORGET_S:
+                del self._channels[ingress_id]
 
     async def _step(self, worker: Worker, batch: StepBatch) -> list[Output]:
         try:

@@ -23,7 +23,8 @@ class TokenChannel:
         self._outbox = TokenOutbox(incarnation)
         self._due = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
-        self._replied_at = 0.0
+        self._replied_at = asyncio.get_running_loop().time()
+        self._num_polling = 0
 
     def put(self, deltas: Sequence[TokenDelta], num_rows: int) -> None:
         """Queues the deltas of one step that ran ``num_rows`` sequences."""
@@ -36,11 +37,20 @@ class TokenChannel:
         elif self._timer is None:
             self._timer = loop.call_at(due_at, self._due.set)
 
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the ingress replica was last heard of; 0 while it waits for an answer."""
+        return 0.0 if self._num_polling else asyncio.get_running_loop().time() - self._replied_at
+
     async def poll(self, ack_seq: int, timeout_s: float) -> bytes:
         """The next ``TokenBatches``; what was sent but not acknowledged comes again at once."""
         self._outbox.acknowledge(ack_seq)
         if not self._outbox.has_sent:
-            await wait_for(self._due, timeout_s)
+            self._num_polling += 1
+            try:
+                await wait_for(self._due, timeout_s)
+            finally:
+                self._num_polling -= 1
         self._due.clear()
         if self._timer is not None:
             self._timer.cancel()

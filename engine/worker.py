@@ -114,8 +114,17 @@ class Worker:
         message = f"the model step failed: {type(error).__name__}: {error}"
         outputs = []
         for item in batch.items:
-            end = self.executor.fail(item.request_id)
+            end = self.executor.end(item.request_id, SequenceStatus.FINISHED_FAILED)
             outputs.append(self._output(item.request_id, "", end, error=message))
+        return outputs
+
+    def abort_ingress(self, ingress_id: str) -> list[Output]:
+        """Ends every sequence whose client is held by an ingress replica that has fallen silent; between steps."""
+        orphans = [rid for rid, sequence in self._sequences.items() if sequence.request.ingress_id == ingress_id]
+        outputs = []
+        for request_id in orphans:
+            end = self.executor.end(request_id, SequenceStatus.FINISHED_ABORTED)
+            outputs.append(self._output(request_id, "", end, error="the ingress replica fell silent"))
         return outputs
 
     def _show(self, sequence: Sequence, token: int) -> str:
@@ -137,7 +146,7 @@ class Worker:
         reason = None
         if end is not None:
             reason = end.status.finish_reason
-            if end.status != SequenceStatus.FINISHED_FAILED:
+            if error is None:
                 text += self._texts[request_id].flush()
             self._drop(request_id)
         new = () if error else (sequence.token_ids[-1],)

@@ -266,9 +266,9 @@ class LeaseExecutor:
                 finished.append(self._finish(held, SequenceStatus.FINISHED_LENGTH))
         return finished
 
-    def fail(self, request_id: str) -> FinishedSequence:
-        """Ends a sequence that cannot go on for a reason outside its own text."""
-        return self._finish(self._held[request_id], SequenceStatus.FINISHED_FAILED)
+    def end(self, request_id: str, status: SequenceStatus) -> FinishedSequence:
+        """Ends a sequence for a reason outside its own text: it failed, or nobody waits for it any more."""
+        return self._finish(self._held[request_id], status)
 
     def _finish(self, held: _Held, status: SequenceStatus) -> FinishedSequence:
         del self._held[held.request_id]

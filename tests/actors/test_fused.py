@@ -110,6 +110,17 @@ async def test_a_malformed_message_is_refused_and_kills_nobody(client: EngineCli
     assert len(await read(client, (5, 6), 2)) == 2
 
 
+async def test_an_ingress_that_falls_silent_leaves_nothing_running(fused: Fused) -> None:
+    requests = tuple(Request(f"r{i}", 0, "ghost", (5, 6), sampling(250)) for i in range(12))
+    await fused.control.submit.remote(encode(Submit(requests)))
+    await fused.worker.poll_tokens.remote("ghost", 0)
+    await wait_whole(fused)
+    batches = decode(await fused.worker.poll_tokens.remote("ghost", 0), TokenBatches).batches
+    reasons = [delta.finish_reason for batch in batches for delta in batch.deltas if delta.finish_reason]
+    assert set(reasons) <= {"abort", "length"}
+    assert len(reasons) == 12, "each request still gets its one terminal reply"
+
+
 async def test_every_piece_is_in_the_status(client: EngineClient, fused: Fused) -> None:
     status = await client.status()
     assert sorted(piece.kind for piece in status.pieces) == ["Ingress", "ModelWorker", "Router", "Scheduler"]

@@ -55,12 +55,16 @@ class Server:
     def pid_of(self, kind: str) -> int:
         return next(row["pid"] for row in self.get("/status")["actors"] if row["kind"] == kind)
 
-    def wait_idle(self, timeout_s: float = 10.0) -> None:
-        """Until no request is left anywhere and the KV pool is whole; fails loudly otherwise."""
+    def wait_idle(self, timeout_s: float = 10.0, *, ingress_too: bool = True) -> None:
+        """Until no request is left anywhere and the KV pool is whole; fails loudly otherwise.
+
+        Args:
+            ingress_too: Whether to wait for the ingress replicas; a dead one still shows what it last said.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             status = self.get("/status")
-            queues = {row["name"]: row["queue"] for row in status["actors"]}
+            queues = {row["name"]: row["queue"] for row in status["actors"] if ingress_too or row["kind"] != "Ingress"}
             kv = status["kv"]
             if not any(queues.values()) and kv["free_blocks"] == kv["num_blocks"]:
                 return

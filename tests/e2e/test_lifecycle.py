@@ -73,6 +73,27 @@ def test_a_dead_worker_ends_every_stream_with_an_error_and_the_service_with_a_me
     assert "the model worker died" in server.log.read_text()
 
 
+def test_a_dead_ingress_breaks_only_its_own_streams_and_leaks_nothing(tmp_path: Path) -> None:
+    server = start_server(tmp_path / "log")
+    body = {"model": EMBEDDED_NAME, "prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.base_url}/v1/completions", json=body, timeout=30) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        os.kill(server.pid_of("Ingress"), signal.SIGKILL)
+        with pytest.raises(httpx.RemoteProtocolError):
+            list(lines)
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            server.get("/health")
+            break
+        except OSError:
+            assert time.monotonic() < deadline, "no new ingress replica came up"
+            time.sleep(0.2)
+    server.wait_idle(ingress_too=False)
+    server.stop()
+
+
 def test_a_busy_port_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

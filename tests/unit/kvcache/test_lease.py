@@ -216,7 +216,7 @@ def test_a_failed_sequence_ends_and_frees() -> None:
     worker.apply_plan(plan(1, slot("a")))
     batch = worker.next_batch()
     assert isinstance(batch, StepBatch)
-    assert worker.fail("a").status is SequenceStatus.FINISHED_FAILED
+    assert worker.end("a", SequenceStatus.FINISHED_FAILED).status is SequenceStatus.FINISHED_FAILED
     assert worker.blocks.num_free == worker.blocks.num_blocks
     worker.check_integrity()
 
