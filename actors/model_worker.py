@@ -141,7 +141,7 @@ class ModelWorker:
                 self._dispatch(outputs)
                 self._report_due.set()
             elif silent_s > FORGET_S:
-                del self._channels[ingress_id]
+                self._channels.pop(ingress_id).close()
 
     async def _step(self, worker: Worker, batch: StepBatch) -> list[Output]:
         try:

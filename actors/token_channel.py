@@ -15,6 +15,9 @@ FLUSH_INTERVAL_S = 0.012
 FEW_ROWS = 4
 """Up to this many sequences in a step every token goes at once."""
 
+TICK_S = 1.0
+"""How often the channel looks whether its ingress replica has been heard of."""
+
 
 class TokenChannel:
     """Tokens for one ingress replica. First tokens are never held back."""
@@ -23,8 +26,11 @@ class TokenChannel:
         self._outbox = TokenOutbox(incarnation)
         self._due = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
-        self._replied_at = asyncio.get_running_loop().time()
+        self._replied_at = 0.0
         self._num_polling = 0
+        self._heard = True
+        self._silent_ticks = 0
+        self._ticker = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def put(self, deltas: Sequence[TokenDelta], num_rows: int) -> None:
         """Queues the deltas of one step that ran ``num_rows`` sequences."""
@@ -39,11 +45,25 @@ class TokenChannel:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the ingress replica was last heard of; 0 while it waits for an answer."""
-        return 0.0 if self._num_polling else asyncio.get_running_loop().time() - self._replied_at
+        """For how long the ingress replica has not been heard of, to ``TICK_S``.
+
+        Counted in ticks of our own event loop and not by the clock: after a stall of this process, polls wait to
+        be taken in, and the ingress must not be blamed for it.
+        """
+        return self._silent_ticks * TICK_S
+
+    def close(self) -> None:
+        """Ends the ticking."""
+        self._ticker.cancel()
+
+    def _tick(self) -> None:
+        self._silent_ticks = 0 if self._heard else self._silent_ticks + 1
+        self._heard = self._num_polling > 0
+        self._ticker = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     async def poll(self, ack_seq: int, timeout_s: float) -> bytes:
         """The next ``TokenBatches``; what was sent but not acknowledged comes again at once."""
+        self._heard = True
         self._outbox.acknowledge(ack_seq)
         if not self._outbox.has_sent:
             self._num_polling += 1

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
+import pytest
+
+from actors import token_channel
 from actors.token_channel import TokenChannel
 from core.codec import decode
 from core.messages import TokenBatches, TokenDelta
@@ -13,6 +17,14 @@ LONG_S = 30.0
 
 def delta(start: int) -> TokenDelta:
     return TokenDelta("a", 0, start, (1,), "x", None, None)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LONG_S):
+        while True:
+            if condition():
+                return
+            await asyncio.sleep(0.01)
 
 
 async def starts(channel: TokenChannel, ack_seq: int) -> list[int]:
@@ -47,3 +59,18 @@ async def test_what_was_not_acknowledged_comes_again_at_once() -> None:
     channel.put([delta(0)], num_rows=1)
     assert await starts(channel, 0) == [0]
     assert await starts(channel, 0) == [0]
+
+
+async def test_silence_is_counted_while_nobody_polls_and_forgotten_when_somebody_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(token_channel, "TICK_S", 0.01)
+    channel = TokenChannel("w")
+    await until(lambda: channel.silent_s >= 0.02)
+    polling = asyncio.create_task(channel.poll(0, LONG_S))
+    await until(lambda: channel.silent_s == 0)
+    await asyncio.sleep(0.1)
+    assert channel.silent_s == 0, "a poll that waits for its answer is no silence"
+    channel.put([delta(0)], num_rows=1)
+    await polling
+    channel.close()
