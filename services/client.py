@@ -25,6 +25,7 @@ from core.messages import (
 from core.request import Request, SamplingParams
 from services.api.backend import ModelInfo
 from services.api.errors import ApiError
+from services.inbox import TokenInbox
 
 HEARTBEAT_S = 1.0
 RETRY_AFTER_S = 1.0
@@ -147,17 +148,13 @@ class EngineClient:
                 stream.submitted.set_exception(InvalidValueError(refusal.field, total, refusal.message))
 
     async def _pump_tokens(self, worker: Any) -> None:
-        ack_seq = 0
+        inbox = TokenInbox()
         while True:
-            data = await worker.poll_tokens.remote(self._ingress_id, ack_seq)
-            for batch in decode(data, TokenBatches).batches:
-                if batch.seq <= ack_seq:
-                    continue
-                ack_seq = batch.seq
-                for delta in batch.deltas:
-                    stream = self._streams.get(delta.request_id)
-                    if stream is not None and delta.attempt == stream.request.attempt:
-                        stream.deltas.put_nowait(delta)
+            data = await worker.poll_tokens.remote(self._ingress_id, inbox.ack_seq)
+            for delta in inbox.receive(decode(data, TokenBatches)):
+                stream = self._streams.get(delta.request_id)
+                if stream is not None and delta.attempt == stream.request.attempt:
+                    stream.deltas.put_nowait(delta)
 
     async def _pump_heartbeat(self) -> None:
         while True:
