@@ -118,8 +118,6 @@ class StepReport:
     worker_incarnation: str
     report_seq: int
     plan_seq: int
-    num_steps: int
-    num_blocks: int
     free_blocks: int
     short_blocks: int
     progress: tuple[SlotProgress, ...]

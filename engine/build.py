@@ -40,13 +40,12 @@ def build_worker(
     runner = ModelRunner.from_dir(model_dir, dtype=dtype, num_blocks=num_blocks, block_size=engine.block_size)
     limits = BatchLimits(engine.max_num_seqs, engine.max_batch_tokens)
     executor = LeaseExecutor(BlockManager(num_blocks, engine.block_size), limits, incarnation)
-    pool_tokens = num_blocks * engine.block_size
     ready = WorkerReady(
         worker_incarnation=incarnation,
         num_blocks=num_blocks,
         block_size=engine.block_size,
-        max_model_len=min(config.max_position_embeddings, pool_tokens),
-        pool_limited=pool_tokens < config.max_position_embeddings,
+        max_model_len=runner.max_model_len,
+        pool_limited=runner.max_model_len < config.max_position_embeddings,
         vocab_size=config.vocab_size,
     )
     detokenizer = Detokenizer(load_tokenizer(model_dir))

@@ -9,16 +9,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from core.errors import InvalidValueError
 from engine.attention import AttentionBackend
-from engine.kv_pool import KVPool, num_blocks_for_budget
+from engine.kv_pool import KVPool
 from engine.layout import build_layout, order_items
 from engine.llama import LlamaModel
 from engine.model_config import LlamaConfig, load_model_config
 from engine.sampler import Sampler
 from engine.sequence import Sequence
 from engine.torch_attention import TorchAttention
-from engine.weights import LlamaWeights, load_weights, parse_dtype
+from engine.weights import LlamaWeights, load_weights
 from kvcache.lease import StepBatch
 
 
@@ -49,26 +48,16 @@ class ModelRunner:
         cls,
         model_dir: Path,
         *,
+        dtype: torch.dtype,
+        num_blocks: int,
         block_size: int,
-        dtype: torch.dtype | str = "auto",
-        num_blocks: int | None = None,
-        kv_budget_bytes: int | None = None,
     ) -> ModelRunner:
-        """A runner of the checkpoint in ``model_dir``; give either ``num_blocks`` or ``kv_budget_bytes``.
+        """A runner of the checkpoint in ``model_dir`` with a pool of ``num_blocks`` blocks.
 
         Raises:
-            InvalidValueError: a checkpoint or a setting that cannot be used; names it.
+            InvalidValueError: a checkpoint that cannot be used; names it.
         """
-        if (num_blocks is None) == (kv_budget_bytes is None):
-            raise InvalidValueError("num_blocks", num_blocks, "either num_blocks or kv_budget_bytes")
         config = load_model_config(model_dir)
-        if isinstance(dtype, str):
-            dtype = parse_dtype(dtype, config)
-        if kv_budget_bytes is not None:
-            num_blocks = num_blocks_for_budget(kv_budget_bytes, config, dtype, block_size)
-        if not num_blocks or num_blocks < 1:
-            least = config.kv_bytes_per_token(dtype) * block_size
-            raise InvalidValueError("kv_budget_bytes", kv_budget_bytes, f"room for a block of {least} bytes")
         weights = load_weights(model_dir, config, dtype)
         return cls(config, weights, KVPool(config, num_blocks=num_blocks, block_size=block_size, dtype=dtype))
 

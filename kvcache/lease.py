@@ -92,7 +92,6 @@ class LeaseExecutor:
         self.blocks = blocks
         self.limits = limits
         self.incarnation = incarnation
-        self.num_steps = 0
         self.short_blocks = 0
         self._held: dict[str, _Held] = {}  # in plan order
         self._plan_seq = 0
@@ -251,7 +250,6 @@ class LeaseExecutor:
         Args:
             stopped: Ids whose new token ended them (EOS, stop string or id). Length limits are found here.
         """
-        self.num_steps += 1
         ended = set(stopped)
         finished = []
         for item in batch.items:
@@ -288,8 +286,6 @@ class LeaseExecutor:
             worker_incarnation=self.incarnation,
             report_seq=self._report_seq,
             plan_seq=self._plan_seq,
-            num_steps=self.num_steps,
-            num_blocks=self.blocks.num_blocks,
             free_blocks=self.blocks.num_free,
             short_blocks=self.short_blocks,
             progress=tuple(self._progress()),

@@ -148,7 +148,7 @@ class Service:
             logging_config={"enable_access_log": False, "log_level": "WARNING"},
         )
         for index, (worker, ready) in enumerate(zip(workers, loading, strict=True)):
-            ray.get(control.connect.remote(str(index), worker, ray.get(ready)))
+            ray.get(control.connect.remote(str(index), worker, _started(ready)))
         self._vital = {worker.ended.remote(): "the model worker" for worker in workers}
         self._vital[control.ended.remote()] = "the scheduler"
         serve.run(self._ingress(), name="farsight", route_prefix="/")
@@ -185,6 +185,25 @@ class Service:
                 except Exception as error:
                     raise ServiceFailed(f"{self._vital[ref]} died: {error}") from error
                 raise ServiceFailed(f"{self._vital[ref]} ended")
+
+
+def _started(loading: Any) -> Any:
+    """What a worker says when it has started.
+
+    Raises:
+        FarsightError: it could not; the worker's own reason, without the way it took through the actor.
+    """
+    import ray
+    from ray.exceptions import RayError, RayTaskError
+
+    try:
+        return ray.get(loading)
+    except RayTaskError as error:
+        if isinstance(error.cause, FarsightError):
+            raise error.cause from None
+        raise ServiceFailed(f"the model worker could not start: {error.cause!r}") from error
+    except RayError as error:
+        raise ServiceFailed(f"the model worker died while it started: {error}") from error
 
 
 def default_ingress_replicas() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.launch import EMBEDDED_NAME
+from services.launch import EMBEDDED_MODEL, EMBEDDED_NAME
 from tests.e2e.server import STOP_TIMEOUT_S, farsight, free_port, spawn_server, start_server
 
 
@@ -128,6 +129,27 @@ def test_a_model_that_is_not_supported_is_refused_before_anything_starts(tmp_pat
     assert result.returncode == 1
     assert "MambaForCausalLM" in result.stderr
     assert "LlamaForCausalLM" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("missing", "flags", "message"),
+    [
+        ("model.safetensors", [], "a directory with model.safetensors"),
+        ("tokenizer.json", [], "a model directory with a tokenizer.json"),
+        ("", ["--kv-memory", "100B"], "room for at least one block"),
+    ],
+    ids=["no weights", "no tokenizer", "no room"],
+)
+def test_a_worker_that_cannot_start_says_why_in_one_line(
+    tmp_path: Path, missing: str, flags: list[str], message: str
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(EMBEDDED_MODEL, model, ignore=shutil.ignore_patterns(missing) if missing else None)
+    result = run("serve", "--model", str(model), "--port", str(free_port()), *flags)
+    assert result.returncode == 1
+    assert message in result.stderr
+    assert result.stderr.startswith("farsight: ")
+    assert len(result.stderr.splitlines()) == 1, result.stderr
 
 
 def test_an_unknown_key_of_the_file_names_the_nearest(tmp_path: Path) -> None:

@@ -41,7 +41,9 @@ def make_runner(model_dir: Callable[[str], Path]) -> Callable[..., ModelRunner]:
     """A runner over a pool full of NaN, which must never be seen."""
 
     def make(shape: str = "gqa", dtype: str = "float32", num_blocks: int = 64, block_size: int = 4) -> ModelRunner:
-        runner = ModelRunner.from_dir(model_dir(shape), dtype=dtype, num_blocks=num_blocks, block_size=block_size)
+        runner = ModelRunner.from_dir(
+            model_dir(shape), dtype=getattr(torch, dtype), num_blocks=num_blocks, block_size=block_size
+        )
         for cache in (*runner.pool.keys, *runner.pool.values):
             cache.fill_(float("nan"))
         return runner

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from core.errors import IntegrityError, InvalidValueError
+from core.errors import IntegrityError
 from engine.model_runner import ModelRunner
 from engine.torch_attention import TorchAttention
 from kvcache.lease import StepBatch, StepItem
@@ -167,9 +167,11 @@ def test_empty_step(make_runner):
 
 
 def test_pool_sizes(tiny_model_dir):
-    runner = ModelRunner.from_dir(tiny_model_dir, block_size=16, kv_budget_bytes=2**16)
-    assert (runner.pool.num_blocks, runner.max_model_len, runner.pool.dtype) == (8, 128, torch.float32)
-    with pytest.raises(InvalidValueError, match="kv_budget_bytes"):
-        ModelRunner.from_dir(tiny_model_dir, block_size=16, kv_budget_bytes=1000)
-    with pytest.raises(InvalidValueError, match="num_blocks"):
-        ModelRunner.from_dir(tiny_model_dir, block_size=16)
+    """The context is 256: the smaller of it and the pool bounds a sequence."""
+    for num_blocks, max_model_len in ((8, 128), (16, 256), (17, 256)):
+        runner = ModelRunner.from_dir(tiny_model_dir, dtype=torch.float32, num_blocks=num_blocks, block_size=16)
+        assert (runner.pool.num_blocks, runner.max_model_len, runner.pool.dtype) == (
+            num_blocks,
+            max_model_len,
+            torch.float32,
+        )

@@ -57,7 +57,7 @@ def test_prefill_then_decode_to_the_length_limit() -> None:
     assert [(end.request_id, end.status, end.output_len) for end in report.finished] == [
         ("a", SequenceStatus.FINISHED_LENGTH, 3)
     ]
-    assert report.free_blocks == report.num_blocks
+    assert report.free_blocks == worker.blocks.num_blocks
 
 
 def test_a_stopped_sequence_frees_its_blocks_at_once() -> None:

@@ -57,7 +57,7 @@ class Harness:
     ) -> None:
         done = tuple(FinishedSequence(name, 0, SequenceStatus.FINISHED_STOPPED, 2) for name in ended)
         plan_seq = plan or self.plans[-1].plan_seq
-        self.handle(WorkerReported(StepReport("w", seq, plan_seq, seq, 10, 0, short, progress, done)))
+        self.handle(WorkerReported(StepReport("w", seq, plan_seq, 0, short, progress, done)))
 
     @property
     def admitted(self) -> list[str]:
@@ -120,9 +120,7 @@ def test_reports_out_of_order_or_of_another_life_are_ignored() -> None:
     h.report(5)
     h.report(4, ended=("a",))
     assert h.ended == []
-    foreign = StepReport(
-        "other", 9, 1, 1, 10, 0, 0, (), (FinishedSequence("a", 0, SequenceStatus.FINISHED_STOPPED, 1),)
-    )
+    foreign = StepReport("other", 9, 1, 0, 0, (), (FinishedSequence("a", 0, SequenceStatus.FINISHED_STOPPED, 1),))
     h.handle(WorkerReported(foreign))
     assert h.ended == []
 
