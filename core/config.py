@@ -15,6 +15,7 @@ from core.errors import ConfigError, InvalidValueError
 from core.units import parse_memory
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+PLACEMENTS = ("auto", "fused", "split")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,48 @@ class ServerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ActorsConfig:
+    """Which pieces run in which processes.
+
+    Attributes:
+        placement: ``split`` gives every piece its own actor; ``fused`` puts Router, Schedulers, KV offload managers,
+            estimator, log store and supervisor into one; ``auto`` picks by the machine's size.
+        length_predictors: How many.
+        serving_time_estimators: How many.
+        scheduler_delay_s: Holds back every message to and from a Scheduler for so long; to measure that no step
+            waits for one.
+    """
+
+    placement: str = "auto"
+    length_predictors: int = 1
+    serving_time_estimators: int = 1
+    scheduler_delay_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require(self.placement in PLACEMENTS, "actors.placement", self.placement, f"one of {', '.join(PLACEMENTS)}")
+        for name in ("length_predictors", "serving_time_estimators"):
+            value = getattr(self, name)
+            _require(value >= 1, f"actors.{name}", value, "an integer >= 1")
+        _require(self.scheduler_delay_s >= 0, "actors.scheduler_delay_s", self.scheduler_delay_s, "a number >= 0")
+
+
+@dataclass(frozen=True, slots=True)
+class LogConfig:
+    """The log of finished requests.
+
+    Attributes:
+        path: SQLite file; empty keeps it with the server's temporary files, gone when the server ends.
+        max_rows: Older records are dropped.
+    """
+
+    path: str = ""
+    max_rows: int = 1_000_000
+
+    def __post_init__(self) -> None:
+        _require(self.max_rows >= 1, "log.max_rows", self.max_rows, "an integer >= 1")
+
+
+@dataclass(frozen=True, slots=True)
 class FarsightConfig:
     """Everything that can be set; each field is a table of the TOML file."""
 
@@ -130,6 +173,8 @@ class FarsightConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    actors: ActorsConfig = field(default_factory=ActorsConfig)
+    log: LogConfig = field(default_factory=LogConfig)
 
 
 def load_config(path: Path | None, overrides: dict[str, dict[str, Any]]) -> FarsightConfig:

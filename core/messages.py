@@ -10,27 +10,31 @@ from dataclasses import dataclass
 
 from core.request import Request, SequenceStatus
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Raised when any message changes shape; a message of another version is refused."""
+
+
+Key = tuple[str, int]
+"""(request id, attempt)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Ingress -> scheduler: new requests, in order of arrival."""
+    """Ingress -> Router -> Scheduler: requests, new or resumed, in order of arrival."""
 
     requests: tuple[Request, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
-    """Ingress -> scheduler: the clients of these (request_id, attempt) pairs are gone."""
+class Keys:
+    """Attempts, by key: whose clients are gone (``abort``), which the Scheduler is asked about or does not know."""
 
-    keys: tuple[tuple[str, int], ...]
+    keys: tuple[Key, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Scheduler -> ingress, in answer to ``Submit``: this request will never run."""
+    """Scheduler -> Router -> ingress, in answer to ``Submit``: this request will never run."""
 
     request_id: str
     attempt: int
@@ -39,8 +43,61 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusals:
+class Placed:
+    """Router -> ingress: an attempt and the worker life that runs it; an empty replica while it waits for one."""
+
+    request_id: str
+    attempt: int
+    replica: str
+    worker_incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitReply:
+    placed: tuple[Placed, ...]
     refusals: tuple[Refusal, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRequest:
+    """An open stream as its ingress replica knows it; ``work_tokens`` is prompt plus what may yet come."""
+
+    request_id: str
+    attempt: int
+    replica: str
+    worker_incarnation: str
+    work_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Ingress -> Router, every second and after a fault: all its open streams, so that a new Router knows them."""
+
+    ingress_id: str
+    open: tuple[OpenRequest, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AnnounceReply:
+    """Router -> ingress: attempts that nobody runs any more, to be resumed, and those that will never run."""
+
+    lost: tuple[Key, ...]
+    refusals: tuple[Refusal, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaState:
+    """Scheduler -> Router, every second and at once when it changes; no ``ready`` while the worker is away."""
+
+    replica: str
+    ready: WorkerReady | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Scheduler -> Router: sequences that reached their end."""
+
+    finished: tuple[FinishedSequence, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +130,14 @@ class Plan:
 
     Attributes:
         worker_incarnation: The worker life this plan is for; others drop it.
-        plan_seq: Rises by one a plan; a worker drops what is not newer.
+        lease: Which Scheduler life made it (``WorkerState.lease``); a worker drops what an earlier one made.
+        plan_seq: Rises by one a plan within a lease; a worker drops what is not newer.
         as_of_report_seq: The last report the scheduler had seen.
         reserve_blocks: Blocks that must stay free when a sequence starts (not when it grows).
     """
 
     worker_incarnation: str
+    lease: int
     plan_seq: int
     as_of_report_seq: int
     reserve_blocks: int
@@ -87,7 +146,11 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class SlotProgress:
-    """A living sequence as the worker sees it; lengths in tokens."""
+    """A living sequence as the worker sees it; lengths in tokens.
+
+    Attributes:
+        stalled: Its client does not read: it rests, whatever it has been granted.
+    """
 
     request_id: str
     attempt: int
@@ -96,6 +159,7 @@ class SlotProgress:
     computed_len: int
     output_len: int
     num_blocks: int
+    stalled: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,21 +171,41 @@ class FinishedSequence:
 
 
 @dataclass(frozen=True, slots=True)
+class StepSample:
+    """One step and how long it took; what the step-time profile is fitted to.
+
+    Attributes:
+        prefill_tokens: Tokens computed by sequences that had more than one to compute.
+        decode_seqs: Sequences that computed exactly one token.
+        context_tokens: Tokens that all of them together attended to.
+    """
+
+    prefill_tokens: int
+    decode_seqs: int
+    context_tokens: int
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """Worker -> scheduler: a snapshot; ``finished`` repeats until acknowledged.
 
     Attributes:
+        lease: The lease in force; a Scheduler ignores reports under another one's.
         plan_seq: The plan in force when the report was made.
         short_blocks: Blocks that paused sequences lack: above 0 the worker is under pressure.
+        steps: Some of the steps since the last report.
     """
 
     worker_incarnation: str
+    lease: int
     report_seq: int
     plan_seq: int
     free_blocks: int
     short_blocks: int
     progress: tuple[SlotProgress, ...]
     finished: tuple[FinishedSequence, ...]
+    steps: tuple[StepSample, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,13 +238,27 @@ class TokenBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenPoll:
+    """Ingress -> worker: give me what is new after ``ack_seq``; the worker hears from it that the ingress lives.
+
+    Attributes:
+        slow: Requests whose clients do not read; they rest until they are no longer named here.
+    """
+
+    ingress_id: str
+    ack_seq: int
+    slow: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TokenBatches:
+    worker_incarnation: str
     batches: tuple[TokenBatch, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady:
-    """Worker -> everyone, once: what this life of the worker can hold.
+    """What this life of the worker can hold.
 
     Attributes:
         num_blocks: KV blocks in the pool, of ``block_size`` tokens each.
@@ -177,8 +275,82 @@ class WorkerReady:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerState:
+    """Worker -> Scheduler, when one takes over: everything it needs to go on where another one left.
+
+    Attributes:
+        lease: Belongs to the Scheduler that asked; plans of earlier leases are dropped from now on.
+        held: The requests of the sequences in ``report.progress``, in their order.
+    """
+
+    lease: int
+    ready: WorkerReady
+    held: tuple[Request, ...]
+    report: StepReport
+
+
+@dataclass(frozen=True, slots=True)
+class StepSamples:
+    """Scheduler -> ServingTimeEstimator: measured steps of one replica."""
+
+    replica: str
+    samples: tuple[StepSample, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRequest:
+    """Ingress -> LogStore: one request and how it went; one record a request.
+
+    Attributes:
+        attempts: Resumptions included; 1 if nothing went wrong.
+        finish_reason: stop, length, abort (the client left) or error.
+        received_at: Unix seconds.
+        ttft_s: From receipt to the first token; None if there was none.
+        jct_s: From receipt to the end.
+    """
+
+    request_id: str
+    replica: str
+    attempts: int
+    prompt_len: int
+    output_len: int
+    max_new_tokens: int
+    finish_reason: str
+    received_at: float
+    ttft_s: float | None
+    jct_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRequests:
+    records: tuple[FinishedRequest, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LogQuery:
+    """-> LogStore: records after this row, at most so many."""
+
+    after_row: int
+    limit: int
+
+
+@dataclass(frozen=True, slots=True)
+class LogPage:
+    """LogStore ->: records in order of writing, and the row of the last (the query's own if there are none)."""
+
+    last_row: int
+    records: tuple[FinishedRequest, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PieceStatus:
-    """One row of ``farsight status``: a logical piece, wherever it is hosted."""
+    """One row of ``farsight status``: a logical piece, wherever it is hosted.
+
+    Attributes:
+        state: ready, starting, waiting (for a piece it depends on), draining, dead or lost (silent).
+        restarts: How often the supervisor has started it again.
+        http_port: Of the /healthz and /metrics of its process, on the loopback interface; 0 if there are none.
+    """
 
     name: str
     kind: str
@@ -187,6 +359,8 @@ class PieceStatus:
     state: str
     queue: int
     last_step_age_s: float | None
+    restarts: int
+    http_port: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,3 +370,21 @@ class StatusReply:
     pieces: tuple[PieceStatus, ...]
     num_blocks: int
     free_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class PieceCounts:
+    """Supervisor ->: how many there should be of what can be scaled."""
+
+    replicas: int
+    length_predictors: int
+    serving_time_estimators: int
+    ingress_replicas: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """-> Supervisor: there should be ``count`` of ``kind``."""
+
+    kind: str
+    count: int

@@ -86,6 +86,7 @@ class Request:
         attempt: Raised by the ingress on each resubmission; workers fence lower ones.
         ingress_id: Which ingress replica holds the client; tokens go straight there.
         prompt_ids: Token ids; never empty.
+        output_ids: What the client has already got from earlier attempts (a resumed request); usually empty.
     """
 
     request_id: str
@@ -93,13 +94,21 @@ class Request:
     ingress_id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
+    output_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _require(len(self.prompt_ids) > 0, "prompt", self.prompt_ids, "at least one token")
+        ok = len(self.output_ids) < self.sampling.max_new_tokens
+        _require(ok, "output_ids", len(self.output_ids), f"fewer than max_tokens = {self.sampling.max_new_tokens}")
 
     @property
     def prompt_len(self) -> int:
         return len(self.prompt_ids)
+
+    @property
+    def known_len(self) -> int:
+        """Tokens known when the attempt begins: prompt and resumed output."""
+        return len(self.prompt_ids) + len(self.output_ids)
 
     @property
     def max_total_len(self) -> int:
