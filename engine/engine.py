@@ -74,7 +74,7 @@ class Engine:
         )
         self._clock = clock
         self._ids = itertools.count()
-        self._handle(WorkerConnected(self.worker.ready))
+        self._handle(WorkerConnected(self.worker.take_over()))
 
     def submit(self, prompt: Prompt, sampling: SamplingParams) -> str:
         """Queues a request and returns its id.

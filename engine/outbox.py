@@ -15,9 +15,15 @@ class TokenOutbox:
         self._seq = 0
         self._fresh: list[TokenDelta] = []
         self._sealed: deque[TokenBatch] = deque()
+        self._num_sealed = 0
 
     def put(self, delta: TokenDelta) -> None:
         self._fresh.append(delta)
+
+    @property
+    def num_deltas(self) -> int:
+        """Deltas that the ingress replica has not acknowledged."""
+        return self._num_sealed + len(self._fresh)
 
     @property
     def has_sent(self) -> bool:
@@ -27,12 +33,13 @@ class TokenOutbox:
     def acknowledge(self, ack_seq: int) -> None:
         """The ingress has all batches up to ``ack_seq``."""
         while self._sealed and self._sealed[0].seq <= ack_seq:
-            self._sealed.popleft()
+            self._num_sealed -= len(self._sealed.popleft().deltas)
 
     def take(self) -> TokenBatches:
         """Everything unacknowledged, what is new as one batch at the end."""
         if self._fresh:
             self._seq += 1
             self._sealed.append(TokenBatch(self._incarnation, self._seq, tuple(self._fresh)))
+            self._num_sealed += len(self._fresh)
             self._fresh = []
-        return TokenBatches(tuple(self._sealed))
+        return TokenBatches(self._incarnation, tuple(self._sealed))

@@ -20,8 +20,8 @@ class Sequence:
 
     @classmethod
     def of(cls, request: Request) -> Sequence:
-        """A sequence without output."""
-        return cls(request, list(request.prompt_ids))
+        """A sequence as its attempt begins it."""
+        return cls(request, [*request.prompt_ids, *request.output_ids])
 
     @property
     def sampling(self) -> SamplingParams:

@@ -7,12 +7,13 @@ but ``execute`` belongs to one thread.
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from core.errors import IntegrityError
-from core.messages import FinishedSequence, Plan, TokenDelta, WorkerReady
-from core.request import SequenceStatus
+from core.messages import FinishedSequence, Plan, TokenDelta, WorkerReady, WorkerState
+from core.request import Request, SequenceStatus
 from engine.detokenizer import Detokenizer, OutputText
 from engine.sequence import Sequence
 from kvcache import LeaseExecutor, StepBatch
@@ -62,8 +63,18 @@ class Worker:
         self._texts: dict[str, OutputText] = {}
         self._pending: Plan | None = None
 
+    def take_over(self) -> WorkerState:
+        """A Scheduler life begins: what it needs to go on where another one left. Between steps."""
+        self._pending = None
+        lease = self.executor.take_over()
+        report = self.executor.report()
+        held = tuple(self._sequences[progress.request_id].request for progress in report.progress)
+        return WorkerState(lease, self.ready, held, report)
+
     def offer_plan(self, plan: Plan) -> None:
         """Keeps the newest plan for the next step boundary."""
+        if plan.lease != self.executor.lease:
+            return
         if self._pending is None or plan.plan_seq > self._pending.plan_seq:
             self._pending = plan
 
@@ -83,7 +94,14 @@ class Worker:
                 continue
             if self.executor.holds(request.request_id):
                 self._sequences[request.request_id] = Sequence.of(request)
-                self._texts[request.request_id] = self._detokenizer.start(request.sampling.stop, request.prompt_ids)
+                self._texts[request.request_id] = self._start_text(request)
+
+    def _start_text(self, request: Request) -> OutputText:
+        """The text so far; of a resumed request the client has got all that its tokens made certain."""
+        text = self._detokenizer.start(request.sampling.stop, request.prompt_ids)
+        for token in request.output_ids:
+            text.push(token)
+        return text
 
     def _drop(self, request_id: str) -> None:
         del self._sequences[request_id]
@@ -126,6 +144,24 @@ class Worker:
             end = self.executor.end(request_id, SequenceStatus.FINISHED_ABORTED)
             outputs.append(self._output(request_id, "", end, error="the ingress replica fell silent"))
         return outputs
+
+    @property
+    def ingress_ids(self) -> set[str]:
+        """The ingress replicas that somebody held here belongs to."""
+        return {sequence.request.ingress_id for sequence in self._sequences.values()}
+
+    def stall(self, slow: Mapping[str, Collection[str] | None]) -> None:
+        """Who rests from the next step on because tokens are not being taken.
+
+        Args:
+            slow: By ingress replica the requests whose clients do not read; None for all of its requests.
+        """
+        ids = set()
+        for request_id, sequence in self._sequences.items():
+            named = slow.get(sequence.request.ingress_id, ())
+            if named is None or request_id in named:
+                ids.add(request_id)
+        self.executor.stall(frozenset(ids))
 
     def _show(self, sequence: Sequence, token: int) -> str:
         """Text that became certain with this token; an EOS that ends the sequence is not text."""

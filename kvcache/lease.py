@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from core.errors import IntegrityError
-from core.messages import FinishedSequence, Plan, Slot, SlotProgress, StepReport
+from core.messages import FinishedSequence, Plan, Slot, SlotProgress, StepReport, StepSample
 from core.request import SequenceStatus
 from kvcache.block_manager import BlockManager
 
@@ -94,6 +94,8 @@ class LeaseExecutor:
         self.incarnation = incarnation
         self.short_blocks = 0
         self._held: dict[str, _Held] = {}  # in plan order
+        self._stalled: frozenset[str] = frozenset()
+        self._lease = 0
         self._plan_seq = 0
         self._reserve_blocks = 0
         self._vacated = 0  # slots of this plan, standbys aside, that have ended: places a standby may take
@@ -103,6 +105,10 @@ class LeaseExecutor:
         # knowledge they are remembered, so that an older view of the world cannot start them again.
         self._unacknowledged: dict[tuple[str, int], tuple[FinishedSequence, int]] = {}
         self._tombstones: dict[tuple[str, int], int] = {}
+
+    @property
+    def lease(self) -> int:
+        return self._lease
 
     @property
     def plan_seq(self) -> int:
@@ -115,9 +121,21 @@ class LeaseExecutor:
     def holds(self, request_id: str) -> bool:
         return request_id in self._held
 
+    def take_over(self) -> int:
+        """A Scheduler life begins: the lease that its plans must bear. What is held stays and goes on."""
+        self._lease += 1
+        self._plan_seq = 0
+        return self._lease
+
+    def stall(self, request_ids: frozenset[str]) -> None:
+        """These rest, whatever the plan grants them: their clients do not read."""
+        self._stalled = request_ids
+
     def apply_plan(self, plan: Plan) -> list[str]:
         """Takes over a newer plan; returns the ids of sequences to forget (aborted, or fenced by a new attempt)."""
-        if plan.worker_incarnation != self.incarnation or plan.plan_seq <= self._plan_seq:
+        if plan.worker_incarnation != self.incarnation or plan.lease != self._lease:
+            return []
+        if plan.plan_seq <= self._plan_seq:
             return []
         self._plan_seq = plan.plan_seq
         self._reserve_blocks = plan.reserve_blocks
@@ -162,7 +180,7 @@ class LeaseExecutor:
             prompt_len=request.prompt_len,
             max_total_len=request.max_total_len,
             arrival=self._arrivals,
-            num_tokens=request.prompt_len,
+            num_tokens=request.known_len,
             slot=slot,
             num_preemptions=slot.num_preemptions,
         )
@@ -188,6 +206,8 @@ class LeaseExecutor:
         for held in ranked:
             if len(selection.items) >= self.limits.max_num_seqs or selection.tokens_left == 0:
                 break
+            if held.request_id in self._stalled:
+                continue
             wanted = self._runnable_tokens(held, within_grants)
             if wanted == 0:
                 selection.out_of_grants = True
@@ -279,17 +299,19 @@ class LeaseExecutor:
         self._tombstones[key] = first_report
         return finished
 
-    def report(self) -> StepReport:
-        """A snapshot under a new sequence number."""
+    def report(self, steps: tuple[StepSample, ...] = ()) -> StepReport:
+        """A snapshot under a new sequence number; ``steps`` are passed on as they are."""
         self._report_seq += 1
         return StepReport(
             worker_incarnation=self.incarnation,
+            lease=self._lease,
             report_seq=self._report_seq,
             plan_seq=self._plan_seq,
             free_blocks=self.blocks.num_free,
             short_blocks=self.short_blocks,
             progress=tuple(self._progress()),
             finished=tuple(finished for finished, _ in self._unacknowledged.values()),
+            steps=steps,
         )
 
     def _progress(self) -> Iterator[SlotProgress]:
@@ -302,6 +324,7 @@ class LeaseExecutor:
                 computed_len=held.computed_len,
                 output_len=held.output_len,
                 num_blocks=len(self.blocks.table(held.request_id)),
+                stalled=held.request_id in self._stalled,
             )
 
     def acknowledge(self, report_seq: int) -> None:

@@ -1,39 +1,101 @@
 """The scheduler over replicas (``Router``): a state machine, ``handle(event, now) -> [Instruction]``.
 
 It decides which replica runs a request and remembers it until the request ends. What a replica does with its
-requests is the ``ReplicaScheduler``'s business.
+requests is the ``ReplicaScheduler``'s business. Nothing here has to survive: the ingress replicas announce their open
+streams and the Schedulers their replicas, and from both a new Router knows what the old one knew.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from core.errors import IntegrityError
+from core.messages import FinishedSequence, Key, OpenRequest, Placed, WorkerReady
 from core.request import Request
 from policies.placement import Placement, ReplicaLoad
 from policies.replica_scheduler import RefuseRequest, RequestsAborted, RequestsArrived
 
-HISTORY_WEIGHT = 1 / 64
-"""How much one ended request moves the mean output length that work is estimated with."""
+
+@dataclass(frozen=True, slots=True)
+class ReplicaUp:
+    """A replica takes requests; said again and again while it does."""
+
+    name: str
+    ready: WorkerReady
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaConnected:
-    """A replica can take requests from now on."""
+class ReplicaAway:
+    """A replica takes no requests for now; what it runs may well go on."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class RequestLeft:
-    """A replica is done with a request; ``output_len`` is None if it never ran."""
+class ReplicaDraining:
+    """A replica is to be given up: nothing new goes there."""
 
-    request_id: str
-    attempt: int
-    output_len: int | None
+    name: str
 
 
-GlobalEvent = ReplicaConnected | RequestsArrived | RequestsAborted | RequestLeft
+@dataclass(frozen=True, slots=True)
+class ReplicaGone:
+    """A replica will not come back."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestsEnded:
+    """A replica is done with these."""
+
+    finished: tuple[FinishedSequence, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class IngressAnnounced:
+    """All open streams of one ingress replica; it comes after every request that the replica has sent before."""
+
+    ingress_id: str
+    open: tuple[OpenRequest, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class IngressLost:
+    """An ingress replica is gone, and its clients with it."""
+
+    ingress_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class KeysUnknown:
+    """A replica's Scheduler, asked by ``AskReplica``, does not know these attempts."""
+
+    replica: str
+    keys: tuple[Key, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MeanOutputLen:
+    """What the length predictor expects of a request that it knows nothing about; tokens."""
+
+    mean: float
+
+
+GlobalEvent = (
+    ReplicaUp
+    | ReplicaAway
+    | ReplicaDraining
+    | ReplicaGone
+    | RequestsArrived
+    | RequestsAborted
+    | RequestsEnded
+    | IngressAnnounced
+    | IngressLost
+    | KeysUnknown
+    | MeanOutputLen
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,29 +108,57 @@ class PlaceRequests:
 
 @dataclass(frozen=True, slots=True)
 class AbortOnReplica:
-    """Their replica must forget these (request id, attempt) pairs."""
+    """This replica must forget these attempts and earlier ones of the same requests."""
 
     replica: str
-    keys: tuple[tuple[str, int], ...]
+    keys: tuple[Key, ...]
 
 
-GlobalInstruction = PlaceRequests | AbortOnReplica | RefuseRequest
+@dataclass(frozen=True, slots=True)
+class AskReplica:
+    """Which of these attempts does this replica's Scheduler not know? It has had all that was placed there."""
+
+    replica: str
+    keys: tuple[Key, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReportLost:
+    """Nobody runs these attempts; their ingress replica is to resume them."""
+
+    ingress_id: str
+    keys: tuple[Key, ...]
+
+
+GlobalInstruction = PlaceRequests | AbortOnReplica | AskReplica | ReportLost | RefuseRequest
 
 
 @dataclass(slots=True)
 class _Replica:
+    """``ready`` is of its latest worker life; ``up`` says whether it takes requests now."""
+
     name: str
-    requests: dict[str, float]  # id -> tokens of work
+    ready: WorkerReady | None = None
+    up: bool = False
+    draining: bool = False
+    requests: dict[str, float] = field(default_factory=dict)  # id -> tokens of work
     work_tokens: float = 0.0
 
     def load(self) -> ReplicaLoad:
         return ReplicaLoad(self.name, len(self.requests), self.work_tokens)
 
+    def fits(self, request: Request) -> bool:
+        return self.ready is not None and request.max_total_len <= self.ready.max_model_len
+
 
 @dataclass(frozen=True, slots=True)
-class _Placed:
+class _Entry:
+    """One line of the in-flight table: an attempt and the worker life that it was placed on."""
+
     attempt: int
+    ingress_id: str
     replica: str
+    worker_incarnation: str
 
 
 class GlobalScheduler:
@@ -77,87 +167,209 @@ class GlobalScheduler:
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
         self._replicas: dict[str, _Replica] = {}
-        self._placed: dict[str, _Placed] = {}
+        self._placed: dict[str, _Entry] = {}
+        self._queued: dict[str, Request] = {}  # no replica takes requests: they wait for one
         self._mean_output_len: float | None = None
 
     @property
     def num_in_flight(self) -> int:
-        return len(self._placed)
+        return len(self._placed) + len(self._queued)
 
     def loads(self) -> list[ReplicaLoad]:
-        """Every replica, in order of connection."""
-        return [replica.load() for replica in self._replicas.values()]
+        """Every replica that takes requests, in the order they were heard of."""
+        return [replica.load() for replica in self._replicas.values() if replica.up and not replica.draining]
+
+    def num_on(self, replica: str) -> int:
+        """Requests placed on a replica and not ended."""
+        return len(self._replicas[replica].requests) if replica in self._replicas else 0
+
+    def placed(self, request_id: str, attempt: int) -> Placed:
+        """Where an attempt was placed; an empty replica if it waits."""
+        entry = self._placed.get(request_id)
+        if entry is None or entry.attempt != attempt:
+            return Placed(request_id, attempt, "", "")
+        return Placed(request_id, attempt, entry.replica, entry.worker_incarnation)
 
     def handle(self, event: GlobalEvent, now: float) -> list[GlobalInstruction]:
         """The only mutator. ``now`` is seconds on the caller's monotonic clock."""
         match event:
-            case RequestsArrived():
-                return self._arrive(event.requests)
-            case RequestsAborted():
-                return self._abort(event.keys)
-            case RequestLeft():
-                self._end(event)
-            case ReplicaConnected():
-                self._replicas.setdefault(event.name, _Replica(event.name, {}))
+            case RequestsArrived(requests):
+                return self._arrive(requests)
+            case RequestsAborted(keys):
+                return self._abort(keys)
+            case RequestsEnded(finished):
+                self._end(finished)
+            case IngressAnnounced(ingress_id, announced):
+                return self._reconcile(ingress_id, announced)
+            case IngressLost(ingress_id):
+                return self._abort([key for key, owner in self._keys() if owner == ingress_id])
+            case KeysUnknown(replica, keys):
+                return self._drop_unknown(replica, keys)
+            case ReplicaUp(name, ready):
+                return self._bring_up(name, ready)
+            case ReplicaAway(name):
+                self._replica(name).up = False
+            case ReplicaDraining(name):
+                self._replica(name).draining = True
+            case ReplicaGone(name):
+                self._drop_replica(name)
+            case MeanOutputLen(mean):
+                self._mean_output_len = mean
         return []
 
-    def _arrive(self, requests: tuple[Request, ...]) -> list[GlobalInstruction]:
-        if not self._replicas:
-            return [RefuseRequest(r.request_id, r.attempt, "model", "no replica is ready yet") for r in requests]
-        placed: dict[str, list[Request]] = {}
+    def _replica(self, name: str) -> _Replica:
+        return self._replicas.setdefault(name, _Replica(name))
+
+    def _bring_up(self, name: str, ready: WorkerReady) -> list[GlobalInstruction]:
+        replica = self._replica(name)
+        replica.ready, replica.up = ready, True
+        for request_id in list(replica.requests):
+            if self._placed[request_id].worker_incarnation != ready.worker_incarnation:
+                self._remove(request_id)  # it went down with the worker; its ingress resumes it
+        waiting, self._queued = tuple(self._queued.values()), {}
+        return self._place_all(waiting)
+
+    def _drop_replica(self, name: str) -> None:
+        for request_id in list(self._replica(name).requests):
+            self._remove(request_id)
+        del self._replicas[name]
+
+    def _arrive(self, requests: Iterable[Request]) -> list[GlobalInstruction]:
+        fresh, superseded = [], []
         for request in requests:
-            known = self._placed.get(request.request_id)
-            if known is not None and known.attempt >= request.attempt:
+            known = self._attempt_of(request.request_id)
+            if known is not None and known >= request.attempt:
                 continue  # a duplicate delivery
             if known is not None:
-                self._remove(request.request_id)
-            placed.setdefault(self._place(request), []).append(request)
-        return [PlaceRequests(name, tuple(group)) for name, group in placed.items()]
+                superseded.append((request.request_id, known))
+            fresh.append(request)
+        aborts = self._abort(superseded)
+        return aborts + self._place_all(fresh)
 
-    def _place(self, request: Request) -> str:
-        name = self._placement.choose(request, self.loads())
-        replica = self._replicas[name]
-        replica.requests[request.request_id] = self._work(request)
-        replica.work_tokens += replica.requests[request.request_id]
-        self._placed[request.request_id] = _Placed(request.attempt, name)
+    def _attempt_of(self, request_id: str) -> int | None:
+        if request_id in self._queued:
+            return self._queued[request_id].attempt
+        entry = self._placed.get(request_id)
+        return None if entry is None else entry.attempt
+
+    def _place_all(self, requests: Iterable[Request]) -> list[GlobalInstruction]:
+        placed: dict[str, list[Request]] = {}
+        refused: list[GlobalInstruction] = []
+        for request in requests:
+            loads = self.loads()
+            fitting = [load for load in loads if self._replicas[load.name].fits(request)]
+            if fitting:
+                placed.setdefault(self._place(request, fitting), []).append(request)
+            elif loads:
+                refused.append(self._too_long(request))
+            else:
+                self._queued[request.request_id] = request
+        return [PlaceRequests(name, tuple(group)) for name, group in placed.items()] + refused
+
+    def _place(self, request: Request, loads: list[ReplicaLoad]) -> str:
+        name = self._placement.choose(request, loads)
+        ready = self._replicas[name].ready
+        assert ready is not None
+        entry = _Entry(request.attempt, request.ingress_id, name, ready.worker_incarnation)
+        self._enter(request.request_id, entry, self._work(request))
         return name
 
-    def _work(self, request: Request) -> float:
-        """Prompt plus the mean output so far, at most what was asked for."""
-        most = float(request.sampling.max_new_tokens)
-        expected = most if self._mean_output_len is None else min(most, self._mean_output_len)
-        return request.prompt_len + expected
+    def _too_long(self, request: Request) -> RefuseRequest:
+        limit = max(replica.ready.max_model_len for replica in self._replicas.values() if replica.ready is not None)
+        message = f"prompt and max_tokens make {request.max_total_len} tokens, a worker holds at most {limit}"
+        return RefuseRequest(request.request_id, request.attempt, "max_tokens", message)
 
-    def _abort(self, keys: tuple[tuple[str, int], ...]) -> list[GlobalInstruction]:
-        by_replica: dict[str, list[tuple[str, int]]] = {}
+    def _work(self, request: Request) -> float:
+        """Known tokens plus the output still to expect: the mean, at most what was asked for."""
+        most = float(request.max_total_len - request.known_len)
+        expected = most if self._mean_output_len is None else min(most, self._mean_output_len)
+        return request.known_len + expected
+
+    def _abort(self, keys: Iterable[Key]) -> list[GlobalInstruction]:
+        by_replica: dict[str, list[Key]] = {}
         for request_id, attempt in keys:
-            placed = self._placed.get(request_id)
-            if placed is not None and placed.attempt <= attempt:
-                by_replica.setdefault(placed.replica, []).append((request_id, attempt))
-                self._remove(request_id)
+            known = self._attempt_of(request_id)
+            entry = self._placed.get(request_id)
+            if known is None or known > attempt:
+                # Not ours, but somebody runs it: an attempt that an earlier Router placed, or that we have replaced.
+                for name in self._replicas:
+                    by_replica.setdefault(name, []).append((request_id, attempt))
+                continue
+            if entry is not None:
+                by_replica.setdefault(entry.replica, []).append((request_id, attempt))
+            self._remove(request_id)
         return [AbortOnReplica(name, tuple(group)) for name, group in by_replica.items()]
 
-    def _end(self, event: RequestLeft) -> None:
-        placed = self._placed.get(event.request_id)
-        if placed is None or placed.attempt != event.attempt:
-            return
-        self._remove(event.request_id)
-        if event.output_len is not None:
-            self._learn(event.output_len)
+    def _end(self, finished: Iterable[FinishedSequence]) -> None:
+        for end in finished:
+            entry = self._placed.get(end.request_id)
+            if entry is not None and entry.attempt == end.attempt:
+                self._remove(end.request_id)
 
-    def _learn(self, output_len: int) -> None:
-        mean = self._mean_output_len
-        self._mean_output_len = output_len if mean is None else mean + HISTORY_WEIGHT * (output_len - mean)
+    def _reconcile(self, ingress_id: str, announced: tuple[OpenRequest, ...]) -> list[GlobalInstruction]:
+        """Takes over what an ingress replica has open, and finds out what neither we nor a replica have."""
+        lost: list[Key] = []
+        asked: dict[str, list[Key]] = {}
+        for stream in announced:
+            key = (stream.request_id, stream.attempt)
+            known = self._attempt_of(stream.request_id)
+            if known is None and not self._adopt(ingress_id, stream):
+                lost.append(key)
+                continue
+            entry = self._placed.get(stream.request_id)
+            if entry is not None and entry.attempt == stream.attempt:
+                asked.setdefault(entry.replica, []).append(key)
+        still_open = {stream.request_id for stream in announced}
+        closed = [key for key, owner in self._keys() if owner == ingress_id and key[0] not in still_open]
+        asks = [AskReplica(name, tuple(keys)) for name, keys in asked.items() if self._replicas[name].up]
+        reports = [ReportLost(ingress_id, tuple(lost))] if lost else []
+        return [*self._abort(closed), *asks, *reports]
+
+    def _adopt(self, ingress_id: str, stream: OpenRequest) -> bool:
+        """Enters a stream that an earlier Router placed; False if it was never placed or its worker life is over."""
+        if not stream.replica:
+            return False
+        ready = self._replica(stream.replica).ready
+        if ready is not None and ready.worker_incarnation != stream.worker_incarnation:
+            return False
+        entry = _Entry(stream.attempt, ingress_id, stream.replica, stream.worker_incarnation)
+        self._enter(stream.request_id, entry, float(stream.work_tokens))
+        return True
+
+    def _drop_unknown(self, replica: str, keys: Iterable[Key]) -> list[GlobalInstruction]:
+        lost: dict[str, list[Key]] = {}
+        for request_id, attempt in keys:
+            entry = self._placed.get(request_id)
+            if entry is not None and (entry.attempt, entry.replica) == (attempt, replica):
+                lost.setdefault(entry.ingress_id, []).append((request_id, attempt))
+                self._remove(request_id)
+        return [ReportLost(ingress_id, tuple(group)) for ingress_id, group in lost.items()]
+
+    def _keys(self) -> list[tuple[Key, str]]:
+        """Every attempt in the house and its ingress replica."""
+        placed = [((rid, entry.attempt), entry.ingress_id) for rid, entry in self._placed.items()]
+        return placed + [((rid, request.attempt), request.ingress_id) for rid, request in self._queued.items()]
+
+    def _enter(self, request_id: str, entry: _Entry, work_tokens: float) -> None:
+        replica = self._replicas[entry.replica]
+        replica.requests[request_id] = work_tokens
+        replica.work_tokens += work_tokens
+        self._placed[request_id] = entry
 
     def _remove(self, request_id: str) -> None:
-        replica = self._replicas[self._placed.pop(request_id).replica]
-        replica.work_tokens -= replica.requests.pop(request_id)
+        self._queued.pop(request_id, None)
+        entry = self._placed.pop(request_id, None)
+        if entry is not None:
+            replica = self._replicas[entry.replica]
+            replica.work_tokens -= replica.requests.pop(request_id)
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError unless the table and the replicas' sums agree."""
+        """Raises IntegrityError unless the table, the queue and the replicas' sums agree."""
         held = {request_id: replica.name for replica in self._replicas.values() for request_id in replica.requests}
-        if held != {request_id: placed.replica for request_id, placed in self._placed.items()}:
+        if held != {request_id: entry.replica for request_id, entry in self._placed.items()}:
             raise IntegrityError("the in-flight table and the replicas disagree")
+        if self._queued.keys() & self._placed.keys():
+            raise IntegrityError("a request is placed and waits")
         for replica in self._replicas.values():
             if abs(replica.work_tokens - sum(replica.requests.values())) > 1e-6 * max(1.0, replica.work_tokens):
                 raise IntegrityError(f"{replica.name}: {replica.work_tokens} is not the sum of its work")

@@ -7,21 +7,30 @@ ends before the next plan comes (design section 3, rules 1-5).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from core.errors import IntegrityError
-from core.messages import FinishedSequence, Plan, Slot, SlotProgress, StepReport, WorkerReady
+from core.messages import FinishedSequence, Key, Plan, Slot, SlotProgress, StepReport, WorkerReady, WorkerState
 from core.request import Request
 from policies.fcfs import FcfsQueue
 from policies.recompute import choose_victims
 from policies.watermark import WatermarkAdmission
 
+NUM_REMEMBERED = 4096
+"""Ended requests that a Scheduler still knows when asked: the last tokens may be on their way to the ingress."""
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerConnected:
-    """A worker life begins; everything it should run must be sent anew."""
+    """A worker has granted a lease: a new one that holds nothing, or one that outlived another Scheduler."""
 
-    ready: WorkerReady
+    state: WorkerState
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """The worker is gone, and everything shipped to it; their ingress replicas resume them elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +50,7 @@ class WorkerReported:
     report: StepReport
 
 
-Event = WorkerConnected | RequestsArrived | RequestsAborted | WorkerReported
+Event = WorkerConnected | WorkerLost | RequestsArrived | RequestsAborted | WorkerReported
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +104,9 @@ class _Tracked:
     output_len: int = 0
     num_blocks: int = 0
     num_preemptions: int = 0
-    shipped_in: int | None = None  # first plan that carried the payload
+    shipped_in: int | None = None  # first plan of this lease that carried the payload
     delivered: bool = False  # the worker has the payload
+    stalled: bool = False  # its client does not read
 
     @property
     def num_tokens(self) -> int:
@@ -118,7 +128,9 @@ class ReplicaScheduler:
         self._waiting = FcfsQueue()
         self._admitted: dict[str, None] = {}  # in order of admission
         self._standby: tuple[str, ...] = ()
+        self._recent: dict[Key, None] = {}  # ended lately, oldest first
         self._worker: WorkerReady | None = None
+        self._lease = 0
         self._plan_seq = 0
         self._report_seq = 0
         self._applied_plan_seq = 0  # the worker's plan in force at the last report
@@ -133,6 +145,14 @@ class ReplicaScheduler:
     def num_admitted(self) -> int:
         return len(self._admitted)
 
+    def unknown(self, keys: Iterable[Key]) -> tuple[Key, ...]:
+        """Those of these attempts that are neither here nor ended lately."""
+        return tuple(key for key in keys if key not in self._recent and not self._knows(*key))
+
+    def _knows(self, request_id: str, attempt: int) -> bool:
+        tracked = self._tracked.get(request_id)
+        return tracked is not None and tracked.request.attempt >= attempt
+
     def handle(self, event: Event, now: float) -> list[Instruction]:
         """The only mutator. ``now`` is seconds on the caller's monotonic clock."""
         out: list[Instruction] = []
@@ -144,7 +164,9 @@ class ReplicaScheduler:
             case WorkerReported():
                 out += self._take_report(event.report, now)
             case WorkerConnected():
-                self._connect(event.ready)
+                out += self._connect(event.state, now)
+            case WorkerLost():
+                self._lose_worker()
         out += self._replan()
         return out
 
@@ -160,9 +182,14 @@ class ReplicaScheduler:
             if problem is not None:
                 refused.append(problem)
                 continue
-            self._tracked[request.request_id] = _Tracked(request, arrived_at=now)
-            self._waiting.push(request.request_id)
+            self._track(request, now)
         return refused
+
+    def _track(self, request: Request, now: float) -> _Tracked:
+        tracked = _Tracked(request, arrived_at=now, output_len=len(request.output_ids))
+        self._tracked[request.request_id] = tracked
+        self._waiting.push(request.request_id)
+        return tracked
 
     def _never_fits(self, request: Request) -> RefuseRequest | None:
         if self._worker is None or request.max_total_len <= self._worker.max_model_len:
@@ -184,21 +211,31 @@ class ReplicaScheduler:
         if tracked.shipped_in is not None:
             self._dirty = True  # the worker forgets what a plan no longer names
 
-    def _connect(self, ready: WorkerReady) -> None:
-        """A new worker life knows nothing: everything waits again, in the order it had."""
-        self._worker = ready
-        self._plan_seq = self._report_seq = self._applied_plan_seq = self._preempted_in = 0
-        for request_id in reversed(self._admitted):
-            self._waiting.push_front(request_id)
-        self._admitted.clear()
-        for tracked in self._tracked.values():
-            tracked.num_blocks = tracked.output_len = 0
-            tracked.shipped_in, tracked.delivered = None, False
+    def _connect(self, state: WorkerState, now: float) -> list[Instruction]:
+        """Takes over what the worker holds, in its order and ahead of what arrived meanwhile; both go on at once."""
+        newcomers = [self._tracked[request_id].request for request_id in (*self._admitted, *self._waiting)]
+        self._lose_worker()
+        self._worker, self._lease = state.ready, state.lease
+        for request in state.held:
+            adopted = self._track(request, now)
+            adopted.shipped_in, adopted.delivered = 0, True
+        for progress in state.report.progress:
+            self._tracked[progress.request_id].num_preemptions = progress.num_preemptions
+        refused = self._arrive(tuple(newcomers), now)
         self._dirty = True
+        return refused + self._take_report(state.report, now)
+
+    def _lose_worker(self) -> None:
+        self._worker = None
+        self._plan_seq = self._report_seq = self._applied_plan_seq = self._preempted_in = 0
+        self._tracked.clear()
+        self._waiting = FcfsQueue()
+        self._admitted.clear()
+        self._standby = ()
 
     def _take_report(self, report: StepReport, now: float) -> list[Instruction]:
         worker = self._worker
-        if worker is None or report.worker_incarnation != worker.worker_incarnation:
+        if worker is None or report.worker_incarnation != worker.worker_incarnation or report.lease != self._lease:
             return []
         if report.report_seq <= self._report_seq:
             return []
@@ -219,6 +256,7 @@ class ReplicaScheduler:
         if tracked is None or tracked.request.attempt != progress.attempt:
             return
         tracked.output_len = progress.output_len
+        tracked.stalled = progress.stalled
         if progress.num_preemptions < tracked.num_preemptions:
             return  # the worker has not dropped its KV yet, but will
         tracked.num_blocks = progress.num_blocks
@@ -226,6 +264,7 @@ class ReplicaScheduler:
             self._admit(progress.request_id)  # a standby that the worker started by itself
 
     def _end(self, finished: FinishedSequence, now: float) -> list[Instruction]:
+        self._remember((finished.request_id, finished.attempt))
         tracked = self._tracked.get(finished.request_id)
         if tracked is None or tracked.request.attempt != finished.attempt:
             return []  # reported again before the acknowledgement arrived, or aborted meanwhile
@@ -234,9 +273,15 @@ class ReplicaScheduler:
         self._admitted.pop(finished.request_id, None)
         return [RequestEnded(finished, tracked.arrived_at, now)]
 
+    def _remember(self, key: Key) -> None:
+        self._recent[key] = None
+        if len(self._recent) > NUM_REMEMBERED:
+            del self._recent[next(iter(self._recent))]
+
     def _relieve(self, short_blocks: int) -> None:
-        """Answers pressure: the newest give up their KV and wait again, at the front."""
-        held = [(rid, self._tracked[rid].num_blocks) for rid in self._admitted]
+        """Answers pressure: who rests anyway, then the newest, give up their KV and wait again, at the front."""
+        by_need = sorted(self._admitted, key=lambda rid: self._tracked[rid].stalled)
+        held = [(rid, self._tracked[rid].num_blocks) for rid in by_need]
         for request_id in choose_victims(held, short_blocks):
             tracked = self._tracked[request_id]
             tracked.num_preemptions += 1
@@ -271,6 +316,8 @@ class ReplicaScheduler:
         if self._applied_plan_seq < self._preempted_in:
             return newly  # the blocks that a preemption frees are for those it was made for
         for request_id in self._waiting:
+            if self._tracked[request_id].stalled:
+                continue
             if len(self._admitted) + len(newly) >= self.limits.max_num_seqs:
                 break
             blocks = self._footprint(request_id)
@@ -303,6 +350,7 @@ class ReplicaScheduler:
         ]
         return Plan(
             worker_incarnation=self._worker.worker_incarnation,
+            lease=self._lease,
             plan_seq=self._plan_seq,
             as_of_report_seq=self._report_seq,
             reserve_blocks=self.admission.reserve_blocks(self._worker.num_blocks),

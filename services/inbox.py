@@ -1,4 +1,4 @@
-"""The ingress's end of the token path from one worker: each delta exactly once and in order."""
+"""The ingress's end of the token path from one worker life: each delta exactly once and in order."""
 
 from __future__ import annotations
 
@@ -8,25 +8,27 @@ from core.messages import TokenBatches, TokenDelta
 class TokenInbox:
     """Takes replies in whatever order and however often they come; the mirror of ``engine.outbox.TokenOutbox``.
 
-    A worker that begins a new life numbers its batches anew.
+    One for each connection to a worker: it belongs to the life that answers first and begins with the first batch
+    that this one still has.
     """
 
     def __init__(self) -> None:
-        self._incarnation = ""
-        self._ack_seq = 0
+        self.incarnation = ""
+        self._ack_seq: int | None = None
 
     @property
     def ack_seq(self) -> int:
         """The last batch received without a gap; the worker need not send it again."""
-        return self._ack_seq
+        return self._ack_seq or 0
 
     def receive(self, reply: TokenBatches) -> list[TokenDelta]:
         """The deltas of this reply that are new."""
+        self.incarnation = self.incarnation or reply.worker_incarnation
+        if reply.worker_incarnation != self.incarnation:
+            return []
         deltas: list[TokenDelta] = []
         for batch in reply.batches:
-            if batch.worker_incarnation != self._incarnation:
-                self._incarnation, self._ack_seq = batch.worker_incarnation, 0
-            if batch.seq == self._ack_seq + 1:
+            if self._ack_seq is None or batch.seq == self._ack_seq + 1:
                 self._ack_seq = batch.seq
                 deltas += batch.deltas
         return deltas

@@ -1,0 +1,180 @@
+"""What an ingress replica knows of its open requests: a state machine without clock or I/O.
+
+It owns ``(request_id, attempt)``. Whatever dies, an attempt that nobody runs any more is followed by a higher one that
+begins where the client's tokens end; tokens of other attempts are dropped. So a stream has no gap, no repeat and one
+end (design section 3, rules 8 and 10).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from core.messages import (
+    Announce,
+    AnnounceReply,
+    Key,
+    OpenRequest,
+    Refusal,
+    SubmitReply,
+    TokenDelta,
+)
+from core.request import Request
+
+MAX_ATTEMPTS = 100
+"""After so many lives of one request something is wrong with the request and not with the workers."""
+
+ABORT_AGAIN_S = 1.0
+"""An attempt that still sends tokens so long after its abort is aborted again: the message was lost."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """``request`` is the current attempt; ``output_ids`` all that has come, over all attempts."""
+
+    request: Request
+    output_ids: list[int] = field(default_factory=list)
+    sent: bool = False
+    replica: str = ""
+    worker_incarnation: str = ""
+
+    @property
+    def key(self) -> Key:
+        return self.request.request_id, self.request.attempt
+
+
+class RequestLedger:
+    """The open requests of one ingress replica."""
+
+    def __init__(self, ingress_id: str) -> None:
+        self.ingress_id = ingress_id
+        self._open: dict[str, _Open] = {}
+        self._outgoing: dict[str, None] = {}  # ids whose current attempt has not been sent
+        self._aborts: dict[Key, None] = {}
+        self._aborted_at: dict[Key, float] = {}
+        self.num_resumed = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def has_outgoing(self) -> bool:
+        return bool(self._outgoing or self._aborts)
+
+    def attempt(self, request_id: str) -> int:
+        """The current attempt of an open request."""
+        return self._open[request_id].request.attempt
+
+    def replica(self, request_id: str) -> str:
+        """Where an open request runs, as far as is known; else empty."""
+        return self._open[request_id].replica
+
+    def open(self, request: Request) -> None:
+        """A client wants this; it goes out with the next ``take_outgoing``."""
+        self._open[request.request_id] = _Open(request)
+        self._outgoing[request.request_id] = None
+
+    def close(self, request_id: str, now: float) -> None:
+        """The client has left, or was answered by other means; a request that has ended is closed already."""
+        stream = self._open.pop(request_id, None)
+        if stream is None:
+            return
+        self._outgoing.pop(request_id, None)
+        if stream.sent:
+            self._abort(stream.key, now)
+
+    def take_outgoing(self) -> tuple[tuple[Request, ...], tuple[Key, ...]]:
+        """What the Router must be told: attempts to run, attempts to forget."""
+        requests = []
+        for request_id in self._outgoing:
+            stream = self._open[request_id]
+            stream.sent = True
+            requests.append(stream.request)
+        aborts = tuple(self._aborts)
+        self._outgoing.clear()
+        self._aborts.clear()
+        return tuple(requests), aborts
+
+    def submitted(self, reply: SubmitReply) -> list[Refusal]:
+        """The Router has answered; returns the refusals of requests that are still open, which they end."""
+        for placed in reply.placed:
+            stream = self._current((placed.request_id, placed.attempt))
+            if stream is not None and placed.replica:
+                stream.replica, stream.worker_incarnation = placed.replica, placed.worker_incarnation
+        return self._refused(reply.refusals)
+
+    def submit_failed(self, requests: Iterable[Request]) -> None:
+        """The Router died with these in its hands; nobody knows whether they were placed."""
+        self._resume((request.request_id, request.attempt) for request in requests)
+
+    def receive(self, replica: str, incarnation: str, deltas: Iterable[TokenDelta], now: float) -> list[TokenDelta]:
+        """Tokens from a worker; returns those for clients. The one with a finish reason closes its request."""
+        return [delta for delta in deltas if self._take(replica, incarnation, delta, now)]
+
+    def _take(self, replica: str, incarnation: str, delta: TokenDelta, now: float) -> bool:
+        stream = self._current((delta.request_id, delta.attempt))
+        if stream is None:
+            if delta.finish_reason is None:
+                self._abort((delta.request_id, delta.attempt), now)
+            return False
+        stream.replica, stream.worker_incarnation = replica, incarnation
+        unasked = delta.finish_reason == "abort" and stream.request.attempt < MAX_ATTEMPTS
+        if unasked or delta.start != len(stream.output_ids):
+            self._resume([stream.key])  # the worker gave it up, or tokens were lost on the way
+            return False
+        stream.output_ids += delta.token_ids
+        if delta.finish_reason is not None:
+            del self._open[delta.request_id]
+        return True
+
+    def worker_lost(self, replica: str) -> None:
+        """Its connection broke: what ran there is resumed wherever the Router places it."""
+        self._resume([stream.key for stream in self._open.values() if stream.replica == replica])
+
+    def announce(self) -> Announce:
+        """All that has been sent and is still open."""
+        streams = [stream for stream in self._open.values() if stream.sent]
+        return Announce(self.ingress_id, tuple(map(_announced, streams)))
+
+    def announced(self, reply: AnnounceReply) -> list[Refusal]:
+        """The Router's answer: what is lost is resumed; returns refusals as ``submitted`` does."""
+        self._resume(reply.lost)
+        return self._refused(reply.refusals)
+
+    def _refused(self, refusals: Iterable[Refusal]) -> list[Refusal]:
+        ended = [refusal for refusal in refusals if self._current((refusal.request_id, refusal.attempt)) is not None]
+        for refusal in ended:
+            del self._open[refusal.request_id]
+        return ended
+
+    def _current(self, key: Key) -> _Open | None:
+        """The open request whose attempt this is, once it has been sent."""
+        stream = self._open.get(key[0])
+        return stream if stream is not None and stream.sent and stream.key == key else None
+
+    def _resume(self, keys: Iterable[Key]) -> None:
+        for key in keys:
+            stream = self._current(key)
+            if stream is None:
+                continue
+            stream.request = dataclasses.replace(
+                stream.request, attempt=key[1] + 1, output_ids=tuple(stream.output_ids)
+            )
+            stream.sent, stream.replica, stream.worker_incarnation = False, "", ""
+            self._outgoing[key[0]] = None
+            self.num_resumed += 1
+
+    def _abort(self, key: Key, now: float) -> None:
+        if now - self._aborted_at.get(key, -ABORT_AGAIN_S) < ABORT_AGAIN_S:
+            return
+        self._aborts[key] = None
+        self._aborted_at[key] = now
+        if len(self._aborted_at) > 1024:
+            self._aborted_at = {old: at for old, at in self._aborted_at.items() if now - at < ABORT_AGAIN_S}
+
+
+def _announced(stream: _Open) -> OpenRequest:
+    request = stream.request
+    work_tokens = request.max_total_len - len(request.output_ids)
+    return OpenRequest(request.request_id, request.attempt, stream.replica, stream.worker_incarnation, work_tokens)
