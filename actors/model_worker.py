@@ -1,25 +1,34 @@
-"""ModelWorker: hosts an ``engine.Worker``; steps run in a thread, messages on the event loop."""
+"""ModelWorker: hosts an ``engine.Worker``; steps run in a thread, messages on the event loop.
+
+Nothing here may import torch at the top: Ray imports this module in every process that gets a handle of the actor.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import socket
+import sys
 import time
 import uuid
+from collections import deque
+from collections.abc import Collection
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actors.token_channel import TokenChannel, wait_for
+from prometheus_client import Histogram
+
+from actors.metrics import EngineMetrics
+from actors.piece import Piece, PieceContext
+from actors.step_loop import StepLoop
+from actors.token_channel import TICK_S, TokenChannel
+from actors.waiting import wait_for
 from core.codec import decode, encode
-from core.config import FarsightConfig
-from core.messages import PieceStatus, Plan, TokenDelta
+from core.messages import Plan, ReportPoll, StepSample, TokenDelta, TokenPoll
 
 if TYPE_CHECKING:
     from core.config import EngineConfig
     from engine.worker import Output, Worker
-    from kvcache import StepBatch
 
 REPORT_INTERVAL_S = 0.02
 """Reports are at least this far apart unless something ended, arrived or is under pressure."""
@@ -33,143 +42,193 @@ SILENCE_S = 2.0
 FORGET_S = 60.0
 """After this silence what was kept for an ingress replica is dropped."""
 
+MAX_SAMPLES = 8
+"""Steps that a report tells of; the profile needs examples, not all of them."""
+
+SWITCH_INTERVAL_S = 0.0002
+"""How long the event loop may keep the interpreter from the stepping thread; Python's own 5 ms are a whole step."""
+
+_GAP_BUCKETS_S = (0.0001, 0.0002, 0.0003, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25)
+
 logger = logging.getLogger(__name__)
 
 
-class ModelWorker:
-    """One rank of one replica.
+class ModelWorker(Piece):
+    """One rank of one replica."""
 
-    Args:
-        name: The logical name shown in ``farsight status``.
-        model_dir: Where config, weights and tokenizer lie.
-        config: The whole configuration.
-    """
+    kind = "ModelWorker"
 
-    def __init__(self, name: str, model_dir: str, config: FarsightConfig) -> None:
-        self._name = name
-        self._model_dir = Path(model_dir)
-        self._config = config
-        self._worker: Worker | None = None
+    def __init__(self, context: PieceContext) -> None:
+        super().__init__(context)
+        self._built: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
+        self._steps: StepLoop | None = None
         self._channels: dict[str, TokenChannel] = {}
+        self._slow: dict[str, frozenset[str]] = {}
         self._wake = asyncio.Event()
         self._report_due = asyncio.Event()
-        self._last_report_at = 0.0
-        self._last_step_at: float | None = None
-        self._loop_task: asyncio.Task[None] | None = None
-
-    async def start(self) -> bytes:
-        """Loads the model and starts the step loop; answers with ``WorkerReady``."""
-        incarnation = uuid.uuid4().hex[:12]
-        model, engine = self._config.model, self._config.engine
-        self._worker = await asyncio.to_thread(
-            _build, self._model_dir, model.dtype, engine, incarnation, model.replicas
+        self._samples: deque[StepSample] = deque(maxlen=MAX_SAMPLES)
+        self._reported_at = 0.0
+        self._stepped_at: float | None = None
+        self._plan_seq = 0
+        self._metrics = EngineMetrics(context.registry, context.config.model.name, context.index)
+        self._gaps = Histogram(
+            "farsight:step_gap_seconds",
+            "Between the end of a step and the beginning of the next, while there is work.",
+            registry=context.registry,
+            buckets=_GAP_BUCKETS_S,
         )
-        self._loop_task = asyncio.create_task(self._run())
-        return encode(self._worker.ready)
 
-    async def ended(self) -> None:
-        """Returns when the step loop has ended, raises what broke it. Whoever awaits this sees the worker die."""
-        assert self._loop_task is not None
-        await self._loop_task
+    async def start(self) -> None:
+        """Loads the model and begins to step.
 
-    async def push_plan(self, data: bytes) -> None:
+        Raises:
+            InvalidValueError: the model, its directory or a setting cannot be used.
+        """
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        config = self.context.config
+        incarnation = uuid.uuid4().hex[:12]
+        model_dir, replicas = Path(self.context.model_dir), config.model.replicas
+        worker = await asyncio.to_thread(_build, model_dir, config.model.dtype, config.engine, incarnation, replicas)
+        loop = asyncio.get_running_loop()
+        self._steps = StepLoop(worker, lambda *step: loop.call_soon_threadsafe(self._after_step, *step))
+        self._metrics.set_cache_config(worker.ready.block_size, worker.ready.num_blocks)
+        self._built.set_result(worker)
+        self.spawn(self._run())
+        self.spawn(self._watch_ingresses())
+
+    async def connect(self, data: bytes) -> bytes:
+        """A Scheduler takes over: ``WorkerState``. Waits until the model is loaded."""
+        worker = await asyncio.shield(self._built)
+        with self._locked:
+            return encode(worker.take_over())
+
+    async def push_plan(self, data: bytes) -> bytes:
         """Takes a ``Plan``; it applies at the next step boundary."""
-        self._live.offer_plan(decode(data, Plan))
+        plan = decode(data, Plan)
+        worker = await asyncio.shield(self._built)
+        with self._locked:
+            worker.offer_plan(plan)
         self._wake.set()
+        return b""
 
-    async def poll_report(self, ack_seq: int) -> bytes:
-        """Long poll for the next ``StepReport``; ``ack_seq`` is the last one received."""
-        executor = self._live.executor
-        executor.acknowledge(ack_seq)
+    async def poll_report(self, data: bytes) -> bytes:
+        """Takes a ``ReportPoll``; answers with the next ``StepReport`` when one is due."""
+        poll = decode(data, ReportPoll)
+        worker = await asyncio.shield(self._built)
+        with self._locked:
+            worker.executor.acknowledge(poll.ack_seq)
         await wait_for(self._report_due, POLL_TIMEOUT_S)
         self._report_due.clear()
-        self._last_report_at = time.monotonic()
-        return encode(executor.report())
+        self._reported_at = time.monotonic()
+        samples = tuple(self._samples)
+        self._samples.clear()
+        with self._locked:
+            report = worker.executor.report(samples)
+        return encode(report)
 
-    async def poll_tokens(self, ingress_id: str, ack_seq: int) -> bytes:
-        """Long poll for ``TokenBatches`` of one ingress replica; ``ack_seq`` is the last batch received."""
-        return await self._channel(ingress_id).poll(ack_seq, POLL_TIMEOUT_S)
-
-    async def status(self) -> bytes:
-        """This piece's row of ``farsight status``, a ``PieceStatus``."""
-        now = time.monotonic()
-        row = PieceStatus(
-            name=self._name,
-            kind="ModelWorker",
-            pid=os.getpid(),
-            node=socket.gethostname(),
-            state="ready" if self._worker is not None else "loading",
-            queue=self._worker.executor.num_held if self._worker is not None else 0,
-            last_step_age_s=None if self._last_step_at is None else now - self._last_step_at,
-        )
-        return encode(row)
+    async def poll_tokens(self, data: bytes) -> bytes:
+        """Takes a ``TokenPoll``; answers with ``TokenBatches`` when there are any."""
+        poll = decode(data, TokenPoll)
+        worker = await asyncio.shield(self._built)
+        channel = self._channel(worker, poll.ingress_id)
+        was_full = channel.full
+        channel.acknowledge(poll.ack_seq)
+        slow = frozenset(poll.slow)
+        if was_full or slow != self._slow.get(poll.ingress_id, frozenset()):
+            self._slow[poll.ingress_id] = slow
+            self._stall(worker)
+            self._wake.set()
+        return await channel.poll(POLL_TIMEOUT_S)
 
     @property
-    def _live(self) -> Worker:
-        if self._worker is None:
-            raise RuntimeError(f"{self._name} is not started")
-        return self._worker
+    def state(self) -> str:
+        return "ready" if self._built.done() else "starting"
+
+    @property
+    def queue(self) -> int:
+        return self._built.result().executor.num_held if self._built.done() else 0
+
+    @property
+    def last_step_age_s(self) -> float | None:
+        return None if self._stepped_at is None else time.monotonic() - self._stepped_at
+
+    @property
+    def _locked(self) -> AbstractContextManager[bool]:
+        assert self._steps is not None
+        return self._steps.locked
 
     async def _run(self) -> None:
-        """Steps for ever. A plan that arrives during a step applies at its end."""
-        worker = self._live
-        plan_seq = 0
+        """Steps whenever there is something to run."""
+        assert self._steps is not None
+        worker = self._built.result()
         while True:
             self._wake.clear()
-            self._abort_orphans(worker)
-            batch = worker.begin_step()
-            applied, plan_seq = worker.executor.plan_seq != plan_seq, worker.executor.plan_seq
-            if applied or (batch is None and worker.executor.short_blocks):
-                self._report_due.set()
-            if batch is None:
-                # Idle. A sequence that is paused may yet become an orphan, so look again in a while.
-                await wait_for(self._wake, POLL_TIMEOUT_S)
-                continue
-            outputs = await self._step(worker, batch)
-            self._last_step_at = time.monotonic()
-            self._dispatch(outputs)
-            self._mark_report(worker, outputs)
+            await asyncio.to_thread(self._steps.run)
+            self._mark_report(worker, urgent=worker.executor.short_blocks > 0)
+            await self._wake.wait()
 
-    def _abort_orphans(self, worker: Worker) -> None:
-        silent = {ingress_id: channel.silent_s for ingress_id, channel in self._channels.items()}
-        for ingress_id, silent_s in silent.items():
-            if silent_s < SILENCE_S:
-                continue
-            outputs = worker.abort_ingress(ingress_id)
-            if outputs:
-                logger.warning("ingress %s silent for %.1f s: %d aborted", ingress_id, silent_s, len(outputs))
-                self._dispatch(outputs)
-                self._report_due.set()
-            elif silent_s > FORGET_S:
-                self._channels.pop(ingress_id).close()
+    def _after_step(self, outputs: list[Output], sample: StepSample, gap_s: float | None) -> None:
+        worker = self._built.result()
+        self._stepped_at = time.monotonic()
+        self._samples.append(sample)
+        self._metrics.step(sample.prefill_tokens + sample.decode_seqs)
+        if gap_s is not None:
+            self._gaps.observe(gap_s)
+        self._dispatch(worker, outputs)
+        if any(self._slow.values()) or any(channel.full for channel in self._channels.values()):
+            self._stall(worker)
+        ended = any(output.delta.finish_reason for output in outputs)
+        self._mark_report(worker, urgent=ended or worker.executor.short_blocks > 0)
 
-    async def _step(self, worker: Worker, batch: StepBatch) -> list[Output]:
-        try:
-            tokens = await asyncio.to_thread(worker.execute, batch)
-        except Exception as error:  # whatever torch raises ends the step's requests, not the worker
-            return worker.fail_step(batch, error)
-        return worker.finish_step(batch, tokens)
+    def _mark_report(self, worker: Worker, *, urgent: bool) -> None:
+        applied, self._plan_seq = worker.executor.plan_seq != self._plan_seq, worker.executor.plan_seq
+        if urgent or applied or time.monotonic() - self._reported_at >= REPORT_INTERVAL_S:
+            self._report_due.set()
 
-    def _dispatch(self, outputs: list[Output]) -> None:
+    def _dispatch(self, worker: Worker, outputs: list[Output]) -> None:
         deltas: dict[str, list[TokenDelta]] = {}
         for output in outputs:
             deltas.setdefault(output.ingress_id, []).append(output.delta)
         for ingress_id, addressed in deltas.items():
-            self._channel(ingress_id).put(addressed, num_rows=len(outputs))
+            self._channel(worker, ingress_id).put(addressed, num_rows=len(outputs))
 
-    def _mark_report(self, worker: Worker, outputs: list[Output]) -> None:
-        urgent = worker.executor.short_blocks > 0 or any(output.delta.finish_reason for output in outputs)
-        if urgent or time.monotonic() - self._last_report_at >= REPORT_INTERVAL_S:
-            self._report_due.set()
-
-    def _channel(self, ingress_id: str) -> TokenChannel:
+    def _channel(self, worker: Worker, ingress_id: str) -> TokenChannel:
         if ingress_id not in self._channels:
-            self._channels[ingress_id] = TokenChannel(self._live.ready.worker_incarnation)
+            self._channels[ingress_id] = TokenChannel(worker.ready.worker_incarnation)
         return self._channels[ingress_id]
+
+    def _stall(self, worker: Worker) -> None:
+        slow: dict[str, Collection[str] | None] = dict(self._slow)
+        slow |= {ingress_id: None for ingress_id, channel in self._channels.items() if channel.full}
+        with self._locked:
+            worker.stall(slow)
+
+    async def _watch_ingresses(self) -> None:
+        """Ends what belongs to ingress replicas that have fallen silent, or have never asked for their tokens."""
+        worker = self._built.result()
+        while True:
+            await asyncio.sleep(TICK_S)
+            with self._locked:
+                owners = worker.ingress_ids
+            silent = {owner: self._channel(worker, owner).silent_s for owner in (*owners, *self._channels)}
+            for ingress_id, silent_s in silent.items():
+                if silent_s >= SILENCE_S:
+                    self._abort_ingress(worker, ingress_id, silent_s)
+
+    def _abort_ingress(self, worker: Worker, ingress_id: str, silent_s: float) -> None:
+        with self._locked:
+            outputs = worker.abort_ingress(ingress_id)
+        if outputs:
+            logger.warning("ingress %s silent for %.1f s: %d aborted", ingress_id, silent_s, len(outputs))
+            self._dispatch(worker, outputs)
+            self._report_due.set()
+        elif silent_s > FORGET_S:
+            self._channels.pop(ingress_id).close()
+            self._slow.pop(ingress_id, None)
 
 
 def _build(model_dir: Path, dtype: str, engine: EngineConfig, incarnation: str, num_replicas: int) -> Worker:
-    """Imports torch only here: Ray imports this module in every process that gets a handle of the actor."""
+    """Imports torch only here."""
     from engine.build import build_worker
 
     return build_worker(model_dir, dtype, engine, incarnation, num_replicas)

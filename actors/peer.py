@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import ray
@@ -19,6 +20,12 @@ class PeerLost(FarsightError):
     """The process of the piece is gone, or not there yet; whether it took the message is unknown."""
 
 
+class Answering(Protocol):
+    """A piece, as far as its peers are concerned."""
+
+    async def answer(self, method: str, data: bytes) -> Any: ...
+
+
 class Peer(Protocol):
     """One other piece."""
 
@@ -27,6 +34,7 @@ class Peer(Protocol):
 
         Raises:
             PeerLost: it is gone. The next call looks for its successor.
+            MessageError: it did not understand.
         """
         ...
 
@@ -34,7 +42,7 @@ class Peer(Protocol):
 class LocalPeer:
     """A piece in this process: the same messages, without a hop."""
 
-    def __init__(self, pieces: dict[str, Any], name: str) -> None:
+    def __init__(self, pieces: Mapping[str, Answering], name: str) -> None:
         self._pieces = pieces
         self._name = name
 
@@ -42,34 +50,52 @@ class LocalPeer:
         piece = self._pieces.get(self._name)
         if piece is None:
             raise PeerLost(self._name)
-        return await getattr(piece, method)(data)
+        return await piece.answer(method, data)
 
 
-class RemotePeer:
-    """A piece in another actor; its handle is looked up by name and again after a loss."""
+class RemoteActor:
+    """An actor by name; its handle is looked up when needed, and again after a loss."""
 
-    def __init__(self, name: str, host: str, delay_s: float = 0.0) -> None:
-        self._name = name
-        self._actor = actor_name(host)
-        self._delay_s = delay_s
+    def __init__(self, host: str) -> None:
+        self._host = host
         self._handle: Any = None
 
-    async def call(self, method: str, data: bytes = b"") -> Any:
-        if self._delay_s:
-            await asyncio.sleep(self._delay_s)
+    async def call(self, method: str, *args: Any) -> Any:
+        """What its method returns.
+
+        Raises:
+            PeerLost: it is gone or not there yet.
+        """
         handle = self._handle = self._handle or self._find()
         try:
-            return await handle.call.remote(self._name, method, data)
+            return await getattr(handle, method).remote(*args)
         except RayActorError as error:
             if self._handle is handle:
                 self._handle = None
-            raise PeerLost(self._name) from error
+            raise PeerLost(self._host) from error
 
     def _find(self) -> Any:
         try:
-            return ray.get_actor(self._actor, namespace=NAMESPACE)
+            return ray.get_actor(actor_name(self._host), namespace=NAMESPACE)
         except ValueError as error:
-            raise PeerLost(self._name) from error
+            raise PeerLost(self._host) from error
+
+
+class RemotePeer:
+    """A piece in another actor."""
+
+    def __init__(self, name: str, host: str, delay_s: float = 0.0) -> None:
+        self._name = name
+        self._actor = RemoteActor(host)
+        self._delay_s = delay_s
+
+    async def call(self, method: str, data: bytes = b"") -> Any:
+        if not self._delay_s:
+            return await self._actor.call("call", self._name, method, data)
+        await asyncio.sleep(self._delay_s)
+        reply = await self._actor.call("call", self._name, method, data)
+        await asyncio.sleep(self._delay_s)
+        return reply
 
 
 class PeerBook:
@@ -77,19 +103,26 @@ class PeerBook:
 
     Args:
         placement: ``fused`` or ``split``.
-        local: The pieces of this process by name; may grow later.
-        scheduler_delay_s: Holds back calls to Schedulers, to measure that nothing waits for them.
+        local: The pieces of this process by name; may grow and shrink.
+        host: The name of this process among the hosts; empty outside of them.
+        delay_s: Holds back every message and its answer; to measure that nothing waits for them.
     """
 
-    def __init__(self, placement: str, local: dict[str, Any] | None = None, scheduler_delay_s: float = 0.0) -> None:
-        self._placement = placement
+    def __init__(
+        self,
+        placement: str,
+        local: Mapping[str, Answering] | None = None,
+        host: str = "",
+        delay_s: float = 0.0,
+    ) -> None:
+        self.placement = placement
         self._local = local if local is not None else {}
-        self._delay_s = scheduler_delay_s
+        self._host = host
+        self._delay_s = delay_s
 
     def peer(self, name: str) -> Peer:
         """The piece of that name, here or elsewhere."""
-        host = host_of(name, self._placement)
-        if name in self._local:
+        host = host_of(name, self.placement)
+        if host == self._host or name in self._local:
             return LocalPeer(self._local, name)
-        delay_s = self._delay_s if name.startswith("scheduler-") else 0.0
-        return RemotePeer(name, host, delay_s)
+        return RemotePeer(name, host, self._delay_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from actors.waiting import wait_for
 from core.codec import encode
 from core.messages import TokenDelta
 from engine.outbox import TokenOutbox
@@ -14,6 +15,9 @@ FLUSH_INTERVAL_S = 0.012
 
 FEW_ROWS = 4
 """Up to this many sequences in a step every token goes at once."""
+
+MAX_DELTAS = 16_384
+"""With so many deltas unacknowledged the ingress replica's requests rest: its memory is not our queue."""
 
 TICK_S = 1.0
 """How often the channel looks whether its ingress replica has been heard of."""
@@ -44,6 +48,11 @@ class TokenChannel:
             self._timer = loop.call_at(due_at, self._due.set)
 
     @property
+    def full(self) -> bool:
+        """Whether the ingress replica takes tokens more slowly than they are made."""
+        return self._outbox.num_deltas >= MAX_DELTAS
+
+    @property
     def silent_s(self) -> float:
         """For how long the ingress replica has not been heard of, to ``TICK_S``.
 
@@ -61,10 +70,13 @@ class TokenChannel:
         self._heard = self._num_polling > 0
         self._ticker = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
-    async def poll(self, ack_seq: int, timeout_s: float) -> bytes:
+    def acknowledge(self, ack_seq: int) -> None:
+        """The ingress replica has all batches up to this one."""
+        self._outbox.acknowledge(ack_seq)
+
+    async def poll(self, timeout_s: float) -> bytes:
         """The next ``TokenBatches``; what was sent but not acknowledged comes again at once."""
         self._heard = True
-        self._outbox.acknowledge(ack_seq)
         if not self._outbox.has_sent:
             self._num_polling += 1
             try:
@@ -77,11 +89,3 @@ class TokenChannel:
             self._timer = None
         self._replied_at = asyncio.get_running_loop().time()
         return encode(self._outbox.take())
-
-
-async def wait_for(event: asyncio.Event, timeout_s: float) -> None:
-    """Until the event is set, but no longer than ``timeout_s``."""
-    try:
-        await asyncio.wait_for(event.wait(), timeout_s)
-    except TimeoutError:
-        return

@@ -15,6 +15,7 @@ from core.errors import ConfigError, InvalidValueError
 from core.units import parse_memory
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+PROXIES = ("serve", "haproxy")
 PLACEMENTS = ("auto", "fused", "split")
 
 
@@ -106,6 +107,8 @@ class ServerConfig:
         max_body_bytes: Larger request bodies are refused.
         max_queued_requests: Requests in the house at once, per ingress replica; more are refused with 429.
         max_queued_tokens: The same, counted in prompt tokens.
+        proxy: ``serve`` is Ray Serve's own proxy. ``haproxy`` carries several times the requests, but there the
+            ingress replicas listen on every interface of the machine (ports 30000 and up), not only on ``host``.
     """
 
     host: str = "127.0.0.1"
@@ -114,9 +117,11 @@ class ServerConfig:
     max_body_bytes: int = 4 * 1024 * 1024
     max_queued_requests: int = 2048
     max_queued_tokens: int = 2_000_000
+    proxy: str = "serve"
 
     def __post_init__(self) -> None:
         _require(1 <= self.port <= 65535, "server.port", self.port, "a port from 1 to 65535")
+        _require(self.proxy in PROXIES, "server.proxy", self.proxy, f"one of {', '.join(PROXIES)}")
         _require(self.ingress_replicas >= 0, "server.ingress_replicas", self.ingress_replicas, "an integer >= 0")
         for name in ("max_body_bytes", "max_queued_requests", "max_queued_tokens"):
             value = getattr(self, name)

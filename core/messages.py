@@ -43,6 +43,11 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
+class Refusals:
+    refusals: tuple[Refusal, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Placed:
     """Router -> ingress: an attempt and the worker life that runs it; an empty replica while it waits for one."""
 
@@ -79,18 +84,60 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class AnnounceReply:
-    """Router -> ingress: attempts that nobody runs any more, to be resumed, and those that will never run."""
+    """Router -> ingress.
+
+    Attributes:
+        lost: Attempts that nobody runs any more; they are to be resumed.
+        refusals: Those that will never run.
+        replicas: Every replica whose tokens may be for this ingress.
+    """
 
     lost: tuple[Key, ...]
     refusals: tuple[Refusal, ...]
+    replicas: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaState:
-    """Scheduler -> Router, every second and at once when it changes; no ``ready`` while the worker is away."""
+    """Scheduler -> Router, every second and at once when it changes.
+
+    Attributes:
+        ready: None while the worker is away.
+        refusals: Requests that turned out, since they were placed, not to fit the worker.
+    """
 
     replica: str
     ready: WorkerReady | None
+    refusals: tuple[Refusal, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaName:
+    """Supervisor -> Router: drain this replica, or forget it."""
+
+    replica: str
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """Router -> Supervisor: requests still on a draining replica."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVUsage:
+    """KVOffloadManager ->: where the KV of one replica is, as last reported.
+
+    Attributes:
+        num_resident: Sequences with blocks on the device.
+        short_blocks: Blocks that paused sequences lack.
+    """
+
+    num_blocks: int
+    free_blocks: int
+    num_resident: int
+    short_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +253,13 @@ class StepReport:
     progress: tuple[SlotProgress, ...]
     finished: tuple[FinishedSequence, ...]
     steps: tuple[StepSample, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReportPoll:
+    """Scheduler -> worker: give me the next ``StepReport``; ``ack_seq`` is the last one received."""
+
+    ack_seq: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,6 +418,13 @@ class PieceStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class PieceRows:
+    """The pieces of one process."""
+
+    pieces: tuple[PieceStatus, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StatusReply:
     """Every logical piece, and the KV pool as last reported."""
 
@@ -388,3 +449,27 @@ class Scale:
 
     kind: str
     count: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStepProfile:
+    """How long a step of one replica takes: the sum of its terms, each in seconds a unit.
+
+    Attributes:
+        num_samples: Measured steps it rests on.
+        base_s: Of a step without work.
+    """
+
+    replica: str
+    num_samples: int
+    base_s: float
+    prefill_token_s: float
+    decode_seq_s: float
+    context_token_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepProfileReply:
+    """ServingTimeEstimator ->: the profile of every replica it has heard of."""
+
+    profiles: tuple[ReplicaStepProfile, ...]

@@ -179,6 +179,10 @@ class GlobalScheduler:
         """Every replica that takes requests, in the order they were heard of."""
         return [replica.load() for replica in self._replicas.values() if replica.up and not replica.draining]
 
+    def lives(self) -> list[WorkerReady]:
+        """The latest worker life of every replica."""
+        return [replica.ready for replica in self._replicas.values() if replica.ready is not None]
+
     def num_on(self, replica: str) -> int:
         """Requests placed on a replica and not ended."""
         return len(self._replicas[replica].requests) if replica in self._replicas else 0

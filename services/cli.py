@@ -41,13 +41,17 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Port to listen on [8000].")] = None,
     kv_memory: Annotated[str | None, typer.Option(help="KV pool, as 512MiB or 2GiB [auto].")] = None,
     preset: Annotated[str | None, typer.Option(help="Composition of policies [fcfs].")] = None,
+    replicas: Annotated[int | None, typer.Option(help="Copies of the model [1].")] = None,
+    placement: Annotated[str | None, typer.Option(help="Which pieces share a process: auto, fused, split.")] = None,
+    proxy: Annotated[str | None, typer.Option(help="HTTP proxy: serve or haproxy [serve].")] = None,
 ) -> None:
     """Serve a model over an OpenAI-compatible HTTP API until Ctrl-C."""
     overrides: dict[str, dict[str, Any]] = {
-        "model": {"path": model, "dtype": dtype},
+        "model": {"path": model, "dtype": dtype, "replicas": replicas},
         "engine": {"kv_memory": kv_memory},
         "scheduler": {"preset": preset},
-        "server": {"host": host, "port": port},
+        "server": {"host": host, "port": port, "proxy": proxy},
+        "actors": {"placement": placement},
     }
     from services.launch import run_service
     from services.signals import StopSignal
@@ -94,6 +98,31 @@ def _print_status(actors: list[dict[str, Any]]) -> None:
     if not console.is_terminal:
         console.width = 200  # a pipe has no width: nothing is to be cut
     console.print(table)
+
+
+@app.command()
+def batch(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="Requests in OpenAI's batch format, one a line.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="Where the answers go, in the order of IN.")],
+    address: Annotated[
+        str | None, typer.Option(help="Dashboard of a Ray cluster, as http://host:8265; default: a private one here.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Directory or hub id; default: the embedded model.")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file; flags override it.")] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at once.")] = 64,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is there.")] = False,
+) -> None:
+    """Run a file of requests as a Ray job. Ended early, the same command goes on where it was."""
+    from services.batch.submit import BatchOptions, submit
+
+    options = BatchOptions(model, config, concurrency, overwrite)
+    try:
+        load_config(config, {"model": {"path": model}})  # a wrong setting is refused before anything starts
+        exit_status = submit(source, target, address, options, lambda text: typer.echo(text, nl=False))
+    except FarsightError as error:
+        typer.echo(f"farsight: {error}", err=True)
+        raise typer.Exit(1) from error
+    raise typer.Exit(exit_status)
 
 
 if __name__ == "__main__":

@@ -1,206 +1,381 @@
-"""The ingress's side of the protocol: submits requests, receives their tokens, aborts them when a client goes."""
+"""The ingress's side of the protocol: submits requests, receives their tokens, resumes what was lost."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 import os
 import socket
+import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
+from prometheus_client import CollectorRegistry, generate_latest
+
+from actors.health import HealthServer
+from actors.metrics import RequestMetrics
+from actors.names import LOG_STORE, ROUTER, SUPERVISOR, worker_name
+from actors.peer import LOOK_AGAIN_S, PeerBook, PeerLost
 from core.codec import decode, encode
+from core.config import FarsightConfig
 from core.errors import CapacityError, InvalidValueError
 from core.messages import (
-    Abort,
+    AnnounceReply,
+    FinishedRequest,
+    FinishedRequests,
+    Keys,
+    PieceCounts,
     PieceStatus,
-    Refusals,
+    Refusal,
+    Scale,
     StatusReply,
     Submit,
+    SubmitReply,
     TokenBatches,
     TokenDelta,
+    TokenPoll,
 )
 from core.request import Request, SamplingParams
 from services.api.backend import ModelInfo
-from services.api.errors import ApiError
 from services.inbox import TokenInbox
+from services.ledger import RequestLedger
+from services.overview import Overview
 
-HEARTBEAT_S = 1.0
+ANNOUNCE_S = 0.5
+"""How often the Router hears what is open here, and says what is lost."""
+
+UNHEALTHY_AFTER_S = 5.0
+"""Without a word from the Router for so long, new requests would only wait."""
+
 RETRY_AFTER_S = 1.0
+
+SLOW_DELTAS = 256
+"""A client that leaves so many deltas unread lets its sequence rest ..."""
+
+READING_DELTAS = 64
+"""... until no more than these are left."""
+
+LOG_S = 0.2
+"""How often finished requests go to the log ..."""
+
+MAX_UNLOGGED = 20_000
+"""... and how many may wait for it; beyond them the oldest are lost."""
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
 class _Stream:
-    """One open request: its tokens on the way to the client."""
+    """One open request: its tokens on the way to the client, and what the log will say of it."""
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.submitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.deltas: asyncio.Queue[TokenDelta] = asyncio.Queue()
-        self.ended = False
+    request: Request
+    deltas: asyncio.Queue[TokenDelta | Exception] = field(default_factory=asyncio.Queue)
+    received_at: float = field(default_factory=time.time)
+    began: float = field(default_factory=time.monotonic)
+    token_at: float | None = None
+    ttft_s: float | None = None
+    num_tokens: int = 0
+    attempts: int = 1
+    replica: str = ""
+    reason: str = "abort"
+
+    def record(self, now: float) -> FinishedRequest:
+        return FinishedRequest(
+            request_id=self.request.request_id,
+            replica=self.replica,
+            attempts=self.attempts,
+            prompt_len=self.request.prompt_len,
+            output_len=self.num_tokens,
+            max_new_tokens=self.request.sampling.max_new_tokens,
+            finish_reason=self.reason,
+            received_at=self.received_at,
+            ttft_s=self.ttft_s,
+            jct_s=now - self.began,
+        )
 
 
 class EngineClient:
-    """A ``GenerationBackend`` over the control actor and the model workers.
+    """A ``GenerationBackend`` over the Router and the model workers.
 
     Args:
-        control: Handle of the control actor.
-        workers: Handles of the workers, one a replica; tokens come straight from them.
+        peers: Finds them.
         model: What is served.
-        max_requests: Open requests at most; counted at the first check.
-        max_tokens: Their prompt tokens at most.
+        keep: Sees to it that there is a Supervisor; runs as long as the client.
     """
 
     def __init__(
-        self, control: Any, workers: Sequence[Any], model: ModelInfo, max_requests: int, max_tokens: int
+        self,
+        peers: PeerBook,
+        model: ModelInfo,
+        config: FarsightConfig,
+        keep: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
         self.model = model
-        self._control = control
-        self._workers = workers
-        self._max_requests = max_requests
-        self._max_tokens = max_tokens
+        self._peers = peers
+        self._router = peers.peer(ROUTER)
+        self._limits = config.server
+        self._keep = keep
         self._ingress_id = uuid.uuid4().hex[:12]
+        self._ledger = RequestLedger(self._ingress_id)
         self._ids = itertools.count()
         self._streams: dict[str, _Stream] = {}
+        self._slow: set[str] = set()
         self._open_tokens = 0
-        self._outgoing: list[_Stream] = []
-        self._aborts: list[tuple[str, int]] = []
         self._outgoing_due = asyncio.Event()
+        self._records: deque[FinishedRequest] = deque(maxlen=MAX_UNLOGGED)
+        self._pumps: dict[str, asyncio.Task[None]] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self._broken: str | None = None
+        self._heard_at: float | None = None
+        self._overview = Overview(peers, config)
+        self._registry = CollectorRegistry()
+        self._metrics = RequestMetrics(self._registry, model.name)
+        self._health = HealthServer(self._registry, lambda: [self._row()])
+        self._port = 0
 
-    def start(self) -> None:
-        """Starts the background pumps; call on the event loop that serves requests."""
-        token_pumps = [self._pump_tokens(worker) for worker in self._workers]
-        for pump in (*token_pumps, self._pump_outgoing(), self._pump_heartbeat()):
-            self._tasks.append(asyncio.create_task(self._guard(pump)))
+    async def start(self) -> None:
+        """Starts the background pumps, on the event loop that serves requests."""
+        self._port = await self._health.start()
+        work = [self._pump_outgoing, self._pump_announcements, self._pump_records]
+        if self._keep is not None:
+            work.append(self._keep)
+        self._tasks = [asyncio.create_task(_again_and_again(each)) for each in work]
 
     async def stream(self, prompt_ids: tuple[int, ...], sampling: SamplingParams) -> AsyncGenerator[TokenDelta, None]:
         """Deltas of one request, the last with a finish reason; closing early aborts it.
 
         Raises:
-            ApiError: the engine is gone.
             CapacityError: too much is in the house already.
-            InvalidValueError: the scheduler refuses it.
+            InvalidValueError: no worker can ever run it.
         """
         stream = self._open(prompt_ids, sampling)
         try:
-            self._outgoing.append(stream)
-            self._outgoing_due.set()
-            await stream.submitted
-            while not stream.ended:
+            reason = None
+            while reason is None:
                 delta = await stream.deltas.get()
-                stream.ended = delta.finish_reason is not None
+                if isinstance(delta, Exception):
+                    raise delta
+                self._note_read(stream)
+                reason = delta.finish_reason
                 yield delta
         finally:
             self._close(stream)
 
     def _open(self, prompt_ids: tuple[int, ...], sampling: SamplingParams) -> _Stream:
-        if self._broken is not None:
-            raise ApiError(f"the model worker is gone: {self._broken}", status=503, kind="server_error")
-        if len(self._streams) >= self._max_requests:
-            raise CapacityError(
-                f"{len(self._streams)} requests are open, the limit is {self._max_requests}", RETRY_AFTER_S
-            )
-        if self._streams and self._open_tokens + len(prompt_ids) > self._max_tokens:
-            message = f"{self._open_tokens} prompt tokens are in the house, the limit is {self._max_tokens}"
-            raise CapacityError(message, RETRY_AFTER_S)
+        self._admit(len(prompt_ids))
         request_id = f"{self._ingress_id}-{next(self._ids)}"
         stream = _Stream(Request(request_id, 0, self._ingress_id, prompt_ids, sampling))
         self._streams[request_id] = stream
         self._open_tokens += len(prompt_ids)
+        self._ledger.open(stream.request)
+        self._outgoing_due.set()
         return stream
 
+    def _admit(self, num_tokens: int) -> None:
+        limits = self._limits
+        if len(self._streams) >= limits.max_queued_requests:
+            self._metrics.rejected("max_num_queued_reqs")
+            message = f"{len(self._streams)} requests are open, the limit is {limits.max_queued_requests}"
+            raise CapacityError(message, RETRY_AFTER_S)
+        if self._streams and self._open_tokens + num_tokens > limits.max_queued_tokens:
+            self._metrics.rejected("max_num_queued_tokens")
+            message = f"{self._open_tokens} prompt tokens are in the house, the limit is {limits.max_queued_tokens}"
+            raise CapacityError(message, RETRY_AFTER_S)
+
     def _close(self, stream: _Stream) -> None:
-        request = stream.request
+        """The client has all it will get."""
+        request, now = stream.request, time.monotonic()
         del self._streams[request.request_id]
+        self._slow.discard(request.request_id)
         self._open_tokens -= request.prompt_len
-        if not stream.ended and self._broken is None:
-            self._aborts.append((request.request_id, request.attempt))
+        self._ledger.close(request.request_id, now)
+        if self._ledger.has_outgoing:
             self._outgoing_due.set()
+        record = stream.record(now)
+        self._records.append(record)
+        self._metrics.finished(
+            record.finish_reason, record.jct_s, record.prompt_len, record.output_len, record.max_new_tokens
+        )
 
     async def _pump_outgoing(self) -> None:
         """Submits and aborts in order of arrival; what comes while a call is under way goes with the next one."""
         while True:
             await self._outgoing_due.wait()
             self._outgoing_due.clear()
-            outgoing, self._outgoing = self._outgoing, []
-            aborts, self._aborts = self._aborts, []
-            if outgoing:
-                await self._send(outgoing)
+            requests, aborts = self._ledger.take_outgoing()
+            try:
+                if requests:
+                    await self._submit(requests)
+            except PeerLost:
+                self._ledger.submit_failed(requests)
+                await asyncio.sleep(LOOK_AGAIN_S)
             if aborts:
-                await self._control.abort.remote(encode(Abort(tuple(aborts))))
+                with suppress(PeerLost):  # if it still sends tokens, it is aborted again
+                    await self._router.call("abort", encode(Keys(aborts)))
+            if self._ledger.has_outgoing:
+                self._outgoing_due.set()
 
-    async def _send(self, outgoing: list[_Stream]) -> None:
-        reply = await self._control.submit.remote(encode(Submit(tuple(stream.request for stream in outgoing))))
-        refused = {refusal.request_id: refusal for refusal in decode(reply, Refusals).refusals}
-        for stream in outgoing:
-            refusal = refused.get(stream.request.request_id)
-            if stream.submitted.done():
-                continue  # its client left meanwhile
-            if refusal is None:
-                stream.submitted.set_result(None)
-            else:
+    async def _submit(self, requests: tuple[Request, ...]) -> None:
+        reply = decode(await self._router.call("submit", encode(Submit(requests))), SubmitReply)
+        self._end_refused(self._ledger.submitted(reply))
+        self._follow({placed.replica for placed in reply.placed if placed.replica})
+
+    async def _pump_announcements(self) -> None:
+        while True:
+            try:
+                reply = decode(await self._router.call("announce", encode(self._ledger.announce())), AnnounceReply)
+                self._heard_at = time.monotonic()
+                self._end_refused(self._ledger.announced(reply))
+                self._follow(reply.replicas)
+                self._unfollow(set(reply.replicas))
+                await self._router.call("introduce", encode(self._row()))
+            except PeerLost:
+                await asyncio.sleep(LOOK_AGAIN_S)
+                continue
+            if self._ledger.has_outgoing:
+                self._outgoing_due.set()
+            await asyncio.sleep(ANNOUNCE_S)
+
+    def _end_refused(self, refusals: Iterable[Refusal]) -> None:
+        for refusal in refusals:
+            stream = self._streams.get(refusal.request_id)
+            if stream is not None:
+                stream.reason = "error"
                 total = stream.request.max_total_len
-                stream.submitted.set_exception(InvalidValueError(refusal.field, total, refusal.message))
+                stream.deltas.put_nowait(InvalidValueError(refusal.field, total, refusal.message))
 
-    async def _pump_tokens(self, worker: Any) -> None:
+    def _follow(self, replicas: Iterable[str]) -> None:
+        for replica in replicas:
+            if replica not in self._pumps:
+                self._pumps[replica] = asyncio.create_task(
+                    _again_and_again(functools.partial(self._pump_tokens, replica))
+                )
+
+    def _unfollow(self, replicas: set[str]) -> None:
+        """Stops asking replicas that are no more."""
+        for replica in set(self._pumps) - replicas:
+            if not self._ledger.runs_on(replica):
+                self._pumps.pop(replica).cancel()
+
+    async def _pump_tokens(self, replica: str) -> None:
+        """Follows one worker, whatever life it is in."""
+        worker = self._peers.peer(worker_name(replica))
         inbox = TokenInbox()
         while True:
-            data = await worker.poll_tokens.remote(self._ingress_id, inbox.ack_seq)
-            for delta in inbox.receive(decode(data, TokenBatches)):
-                stream = self._streams.get(delta.request_id)
-                if stream is not None and delta.attempt == stream.request.attempt:
-                    stream.deltas.put_nowait(delta)
+            try:
+                poll = TokenPoll(self._ingress_id, inbox.ack_seq, tuple(self._slow))
+                reply = decode(await worker.call("poll_tokens", encode(poll)), TokenBatches)
+            except PeerLost:
+                inbox = TokenInbox()
+                self._ledger.worker_lost(replica)
+                if self._ledger.has_outgoing:
+                    self._outgoing_due.set()
+                await asyncio.sleep(LOOK_AGAIN_S)
+                continue
+            self._deliver(replica, inbox, reply)
 
-    async def _pump_heartbeat(self) -> None:
+    def _deliver(self, replica: str, inbox: TokenInbox, reply: TokenBatches) -> None:
+        now = time.monotonic()
+        deltas = inbox.receive(reply)
+        for delta in self._ledger.receive(replica, inbox.incarnation, deltas, now):
+            stream = self._streams[delta.request_id]
+            self._measure(stream, delta, now)
+            stream.replica, stream.attempts = replica, delta.attempt + 1
+            stream.reason = delta.finish_reason or stream.reason
+            stream.deltas.put_nowait(delta)
+            if stream.deltas.qsize() >= SLOW_DELTAS:
+                self._slow.add(delta.request_id)
+        if self._ledger.has_outgoing:
+            self._outgoing_due.set()
+
+    def _measure(self, stream: _Stream, delta: TokenDelta, now: float) -> None:
+        count = len(delta.token_ids)
+        if not count:
+            return
+        if stream.token_at is None:
+            stream.ttft_s = now - stream.began
+            self._metrics.first_token(stream.ttft_s, count)
+        else:
+            self._metrics.tokens(now - stream.token_at, count)
+        stream.token_at = now
+        stream.num_tokens += count
+
+    def _note_read(self, stream: _Stream) -> None:
+        if stream.deltas.qsize() <= READING_DELTAS:
+            self._slow.discard(stream.request.request_id)
+
+    async def _pump_records(self) -> None:
+        log = self._peers.peer(LOG_STORE)
         while True:
-            await self._control.heartbeat.remote(encode(self._piece()))
-            await asyncio.sleep(HEARTBEAT_S)
+            await asyncio.sleep(LOG_S)
+            records = tuple(self._records)
+            if not records:
+                continue
+            try:
+                await log.call("append", encode(FinishedRequests(records)))
+            except PeerLost:
+                continue
+            for record in records:
+                if self._records and self._records[0] is record:  # else it fell out at the end of the queue
+                    self._records.popleft()
 
-    def _piece(self) -> PieceStatus:
+    def _row(self) -> PieceStatus:
         return PieceStatus(
             name=f"ingress-{self._ingress_id}",
             kind="Ingress",
             pid=os.getpid(),
             node=socket.gethostname(),
-            state="ready" if self._broken is None else "failed",
+            state="ready" if self._hears else "waiting",
             queue=len(self._streams),
             last_step_age_s=None,
+            restarts=0,
+            http_port=self._port,
         )
 
-    async def _guard(self, pump: Any) -> None:
-        """A pump that ends takes the backend with it: every open request is answered, new ones are refused."""
-        try:
-            await pump
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:  # an actor died, or a message was refused: both end this connection
-            logger.exception("the connection to the engine broke")
-            self._break(f"{type(error).__name__}: {error}")
-
-    def _break(self, reason: str) -> None:
-        if self._broken is not None:
-            return
-        self._broken = reason
-        for request_id, stream in self._streams.items():
-            if not stream.submitted.done():
-                stream.submitted.set_result(None)
-            stream.deltas.put_nowait(TokenDelta(request_id, 0, 0, (), "", "error", "the model worker is gone"))
+    @property
+    def _hears(self) -> bool:
+        return self._heard_at is not None and time.monotonic() - self._heard_at < UNHEALTHY_AFTER_S
 
     async def status(self) -> StatusReply:
         """One row for every logical piece."""
-        await self._control.heartbeat.remote(encode(self._piece()))
-        return decode(await self._control.status.remote(), StatusReply)
+        return await self._overview.status()
+
+    async def metrics(self) -> str:
+        """Of every process."""
+        own = generate_latest(self._registry).decode()
+        return await self._overview.metrics(f"ingress-{self._ingress_id}", own)
+
+    async def scale(self, kind: str, count: int) -> PieceCounts:
+        """How many of what there are from now on; answers when they are there, or gone.
+
+        Raises:
+            InvalidValueError: the kind or the number is wrong.
+        """
+        reply = await self._peers.peer(SUPERVISOR).call("scale", encode(Scale(kind, count)))
+        return decode(reply, PieceCounts)
 
     async def healthy(self) -> bool:
-        return self._broken is None
+        return self._hears
 
     async def close(self) -> None:
-        """Stops the pumps."""
-        for task in self._tasks:
+        """Stops everything that ``start`` began."""
+        tasks = [*self._tasks, *self._pumps.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._health.stop()
+
+
+async def _again_and_again(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Runs work that never ends by itself. What breaks it is written down and it begins anew: it keeps no state."""
+    while True:
+        try:
+            await work()
+        except Exception:
+            logger.exception("a pump of the ingress broke")
+            await asyncio.sleep(LOOK_AGAIN_S)

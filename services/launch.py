@@ -1,4 +1,4 @@
-"""Composition root of ``placement = "fused"``: one control actor, the model workers, the ingress replicas.
+"""Composition root: the Supervisor, which starts every other piece, and the ingress replicas.
 
 Everything lives in a private Ray cluster that this process starts and takes down with itself.
 """
@@ -6,6 +6,7 @@ Everything lives in a private Ray cluster that this process starts and takes dow
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import secrets
@@ -18,9 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actors.names import CONTROL, NAMESPACE, worker_name
+from actors.names import NAMESPACE, SUPERVISOR, host_of
+from core.codec import decode
 from core.config import FarsightConfig
 from core.errors import ConfigError, FarsightError
+from core.messages import PieceCounts
 from policies.presets import build_router
 from services.signals import StopSignal
 
@@ -57,6 +60,11 @@ def find_model(config: FarsightConfig) -> ServedModel:
     return ServedModel(directory, config.model.name or Path(config.model.path).resolve().name)
 
 
+def named(config: FarsightConfig, model: ServedModel) -> FarsightConfig:
+    """The same configuration with the name that clients ask for, wherever it came from."""
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, name=model.name))
+
+
 def check_port(host: str, port: int) -> None:
     """Raises ConfigError if nothing can listen there."""
     with socket.socket() as probe:
@@ -67,31 +75,46 @@ def check_port(host: str, port: int) -> None:
             raise ConfigError("server.port", f"{host}:{port}", f"a free address ({error.strerror})") from error
 
 
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A running private cluster; ``dashboard_url`` serves Ray's Jobs API, and is empty if that was not asked for."""
+
+    dashboard_url: str
+
+
 @contextlib.contextmanager
-def private_cluster(stop: StopSignal) -> Iterator[None]:
+def private_cluster(stop: StopSignal, *, proxy: str = "serve", dashboard: bool = False) -> Iterator[Cluster]:
     """A Ray cluster of our own with token auth, in a temporary directory that goes with it."""
     directory = Path(tempfile.mkdtemp(prefix="farsight-"))
     stop.starting(lambda: shutil.rmtree(directory, ignore_errors=True))
-    _set_environment(directory)
+    _set_environment(directory, proxy)
     import ray
 
     try:
-        ray.init(
+        context = ray.init(
             address="local",
             namespace=NAMESPACE,
-            include_dashboard=False,
+            include_dashboard=dashboard,
+            dashboard_port=_free_port() if dashboard else None,
             object_store_memory=OBJECT_STORE_BYTES,
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
         stop.install()
-        yield
+        yield Cluster(f"http://{context.dashboard_url}" if dashboard else "")
     finally:
         ray.shutdown()
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _set_environment(directory: Path) -> None:
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _set_environment(directory: Path, proxy: str) -> None:
     """Must run before Ray is imported; its daemons and workers inherit it."""
     token = directory / "auth_token"
     token.write_text(secrets.token_hex(32))
@@ -103,6 +126,7 @@ def _set_environment(directory: Path) -> None:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_TMPDIR": str(directory),
+        "FARSIGHT_RUN_DIR": str(directory),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_SERVE_LOG_TO_STDERR": "0",
         # One event loop a replica: no thread hop a token. The ingress never blocks its loop.
@@ -111,104 +135,143 @@ def _set_environment(directory: Path) -> None:
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "1",
         "RAY_enable_metrics_collection": "0",
     }
+    if proxy == "haproxy":
+        os.environ |= {
+            "RAY_SERVE_ENABLE_HA_PROXY": "1",
+            "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(directory / "haproxy.cfg"),
+            "RAY_SERVE_HAPROXY_SOCKET_PATH": str(directory / "haproxy.sock"),
+            # Ray's 30 s would be how long Ctrl-C takes.
+            "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+        }
+        del os.environ["RAY_SERVE_ENABLE_DIRECT_INGRESS"]
 
 
 class Service:
-    """The running actors of one served model."""
+    """The running pieces of one served model.
 
-    def __init__(self, config: FarsightConfig, model: ServedModel) -> None:
+    Args:
+        config: ``model.name`` is what clients ask for.
+        placement: ``fused`` or ``split``.
+    """
+
+    def __init__(self, config: FarsightConfig, model_dir: Path, placement: str) -> None:
         self._config = config
-        self._model = model
-        self._vital: dict[Any, str] = {}
+        self._model_dir = str(model_dir)
+        self._placement = placement
+        self._ingress_replicas = config.server.ingress_replicas or default_ingress_replicas()
+
+    def start_pieces(self) -> Callable[[], None]:
+        """Begins to start every piece; the function that is returned waits until all have started.
+
+        Raises (what is returned):
+            FarsightError: a piece cannot start; why.
+        """
+        import ray
+
+        from actors.hosts import create_host
+
+        host = create_host(host_of(SUPERVISOR, self._placement), self._placement, self._config, self._model_dir, 0)
+        ray.get(host.add.remote([SUPERVISOR]))
+        started = host.call.remote(SUPERVISOR, "started", b"")
+        return lambda: _wait_started(started)
 
     def start(self) -> None:
         """Starts everything; returns when requests are answered."""
-        import ray
         from ray import serve
 
-        from actors.control import Control
-        from actors.model_worker import ModelWorker
-
-        options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 1000}
-        # Handles are Any: Ray adds methods at run time that no type describes.
-        worker_class: Any = ray.remote(ModelWorker)
-        control_class: Any = ray.remote(Control)
-        workers = [
-            worker_class.options(name=worker_name(index), **options).remote(
-                f"worker-{index}", str(self._model.directory), self._config
-            )
-            for index in range(self._config.model.replicas)
-        ]
-        control = control_class.options(name=CONTROL, **options).remote(self._config)
-        loading = [worker.start.remote() for worker in workers]
+        wait_started = self.start_pieces()
         logging.getLogger("ray.serve").setLevel(logging.WARNING)  # its news are for its own developers
         serve.start(
             proxy_location="HeadOnly",
             http_options={"host": self._config.server.host, "port": self._config.server.port},
             logging_config={"enable_access_log": False, "log_level": "WARNING"},
         )
-        for index, (worker, ready) in enumerate(zip(workers, loading, strict=True)):
-            ray.get(control.connect.remote(str(index), worker, _started(ready)))
-        self._vital = {worker.ended.remote(): "the model worker" for worker in workers}
-        self._vital[control.ended.remote()] = "the scheduler"
-        serve.run(self._ingress(), name="farsight", route_prefix="/")
+        wait_started()
+        self._run_ingress()
 
-    def _ingress(self) -> Any:
+    def _run_ingress(self) -> None:
+        """Starts the ingress replicas, or changes their number."""
         from ray import serve
 
-        from services.ingress import Ingress
-
-        deployment: Any = serve.deployment(serve.ingress()(Ingress))
-        deployment = deployment.options(
-            name="Ingress",
-            num_replicas=self._config.server.ingress_replicas or default_ingress_replicas(),
-            # The ingress counts and refuses by itself (429); Serve's own bound must not come first.
-            max_ongoing_requests=2 * self._config.server.max_queued_requests,
-            ray_actor_options={"num_cpus": 0},
-            graceful_shutdown_timeout_s=2,
+        serve.run(
+            ingress_app(self._config, self._model_dir, self._placement, self._ingress_replicas),
+            name="farsight",
+            route_prefix="/",
         )
-        return deployment.bind(str(self._model.directory), self._model.name, self._config)
 
     def wait(self, stop: StopSignal) -> None:
-        """Returns once a signal to stop has come.
-
-        Raises:
-            ServiceFailed: a vital part died first.
-        """
-        import ray
-
+        """Returns once a signal to stop has come; meanwhile there are as many ingress replicas as asked for."""
         while not stop.received:
-            done, _ = ray.wait(list(self._vital), num_returns=1, timeout=WATCH_INTERVAL_S)
-            for ref in done:
-                try:
-                    ray.get(ref)
-                except Exception as error:
-                    raise ServiceFailed(f"{self._vital[ref]} died: {error}") from error
-                raise ServiceFailed(f"{self._vital[ref]} ended")
+            time.sleep(WATCH_INTERVAL_S)
+            wanted = self._wanted_ingress_replicas()
+            if wanted not in (0, self._ingress_replicas) and not stop.received:
+                self._ingress_replicas = wanted
+                self._run_ingress()
+
+    def _wanted_ingress_replicas(self) -> int:
+        """0 if nobody has asked for a number, or nobody can tell."""
+        import ray
+        from ray.exceptions import RayError
+
+        from actors.hosts import find_host
+
+        host = find_host(host_of(SUPERVISOR, self._placement))
+        if host is None:
+            return 0
+        try:
+            data = ray.get(host.call.remote(SUPERVISOR, "counts", b""), timeout=WATCH_INTERVAL_S)
+        except RayError:
+            return 0
+        return decode(data, PieceCounts).ingress_replicas
 
 
-def _started(loading: Any) -> Any:
-    """What a worker says when it has started.
+def ingress_app(config: FarsightConfig, model_dir: str, placement: str, replicas: int) -> Any:
+    """The Ray Serve application."""
+    from ray import serve
 
-    Raises:
-        FarsightError: it could not; the worker's own reason, without the way it took through the actor.
-    """
+    from services.ingress import Ingress
+
+    deployment: Any = serve.deployment(serve.ingress()(Ingress))
+    deployment = deployment.options(
+        name="Ingress",
+        num_replicas=replicas,
+        # The ingress counts and refuses by itself (429); Serve's own bound must not come first.
+        max_ongoing_requests=2 * config.server.max_queued_requests,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=2,
+    )
+    return deployment.bind(model_dir, placement, config)
+
+
+def _wait_started(started: Any) -> None:
+    """Raises FarsightError with a piece's own reason, without the way it took through the actors."""
     import ray
     from ray.exceptions import RayError, RayTaskError
 
     try:
-        return ray.get(loading)
+        ray.get(started)
     except RayTaskError as error:
         if isinstance(error.cause, FarsightError):
             raise error.cause from None
-        raise ServiceFailed(f"the model worker could not start: {error.cause!r}") from error
+        raise ServiceFailed(f"a piece could not start: {error.cause!r}") from error
     except RayError as error:
-        raise ServiceFailed(f"the model worker died while it started: {error}") from error
+        raise ServiceFailed(f"the supervisor died while it started: {error}") from error
+
+
+def resolve_placement(placement: str) -> str:
+    """``auto`` is ``fused`` on a small machine, where processes compete for cores, else ``split``."""
+    if placement != "auto":
+        return placement
+    return "fused" if _small_machine() else "split"
+
+
+def _small_machine() -> bool:
+    return (os.cpu_count() or 1) <= 4
 
 
 def default_ingress_replicas() -> int:
     """One on a small machine, where processes compete for cores; else two, so that one may die."""
-    return 1 if (os.cpu_count() or 1) <= 4 else 2
+    return 1 if _small_machine() else 2
 
 
 def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSignal) -> None:
@@ -221,9 +284,11 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
     build_router(config.scheduler.preset, config.scheduler.placement)  # a wrong name is refused before anything starts
     model = find_model(config)
     check_port(config.server.host, config.server.port)
-    say(f"Farsight is starting: model {model.name}, preset {config.scheduler.preset}.")
-    with private_cluster(stop):
-        service = Service(config, model)
+    placement = resolve_placement(config.actors.placement)
+    say(f"Farsight is starting: model {model.name}, preset {config.scheduler.preset}, placement {placement}.")
+    config = named(config, model)
+    with private_cluster(stop, proxy=config.server.proxy):
+        service = Service(config, model.directory, placement)
         service.start()
         stop.running()
         url = f"http://{config.server.host}:{config.server.port}"

@@ -62,13 +62,9 @@ class RequestLedger:
     def has_outgoing(self) -> bool:
         return bool(self._outgoing or self._aborts)
 
-    def attempt(self, request_id: str) -> int:
-        """The current attempt of an open request."""
-        return self._open[request_id].request.attempt
-
-    def replica(self, request_id: str) -> str:
-        """Where an open request runs, as far as is known; else empty."""
-        return self._open[request_id].replica
+    def runs_on(self, replica: str) -> bool:
+        """Whether tokens of an open request may come from there."""
+        return any(stream.replica == replica for stream in self._open.values())
 
     def open(self, request: Request) -> None:
         """A client wants this; it goes out with the next ``take_outgoing``."""
@@ -143,7 +139,8 @@ class RequestLedger:
         return self._refused(reply.refusals)
 
     def _refused(self, refusals: Iterable[Refusal]) -> list[Refusal]:
-        ended = [refusal for refusal in refusals if self._current((refusal.request_id, refusal.attempt)) is not None]
+        told = {(refusal.request_id, refusal.attempt): refusal for refusal in refusals}  # some more than once
+        ended = [refusal for key, refusal in told.items() if self._current(key) is not None]
         for refusal in ended:
             del self._open[refusal.request_id]
         return ended

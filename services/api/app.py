@@ -4,9 +4,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from services.api.backend import GenerationBackend
+from services.api.dashboard import DASHBOARD_HEADERS, dashboard_page
 from services.api.errors import SERVER_ERROR, ApiError, install_error_handlers
 from services.api.generate import ChoiceResult, ClientGone, collect, while_connected
 from services.api.jobs import Job, chat_job, check_model, completion_jobs
@@ -32,6 +33,7 @@ from services.api.sse import EventStream, chunks
 
 DEFAULT_MAX_BODY_BYTES = 4 * 1024 * 1024
 API_VERSION = "1"
+METRICS_TYPE = "text/plain; version=0.0.4"
 _CLIENT_CLOSED_REQUEST = 499
 
 _Reply = TypeVar("_Reply")
@@ -115,6 +117,14 @@ def _operator_routes(backend: GenerationBackend) -> APIRouter:
     @router.get("/status")
     async def status() -> Status:
         return status_reply(await backend.status())
+
+    @router.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        return PlainTextResponse(await backend.metrics(), media_type=METRICS_TYPE)
+
+    @router.get("/dashboard", response_class=HTMLResponse)
+    async def dashboard() -> Response:
+        return HTMLResponse(dashboard_page(), headers=DASHBOARD_HEADERS)
 
     return router
 

@@ -51,6 +51,10 @@ class GenerationBackend(Protocol):
         """One row for each living piece of the system."""
         ...
 
+    async def metrics(self) -> str:
+        """The metrics of every process that can be reached, as one exposition (``metrics_page``)."""
+        ...
+
     async def healthy(self) -> bool:
         """Whether a request sent now would be served."""
         ...

@@ -96,6 +96,8 @@ class ActorStatus(BaseModel):
     state: str
     queue: int
     last_step_age_s: float | None
+    restarts: int
+    http_port: int
 
 
 class KVStatus(BaseModel):

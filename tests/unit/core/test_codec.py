@@ -6,13 +6,13 @@ import dataclasses
 
 import msgpack
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core import messages
+from core import forecast, messages
 from core.codec import decode, encode
 from core.errors import MessageError
-from core.messages import SCHEMA_VERSION, PieceStatus, Plan, Slot, StepReport, Submit
+from core.messages import SCHEMA_VERSION, Keys, PieceStatus, Plan, Slot, StepReport, Submit
 from core.request import Request, SamplingParams
 
 TEXT = st.text(max_size=8)
@@ -28,7 +28,18 @@ SAMPLING = st.builds(
     stop_token_ids=st.lists(SMALL, max_size=3).map(tuple),
     ignore_eos=st.booleans(),
 )
-REQUEST = st.builds(Request, TEXT, SMALL, TEXT, st.lists(SMALL, min_size=1, max_size=20).map(tuple), SAMPLING)
+PROMPT = st.lists(SMALL, min_size=1, max_size=20).map(tuple)
+REQUEST = SAMPLING.flatmap(
+    lambda sampling: st.builds(
+        Request,
+        TEXT,
+        SMALL,
+        TEXT,
+        PROMPT,
+        st.just(sampling),
+        st.lists(SMALL, max_size=min(8, sampling.max_new_tokens - 1)).map(tuple),
+    )
+)
 
 st.register_type_strategy(SamplingParams, SAMPLING)
 st.register_type_strategy(Request, REQUEST)
@@ -36,15 +47,47 @@ st.register_type_strategy(int, st.integers(-(2**63), 2**63 - 1))
 st.register_type_strategy(float, st.floats(allow_nan=False, allow_infinity=False))
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [kind for kind in vars(messages).values() if dataclasses.is_dataclass(kind)],
-    ids=lambda kind: kind.__name__,
+MESSAGES = list(
+    dict.fromkeys(
+        kind for module in (messages, forecast) for kind in vars(module).values() if dataclasses.is_dataclass(kind)
+    )
 )
+every_message = pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
+
+
+@every_message
 def test_every_message_survives_the_wire(kind: type) -> None:
     @given(st.from_type(kind))
     def check(message: object) -> None:
         assert decode(encode(message), kind) == message
+
+    check()
+
+
+@every_message
+def test_every_message_of_version_1_is_refused_with_the_version_named(kind: type) -> None:
+    @settings(max_examples=5)
+    @given(st.from_type(kind))
+    def check(message: object) -> None:
+        fields = msgpack.unpackb(encode(message))[1:]
+        with pytest.raises(MessageError) as caught:
+            decode(msgpack.packb([1, *fields]), kind)
+        assert (caught.value.field, caught.value.value) == (f"{kind.__name__}.version", 1)
+        assert f"schema version {SCHEMA_VERSION}" in str(caught.value)
+
+    check()
+
+
+@every_message
+def test_every_message_with_a_field_too_few_or_too_many_is_refused(kind: type) -> None:
+    @settings(max_examples=5)
+    @given(st.from_type(kind))
+    def check(message: object) -> None:
+        version, name, *fields = msgpack.unpackb(encode(message))
+        for wrong in (fields[:-1], [*fields, None]):
+            with pytest.raises(MessageError) as caught:
+                decode(msgpack.packb([version, name, *wrong]), kind)
+            assert caught.value.field == name
 
     check()
 
@@ -60,22 +103,37 @@ MALFORMED = [
     (b"\xc1", Plan, "Plan"),
     (b"", Plan, "Plan"),
     (msgpack.packb({"plan": 1}), Plan, "Plan"),
-    (wire("Plan", "w", 1, 0, 0, [], version=99), Plan, "Plan.version"),
-    (wire("Unknown", "w", 1, 0, 0, []), Plan, "Plan.type"),
-    (wire("Plan", "w", 1, 0, 0), Plan, "Plan"),
-    (wire("Plan", "w", "1", 0, 0, []), Plan, "Plan.plan_seq"),
-    (wire("Plan", "w", True, 0, 0, []), Plan, "Plan.plan_seq"),
-    (wire("Plan", "w", 1, 0, 0, [SLOT, SLOT[:-1]]), Plan, "Plan.slots[1]"),
-    (wire("Plan", "w", 1, 0, 0, [["a", 0, 5.5, 9, False, 0, None]]), Plan, "Plan.slots[0].prefill_to"),
-    (wire("PieceStatus", "a", "b", 1, "n", "s", 0, float("nan")), PieceStatus, "PieceStatus.last_step_age_s"),
+    (wire("Plan", "w", 1, 1, 0, 0, [], version=99), Plan, "Plan.version"),
+    (wire("Unknown", "w", 1, 1, 0, 0, []), Plan, "Plan.type"),
+    (wire("Plan", "w", 1, 0, 0, []), Plan, "Plan"),
+    (wire("Plan", "w", None, 1, 0, 0, []), Plan, "Plan.lease"),
+    (wire("Plan", "w", 1, "1", 0, 0, []), Plan, "Plan.plan_seq"),
+    (wire("Plan", "w", 1, True, 0, 0, []), Plan, "Plan.plan_seq"),
+    (wire("Plan", "w", 1, 1, 0, 0, [SLOT, SLOT[:-1]]), Plan, "Plan.slots[1]"),
+    (wire("Plan", "w", 1, 1, 0, 0, [["a", 0, 5.5, 9, False, 0, None]]), Plan, "Plan.slots[0].prefill_to"),
+    (wire("PieceStatus", "a", "b", 1, "n", "s", 0, float("nan"), 0, 0), PieceStatus, "PieceStatus.last_step_age_s"),
     (
-        wire("StepReport", "w", 1, 1, 1, 0, [["a", 0, 77, 0, 0, 0, 0]], []),
+        wire("StepReport", "w", 1, 1, 1, 1, 0, [["a", 0, 77, 0, 0, 0, 0, False]], [], []),
         StepReport,
         "StepReport.progress[0].status",
     ),
-    (wire("Submit", [["a", 0, "i", [1, "x"], SAMPLED]]), Submit, "Submit.requests[0].prompt_ids[1]"),
-    (wire("Submit", [["a", 0, "i", [], SAMPLED]]), Submit, "Submit.requests[0].prompt"),
-    (wire("Submit", [["a", 0, "i", [1], [0, *SAMPLED[1:]]]]), Submit, "Submit.requests[0].sampling.max_tokens"),
+    (
+        wire("StepReport", "w", 1, 1, 1, 1, 0, [["a", 0, 1, 0, 0, 0, 0, 0]], [], []),
+        StepReport,
+        "StepReport.progress[0].stalled",
+    ),
+    (
+        wire("StepReport", "w", 1, 1, 1, 1, 0, [], [], [[1, 1, 1, float("inf")]]),
+        StepReport,
+        "StepReport.steps[0].duration_s",
+    ),
+    (wire("Keys", [["a", 0], ["b"]]), Keys, "Keys.keys[1]"),
+    (wire("Keys", [["a", "0"]]), Keys, "Keys.keys[0][1]"),
+    (wire("Submit", [["a", 0, "i", [1, "x"], SAMPLED, []]]), Submit, "Submit.requests[0].prompt_ids[1]"),
+    (wire("Submit", [["a", 0, "i", [], SAMPLED, []]]), Submit, "Submit.requests[0].prompt"),
+    (wire("Submit", [["a", 0, "i", [1], [0, *SAMPLED[1:]], []]]), Submit, "Submit.requests[0].sampling.max_tokens"),
+    (wire("Submit", [["a", 0, "i", [1], SAMPLED, [1, 2, 3, 4]]]), Submit, "Submit.requests[0].output_ids"),
+    (wire("Submit", [["a", 0, "i", [1], SAMPLED]]), Submit, "Submit.requests[0]"),
 ]
 
 

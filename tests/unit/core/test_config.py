@@ -41,6 +41,16 @@ WRONG = [
     ("[scheduler]\nwatermark = nan", "scheduler.watermark", "type float"),
     ("[engine]\nblock_size = 0", "engine.block_size", ">= 1"),
     ('[model]\ndtype = "fp8"', "model.dtype", "bfloat16"),
+    ('[actors]\nplacement = "fuse"', "actors.placement", "one of auto, fused, split"),
+    ("[actors]\nlength_predictors = 0", "actors.length_predictors", ">= 1"),
+    ("[actors]\nserving_time_estimators = 0", "actors.serving_time_estimators", ">= 1"),
+    ("[actors]\nserving_time_estimators = 1.0", "actors.serving_time_estimators", "type int"),
+    ("[actors]\nscheduler_delay_s = -0.1", "actors.scheduler_delay_s", ">= 0"),
+    ("[actors]\nscheduler_delay_s = inf", "actors.scheduler_delay_s", "type float"),
+    ("[actors]\nplacment = 1", "actors.placment", "did you mean 'placement'?"),
+    ("[log]\nmax_rows = 0", "log.max_rows", ">= 1"),
+    ("[log]\npath = 3", "log.path", "type str"),
+    ("[log]\nmax_row = 3", "log.max_row", "did you mean 'max_rows'?"),
     ("[server\n", "--config", "valid TOML"),
 ]
 
@@ -51,6 +61,13 @@ def test_a_wrong_setting_is_named(tmp_path: Path, text: str, field: str, hint: s
         load_config(write(tmp_path, text), {})
     assert caught.value.field == field
     assert hint in str(caught.value)
+
+
+def test_actors_and_log_are_read(tmp_path: Path) -> None:
+    text = '[actors]\nplacement = "split"\nscheduler_delay_s = 1\n[log]\npath = "log.sqlite"\nmax_rows = 5\n'
+    config = load_config(write(tmp_path, text), {})
+    assert (config.actors.placement, config.actors.scheduler_delay_s) == ("split", 1.0)
+    assert (config.log.path, config.log.max_rows) == ("log.sqlite", 5)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -45,3 +45,15 @@ def test_a_request_needs_a_prompt_and_knows_its_bound() -> None:
     assert Request("a", 0, "i", (1, 2, 3), SamplingParams(4)).max_total_len == 7
     with pytest.raises(InvalidValueError, match="prompt"):
         Request("a", 0, "i", (), SamplingParams(4))
+
+
+def test_a_resumed_request_knows_its_output_and_has_the_same_bound() -> None:
+    resumed = Request("a", 1, "i", (1, 2, 3), SamplingParams(4), (7, 8))
+    assert (resumed.prompt_len, resumed.known_len, resumed.max_total_len) == (3, 5, 7)
+
+
+@pytest.mark.parametrize("num_output", [4, 5])
+def test_a_resumed_request_must_have_something_left_to_say(num_output: int) -> None:
+    with pytest.raises(InvalidValueError, match="max_tokens = 4") as caught:
+        Request("a", 1, "i", (1,), SamplingParams(4), (9,) * num_output)
+    assert (caught.value.field, caught.value.value) == ("output_ids", num_output)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from core.messages import Plan, Slot
+from core.messages import Plan, Slot, StepSample
 from core.request import Request, SamplingParams, SequenceStatus
 from kvcache import BatchLimits, BlockManager, LeaseExecutor, StepBatch
 
@@ -26,13 +26,14 @@ def slot(
     preemptions: int = 0,
     payload: bool = True,
     attempt: int = 0,
+    resumed: int = 0,
 ) -> Slot:
-    request = Request(name, attempt, "i", (1,) * prompt, SamplingParams(out)) if payload else None
+    request = Request(name, attempt, "i", (1,) * prompt, SamplingParams(out), (2,) * resumed) if payload else None
     return Slot(name, attempt, prefill_to, length_to, standby, preemptions, request)
 
 
-def plan(seq: int, *slots: Slot, as_of: int = 0, reserve: int = 0, incarnation: str = "w") -> Plan:
-    return Plan(incarnation, seq, as_of, reserve, slots)
+def plan(seq: int, *slots: Slot, as_of: int = 0, reserve: int = 0, incarnation: str = "w", lease: int = 0) -> Plan:
+    return Plan(incarnation, lease, seq, as_of, reserve, slots)
 
 
 def step(worker: LeaseExecutor, stopped: tuple[str, ...] = ()) -> dict[str, tuple[int, int, bool]]:
@@ -229,3 +230,139 @@ def test_num_tokens_of_a_batch_never_exceeds_the_limit(max_batch_tokens: int) ->
         assert batch.num_tokens <= max_batch_tokens
         worker.commit(batch)
     assert worker.num_held == 0
+
+
+def statuses(worker: LeaseExecutor) -> dict[str, SequenceStatus]:
+    return {progress.request_id: progress.status for progress in worker.report().progress}
+
+
+def test_a_take_over_keeps_what_is_held_and_goes_on_with_it() -> None:
+    worker = executor()
+    worker.apply_plan(plan(1, slot("a", out=8), slot("b", out=8)))
+    step(worker)
+    before = worker.report()
+    assert worker.take_over() == 1
+    after = worker.report()
+    assert after.progress == before.progress
+    assert after.report_seq == before.report_seq + 1, "reports are numbered on"
+    assert step(worker) == {"a": (4, 1, True), "b": (4, 1, True)}, "no step waits for a plan"
+
+
+def test_a_take_over_restarts_plan_numbering_under_a_higher_lease() -> None:
+    worker = executor()
+    worker.apply_plan(plan(7, slot("a")))
+    lease = worker.take_over()
+    report = worker.report()
+    assert (report.lease, report.plan_seq) == (lease, 0)
+    worker.apply_plan(plan(1, slot("b"), lease=lease))
+    assert (worker.report().plan_seq, set(step(worker))) == (1, {"b"})
+    assert worker.take_over() == lease + 1
+
+
+@pytest.mark.parametrize("lease", [0, 1, 3], ids=["never taken over", "the one before", "not granted yet"])
+def test_plans_of_another_lease_are_dropped_however_new_they_are(lease: int) -> None:
+    worker = executor()
+    worker.apply_plan(plan(1, slot("a")))
+    worker.take_over()
+    worker.take_over()
+    assert worker.apply_plan(plan(99, slot("b"), lease=lease)) == []
+    assert set(step(worker)) == {"a"}
+    assert worker.report().plan_seq == 0
+
+
+def test_an_end_before_a_take_over_is_reported_after_it_and_not_started_again() -> None:
+    worker = executor()
+    worker.apply_plan(plan(1, slot("a", out=1)))
+    step(worker)
+    lease = worker.take_over()
+    report = worker.report()
+    assert [end.request_id for end in report.finished] == ["a"]
+    worker.apply_plan(plan(1, slot("a", out=1), lease=lease, as_of=report.report_seq - 1))
+    assert step(worker) == {}
+
+
+def test_a_stalled_sequence_rests_keeps_its_kv_and_says_so() -> None:
+    worker = executor()
+    worker.apply_plan(plan(1, slot("a", out=8), slot("b", out=8)))
+    step(worker)
+    worker.stall(frozenset({"a"}))
+    assert step(worker) == {"b": (4, 1, True)}
+    progress = {each.request_id: each for each in worker.report().progress}
+    assert (progress["a"].stalled, progress["a"].status, progress["a"].num_blocks) == (True, SequenceStatus.PAUSED, 1)
+    assert not progress["b"].stalled
+
+
+def test_a_sequence_no_longer_stalled_goes_on_where_it_rested() -> None:
+    worker = executor()
+    worker.apply_plan(plan(1, slot("a", out=8)))
+    step(worker)
+    worker.stall(frozenset({"a"}))
+    assert step(worker) == {}
+    worker.stall(frozenset())
+    assert step(worker) == {"a": (4, 1, True)}
+
+
+def test_stalled_sequences_are_not_out_of_grants() -> None:
+    worker = executor()
+    worker.apply_plan(plan(1, slot("a", length_to=5), slot("b", out=8)))
+    assert set(step(worker)) == {"a", "b"}
+    worker.stall(frozenset({"b"}))
+    assert step(worker) == {"a": (4, 1, True)}, "its grant is used up and there is no other: plain FCFS"
+    worker = executor()
+    worker.apply_plan(plan(1, slot("b", out=8)))
+    step(worker)
+    worker.stall(frozenset({"b"}))
+    assert step(worker) == {}, "nothing is out of grants: it rests"
+
+
+def test_plain_fcfs_does_not_wake_a_stalled_sequence() -> None:
+    worker = executor()
+    worker.apply_plan(plan(1, slot("a", length_to=5), slot("b", length_to=5)))
+    step(worker)
+    worker.stall(frozenset({"a"}))
+    assert step(worker) == {"b": (4, 1, True)}
+
+
+def test_others_overtake_a_stalled_sequence_that_has_not_started() -> None:
+    worker = executor(num_blocks=3)
+    worker.apply_plan(plan(1, slot("long", prompt=12, out=1), slot("b", out=2)))
+    worker.stall(frozenset({"long"}))
+    assert set(step(worker)) == {"b"}
+    assert statuses(worker)["long"] is SequenceStatus.WAITING
+
+
+def test_a_stalled_standby_leaves_its_place_to_the_next() -> None:
+    worker = executor()
+    worker.apply_plan(plan(1, slot("a", out=1), slot("s", standby=True), slot("t", standby=True)))
+    worker.stall(frozenset({"s"}))
+    step(worker)
+    assert set(step(worker)) == {"t"}
+
+
+def test_a_resumed_request_starts_with_its_known_tokens_and_ends_at_the_same_length() -> None:
+    worker = executor()
+    worker.apply_plan(plan(1, slot("a", prompt=4, out=5, attempt=1, resumed=3)))
+    assert worker.report().progress[0].output_len == 3
+    assert step(worker) == {"a": (0, 7, True)}
+    assert step(worker) == {"a": (7, 1, True)}
+    assert [(end.attempt, end.output_len) for end in worker.report().finished] == [(1, 5)]
+
+
+def test_a_resumed_request_needs_blocks_for_its_output_to_start() -> None:
+    worker = executor(num_blocks=4)
+    worker.apply_plan(plan(1, slot("a", prompt=8, out=1), slot("b", prompt=4, out=9, resumed=8)))
+    assert set(step(worker)) == {"a"}, "b needs 3 blocks at once"
+    assert step(worker) == {"b": (0, 12, True)}
+
+
+def test_a_resumed_attempt_replaces_the_one_before() -> None:
+    worker = executor()
+    worker.apply_plan(plan(1, slot("a", prompt=4, out=9)))
+    step(worker)
+    assert worker.apply_plan(plan(2, slot("a", prompt=4, out=9, attempt=1, resumed=2))) == ["a"]
+    assert step(worker) == {"a": (0, 6, True)}
+
+
+def test_steps_are_passed_on_in_a_report() -> None:
+    sample = StepSample(4, 0, 10, 0.5)
+    assert executor().report((sample,)).steps == (sample,)

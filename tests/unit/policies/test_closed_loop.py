@@ -1,13 +1,18 @@
-"""Scheduler and executor against each other, messages delayed at random: nothing leaks, nothing starves."""
+"""Scheduler and executor against each other, messages delayed at random: nothing leaks, nothing starves.
+
+Schedulers die as well: what the worker holds goes on, and what it never got is submitted again as the ingress replicas
+would do it.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.messages import Plan, StepReport, WorkerReady
+from core.messages import Key, Plan, StepReport, WorkerReady, WorkerState
 from core.request import Request, SamplingParams
 from kvcache import BatchLimits, BlockManager, LeaseExecutor
 from policies.presets import build_scheduler
@@ -29,14 +34,50 @@ class Loop:
     """Both machines with a mailbox each way; plans may be lost, for a newer one always follows a change."""
 
     def __init__(self, num_blocks: int, max_num_seqs: int, standby: int, watermark: float) -> None:
-        limits = SchedulerLimits(max_num_seqs, standby)
-        self.scheduler = build_scheduler("fcfs", watermark=watermark, limits=limits)
+        self.limits = SchedulerLimits(max_num_seqs, standby)
+        self.watermark = watermark
         self.executor = LeaseExecutor(BlockManager(num_blocks, BLOCK), BatchLimits(max_num_seqs, 16), "w")
         self.max_len = num_blocks * BLOCK
+        self.ready = WorkerReady("w", num_blocks, BLOCK, self.max_len, True, 9)
+        self.requests: dict[str, Request] = {}  # the latest attempt of each
+        self.payloads: dict[Key, Request] = {}
+        self.ended: list[str] = []
+        self.ends: set[Key] = set()  # in the worker, whoever heard of them
+        self.start_scheduler()
+
+    def start_scheduler(self) -> None:
+        """The first one, or one in the place of another that died with all it knew and had not said."""
+        self.scheduler = build_scheduler("fcfs", watermark=self.watermark, limits=self.limits)
         self.plan: Plan | None = None
         self.reports: list[StepReport] = []
-        self.ended: list[str] = []
-        self.handle(WorkerConnected(WorkerReady("w", num_blocks, BLOCK, self.max_len, True, 9)))
+        self.take_over()
+
+    def take_over(self) -> None:
+        lease = self.executor.take_over()
+        report = self.executor.report()
+        held = tuple(self.payloads[each.request_id, each.attempt] for each in report.progress)
+        self.handle(WorkerConnected(WorkerState(lease, self.ready, held, report)))
+        running = [each.request_id for each in report.progress if each.num_blocks > 0]
+        shipped = {slot.request_id: slot for slot in self.plan.slots} if self.plan is not None else {}
+        assert {each.request_id for each in report.progress} <= set(shipped), "a plan forgets what the worker held"
+        for name in running:
+            assert (
+                self.requests[name].attempt > shipped[name].attempt
+                or not shipped[name].standby
+                or (shipped[name].num_preemptions > 0)
+            ), "a running sequence is stopped by a take-over"
+
+    def submit(self, request: Request) -> None:
+        self.requests[request.request_id] = request
+        self.payloads[request.request_id, request.attempt] = request
+        self.handle(RequestsArrived((request,)))
+
+    def resume_unknown(self, alive: set[str]) -> None:
+        """What the ingress replicas do about requests that nobody has any more."""
+        keys = [(name, self.requests[name].attempt) for name in sorted(alive)]
+        for name, attempt in self.scheduler.unknown(keys):
+            if (name, attempt) not in self.ends:  # else its last tokens have reached the client
+                self.submit(dataclasses.replace(self.requests[name], attempt=attempt + 1))
 
     def handle(self, event: Event) -> None:
         for instruction in self.scheduler.handle(event, 0.0):
@@ -61,7 +102,7 @@ class Loop:
         for item in batch.items:
             assert len(item.blocks) * BLOCK >= item.start + item.num_tokens
         stopped = [item.request_id for item in batch.items if item.samples and rng.random() < stop]
-        self.executor.commit(batch, stopped)
+        self.ends |= {(end.request_id, end.attempt) for end in self.executor.commit(batch, stopped)}
         self.executor.check_integrity()
         return True
 
@@ -95,7 +136,7 @@ def test_random_lives_drain_and_leave_the_pool_whole(
             case "submit" if i < 80:
                 prompt = rng.randint(1, max(1, loop.max_len // 2))
                 out = rng.randint(1, max(1, loop.max_len - prompt))
-                loop.handle(RequestsArrived((Request(f"r{i}", 0, "i", (1,) * prompt, SamplingParams(out)),)))
+                loop.submit(Request(f"r{i}", 0, "i", (1,) * prompt, SamplingParams(out)))
                 submitted.add(f"r{i}")
             case "step":
                 loop.step(0.1, rng)
@@ -117,6 +158,66 @@ def test_random_lives_drain_and_leave_the_pool_whole(
             loop.deliver_report()
     assert len(loop.ended) == len(set(loop.ended)), "an end was told twice"
     assert submitted - aborted <= set(loop.ended) <= submitted
+    assert loop.executor.num_held == 0
+    assert loop.executor.blocks.num_free == num_blocks
+    assert loop.scheduler.num_waiting + loop.scheduler.num_admitted == 0
+
+
+@settings(max_examples=200)
+@given(
+    seed=st.integers(0, 2**32),
+    num_blocks=st.integers(2, 24),
+    max_num_seqs=st.integers(1, 6),
+    standby=st.integers(0, 4),
+    watermark=st.sampled_from([0.5, 0.9, 1.0]),
+)
+def test_schedulers_that_die_lose_nothing_and_slow_clients_block_nobody_for_good(
+    seed: int, num_blocks: int, max_num_seqs: int, standby: int, watermark: float
+) -> None:
+    rng = random.Random(seed)
+    loop = Loop(num_blocks, max_num_seqs, standby, watermark)
+    aborted: set[str] = set()
+    actions = ["submit"] * 2 + ["step"] * 6 + ["plan", "report", "ack"] * 3
+    actions += ["abort", "stall", "die", "reconnect", "resume", "resume"]
+    for i in range(150):
+        match rng.choice(actions):
+            case "submit":
+                prompt = rng.randint(1, max(1, loop.max_len // 2))
+                out = rng.randint(1, max(1, loop.max_len - prompt))
+                resumed = (2,) * rng.choice([0, 0, rng.randint(0, out - 1)])
+                loop.submit(Request(f"r{i}", 0, "i", (1,) * prompt, SamplingParams(out), resumed))
+            case "step":
+                loop.step(0.1, rng)
+            case "plan":
+                loop.deliver_plan()
+            case "report":
+                loop.report()
+            case "ack":
+                loop.deliver_report()
+            case "abort" if loop.requests:
+                victim = rng.choice(sorted(loop.requests))
+                loop.handle(RequestsAborted(((victim, loop.requests[victim].attempt),)))
+                aborted.add(victim)
+            case "stall":
+                names = sorted(loop.requests)
+                loop.executor.stall(frozenset(rng.sample(names, k=rng.randint(0, len(names)))))
+            case "die":
+                loop.start_scheduler()
+            case "reconnect":
+                loop.reports.clear()
+                loop.take_over()
+            case "resume":
+                loop.resume_unknown(loop.requests.keys() - aborted)
+    loop.executor.stall(frozenset())
+    for _ in range(40 * len(loop.requests) + 100):
+        loop.resume_unknown(loop.requests.keys() - aborted)
+        loop.deliver_plan()
+        loop.step(0.1, rng)
+        loop.report()
+        while loop.reports:
+            loop.deliver_report()
+    latest = {(name, request.attempt) for name, request in loop.requests.items() if name not in aborted}
+    assert latest <= loop.ends
     assert loop.executor.num_held == 0
     assert loop.executor.blocks.num_free == num_blocks
     assert loop.scheduler.num_waiting + loop.scheduler.num_admitted == 0

@@ -35,13 +35,18 @@ def delta(
 HELLO: tuple[Step, ...] = (delta("Hel"), delta(), delta("lo"), delta("!", "stop"))
 
 
+WORKER = PieceStatus("worker-0", "ModelWorker", 7, "here", "ready", 2, 0.5, restarts=1, http_port=4321)
+METRICS = "# HELP vllm:num_requests_running Running.\n# TYPE vllm:num_requests_running gauge\n"
+
+
 class ScriptedBackend:
-    """Plays a script for each stream and counts what becomes of them."""
+    """Plays a script for each stream and counts what becomes of them; ``pieces`` is what ``/status`` shows."""
 
     def __init__(self, script: Callable[[tuple[int, ...]], Sequence[Step]] | Sequence[Step] = HELLO) -> None:
         self.model = ModelInfo(MODEL, 1_700_000_000, MAX_MODEL_LEN, False, VOCAB_SIZE)
         self.calls: list[tuple[tuple[int, ...], SamplingParams]] = []
         self.is_healthy = True
+        self.pieces: tuple[PieceStatus, ...] = (WORKER,)
         self.num_opened = 0
         self.num_closed = 0
         self.num_completed = 0
@@ -63,7 +68,10 @@ class ScriptedBackend:
             self.num_closed += 1
 
     async def status(self) -> StatusReply:
-        return StatusReply((PieceStatus("worker-0", "ModelWorker", 7, "here", "ready", 2, 0.5),), 8, 5)
+        return StatusReply(self.pieces, num_blocks=8, free_blocks=5)
+
+    async def metrics(self) -> str:
+        return METRICS
 
     async def healthy(self) -> bool:
         return self.is_healthy

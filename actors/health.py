@@ -1,0 +1,76 @@
+"""What a process of Farsight says about itself over HTTP: ``/healthz`` for probes, ``/metrics`` for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+
+from core.messages import PieceStatus
+
+HEALTHY_STATES = frozenset({"ready", "draining"})
+"""A draining piece still does its work; a probe must not have it killed."""
+
+SHUTDOWN_S = 1.0
+"""How long ``stop`` waits for answers that are being sent."""
+
+_FIELDS = ("name", "kind", "state", "queue", "last_step_age_s", "restarts", "pid")
+
+
+class HealthServer:
+    """Serves the pieces of one process on a port that the system chooses.
+
+    Args:
+        registry: What ``/metrics`` shows.
+        rows: The pieces of this process as they are now; called in the event loop, so it must not block.
+        host: The address to listen on.
+    """
+
+    def __init__(
+        self, registry: CollectorRegistry, rows: Callable[[], list[PieceStatus]], host: str = "127.0.0.1"
+    ) -> None:
+        self._registry = registry
+        self._rows = rows
+        self._host = host
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> int:
+        """Begins to listen, once in its life; returns the port.
+
+        Raises:
+            OSError: The address cannot be listened on.
+        """
+        app = web.Application()
+        app.router.add_get("/healthz", self._healthz)
+        app.router.add_get("/metrics", self._metrics)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_S)
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, self._host, 0).start()
+        except OSError:
+            await self.stop()
+            raise
+        port: int = self._runner.addresses[0][1]
+        return port
+
+    async def stop(self) -> None:
+        """Closes the port and every connection; harmless where nothing was started."""
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
+
+    async def _healthz(self, request: web.Request) -> web.Response:
+        rows = self._rows()
+        healthy = all(row.state in HEALTHY_STATES for row in rows)
+        return web.json_response({"pieces": [_fields(row) for row in rows]}, status=200 if healthy else 503)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        headers = {"Content-Type": CONTENT_TYPE_PLAIN_0_0_4}
+        return web.Response(body=generate_latest(self._registry), headers=headers)
+
+
+def _fields(row: PieceStatus) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in _FIELDS}

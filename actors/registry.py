@@ -1,0 +1,34 @@
+"""Which class answers for which name. Each is imported only where it is hosted."""
+
+from __future__ import annotations
+
+import importlib
+
+from actors.piece import Piece
+
+_CLASSES = {
+    "router": "actors.router:Router",
+    "scheduler": "actors.scheduler:Scheduler",
+    "kv-offload-manager": "actors.kv_offload_manager:KVOffloadManager",
+    "worker": "actors.model_worker:ModelWorker",
+    "length-predictor": "actors.length_predictor:LengthPredictor",
+    "serving-time-estimator": "actors.serving_time_estimator:ServingTimeEstimator",
+    "log-store": "actors.log_store:LogStore",
+    "supervisor": "actors.supervisor:Supervisor",
+}
+
+
+def piece_class(name: str) -> type[Piece]:
+    """The class of the piece of that name, such as ``scheduler-0``."""
+    module, _, attribute = _path(name).partition(":")
+    found: type[Piece] = getattr(importlib.import_module(module), attribute)
+    return found
+
+
+def kind_of(name: str) -> str:
+    """The kind of the piece of that name, without importing it."""
+    return _path(name).partition(":")[2]
+
+
+def _path(name: str) -> str:
+    return _CLASSES[name if name in _CLASSES else name.rpartition("-")[0]]

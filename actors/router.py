@@ -1,0 +1,266 @@
+"""Router: hosts the GlobalScheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from actors.layout import current_counts, initial_counts
+from actors.names import length_predictor_name, scheduler_name
+from actors.peer import Peer, PeerLost
+from actors.piece import Piece, PieceContext
+from core.codec import decode, encode
+from core.forecast import Forecast
+from core.messages import (
+    Announce,
+    AnnounceReply,
+    Ended,
+    InFlight,
+    Key,
+    Keys,
+    PieceRows,
+    PieceStatus,
+    Refusal,
+    Refusals,
+    ReplicaName,
+    ReplicaState,
+    Submit,
+    SubmitReply,
+)
+from core.request import Request
+from policies.global_scheduler import (
+    AbortOnReplica,
+    AskReplica,
+    GlobalEvent,
+    IngressAnnounced,
+    IngressLost,
+    KeysUnknown,
+    MeanOutputLen,
+    PlaceRequests,
+    ReplicaAway,
+    ReplicaDraining,
+    ReplicaGone,
+    ReplicaUp,
+    ReportLost,
+    RequestsEnded,
+)
+from policies.presets import build_router
+from policies.replica_scheduler import RefuseRequest, RequestsAborted, RequestsArrived
+
+TICK_S = 1.0
+"""How often the forecast is read and silent ingress replicas are looked for."""
+
+LOST_AFTER_S = 3.0
+"""An ingress replica that has not announced itself for so long is shown as lost ..."""
+
+FORGET_AFTER_S = 10.0
+"""... and after so long its requests are aborted and it is shown no more."""
+
+
+@dataclass(slots=True)
+class _Answers:
+    """What came of one event: for the ingress replica that caused it, and for others."""
+
+    refusals: list[Refusal] = field(default_factory=list)
+    lost: dict[str, list[Key]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _IngressReplica:
+    heard_at: float
+    row: PieceStatus | None = None
+    late_refusals: list[Refusal] = field(default_factory=list)
+
+
+class Router(Piece):
+    """Turns messages into events of the GlobalScheduler and carries out what it says."""
+
+    kind = "Router"
+
+    def __init__(self, context: PieceContext) -> None:
+        super().__init__(context)
+        scheduler = context.config.scheduler
+        self._machine = build_router(scheduler.preset, scheduler.placement)
+        self._schedulers: dict[str, Peer] = {}
+        self._ingresses: dict[str, _IngressReplica] = {}
+        self._handled_at: float | None = None
+
+    async def start(self) -> None:
+        self.spawn(self._tick())
+
+    async def submit(self, data: bytes) -> bytes:
+        """Takes ``Submit``; answers with ``SubmitReply``."""
+        requests = decode(data, Submit).requests
+        answers = await self._handle(RequestsArrived(requests))
+        placed = tuple(self._machine.placed(request.request_id, request.attempt) for request in requests)
+        return encode(SubmitReply(placed, tuple(answers.refusals)))
+
+    async def abort(self, data: bytes) -> bytes:
+        """Takes ``Keys`` of attempts whose clients are gone."""
+        await self._handle(RequestsAborted(decode(data, Keys).keys))
+        return b""
+
+    async def announce(self, data: bytes) -> bytes:
+        """Takes ``Announce``; answers with ``AnnounceReply``."""
+        message = decode(data, Announce)
+        ingress = self._hear(message.ingress_id)
+        answers = await self._handle(IngressAnnounced(message.ingress_id, message.open))
+        late, ingress.late_refusals = ingress.late_refusals, []
+        lost = tuple(answers.lost.get(message.ingress_id, ()))
+        return encode(AnnounceReply(lost, (*answers.refusals, *late), tuple(self._schedulers)))
+
+    async def introduce(self, data: bytes) -> bytes:
+        """Takes the ``PieceStatus`` of an ingress replica: its row in the status."""
+        row = decode(data, PieceStatus)
+        self._hear(row.name.removeprefix("ingress-")).row = row
+        return b""
+
+    async def ingress_rows(self, data: bytes) -> bytes:
+        """``PieceRows`` of the ingress replicas heard of lately."""
+        now = time.monotonic()
+        rows = [
+            row if now - seen.heard_at < LOST_AFTER_S else _lost(row)
+            for seen in self._ingresses.values()
+            if (row := seen.row) is not None
+        ]
+        return encode(PieceRows(tuple(rows)))
+
+    async def model(self, data: bytes) -> bytes:
+        """``WorkerReady`` of the replica that holds the shortest sequences; nothing before any is up."""
+        lives = self._machine.lives()
+        return encode(min(lives, key=lambda ready: ready.max_model_len)) if lives else b""
+
+    async def replica_state(self, data: bytes) -> bytes:
+        """Takes ``ReplicaState`` from a Scheduler."""
+        message = decode(data, ReplicaState)
+        self._scheduler(message.replica)
+        for refusal in message.refusals:
+            self._refuse_late(refusal)
+        name, ready = message.replica, message.ready
+        await self._handle(ReplicaAway(name) if ready is None else ReplicaUp(name, ready))
+        return b""
+
+    async def requests_ended(self, data: bytes) -> bytes:
+        """Takes ``Ended`` from a Scheduler."""
+        await self._handle(RequestsEnded(decode(data, Ended).finished))
+        return b""
+
+    async def drain(self, data: bytes) -> bytes:
+        """Takes ``ReplicaName``; nothing new goes there. Answers with ``InFlight``: what is still on it."""
+        name = decode(data, ReplicaName).replica
+        await self._handle(ReplicaDraining(name))
+        return encode(InFlight(self._machine.num_on(name)))
+
+    async def forget(self, data: bytes) -> bytes:
+        """Takes ``ReplicaName``: that replica will not come back."""
+        name = decode(data, ReplicaName).replica
+        self._schedulers.pop(name, None)
+        await self._handle(ReplicaGone(name))
+        return b""
+
+    @property
+    def state(self) -> str:
+        return "ready" if self._machine.loads() else "waiting"
+
+    @property
+    def queue(self) -> int:
+        return self._machine.num_in_flight
+
+    @property
+    def last_step_age_s(self) -> float | None:
+        return None if self._handled_at is None else time.monotonic() - self._handled_at
+
+    async def _handle(self, event: GlobalEvent) -> _Answers:
+        """Gives the machine an event. Messages to a Scheduler leave in the order of the events behind them."""
+        self._handled_at = now = time.monotonic()
+        answers, calls = _Answers(), []
+        for instruction in self._machine.handle(event, now):
+            match instruction:
+                case PlaceRequests(name, requests):
+                    calls.append(asyncio.create_task(self._place(name, requests, answers)))
+                case AbortOnReplica(name, keys):
+                    calls.append(asyncio.create_task(self._abort_on(name, keys)))
+                case AskReplica(name, keys):
+                    calls.append(asyncio.create_task(self._ask(name, keys, answers)))
+                case ReportLost(ingress_id, keys):
+                    answers.lost.setdefault(ingress_id, []).extend(keys)
+                case RefuseRequest(request_id, attempt, field_name, message):
+                    answers.refusals.append(Refusal(request_id, attempt, field_name, message))
+        if calls:
+            await asyncio.gather(*calls)
+        return answers
+
+    async def _place(self, name: str, requests: Iterable[Request], answers: _Answers) -> None:
+        try:
+            reply = await self._scheduler(name).call("submit", encode(Submit(tuple(requests))))
+        except PeerLost:
+            self._lose_scheduler(name)  # whoever was placed there is found missing at the next announcement
+            return
+        answers.refusals += decode(reply, Refusals).refusals
+
+    async def _abort_on(self, name: str, keys: tuple[Key, ...]) -> None:
+        try:
+            await self._scheduler(name).call("abort", encode(Keys(keys)))
+        except PeerLost:
+            self._lose_scheduler(name)
+
+    async def _ask(self, name: str, keys: tuple[Key, ...], answers: _Answers) -> None:
+        try:
+            reply = await self._scheduler(name).call("unknown", encode(Keys(keys)))
+        except PeerLost:
+            self._lose_scheduler(name)
+            return
+        unknown = decode(reply, Keys).keys
+        if unknown:
+            found = await self._handle(KeysUnknown(name, unknown))
+            for ingress_id, lost in found.lost.items():
+                answers.lost.setdefault(ingress_id, []).extend(lost)
+
+    def _scheduler(self, replica: str) -> Peer:
+        if replica not in self._schedulers:
+            self._schedulers[replica] = self.context.peers.peer(scheduler_name(replica))
+        return self._schedulers[replica]
+
+    def _lose_scheduler(self, name: str) -> None:
+        """Nothing new goes there until it says that it is back; its worker runs on meanwhile."""
+        self._machine.handle(ReplicaAway(name), time.monotonic())
+
+    def _hear(self, ingress_id: str) -> _IngressReplica:
+        seen = self._ingresses.setdefault(ingress_id, _IngressReplica(0.0))
+        seen.heard_at = time.monotonic()
+        return seen
+
+    def _refuse_late(self, refusal: Refusal) -> None:
+        """The ingress hears of it with the answer to its next announcement."""
+        ingress_id = refusal.request_id.rpartition("-")[0]
+        if ingress_id in self._ingresses:
+            self._ingresses[ingress_id].late_refusals.append(refusal)
+
+    async def _tick(self) -> None:
+        peers = self.context.peers
+        counts = initial_counts(self.context.config)
+        for turn in itertools.count():
+            now = time.monotonic()
+            for ingress_id in [i for i, seen in self._ingresses.items() if now - seen.heard_at > FORGET_AFTER_S]:
+                del self._ingresses[ingress_id]
+                await self._handle(IngressLost(ingress_id))
+            counts = await current_counts(peers, counts)
+            await self._learn(peers.peer(length_predictor_name(turn % counts.length_predictors)))
+            await asyncio.sleep(TICK_S)
+
+    async def _learn(self, predictor: Peer) -> None:
+        try:
+            forecast = decode(await predictor.call("forecast"), Forecast)
+        except PeerLost:
+            return  # what it said last still holds
+        if forecast.num_samples:
+            await self._handle(MeanOutputLen(forecast.mean))
+
+
+def _lost(row: PieceStatus) -> PieceStatus:
+    return PieceStatus(
+        row.name, row.kind, row.pid, row.node, "lost", row.queue, row.last_step_age_s, row.restarts, row.http_port
+    )

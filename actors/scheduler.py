@@ -1,0 +1,207 @@
+"""Scheduler: hosts the ReplicaScheduler of one replica."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+
+from actors.layout import current_counts, initial_counts
+from actors.metrics import EngineMetrics
+from actors.names import ROUTER, kv_offload_manager_name, serving_time_estimator_name, worker_name
+from actors.peer import LOOK_AGAIN_S, Peer, PeerLost
+from actors.piece import Piece, PieceContext
+from actors.waiting import wait_for
+from core.codec import decode, encode
+from core.messages import (
+    Ended,
+    FinishedSequence,
+    Keys,
+    Plan,
+    Refusal,
+    Refusals,
+    ReplicaState,
+    ReportPoll,
+    StepReport,
+    StepSample,
+    StepSamples,
+    Submit,
+    WorkerReady,
+    WorkerState,
+)
+from policies.presets import build_scheduler
+from policies.replica_scheduler import (
+    Event,
+    RefuseRequest,
+    RequestEnded,
+    RequestsAborted,
+    RequestsArrived,
+    SchedulerLimits,
+    SendPlan,
+    WorkerConnected,
+    WorkerLost,
+    WorkerReported,
+)
+
+SAY_AGAIN_S = 1.0
+"""The Router hears of the replica at least this often, so that a new one knows it soon."""
+
+FEED_S = 0.1
+"""The KV offload manager and the estimators hear of the worker's reports this often: none of them is in a hurry."""
+
+MIN_SAMPLES = 32
+"""Step samples that are worth a message to the estimators."""
+
+MAX_SAMPLES = 256
+"""Step samples that wait for the estimators; beyond them the oldest are dropped."""
+
+
+class Scheduler(Piece):
+    """Turns messages into events of the state machine and its instructions into messages."""
+
+    kind = "Scheduler"
+
+    def __init__(self, context: PieceContext) -> None:
+        super().__init__(context)
+        config = context.config
+        limits = SchedulerLimits(config.engine.max_num_seqs, config.scheduler.standby_slots)
+        self._machine = build_scheduler(config.scheduler.preset, watermark=config.scheduler.watermark, limits=limits)
+        self._replica = context.index
+        self._worker = context.peers.peer(worker_name(self._replica))
+        self._ready: WorkerReady | None = None
+        self._plan: Plan | None = None
+        self._plan_due = asyncio.Event()
+        self._news_due = asyncio.Event()
+        self._ended_due = asyncio.Event()
+        self._ended: list[FinishedSequence] = []
+        self._late_refusals: list[Refusal] = []
+        self._report: bytes | None = None
+        self._samples: deque[StepSample] = deque(maxlen=MAX_SAMPLES)
+        self._reported_at: float | None = None
+        self._metrics = EngineMetrics(context.registry, config.model.name, self._replica)
+
+    async def start(self) -> None:
+        for work in (self._lease(), self._push_plans(), self._tell_router(), self._tell_ends(), self._feed()):
+            self.spawn(work)
+
+    async def submit(self, data: bytes) -> bytes:
+        """Takes ``Submit``; answers with ``Refusals``, usually none."""
+        return encode(Refusals(tuple(self._handle(RequestsArrived(decode(data, Submit).requests)))))
+
+    async def abort(self, data: bytes) -> bytes:
+        """Takes ``Keys``: these attempts and earlier ones are forgotten."""
+        self._handle(RequestsAborted(decode(data, Keys).keys))
+        return b""
+
+    async def unknown(self, data: bytes) -> bytes:
+        """Takes ``Keys``; answers with those that are not here. Without a worker nobody can say."""
+        keys = decode(data, Keys).keys
+        return encode(Keys(self._machine.unknown(keys) if self._ready is not None else ()))
+
+    @property
+    def state(self) -> str:
+        return "waiting" if self._ready is None else "ready"
+
+    @property
+    def queue(self) -> int:
+        return self._machine.num_waiting
+
+    @property
+    def last_step_age_s(self) -> float | None:
+        return None if self._reported_at is None else time.monotonic() - self._reported_at
+
+    def _handle(self, event: Event) -> list[Refusal]:
+        """Gives the machine an event and carries out what it says; returns refusals."""
+        refusals = []
+        for instruction in self._machine.handle(event, time.monotonic()):
+            match instruction:
+                case SendPlan(plan):
+                    self._plan = plan
+                    self._plan_due.set()
+                case RefuseRequest(request_id, attempt, field, message):
+                    refusals.append(Refusal(request_id, attempt, field, message))
+                case RequestEnded(finished):
+                    self._ended.append(finished)
+                    self._ended_due.set()
+        return refusals
+
+    async def _lease(self) -> None:
+        """Takes the worker over, follows its reports until it is lost, and waits for the next one."""
+        while True:
+            try:
+                state = decode(await self._worker.call("connect"), WorkerState)
+                self._late_refusals += self._handle(WorkerConnected(state))
+                self._set_ready(state.ready)
+                await self._follow(state.report.report_seq)
+            except PeerLost:
+                if self._ready is not None:
+                    self._handle(WorkerLost())
+                    self._set_ready(None)
+                await asyncio.sleep(LOOK_AGAIN_S)
+
+    def _set_ready(self, ready: WorkerReady | None) -> None:
+        self._ready = ready
+        self._news_due.set()
+
+    async def _follow(self, ack_seq: int) -> None:
+        while True:
+            data = await self._worker.call("poll_report", encode(ReportPoll(ack_seq)))
+            report = decode(data, StepReport)
+            ack_seq = report.report_seq
+            self._report, self._reported_at = data, time.monotonic()
+            self._samples.extend(report.steps)
+            self._late_refusals += self._handle(WorkerReported(report))
+
+    async def _push_plans(self) -> None:
+        """Sends the newest plan; those made while one is on its way are superseded by the last."""
+        while True:
+            await self._plan_due.wait()
+            self._plan_due.clear()
+            if self._plan is not None:
+                await self._try(self._worker, "push_plan", encode(self._plan))  # a new worker gets a new plan
+
+    async def _tell_router(self) -> None:
+        router = self.context.peers.peer(ROUTER)
+        while True:
+            self._news_due.clear()
+            refusals, self._late_refusals = tuple(self._late_refusals), []
+            told = await self._try(router, "replica_state", encode(ReplicaState(self._replica, self._ready, refusals)))
+            if not told:
+                self._late_refusals = [*refusals, *self._late_refusals]
+            await wait_for(self._news_due, SAY_AGAIN_S if told else LOOK_AGAIN_S)
+
+    async def _tell_ends(self) -> None:
+        """A Router that dies meanwhile need not hear of them: its successor asks the ingress replicas."""
+        router = self.context.peers.peer(ROUTER)
+        while True:
+            await self._ended_due.wait()
+            self._ended_due.clear()
+            ended, self._ended = tuple(self._ended), []
+            await self._try(router, "requests_ended", encode(Ended(ended)))
+
+    async def _feed(self) -> None:
+        """Passes on what others learn from; who is not there misses it."""
+        peers = self.context.peers
+        kv = peers.peer(kv_offload_manager_name(self._replica))
+        counts = initial_counts(self.context.config)
+        while True:
+            await asyncio.sleep(FEED_S)
+            self._metrics.set_queues(self._machine.num_admitted, self._machine.num_waiting)
+            if self._report is not None:
+                report, self._report = self._report, None
+                await self._try(kv, "observe", report)
+            if len(self._samples) >= MIN_SAMPLES:
+                samples = encode(StepSamples(self._replica, tuple(self._samples)))
+                self._samples.clear()
+                counts = await current_counts(peers, counts)
+                for index in range(counts.serving_time_estimators):
+                    await self._try(peers.peer(serving_time_estimator_name(index)), "observe", samples)
+
+    @staticmethod
+    async def _try(peer: Peer, method: str, data: bytes) -> bool:
+        """Whether the message was taken."""
+        try:
+            await peer.call(method, data)
+        except PeerLost:
+            return False
+        return True

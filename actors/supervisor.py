@@ -1,0 +1,239 @@
+"""Supervisor: knows who should be alive, sees deaths, starts again.
+
+It keeps nothing that must survive. A new one scans the names of living actors, adopts them and goes on. It restarts
+by itself and not by Ray's ``max_restarts``: Ray tells callers of a restarting actor only once it is back, a second
+later; of a dead one within 15 ms.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from actors.hosts import find_host, list_hosts, recreate_host
+from actors.layout import SCALABLE, by_host, initial_counts, wanted_pieces
+from actors.metrics import PieceRestarts
+from actors.names import ROUTER, SUPERVISOR, host_of
+from actors.peer import LOOK_AGAIN_S, PeerLost
+from actors.piece import Piece, PieceContext
+from core.codec import decode, encode
+from core.errors import FarsightError, MessageError
+from core.messages import InFlight, PieceCounts, ReplicaName, Scale
+
+HEALTHY_AFTER_S = 10.0
+"""Who lived so long and dies is started again at once; who dies sooner waits, each time twice as long ..."""
+
+MAX_BACKOFF_S = 5.0
+"""... up to this."""
+
+DRAIN_S = 20.0
+"""How long a replica that is given up may finish what it runs; the rest is resumed elsewhere."""
+
+logger = logging.getLogger(__name__)
+
+
+class Supervisor(Piece):
+    """Keeps one task a host, which starts it, watches it and starts it again."""
+
+    kind = "Supervisor"
+
+    def __init__(self, context: PieceContext) -> None:
+        super().__init__(context)
+        self._placement = context.peers.placement
+        self._own = host_of(SUPERVISOR, self._placement)
+        self._counts = initial_counts(context.config)
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._started: dict[str, asyncio.Future[None]] = {}
+        self._restarts = PieceRestarts(context.registry)
+        self._scaling = asyncio.Lock()
+        self._acted_at = time.monotonic()
+
+    async def start(self) -> None:
+        self._counts = self._found(await asyncio.to_thread(list_hosts))
+        self._keep_wanted()
+        self._started[self._own] = asyncio.get_running_loop().create_future()
+        # Not awaited here: this process takes no other pieces before the Supervisor has started.
+        self._keepers[self._own] = asyncio.create_task(self._start_own())
+
+    async def stop(self) -> None:
+        for task in self._keepers.values():
+            task.cancel()
+        await asyncio.gather(*self._keepers.values(), return_exceptions=True)
+        await super().stop()
+
+    async def started(self, data: bytes) -> bytes:
+        """Answers once every piece has started once.
+
+        Raises:
+            FarsightError: one cannot start; why.
+        """
+        await asyncio.gather(*(asyncio.shield(future) for future in self._started.values()))
+        return b""
+
+    async def counts(self, data: bytes) -> bytes:
+        """``PieceCounts``: how many there should be."""
+        return encode(self._counts)
+
+    async def scale(self, data: bytes) -> bytes:
+        """Takes ``Scale``; answers with the new ``PieceCounts`` when all is up, or drained and gone.
+
+        Raises:
+            MessageError: an unknown kind or an impossible number.
+        """
+        message = decode(data, Scale)
+        if message.kind not in SCALABLE:
+            raise MessageError("kind", message.kind, f"one of {', '.join(SCALABLE)}")
+        if not 1 <= message.count <= 1000:
+            raise MessageError("count", message.count, "an integer from 1 to 1000")
+        async with self._scaling:
+            before, self._counts = self._counts, dataclasses.replace(self._counts, **_field(message))
+            for index in range(self._counts.replicas, before.replicas):
+                await self._drain(str(index))
+            for piece in set(wanted_pieces(before)) - set(wanted_pieces(self._counts)):
+                await self._end_piece(piece)
+            for index in range(self._counts.replicas, before.replicas):
+                await self._forget(str(index))
+            self._keep_wanted()
+            await self._add_own()
+            await self.started(b"")
+        return encode(self._counts)
+
+    @property
+    def queue(self) -> int:
+        """Hosts that have not come up yet."""
+        return sum(not future.done() for future in self._started.values())
+
+    @property
+    def last_step_age_s(self) -> float | None:
+        return time.monotonic() - self._acted_at
+
+    def _found(self, hosts: list[str]) -> PieceCounts:
+        """The counts that an earlier Supervisor was keeping, as far as living actors show them."""
+
+        def count(stem: str) -> int:
+            return max((int(host.rpartition("-")[2]) + 1 for host in hosts if host.startswith(f"{stem}-")), default=0)
+
+        counts = self._counts
+        return dataclasses.replace(
+            counts,
+            replicas=count("worker") or counts.replicas,
+            length_predictors=count("length-predictor") or counts.length_predictors,
+            serving_time_estimators=count("serving-time-estimator") or counts.serving_time_estimators,
+        )
+
+    def _wanted(self) -> dict[str, list[str]]:
+        return by_host(wanted_pieces(self._counts), self._placement)
+
+    def _keep_wanted(self) -> None:
+        """A task for every other host that has none."""
+        for host in self._wanted():
+            if host not in self._keepers and host != self._own:
+                self._started[host] = asyncio.get_running_loop().create_future()
+                self._keepers[host] = asyncio.create_task(self._keep(host))
+
+    async def _add_own(self) -> None:
+        """The pieces that live in this process: whoever keeps the Supervisor keeps them too."""
+        if self._own not in self._wanted():
+            return
+        handle = find_host(self._own)
+        if handle is not None:
+            await self._add(self._own, handle)
+
+    async def _start_own(self) -> None:
+        try:
+            await self._add_own()
+        except RayTaskError as error:
+            self._not_started(self._own, error.cause)
+        else:
+            self._mark_started(self._own)
+
+    async def _keep(self, host: str) -> None:
+        restarts, failures = 0, 0
+        while True:
+            self._acted_at = began = time.monotonic()
+            handle = find_host(host) or await self._create(host, restarts)
+            restarts = await self._live(host, handle, restarts)
+            lived_s = time.monotonic() - began
+            failures = 0 if lived_s >= HEALTHY_AFTER_S else failures + 1
+            logger.warning("%s died after %.1f s; start %d follows", host, lived_s, restarts + 1)
+            if failures > 1:
+                await asyncio.sleep(min(MAX_BACKOFF_S, LOOK_AGAIN_S * 2**failures))
+
+    async def _create(self, host: str, restarts: int) -> Any:
+        context = self.context
+        return await recreate_host(host, self._placement, context.config, context.model_dir, restarts)
+
+    async def _live(self, host: str, handle: Any, restarts: int) -> int:
+        """One life of a host; returns how often it will have been started again after the next start."""
+        try:
+            restarts = await handle.restarts.remote()
+            await self._add(host, handle)
+            await handle.ended.remote()
+        except RayActorError as error:
+            self._not_started(host, error)
+        except RayTaskError as error:
+            logger.error("a piece of %s failed: %s", host, error.cause)
+            self._not_started(host, error.cause)
+            ray.kill(handle)
+        return restarts + 1
+
+    async def _add(self, host: str, handle: Any) -> None:
+        pieces = self._wanted().get(host, [])
+        await handle.add.remote(pieces)
+        for piece in pieces:
+            self._restarts.set(piece, await handle.restarts.remote())
+        self._mark_started(host)
+
+    def _mark_started(self, host: str) -> None:
+        if not self._started[host].done():
+            self._started[host].set_result(None)
+
+    def _not_started(self, host: str, error: BaseException) -> None:
+        """The very first start of a piece shows whether it can work at all; later ones are tried again."""
+        future = self._started[host]
+        if future.done():
+            return
+        cause = error if isinstance(error, FarsightError) else FarsightError(f"{host} died while it started: {error}")
+        future.set_exception(cause)
+
+    async def _drain(self, replica: str) -> None:
+        """Nothing new goes there and it may finish; what it does not finish in time is resumed elsewhere."""
+        router = self.context.peers.peer(ROUTER)
+        deadline = time.monotonic() + DRAIN_S
+        while time.monotonic() < deadline:
+            try:
+                if decode(await router.call("drain", encode(ReplicaName(replica))), InFlight).count == 0:
+                    return
+            except PeerLost:
+                pass
+            await asyncio.sleep(LOOK_AGAIN_S)
+
+    async def _forget(self, replica: str) -> None:
+        try:
+            await self.context.peers.peer(ROUTER).call("forget", encode(ReplicaName(replica)))
+        except PeerLost:
+            return  # the next Router has not heard of it
+
+    async def _end_piece(self, piece: str) -> None:
+        host = host_of(piece, self._placement)
+        handle = find_host(host)
+        if host != piece:
+            if handle is not None:
+                await handle.remove.remote(piece)
+            return
+        keeper = self._keepers.pop(host, None)
+        self._started.pop(host, None)
+        if keeper is not None:
+            keeper.cancel()
+        if handle is not None:
+            ray.kill(handle)
+
+
+def _field(message: Scale) -> dict[str, int]:
+    return {SCALABLE[message.kind]: message.count}

@@ -1,0 +1,1 @@
+"""What a step costs in time, learnt from measured steps. No Ray."""

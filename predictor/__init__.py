@@ -1,0 +1,1 @@
+"""Forecasts of output lengths, learnt from finished requests. No Ray."""

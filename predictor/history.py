@@ -1,0 +1,58 @@
+"""The plainest forecast: the next output will be like the last ones."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from core.errors import InvalidValueError
+from core.forecast import QUANTILES, Forecast
+
+PRIOR_MEAN = 256.0
+"""Expected output length, in tokens, before any request has finished."""
+
+SOURCE = "history"
+
+
+class HistoryPredictor:
+    """Keeps the lengths of the last outputs and forecasts their distribution.
+
+    Before the first one it gives a prior: the exponential distribution of mean ``PRIOR_MEAN``, which assumes
+    nothing but a mean. It is wide enough not to be trusted, and is marked by ``num_samples == 0``.
+
+    Args:
+        window: How many output lengths are kept, at least 1.
+
+    Raises:
+        InvalidValueError: a window below 1.
+    """
+
+    def __init__(self, window: int = 1000) -> None:
+        if window < 1:
+            raise InvalidValueError("window", window, "an integer >= 1")
+        self._lengths: deque[int] = deque(maxlen=window)
+        self._version = 0
+        self._forecast = _prior()
+
+    def forecast(self) -> Forecast:
+        """Mean and quantiles (linear between neighbours) of the window, in tokens."""
+        return self._forecast
+
+    def learn(self, output_lens: Sequence[int]) -> None:
+        """Adds output lengths in tokens, oldest first. Nothing to add is no learning: the version stays."""
+        if not output_lens:
+            return
+        self._lengths.extend(output_lens)
+        self._version += 1
+        # Computed here and not in forecast(): forecasts are asked for at every request, learning is rarer.
+        lengths = np.array(self._lengths, dtype=np.float64)
+        quantiles = tuple(float(each) for each in np.quantile(lengths, QUANTILES))
+        self._forecast = Forecast(float(lengths.mean()), quantiles, len(lengths), SOURCE, self._version)
+
+
+def _prior() -> Forecast:
+    quantiles = tuple(-PRIOR_MEAN * math.log(1 - level) for level in QUANTILES)
+    return Forecast(PRIOR_MEAN, quantiles, 0, SOURCE, 0)

@@ -1,0 +1,89 @@
+"""The entry point of the Ray job: ``python -m services.batch.job IN OUT``. Run again, it goes on where it was."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from core.config import FarsightConfig, load_config
+from core.errors import FarsightError
+from services.api.app import build_app
+from services.batch.backend import open_backend
+from services.batch.lines import Batch, read_batch
+from services.batch.progress import ProgressStore
+from services.batch.runner import DEFAULT_CONCURRENCY, run_batch
+
+PROGRESS_INTERVAL_S = 5.0
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def main(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="Requests, one a line.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="Where the answers go.")],
+    model: Annotated[str | None, typer.Option(help="Directory or hub id; default: the embedded model.")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file; flags override it.")] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at once.")] = DEFAULT_CONCURRENCY,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is there.")] = False,
+) -> None:
+    """Run a batch inside a Ray job; status 0 means that every line has its line of output."""
+    try:
+        loaded = load_config(config, {"model": {"path": model}})
+        run_job(source, target, loaded, concurrency, overwrite, typer.echo)
+    except FarsightError as error:
+        typer.echo(f"farsight: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+def run_job(
+    source: Path, target: Path, config: FarsightConfig, concurrency: int, overwrite: bool, say: Callable[[str], None]
+) -> None:
+    """Runs what is left of a batch and writes its output.
+
+    Raises:
+        FarsightError: Input, output or configuration cannot be used, or the service failed; progress is kept.
+    """
+    batch = read_batch(source)
+    with ProgressStore.open(target, batch, overwrite=overwrite) as store:
+        progress = Progress(len(batch.lines), say)
+        if store.num_done:
+            say(f"farsight batch: goes on from {store.num_done}/{len(batch.lines)} done")
+        if store.num_done < len(batch.lines):
+            asyncio.run(_run(batch, store, config, concurrency, progress))
+        store.finish()
+        say(f"{progress.line(store.num_done, store.num_failed)}; the answers are in {target}")
+
+
+async def _run(
+    batch: Batch, store: ProgressStore, config: FarsightConfig, concurrency: int, progress: Progress
+) -> None:
+    async with open_backend(config) as (backend, encoder):
+        served = build_app(backend, encoder, max_body_bytes=config.server.max_body_bytes)
+        await run_batch(served, batch.lines, store, concurrency=concurrency, on_done=progress)
+
+
+class Progress:
+    """Says how far the batch is, but not too often."""
+
+    def __init__(self, num_lines: int, say: Callable[[str], None]) -> None:
+        self._num_lines = num_lines
+        self._say = say
+        self._next = time.monotonic() + PROGRESS_INTERVAL_S
+
+    def __call__(self, num_done: int, num_failed: int) -> None:
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + PROGRESS_INTERVAL_S
+            self._say(self.line(num_done, num_failed))
+
+    def line(self, num_done: int, num_failed: int) -> str:
+        return f"farsight batch: {num_done}/{self._num_lines} done, {num_failed} failed"
+
+
+if __name__ == "__main__":
+    app()

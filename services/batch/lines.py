@@ -1,0 +1,175 @@
+"""OpenAI's batch format: the lines that come in, checked as a whole before anything runs, and the lines that go out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from core.errors import InvalidValueError
+
+URLS = ("/v1/chat/completions", "/v1/completions")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLine:
+    """One request.
+
+    Attributes:
+        number: Its line in the file, from 1.
+        custom_id: Unique in the file.
+        url: One of ``URLS``.
+        body: JSON; bytes, because a whole file of parsed bodies would need several times the memory.
+    """
+
+    number: int
+    custom_id: str
+    url: str
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A checked input file.
+
+    Attributes:
+        path: Where it was read from.
+        sha256: Of its bytes, in hex; tells whether progress belongs to this input.
+        lines: In the order of the file; at least one.
+    """
+
+    path: Path
+    sha256: str
+    lines: tuple[BatchLine, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LineResult:
+    """One line of output.
+
+    Attributes:
+        failed: It holds an error, or an answer with a status from 400 on.
+        data: The line as it is written, with its newline.
+    """
+
+    custom_id: str
+    failed: bool
+    data: bytes
+
+
+def read_batch(path: Path) -> Batch:
+    """The requests of a file. Empty lines are left out; keys that the format does not know are ignored.
+
+    Raises:
+        InvalidValueError: The file cannot be read or has no request, or a line is wrong: it names line and field.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InvalidValueError("IN", str(path), f"a readable file ({error.strerror})") from error
+    lines: list[BatchLine] = []
+    first_uses: dict[str, int] = {}
+    # Only "\n" ends a line: other characters that Python takes for line ends may stand inside a JSON string.
+    for number, raw in enumerate(data.split(b"\n"), start=1):
+        if not raw.strip():
+            continue
+        line = _Checker(path, number).line(raw, first_uses)
+        first_uses[line.custom_id] = number
+        lines.append(line)
+    if not lines:
+        raise InvalidValueError("IN", str(path), "a file with at least one request")
+    return Batch(path, hashlib.sha256(data).hexdigest(), tuple(lines))
+
+
+def answered(custom_id: str, status: int, request_id: str | None, body: bytes) -> LineResult:
+    """The result of a request that got an answer, good or bad.
+
+    Args:
+        status: The HTTP status.
+        request_id: As the service named it; None draws one.
+        body: JSON.
+    """
+    try:
+        content = json.loads(body)
+    except ValueError:
+        return unsent(custom_id, "invalid_response", f"The service answered {status} with a body that is not JSON.")
+    response = {"status_code": status, "request_id": request_id or f"req_{uuid.uuid4().hex}", "body": content}
+    return _result(custom_id, status >= 400, response, None)
+
+
+def unsent(custom_id: str, code: str, message: str) -> LineResult:
+    """The result of a request that got no answer."""
+    return _result(custom_id, True, None, {"code": code, "message": message})
+
+
+def read_result(data: bytes) -> LineResult | None:
+    """A line of output as it was written; None if it is not one, or not a whole one."""
+    if not data.endswith(b"\n"):
+        return None
+    try:
+        fields = json.loads(data)
+        response, custom_id = fields["response"], fields["custom_id"]
+        failed = response is None or response["status_code"] >= 400
+    except (ValueError, KeyError, TypeError):
+        return None
+    return LineResult(custom_id, failed, data) if isinstance(custom_id, str) else None
+
+
+def _result(custom_id: str, failed: bool, response: dict[str, Any] | None, error: dict[str, str] | None) -> LineResult:
+    """Escapes all but ASCII: an error may quote text that has no UTF-8 form."""
+    fields = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id, "response": response, "error": error}
+    return LineResult(custom_id, failed, json.dumps(fields, separators=(",", ":")).encode() + b"\n")
+
+
+@dataclass(frozen=True, slots=True)
+class _Checker:
+    """Checks one line; its errors name file, line and field."""
+
+    path: Path
+    number: int
+
+    def line(self, raw: bytes, first_uses: dict[str, int]) -> BatchLine:
+        fields = self._parse(raw)
+        custom_id = fields.get("custom_id")
+        if not isinstance(custom_id, str) or not custom_id:
+            self._refuse("custom_id", custom_id, "a non-empty string")
+        if custom_id in first_uses:
+            self._refuse("custom_id", custom_id, f"one that no other line has; line {first_uses[custom_id]} has it")
+        if fields.get("method") != "POST":
+            self._refuse("method", fields.get("method"), "'POST'")
+        url = fields.get("url")
+        if url not in URLS:
+            self._refuse("url", url, " or ".join(map(repr, URLS)))
+        body = fields.get("body")
+        if not isinstance(body, dict):
+            self._refuse("body", body, "an object, the request as it would be sent to url")
+        if body.get("stream") is True:
+            self._refuse("body.stream", True, "false or no such field; a batch keeps whole answers")
+        return BatchLine(self.number, custom_id, url, json.dumps(body, separators=(",", ":")).encode())
+
+    def _parse(self, raw: bytes) -> dict[str, Any]:
+        try:
+            text = raw.decode()
+            fields = json.loads(text, parse_constant=_refuse_constant)
+        except UnicodeDecodeError as error:
+            self._refuse("", raw, f"UTF-8; byte {error.start} is not")
+        except json.JSONDecodeError as error:
+            self._refuse("", text, f"a JSON object ({error.msg} at column {error.colno})")
+        except RecursionError:
+            self._refuse("", text, "a JSON object nested less deeply")
+        except ValueError as error:
+            self._refuse("", text, f"a JSON object ({error})")
+        if not isinstance(fields, dict):
+            self._refuse("", fields, "a JSON object")
+        return fields
+
+    def _refuse(self, field: str, value: Any, expected: str) -> NoReturn:
+        where = f"{self.path} line {self.number}"
+        raise InvalidValueError(f"{where}, {field}" if field else where, value, expected) from None
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")

@@ -1,0 +1,101 @@
+"""What all processes together say: one status, one exposition of metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
+
+import aiohttp
+from ray.exceptions import RayTaskError
+
+from actors.layout import by_host, current_counts, initial_counts, wanted_pieces
+from actors.names import ROUTER, SUPERVISOR, kv_offload_manager_name
+from actors.peer import PeerBook, PeerLost, RemoteActor
+from actors.registry import kind_of
+from core.codec import decode
+from core.config import FarsightConfig
+from core.messages import KVUsage, PieceRows, PieceStatus, StatusReply
+from services.api.metrics_page import merge_expositions
+
+TIMEOUT_S = 1.0
+"""A process that does not answer within this time is shown as dead."""
+
+
+class Overview:
+    """Asks every process that there should be; none of them has to know the others."""
+
+    def __init__(self, peers: PeerBook, config: FarsightConfig) -> None:
+        self._peers = peers
+        self._counts = initial_counts(config)
+        self._actors: dict[str, RemoteActor] = {}
+
+    async def status(self) -> StatusReply:
+        """A row for every piece; those of a process that does not answer are dead."""
+        hosts = await self._hosts()
+        answers = await asyncio.gather(*(self._rows(host, pieces) for host, pieces in hosts.items()))
+        rows = [row for answer in answers for row in answer]
+        usages = await asyncio.gather(*(self._kv(str(index)) for index in range(self._counts.replicas)))
+        return StatusReply(
+            pieces=tuple(rows + await self._ingress_rows()),
+            num_blocks=sum(usage.num_blocks for usage in usages),
+            free_blocks=sum(usage.free_blocks for usage in usages),
+        )
+
+    async def metrics(self, own_name: str, own_text: str) -> str:
+        """Of every process that answers, and of this one."""
+        hosts = await self._hosts()
+        texts = await asyncio.gather(*(self._host_metrics(host) for host in hosts))
+        pages = dict(zip(hosts, texts, strict=True)) | {own_name: own_text}
+        rows = [row for row in await self._ingress_rows() if row.name != own_name and row.state == "ready"]
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(TIMEOUT_S)) as session:
+            for row in rows:
+                # Another ingress replica is no actor of ours; its port is on the loopback interface of its node.
+                with suppress(aiohttp.ClientError, TimeoutError):
+                    async with session.get(f"http://127.0.0.1:{row.http_port}/metrics") as reply:
+                        pages[row.name] = await reply.text()
+        return merge_expositions({name: text for name, text in pages.items() if text})
+
+    async def _hosts(self) -> Mapping[str, list[str]]:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(TIMEOUT_S):
+                self._counts = await current_counts(self._peers, self._counts)
+        return by_host([SUPERVISOR, *wanted_pieces(self._counts)], self._peers.placement)
+
+    def _actor(self, host: str) -> RemoteActor:
+        return self._actors.setdefault(host, RemoteActor(host))
+
+    async def _rows(self, host: str, pieces: list[str]) -> list[PieceStatus]:
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                rows = decode(await self._actor(host).call("rows"), PieceRows).pieces
+        except (PeerLost, TimeoutError):
+            rows = ()
+        missing = set(pieces) - {row.name for row in rows}
+        return [*rows, *(_dead(piece) for piece in pieces if piece in missing)]
+
+    async def _host_metrics(self, host: str) -> str:
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                text: str = await self._actor(host).call("metrics")
+                return text
+        except (PeerLost, TimeoutError):
+            return ""
+
+    async def _kv(self, replica: str) -> KVUsage:
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                return decode(await self._peers.peer(kv_offload_manager_name(replica)).call("usage"), KVUsage)
+        except (PeerLost, TimeoutError, RayTaskError):
+            return KVUsage(0, 0, 0, 0)
+
+    async def _ingress_rows(self) -> list[PieceStatus]:
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                return list(decode(await self._peers.peer(ROUTER).call("ingress_rows"), PieceRows).pieces)
+        except (PeerLost, TimeoutError, RayTaskError):
+            return []
+
+
+def _dead(piece: str) -> PieceStatus:
+    return PieceStatus(piece, kind_of(piece), 0, "", "dead", 0, None, 0, 0)

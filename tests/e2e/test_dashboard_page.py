@@ -1,0 +1,242 @@
+"""The dashboard in a real browser, over a real HTTP server whose pieces the test changes at will."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from core.messages import PieceStatus
+from services.api.app import build_app
+from services.api.prompts import PromptEncoder
+from tests.e2e.server import free_port
+from tests.unit.services.api.api_support import MODEL, ScriptedBackend, write_model_dir
+
+CHROMIUM_FLAGS = [
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+]
+LONG_NAME = "ingress-6f1c0b7e2f7d4c1d9a3e-0002"
+
+
+def chromium_path() -> str | None:
+    """A Chromium of the system; Playwright's own is not downloaded."""
+    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+pytestmark = pytest.mark.skipif(chromium_path() is None, reason="neither chromium nor google-chrome is installed")
+
+
+def piece(name: str, kind: str, state: str = "ready", age_s: float | None = 0.2, **fields: Any) -> PieceStatus:
+    row = PieceStatus(name, kind, 4711, "node-a", state, 0, age_s, restarts=0, http_port=0)
+    return dataclasses.replace(row, **fields)
+
+
+PIECES = (
+    piece("ingress-0001", "Ingress", queue=12, age_s=None),
+    piece(LONG_NAME, "Ingress", queue=9, age_s=None),
+    piece("length-predictor-0", "LengthPredictor", age_s=31.0),
+    piece("length-predictor-1", "LengthPredictor", age_s=642.0),
+    piece("router", "Router", queue=21, age_s=0.031),
+    piece("batcher", "Batcher", queue=3),
+    piece("serving-time-estimator-0", "ServingTimeEstimator", age_s=4.27),
+    piece("scheduler-0", "Scheduler", queue=14),
+    piece("scheduler-1", "Scheduler", queue=7),
+    piece("kv-offload-manager-0", "KVOffloadManager", age_s=1.25),
+    piece("kv-offload-manager-1", "KVOffloadManager", age_s=1.5),
+    piece("worker-0", "ModelWorker", queue=8, age_s=0.012),
+    piece("worker-1", "ModelWorker", queue=6, age_s=0.018, node="gpu-node-17.cluster.example.org", pid=123456),
+    piece("log-store", "LogStore", queue=40, age_s=0.9),
+    piece("supervisor", "Supervisor", age_s=0.5),
+)
+
+
+def with_state(name: str, state: str, **fields: Any) -> tuple[PieceStatus, ...]:
+    """``PIECES``, with one of them in another state."""
+    return tuple(dataclasses.replace(row, state=state, **fields) if row.name == name else row for row in PIECES)
+
+
+def without(name: str) -> tuple[PieceStatus, ...]:
+    return tuple(row for row in PIECES if row.name != name)
+
+
+class LiveServer:
+    """The application on one port, which can be stopped and started again."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self.backend = ScriptedBackend()
+        self.backend.pieces = PIECES
+        self.port = free_port()
+        self._app = build_app(self.backend, PromptEncoder(model_dir))
+
+    def start(self) -> None:
+        config = uvicorn.Config(self._app, port=self.port, log_level="warning", ws="none", timeout_graceful_shutdown=1)
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self._thread.start()
+        deadline = time.monotonic() + 10.0
+        while not self._server.started:
+            assert self._thread.is_alive() and time.monotonic() < deadline, "the server did not start"
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(10.0)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=chromium_path(), args=CHROMIUM_FLAGS)
+        yield running
+        running.close()
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_dir(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def live(model_dir: Path) -> Iterator[LiveServer]:
+    server = LiveServer(model_dir)
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def page(browser: Browser, live: LiveServer) -> Iterator[Page]:
+    """The dashboard with its first answer; whatever it asks of another address, or fails at, fails the test."""
+    opened = browser.new_page(viewport={"width": 1280, "height": 800})
+    foreign: list[str] = []
+    errors: list[str] = []
+    base = f"http://127.0.0.1:{live.port}/"
+    opened.on("request", lambda sent: None if sent.url.startswith((base, "data:")) else foreign.append(sent.url))
+    opened.on("pageerror", lambda error: errors.append(str(error)))
+    opened.goto(base + "dashboard")
+    expect(opened.get_by_test_id("overall")).to_contain_text("services ready")
+    yield opened
+    opened.close()
+    assert not foreign
+    assert not errors
+
+
+def test_every_piece_has_a_card(page: Page) -> None:
+    expect(page.get_by_test_id("overall")).to_have_text(f"All {len(PIECES)} services ready")
+    expect(page.get_by_test_id("model")).to_contain_text(MODEL)
+    expect(page.get_by_test_id("kv")).to_contain_text("3 of 8 blocks · 38 %")
+    expect(page.get_by_test_id("updated")).to_have_text(re.compile(r"\d\d:\d\d:\d\d"))
+    expect(page.locator("[data-testid^=card-]")).to_have_count(len(PIECES))
+    expect(page.locator("section h2")).to_have_count(len({row.kind for row in PIECES}))
+    for row in PIECES:
+        expect(page.get_by_test_id(f"card-{row.name}")).to_have_attribute("data-state", "ready")
+    worker = page.get_by_test_id("card-worker-1")
+    for words in ("worker-1", "ready", "18 ms ago", "pid 123456 · gpu-node-17", "6"):
+        expect(worker).to_contain_text(words)
+    expect(page.get_by_test_id("card-ingress-0001")).to_contain_text("none yet")
+    expect(page.get_by_test_id("banner")).to_be_hidden()
+
+
+def test_twenty_services_are_seen_at_once(page: Page, live: LiveServer) -> None:
+    """Without scrolling at 1280x800; and no name makes the page wider than a small window."""
+    more = [piece(f"{kind}-{index}", "ModelWorker") for index in (2, 3) for kind in ("worker", "scheduler")]
+    live.backend.pieces = (*PIECES, *more, piece("kv-offload-manager-2", "KVOffloadManager"))
+    expect(page.get_by_test_id("overall")).to_have_text("All 20 services ready", timeout=3000)
+    assert page.evaluate("document.documentElement.scrollHeight") <= 800
+    for width in (1280, 390):
+        page.set_viewport_size({"width": width, "height": 800})
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_a_dead_piece_turns_red_and_then_green_again(page: Page, live: LiveServer) -> None:
+    card = page.get_by_test_id("card-worker-1")
+    pill = card.locator(".state")
+    green = pill.evaluate("pill => getComputedStyle(pill).color")
+    live.backend.pieces = with_state("worker-1", "dead", queue=0, last_step_age_s=3.4)
+    expect(card).to_have_attribute("data-state", "dead", timeout=3000)
+    expect(card).to_contain_text("3.4 s ago")
+    expect(pill).to_have_text("dead")
+    expect(pill).not_to_have_css("color", green)
+    expect(page.get_by_test_id("overall")).to_have_text(f"1 of {len(PIECES)} down: worker-1")
+    live.backend.pieces = with_state("worker-1", "starting", restarts=1, last_step_age_s=None)
+    expect(card).to_have_attribute("data-state", "starting", timeout=3000)
+    expect(page.get_by_test_id("overall")).to_have_text(f"1 of {len(PIECES)} not ready: worker-1")
+    live.backend.pieces = with_state("worker-1", "ready", restarts=1, queue=5)
+    expect(card).to_have_attribute("data-state", "ready", timeout=3000)
+    expect(pill).to_have_css("color", green)
+    expect(card.locator("[data-field=queue]")).to_have_text("5")
+    expect(card.locator("[data-field=restarts]")).to_have_text("1")
+
+
+def test_a_piece_that_disappears_stays_for_a_minute(page: Page, live: LiveServer) -> None:
+    page.clock.install()
+    page.reload()
+    card = page.get_by_test_id("card-scheduler-1")
+    expect(card).to_have_attribute("data-state", "ready")
+    live.backend.pieces = without("scheduler-1")
+    expect(card).to_have_attribute("data-state", "gone", timeout=3000)
+    expect(page.get_by_test_id("overall")).to_have_text(f"1 of {len(PIECES)} down: scheduler-1")
+    page.clock.fast_forward(40_000)
+    expect(card).to_contain_text(re.compile(r"Gone for\s*4\d s"))
+    page.clock.fast_forward(25_000)
+    expect(card).to_have_count(0)
+    expect(page.get_by_test_id("overall")).to_have_text(f"All {len(PIECES) - 1} services ready")
+
+
+def test_a_server_that_stops_is_said_and_comes_back(page: Page, live: LiveServer) -> None:
+    live.stop()
+    banner = page.get_by_test_id("banner")
+    expect(banner).to_contain_text("/status cannot be reached: no connection", timeout=5000)
+    card = page.get_by_test_id("card-router")
+    expect(card).to_have_attribute("data-stale", "true")
+    expect(card).to_have_css("filter", "grayscale(1)")
+    expect(card.locator(".state")).to_have_text("was ready")
+    expect(page.get_by_test_id("overall")).to_have_text("State unknown")
+    live.backend.model = dataclasses.replace(live.backend.model, name="successor")
+    live.start()
+    expect(banner).to_be_hidden(timeout=5000)
+    expect(card).to_have_attribute("data-stale", "false")
+    expect(card).to_have_css("filter", "none")
+    expect(page.get_by_test_id("overall")).to_have_text(f"All {len(PIECES)} services ready")
+    expect(page.get_by_test_id("model")).to_contain_text("successor")
+
+
+def test_names_are_shown_and_not_run(page: Page, live: LiveServer) -> None:
+    name = "<img src=x onerror=alert(1)>"
+    live.backend.pieces = (*PIECES, piece(name, "<b>Kind</b>", "unheard-of"))
+    card = page.locator("[data-state=unheard-of]")
+    expect(card).to_contain_text(name, timeout=3000)
+    expect(card).to_have_attribute("data-level", "warn")
+    expect(page.locator("main img, main b")).to_have_count(0)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_screenshots(page: Page, live: LiveServer, tmp_path: Path, scheme: Any) -> None:
+    """For the eye, under pytest's temporary folder; here only that both schemes differ in what they should."""
+    page.emulate_media(color_scheme=scheme)
+    page.screenshot(path=tmp_path / "ready.png")
+    mixed = with_state("worker-1", "dead", queue=0, last_step_age_s=3.4)
+    live.backend.pieces = tuple(
+        dataclasses.replace(row, state="starting", restarts=2) if row.name == "scheduler-1" else row
+        for row in mixed
+        if row.name != "batcher"
+    )
+    expect(page.get_by_test_id("card-batcher")).to_have_attribute("data-state", "gone", timeout=3000)
+    page.screenshot(path=tmp_path / "mixed.png")
+    live.stop()
+    expect(page.get_by_test_id("banner")).to_be_visible(timeout=5000)
+    page.screenshot(path=tmp_path / "unreachable.png")
+    live.start()
+    dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 28)"
+    assert dark == (scheme == "dark")

@@ -1,0 +1,177 @@
+"""The profile finds the prices of a made-up machine, follows it when it changes and shrugs off hiccups."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from core.errors import InvalidValueError
+from core.forecast import CostModel
+from core.messages import StepSample
+from estimator.step_profile import MIN_SAMPLES, OUTLIER_FACTOR, StepProfile
+
+TRUE = (4e-3, 2e-5, 1e-4, 3e-8)
+"""A step of 4 ms, 20 us a prefill token, 100 us a decoding sequence, 30 ns a context token."""
+
+WORK = (512, 16, 40_000)
+
+
+def steps(num: int, seed: int = 0, noise: float = 0.05, prefill: bool = True, factor: float = 1.0) -> list[StepSample]:
+    """Mixed steps of a machine with the prices ``factor`` x ``TRUE`` and a relative noise."""
+    rng = np.random.default_rng(seed)
+    decode_seqs = rng.integers(1, 64, num)
+    prefill_tokens = rng.integers(1, 1024, num) * (rng.random(num) < 0.3) * prefill
+    context_tokens = decode_seqs * rng.integers(10, 4000, num) + prefill_tokens
+    a, b, c, d = TRUE
+    durations_s = factor * (a + b * prefill_tokens + c * decode_seqs + d * context_tokens)
+    durations_s *= 1 + noise * rng.uniform(-1, 1, num)
+    columns = (prefill_tokens.tolist(), decode_seqs.tolist(), context_tokens.tolist(), durations_s.tolist())
+    return [StepSample(*row) for row in zip(*columns, strict=True)]
+
+
+def true_time_s(prefill_tokens: int, decode_seqs: int, context_tokens: int) -> float:
+    a, b, c, d = TRUE
+    return a + b * prefill_tokens + c * decode_seqs + d * context_tokens
+
+
+def time_s(profile: StepProfile, work: tuple[int, int, int] = WORK) -> float:
+    value = profile.step_time_s(*work)
+    assert value is not None
+    return value
+
+
+def test_nothing_is_said_before_enough_was_measured() -> None:
+    profile: CostModel = StepProfile()
+    profile.observe([])
+    profile.observe(steps(MIN_SAMPLES - 1))
+    assert profile.step_time_s(*WORK) is None
+    profile.observe(steps(1, seed=1))
+    assert profile.step_time_s(*WORK) == pytest.approx(true_time_s(*WORK), rel=0.1)
+
+
+def test_before_any_step_all_prices_are_zero() -> None:
+    assert StepProfile().coefficients() == (0, 0, 0, 0)
+    assert StepProfile().num_samples == 0
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 5000])
+def test_the_prices_are_recovered_from_noisy_steps_however_they_come(at_once: int) -> None:
+    profile = StepProfile()
+    samples = steps(5000)
+    for start in range(0, len(samples), at_once):
+        profile.observe(samples[start : start + at_once])
+    assert profile.num_samples == 5000
+    assert profile.coefficients() == pytest.approx(TRUE, rel=0.1)
+
+
+def test_without_noise_they_are_exact() -> None:
+    profile = StepProfile()
+    profile.observe(steps(5000, noise=0))
+    assert profile.coefficients() == pytest.approx(TRUE, rel=1e-3)
+
+
+def test_a_single_step_far_off_hardly_shows() -> None:
+    profile = StepProfile()
+    profile.observe(steps(2000))
+    before_s = time_s(profile)
+    profile.observe([StepSample(*WORK, 10 * true_time_s(*WORK))])
+    assert time_s(profile) == pytest.approx(before_s, rel=0.01)
+    profile.observe([StepSample(*WORK, 3600.0)])
+    assert time_s(profile) == pytest.approx(before_s, rel=0.02)
+
+
+def test_an_outlier_counts_as_a_fixed_multiple_of_its_prediction() -> None:
+    as_measured, as_clipped = StepProfile(), StepProfile()
+    for profile in (as_measured, as_clipped):
+        profile.observe(steps(2000))
+    limit_s = OUTLIER_FACTOR * time_s(as_clipped)
+    as_measured.observe([StepSample(*WORK, 3600.0)])
+    as_clipped.observe([StepSample(*WORK, limit_s)])
+    assert as_measured.coefficients() == as_clipped.coefficients()
+
+
+def test_many_hiccups_move_it_less_than_they_weigh() -> None:
+    """Each 50th step takes ten times as long: a mean of 1.18, of which the cut leaves 1.04."""
+    profile = StepProfile()
+    profile.observe(steps(100))
+    slow = [
+        StepSample(s.prefill_tokens, s.decode_seqs, s.context_tokens, s.duration_s * (10 if i % 50 == 0 else 1))
+        for i, s in enumerate(steps(5000, seed=1))
+    ]
+    profile.observe(slow)
+    assert time_s(profile) == pytest.approx(1.04 * true_time_s(*WORK), rel=0.05)
+
+
+@pytest.mark.parametrize("factor", [0.2, 2.0, 20.0])
+def test_it_follows_a_machine_that_became_slower_or_faster(factor: float) -> None:
+    profile = StepProfile(window=500)
+    profile.observe(steps(3000))
+    profile.observe(steps(10_000, seed=1, factor=factor))
+    assert time_s(profile) == pytest.approx(factor * true_time_s(*WORK), rel=0.05)
+
+
+def test_work_of_a_new_kind_is_believed_at_once() -> None:
+    """The first prompts after a long time of decoding alone are no outliers, however long they take."""
+    profile = StepProfile()
+    profile.observe(steps(2000, prefill=False))
+    assert profile.coefficients()[1] == 0
+    profile.observe([s for s in steps(100, seed=1) if s.prefill_tokens > 500])
+    assert profile.coefficients()[1] == pytest.approx(TRUE[1], rel=0.1)
+
+
+def test_a_price_that_is_not_measured_any_more_is_kept() -> None:
+    profile = StepProfile(window=100)
+    profile.observe(steps(2000))
+    price = profile.coefficients()[1]
+    profile.observe(steps(100_000, seed=1, prefill=False))
+    assert profile.coefficients()[1] == pytest.approx(price, rel=0.05)
+
+
+def test_it_stays_sound_over_a_million_steps_that_never_vary() -> None:
+    profile = StepProfile(window=100)
+    same = [StepSample(0, 8, 8000, 0.01)] * 10_000
+    for _ in range(100):
+        profile.observe(same)
+    assert profile.num_samples == 1_000_000
+    assert time_s(profile, (0, 8, 8000)) == pytest.approx(0.01)
+    assert all(math.isfinite(each) and each >= 0 for each in profile.coefficients())
+    profile.observe(steps(2000))
+    assert profile.coefficients() == pytest.approx(TRUE, rel=0.2), "and still learns"
+
+
+@pytest.mark.parametrize("size", [1, 10**9])
+def test_it_stays_sound_with_features_of_any_size(size: int) -> None:
+    profile = StepProfile()
+    for i in range(1000):
+        profile.observe([StepSample(size * (i % 3), size * (i % 5), size * (i % 7), 0.01 + 0.001 * (i % 5))])
+    assert all(math.isfinite(each) and each >= 0 for each in profile.coefficients())
+    assert time_s(profile, (0, 4 * size, 0)) == pytest.approx(0.014, rel=0.05)
+
+
+def test_no_step_is_said_to_be_shorter_than_the_shortest_measured() -> None:
+    profile = StepProfile()
+    profile.observe([StepSample(0, n, 0, 0.001 * n) for n in range(10, 60)])
+    assert time_s(profile, (0, 1, 0)) == 0.01
+    assert time_s(profile, (0, 20, 0)) == pytest.approx(0.02, rel=0.01)
+
+
+def test_more_work_never_takes_less_time() -> None:
+    """Steps that get shorter with their context: the best fit would be negative far out."""
+    profile = StepProfile()
+    profile.observe([StepSample(0, 1, 1000 * n, 0.1 - 0.001 * n) for n in range(1, 60)] * 10)
+    assert min(profile.coefficients()) >= 0
+    assert time_s(profile, (0, 1, 10**7)) >= time_s(profile, (0, 1, 1000)) > 0.04
+
+
+@pytest.mark.parametrize("duration_s", [0.0, -1.0, math.nan, math.inf])
+def test_a_duration_that_cannot_be_is_passed_over(duration_s: float) -> None:
+    profile = StepProfile()
+    profile.observe([StepSample(*WORK, duration_s)])
+    assert profile.num_samples == 0
+
+
+def test_a_window_that_holds_nothing_is_refused() -> None:
+    with pytest.raises(InvalidValueError, match="window"):
+        StepProfile(0)

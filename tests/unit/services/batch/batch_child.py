@@ -1,0 +1,43 @@
+"""Runs a batch over the scripted backend, in a process of its own that a test can kill: IN OUT CALLS.
+
+Each call of the backend leaves one line with its number in CALLS.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from services.batch.lines import read_batch
+from services.batch.progress import ProgressStore
+from services.batch.runner import run_batch
+from tests.unit.services.api.api_support import ScriptedBackend, Step
+from tests.unit.services.batch.batch_support import echo, number_of, served
+
+CONCURRENCY = 8
+
+
+def main(source: Path, target: Path, calls: Path) -> None:
+    batch = read_batch(source)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        calls.open("ab", buffering=0) as log,
+        ProgressStore.open(target, batch) as store,
+    ):
+
+        def script(prompt_ids: tuple[int, ...]) -> Sequence[Step]:
+            number = number_of(prompt_ids)
+            os.write(log.fileno(), b"%d\n" % number)
+            return echo(prompt_ids, wait_s=0.004 + number % 7 * 0.004)
+
+        app = served(Path(folder), ScriptedBackend(script))
+        asyncio.run(run_batch(app, batch.lines, store, concurrency=CONCURRENCY, on_done=lambda *counts: None))
+        store.finish()
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

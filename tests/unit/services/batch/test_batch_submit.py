@@ -1,0 +1,250 @@
+"""Submission against a scripted Jobs API, the entry point of the job, and the command; Ray itself is not started."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from core.config import FarsightConfig
+from core.errors import FarsightError
+from services.api.backend import GenerationBackend
+from services.api.prompts import PromptEncoder
+from services.batch import job, submit
+from services.batch.progress import ProgressStore, partial_path
+from services.batch.submit import BatchOptions, entrypoint, submit_entrypoint
+from services.cli import app as cli
+from tests.unit.services.api.api_support import ScriptedBackend, write_model_dir
+from tests.unit.services.batch.batch_support import echo, numbered, read_output, request, write_batch
+
+
+class Stop:
+    """As ``StopSignal``, without touching the signals of the test process."""
+
+    def __init__(self) -> None:
+        self.received = False
+
+    def running(self) -> None:
+        pass
+
+
+@dataclass
+class Info:
+    status: str = "RUNNING"
+    message: str = ""
+    driver_exit_code: int | None = None
+
+
+@dataclass
+class FakeClient:
+    """Plays one connection to the log after another; an exception in one breaks it."""
+
+    logs: list[list[str | Exception]]
+    end: Info
+    stop: Stop | None = None
+    submitted: list[dict[str, Any]] = field(default_factory=list)
+    info: Info = field(default_factory=Info)
+    stopped: list[str] = field(default_factory=list)
+
+    def submit_job(self, **options: Any) -> str:
+        self.submitted.append(options)
+        return "job-1"
+
+    def get_job_info(self, job_id: str) -> Info:
+        return self.info
+
+    def stop_job(self, job_id: str) -> bool:
+        self.stopped.append(job_id)
+        self.info = self.end
+        return True
+
+    async def tail_job_logs(self, job_id: str) -> AsyncIterator[str]:
+        for text in self.logs.pop(0):
+            if isinstance(text, Exception):
+                raise text
+            yield text
+        if self.stop is not None:
+            self.stop.received = True  # as a signal would, while the log is silent
+            await asyncio.Event().wait()
+        self.info = self.end
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submit, "_RECONNECT_S", 0.01)
+    monkeypatch.setattr(submit, "_POLL_S", 0.01)
+    monkeypatch.setattr(submit, "StopSignal", Stop)
+
+
+def _submit(client: FakeClient) -> tuple[int, str]:
+    said: list[str] = []
+    stop: Any = client.stop or Stop()
+    status = submit_entrypoint(client, "echo hi", {"A": "1"}, stop, said.append)
+    return status, "".join(said)
+
+
+def test_log_is_passed_on_and_success_is_zero() -> None:
+    client = FakeClient([["one\n", "two\n"]], Info("SUCCEEDED", driver_exit_code=0))
+    assert _submit(client) == (0, "one\ntwo\n")
+    assert client.submitted == [{"entrypoint": "echo hi", "runtime_env": {"env_vars": {"A": "1"}}}]
+
+
+def test_failure_has_the_status_of_the_job() -> None:
+    assert _submit(FakeClient([["bad\n"]], Info("FAILED", "exit code 3", 3))) == (3, "bad\n")
+
+
+def test_job_that_did_not_end_by_itself_is_explained() -> None:
+    client = FakeClient([[]], Info("FAILED", "the node died"))
+    assert _submit(client) == (1, "The job job-1 is FAILED: the node died\n")
+
+
+def test_broken_connection_is_made_again_and_nothing_is_said_twice() -> None:
+    logs: list[list[str | Exception]] = [
+        ["one\n", "tw", RuntimeError("closed")],
+        [OSError("no")],
+        ["one\ntwo\nthree\n"],
+    ]
+    assert _submit(FakeClient(logs, Info("SUCCEEDED"))) == (0, "one\ntwo\nthree\n")
+
+
+def test_cluster_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submit, "UNREACHABLE_S", 0.05)
+    client = FakeClient([[OSError("refused")] for _ in range(100)], Info())
+    with pytest.raises(FarsightError, match=r"no answer from the cluster for 0\.05 s \(refused\)"):
+        _submit(client)
+
+
+def test_interrupt_stops_the_job() -> None:
+    client = FakeClient([["one\n"]], Info("STOPPED"), stop=Stop())
+    assert _submit(client) == (130, "one\n")
+    assert client.stopped == ["job-1"]
+
+
+def test_job_that_will_not_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submit, "STOP_WAIT_S", 0.05)
+    with pytest.raises(FarsightError, match=r"has not stopped within 0\.05 s"):
+        _submit(FakeClient([[]], Info("RUNNING"), stop=Stop()))
+
+
+def test_entrypoint_has_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my model").mkdir()
+    plain = entrypoint("python", Path("in.jsonl"), Path("out.jsonl"), BatchOptions(model="org/name"))
+    assert plain == (
+        f"python -m services.batch.job {tmp_path}/in.jsonl {tmp_path}/out.jsonl --concurrency 64 --model org/name"
+    )
+    options = BatchOptions("my model", Path("my.toml"), 5, overwrite=True)
+    words = shlex.split(entrypoint("python", Path("in.jsonl"), Path("out.jsonl"), options))
+    more = ["--config", f"{tmp_path}/my.toml", "--model", f"{tmp_path}/my model", "--overwrite"]
+    assert words[5:] == ["--concurrency", "5", *more]
+
+
+def test_interrupt_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target, stop = numbered(tmp_path / "in.jsonl", 3).path, tmp_path / "out.jsonl", Stop()
+    client = FakeClient([["one\n"]], Info("STOPPED"), stop=stop)
+    monkeypatch.setattr(submit, "connect", lambda address: client)
+    monkeypatch.setattr(submit, "StopSignal", lambda: stop)
+    result = CliRunner().invoke(cli, ["batch", str(source), str(target), "--address", "http://there:8265"])
+    assert result.exit_code == 130
+    assert f"What is done is kept in {partial_path(target)}; the same command goes on from there." in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--address", "there:8265"], "--address: got 'there:8265', expected the address of a cluster's dashboard"),
+        (["--config", "none.toml"], "--config: got 'none.toml', expected a readable TOML file"),
+        (["--address", "http://127.0.0.1:1"], "no Ray cluster with the Jobs API answers at http://127.0.0.1:1"),
+    ],
+)
+def test_errors_of_the_command(tmp_path: Path, words: list[str], message: str) -> None:
+    source = numbered(tmp_path / "in.jsonl", 3).path
+    result = CliRunner().invoke(cli, ["batch", str(source), str(tmp_path / "out.jsonl"), *words])
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"farsight: {message}")
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_wrong_input_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    source = write_batch(tmp_path / "in.jsonl", [request("a"), request("a")])
+    result = CliRunner().invoke(cli, ["batch", str(source), str(tmp_path / "out.jsonl")])
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"farsight: {source} line 2, custom_id: got 'a'")
+
+
+@pytest.fixture
+def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedBackend:
+    backend = ScriptedBackend(echo)
+    encoder = PromptEncoder(write_model_dir(tmp_path / "model"))
+
+    @asynccontextmanager
+    async def open_backend(config: FarsightConfig) -> AsyncGenerator[tuple[GenerationBackend, PromptEncoder], None]:
+        yield backend, encoder
+
+    monkeypatch.setattr(job, "open_backend", open_backend)
+    return backend
+
+
+def test_job_from_beginning_to_end(tmp_path: Path, backend: ScriptedBackend) -> None:
+    target = tmp_path / "out.jsonl"
+    requests = [request("a", prompt=[0, 5]), request("b", temperature=-1), request("c", prompt=[0, 6])]
+    source = write_batch(tmp_path / "in.jsonl", requests)
+    result = CliRunner().invoke(job.app, [str(source), str(target), "--concurrency", "2"])
+    assert result.exit_code == 0, result.output
+    assert result.stdout == f"farsight batch: 3/3 done, 1 failed; the answers are in {target}\n"
+    assert [line["response"]["status_code"] for line in read_output(target)] == [200, 400, 200]
+
+    again = CliRunner().invoke(job.app, [str(source), str(target)])
+    assert again.exit_code == 1
+    assert again.stderr.startswith(f"farsight: OUT {target}: got 'an existing file'")
+    assert len(backend.calls) == 2
+
+
+def test_job_goes_on_and_needs_no_backend_when_all_is_done(
+    tmp_path: Path, backend: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "out.jsonl"
+    source = numbered(tmp_path / "in.jsonl", 3).path
+    said: list[str] = []
+
+    def run() -> None:
+        job.run_job(source, target, FarsightConfig(), 2, False, said.append)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ProgressStore, "finish", lambda store: (_ for _ in ()).throw(FarsightError("ended")))
+        with pytest.raises(FarsightError, match="ended"):
+            run()
+    run()
+    assert len(backend.calls) == 3
+    assert said == [
+        "farsight batch: goes on from 3/3 done",
+        f"farsight batch: 3/3 done, 0 failed; the answers are in {target}",
+    ]
+
+
+def test_progress_is_said_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    progress = job.Progress(500, said.append)
+    for num_done in range(0, 500, 10):
+        now += 1.0
+        progress(num_done, num_done // 100)
+    assert said[:2] == ["farsight batch: 40/500 done, 0 failed", "farsight batch: 90/500 done, 0 failed"]
+    assert len(said) == 10
+
+
+def test_unwired_backend_is_said(tmp_path: Path) -> None:
+    source, target = numbered(tmp_path / "in.jsonl", 3).path, tmp_path / "out.jsonl"
+    result = CliRunner().invoke(job.app, [str(source), str(target)])
+    assert (result.exit_code, result.stderr) == (1, "farsight: not wired yet\n")
+    assert json.loads(partial_path(target).read_bytes())["farsight_batch"] == 1
