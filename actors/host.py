@@ -11,11 +11,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from actors.health import HealthServer
 from actors.metrics import RefusedMessages
-from actors.peer import PeerBook, PeerLost
+from actors.peer import PeerLost
 from actors.piece import Piece, PieceContext
 from actors.registry import piece_class
+from actors.site import Site
 from core.codec import encode
-from core.config import FarsightConfig
 from core.messages import PieceRows, PieceStatus
 
 
@@ -24,20 +24,16 @@ class PieceHost:
 
     Args:
         host: Its own name among the hosts (``actors.names.host_of``).
-        placement: ``fused`` or ``split``.
-        model_dir: Where config, weights and tokenizer lie.
         restarts: How often the supervisor has started this host again.
     """
 
-    def __init__(self, host: str, placement: str, config: FarsightConfig, model_dir: str, restarts: int) -> None:
-        self._config = config
-        self._model_dir = model_dir
+    def __init__(self, host: str, site: Site, restarts: int) -> None:
+        self._site = site
         self._restarts = restarts
         self._pieces: dict[str, Piece] = {}
         self._registry = CollectorRegistry()
         self._refused = RefusedMessages(self._registry)
-        delay_s = config.actors.scheduler_delay_s if host.startswith("scheduler-") else 0.0
-        self._peers = PeerBook(placement, self._pieces, host, delay_s)
+        self._peers = site.peers(self._pieces, host)
         self._health = HealthServer(self._registry, self._rows)
         self._port = 0
         self._lock = asyncio.Lock()
@@ -97,9 +93,7 @@ class PieceHost:
         raise self._failure
 
     def _make(self, name: str) -> Piece:
-        context = PieceContext(
-            name, self._config, self._model_dir, self._restarts, self._peers, self._registry, self._refused.count
-        )
+        context = PieceContext(name, self._site, self._restarts, self._peers, self._registry, self._refused.count)
         piece = piece_class(name)(context)
         piece.failed.add_done_callback(self._piece_failed)
         return piece

@@ -26,7 +26,7 @@ WINDOW = 1000
 """Finished requests that a forecast rests on."""
 
 PAGE = 1000
-"""Records read at once: decoding them holds up the event loop for some 20 ms."""
+"""Records read at once: decoding them holds up the event loop for about 6 ms."""
 
 _COMPLETE = ("stop", "length")
 """Finish reasons of outputs that were not cut off from outside."""
@@ -46,7 +46,9 @@ class LengthPredictor(Piece):
         self._log_store: Peer = context.peers.peer(LOG_STORE)
         self._read_at: float | None = None
         self._failing = False
-        self._start_over()
+        self._row: int | None = None
+        self._predictor = HistoryPredictor(WINDOW)
+        self._show()
 
     async def start(self) -> None:
         self.spawn(self._follow())
@@ -96,11 +98,14 @@ class LengthPredictor(Piece):
 
     def _learn(self, records: Sequence[FinishedRequest]) -> None:
         self._predictor.learn([each.output_len for each in records if each.finish_reason in _COMPLETE])
-        self._gauge.set(self._predictor.forecast().mean)
+        self._show()
 
     def _start_over(self) -> None:
-        self._row: int | None = None
+        self._row = None
         self._predictor = HistoryPredictor(WINDOW)
+        self._show()
+
+    def _show(self) -> None:
         self._gauge.set(self._predictor.forecast().mean)
 
 

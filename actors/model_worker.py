@@ -87,7 +87,7 @@ class ModelWorker(Piece):
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         config = self.context.config
         incarnation = uuid.uuid4().hex[:12]
-        model_dir, replicas = Path(self.context.model_dir), config.model.replicas
+        model_dir, replicas = Path(self.context.site.model_dir), config.model.replicas
         worker = await asyncio.to_thread(_build, model_dir, config.model.dtype, config.engine, incarnation, replicas)
         loop = asyncio.get_running_loop()
         self._steps = StepLoop(worker, lambda *step: loop.call_soon_threadsafe(self._after_step, *step))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import ray
-from ray.exceptions import RayActorError
-
-from actors.names import NAMESPACE, actor_name, host_of
+from actors.names import NAMESPACE, host_of
 from core.errors import FarsightError
+
+if TYPE_CHECKING:
+    from actors.remote import RemoteActor
 
 LOOK_AGAIN_S = 0.05
 """How often a lost peer is looked for."""
@@ -53,40 +53,12 @@ class LocalPeer:
         return await piece.answer(method, data)
 
 
-class RemoteActor:
-    """An actor by name; its handle is looked up when needed, and again after a loss."""
-
-    def __init__(self, host: str) -> None:
-        self._host = host
-        self._handle: Any = None
-
-    async def call(self, method: str, *args: Any) -> Any:
-        """What its method returns.
-
-        Raises:
-            PeerLost: it is gone or not there yet.
-        """
-        handle = self._handle = self._handle or self._find()
-        try:
-            return await getattr(handle, method).remote(*args)
-        except RayActorError as error:
-            if self._handle is handle:
-                self._handle = None
-            raise PeerLost(self._host) from error
-
-    def _find(self) -> Any:
-        try:
-            return ray.get_actor(actor_name(self._host), namespace=NAMESPACE)
-        except ValueError as error:
-            raise PeerLost(self._host) from error
-
-
 class RemotePeer:
     """A piece in another actor."""
 
-    def __init__(self, name: str, host: str, delay_s: float = 0.0) -> None:
+    def __init__(self, name: str, actor: RemoteActor, delay_s: float = 0.0) -> None:
         self._name = name
-        self._actor = RemoteActor(host)
+        self._actor = actor
         self._delay_s = delay_s
 
     async def call(self, method: str, data: bytes = b"") -> Any:
@@ -106,6 +78,7 @@ class PeerBook:
         local: The pieces of this process by name; may grow and shrink.
         host: The name of this process among the hosts; empty outside of them.
         delay_s: Holds back every message and its answer; to measure that nothing waits for them.
+        namespace: Of Ray, where the actors have their names.
     """
 
     def __init__(
@@ -114,8 +87,10 @@ class PeerBook:
         local: Mapping[str, Answering] | None = None,
         host: str = "",
         delay_s: float = 0.0,
+        namespace: str = NAMESPACE,
     ) -> None:
         self.placement = placement
+        self._namespace = namespace
         self._local = local if local is not None else {}
         self._host = host
         self._delay_s = delay_s
@@ -125,4 +100,10 @@ class PeerBook:
         host = host_of(name, self.placement)
         if host == self._host or name in self._local:
             return LocalPeer(self._local, name)
-        return RemotePeer(name, host, self._delay_s)
+        return RemotePeer(name, self.actor(host), self._delay_s)
+
+    def actor(self, host: str) -> RemoteActor:
+        """The process of that name."""
+        from actors.remote import RemoteActor  # Ray reads its settings when it is imported: not before they are made
+
+        return RemoteActor(host, self._namespace)

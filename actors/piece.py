@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from prometheus_client import CollectorRegistry
 
 from actors.peer import PeerBook
+from actors.site import Site
 from core.config import FarsightConfig
 from core.errors import MessageError
 
@@ -20,7 +21,6 @@ class PieceContext:
 
     Attributes:
         name: Such as ``scheduler-0``.
-        model_dir: Where config, weights and tokenizer lie.
         restarts: How often the supervisor has started it again.
         peers: Finds the other pieces, in this process or elsewhere.
         registry: Where its metrics go; served by its process under /metrics.
@@ -28,12 +28,15 @@ class PieceContext:
     """
 
     name: str
-    config: FarsightConfig
-    model_dir: str
+    site: Site
     restarts: int
     peers: PeerBook
     registry: CollectorRegistry
     count_refused: Callable[[str, str, str], None] = lambda piece, method, field: None
+
+    @property
+    def config(self) -> FarsightConfig:
+        return self.site.config
 
     @property
     def index(self) -> str:

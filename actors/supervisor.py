@@ -45,8 +45,8 @@ class Supervisor(Piece):
 
     def __init__(self, context: PieceContext) -> None:
         super().__init__(context)
-        self._placement = context.peers.placement
-        self._own = host_of(SUPERVISOR, self._placement)
+        self._site = context.site
+        self._own = host_of(SUPERVISOR, self._site.placement)
         self._counts = initial_counts(context.config)
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._started: dict[str, asyncio.Future[None]] = {}
@@ -55,7 +55,7 @@ class Supervisor(Piece):
         self._acted_at = time.monotonic()
 
     async def start(self) -> None:
-        self._counts = self._found(await asyncio.to_thread(list_hosts))
+        self._counts = self._found(await asyncio.to_thread(list_hosts, self._site.namespace))
         self._keep_wanted()
         self._started[self._own] = asyncio.get_running_loop().create_future()
         # Not awaited here: this process takes no other pieces before the Supervisor has started.
@@ -128,7 +128,7 @@ class Supervisor(Piece):
         )
 
     def _wanted(self) -> dict[str, list[str]]:
-        return by_host(wanted_pieces(self._counts), self._placement)
+        return by_host(wanted_pieces(self._counts), self._site.placement)
 
     def _keep_wanted(self) -> None:
         """A task for every other host that has none."""
@@ -141,7 +141,7 @@ class Supervisor(Piece):
         """The pieces that live in this process: whoever keeps the Supervisor keeps them too."""
         if self._own not in self._wanted():
             return
-        handle = find_host(self._own)
+        handle = find_host(self._own, self._site.namespace)
         if handle is not None:
             await self._add(self._own, handle)
 
@@ -157,17 +157,13 @@ class Supervisor(Piece):
         restarts, failures = 0, 0
         while True:
             self._acted_at = began = time.monotonic()
-            handle = find_host(host) or await self._create(host, restarts)
+            handle = find_host(host, self._site.namespace) or await recreate_host(host, self._site, restarts)
             restarts = await self._live(host, handle, restarts)
             lived_s = time.monotonic() - began
             failures = 0 if lived_s >= HEALTHY_AFTER_S else failures + 1
             logger.warning("%s died after %.1f s; start %d follows", host, lived_s, restarts + 1)
             if failures > 1:
                 await asyncio.sleep(min(MAX_BACKOFF_S, LOOK_AGAIN_S * 2**failures))
-
-    async def _create(self, host: str, restarts: int) -> Any:
-        context = self.context
-        return await recreate_host(host, self._placement, context.config, context.model_dir, restarts)
 
     async def _live(self, host: str, handle: Any, restarts: int) -> int:
         """One life of a host; returns how often it will have been started again after the next start."""
@@ -221,8 +217,8 @@ class Supervisor(Piece):
             return  # the next Router has not heard of it
 
     async def _end_piece(self, piece: str) -> None:
-        host = host_of(piece, self._placement)
-        handle = find_host(host)
+        host = host_of(piece, self._site.placement)
+        handle = find_host(host, self._site.namespace)
         if host != piece:
             if handle is not None:
                 await handle.remove.remote(piece)

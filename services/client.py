@@ -21,9 +21,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from actors.health import HealthServer
 from actors.metrics import RequestMetrics
 from actors.names import LOG_STORE, ROUTER, SUPERVISOR, worker_name
-from actors.peer import LOOK_AGAIN_S, PeerBook, PeerLost
+from actors.peer import LOOK_AGAIN_S, PeerLost
+from actors.site import Site
 from core.codec import decode, encode
-from core.config import FarsightConfig
 from core.errors import CapacityError, InvalidValueError
 from core.messages import (
     AnnounceReply,
@@ -104,22 +104,21 @@ class EngineClient:
     """A ``GenerationBackend`` over the Router and the model workers.
 
     Args:
-        peers: Finds them.
-        model: What is served.
+        site: Where they are.
+        model: What clients may know about it.
         keep: Sees to it that there is a Supervisor; runs as long as the client.
     """
 
     def __init__(
         self,
-        peers: PeerBook,
+        site: Site,
         model: ModelInfo,
-        config: FarsightConfig,
         keep: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
         self.model = model
-        self._peers = peers
-        self._router = peers.peer(ROUTER)
-        self._limits = config.server
+        self._peers = site.peers()
+        self._router = self._peers.peer(ROUTER)
+        self._limits = site.config.server
         self._keep = keep
         self._ingress_id = uuid.uuid4().hex[:12]
         self._ledger = RequestLedger(self._ingress_id)
@@ -132,7 +131,7 @@ class EngineClient:
         self._pumps: dict[str, asyncio.Task[None]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._heard_at: float | None = None
-        self._overview = Overview(peers, config)
+        self._overview = Overview(site)
         self._registry = CollectorRegistry()
         self._metrics = RequestMetrics(self._registry, model.name)
         self._health = HealthServer(self._registry, lambda: [self._row()])

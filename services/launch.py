@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.names import NAMESPACE, SUPERVISOR, host_of
+from actors.site import Site
 from core.codec import decode
 from core.config import FarsightConfig
 from core.errors import ConfigError, FarsightError
@@ -60,9 +61,10 @@ def find_model(config: FarsightConfig) -> ServedModel:
     return ServedModel(directory, config.model.name or Path(config.model.path).resolve().name)
 
 
-def named(config: FarsightConfig, model: ServedModel) -> FarsightConfig:
-    """The same configuration with the name that clients ask for, wherever it came from."""
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, name=model.name))
+def find_site(config: FarsightConfig, model: ServedModel) -> Site:
+    """The service as configured, with what the configuration leaves open filled in."""
+    named = dataclasses.replace(config, model=dataclasses.replace(config.model, name=model.name))
+    return Site(named, str(model.directory), resolve_placement(config.actors.placement))
 
 
 def check_port(host: str, port: int) -> None:
@@ -150,40 +152,23 @@ class Service:
     """The running pieces of one served model.
 
     Args:
-        config: ``model.name`` is what clients ask for.
-        placement: ``fused`` or ``split``.
+        site: What is to run.
     """
 
-    def __init__(self, config: FarsightConfig, model_dir: Path, placement: str) -> None:
-        self._config = config
-        self._model_dir = str(model_dir)
-        self._placement = placement
-        self._ingress_replicas = config.server.ingress_replicas or default_ingress_replicas()
-
-    def start_pieces(self) -> Callable[[], None]:
-        """Begins to start every piece; the function that is returned waits until all have started.
-
-        Raises (what is returned):
-            FarsightError: a piece cannot start; why.
-        """
-        import ray
-
-        from actors.hosts import create_host
-
-        host = create_host(host_of(SUPERVISOR, self._placement), self._placement, self._config, self._model_dir, 0)
-        ray.get(host.add.remote([SUPERVISOR]))
-        started = host.call.remote(SUPERVISOR, "started", b"")
-        return lambda: _wait_started(started)
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._ingress_replicas = site.config.server.ingress_replicas or default_ingress_replicas()
 
     def start(self) -> None:
         """Starts everything; returns when requests are answered."""
         from ray import serve
 
-        wait_started = self.start_pieces()
+        wait_started = start_pieces(self._site)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)  # its news are for its own developers
+        server = self._site.config.server
         serve.start(
             proxy_location="HeadOnly",
-            http_options={"host": self._config.server.host, "port": self._config.server.port},
+            http_options={"host": server.host, "port": server.port},
             logging_config={"enable_access_log": False, "log_level": "WARNING"},
         )
         wait_started()
@@ -193,11 +178,7 @@ class Service:
         """Starts the ingress replicas, or changes their number."""
         from ray import serve
 
-        serve.run(
-            ingress_app(self._config, self._model_dir, self._placement, self._ingress_replicas),
-            name="farsight",
-            route_prefix="/",
-        )
+        serve.run(ingress_app(self._site, self._ingress_replicas), name="farsight", route_prefix="/")
 
     def wait(self, stop: StopSignal) -> None:
         """Returns once a signal to stop has come; meanwhile there are as many ingress replicas as asked for."""
@@ -215,7 +196,7 @@ class Service:
 
         from actors.hosts import find_host
 
-        host = find_host(host_of(SUPERVISOR, self._placement))
+        host = find_host(host_of(SUPERVISOR, self._site.placement), self._site.namespace)
         if host is None:
             return 0
         try:
@@ -225,7 +206,19 @@ class Service:
         return decode(data, PieceCounts).ingress_replicas
 
 
-def ingress_app(config: FarsightConfig, model_dir: str, placement: str, replicas: int) -> Any:
+def start_pieces(site: Site) -> Callable[[], None]:
+    """Begins to start every piece; what is returned waits until all have, or raises why one cannot (FarsightError)."""
+    import ray
+
+    from actors.hosts import create_host
+
+    host = create_host(host_of(SUPERVISOR, site.placement), site, 0)
+    ray.get(host.add.remote([SUPERVISOR]))
+    started = host.call.remote(SUPERVISOR, "started", b"")
+    return lambda: _wait_started(started)
+
+
+def ingress_app(site: Site, replicas: int) -> Any:
     """The Ray Serve application."""
     from ray import serve
 
@@ -236,11 +229,11 @@ def ingress_app(config: FarsightConfig, model_dir: str, placement: str, replicas
         name="Ingress",
         num_replicas=replicas,
         # The ingress counts and refuses by itself (429); Serve's own bound must not come first.
-        max_ongoing_requests=2 * config.server.max_queued_requests,
+        max_ongoing_requests=2 * site.config.server.max_queued_requests,
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=2,
     )
-    return deployment.bind(model_dir, placement, config)
+    return deployment.bind(site)
 
 
 def _wait_started(started: Any) -> None:
@@ -284,11 +277,10 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
     build_router(config.scheduler.preset, config.scheduler.placement)  # a wrong name is refused before anything starts
     model = find_model(config)
     check_port(config.server.host, config.server.port)
-    placement = resolve_placement(config.actors.placement)
-    say(f"Farsight is starting: model {model.name}, preset {config.scheduler.preset}, placement {placement}.")
-    config = named(config, model)
+    site = find_site(config, model)
+    say(f"Farsight is starting: model {model.name}, preset {config.scheduler.preset}, placement {site.placement}.")
     with private_cluster(stop, proxy=config.server.proxy):
-        service = Service(config, model.directory, placement)
+        service = Service(site)
         service.start()
         stop.running()
         url = f"http://{config.server.host}:{config.server.port}"

@@ -11,10 +11,11 @@ from ray.exceptions import RayTaskError
 
 from actors.layout import by_host, current_counts, initial_counts, wanted_pieces
 from actors.names import ROUTER, SUPERVISOR, kv_offload_manager_name
-from actors.peer import PeerBook, PeerLost, RemoteActor
+from actors.peer import PeerLost
 from actors.registry import kind_of
+from actors.remote import RemoteActor
+from actors.site import Site
 from core.codec import decode
-from core.config import FarsightConfig
 from core.messages import KVUsage, PieceRows, PieceStatus, StatusReply
 from services.api.metrics_page import merge_expositions
 
@@ -25,9 +26,9 @@ TIMEOUT_S = 1.0
 class Overview:
     """Asks every process that there should be; none of them has to know the others."""
 
-    def __init__(self, peers: PeerBook, config: FarsightConfig) -> None:
-        self._peers = peers
-        self._counts = initial_counts(config)
+    def __init__(self, site: Site) -> None:
+        self._peers = site.peers()
+        self._counts = initial_counts(site.config)
         self._actors: dict[str, RemoteActor] = {}
 
     async def status(self) -> StatusReply:
@@ -54,7 +55,8 @@ class Overview:
                 with suppress(aiohttp.ClientError, TimeoutError):
                     async with session.get(f"http://127.0.0.1:{row.http_port}/metrics") as reply:
                         pages[row.name] = await reply.text()
-        return merge_expositions({name: text for name, text in pages.items() if text})
+        # In a thread: with many processes it takes long enough to be seen in the streams.
+        return await asyncio.to_thread(merge_expositions, {name: text for name, text in pages.items() if text})
 
     async def _hosts(self) -> Mapping[str, list[str]]:
         with suppress(TimeoutError):
@@ -63,7 +65,7 @@ class Overview:
         return by_host([SUPERVISOR, *wanted_pieces(self._counts)], self._peers.placement)
 
     def _actor(self, host: str) -> RemoteActor:
-        return self._actors.setdefault(host, RemoteActor(host))
+        return self._actors.setdefault(host, self._peers.actor(host))
 
     async def _rows(self, host: str, pieces: list[str]) -> list[PieceStatus]:
         try:

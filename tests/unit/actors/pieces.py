@@ -8,8 +8,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from actors.peer import PeerBook
 from actors.piece import PieceContext
+from actors.site import Site
 from core.codec import decode, encode
 from core.config import FarsightConfig, LogConfig
 from core.messages import FinishedRequest, FinishedRequests, LogPage, LogQuery
@@ -20,7 +20,8 @@ LONG_S = 30.0
 def piece_context(name: str, local: dict[str, Any] | None = None, **log: Any) -> PieceContext:
     """For the piece ``name``; ``log`` are settings of the log."""
     config = FarsightConfig(log=LogConfig(**log))
-    return PieceContext(name, config, "", 0, PeerBook("fused", local=local or {}), CollectorRegistry())
+    site = Site(config, "", "fused")
+    return PieceContext(name, site, 0, site.peers(local), CollectorRegistry())
 
 
 def finished(request_id: str, output_len: int = 7, finish_reason: str = "stop") -> FinishedRequest:

@@ -20,10 +20,30 @@ def worker(tiny_model_dir: Path) -> Worker:
     return build_worker(tiny_model_dir, "float32", config, incarnation="w")
 
 
-def plan(seq: int, *names: str) -> Plan:
-    sampling = SamplingParams(5, ignore_eos=True)
-    slots = tuple(Slot(name, 0, 99, 99, False, 0, Request(name, 0, f"for-{name}", (5, 6), sampling)) for name in names)
-    return Plan("w", seq, 0, 0, slots)
+def request(name: str, *, ingress: str = "", attempt: int = 0, out: int = 5) -> Request:
+    return Request(name, attempt, ingress or f"for-{name}", (5, 6), SamplingParams(out, ignore_eos=True))
+
+
+def slot(request: Request) -> Slot:
+    return Slot(request.request_id, request.attempt, 99, 99, False, 0, request)
+
+
+def plan(seq: int, *requests: str | Request, lease: int = 0) -> Plan:
+    slots = [slot(request(each) if isinstance(each, str) else each) for each in requests]
+    return Plan("w", lease, seq, 0, 0, tuple(slots))
+
+
+def step(worker: Worker) -> list[TokenDelta]:
+    batch = worker.begin_step()
+    if batch is None:
+        return []
+    outputs = worker.finish_step(batch, worker.execute(batch))
+    worker.check_integrity()
+    return [output.delta for output in outputs]
+
+
+def names(deltas: list[TokenDelta]) -> list[str]:
+    return [delta.request_id for delta in deltas]
 
 
 def test_deltas_are_addressed_to_the_ingress_of_their_request(worker: Worker) -> None:
@@ -86,3 +106,121 @@ def test_the_outbox_repeats_until_acknowledged_and_never_renumbers() -> None:
     box.acknowledge(2)
     assert not box.has_sent
     assert box.take().batches == ()
+
+
+def test_a_take_over_returns_the_requests_in_the_order_of_their_progress(worker: Worker) -> None:
+    requests = [request(name) for name in "cab"]
+    worker.offer_plan(plan(1, *requests))
+    step(worker)
+    worker.offer_plan(plan(2, requests[2], requests[0], request("d"), requests[1]))
+    step(worker)
+    state = worker.take_over()
+    assert [held.request_id for held in state.held] == ["b", "c", "d", "a"]
+    assert [each.request_id for each in state.report.progress] == ["b", "c", "d", "a"]
+    assert [each.output_len for each in state.report.progress] == [2, 2, 1, 2]
+    assert state.held[1] == requests[0]
+    assert (state.ready, state.lease, state.report.lease) == (worker.ready, 1, 1)
+
+
+def test_a_take_over_returns_the_current_attempt(worker: Worker) -> None:
+    worker.offer_plan(plan(1, request("a", attempt=0)))
+    step(worker)
+    worker.offer_plan(plan(2, request("a", attempt=1)))
+    step(worker)
+    assert [held.attempt for held in worker.take_over().held] == [1]
+
+
+def test_the_first_take_over_returns_a_worker_that_holds_nothing(worker: Worker) -> None:
+    state = worker.take_over()
+    assert (state.held, state.report.progress, state.report.finished) == ((), (), ())
+
+
+def test_an_end_not_acknowledged_is_told_to_who_takes_over(worker: Worker) -> None:
+    worker.offer_plan(plan(1, request("a", out=1)))
+    step(worker)
+    state = worker.take_over()
+    assert (state.held, [end.request_id for end in state.report.finished]) == ((), ["a"])
+
+
+def test_a_pending_plan_of_the_lease_before_is_dropped(worker: Worker) -> None:
+    worker.offer_plan(plan(1, "a"))
+    worker.take_over()
+    assert worker.begin_step() is None
+    assert worker.executor.num_held == 0
+
+
+def test_a_pending_plan_of_the_lease_before_does_not_stand_in_the_way_of_the_first_new_one(worker: Worker) -> None:
+    worker.offer_plan(plan(9, "a"))
+    lease = worker.take_over().lease
+    worker.offer_plan(plan(1, "b", lease=lease))
+    assert names(step(worker)) == ["b"]
+
+
+def test_a_plan_of_the_lease_before_does_not_push_out_one_of_the_lease_in_force(worker: Worker) -> None:
+    lease = worker.take_over().lease
+    worker.offer_plan(plan(1, "a", lease=lease))
+    worker.offer_plan(plan(99, "b", lease=lease - 1))
+    assert names(step(worker)) == ["a"]
+
+
+def test_a_worker_goes_on_while_nobody_has_a_plan_for_it(worker: Worker) -> None:
+    worker.offer_plan(plan(1, "a"))
+    first = step(worker)
+    worker.take_over()
+    assert [delta.start for delta in first + step(worker) + step(worker)] == [0, 1, 2]
+
+
+def test_the_ingress_replicas_of_what_is_held_are_known(worker: Worker) -> None:
+    assert worker.ingress_ids == set()
+    worker.offer_plan(plan(1, request("a", ingress="i", out=1), request("b", ingress="i"), request("c", ingress="j")))
+    step(worker)
+    assert worker.ingress_ids == {"i", "j"}
+    worker.abort_ingress("i")
+    assert worker.ingress_ids == {"j"}
+
+
+def test_who_does_not_take_tokens_rests_by_request_or_by_ingress(worker: Worker) -> None:
+    worker.offer_plan(plan(1, *(request(name, ingress=name[0], out=99) for name in ("i1", "i2", "j1", "j2", "k1"))))
+    step(worker)
+    worker.stall({"i": None, "j": ["j2", "i1", "unknown"], "other": None})
+    assert names(step(worker)) == ["j1", "k1"]
+    progress = worker.take_over().report.progress
+    assert [each.request_id for each in progress if each.stalled] == ["i1", "i2", "j2"]
+    worker.stall({"i": [], "k": ["k1"]})
+    assert names(step(worker)) == ["i1", "i2", "j1", "j2"]
+
+
+def test_a_rested_sequence_goes_on_without_a_gap(worker: Worker) -> None:
+    worker.offer_plan(plan(1, "a"))
+    deltas = step(worker)
+    worker.stall({"for-a": None})
+    assert step(worker) == []
+    worker.stall({})
+    while more := step(worker):
+        deltas += more
+    assert [delta.start for delta in deltas] == [0, 1, 2, 3, 4]
+
+
+def run(worker: Worker, lease: int, *requests: Request) -> dict[str, list[TokenDelta]]:
+    """Runs these to their ends under a lease of their own; {id: deltas}."""
+    worker.offer_plan(plan(1, *requests, lease=lease))
+    deltas: dict[str, list[TokenDelta]] = {each.request_id: [] for each in requests}
+    while outputs := step(worker):
+        for each in outputs:
+            deltas[each.request_id].append(each)
+    return deltas
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_resumed_request_says_what_it_would_have_said(worker: Worker, temperature: float) -> None:
+    sampling = SamplingParams(16, temperature=temperature, top_p=0.95, seed=11, ignore_eos=True)
+    whole = run(worker, worker.take_over().lease, Request("r", 0, "i", (5, 6, 7), sampling))["r"]
+    tokens = tuple(token for delta in whole for token in delta.token_ids)
+    assert len(tokens) == 16
+    for cut in (1, 3, 8, 15):
+        resumed = Request("r", cut, "i", (5, 6, 7), sampling, tokens[:cut])
+        deltas = run(worker, worker.take_over().lease, resumed)["r"]
+        assert [(each.start, each.token_ids, each.text, each.finish_reason) for each in deltas] == [
+            (each.start, each.token_ids, each.text, each.finish_reason) for each in whole[cut:]
+        ]
+        assert {each.attempt for each in deltas} == {cut}

@@ -315,6 +315,16 @@ def test_stalled_sequences_are_not_out_of_grants() -> None:
     assert step(worker) == {}, "nothing is out of grants: it rests"
 
 
+def test_a_stalled_sequence_is_no_reason_to_leave_the_order_of_the_plan() -> None:
+    worker = executor(num_blocks=4)
+    worker.apply_plan(plan(1, slot("a", prompt=8), slot("c")))
+    worker.stall(frozenset({"c"}))
+    step(worker)
+    worker.apply_plan(plan(2, slot("a", payload=False), slot("big", prompt=12), slot("c", payload=False)))
+    worker.stall(frozenset({"a"}))
+    assert step(worker) == {}, "c came earlier, but ranks below big, which does not fit yet"
+
+
 def test_plain_fcfs_does_not_wake_a_stalled_sequence() -> None:
     worker = executor()
     worker.apply_plan(plan(1, slot("a", length_to=5), slot("b", length_to=5)))

@@ -261,6 +261,14 @@ def test_a_new_worker_life_drops_what_the_old_one_had() -> None:
     ]
 
 
+def test_the_latest_worker_life_of_every_replica_is_known() -> None:
+    scheduler = router()
+    handle(scheduler, ReplicaUp("a", ready("w2")))
+    handle(scheduler, ReplicaAway("b"))
+    announce(scheduler, stream("r", replica="unheard of"))
+    assert [life.worker_incarnation for life in scheduler.lives()] == ["w2", "w1"]
+
+
 def test_a_request_goes_to_a_replica_where_it_fits() -> None:
     scheduler = router(replicas="")
     handle(scheduler, ReplicaUp("small", ready(max_model_len=50)))

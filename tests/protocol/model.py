@@ -1,0 +1,128 @@
+"""A model whose tokens tell where they belong, on a device that remembers what is in its KV blocks."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence as Values
+from dataclasses import dataclass, field
+
+from core.messages import Slot
+from core.request import Request, SamplingParams
+from engine.sequence import Sequence
+from kvcache import BatchLimits, StepBatch, StepItem
+
+BLOCK = 4
+EOS = 0
+
+
+@dataclass(slots=True)
+class Client:
+    """One request as its client sees it, and what it ought to get."""
+
+    request: Request
+    stops_after: int | None
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    end: str | None = None
+    gone: bool = False
+    slow: bool = False
+    may_fail: bool = False  # one of its steps broke
+    fits: bool = True
+
+    @property
+    def waits(self) -> bool:
+        return self.end is None and not self.gone
+
+    @property
+    def expected_end(self) -> str:
+        return "length" if self.stops_after is None else "stop"
+
+    def expected(self, index: int) -> int:
+        """The output token at this index."""
+        if self.stops_after is not None and index == self.stops_after - 1:
+            return EOS
+        return 1 + zlib.crc32(f"{self.request.request_id}@{index}".encode()) % 999
+
+
+def prompt_of(request_id: str, length: int) -> tuple[int, ...]:
+    return tuple(1 + zlib.crc32(f"{request_id}#{i}".encode()) % 999 for i in range(length))
+
+
+def text_of(tokens: Values[int]) -> str:
+    """What the client should have read when the output has ended."""
+    return "".join(f"{token} " for token in tokens if token != EOS)
+
+
+class LaggingText:
+    """Text that trails the tokens by one, as a stop string that may yet complete makes it."""
+
+    stopped = False
+
+    def __init__(self) -> None:
+        self._held = ""
+
+    def push(self, token: int) -> str:
+        shown, self._held = self._held, text_of([token])
+        return shown
+
+    def flush(self) -> str:
+        shown, self._held = self._held, ""
+        return shown
+
+
+class LaggingDetokenizer:
+    def start(self, stop: Values[str] = (), prompt_ids: Values[int] = ()) -> LaggingText:
+        return LaggingText()
+
+
+class Device:
+    """Runs steps and checks that they may be run: limits, grants, whose tokens the blocks hold."""
+
+    def __init__(self, limits: BatchLimits, num_blocks: int, clients: dict[str, Client]) -> None:
+        self._limits = limits
+        self._clients = clients
+        self._kv: list[list[int]] = [[-1] * BLOCK for _ in range(num_blocks)]
+        self.slots: dict[str, Slot] = {}  # in force
+        self.resting: frozenset[str] = frozenset()
+        self.num_beyond_grants = 0
+
+    def execute(self, batch: StepBatch, sequences: dict[str, Sequence]) -> list[int | None]:
+        assert len(batch.items) <= self._limits.max_num_seqs, f"{len(batch.items)} sequences in a step"
+        assert batch.num_tokens <= self._limits.max_batch_tokens, f"{batch.num_tokens} tokens in a step"
+        self._check_grants(batch, sequences)
+        for item in batch.items:
+            self._fill(item, sequences[item.request_id])
+        return [self._sample(item, sequences[item.request_id]) if item.samples else None for item in batch.items]
+
+    def _check_grants(self, batch: StepBatch, sequences: dict[str, Sequence]) -> None:
+        granted = {item.request_id: self._granted(item.request_id, sequences) for item in batch.items}
+        beyond = [item.request_id for item in batch.items if item.start + item.num_tokens > granted[item.request_id]]
+        self.num_beyond_grants += bool(beyond)
+        for item in batch.items:
+            assert item.request_id not in self.resting, f"{item.request_id} runs, but its client does not read"
+            if beyond and item.start > 0:
+                left = granted[item.request_id] - item.start
+                assert left <= 0, f"{beyond} ran beyond their grants, but {item.request_id} had {left} tokens left"
+
+    def _granted(self, request_id: str, sequences: dict[str, Sequence]) -> int:
+        """Known tokens that may be computed."""
+        slot, known = self.slots[request_id], len(sequences[request_id].token_ids)
+        assert slot.attempt == sequences[request_id].request.attempt, f"{request_id}: attempt without a grant"
+        reach = min(known, slot.prefill_to)
+        return reach - 1 if reach == known >= slot.length_to else reach
+
+    def _fill(self, item: StepItem, sequence: Sequence) -> None:
+        for position in range(item.start, item.start + item.num_tokens):
+            self._kv[item.blocks[position // BLOCK]][position % BLOCK] = sequence.token_ids[position]
+
+    def _sample(self, item: StepItem, sequence: Sequence) -> int:
+        known = len(sequence.token_ids)
+        assert item.start + item.num_tokens == known, f"{item.request_id}: samples before its last known token"
+        seen = [token for block in item.blocks for token in self._kv[block]][:known]
+        assert seen == sequence.token_ids, f"{item.request_id}: wrong KV: {seen} for {sequence.token_ids}"
+        return self._clients[item.request_id].expected(sequence.output_len)
+
+
+def make_client(request_id: str, ingress_id: str, prompt_len: int, output_len: int, stops_after: int | None) -> Client:
+    sampling = SamplingParams(output_len)
+    return Client(Request(request_id, 0, ingress_id, prompt_of(request_id, prompt_len), sampling), stops_after)

@@ -1,0 +1,378 @@
+"""Router and Schedulers: the real machines in shells of virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from core.messages import (
+    Announce,
+    AnnounceReply,
+    Ended,
+    FinishedSequence,
+    Key,
+    Keys,
+    Plan,
+    Refusal,
+    Refusals,
+    ReplicaState,
+    ReportPoll,
+    Slot,
+    SlotProgress,
+    StepReport,
+    Submit,
+    SubmitReply,
+    WorkerReady,
+    WorkerState,
+)
+from policies.global_scheduler import (
+    AbortOnReplica,
+    AskReplica,
+    GlobalEvent,
+    GlobalScheduler,
+    IngressAnnounced,
+    IngressLost,
+    KeysUnknown,
+    PlaceRequests,
+    ReplicaAway,
+    ReplicaUp,
+    ReportLost,
+    RequestsEnded,
+)
+from policies.replica_scheduler import (
+    Event,
+    RefuseRequest,
+    ReplicaScheduler,
+    RequestEnded,
+    RequestsAborted,
+    RequestsArrived,
+    SendPlan,
+    WorkerConnected,
+    WorkerLost,
+    WorkerReported,
+)
+from tests.protocol.network import Life
+
+if TYPE_CHECKING:
+    from tests.protocol.worker import WorkerPiece
+    from tests.protocol.world import World
+
+LOOK_AGAIN_S, SAY_AGAIN_S, RESEND_S, FORGET_INGRESS_S = 0.05, 1.0, 0.1, 10.0
+
+
+class ShortGrants(ReplicaScheduler):
+    """Grants a few tokens at a time, as an order with time slices does; FCFS grants everything at once."""
+
+    quantum = 4
+
+    def _take_report(self, report: StepReport, now: float) -> list[Any]:
+        instructions = super()._take_report(report, now)
+        self._dirty = self._dirty or bool(self._admitted)
+        return instructions
+
+    def _take_progress(self, progress: SlotProgress) -> None:
+        super()._take_progress(progress)
+        self.__dict__.setdefault("_computed", {})[progress.request_id] = progress.computed_len
+
+    def _slot(self, request_id: str, *, standby: bool) -> Slot:
+        slot = super()._slot(request_id, standby=standby)
+        computed = self.__dict__.get("_computed", {}).get(request_id, 0)
+        known = self._tracked[request_id].num_tokens
+        prefill_to, length_to = computed + 2 * self.quantum, known + self.quantum
+        return replace(slot, prefill_to=min(slot.prefill_to, prefill_to), length_to=min(slot.length_to, length_to))
+
+
+@dataclass(slots=True)
+class _Answers:
+    """What comes of one event, once all ``pending`` calls are answered."""
+
+    done: Callable[[_Answers], None]
+    pending: int = 1
+    refusals: list[Refusal] = field(default_factory=list)
+    lost: list[Key] = field(default_factory=list)
+
+    def settle(self) -> None:
+        self.pending -= 1
+        if not self.pending:
+            self.done(self)
+
+
+@dataclass(slots=True)
+class _IngressReplica:
+    heard_at: float = 0.0
+    late_refusals: list[Refusal] = field(default_factory=list)
+
+
+class RouterPiece:
+    """One life of the Router."""
+
+    def __init__(self, world: World, machine: GlobalScheduler) -> None:
+        self.world, self.machine = world, machine
+        self.life = Life("router", world.clock)
+        self.is_first = world.clock.now == 0.0
+        self._ingresses: dict[str, _IngressReplica] = {}
+        self._replicas: dict[str, None] = {}
+        self._tick()
+
+    def submit(self, message: Submit, reply: Callable[[SubmitReply], None]) -> None:
+        requests = message.requests
+        for request in requests:
+            self._hear(request.ingress_id)
+
+        def done(answers: _Answers) -> None:
+            placed = tuple(self.machine.placed(request.request_id, request.attempt) for request in requests)
+            reply(SubmitReply(placed, tuple(answers.refusals)))
+
+        self._handle(RequestsArrived(requests), done)
+
+    def abort(self, message: Keys, reply: Callable[[], None]) -> None:
+        self._handle(RequestsAborted(message.keys), lambda answers: reply())
+
+    def announce(self, message: Announce, reply: Callable[[AnnounceReply], None]) -> None:
+        ingress = self._hear(message.ingress_id)
+
+        def done(answers: _Answers) -> None:
+            late, ingress.late_refusals = ingress.late_refusals, []
+            reply(AnnounceReply(tuple(answers.lost), (*answers.refusals, *late), tuple(self._replicas)))
+
+        before = self.machine.num_in_flight
+        self._handle(IngressAnnounced(message.ingress_id, message.open), done)
+        self.world.count("adoptions", not self.is_first and self.machine.num_in_flight > before)
+
+    def replica_state(self, message: ReplicaState, reply: Callable[[], None]) -> None:
+        name, ready = message.replica, message.ready
+        self._replicas[name] = None
+        for refusal in message.refusals:
+            self._refuse_late(refusal)
+        self._handle(ReplicaAway(name) if ready is None else ReplicaUp(name, ready), lambda answers: reply())
+
+    def requests_ended(self, message: Ended, reply: Callable[[], None]) -> None:
+        self._handle(RequestsEnded(message.finished), lambda answers: reply())
+
+    def _handle(self, event: GlobalEvent, done: Callable[[_Answers], None]) -> None:
+        answers = _Answers(done)
+        self._carry_out(event, answers)
+        answers.settle()
+
+    def _carry_out(self, event: GlobalEvent, answers: _Answers) -> None:
+        for instruction in self.machine.handle(event, self.world.clock.now):
+            match instruction:
+                case PlaceRequests(name, requests):
+                    self.world.tell("router", "%s placed on replica %s", _keys(requests), name)
+                    self._call(name, "submit", Submit(requests), answers, self._take_refusals)
+                case AbortOnReplica(name, keys):
+                    self.world.tell("router", "aborts %s on replica %s", keys, name)
+                    self._call(name, "abort", Keys(keys), answers, lambda *_: None)
+                case AskReplica(name, keys):
+                    self._call(name, "unknown", Keys(keys), answers, self._take_unknown)
+                case ReportLost(_, keys):
+                    self.world.tell("router", "nobody runs %s", keys)
+                    answers.lost += keys
+                case RefuseRequest(request_id, attempt, field_name, text):
+                    answers.refusals.append(Refusal(request_id, attempt, field_name, text))
+        self.machine.check_integrity()
+
+    def _call(
+        self, name: str, method: str, message: Any, answers: _Answers, take: Callable[[str, Any, _Answers], None]
+    ) -> None:
+        answers.pending += 1
+
+        def on_reply(reply: Any) -> None:
+            take(name, reply, answers)
+            answers.settle()
+
+        def on_lost() -> None:
+            self._carry_out(ReplicaAway(name), answers)
+            answers.settle()
+
+        self.world.network.call(self.life, f"scheduler-{name}", method, message, on_reply, on_lost)
+
+    @staticmethod
+    def _take_refusals(name: str, reply: Refusals, answers: _Answers) -> None:
+        answers.refusals += reply.refusals
+
+    def _take_unknown(self, name: str, reply: Keys, answers: _Answers) -> None:
+        if reply.keys:
+            self._carry_out(KeysUnknown(name, reply.keys), answers)
+
+    def _hear(self, ingress_id: str) -> _IngressReplica:
+        seen = self._ingresses.setdefault(ingress_id, _IngressReplica())
+        seen.heard_at = self.world.clock.now
+        return seen
+
+    def _refuse_late(self, refusal: Refusal) -> None:
+        ingress_id = refusal.request_id.rpartition("-")[0]
+        if ingress_id in self._ingresses:
+            self._ingresses[ingress_id].late_refusals.append(refusal)
+
+    def _tick(self) -> None:
+        now = self.world.clock.now
+        for ingress_id in [name for name, seen in self._ingresses.items() if now - seen.heard_at > FORGET_INGRESS_S]:
+            del self._ingresses[ingress_id]
+            self.world.tell("router", "%s is lost", ingress_id)
+            self._handle(IngressLost(ingress_id), lambda answers: None)
+        self.world.clock.after(SAY_AGAIN_S, lambda: self.life.run(self._tick))
+
+
+class _Connection:
+    """To one worker life; ``number`` counts polls, so that only the latest is followed by another."""
+
+    __slots__ = ("ack_seq", "number", "worker")
+
+    def __init__(self, worker: WorkerPiece) -> None:
+        self.worker = worker
+        self.number = self.ack_seq = 0
+
+
+class SchedulerPiece:
+    """One life of a Scheduler."""
+
+    def __init__(self, world: World, replica: str, machine: ReplicaScheduler) -> None:
+        self.world, self.replica, self.machine = world, replica, machine
+        self.life = Life(f"scheduler-{replica}", world.clock)
+        self._connection: _Connection | None = None
+        self._ready: WorkerReady | None = None
+        self._plan: Plan | None = None
+        self._applied = 0
+        self._late_refusals: list[Refusal] = []
+        self._ended: list[FinishedSequence] = []
+        self._tells_ends = self._tells_state = self._news = False
+        self._connect()
+        self._tell_state()
+        self._resend()
+
+    def submit(self, message: Submit, reply: Callable[[Refusals], None]) -> None:
+        reply(Refusals(tuple(self._handle(RequestsArrived(message.requests)))))
+
+    def abort(self, message: Keys, reply: Callable[[], None]) -> None:
+        self._handle(RequestsAborted(message.keys))
+        reply()
+
+    def unknown(self, message: Keys, reply: Callable[[Keys], None]) -> None:
+        """Without a worker nobody can say."""
+        reply(Keys(self.machine.unknown(message.keys) if self._ready is not None else ()))
+
+    def _handle(self, event: Event) -> list[Refusal]:
+        refusals = []
+        for instruction in self.machine.handle(event, self.world.clock.now):
+            match instruction:
+                case SendPlan(plan):
+                    self._plan = plan
+                    self._send_plan()
+                case RefuseRequest(request_id, attempt, field_name, text):
+                    refusals.append(Refusal(request_id, attempt, field_name, text))
+                case RequestEnded(finished):
+                    self._ended.append(finished)
+                    self._tell_ends()
+        self.machine.check_integrity()
+        return refusals
+
+    def _connect(self) -> None:
+        worker = self.world.network.living.get(f"worker-{self.replica}")
+        if worker is None:
+            self._later(LOOK_AGAIN_S, self._connect)
+            return
+        again = lambda: self._later(LOOK_AGAIN_S, self._connect)  # noqa: E731
+        connected = lambda state: self._connected(worker, state)  # noqa: E731
+        self.world.network.call(self.life, worker.life.name, "connect", None, connected, again)
+
+    def _connected(self, worker: WorkerPiece, state: WorkerState) -> None:
+        connection = self._connection = _Connection(worker)
+        self.world.network.watch(self.life, worker.life, lambda: self.lose_worker(connection))
+        connection.ack_seq, self._applied = state.report.report_seq, 0
+        self._late_refusals += self._handle(WorkerConnected(state))
+        self._set_ready(state.ready)
+        self._poll(connection)
+
+    def lose_worker(self, connection: _Connection | None = None) -> None:
+        """The connection broke: the worker is dead, or only looks so."""
+        if self._connection is None or connection not in (None, self._connection):
+            return
+        self.world.tell(self.life.name, "has lost its worker")
+        self._connection = self._plan = None
+        self._handle(WorkerLost())
+        self._set_ready(None)
+        self._later(LOOK_AGAIN_S, self._connect)
+
+    def _set_ready(self, ready: WorkerReady | None) -> None:
+        self._ready = ready
+        self._tell_state()
+
+    def _poll(self, connection: _Connection) -> None:
+        connection.number += 1
+        number, worker = connection.number, connection.worker
+        send = lambda report: self.world.network.letter(  # noqa: E731
+            self.life, report, lambda report: self._take_report(connection, number, report)
+        )
+        poll = ReportPoll(connection.ack_seq)
+        self.world.network.letter(worker.life, poll, lambda poll: worker.poll_report(poll, send))
+        patience_s = self.world.patience_s(busy=bool(self.machine.num_waiting + self.machine.num_admitted))
+        self._later(patience_s, lambda: self._poll_again(connection, number))
+
+    def _poll_again(self, connection: _Connection, number: int) -> None:
+        if connection is self._connection and connection.number == number:
+            self._poll(connection)
+
+    def _take_report(self, connection: _Connection, number: int, report: StepReport) -> None:
+        if connection is not self._connection:
+            return
+        connection.ack_seq = max(connection.ack_seq, report.report_seq)
+        self._applied = max(self._applied, report.plan_seq)
+        self._late_refusals += self._handle(WorkerReported(report))
+        self._poll_again(connection, number)
+
+    def _send_plan(self) -> None:
+        connection, plan = self._connection, self._plan
+        if connection is not None and plan is not None:
+            self.world.network.letter(connection.worker.life, plan, connection.worker.push_plan)
+
+    def _resend(self) -> None:
+        if self._plan is not None and self._plan.plan_seq > self._applied:
+            self._send_plan()
+        self._later(RESEND_S, self._resend)
+
+    def _tell_state(self) -> None:
+        """At once when it changes, and every second; one call at a time."""
+        self._news = True
+        if self._tells_state:
+            return
+        self._tells_state, self._news = True, False
+        refusals, self._late_refusals = self._late_refusals, []
+        state = ReplicaState(self.replica, self._ready, tuple(refusals))
+
+        def told() -> None:
+            self._tells_state = False
+            if self._news:
+                self._tell_state()
+
+        def lost() -> None:
+            self._late_refusals = refusals + self._late_refusals
+            self._tells_state, self._news = False, True
+            self._later(LOOK_AGAIN_S, lambda: self._tell_state() if self._news else None)
+
+        self.world.network.call(self.life, "router", "replica_state", state, lambda _: told(), lost)
+
+    def say_again(self) -> None:
+        self._tell_state()
+        self._later(SAY_AGAIN_S, self.say_again)
+
+    def _tell_ends(self) -> None:
+        """A Router that dies meanwhile need not hear of them."""
+        if self._tells_ends or not self._ended:
+            return
+        self._tells_ends = True
+        ended, self._ended = Ended(tuple(self._ended)), []
+
+        def told() -> None:
+            self._tells_ends = False
+            self._tell_ends()
+
+        self.world.network.call(self.life, "router", "requests_ended", ended, lambda _: told(), told)
+
+    def _later(self, delay_s: float, action: Callable[[], Any]) -> None:
+        self.world.clock.after(delay_s, lambda: self.life.run(action))
+
+
+def _keys(requests: tuple[Any, ...]) -> str:
+    return ", ".join(f"{request.request_id}/{request.attempt}" for request in requests)

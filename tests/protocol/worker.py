@@ -1,0 +1,243 @@
+"""A ModelWorker: the real ``engine.Worker`` on a pretended device, in a shell of virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from core.messages import Plan, ReportPoll, StepReport, TokenBatches, TokenPoll, WorkerReady, WorkerState
+from engine.outbox import TokenOutbox
+from engine.worker import Output, Worker
+from kvcache import BatchLimits, BlockManager, LeaseExecutor, StepBatch
+from tests.protocol.model import BLOCK, EOS, Device, LaggingDetokenizer
+from tests.protocol.network import Life
+
+if TYPE_CHECKING:
+    from tests.protocol.world import World
+
+STEP_S, REPORT_S, IDLE_S, SILENCE_S, TICK_S = 0.02, 0.02, 1.0, 2.0, 0.5
+MAX_DELTAS = 6
+"""An ingress that leaves so many unacknowledged lets all its sequences rest."""
+
+SendReport = Callable[[StepReport], None]
+SendBatches = Callable[[TokenBatches], None]
+
+
+@dataclass(slots=True)
+class _Channel:
+    """What one ingress replica gets; ``waiting`` answers its poll."""
+
+    outbox: TokenOutbox
+    heard_at: float
+    slow: frozenset[str] = frozenset()
+    waiting: SendBatches | None = None
+
+    @property
+    def full(self) -> bool:
+        return self.outbox.num_deltas >= MAX_DELTAS
+
+
+@dataclass(slots=True)
+class _Reports:
+    """When the Scheduler's poll is answered."""
+
+    due: bool = False
+    sent_at: float = -1.0
+    waiting: SendReport | None = None
+    plan: tuple[int, int] = (0, 0)  # lease and number of the last one applied
+    offered: dict[tuple[int, int], Plan] = field(default_factory=dict)
+
+
+class WorkerPiece:
+    """One life of a worker."""
+
+    def __init__(self, world: World, name: str, incarnation: str, num_blocks: int, limits: BatchLimits) -> None:
+        self.world = world
+        self.life = Life(name, world.clock)
+        self.device = Device(limits, num_blocks, world.clients)
+        executor = LeaseExecutor(BlockManager(num_blocks, BLOCK), limits, incarnation)
+        ready = WorkerReady(incarnation, num_blocks, BLOCK, num_blocks * BLOCK, True, 1000)
+        self.worker = Worker(self.device, executor, LaggingDetokenizer(), (EOS,), ready)  # type: ignore[arg-type]
+        self._channels: dict[str, _Channel] = {}
+        self._reports = _Reports()
+        self._steps = False  # or is about to
+        self._computes = False
+        self._watches = False
+        self._looks = False  # for silent ingress replicas, when this step is over
+
+    @property
+    def executor(self) -> LeaseExecutor:
+        return self.worker.executor
+
+    def connect(self, message: None, reply: Callable[[WorkerState], None]) -> None:
+        """A Scheduler takes over, perhaps in the middle of a step."""
+        state = self.worker.take_over()
+        self.world.count("take-overs with sequences", bool(state.held))
+        self.world.tell(self.life.name, "taken over under lease %s with %s", state.lease, _ids(state))
+        self._check()
+        reply(state)
+
+    def push_plan(self, plan: Plan) -> None:
+        self._reports.offered[plan.lease, plan.plan_seq] = plan
+        self.worker.offer_plan(plan)
+        self._wake()
+
+    def poll_report(self, poll: ReportPoll, send: SendReport) -> None:
+        """Answers at once when something is due, and in a while when not."""
+        self.executor.acknowledge(poll.ack_seq)
+        self._reports.waiting = send
+        self._send_report()
+        self._later(IDLE_S, lambda: self._send_report(idle=send))
+
+    def _send_report(self, idle: SendReport | None = None) -> None:
+        reports = self._reports
+        send = reports.waiting
+        if send is None or not (reports.due or send is idle):
+            return
+        reports.due, reports.waiting, reports.sent_at = False, None, self.world.clock.now
+        send(self.executor.report())
+
+    def _mark_report(self, *, urgent: bool) -> None:
+        reports = self._reports
+        plan = self.executor.lease, self.executor.plan_seq
+        if urgent or plan != reports.plan or self.world.clock.now - reports.sent_at >= REPORT_S:
+            reports.due, reports.plan = True, plan
+            self._send_report()
+
+    def poll_tokens(self, poll: TokenPoll, send: SendBatches) -> None:
+        """What was sent and not acknowledged comes again at once."""
+        channel = self._channel(poll.ingress_id)
+        was_full = channel.full
+        channel.outbox.acknowledge(poll.ack_seq)
+        channel.heard_at, channel.waiting = self.world.clock.now, send
+        slow = frozenset(poll.slow)
+        if was_full or slow != channel.slow:
+            channel.slow = slow
+            self._stall()
+            self._wake()
+        if channel.outbox.num_deltas:
+            self._send_tokens(channel)
+        else:
+            self._later(IDLE_S, lambda: self._send_tokens(channel) if channel.waiting is send else None)
+
+    def _send_tokens(self, channel: _Channel) -> None:
+        send, channel.waiting = channel.waiting, None
+        if send is not None:
+            channel.heard_at = self.world.clock.now
+            send(channel.outbox.take())
+
+    def _channel(self, ingress_id: str) -> _Channel:
+        channel = self._channels.get(ingress_id)
+        if channel is None:
+            outbox = TokenOutbox(self.worker.ready.worker_incarnation)
+            channel = self._channels[ingress_id] = _Channel(outbox, self.world.clock.now)
+        return channel
+
+    def _stall(self) -> None:
+        self.worker.stall({name: None if channel.full else channel.slow for name, channel in self._channels.items()})
+        self._check()
+
+    def _wake(self) -> None:
+        if not self._steps:
+            self._steps = True
+            self._later(0.0, self._begin)
+
+    def _begin(self) -> None:
+        batch = self.worker.begin_step()
+        self._note_plan()
+        self._check()
+        short = self.executor.short_blocks > 0
+        if batch is None:
+            self._steps = False
+            self._mark_report(urgent=short)
+            return
+        self.device.resting = self._resting()
+        tokens = self.worker.execute(batch)
+        self._computes = True
+        self._later(self.world.step_s(), lambda: self._finish(batch, tokens))
+
+    def _resting(self) -> frozenset[str]:
+        return frozenset(progress.request_id for progress in self.executor._progress() if progress.stalled)
+
+    def _note_plan(self) -> None:
+        """Brings the grants in force up to date."""
+        reports, before = self._reports, self.device.slots
+        plan = reports.offered.get((self.executor.lease, self.executor.plan_seq))
+        if plan is None or (plan.lease, plan.plan_seq) == reports.plan:
+            return
+        self.device.slots = {}
+        for slot in plan.slots:
+            if not self.executor.holds(slot.request_id):
+                continue
+            old = before.get(slot.request_id, slot)
+            self.device.slots[slot.request_id] = old if old.attempt > slot.attempt else slot
+            self.world.count("fenced attempts", old.attempt < slot.attempt)
+            self.world.count("preemptions", old.num_preemptions < slot.num_preemptions)
+        reports.offered = {key: offered for key, offered in reports.offered.items() if key > reports.plan}
+        self._watch_ingresses()
+
+    def _finish(self, batch: StepBatch, tokens: list[int | None]) -> None:
+        if self.world.breaks_step(batch):
+            outputs = self.worker.fail_step(batch, RuntimeError("device on fire"))
+        else:
+            outputs = self.worker.finish_step(batch, tokens)
+        self._check()
+        self._dispatch(outputs)
+        ended = any(output.delta.finish_reason for output in outputs)
+        self._mark_report(urgent=ended or self.executor.short_blocks > 0)
+        self._computes = False
+        if self._looks:
+            self._abort_silent()
+        self._begin()
+
+    def _dispatch(self, outputs: list[Output]) -> None:
+        channels = {}
+        for output in outputs:
+            channels[output.ingress_id] = self._channel(output.ingress_id)
+            channels[output.ingress_id].outbox.put(output.delta)
+        for channel in channels.values():
+            self._send_tokens(channel)
+        if any(channel.full or channel.slow for channel in self._channels.values()):
+            self._stall()
+            self.world.count("stalls", bool(self._resting()))
+
+    def _watch_ingresses(self) -> None:
+        """Ends what belongs to ingress replicas that have fallen silent; looks again while it holds anything."""
+        if self._watches or not self.executor.num_held:
+            return
+        self._watches = True
+        for ingress_id in self.worker.ingress_ids:
+            self._channel(ingress_id)
+        self._later(TICK_S, self._abort_silent)
+
+    def _abort_silent(self) -> None:
+        self._looks = self._computes
+        if self._looks:
+            return
+        self._watches = False
+        now = self.world.clock.now
+        for ingress_id, channel in self._channels.items():
+            if channel.waiting is None and now - channel.heard_at >= SILENCE_S:
+                self._abort_ingress(ingress_id)
+        self._watch_ingresses()
+
+    def _abort_ingress(self, ingress_id: str) -> None:
+        outputs = self.worker.abort_ingress(ingress_id)
+        if outputs:
+            self.world.count("silent ingresses", True)
+            self.world.tell(self.life.name, "%s is silent: %s aborted", ingress_id, len(outputs))
+            self._check()
+            self._dispatch(outputs)
+            self._mark_report(urgent=True)
+            self._wake()
+
+    def _later(self, delay_s: float, action: Callable[[], Any]) -> None:
+        self.world.clock.after(delay_s, lambda: self.life.run(action))
+
+    def _check(self) -> None:
+        self.worker.check_integrity()
+
+
+def _ids(state: WorkerState) -> str:
+    return ", ".join(f"{request.request_id}/{request.attempt}" for request in state.held) or "nothing"
