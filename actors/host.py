@@ -53,7 +53,11 @@ class PieceHost:
             for name in new:
                 self._pieces[name] = self._make(name)
             for name in new:
-                await self._pieces[name].start()
+                try:
+                    await self._pieces[name].start()
+                except Exception:
+                    del self._pieces[name]
+                    raise
 
     async def remove(self, name: str) -> None:
         """Ends a piece."""

@@ -390,7 +390,11 @@ class LogQuery:
 
 @dataclass(frozen=True, slots=True)
 class LogPage:
-    """LogStore ->: records in order of writing, and the row of the last (the query's own if there are none)."""
+    """LogStore ->: records in order of writing, and the row of the last.
+
+    Attributes:
+        last_row: Without records the query's own row, or that of the last record ever written if that is smaller.
+    """
 
     last_row: int
     records: tuple[FinishedRequest, ...]

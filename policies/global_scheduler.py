@@ -169,6 +169,7 @@ class GlobalScheduler:
         self._replicas: dict[str, _Replica] = {}
         self._placed: dict[str, _Entry] = {}
         self._queued: dict[str, Request] = {}  # no replica takes requests: they wait for one
+        self._gone: set[str] = set()  # replicas given up: what an ingress still has there is lost
         self._mean_output_len: float | None = None
 
     @property
@@ -226,6 +227,7 @@ class GlobalScheduler:
 
     def _bring_up(self, name: str, ready: WorkerReady) -> list[GlobalInstruction]:
         replica = self._replica(name)
+        self._gone.discard(name)
         replica.ready, replica.up = ready, True
         for request_id in list(replica.requests):
             if self._placed[request_id].worker_incarnation != ready.worker_incarnation:
@@ -237,6 +239,7 @@ class GlobalScheduler:
         for request_id in list(self._replica(name).requests):
             self._remove(request_id)
         del self._replicas[name]
+        self._gone.add(name)
 
     def _arrive(self, requests: Iterable[Request]) -> list[GlobalInstruction]:
         fresh, superseded = [], []
@@ -264,7 +267,7 @@ class GlobalScheduler:
             fitting = [load for load in loads if self._replicas[load.name].fits(request)]
             if fitting:
                 placed.setdefault(self._place(request, fitting), []).append(request)
-            elif loads:
+            elif loads and not any(replica.fits(request) for replica in self._replicas.values()):
                 refused.append(self._too_long(request))
             else:
                 self._queued[request.request_id] = request
@@ -317,9 +320,11 @@ class GlobalScheduler:
         for stream in announced:
             key = (stream.request_id, stream.attempt)
             known = self._attempt_of(stream.request_id)
-            if known is None and not self._adopt(ingress_id, stream):
-                lost.append(key)
-                continue
+            if known is None or known < stream.attempt:
+                self._remove(stream.request_id)
+                if not self._adopt(ingress_id, stream):
+                    lost.append(key)
+                    continue
             entry = self._placed.get(stream.request_id)
             if entry is not None and entry.attempt == stream.attempt:
                 asked.setdefault(entry.replica, []).append(key)
@@ -331,7 +336,7 @@ class GlobalScheduler:
 
     def _adopt(self, ingress_id: str, stream: OpenRequest) -> bool:
         """Enters a stream that an earlier Router placed; False if it was never placed or its worker life is over."""
-        if not stream.replica:
+        if not stream.replica or stream.replica in self._gone:
             return False
         ready = self._replica(stream.replica).ready
         if ready is not None and ready.worker_incarnation != stream.worker_incarnation:

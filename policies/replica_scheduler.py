@@ -7,6 +7,7 @@ ends before the next plan comes (design section 3, rules 1-5).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -176,6 +177,8 @@ class ReplicaScheduler:
             known = self._tracked.get(request.request_id)
             if known is not None and known.request.attempt >= request.attempt:
                 continue  # a duplicate delivery
+            if (request.request_id, request.attempt) in self._recent:
+                continue  # one that comes after the end
             if known is not None:
                 self._forget(request.request_id)
             problem = self._never_fits(request)
@@ -213,7 +216,7 @@ class ReplicaScheduler:
 
     def _connect(self, state: WorkerState, now: float) -> list[Instruction]:
         """Takes over what the worker holds, in its order and ahead of what arrived meanwhile; both go on at once."""
-        newcomers = [self._tracked[request_id].request for request_id in (*self._admitted, *self._waiting)]
+        newcomers = [self._tracked[request_id] for request_id in (*self._admitted, *self._waiting)]
         self._lose_worker()
         self._worker, self._lease = state.ready, state.lease
         for request in state.held:
@@ -221,7 +224,7 @@ class ReplicaScheduler:
             adopted.shipped_in, adopted.delivered = 0, True
         for progress in state.report.progress:
             self._tracked[progress.request_id].num_preemptions = progress.num_preemptions
-        refused = self._arrive(tuple(newcomers), now)
+        refused = [out for known in newcomers for out in self._arrive((known.request,), known.arrived_at)]
         self._dirty = True
         return refused + self._take_report(state.report, now)
 
@@ -283,13 +286,16 @@ class ReplicaScheduler:
         by_need = sorted(self._admitted, key=lambda rid: self._tracked[rid].stalled)
         held = [(rid, self._tracked[rid].num_blocks) for rid in by_need]
         for request_id in choose_victims(held, short_blocks):
-            tracked = self._tracked[request_id]
-            tracked.num_preemptions += 1
-            tracked.num_blocks = 0
-            del self._admitted[request_id]
-            self._waiting.push_front(request_id)
-            self._dirty = True
-            self._preempted_in = self._plan_seq + 1
+            self._preempt(request_id)
+
+    def _preempt(self, request_id: str) -> None:
+        tracked = self._tracked[request_id]
+        tracked.num_preemptions += 1
+        tracked.num_blocks = 0
+        del self._admitted[request_id]
+        self._waiting.push_front(request_id)
+        self._dirty = True
+        self._preempted_in = self._plan_seq + 1
 
     def _admit(self, request_id: str) -> None:
         self._waiting.remove(request_id)
@@ -302,6 +308,8 @@ class ReplicaScheduler:
         newly = self._admissible()
         for request_id in newly:
             self._admit(request_id)
+        if not newly:
+            self._make_way()
         standby = self._next_waiting(self.limits.standby_slots)
         if not (self._dirty or newly or standby != self._standby):
             return []
@@ -312,13 +320,14 @@ class ReplicaScheduler:
     def _admissible(self) -> list[str]:
         assert self._worker is not None
         used = sum(self._footprint(rid) for rid in self._admitted)
+        num_running = sum(not self._tracked[rid].stalled for rid in self._admitted)
         newly: list[str] = []
         if self._applied_plan_seq < self._preempted_in:
             return newly  # the blocks that a preemption frees are for those it was made for
         for request_id in self._waiting:
             if self._tracked[request_id].stalled:
                 continue
-            if len(self._admitted) + len(newly) >= self.limits.max_num_seqs:
+            if num_running + len(newly) >= self.limits.max_num_seqs:
                 break
             blocks = self._footprint(request_id)
             if not self.admission.admits(used, blocks, self._worker.num_blocks):
@@ -327,6 +336,14 @@ class ReplicaScheduler:
             used += blocks
         return newly
 
+    def _make_way(self) -> None:
+        """Where somebody waits for the KV of sequences that rest, these give it up: their clients do not read."""
+        resting = [rid for rid in self._admitted if self._tracked[rid].stalled and self._tracked[rid].num_blocks]
+        waits = any(not self._tracked[rid].stalled for rid in self._waiting)
+        if waits and resting and self._applied_plan_seq >= self._preempted_in:
+            for request_id in reversed(resting):
+                self._preempt(request_id)
+
     def _footprint(self, request_id: str) -> int:
         """Blocks the request holds, or needs to start, as far as the scheduler knows."""
         assert self._worker is not None
@@ -334,7 +351,8 @@ class ReplicaScheduler:
         return max(tracked.num_blocks, -(-tracked.num_tokens // self._worker.block_size))
 
     def _next_waiting(self, count: int) -> tuple[str, ...]:
-        return tuple(request_id for request_id, _ in zip(self._waiting, range(count), strict=False))
+        reading = (request_id for request_id in self._waiting if not self._tracked[request_id].stalled)
+        return tuple(itertools.islice(reading, count))
 
     def _plan(self) -> Plan:
         assert self._worker is not None

@@ -216,8 +216,7 @@ class EngineClient:
             if aborts:
                 with suppress(PeerLost):  # if it still sends tokens, it is aborted again
                     await self._router.call("abort", encode(Keys(aborts)))
-            if self._ledger.has_outgoing:
-                self._outgoing_due.set()
+            self._after_faults()
 
     async def _submit(self, requests: tuple[Request, ...]) -> None:
         reply = decode(await self._router.call("submit", encode(Submit(requests))), SubmitReply)
@@ -236,8 +235,7 @@ class EngineClient:
             except PeerLost:
                 await asyncio.sleep(LOOK_AGAIN_S)
                 continue
-            if self._ledger.has_outgoing:
-                self._outgoing_due.set()
+            self._after_faults()
             await asyncio.sleep(ANNOUNCE_S)
 
     def _end_refused(self, refusals: Iterable[Refusal]) -> None:
@@ -272,8 +270,7 @@ class EngineClient:
             except PeerLost:
                 inbox = TokenInbox()
                 self._ledger.worker_lost(replica)
-                if self._ledger.has_outgoing:
-                    self._outgoing_due.set()
+                self._after_faults()
                 await asyncio.sleep(LOOK_AGAIN_S)
                 continue
             self._deliver(replica, inbox, reply)
@@ -289,6 +286,17 @@ class EngineClient:
             stream.deltas.put_nowait(delta)
             if stream.deltas.qsize() >= SLOW_DELTAS:
                 self._slow.add(delta.request_id)
+        self._after_faults()
+
+    def _after_faults(self) -> None:
+        """What the ledger has found lost goes out again, or is given up."""
+        for request_id in self._ledger.take_given_up():
+            stream = self._streams.get(request_id)
+            if stream is None:
+                continue  # its client has left
+            stream.reason = "error"
+            message = f"{stream.attempts} workers died with it or lost it"
+            stream.deltas.put_nowait(TokenDelta(request_id, stream.attempts, 0, (), "", "error", message))
         if self._ledger.has_outgoing:
             self._outgoing_due.set()
 

@@ -63,7 +63,8 @@ def find_model(config: FarsightConfig) -> ServedModel:
 
 def find_site(config: FarsightConfig, model: ServedModel) -> Site:
     """The service as configured, with what the configuration leaves open filled in."""
-    named = dataclasses.replace(config, model=dataclasses.replace(config.model, name=model.name))
+    log = dataclasses.replace(config.log, path=str(Path(config.log.path).absolute()) if config.log.path else "")
+    named = dataclasses.replace(config, model=dataclasses.replace(config.model, name=model.name), log=log)
     return Site(named, str(model.directory), resolve_placement(config.actors.placement))
 
 

@@ -22,8 +22,8 @@ from core.messages import (
 )
 from core.request import Request
 
-MAX_ATTEMPTS = 100
-"""After so many lives of one request something is wrong with the request and not with the workers."""
+MAX_ATTEMPTS = 20
+"""A request that has lost so many workers may be what kills them: it is given up."""
 
 ABORT_AGAIN_S = 1.0
 """An attempt that still sends tokens so long after its abort is aborted again: the message was lost."""
@@ -53,6 +53,7 @@ class RequestLedger:
         self._outgoing: dict[str, None] = {}  # ids whose current attempt has not been sent
         self._aborts: dict[Key, None] = {}
         self._aborted_at: dict[Key, float] = {}
+        self._given_up: list[str] = []
         self.num_resumed = 0
 
     def __len__(self) -> int:
@@ -115,9 +116,8 @@ class RequestLedger:
                 self._abort((delta.request_id, delta.attempt), now)
             return False
         stream.replica, stream.worker_incarnation = replica, incarnation
-        unasked = delta.finish_reason == "abort" and stream.request.attempt < MAX_ATTEMPTS
-        if unasked or delta.start != len(stream.output_ids):
-            self._resume([stream.key])  # the worker gave it up, or tokens were lost on the way
+        if delta.finish_reason == "abort" or delta.start != len(stream.output_ids):
+            self._resume([stream.key])  # nobody here has aborted it, or tokens were lost on the way
             return False
         stream.output_ids += delta.token_ids
         if delta.finish_reason is not None:
@@ -138,6 +138,11 @@ class RequestLedger:
         self._resume(reply.lost)
         return self._refused(reply.refusals)
 
+    def take_given_up(self) -> list[str]:
+        """Ids of requests that were resumed too often and are closed now; their clients have yet to be told."""
+        given_up, self._given_up = self._given_up, []
+        return given_up
+
     def _refused(self, refusals: Iterable[Refusal]) -> list[Refusal]:
         told = {(refusal.request_id, refusal.attempt): refusal for refusal in refusals}  # some more than once
         ended = [refusal for key, refusal in told.items() if self._current(key) is not None]
@@ -154,6 +159,10 @@ class RequestLedger:
         for key in keys:
             stream = self._current(key)
             if stream is None:
+                continue
+            if key[1] + 1 == MAX_ATTEMPTS:
+                del self._open[key[0]]
+                self._given_up.append(key[0])
                 continue
             stream.request = dataclasses.replace(
                 stream.request, attempt=key[1] + 1, output_ids=tuple(stream.output_ids)

@@ -172,7 +172,6 @@ def test_whoever_dies_every_request_is_run_to_its_end(seed: int) -> None:
     assert house.router.num_in_flight == 0
 
 
-@pytest.mark.xfail(strict=True, reason="an announcement re-creates the replica that is gone and adopts its streams")
 def test_what_ran_on_a_replica_that_is_given_up_runs_elsewhere() -> None:
     house = House(random.Random(1))
     for replica in house.replicas.values():

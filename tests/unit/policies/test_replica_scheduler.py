@@ -435,3 +435,28 @@ def test_a_stalled_victim_waits_until_its_client_reads() -> None:
     assert h.admitted == ["b"]
     h.report(3, waiting("a", 1), running("b", 9, 4), plan=ordered)
     assert h.admitted == ["b", "a"]
+
+
+def test_stalled_requests_take_nobodys_place() -> None:
+    h = Harness(max_num_seqs=1)
+    h.arrive(request("a"), request("b"))
+    h.report(1, running("a", 1, 2, stalled=True), waiting("b"))
+    assert "b" in [slot.request_id for slot in h.plans[-1].slots if not slot.standby]
+
+
+def test_stalled_requests_give_up_their_kv_where_somebody_waits_for_it() -> None:
+    h = Harness()
+    h.arrive(request("big", prompt=36), request("b", prompt=8))
+    h.report(1, running("big", 0, 10, stalled=True), waiting("b"))
+    slots = {slot.request_id: slot for slot in h.plans[-1].slots}
+    assert slots["big"].num_preemptions == 1
+    h.report(2, waiting("big", 1, stalled=True), waiting("b"), plan=h.plans[-1].plan_seq)
+    assert [slot.request_id for slot in h.plans[-1].slots if not slot.standby] == ["b"]
+
+
+def test_a_duplicate_that_comes_after_the_end_does_not_run_again() -> None:
+    h = Harness()
+    h.arrive(request("a"))
+    h.report(1, ended=("a",))
+    h.arrive(request("a"))
+    assert h.scheduler.num_waiting + h.scheduler.num_admitted == 0

@@ -261,14 +261,15 @@ def test_an_abort_nobody_asked_for_resumes() -> None:
     assert taken(ledger) == [("r", 1, (7,))]
 
 
-def test_after_too_many_attempts_an_abort_is_the_end() -> None:
-    ledger = running("r")
+def test_a_request_that_has_lost_too_many_workers_is_given_up() -> None:
+    ledger = running("r", "s")
     for attempt in range(MAX_ATTEMPTS):
-        assert receive(ledger, delta("r", 0, attempt=attempt, finish="abort")) == []
+        assert ledger.take_given_up() == []
+        receive(ledger, delta("r", 0, attempt=attempt, finish="abort"))
         taken(ledger)
-    last = delta("r", 0, attempt=MAX_ATTEMPTS, finish="abort")
-    assert receive(ledger, last) == [last]
-    assert len(ledger) == 0
+    assert ledger.take_given_up() == ["r"]
+    assert ledger.take_given_up() == [], "said once"
+    assert len(ledger) == 1
 
 
 def test_a_refusal_ends_its_request() -> None:

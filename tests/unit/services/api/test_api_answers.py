@@ -280,7 +280,7 @@ async def test_health(client: httpx.AsyncClient, backend: ScriptedBackend) -> No
 async def test_status(client: httpx.AsyncClient) -> None:
     row = {"name": "worker-0", "kind": "ModelWorker", "pid": 7, "node": "here", "state": "ready", "queue": 2}
     assert (await client.get("/status")).json() == {
-        "actors": [{**row, "last_step_age_s": 0.5}],
+        "actors": [{**row, "last_step_age_s": 0.5, "restarts": 1, "http_port": 4321}],
         "kv": {"num_blocks": 8, "free_blocks": 5},
     }
 
