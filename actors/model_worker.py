@@ -16,11 +16,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prometheus_client import Histogram
+from prometheus_client import Counter, Histogram
 
 from actors.metrics import EngineMetrics
 from actors.piece import Piece, PieceContext
-from actors.step_loop import StepLoop
+from actors.step_loop import Step, StepLoop
 from actors.token_channel import TICK_S, TokenChannel
 from actors.waiting import wait_for
 from core.codec import decode, encode
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from core.config import EngineConfig
     from engine.worker import Output, Worker
 
-REPORT_INTERVAL_S = 0.02
-"""Reports are at least this far apart unless something ended, arrived or is under pressure."""
+REPORT_INTERVAL_S = 0.1
+"""Reports are this far apart unless something ended or is under pressure: a call costs as much CPU as many tokens."""
 
 POLL_TIMEOUT_S = 1.0
 """An idle long poll answers after this time, so that both sides know the other lives."""
@@ -69,13 +69,15 @@ class ModelWorker(Piece):
         self._samples: deque[StepSample] = deque(maxlen=MAX_SAMPLES)
         self._reported_at = 0.0
         self._stepped_at: float | None = None
-        self._plan_seq = 0
         self._metrics = EngineMetrics(context.registry, context.config.model.name, context.index)
         self._gaps = Histogram(
             "farsight:step_gap_seconds",
             "Between the end of a step and the beginning of the next, while there is work.",
             registry=context.registry,
             buckets=_GAP_BUCKETS_S,
+        )
+        self._model_cpu = Counter(
+            "farsight:model_cpu_seconds", "CPU time of the model's forward passes.", registry=context.registry
         )
 
     async def start(self) -> None:
@@ -90,7 +92,7 @@ class ModelWorker(Piece):
         model_dir, replicas = Path(self.context.site.model_dir), config.model.replicas
         worker = await asyncio.to_thread(_build, model_dir, config.model.dtype, config.engine, incarnation, replicas)
         loop = asyncio.get_running_loop()
-        self._steps = StepLoop(worker, lambda *step: loop.call_soon_threadsafe(self._after_step, *step))
+        self._steps = StepLoop(worker, lambda step: loop.call_soon_threadsafe(self._after_step, step))
         self._metrics.set_cache_config(worker.ready.block_size, worker.ready.num_blocks)
         self._built.set_result(worker)
         self.spawn(self._run())
@@ -160,29 +162,28 @@ class ModelWorker(Piece):
     async def _run(self) -> None:
         """Steps whenever there is something to run."""
         assert self._steps is not None
-        worker = self._built.result()
         while True:
             self._wake.clear()
             await asyncio.to_thread(self._steps.run)
-            self._mark_report(worker, urgent=worker.executor.short_blocks > 0)
+            self._report_due.set()  # nothing runs: whatever the plan freed or left waiting is to be known at once
             await self._wake.wait()
 
-    def _after_step(self, outputs: list[Output], sample: StepSample, gap_s: float | None) -> None:
-        worker = self._built.result()
+    def _after_step(self, step: Step) -> None:
+        worker, sample = self._built.result(), step.sample
         self._stepped_at = time.monotonic()
         self._samples.append(sample)
         self._metrics.step(sample.prefill_tokens + sample.decode_seqs)
-        if gap_s is not None:
-            self._gaps.observe(gap_s)
-        self._dispatch(worker, outputs)
+        self._model_cpu.inc(step.cpu_s)
+        if step.gap_s is not None:
+            self._gaps.observe(step.gap_s)
+        self._dispatch(worker, step.outputs)
         if any(self._slow.values()) or any(channel.full for channel in self._channels.values()):
             self._stall(worker)
-        ended = any(output.delta.finish_reason for output in outputs)
+        ended = any(output.delta.finish_reason for output in step.outputs)
         self._mark_report(worker, urgent=ended or worker.executor.short_blocks > 0)
 
     def _mark_report(self, worker: Worker, *, urgent: bool) -> None:
-        applied, self._plan_seq = worker.executor.plan_seq != self._plan_seq, worker.executor.plan_seq
-        if urgent or applied or time.monotonic() - self._reported_at >= REPORT_INTERVAL_S:
+        if urgent or time.monotonic() - self._reported_at >= REPORT_INTERVAL_S:
             self._report_due.set()
 
     def _dispatch(self, worker: Worker, outputs: list[Output]) -> None:

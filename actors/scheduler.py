@@ -46,7 +46,10 @@ from policies.replica_scheduler import (
 SAY_AGAIN_S = 1.0
 """The Router hears of the replica at least this often, so that a new one knows it soon."""
 
-FEED_S = 0.1
+ENDS_S = 0.05
+"""The Router hears of ends this late, of several at once: they only change what it thinks of the load."""
+
+FEED_S = 0.25
 """The KV offload manager and the estimators hear of the worker's reports this often: none of them is in a hurry."""
 
 MIN_SAMPLES = 32
@@ -175,6 +178,7 @@ class Scheduler(Piece):
         router = self.context.peers.peer(ROUTER)
         while True:
             await self._ended_due.wait()
+            await asyncio.sleep(ENDS_S)
             self._ended_due.clear()
             ended, self._ended = tuple(self._ended), []
             await self._try(router, "requests_ended", encode(Ended(ended)))

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.messages import StepSample
@@ -15,6 +16,21 @@ if TYPE_CHECKING:
     from kvcache import StepBatch
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step that was run.
+
+    Attributes:
+        gap_s: From the end of the step before it to its beginning; None if there was nothing to run in between.
+        cpu_s: CPU time that the model took of the stepping thread.
+    """
+
+    outputs: list[Output]
+    sample: StepSample
+    gap_s: float | None
+    cpu_s: float
+
+
 class StepLoop:
     """Runs a worker's steps back to back.
 
@@ -22,11 +38,10 @@ class StepLoop:
     shell at any other moment. Nobody holds it while the model computes.
 
     Args:
-        on_step: Called from the stepping thread after each step with what it put out, what it measured, and the
-            idle time before it (None if there was no step right before).
+        on_step: Called from the stepping thread after each step.
     """
 
-    def __init__(self, worker: Worker, on_step: Callable[[list[Output], StepSample, float | None], object]) -> None:
+    def __init__(self, worker: Worker, on_step: Callable[[Step], object]) -> None:
         self._worker = worker
         self._on_step = on_step
         self._lock = threading.Lock()
@@ -42,25 +57,24 @@ class StepLoop:
         with self._lock:
             batch = self._worker.begin_step()
         while batch is not None:
-            began_at = time.perf_counter()
+            began_at, cpu_s = time.perf_counter(), time.thread_time()
             gap_s = None if ended_at is None else began_at - ended_at
-            outputs, next_batch, ended_at = self._step(batch)
-            self._on_step(outputs, _sample(batch, ended_at - began_at), gap_s)
+            tokens, failure = self._execute(batch)
+            ended_at, cpu_s = time.perf_counter(), time.thread_time() - cpu_s
+            with self._lock:
+                if failure is None:
+                    outputs = self._worker.finish_step(batch, tokens)
+                else:
+                    outputs = self._worker.fail_step(batch, failure)
+                next_batch = self._worker.begin_step()
+            self._on_step(Step(outputs, _sample(batch, ended_at - began_at), gap_s, cpu_s))
             batch = next_batch
 
-    def _step(self, batch: StepBatch) -> tuple[list[Output], StepBatch | None, float]:
-        failure: Exception | None = None
+    def _execute(self, batch: StepBatch) -> tuple[list[int | None], Exception | None]:
         try:
-            tokens = self._worker.execute(batch)
+            return self._worker.execute(batch), None
         except Exception as error:  # whatever torch raises ends the step's requests, not the worker
-            failure = error
-        ended_at = time.perf_counter()
-        with self._lock:
-            if failure is None:
-                outputs = self._worker.finish_step(batch, tokens)
-            else:
-                outputs = self._worker.fail_step(batch, failure)
-            return outputs, self._worker.begin_step(), ended_at
+            return [], error
 
 
 def _sample(batch: StepBatch, duration_s: float) -> StepSample:
