@@ -78,6 +78,10 @@ class PieceHost:
             raise PeerLost(name)
         return await piece.answer(method, data)
 
+    async def site(self) -> Site:
+        """What it was started with."""
+        return self._site
+
     async def rows(self) -> bytes:
         """``PieceRows``: every piece here."""
         return encode(PieceRows(tuple(self._rows())))

@@ -176,10 +176,11 @@ class ModelWorker(Piece):
         self._model_cpu.inc(step.cpu_s)
         if step.gap_s is not None:
             self._gaps.observe(step.gap_s)
-        self._dispatch(worker, step.outputs)
+        outputs = worker.render(step.emissions) + step.failures
+        self._dispatch(worker, outputs)
         if any(self._slow.values()) or any(channel.full for channel in self._channels.values()):
             self._stall(worker)
-        ended = any(output.delta.finish_reason for output in step.outputs)
+        ended = any(output.delta.finish_reason for output in outputs)
         self._mark_report(worker, urgent=ended or worker.executor.short_blocks > 0)
 
     def _mark_report(self, worker: Worker, *, urgent: bool) -> None:

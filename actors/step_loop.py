@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from core.messages import StepSample
 
 if TYPE_CHECKING:
-    from engine.worker import Output, Worker
+    from engine.worker import Emission, Output, Worker
     from kvcache import StepBatch
 
 
@@ -21,11 +21,14 @@ class Step:
     """One step that was run.
 
     Attributes:
+        emissions: What it has brought, to be rendered; empty if it failed.
+        failures: What its clients are to be told if it failed.
         gap_s: From the end of the step before it to its beginning; None if there was nothing to run in between.
         cpu_s: CPU time that the model took of the stepping thread.
     """
 
-    outputs: list[Output]
+    emissions: list[Emission]
+    failures: list[Output]
     sample: StepSample
     gap_s: float | None
     cpu_s: float
@@ -61,13 +64,15 @@ class StepLoop:
             gap_s = None if ended_at is None else began_at - ended_at
             tokens, failure = self._execute(batch)
             ended_at, cpu_s = time.perf_counter(), time.thread_time() - cpu_s
+            emissions: list[Emission] = []
+            failures: list[Output] = []
             with self._lock:
                 if failure is None:
-                    outputs = self._worker.finish_step(batch, tokens)
+                    emissions = self._worker.commit_step(batch, tokens)
                 else:
-                    outputs = self._worker.fail_step(batch, failure)
+                    failures = self._worker.fail_step(batch, failure)
                 next_batch = self._worker.begin_step()
-            self._on_step(Step(outputs, _sample(batch, ended_at - began_at), gap_s, cpu_s))
+            self._on_step(Step(emissions, failures, _sample(batch, ended_at - began_at), gap_s, cpu_s))
             batch = next_batch
 
     def _execute(self, batch: StepBatch) -> tuple[list[int | None], Exception | None]:

@@ -35,6 +35,24 @@ class Output:
     delta: TokenDelta
 
 
+@dataclass(slots=True)
+class Emission:
+    """A new token of one sequence, before it has become text for the client.
+
+    Attributes:
+        start: Its index in the output.
+        shown: Its text where that had to be known at once, else None.
+        end: Set if it was the last one.
+    """
+
+    sequence: Sequence
+    text: OutputText
+    token: int
+    start: int
+    shown: str | None
+    end: FinishedSequence | None = None
+
+
 class Worker:
     """Runs the sequences that plans name, step by step.
 
@@ -113,18 +131,48 @@ class Worker:
 
     def finish_step(self, batch: StepBatch, tokens: list[int | None]) -> list[Output]:
         """Books the step and returns what the clients should see."""
+        return self.render(self.commit_step(batch, tokens))
+
+    def commit_step(self, batch: StepBatch, tokens: list[int | None]) -> list[Emission]:
+        """Books the step: all that must be done before the next one can begin."""
         stopped = set()
-        texts = {}
+        emissions = {}
         for item, token in zip(batch.items, tokens, strict=True):
             if token is None:
                 continue
-            sequence = self._sequences[item.request_id]
+            sequence, text = self._sequences[item.request_id], self._texts[item.request_id]
             sequence.token_ids.append(token)
-            texts[item.request_id] = self._show(sequence, token)
-            if self._ends(sequence, token):
+            # Whether a stop string has come only its text can tell; all other text can wait.
+            shown = self._show(sequence, text, token) if sequence.sampling.stop else None
+            emissions[item.request_id] = Emission(sequence, text, token, sequence.output_len - 1, shown)
+            if self._ends(sequence, text, token):
                 stopped.add(item.request_id)
-        finished = {end.request_id: end for end in self.executor.commit(batch, stopped)}
-        return [self._output(request_id, text, finished.get(request_id)) for request_id, text in texts.items()]
+        for end in self.executor.commit(batch, stopped):
+            emissions[end.request_id].end = end
+            self._drop(end.request_id)
+        return list(emissions.values())
+
+    def render(self, emissions: list[Emission]) -> list[Output]:
+        """What the clients should see of a committed step; in any thread, but in the order of the steps."""
+        return [self._rendered(emission) for emission in emissions]
+
+    def _rendered(self, emission: Emission) -> Output:
+        sequence, end = emission.sequence, emission.end
+        text = emission.shown
+        if text is None:
+            text = self._show(sequence, emission.text, emission.token)
+        if end is not None:
+            text += emission.text.flush()
+        delta = TokenDelta(
+            request_id=sequence.request.request_id,
+            attempt=sequence.request.attempt,
+            start=emission.start,
+            token_ids=(emission.token,),
+            text=text,
+            finish_reason=None if end is None else end.status.finish_reason,
+            error=None,
+        )
+        return Output(sequence.request.ingress_id, delta)
 
     def fail_step(self, batch: StepBatch, error: BaseException) -> list[Output]:
         """Ends every sequence of a step that raised: a request gets an answer even from a broken step."""
@@ -133,7 +181,7 @@ class Worker:
         outputs = []
         for item in batch.items:
             end = self.executor.end(item.request_id, SequenceStatus.FINISHED_FAILED)
-            outputs.append(self._output(item.request_id, "", end, error=message))
+            outputs.append(self._failed(end, message))
         return outputs
 
     def abort_ingress(self, ingress_id: str) -> list[Output]:
@@ -142,7 +190,7 @@ class Worker:
         outputs = []
         for request_id in orphans:
             end = self.executor.end(request_id, SequenceStatus.FINISHED_ABORTED)
-            outputs.append(self._output(request_id, "", end, error="the ingress replica fell silent"))
+            outputs.append(self._failed(end, "the ingress replica fell silent"))
         return outputs
 
     @property
@@ -163,39 +211,26 @@ class Worker:
                 ids.add(request_id)
         self.executor.stall(frozenset(ids))
 
-    def _show(self, sequence: Sequence, token: int) -> str:
+    def _show(self, sequence: Sequence, text: OutputText, token: int) -> str:
         """Text that became certain with this token; an EOS that ends the sequence is not text."""
         if token in self._eos and not sequence.sampling.ignore_eos:
             return ""
         if token in sequence.sampling.stop_token_ids:
             return ""
-        return self._texts[sequence.request.request_id].push(token)
+        return text.push(token)
 
-    def _ends(self, sequence: Sequence, token: int) -> bool:
+    def _ends(self, sequence: Sequence, text: OutputText, token: int) -> bool:
         sampling = sequence.sampling
-        if token in sampling.stop_token_ids or self._texts[sequence.request.request_id].stopped:
+        if token in sampling.stop_token_ids or text.stopped:
             return True
         return token in self._eos and not sampling.ignore_eos
 
-    def _output(self, request_id: str, text: str, end: FinishedSequence | None, error: str | None = None) -> Output:
-        sequence = self._sequences[request_id]
-        reason = None
-        if end is not None:
-            reason = end.status.finish_reason
-            if error is None:
-                text += self._texts[request_id].flush()
-            self._drop(request_id)
-        new = () if error else (sequence.token_ids[-1],)
-        delta = TokenDelta(
-            request_id=request_id,
-            attempt=sequence.request.attempt,
-            start=sequence.output_len - len(new),
-            token_ids=new,
-            text=text,
-            finish_reason=reason,
-            error=error,
-        )
-        return Output(sequence.request.ingress_id, delta)
+    def _failed(self, end: FinishedSequence, error: str) -> Output:
+        """The last delta of a sequence that ends for another reason than its own text."""
+        request = self._sequences[end.request_id].request
+        self._drop(end.request_id)
+        delta = TokenDelta(end.request_id, end.attempt, end.output_len, (), "", end.status.finish_reason, error)
+        return Output(request.ingress_id, delta)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless the executor holds exactly the sequences that have tokens here."""
