@@ -11,6 +11,7 @@ import asyncio
 import dataclasses
 import logging
 import time
+from collections.abc import Coroutine
 from typing import Any
 
 import ray
@@ -59,7 +60,7 @@ class Supervisor(Piece):
         self._keep_wanted()
         self._started[self._own] = asyncio.get_running_loop().create_future()
         # Not awaited here: this process takes no other pieces before the Supervisor has started.
-        self._keepers[self._own] = asyncio.create_task(self._start_own())
+        self._keepers[self._own] = self._watched(self._start_own())
 
     async def stop(self) -> None:
         for task in self._keepers.values():
@@ -92,17 +93,26 @@ class Supervisor(Piece):
         if not 1 <= message.count <= 1000:
             raise MessageError("count", message.count, "an integer from 1 to 1000")
         async with self._scaling:
-            before, self._counts = self._counts, dataclasses.replace(self._counts, **_field(message))
-            for index in range(self._counts.replicas, before.replicas):
-                await self._drain(str(index))
-            for piece in set(wanted_pieces(before)) - set(wanted_pieces(self._counts)):
-                await self._end_piece(piece)
-            for index in range(self._counts.replicas, before.replicas):
-                await self._forget(str(index))
-            self._keep_wanted()
-            await self._add_own()
-            await self.started(b"")
+            before = self._counts
+            try:
+                await self._change(dataclasses.replace(before, **{SCALABLE[message.kind]: message.count}))
+            except FarsightError:  # what was to be added cannot start
+                await self._change(before)
+                raise
         return encode(self._counts)
+
+    async def _change(self, counts: PieceCounts) -> None:
+        before, self._counts = self._counts, counts
+        given_up = [str(index) for index in range(counts.replicas, before.replicas)]
+        for replica in given_up:
+            await self._drain(replica)
+        for piece in set(wanted_pieces(before)) - set(wanted_pieces(counts)):
+            await self._end_piece(piece)
+        for replica in given_up:
+            await self._forget(replica)
+        self._keep_wanted()
+        await self._add_own()
+        await self.started(b"")
 
     @property
     def queue(self) -> int:
@@ -116,13 +126,14 @@ class Supervisor(Piece):
     def _found(self, hosts: list[str]) -> PieceCounts:
         """The counts that an earlier Supervisor was keeping, as far as living actors show them."""
 
-        def count(stem: str) -> int:
-            return max((int(host.rpartition("-")[2]) + 1 for host in hosts if host.startswith(f"{stem}-")), default=0)
+        def count(*stems: str) -> int:
+            found = [host.rpartition("-") for host in hosts]
+            return max((int(index) + 1 for stem, _, index in found if stem in stems), default=0)
 
         counts = self._counts
         return dataclasses.replace(
             counts,
-            replicas=count("worker") or counts.replicas,
+            replicas=count("worker", "scheduler") or counts.replicas,
             length_predictors=count("length-predictor") or counts.length_predictors,
             serving_time_estimators=count("serving-time-estimator") or counts.serving_time_estimators,
         )
@@ -135,7 +146,15 @@ class Supervisor(Piece):
         for host in self._wanted():
             if host not in self._keepers and host != self._own:
                 self._started[host] = asyncio.get_running_loop().create_future()
-                self._keepers[host] = asyncio.create_task(self._keep(host))
+                self._keepers[host] = self._watched(self._keep(host))
+
+    def _watched(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs it; if it breaks, the Supervisor has failed and is started anew."""
+        task = asyncio.create_task(work)
+        task.add_done_callback(
+            lambda done: None if done.cancelled() or not done.exception() else self._task_ended(done)
+        )
+        return task
 
     async def _add_own(self) -> None:
         """The pieces that live in this process: whoever keeps the Supervisor keeps them too."""
@@ -229,7 +248,3 @@ class Supervisor(Piece):
             keeper.cancel()
         if handle is not None:
             ray.kill(handle)
-
-
-def _field(message: Scale) -> dict[str, int]:
-    return {SCALABLE[message.kind]: message.count}
