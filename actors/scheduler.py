@@ -82,10 +82,15 @@ class Scheduler(Piece):
         self._samples: deque[StepSample] = deque(maxlen=MAX_SAMPLES)
         self._reported_at: float | None = None
         self._metrics = EngineMetrics(context.registry, config.model.name, self._replica)
+        self._counted_preemptions = 0
 
     async def start(self) -> None:
         for work in (self._lease(), self._push_plans(), self._tell_router(), self._tell_ends(), self._feed()):
             self.spawn(work)
+
+    async def stop(self) -> None:
+        await super().stop()
+        self._metrics.remove()
 
     async def submit(self, data: bytes) -> bytes:
         """Takes ``Submit``; answers with ``Refusals``, usually none."""
@@ -190,7 +195,7 @@ class Scheduler(Piece):
         counts = initial_counts(self.context.config)
         while True:
             await asyncio.sleep(FEED_S)
-            self._metrics.set_queues(self._machine.num_admitted, self._machine.num_waiting)
+            self._count()
             if self._report is not None:
                 report, self._report = self._report, None
                 await self._try(kv, "observe", report)
@@ -200,6 +205,12 @@ class Scheduler(Piece):
                 counts = await current_counts(peers, counts)
                 for index in range(counts.serving_time_estimators):
                     await self._try(peers.peer(serving_time_estimator_name(index)), "observe", samples)
+
+    def _count(self) -> None:
+        machine = self._machine
+        self._metrics.set_queues(machine.num_admitted, machine.num_waiting)
+        self._metrics.preempted(machine.num_preemptions - self._counted_preemptions)
+        self._counted_preemptions = machine.num_preemptions
 
     @staticmethod
     async def _try(peer: Peer, method: str, data: bytes) -> bool:

@@ -137,6 +137,7 @@ class ReplicaScheduler:
         self._applied_plan_seq = 0  # the worker's plan in force at the last report
         self._preempted_in = 0  # plan that carries the latest preemption: older pressure is already answered
         self._dirty = False
+        self.num_preemptions = 0  # ordered so far, of all requests
 
     @property
     def num_waiting(self) -> int:
@@ -291,6 +292,7 @@ class ReplicaScheduler:
     def _preempt(self, request_id: str) -> None:
         tracked = self._tracked[request_id]
         tracked.num_preemptions += 1
+        self.num_preemptions += 1
         tracked.num_blocks = 0
         del self._admitted[request_id]
         self._waiting.push_front(request_id)
@@ -337,8 +339,8 @@ class ReplicaScheduler:
         return newly
 
     def _make_way(self) -> None:
-        """Where somebody waits for the KV of sequences that rest, these give it up: their clients do not read."""
-        resting = [rid for rid in self._admitted if self._tracked[rid].stalled and self._tracked[rid].num_blocks]
+        """Where somebody waits, sequences that rest give up their KV and their places: their clients do not read."""
+        resting = [rid for rid in self._admitted if self._tracked[rid].stalled]
         waits = any(not self._tracked[rid].stalled for rid in self._waiting)
         if waits and resting and self._applied_plan_seq >= self._preempted_in:
             for request_id in reversed(resting):
