@@ -40,7 +40,7 @@ SILENCE_S = 2.0
 """An ingress replica that has not polled for this long has lost its clients: their requests are aborted."""
 
 FORGET_S = 60.0
-"""After this silence what was kept for an ingress replica is dropped."""
+"""After this silence what was kept for an ingress replica is dropped; its channel stays, for its numbers go on."""
 
 MAX_SAMPLES = 8
 """Steps that a report tells of; the profile needs examples, not all of them."""
@@ -92,11 +92,20 @@ class ModelWorker(Piece):
         model_dir, replicas = Path(self.context.site.model_dir), config.model.replicas
         worker = await asyncio.to_thread(_build, model_dir, config.model.dtype, config.engine, incarnation, replicas)
         loop = asyncio.get_running_loop()
-        self._steps = StepLoop(worker, lambda step: loop.call_soon_threadsafe(self._after_step, step))
+        self._steps = StepLoop(
+            worker,
+            on_step=lambda step: loop.call_soon_threadsafe(self._after_step, step),
+            on_abort=lambda outputs: loop.call_soon_threadsafe(self._after_abort, outputs),
+        )
         self._metrics.set_cache_config(worker.ready.block_size, worker.ready.num_blocks)
         self._built.set_result(worker)
         self.spawn(self._run())
         self.spawn(self._watch_ingresses())
+
+    async def stop(self) -> None:
+        await super().stop()
+        for channel in self._channels.values():
+            channel.close()
 
     async def connect(self, data: bytes) -> bytes:
         """A Scheduler takes over: ``WorkerState``. Waits until the model is loaded."""
@@ -207,26 +216,25 @@ class ModelWorker(Piece):
 
     async def _watch_ingresses(self) -> None:
         """Ends what belongs to ingress replicas that have fallen silent, or have never asked for their tokens."""
+        assert self._steps is not None
         worker = self._built.result()
         while True:
             await asyncio.sleep(TICK_S)
             with self._locked:
                 owners = worker.ingress_ids
-            silent = {owner: self._channel(worker, owner).silent_s for owner in (*owners, *self._channels)}
-            for ingress_id, silent_s in silent.items():
-                if silent_s >= SILENCE_S:
-                    self._abort_ingress(worker, ingress_id, silent_s)
+            for ingress_id in owners:
+                if self._channel(worker, ingress_id).silent_s >= SILENCE_S:
+                    self._steps.abort_ingress(ingress_id)
+                    self._wake.set()
+            for ingress_id, channel in self._channels.items():
+                if channel.silent_s > FORGET_S and ingress_id not in owners:
+                    channel.clear()
+                    self._slow.pop(ingress_id, None)
 
-    def _abort_ingress(self, worker: Worker, ingress_id: str, silent_s: float) -> None:
-        with self._locked:
-            outputs = worker.abort_ingress(ingress_id)
-        if outputs:
-            logger.warning("ingress %s silent for %.1f s: %d aborted", ingress_id, silent_s, len(outputs))
-            self._dispatch(worker, outputs)
-            self._report_due.set()
-        elif silent_s > FORGET_S:
-            self._channels.pop(ingress_id).close()
-            self._slow.pop(ingress_id, None)
+    def _after_abort(self, outputs: list[Output]) -> None:
+        logger.warning("ingress %s is silent: %d aborted", outputs[0].ingress_id, len(outputs))
+        self._dispatch(self._built.result(), outputs)
+        self._report_due.set()
 
 
 def _build(model_dir: Path, dtype: str, engine: EngineConfig, incarnation: str, num_replicas: int) -> Worker:

@@ -140,7 +140,7 @@ class Scheduler(Piece):
                 state = decode(await self._worker.call("connect"), WorkerState)
                 self._late_refusals += self._handle(WorkerConnected(state))
                 self._set_ready(state.ready)
-                await self._follow(state.report.report_seq)
+                await self._follow(state)
             except PeerLost:
                 if self._ready is not None:
                     self._handle(WorkerLost())
@@ -151,10 +151,14 @@ class Scheduler(Piece):
         self._ready = ready
         self._news_due.set()
 
-    async def _follow(self, ack_seq: int) -> None:
+    async def _follow(self, state: WorkerState) -> None:
+        """Until the worker has granted another lease: to a dead predecessor of ours, whose message came late."""
+        ack_seq = state.report.report_seq
         while True:
             data = await self._worker.call("poll_report", encode(ReportPoll(ack_seq)))
             report = decode(data, StepReport)
+            if report.lease != state.lease:
+                return
             ack_seq = report.report_seq
             self._report, self._reported_at = data, time.monotonic()
             self._samples.extend(report.steps)

@@ -42,11 +42,16 @@ class StepLoop:
 
     Args:
         on_step: Called from the stepping thread after each step.
+        on_abort: Called from there with the last words of sequences that ``abort_ingress`` has ended.
     """
 
-    def __init__(self, worker: Worker, on_step: Callable[[Step], object]) -> None:
+    def __init__(
+        self, worker: Worker, on_step: Callable[[Step], object], on_abort: Callable[[list[Output]], object]
+    ) -> None:
         self._worker = worker
         self._on_step = on_step
+        self._on_abort = on_abort
+        self._orphaned: set[str] = set()
         self._lock = threading.Lock()
 
     @property
@@ -54,11 +59,16 @@ class StepLoop:
         """Between steps; the worker may be looked at and changed."""
         return self._lock
 
+    def abort_ingress(self, ingress_id: str) -> None:
+        """Ends its sequences before the next step; those that are computing now are still wanted by this one."""
+        with self._lock:
+            self._orphaned.add(ingress_id)
+
     def run(self) -> None:
         """Steps until nothing can run."""
         ended_at: float | None = None
         with self._lock:
-            batch = self._worker.begin_step()
+            batch = self._begin_step()
         while batch is not None:
             began_at, cpu_s = time.perf_counter(), time.thread_time()
             gap_s = None if ended_at is None else began_at - ended_at
@@ -71,9 +81,16 @@ class StepLoop:
                     emissions = self._worker.commit_step(batch, tokens)
                 else:
                     failures = self._worker.fail_step(batch, failure)
-                next_batch = self._worker.begin_step()
             self._on_step(Step(emissions, failures, _sample(batch, ended_at - began_at), gap_s, cpu_s))
-            batch = next_batch
+            with self._lock:
+                batch = self._begin_step()
+
+    def _begin_step(self) -> StepBatch | None:
+        while self._orphaned:
+            aborted = self._worker.abort_ingress(self._orphaned.pop())
+            if aborted:
+                self._on_abort(aborted)
+        return self._worker.begin_step()
 
     def _execute(self, batch: StepBatch) -> tuple[list[int | None], Exception | None]:
         try:

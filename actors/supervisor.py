@@ -1,8 +1,9 @@
 """Supervisor: knows who should be alive, sees deaths, starts again.
 
-It keeps nothing that must survive. A new one scans the names of living actors, adopts them and goes on. It restarts
-by itself and not by Ray's ``max_restarts``: Ray tells callers of a restarting actor only once it is back, a second
-later; of a dead one within 15 ms.
+Nothing in this process must survive. A new Supervisor finds living actors by their names and adopts them; how many
+there should be, and how often each was started, it finds in the cluster's key-value store: whoever died together with
+its predecessor has no name to be found by. It restarts by itself and not by Ray's ``max_restarts``: Ray tells callers
+of a restarting actor only once it is back, a second later; of a dead one within 15 ms.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from actors.cluster_store import ClusterStore
 from actors.hosts import find_host, list_hosts, recreate_host
 from actors.layout import SCALABLE, by_host, initial_counts, wanted_pieces
 from actors.metrics import PieceRestarts
@@ -36,6 +38,9 @@ MAX_BACKOFF_S = 5.0
 DRAIN_S = 20.0
 """How long a replica that is given up may finish what it runs; the rest is resumed elsewhere."""
 
+_COUNTS = "counts"
+"""Key of the stored ``PieceCounts``."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -49,6 +54,7 @@ class Supervisor(Piece):
         self._site = context.site
         self._own = host_of(SUPERVISOR, self._site.placement)
         self._counts = initial_counts(context.config)
+        self._store = ClusterStore(self._site.namespace)
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._started: dict[str, asyncio.Future[None]] = {}
         self._restarts = PieceRestarts(context.registry)
@@ -56,7 +62,7 @@ class Supervisor(Piece):
         self._acted_at = time.monotonic()
 
     async def start(self) -> None:
-        self._counts = self._found(await asyncio.to_thread(list_hosts, self._site.namespace))
+        await self._take_over(await asyncio.to_thread(list_hosts, self._site.namespace))
         self._keep_wanted()
         self._started[self._own] = asyncio.get_running_loop().create_future()
         # Not awaited here: this process takes no other pieces before the Supervisor has started.
@@ -110,6 +116,7 @@ class Supervisor(Piece):
             await self._end_piece(piece)
         for replica in given_up:
             await self._forget(replica)
+        await self._store.put(_COUNTS, encode(counts))
         self._keep_wanted()
         await self._add_own()
         await self.started(b"")
@@ -123,20 +130,14 @@ class Supervisor(Piece):
     def last_step_age_s(self) -> float | None:
         return time.monotonic() - self._acted_at
 
-    def _found(self, hosts: list[str]) -> PieceCounts:
-        """The counts that an earlier Supervisor was keeping, as far as living actors show them."""
-
-        def count(*stems: str) -> int:
-            found = [host.rpartition("-") for host in hosts]
-            return max((int(index) + 1 for stem, _, index in found if stem in stems), default=0)
-
-        counts = self._counts
-        return dataclasses.replace(
-            counts,
-            replicas=count("worker", "scheduler") or counts.replicas,
-            length_predictors=count("length-predictor") or counts.length_predictors,
-            serving_time_estimators=count("serving-time-estimator") or counts.serving_time_estimators,
-        )
+    async def _take_over(self, hosts: list[str]) -> None:
+        """What an earlier Supervisor was keeping; the first one finds nobody alive, and what is stored is another's."""
+        if all(host == self._own for host in hosts):
+            await self._store.clear()
+        data = await self._store.get(_COUNTS)
+        if data is not None:
+            self._counts = decode(data, PieceCounts)
+        await self._store.put(_COUNTS, encode(self._counts))
 
     def _wanted(self) -> dict[str, list[str]]:
         return by_host(wanted_pieces(self._counts), self._site.placement)
@@ -173,16 +174,21 @@ class Supervisor(Piece):
             self._mark_started(self._own)
 
     async def _keep(self, host: str) -> None:
-        restarts, failures = 0, 0
+        stored = await self._store.get(_restarts_key(host))  # of a life that an earlier Supervisor has begun
+        restarts, failures = (0 if stored is None else int(stored) + 1), 0
         while True:
             self._acted_at = began = time.monotonic()
-            handle = find_host(host, self._site.namespace) or await recreate_host(host, self._site, restarts)
+            handle = find_host(host, self._site.namespace) or await self._create(host, restarts)
             restarts = await self._live(host, handle, restarts)
             lived_s = time.monotonic() - began
             failures = 0 if lived_s >= HEALTHY_AFTER_S else failures + 1
             logger.warning("%s died after %.1f s; start %d follows", host, lived_s, restarts + 1)
             if failures > 1:
                 await asyncio.sleep(min(MAX_BACKOFF_S, LOOK_AGAIN_S * 2**failures))
+
+    async def _create(self, host: str, restarts: int) -> Any:
+        await self._store.put(_restarts_key(host), b"%d" % restarts)
+        return await recreate_host(host, self._site, restarts)
 
     async def _live(self, host: str, handle: Any, restarts: int) -> int:
         """One life of a host; returns how often it will have been started again after the next start."""
@@ -248,3 +254,8 @@ class Supervisor(Piece):
             keeper.cancel()
         if handle is not None:
             ray.kill(handle)
+        await self._store.remove(_restarts_key(host))
+
+
+def _restarts_key(host: str) -> str:
+    return f"restarts/{host}"

@@ -65,6 +65,10 @@ class TokenChannel:
         """Ends the ticking."""
         self._ticker.cancel()
 
+    def clear(self) -> None:
+        """Drops what nobody will ask for any more."""
+        self._outbox.clear()
+
     def _tick(self) -> None:
         self._silent_ticks = 0 if self._heard else self._silent_ticks + 1
         self._heard = self._num_polling > 0

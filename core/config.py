@@ -16,6 +16,7 @@ from core.units import parse_memory
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 PROXIES = ("serve", "haproxy")
+HAPROXY_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0")
 PLACEMENTS = ("auto", "fused", "split")
 
 
@@ -107,8 +108,8 @@ class ServerConfig:
         max_body_bytes: Larger request bodies are refused.
         max_queued_requests: Requests in the house at once, per ingress replica; more are refused with 429.
         max_queued_tokens: The same, counted in prompt tokens.
-        proxy: ``serve`` is Ray Serve's own proxy. ``haproxy`` carries several times the requests, but there the
-            ingress replicas listen on every interface of the machine (ports 30000 and up), not only on ``host``.
+        proxy: ``serve`` is Ray Serve's own proxy. ``haproxy`` carries several times the requests; ``host`` must be
+            the loopback interface or all of them, and the ingress replicas listen there too (ports 30000 and up).
     """
 
     host: str = "127.0.0.1"
@@ -122,6 +123,8 @@ class ServerConfig:
     def __post_init__(self) -> None:
         _require(1 <= self.port <= 65535, "server.port", self.port, "a port from 1 to 65535")
         _require(self.proxy in PROXIES, "server.proxy", self.proxy, f"one of {', '.join(PROXIES)}")
+        if self.proxy == "haproxy":
+            _require(self.host in HAPROXY_HOSTS, "server.host", self.host, f"one of {', '.join(HAPROXY_HOSTS)}")
         _require(self.ingress_replicas >= 0, "server.ingress_replicas", self.ingress_replicas, "an integer >= 0")
         for name in ("max_body_bytes", "max_queued_requests", "max_queued_tokens"):
             value = getattr(self, name)

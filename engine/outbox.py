@@ -35,6 +35,12 @@ class TokenOutbox:
         while self._sealed and self._sealed[0].seq <= ack_seq:
             self._num_sealed -= len(self._sealed.popleft().deltas)
 
+    def clear(self) -> None:
+        """Drops everything; the numbers go on, so that whoever still polls takes what comes next."""
+        self._fresh.clear()
+        self._sealed.clear()
+        self._num_sealed = 0
+
     def take(self) -> TokenBatches:
         """Everything unacknowledged, what is new as one batch at the end."""
         if self._fresh:

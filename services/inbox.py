@@ -18,7 +18,7 @@ class TokenInbox:
 
     @property
     def ack_seq(self) -> int:
-        """The last batch received without a gap; the worker need not send it again."""
+        """The last batch received; a reply holds all after the last one acknowledged, so there are none missing."""
         return self._ack_seq or 0
 
     def receive(self, reply: TokenBatches) -> list[TokenDelta]:
@@ -28,7 +28,7 @@ class TokenInbox:
             return []
         deltas: list[TokenDelta] = []
         for batch in reply.batches:
-            if self._ack_seq is None or batch.seq == self._ack_seq + 1:
+            if self._ack_seq is None or batch.seq > self._ack_seq:
                 self._ack_seq = batch.seq
                 deltas += batch.deltas
         return deltas

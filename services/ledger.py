@@ -23,7 +23,7 @@ from core.messages import (
 from core.request import Request
 
 MAX_ATTEMPTS = 20
-"""A request that has lost so many workers may be what kills them: it is given up."""
+"""A request that workers have lost so often may be what kills them: it is given up. A Router's absence costs none."""
 
 ABORT_AGAIN_S = 1.0
 """An attempt that still sends tokens so long after its abort is aborted again: the message was lost."""
@@ -31,10 +31,15 @@ ABORT_AGAIN_S = 1.0
 
 @dataclass(slots=True)
 class _Open:
-    """``request`` is the current attempt; ``output_ids`` all that has come, over all attempts."""
+    """``request`` is the current attempt; ``output_ids`` all that has come, over all attempts.
+
+    Attributes:
+        num_lost: Attempts that were lost after a Router had taken them.
+    """
 
     request: Request
     output_ids: list[int] = field(default_factory=list)
+    num_lost: int = 0
     sent: bool = False
     replica: str = ""
     worker_incarnation: str = ""
@@ -102,8 +107,11 @@ class RequestLedger:
         return self._refused(reply.refusals)
 
     def submit_failed(self, requests: Iterable[Request]) -> None:
-        """The Router died with these in its hands; nobody knows whether they were placed."""
-        self._resume((request.request_id, request.attempt) for request in requests)
+        """The Router died with these in its hands, or is not there; nobody knows whether they were placed."""
+        for request in requests:
+            stream = self._current((request.request_id, request.attempt))
+            if stream is not None:
+                self._follow_up(stream)
 
     def receive(self, replica: str, incarnation: str, deltas: Iterable[TokenDelta], now: float) -> list[TokenDelta]:
         """Tokens from a worker; returns those for clients. The one with a finish reason closes its request."""
@@ -156,20 +164,25 @@ class RequestLedger:
         return stream if stream is not None and stream.sent and stream.key == key else None
 
     def _resume(self, keys: Iterable[Key]) -> None:
+        """These were lost; they go out again, or are given up."""
         for key in keys:
             stream = self._current(key)
             if stream is None:
                 continue
-            if key[1] + 1 == MAX_ATTEMPTS:
+            stream.num_lost += 1
+            if stream.num_lost == MAX_ATTEMPTS:
                 del self._open[key[0]]
                 self._given_up.append(key[0])
-                continue
-            stream.request = dataclasses.replace(
-                stream.request, attempt=key[1] + 1, output_ids=tuple(stream.output_ids)
-            )
-            stream.sent, stream.replica, stream.worker_incarnation = False, "", ""
-            self._outgoing[key[0]] = None
-            self.num_resumed += 1
+            else:
+                self._follow_up(stream)
+
+    def _follow_up(self, stream: _Open) -> None:
+        """A higher attempt goes on where the client's tokens end."""
+        request_id, attempt = stream.key
+        stream.request = dataclasses.replace(stream.request, attempt=attempt + 1, output_ids=tuple(stream.output_ids))
+        stream.sent, stream.replica, stream.worker_incarnation = False, "", ""
+        self._outgoing[request_id] = None
+        self.num_resumed += 1
 
     def _abort(self, key: Key, now: float) -> None:
         if now - self._aborted_at.get(key, -ABORT_AGAIN_S) < ABORT_AGAIN_S:

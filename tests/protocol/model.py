@@ -6,10 +6,10 @@ import zlib
 from collections.abc import Sequence as Values
 from dataclasses import dataclass, field
 
-from core.messages import Slot
+from core.messages import Key, Slot
 from core.request import Request, SamplingParams
 from engine.sequence import Sequence
-from kvcache import BatchLimits, StepBatch, StepItem
+from kvcache import BatchLimits, BlockManager, StepBatch, StepItem
 
 BLOCK = 4
 EOS = 0
@@ -76,13 +76,23 @@ class LaggingDetokenizer:
 
 
 class Device:
-    """Runs steps and checks that they may be run: limits, grants, whose tokens the blocks hold."""
+    """Runs steps and checks that they may be run: limits, grants, places, whose tokens the blocks hold.
 
-    def __init__(self, limits: BatchLimits, num_blocks: int, clients: dict[str, Client]) -> None:
+    Attributes:
+        slots: Of the plan in force, what is held.
+        places: Of the plan in force, who may start without waiting for another one's end.
+        ended: Attempts that have ended here.
+        resting: Those whose clients do not read.
+    """
+
+    def __init__(self, limits: BatchLimits, blocks: BlockManager, clients: dict[str, Client]) -> None:
         self._limits = limits
+        self._blocks = blocks
         self._clients = clients
-        self._kv: list[list[int]] = [[-1] * BLOCK for _ in range(num_blocks)]
-        self.slots: dict[str, Slot] = {}  # in force
+        self._kv: list[list[int]] = [[-1] * BLOCK for _ in range(blocks.num_blocks)]
+        self.slots: dict[str, Slot] = {}
+        self.places: tuple[Key, ...] = ()
+        self.ended: set[Key] = set()
         self.resting: frozenset[str] = frozenset()
         self.num_beyond_grants = 0
 
@@ -90,6 +100,7 @@ class Device:
         assert len(batch.items) <= self._limits.max_num_seqs, f"{len(batch.items)} sequences in a step"
         assert batch.num_tokens <= self._limits.max_batch_tokens, f"{batch.num_tokens} tokens in a step"
         self._check_grants(batch, sequences)
+        self._check_places(batch, sequences)
         for item in batch.items:
             self._fill(item, sequences[item.request_id])
         return [self._sample(item, sequences[item.request_id]) if item.samples else None for item in batch.items]
@@ -103,6 +114,16 @@ class Device:
             if beyond and item.start > 0:
                 left = granted[item.request_id] - item.start
                 assert left <= 0, f"{beyond} ran beyond their grants, but {item.request_id} had {left} tokens left"
+
+    def _check_places(self, batch: StepBatch, sequences: dict[str, Sequence]) -> None:
+        starting = [item.request_id for item in batch.items if item.start == 0]
+        for request_id in starting:
+            key = request_id, sequences[request_id].request.attempt
+            assert key not in self.ended, f"{key} runs again after its end"
+        if any(self.slots[request_id].standby for request_id in starting):
+            standbys = [rid for rid, slot in self.slots.items() if slot.standby and self._blocks.table(rid)]
+            free = sum(key in self.ended for key in self.places)
+            assert len(standbys) <= free, f"standbys {standbys} run in {free} places"
 
     def _granted(self, request_id: str, sequences: dict[str, Sequence]) -> int:
         """Known tokens that may be computed."""

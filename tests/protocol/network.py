@@ -7,11 +7,13 @@ live, answered or failed. *Letters* (plans, polls and what answers them) may als
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from core.codec import decode, encode
+from core.request import Request
 from tests.protocol.clock import Action, Clock
 
 DETECT_S = 0.015
@@ -99,7 +101,8 @@ class Network:
 
         def reply(answer: Any = None) -> None:
             answer = self._wire(answer)
-            self.clock.after(self._call_delay_s(), lambda: caller.run(lambda: self._answer(callee, call, on_reply, answer)))
+            settle = partial(self._answer, callee, call, on_reply, answer)
+            self.clock.after(self._call_delay_s(), partial(caller.run, settle))
 
         message = self._wire(message)
         arrival = max(caller.arrivals.get(callee, 0.0), self.clock.now + self._call_delay_s())
@@ -108,7 +111,11 @@ class Network:
 
     def watch(self, caller: Life, callee: Life, on_lost: Action) -> None:
         """Says when a life ends; what a pending long poll does in Ray."""
-        callee.calls[_Call(caller, on_lost)] = None
+        call = _Call(caller, on_lost)
+        if callee.alive:
+            callee.calls[call] = None
+        else:
+            self.clock.after(0.0, lambda: caller.run(lambda: self._fail(call)))
 
     def kill(self, name: str) -> None:
         """Ends a life; those who wait for it learn of it in a moment."""
@@ -138,3 +145,9 @@ class Network:
         if message is None or not self._thorough:
             return message
         return decode(encode(message), type(message))
+
+
+def attempts(requests: Iterable[Request]) -> str:
+    """Requests as stories name them: id/attempt after the tokens their clients have."""
+    named = [f"{request.request_id}/{request.attempt} after {len(request.output_ids)}" for request in requests]
+    return ", ".join(named) or "nothing"

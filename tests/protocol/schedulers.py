@@ -52,7 +52,7 @@ from policies.replica_scheduler import (
     WorkerLost,
     WorkerReported,
 )
-from tests.protocol.network import Life
+from tests.protocol.network import Life, attempts
 
 if TYPE_CHECKING:
     from tests.protocol.worker import WorkerPiece
@@ -66,6 +66,10 @@ class ShortGrants(ReplicaScheduler):
 
     quantum = 4
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._computed: dict[str, int] = {}
+
     def _take_report(self, report: StepReport, now: float) -> list[Any]:
         instructions = super()._take_report(report, now)
         self._dirty = self._dirty or bool(self._admitted)
@@ -73,11 +77,11 @@ class ShortGrants(ReplicaScheduler):
 
     def _take_progress(self, progress: SlotProgress) -> None:
         super()._take_progress(progress)
-        self.__dict__.setdefault("_computed", {})[progress.request_id] = progress.computed_len
+        self._computed[progress.request_id] = progress.computed_len
 
     def _slot(self, request_id: str, *, standby: bool) -> Slot:
         slot = super()._slot(request_id, standby=standby)
-        computed = self.__dict__.get("_computed", {}).get(request_id, 0)
+        computed = self._computed.get(request_id, 0)
         known = self._tracked[request_id].num_tokens
         prefill_to, length_to = computed + 2 * self.quantum, known + self.quantum
         return replace(slot, prefill_to=min(slot.prefill_to, prefill_to), length_to=min(slot.length_to, length_to))
@@ -159,7 +163,7 @@ class RouterPiece:
         for instruction in self.machine.handle(event, self.world.clock.now):
             match instruction:
                 case PlaceRequests(name, requests):
-                    self.world.tell("router", "%s placed on replica %s", _keys(requests), name)
+                    self.world.tell("router", "%s placed on replica %s", attempts(requests), name)
                     self._call(name, "submit", Submit(requests), answers, self._take_refusals)
                 case AbortOnReplica(name, keys):
                     self.world.tell("router", "aborts %s on replica %s", keys, name)
@@ -218,11 +222,11 @@ class RouterPiece:
 class _Connection:
     """To one worker life; ``number`` counts polls, so that only the latest is followed by another."""
 
-    __slots__ = ("ack_seq", "number", "worker")
+    __slots__ = ("ack_seq", "lease", "number", "worker")
 
-    def __init__(self, worker: WorkerPiece) -> None:
-        self.worker = worker
-        self.number = self.ack_seq = 0
+    def __init__(self, worker: WorkerPiece, state: WorkerState) -> None:
+        self.worker, self.lease = worker, state.lease
+        self.number, self.ack_seq = 0, state.report.report_seq
 
 
 class SchedulerPiece:
@@ -239,7 +243,7 @@ class SchedulerPiece:
         self._ended: list[FinishedSequence] = []
         self._tells_ends = self._tells_state = self._news = False
         self._connect()
-        self._tell_state()
+        self.say_again()
         self._resend()
 
     def submit(self, message: Submit, reply: Callable[[Refusals], None]) -> None:
@@ -273,14 +277,19 @@ class SchedulerPiece:
         if worker is None:
             self._later(LOOK_AGAIN_S, self._connect)
             return
-        again = lambda: self._later(LOOK_AGAIN_S, self._connect)  # noqa: E731
-        connected = lambda state: self._connected(worker, state)  # noqa: E731
-        self.world.network.call(self.life, worker.life.name, "connect", None, connected, again)
+        self.world.network.call(
+            self.life,
+            worker.life.name,
+            "connect",
+            None,
+            lambda state: self._connected(worker, state),
+            lambda: self._later(LOOK_AGAIN_S, self._connect),
+        )
 
     def _connected(self, worker: WorkerPiece, state: WorkerState) -> None:
-        connection = self._connection = _Connection(worker)
+        connection = self._connection = _Connection(worker, state)
         self.world.network.watch(self.life, worker.life, lambda: self.lose_worker(connection))
-        connection.ack_seq, self._applied = state.report.report_seq, 0
+        self._applied = 0
         self._late_refusals += self._handle(WorkerConnected(state))
         self._set_ready(state.ready)
         self._poll(connection)
@@ -302,11 +311,12 @@ class SchedulerPiece:
     def _poll(self, connection: _Connection) -> None:
         connection.number += 1
         number, worker = connection.number, connection.worker
-        send = lambda report: self.world.network.letter(  # noqa: E731
-            self.life, report, lambda report: self._take_report(connection, number, report)
-        )
-        poll = ReportPoll(connection.ack_seq)
-        self.world.network.letter(worker.life, poll, lambda poll: worker.poll_report(poll, send))
+        letter = self.world.network.letter
+
+        def send(report: StepReport) -> None:
+            letter(self.life, report, lambda report: self._take_report(connection, number, report))
+
+        letter(worker.life, ReportPoll(connection.ack_seq), lambda poll: worker.poll_report(poll, send))
         patience_s = self.world.patience_s(busy=bool(self.machine.num_waiting + self.machine.num_admitted))
         self._later(patience_s, lambda: self._poll_again(connection, number))
 
@@ -317,10 +327,19 @@ class SchedulerPiece:
     def _take_report(self, connection: _Connection, number: int, report: StepReport) -> None:
         if connection is not self._connection:
             return
+        if report.lease > connection.lease:
+            self._connect_again()
+            return
         connection.ack_seq = max(connection.ack_seq, report.report_seq)
         self._applied = max(self._applied, report.plan_seq)
         self._late_refusals += self._handle(WorkerReported(report))
         self._poll_again(connection, number)
+
+    def _connect_again(self) -> None:
+        """The call of an earlier life came after ours and has taken the worker over."""
+        self.world.count("leases lost", True)
+        self._connection = self._plan = None
+        self._connect()
 
     def _send_plan(self) -> None:
         connection, plan = self._connection, self._plan
@@ -372,7 +391,3 @@ class SchedulerPiece:
 
     def _later(self, delay_s: float, action: Callable[[], Any]) -> None:
         self.world.clock.after(delay_s, lambda: self.life.run(action))
-
-
-def _keys(requests: tuple[Any, ...]) -> str:
-    return ", ".join(f"{request.request_id}/{request.attempt}" for request in requests)

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from core.messages import Plan, ReportPoll, StepReport, TokenBatches, TokenPoll, WorkerReady, WorkerState
+from core.messages import (
+    FinishedSequence,
+    Plan,
+    ReportPoll,
+    StepReport,
+    TokenBatches,
+    TokenPoll,
+    WorkerReady,
+    WorkerState,
+)
 from engine.outbox import TokenOutbox
-from engine.worker import Output, Worker
+from engine.worker import Emission, Output, Worker
 from kvcache import BatchLimits, BlockManager, LeaseExecutor, StepBatch
 from tests.protocol.model import BLOCK, EOS, Device, LaggingDetokenizer
-from tests.protocol.network import Life
+from tests.protocol.network import Life, attempts
 
 if TYPE_CHECKING:
     from tests.protocol.world import World
@@ -30,6 +39,7 @@ class _Channel:
 
     outbox: TokenOutbox
     heard_at: float
+    sent_at: float = -1.0
     slow: frozenset[str] = frozenset()
     waiting: SendBatches | None = None
 
@@ -55,8 +65,9 @@ class WorkerPiece:
     def __init__(self, world: World, name: str, incarnation: str, num_blocks: int, limits: BatchLimits) -> None:
         self.world = world
         self.life = Life(name, world.clock)
-        self.device = Device(limits, num_blocks, world.clients)
-        executor = LeaseExecutor(BlockManager(num_blocks, BLOCK), limits, incarnation)
+        blocks = BlockManager(num_blocks, BLOCK)
+        self.device = Device(limits, blocks, world.clients)
+        executor = LeaseExecutor(blocks, limits, incarnation)
         ready = WorkerReady(incarnation, num_blocks, BLOCK, num_blocks * BLOCK, True, 1000)
         self.worker = Worker(self.device, executor, LaggingDetokenizer(), (EOS,), ready)  # type: ignore[arg-type]
         self._channels: dict[str, _Channel] = {}
@@ -74,7 +85,7 @@ class WorkerPiece:
         """A Scheduler takes over, perhaps in the middle of a step."""
         state = self.worker.take_over()
         self.world.count("take-overs with sequences", bool(state.held))
-        self.world.tell(self.life.name, "taken over under lease %s with %s", state.lease, _ids(state))
+        self.world.tell(self.life.name, "taken over under lease %s with %s", state.lease, attempts(state.held))
         self._check()
         reply(state)
 
@@ -88,21 +99,20 @@ class WorkerPiece:
         self.executor.acknowledge(poll.ack_seq)
         self._reports.waiting = send
         self._send_report()
-        self._later(IDLE_S, lambda: self._send_report(idle=send))
+        self._later(IDLE_S, self._send_report)
 
-    def _send_report(self, idle: SendReport | None = None) -> None:
+    def _send_report(self) -> None:
         reports = self._reports
         send = reports.waiting
-        if send is None or not (reports.due or send is idle):
+        idle = self.world.clock.now - reports.sent_at >= IDLE_S
+        if send is None or not (reports.due or idle):
             return
         reports.due, reports.waiting, reports.sent_at = False, None, self.world.clock.now
         send(self.executor.report())
 
     def _mark_report(self, *, urgent: bool) -> None:
-        reports = self._reports
-        plan = self.executor.lease, self.executor.plan_seq
-        if urgent or plan != reports.plan or self.world.clock.now - reports.sent_at >= REPORT_S:
-            reports.due, reports.plan = True, plan
+        if urgent or self.world.clock.now - self._reports.sent_at >= REPORT_S:
+            self._reports.due = True
             self._send_report()
 
     def poll_tokens(self, poll: TokenPoll, send: SendBatches) -> None:
@@ -119,12 +129,16 @@ class WorkerPiece:
         if channel.outbox.num_deltas:
             self._send_tokens(channel)
         else:
-            self._later(IDLE_S, lambda: self._send_tokens(channel) if channel.waiting is send else None)
+            self._later(IDLE_S, lambda: self._send_idle(channel))
+
+    def _send_idle(self, channel: _Channel) -> None:
+        if self.world.clock.now - channel.sent_at >= IDLE_S:
+            self._send_tokens(channel)
 
     def _send_tokens(self, channel: _Channel) -> None:
         send, channel.waiting = channel.waiting, None
         if send is not None:
-            channel.heard_at = self.world.clock.now
+            channel.heard_at = channel.sent_at = self.world.clock.now
             send(channel.outbox.take())
 
     def _channel(self, ingress_id: str) -> _Channel:
@@ -147,15 +161,14 @@ class WorkerPiece:
         batch = self.worker.begin_step()
         self._note_plan()
         self._check()
-        short = self.executor.short_blocks > 0
         if batch is None:
             self._steps = False
-            self._mark_report(urgent=short)
+            self._mark_report(urgent=True)
             return
         self.device.resting = self._resting()
         tokens = self.worker.execute(batch)
         self._computes = True
-        self._later(self.world.step_s(), lambda: self._finish(batch, tokens))
+        self._later(STEP_S, lambda: self._finish(batch, tokens))
 
     def _resting(self) -> frozenset[str]:
         return frozenset(progress.request_id for progress in self.executor._progress() if progress.stalled)
@@ -166,6 +179,8 @@ class WorkerPiece:
         plan = reports.offered.get((self.executor.lease, self.executor.plan_seq))
         if plan is None or (plan.lease, plan.plan_seq) == reports.plan:
             return
+        reports.plan = plan.lease, plan.plan_seq
+        self.device.places = tuple((slot.request_id, slot.attempt) for slot in plan.slots if not slot.standby)
         self.device.slots = {}
         for slot in plan.slots:
             if not self.executor.holds(slot.request_id):
@@ -178,22 +193,33 @@ class WorkerPiece:
         self._watch_ingresses()
 
     def _finish(self, batch: StepBatch, tokens: list[int | None]) -> None:
-        if self.world.breaks_step(batch):
-            outputs = self.worker.fail_step(batch, RuntimeError("device on fire"))
-        else:
-            outputs = self.worker.finish_step(batch, tokens)
-        self._check()
-        self._dispatch(outputs)
-        ended = any(output.delta.finish_reason for output in outputs)
-        self._mark_report(urgent=ended or self.executor.short_blocks > 0)
+        """Text is made when the next step runs already."""
         self._computes = False
+        emissions: list[Emission] = []
+        failures: list[Output] = []
+        if self.world.breaks_step(batch):
+            failures = self.worker.fail_step(batch, RuntimeError("device on fire"))
+            self.device.ended |= {(output.delta.request_id, output.delta.attempt) for output in failures}
+        else:
+            emissions = self.worker.commit_step(batch, tokens)
+            self._note_ends(emission.end for emission in emissions)
+        self._check()
         if self._looks:
             self._abort_silent()
         self._begin()
+        outputs = self.worker.render(emissions) + failures
+        self._dispatch(outputs)
+        ended = any(output.delta.finish_reason for output in outputs)
+        self._mark_report(urgent=ended or self.executor.short_blocks > 0)
+
+    def _note_ends(self, ends: Iterable[FinishedSequence | None]) -> None:
+        self.device.ended |= {(end.request_id, end.attempt) for end in ends if end is not None}
 
     def _dispatch(self, outputs: list[Output]) -> None:
         channels = {}
         for output in outputs:
+            if output.delta.finish_reason is not None:
+                self.device.ended.add((output.delta.request_id, output.delta.attempt))
             channels[output.ingress_id] = self._channel(output.ingress_id)
             channels[output.ingress_id].outbox.put(output.delta)
         for channel in channels.values():
@@ -237,7 +263,3 @@ class WorkerPiece:
 
     def _check(self) -> None:
         self.worker.check_integrity()
-
-
-def _ids(state: WorkerState) -> str:
-    return ", ".join(f"{request.request_id}/{request.attempt}" for request in state.held) or "nothing"

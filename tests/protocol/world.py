@@ -1,265 +1,301 @@
-"""The pure machines on a virtual clock and a network that delays, drops, duplicates and reorders.
-
-Everything that crosses between pieces goes through the codec and a ``Link``. Submits and aborts are delivered in
-order and once, as actor calls are; plans, reports, acknowledgements and tokens are not. What a real shell repeats
-until it is confirmed (the newest plan, the poll) is repeated here by timers.
-"""
+"""One world of a seed: pieces that live and die, clients that come and go, and what must hold all the while."""
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import random
-import zlib
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import Counter
+from typing import Any
 
-from core.codec import decode, encode
-from core.messages import Plan, StepReport, TokenBatches, TokenDelta, WorkerReady
-from core.request import Request, SamplingParams, SequenceStatus
-from engine.outbox import TokenOutbox
-from kvcache import BatchLimits, BlockManager, LeaseExecutor, StepBatch
-from policies.global_scheduler import AbortOnReplica, GlobalScheduler, PlaceRequests, ReplicaConnected, RequestLeft
-from policies.presets import build_router, build_scheduler
-from policies.replica_scheduler import (
-    Event,
-    RequestEnded,
-    RequestsAborted,
-    RequestsArrived,
-    SchedulerLimits,
-    SendPlan,
-    WorkerConnected,
-    WorkerReported,
-)
-from services.inbox import TokenInbox
+from core.messages import Refusal, TokenDelta
+from kvcache import BatchLimits, StepBatch
+from policies.presets import build_router
+from policies.replica_scheduler import ReplicaScheduler, SchedulerLimits
+from policies.watermark import WatermarkAdmission
+from tests.protocol.clock import Clock
+from tests.protocol.ingress import IngressPiece
+from tests.protocol.model import BLOCK, Client, make_client, text_of
+from tests.protocol.network import Faults, Network
+from tests.protocol.schedulers import RouterPiece, SchedulerPiece, ShortGrants
+from tests.protocol.worker import STEP_S, WorkerPiece
 
-BLOCK = 4
-STEP_S, REPORT_S, POLL_S, RESEND_S = 0.005, 0.020, 0.010, 0.030
+BUSY_S = 1.5
+"""Requests come so long."""
 
+LOOK_S = 0.25
+"""How often it is asked whether all is over."""
 
-@dataclass(frozen=True)
-class Faults:
-    """How bad the network is; delays in seconds."""
+MAX_DRAIN_S = 60.0
+"""Virtual, from the last fault: many times what any of these worlds needs, with an ingress that died (10 s) or not."""
 
-    drop: float
-    duplicate: float
-    max_delay_s: float
+PATIENT_S = 20.0
+"""Virtual, from the last fault: nobody waits longer for a client that does not read."""
 
-
-class Clock:
-    """Virtual time: runs what is due, in order of time and then of asking."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._order = itertools.count()
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
-
-    def after(self, delay_s: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self._due, (self.now + delay_s, next(self._order), action))
-
-    def every(self, period_s: float, action: Callable[[], None]) -> None:
-        def again() -> None:
-            action()
-            self.after(period_s, again)
-
-        self.after(period_s, again)
-
-    def step(self) -> None:
-        self.now, _, action = heapq.heappop(self._due)
-        action()
-
-
-class Link:
-    """One way from piece to piece."""
-
-    def __init__(self, clock: Clock, rng: random.Random, faults: Faults) -> None:
-        self._clock, self._rng, self._faults = clock, rng, faults
-
-    def send(self, data: bytes, deliver: Callable[[bytes], None]) -> None:
-        copies = 0 if self._rng.random() < self._faults.drop else 1
-        copies += self._rng.random() < self._faults.duplicate
-        for _ in range(copies):
-            self._clock.after(self._rng.uniform(0, self._faults.max_delay_s), lambda: deliver(data))
-
-
-def token_at(request_id: str, position: int) -> int:
-    """What this world's model says there: tokens that tell where they belong."""
-    return zlib.crc32(f"{request_id}@{position}".encode()) % 1000
-
-
-class Replica:
-    """A scheduler and a worker with a network between them."""
-
-    def __init__(self, world: World, name: str, num_blocks: int, limits: SchedulerLimits, watermark: float) -> None:
-        self.world, self.name = world, name
-        self.scheduler = build_scheduler("fcfs", watermark=watermark, limits=limits)
-        self.executor = LeaseExecutor(BlockManager(num_blocks, BLOCK), BatchLimits(limits.max_num_seqs, 24), name)
-        self.outbox = TokenOutbox(name)
-        self.inbox = TokenInbox()
-        self._said: dict[str, int] = {}  # output tokens so far
-        self._plan: Plan | None = None
-        self._pending: Plan | None = None
-        self._applied = 0
-        self.handle(WorkerConnected(WorkerReady(name, num_blocks, BLOCK, num_blocks * BLOCK, True, 1000)))
-        clock = world.clock
-        clock.every(REPORT_S, self._report)
-        clock.every(RESEND_S, self._resend)
-        clock.every(POLL_S, self._poll)
-        clock.after(STEP_S, self._step)
-
-    def handle(self, event: Event) -> None:
-        for instruction in self.scheduler.handle(event, self.world.clock.now):
-            match instruction:
-                case SendPlan(plan):
-                    self._plan = plan
-                    self._send_plan(plan)
-                case RequestEnded(finished):
-                    self.world.route(RequestLeft(finished.request_id, finished.attempt, finished.output_len))
-        self.scheduler.check_integrity()
-
-    def _send_plan(self, plan: Plan) -> None:
-        self.world.link.send(encode(plan), self._take_plan)
-
-    def _resend(self) -> None:
-        if self._plan is not None and self._plan.plan_seq > self._applied:
-            self._send_plan(self._plan)
-
-    def _take_plan(self, data: bytes) -> None:
-        plan = decode(data, Plan)
-        if self._pending is None or plan.plan_seq > self._pending.plan_seq:
-            self._pending = plan
-
-    def _step(self) -> None:
-        if self._pending is not None:
-            plan, self._pending = self._pending, None
-            self.executor.apply_plan(plan)
-        batch = self.executor.next_batch()
-        self.executor.check_integrity()
-        self.world.clock.after(STEP_S, self._step if batch is None else lambda: self._finish(batch))
-
-    def _finish(self, batch: StepBatch) -> None:
-        stopped = [i.request_id for i in batch.items if i.samples and self.world.rng.random() < 0.05]
-        ended = {end.request_id: end.status for end in self.executor.commit(batch, stopped)}
-        self.executor.check_integrity()
-        for item in batch.items:
-            if item.samples:
-                self._say(item.request_id, ended.get(item.request_id))
-        self._step()
-
-    def _say(self, request_id: str, status: SequenceStatus | None) -> None:
-        position = self._said.get(request_id, 0)
-        self._said[request_id] = position + 1
-        reason = None if status is None else status.finish_reason
-        token = token_at(request_id, position)
-        self.outbox.put(TokenDelta(request_id, 0, position, (token,), "", reason, None))
-
-    def _report(self) -> None:
-        self.world.link.send(encode(self.executor.report()), self._take_report)
-
-    def _take_report(self, data: bytes) -> None:
-        report = decode(data, StepReport)
-        self._applied = max(self._applied, report.plan_seq)
-        self.handle(WorkerReported(report))
-        seq = report.report_seq
-        self.world.link.send(b"", lambda _: self.executor.acknowledge(seq))
-
-    def _poll(self) -> None:
-        ack_seq = self.inbox.ack_seq
-        self.world.link.send(b"", lambda _: self._answer_poll(ack_seq))
-
-    def _answer_poll(self, ack_seq: int) -> None:
-        self.outbox.acknowledge(ack_seq)
-        self.world.link.send(encode(self.outbox.take()), self._take_tokens)
-
-    def _take_tokens(self, data: bytes) -> None:
-        for delta in self.inbox.receive(decode(data, TokenBatches)):
-            self.world.show(delta)
-
-
-@dataclass
-class Client:
-    """One request as its client sees it."""
-
-    request: Request
-    tokens: list[int] = field(default_factory=list)
-    reason: str | None = None
-    gone: bool = False
+MAX_OUTPUT = 16
 
 
 class World:
-    """A router, some replicas, and clients that come and go."""
+    """All pieces on one clock, built from a seed.
 
-    def __init__(self, seed: int) -> None:
+    Args:
+        recording: Whether the story is written down.
+    """
+
+    def __init__(self, seed: int, *, recording: bool = False) -> None:
         self.rng = rng = random.Random(seed)
         self.clock = Clock()
-        faults = Faults(rng.choice([0, 0.1, 0.4]), rng.choice([0, 0.2]), rng.choice([0.001, 0.02, 0.1]))
-        self.link = Link(self.clock, rng, faults)
-        self.router: GlobalScheduler = build_router("fcfs", rng.choice(["round-robin", "least-work"]))
         self.clients: dict[str, Client] = {}
-        self.story: list[str] = [f"faults {faults}"]
-        limits = SchedulerLimits(rng.randint(1, 6), rng.randint(0, 4))
-        num_blocks, watermark = rng.randint(4, 24), rng.choice([0.6, 1.0])
-        self.max_len = num_blocks * BLOCK
-        names = [f"replica-{i}" for i in range(rng.randint(1, 3))]
-        self.replicas = {name: Replica(self, name, num_blocks, limits, watermark) for name in names}
-        for name in names:
-            self.route(ReplicaConnected(name))
+        self.counts: Counter[str] = Counter()
+        self.story: list[tuple[float, str, str, tuple[Any, ...]]] = []
+        self.calm = True  # nobody dies, hangs or breaks a connection
+        self._recording = recording
+        self._lives: Counter[str] = Counter()
+        self.faults_until = 2 * BUSY_S
+        self._draw(rng)
+        self.network = Network(self.clock, rng, self.faults, thorough=rng.random() < 0.1)
+        self._build()
 
-    def route(self, event: ReplicaConnected | RequestsArrived | RequestsAborted | RequestLeft) -> None:
-        for instruction in self.router.handle(event, self.clock.now):
-            match instruction:
-                case PlaceRequests(name, requests):
-                    self.replicas[name].handle(RequestsArrived(requests))
-                case AbortOnReplica(name, keys):
-                    self.replicas[name].handle(RequestsAborted(keys))
-        self.router.check_integrity()
+    def _draw(self, rng: random.Random) -> None:
+        """What kind of world this is."""
+        loss = rng.choice([(0.0, 0.0), (0.05, 0.1), (0.3, 0.2)])
+        self.faults = Faults(*loss, rng.choice([0.001, 0.02, 0.1]), rng.choice([0.001, 0.02, 0.1]))
+        self.limits = SchedulerLimits(rng.randint(1, 5), rng.randint(0, 3))
+        self.batch_limits = BatchLimits(self.limits.max_num_seqs, rng.choice([6, 12, 24]))
+        self.watermark = rng.choice([0.6, 0.8, 1.0])
+        self.placement = rng.choice(["round-robin", "least-work"])
+        self.short_grants = rng.random() < 0.25
+        num_blocks, mixed = rng.randint(3, 16), rng.random() < 0.2
+        self.num_blocks = {str(i): rng.randint(3, 16) if mixed else num_blocks for i in range(rng.randint(1, 3))}
+        self.max_len = min(self.num_blocks.values()) * BLOCK  # the ingress admits what fits everywhere
+        self.ingress_names = ["ingress-a", "ingress-b"][: rng.randint(1, 2)]
+        self._break_rate = rng.choice([0, 0, 0, 0.01])
 
-    def submit(self, request_id: str) -> None:
-        prompt = self.rng.randint(1, self.max_len // 2)
-        output = self.rng.randint(1, min(30, self.max_len - prompt))
-        request = Request(request_id, 0, "ingress", (1,) * prompt, SamplingParams(output))
-        self.clients[request_id] = Client(request)
-        self.tell(f"{request_id} submitted: {prompt} + {output} tokens")
-        self.route(RequestsArrived((request,)))
+    def _build(self) -> None:
+        self.tell("world", "%s, %s, blocks %s, %s", self.faults, self.limits, self.num_blocks, self.batch_limits)
+        for name in ("router", *self._replica_pieces()):
+            self.start(name)
+        self.follows_all = self.rng.random() < 0.5
+        known = self.num_blocks if self.follows_all else {}
+        for name in self.ingress_names:
+            self.network.living[name] = IngressPiece(self, name, known)
+
+    def _replica_pieces(self) -> list[str]:
+        return [f"{kind}-{replica}" for replica in self.num_blocks for kind in ("scheduler", "worker")]
+
+    def start(self, name: str) -> None:
+        """Begins a life of anything but an ingress."""
+        kind, _, replica = name.partition("-")
+        self._lives[name] += 1
+        self.network.living[name] = getattr(self, f"_make_{kind}")(replica)
+
+    def _make_router(self, _: str) -> RouterPiece:
+        return RouterPiece(self, build_router("fcfs", self.placement))
+
+    def _make_scheduler(self, replica: str) -> SchedulerPiece:
+        kind = ShortGrants if self.short_grants else ReplicaScheduler
+        return SchedulerPiece(self, replica, kind(WatermarkAdmission(self.watermark), self.limits))
+
+    def _make_worker(self, replica: str) -> WorkerPiece:
+        name = f"worker-{replica}"
+        incarnation = f"{name}.{self._lives[name]}"
+        return WorkerPiece(self, name, incarnation, self.num_blocks[replica], self.batch_limits)
+
+    def kill(self, name: str, restart_after_s: float) -> None:
+        """Ends a life; the supervisor begins another one in a while, but not of an ingress."""
+        piece = self.network.living.get(name)
+        if piece is None:
+            return
+        self.count(f"kills of a {name.partition('-')[0]}", True)
+        self.tell(name, "killed")
+        self.network.kill(name)
+        if isinstance(piece, IngressPiece):
+            for client in self.clients.values():
+                client.gone |= client.request.ingress_id == name
+            return
+        self.faults_until = max(self.faults_until, self.clock.now + restart_after_s)
+        self.clock.after(restart_after_s, lambda: self._restart(name))
+
+    def _restart(self, name: str) -> None:
+        self.tell(name, "restarted")
+        self.start(name)
+
+    def hang(self, name: str, duration_s: float) -> None:
+        """A piece does nothing for a while."""
+        piece = self.network.living.get(name)
+        if piece is not None:
+            self.tell(name, "hangs for %.2f s", duration_s)
+            piece.life.hangs_until = self.clock.now + duration_s
+            self.faults_until = max(self.faults_until, piece.life.hangs_until)
+
+    def break_connection(self, name: str, replica: str) -> None:
+        """A piece takes a living worker for dead."""
+        match self.network.living.get(name):
+            case IngressPiece() as ingress:
+                ingress.life.run(lambda: ingress.lose_worker(replica))
+            case SchedulerPiece() as scheduler:
+                scheduler.life.run(scheduler.lose_worker)
+
+    def open(self, ingress_name: str) -> None:
+        """A client comes."""
+        ingress, rng = self.network.living.get(ingress_name), self.rng
+        if ingress is None:
+            return
+        request_id = f"{ingress_name}-{len(self.clients)}"
+        fits = rng.random() > 0.03
+        prompt_len = rng.randint(1, max(1, self.max_len // 3)) if fits else max(self.num_blocks.values()) * BLOCK
+        output_len = rng.randint(1, min(MAX_OUTPUT, self.max_len - prompt_len)) if fits else 1
+        stops_after = rng.randint(1, output_len) if rng.random() < 0.3 else None
+        client = make_client(request_id, ingress_name, prompt_len, output_len, stops_after)
+        client.fits = fits
+        self.clients[request_id] = client
+        self.tell("client", "%s comes: %s + %s tokens, stops after %s", request_id, prompt_len, output_len, stops_after)
+        ingress.life.run(lambda: ingress.open(client.request))
 
     def leave(self) -> None:
-        alive = [rid for rid, client in self.clients.items() if not client.gone and client.reason is None]
-        if alive:
-            request_id = self.rng.choice(alive)
-            self.clients[request_id].gone = True
-            self.tell(f"{request_id} left by its client")
-            self.route(RequestsAborted(((request_id, 0),)))
+        """A client goes."""
+        waiting = [request_id for request_id, client in self.clients.items() if client.waits]
+        if not waiting:
+            return
+        request_id = self.rng.choice(waiting)
+        client = self.clients[request_id]
+        client.gone = True
+        self.tell("client", "%s leaves", request_id)
+        ingress = self.network.living[client.request.ingress_id]
+        ingress.life.run(lambda: ingress.close(request_id))
+
+    def slow_down(self, duration_s: float) -> None:
+        """A client stops reading for a while."""
+        waiting = [client for client in self.clients.values() if client.waits]
+        if not waiting:
+            return
+        client = self.rng.choice(waiting)
+        client.slow = True
+        self.tell("client", "%s does not read for %.2f s", client.request.request_id, duration_s)
+        disturbed_until = self.faults_until
+        self.faults_until = max(self.faults_until, self.clock.now + duration_s)
+        self.clock.after(duration_s, lambda: self._read_again(client, disturbed_until))
+
+    def _read_again(self, client: Client, disturbed_until: float) -> None:
+        client.slow = False
+        if self.clock.now < disturbed_until + PATIENT_S:
+            return
+        self.count("others outlived a slow client", client.waits)
+        waiting = [other for other in self.clients.values() if other.waits and not other.slow and other is not client]
+        starved = [other.request.request_id for other in waiting]
+        assert not starved, f"{starved} wait for a client that does not read"
+
+    def slow_clients(self, ingress_name: str) -> tuple[str, ...]:
+        clients = self.clients.items()
+        return tuple(rid for rid, client in clients if client.slow and client.request.ingress_id == ingress_name)
+
+    def patience_s(self, *, busy: bool) -> float:
+        """How long an unanswered poll is waited for."""
+        return 0.25 if busy and self.faults.drop else 1.2
+
+    def breaks_step(self, batch: StepBatch) -> bool:
+        """Whether this step raises; its requests then end with an error."""
+        if not self._break_rate or self.rng.random() >= self._break_rate:
+            return False
+        for item in batch.items:
+            self.clients[item.request_id].may_fail = True
+        return True
 
     def show(self, delta: TokenDelta) -> None:
-        client = self.clients[delta.request_id]
+        """A client gets something; it must be the next thing that is due to it."""
+        name = delta.request_id
+        client = self.clients[name]
         if client.gone:
             return
-        assert client.reason is None, f"{delta.request_id}: a reply after its end"
-        assert delta.start == len(client.tokens), f"{delta.request_id}: {delta.start} after {len(client.tokens)} tokens"
-        client.tokens += delta.token_ids
-        client.reason = delta.finish_reason
-        if delta.finish_reason:
-            self.tell(f"{delta.request_id} ended: {delta.finish_reason} after {len(client.tokens)} tokens")
+        assert client.end is None, f"{name}: a reply after its end ({client.end})"
+        assert delta.start == len(client.tokens), f"{name}: token {delta.start} after {len(client.tokens)} tokens"
+        for token in delta.token_ids:
+            due = client.expected(len(client.tokens))
+            assert token == due, f"{name}: token {token} instead of {due} at {len(client.tokens)}"
+            client.tokens.append(token)
+        client.text += delta.text
+        if delta.finish_reason is not None:
+            self._end(client, delta.finish_reason)
 
-    def tell(self, line: str) -> None:
-        self.story.append(f"{self.clock.now:8.3f} {line}")
+    def _end(self, client: Client, reason: str) -> None:
+        name = client.request.request_id
+        client.end = reason
+        self.tell("client", "%s ends: %s after %s tokens", name, reason, len(client.tokens))
+        if reason == "error" and client.may_fail:
+            return
+        assert reason == client.expected_end, f"{name}: ended by {reason} instead of {client.expected_end}"
+        due = client.request.sampling.max_new_tokens if client.stops_after is None else client.stops_after
+        assert len(client.tokens) == due, f"{name}: ended after {len(client.tokens)} of {due} tokens"
+        assert client.text == text_of(client.tokens), f"{name}: text {client.text!r} for {client.tokens}"
+
+    def refuse(self, refusal: Refusal) -> None:
+        """A client is told that its request will never run."""
+        client = self.clients[refusal.request_id]
+        if client.gone:
+            return
+        self.tell("client", "%s refused: %s", refusal.request_id, refusal.message)
+        assert client.end is None, f"{refusal.request_id}: refused after its end ({client.end})"
+        assert not client.fits, f"{refusal.request_id}: refused, but it fits"
+        client.end = "refused"
+        self.count("refusals", True)
+
+    def give_up(self, request_id: str) -> None:
+        """A client is told that its request was lost too often; no world is that bad."""
+        assert self.clients[request_id].gone, f"{request_id}: given up"
+
+    def run(self) -> None:
+        """From the first request until nothing is left of the last."""
+        while not self._over():
+            until = self.clock.now + LOOK_S
+            while self.clock.now < until:
+                self.clock.step()
+            assert self.clock.now < self.faults_until + MAX_DRAIN_S, f"it does not drain: {self._leftovers()}"
+        self.counts["virtual seconds"] += round(self.clock.now)
+        self.counts["slowest drain"] = round(self.clock.now - self.faults_until)
+        for piece in self.network.living.values():
+            if isinstance(piece, IngressPiece):
+                self.counts["resumes"] += piece.ledger.num_resumed
+            elif isinstance(piece, WorkerPiece):
+                self.counts["steps beyond grants"] += piece.device.num_beyond_grants
+        assert not self._nothing_lost or not self.counts["resumes"], "something was resumed, but nothing was lost"
 
     @property
-    def drained(self) -> bool:
-        return self.router.num_in_flight == 0 and all(
-            client.gone or client.reason is not None for client in self.clients.values()
-        )
+    def _nothing_lost(self) -> bool:
+        """Whether no request had a reason to be resumed.
 
-    def check_end(self) -> None:
-        """What must hold once everything has drained."""
-        for request_id, client in self.clients.items():
-            if client.gone:
-                continue
-            expected = [token_at(request_id, position) for position in range(len(client.tokens))]
-            assert client.tokens == expected, f"{request_id}: wrong tokens"
-            if client.reason == "length":
-                assert len(client.tokens) == client.request.sampling.max_new_tokens
-        for replica in self.replicas.values():
-            blocks = replica.executor.blocks
-            assert replica.executor.num_held == 0, f"{replica.name} holds {replica.executor.num_held} sequences"
-            assert blocks.num_free == blocks.num_blocks, f"{replica.name}: the pool is not whole"
+        One has if it ends before its ingress knows where it runs: nobody can tell then that its tokens are on their
+        way. So calls must be quick and every worker followed from the start.
+        """
+        quick = self.faults.call_delay_s < STEP_S / 4 and self.follows_all
+        return self.calm and quick and not self.counts["silent ingresses"]
+
+    def _over(self) -> bool:
+        return self.clock.now >= self.faults_until and not self._leftovers()
+
+    def _leftovers(self) -> list[str]:
+        """Whatever is not as it was in the beginning."""
+        left = [f"{rid} waits, has {len(client.tokens)} tokens" for rid, client in self.clients.items() if client.waits]
+        for name, piece in self.network.living.items():
+            match piece:
+                case IngressPiece():
+                    num = len(piece.ledger) + piece.ledger.has_outgoing
+                case RouterPiece():
+                    num = piece.machine.num_in_flight
+                case SchedulerPiece():
+                    num = piece.machine.num_waiting + piece.machine.num_admitted
+                case WorkerPiece():
+                    blocks = piece.executor.blocks
+                    num = piece.executor.num_held + blocks.num_blocks - blocks.num_free
+            if num:
+                left.append(f"{name} holds {num}")
+        return left
+
+    def count(self, what: str, happened: bool) -> None:
+        if happened:
+            self.counts[what] += 1
+
+    def tell(self, who: str, what: str, *details: Any) -> None:
+        if self._recording:
+            self.story.append((self.clock.now, who, what, details))
+
+    def tale(self) -> str:
+        """The story, to be read."""
+        return "\n".join(f"{at:8.3f} {who:<12} {what % details}" for at, who, what, details in self.story)

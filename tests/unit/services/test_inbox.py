@@ -52,13 +52,16 @@ def test_a_reply_that_comes_late_changes_nothing() -> None:
     assert inbox.ack_seq == 2
 
 
-def test_a_batch_after_a_gap_is_not_taken() -> None:
-    inbox = TokenInbox()
-    batches = outbox(num_batches=3).take().batches
-    inbox.receive(TokenBatches("w", batches[:1]))
-    assert inbox.receive(TokenBatches("w", batches[2:])) == []
-    assert inbox.ack_seq == 1
-    assert starts(inbox.receive(TokenBatches("w", batches))) == [1, 2]
+def test_numbers_go_on_after_the_worker_has_dropped_what_nobody_asked_for() -> None:
+    box, inbox = outbox(num_batches=2), TokenInbox()
+    assert starts(inbox.receive(box.take())) == [0, 1]
+    box.put(delta(2))
+    box.take()
+    box.clear()
+    assert box.num_deltas == 0
+    box.put(delta(3))
+    assert starts(inbox.receive(box.take())) == [3]
+    assert inbox.ack_seq == 4
 
 
 def test_a_new_connection_starts_at_what_is_there() -> None:
