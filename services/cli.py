@@ -101,6 +101,39 @@ def _print_status(actors: list[dict[str, Any]]) -> None:
 
 
 @app.command()
+def scale(
+    kind: Annotated[str, typer.Argument(help="replica, length-predictor, serving-time-estimator or ingress.")],
+    count: Annotated[int, typer.Argument(help="How many there are to be.")],
+    port: Annotated[int, typer.Option(help="Port of the running server.")] = 8000,
+    host: Annotated[str, typer.Option(help="Its address.")] = "127.0.0.1",
+    token: Annotated[str | None, typer.Option(help="Admin token [FARSIGHT_ADMIN_TOKEN, or the run file].")] = None,
+) -> None:
+    """Change how many there are of a kind of piece while the server runs."""
+    from services.run_file import find_admin_token
+    from services.scaling import scale_service
+
+    try:
+        typer.echo(scale_service(f"http://{host}:{port}", token or find_admin_token(port), kind, count))
+    except FarsightError as error:
+        typer.echo(f"farsight: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+@app.command()
+def down(
+    address: Annotated[str, typer.Option(help="Of the Ray cluster, as HOST:PORT.")] = "auto",
+) -> None:
+    """End everything that `serve deploy` has started of Farsight in a Ray cluster."""
+    from services.down import end_service
+
+    try:
+        end_service(address, typer.echo)
+    except FarsightError as error:
+        typer.echo(f"farsight: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+@app.command()
 def batch(
     source: Annotated[Path, typer.Argument(metavar="IN", help="Requests in OpenAI's batch format, one a line.")],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="Where the answers go, in the order of IN.")],

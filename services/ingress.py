@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 from actors.site import Site
+from services.api.admin import Administration
 from services.api.app import build_app
 from services.api.prompts import PromptEncoder
 from services.connect import open_client
+from services.run_file import ADMIN_TOKEN_VARIABLE
 
 
 class Ingress:
-    """One ingress replica: an ASGI app over an ``EngineClient``."""
+    """One ingress replica: an ASGI app over an ``EngineClient``.
 
-    def __init__(self, site: Site) -> None:
+    Args:
+        site: What is served.
+        scales_ingress: Whether somebody follows the wanted number of ingress replicas.
+    """
+
+    def __init__(self, site: Site, scales_ingress: bool) -> None:
         self._site = site
         self._encoder = PromptEncoder(Path(site.model_dir))
+        self._administration = Administration(os.environ.get(ADMIN_TOKEN_VARIABLE, ""), scales_ingress)
 
     async def __serve_build_asgi_app__(self) -> Any:
         client = await open_client(self._site)
-        return build_app(client, self._encoder, max_body_bytes=self._site.config.server.max_body_bytes)
+        server = self._site.config.server
+        return build_app(client, self._encoder, server.max_body_bytes, self._administration)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import secrets
@@ -26,12 +27,20 @@ from core.config import FarsightConfig
 from core.errors import ConfigError, FarsightError
 from core.messages import PieceCounts
 from policies.presets import build_router
+from services.haproxy import haproxy_environment
+from services.run_file import ADMIN_TOKEN_VARIABLE, published
 from services.signals import StopSignal
 
 EMBEDDED_MODEL = Path(__file__).parent / "embedded_model"
 EMBEDDED_NAME = "farsight-embedded"
 OBJECT_STORE_BYTES = 128 * 1024 * 1024
 WATCH_INTERVAL_S = 0.5
+
+APP_NAME = "farsight"
+"""Of the Ray Serve application."""
+
+DRAIN_INGRESS_S = 600.0
+"""How long an ingress replica that is given up may finish its streams. Ctrl-C does not wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,20 +103,47 @@ def private_cluster(stop: StopSignal, *, proxy: str = "serve", dashboard: bool =
     import ray
 
     try:
-        context = ray.init(
-            address="local",
-            namespace=NAMESPACE,
-            include_dashboard=dashboard,
-            dashboard_port=_free_port() if dashboard else None,
-            object_store_memory=OBJECT_STORE_BYTES,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+        context = _start_ray(dashboard)
         stop.install()
         yield Cluster(f"http://{context.dashboard_url}" if dashboard else "")
     finally:
         ray.shutdown()
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _start_ray(dashboard: bool) -> Any:
+    import ray
+
+    try:
+        with any_agent_port():
+            return ray.init(
+                address="local",
+                namespace=NAMESPACE,
+                include_dashboard=dashboard,
+                dashboard_port=_free_port() if dashboard else None,
+                object_store_memory=OBJECT_STORE_BYTES,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+    except Exception as error:  # Ray says no more precisely what it raises
+        raise ServiceFailed(f"Ray did not start: {error}") from error
+
+
+@contextlib.contextmanager
+def any_agent_port() -> Iterator[None]:
+    """In it, ``ray.init`` lets the agent that takes jobs listen on any free port.
+
+    Ray's own choice is the same port for every cluster: of several on one machine, only the first would take jobs.
+    """
+    import ray._private.parameter
+
+    parameter: Any = ray._private.parameter
+    before = parameter.RayParams
+    parameter.RayParams = functools.partial(before, dashboard_agent_listen_port=0)
+    try:
+        yield
+    finally:
+        parameter.RayParams = before
 
 
 def _free_port() -> int:
@@ -130,7 +166,10 @@ def _set_environment(directory: Path, proxy: str) -> None:
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_TMPDIR": str(directory),
         "FARSIGHT_RUN_DIR": str(directory),
+        ADMIN_TOKEN_VARIABLE: os.environ.get(ADMIN_TOKEN_VARIABLE) or secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
+        # On one machine only: the address of every node is 127.0.0.1, so no daemon of Ray listens elsewhere.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_SERVE_LOG_TO_STDERR": "0",
         # One event loop a replica: no thread hop a token. The ingress never blocks its loop.
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
@@ -139,13 +178,7 @@ def _set_environment(directory: Path, proxy: str) -> None:
         "RAY_enable_metrics_collection": "0",
     }
     if proxy == "haproxy":
-        os.environ |= {
-            "RAY_SERVE_ENABLE_HA_PROXY": "1",
-            "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(directory / "haproxy.cfg"),
-            "RAY_SERVE_HAPROXY_SOCKET_PATH": str(directory / "haproxy.sock"),
-            # Ray's 30 s would be how long Ctrl-C takes.
-            "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
-        }
+        os.environ |= haproxy_environment(directory)
         del os.environ["RAY_SERVE_ENABLE_DIRECT_INGRESS"]
 
 
@@ -173,13 +206,14 @@ class Service:
             logging_config={"enable_access_log": False, "log_level": "WARNING"},
         )
         wait_started()
-        self._run_ingress()
+        self._run_ingress(wait=True)
 
-    def _run_ingress(self) -> None:
-        """Starts the ingress replicas, or changes their number."""
+    def _run_ingress(self, *, wait: bool) -> None:
+        """Starts the ingress replicas, or changes their number; waiting takes as long as a removed one drains."""
         from ray import serve
 
-        serve.run(ingress_app(self._site, self._ingress_replicas), name="farsight", route_prefix="/")
+        app = ingress_app(self._site, self._ingress_replicas, scalable=True)
+        serve.run_many([serve.RunTarget(app, name=APP_NAME, route_prefix="/")], wait_for_applications_running=wait)
 
     def wait(self, stop: StopSignal) -> None:
         """Returns once a signal to stop has come; meanwhile there are as many ingress replicas as asked for."""
@@ -188,7 +222,7 @@ class Service:
             wanted = self._wanted_ingress_replicas()
             if wanted not in (0, self._ingress_replicas) and not stop.received:
                 self._ingress_replicas = wanted
-                self._run_ingress()
+                self._run_ingress(wait=False)
 
     def _wanted_ingress_replicas(self) -> int:
         """0 if nobody has asked for a number, or nobody can tell."""
@@ -219,8 +253,14 @@ def start_pieces(site: Site) -> Callable[[], None]:
     return lambda: _wait_started(started)
 
 
-def ingress_app(site: Site, replicas: int) -> Any:
-    """The Ray Serve application."""
+def ingress_app(site: Site, replicas: int, *, scalable: bool = False) -> Any:
+    """The Ray Serve application.
+
+    Args:
+        site: What is served.
+        replicas: Ingress replicas.
+        scalable: Whether somebody follows the number that ``farsight scale ingress`` asks for.
+    """
     from ray import serve
 
     from services.ingress import Ingress
@@ -232,9 +272,12 @@ def ingress_app(site: Site, replicas: int) -> Any:
         # The ingress counts and refuses by itself (429); Serve's own bound must not come first.
         max_ongoing_requests=2 * site.config.server.max_queued_requests,
         ray_actor_options={"num_cpus": 0},
-        graceful_shutdown_timeout_s=2,
+        graceful_shutdown_timeout_s=DRAIN_INGRESS_S,
+        # Without a version of its own every run is an update, for which Serve replaces all replicas.
+        version="1",
+        _internal=True,
     )
-    return deployment.bind(site)
+    return deployment.bind(site, scalable)
 
 
 def _wait_started(started: Any) -> None:
@@ -287,7 +330,8 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
         url = f"http://{config.server.host}:{config.server.port}"
         say(f"Ready after {time.monotonic() - began:.1f} s. OpenAI API: {url}/v1   Stop: Ctrl-C")
         say(_example(url, model.name))
-        service.wait(stop)
+        with published(config.server.port, os.environ[ADMIN_TOKEN_VARIABLE]):
+            service.wait(stop)
         say("Stopping.")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -30,6 +31,7 @@ class Overview:
         self._peers = site.peers()
         self._counts = initial_counts(site.config)
         self._actors: dict[str, RemoteActor] = {}
+        self._last: dict[str, PieceStatus] = {}
 
     async def status(self) -> StatusReply:
         """A row for every piece; those of a process that does not answer are dead."""
@@ -73,8 +75,9 @@ class Overview:
                 rows = decode(await self._actor(host).call("rows"), PieceRows).pieces
         except (PeerLost, TimeoutError):
             rows = ()
+        self._last |= {row.name: row for row in rows}
         missing = set(pieces) - {row.name for row in rows}
-        return [*rows, *(_dead(piece) for piece in pieces if piece in missing)]
+        return [*rows, *(self._dead(piece) for piece in pieces if piece in missing)]
 
     async def _host_metrics(self, host: str) -> str:
         try:
@@ -98,6 +101,9 @@ class Overview:
         except (PeerLost, TimeoutError, RayTaskError):
             return []
 
-
-def _dead(piece: str) -> PieceStatus:
-    return PieceStatus(piece, kind_of(piece), 0, "", "dead", 0, None, 0, 0)
+    def _dead(self, piece: str) -> PieceStatus:
+        """What is known of it from its life, as far as that outlasts it."""
+        last = self._last.get(piece)
+        if last is None:
+            return PieceStatus(piece, kind_of(piece), 0, "", "dead", 0, None, 0, 0)
+        return dataclasses.replace(last, state="dead", queue=0, last_step_age_s=None, http_port=0)

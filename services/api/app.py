@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
+from services.api.admin import Administration, admin_routes
 from services.api.backend import GenerationBackend
 from services.api.dashboard import DASHBOARD_HEADERS, dashboard_page
 from services.api.errors import SERVER_ERROR, ApiError, install_error_handlers
@@ -48,7 +49,10 @@ _EVENTS: dict[int | str, dict[str, Any]] = {
 
 
 def build_app(
-    backend: GenerationBackend, encoder: PromptEncoder, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    backend: GenerationBackend,
+    encoder: PromptEncoder,
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
+    administration: Administration | None = None,
 ) -> FastAPI:
     """The application over one backend.
 
@@ -56,11 +60,13 @@ def build_app(
         backend: Runs the requests; its ``model`` is read anew for each.
         encoder: Of the same model.
         max_body_bytes: Larger request bodies are refused unread.
+        administration: Who may administer; nobody if not given.
     """
     app = FastAPI(title="Farsight", version=API_VERSION, redirect_slashes=False, strict_content_type=False)
     app.include_router(_model_routes(backend))
     app.include_router(_generation_routes(backend, encoder))
     app.include_router(_operator_routes(backend))
+    app.include_router(admin_routes(backend, administration or Administration()))
     install_error_handlers(app)
     app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes)
     app.add_middleware(LastResort)

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
-from core.messages import StatusReply, TokenDelta
+from core.messages import PieceCounts, StatusReply, TokenDelta
 from core.request import SamplingParams
 
 
@@ -53,6 +53,15 @@ class GenerationBackend(Protocol):
 
     async def metrics(self) -> str:
         """The metrics of every process that can be reached, as one exposition (``metrics_page``)."""
+        ...
+
+    async def scale(self, kind: str, count: int) -> PieceCounts:
+        """How many of what there are from now on; answers when they are there, or gone.
+
+        Raises:
+            InvalidValueError: The kind or the number is wrong.
+            FarsightError: It could not be done, or not all of it.
+        """
         ...
 
     async def healthy(self) -> bool:

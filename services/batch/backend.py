@@ -9,38 +9,70 @@ import uuid
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
+import psutil
 import ray
+from ray.exceptions import RayActorError
 
+from actors.hosts import create_host
+from actors.names import SUPERVISOR, host_of
 from actors.site import Site
 from core.config import FarsightConfig
 from services.api.backend import GenerationBackend
 from services.api.prompts import PromptEncoder
 from services.connect import open_client
-from services.launch import find_model, find_site, start_pieces
+from services.launch import ServiceFailed, find_model, find_site, start_pieces
+
+_GCS_FLAG = "--gcs-address="
 
 
 @contextlib.asynccontextmanager
 async def open_backend(config: FarsightConfig) -> AsyncGenerator[tuple[GenerationBackend, PromptEncoder], None]:
     """The backend of one job and the encoder of its model; everything it started is gone when it is closed.
 
-    Runs in the job's driver, on the event loop that will send the requests. Ray is not initialised yet: a plain
-    ``ray.init()`` finds the cluster by RAY_ADDRESS, which Ray sets for a job.
+    Runs in the job's driver, on the event loop that will send the requests.
 
     Raises:
         FarsightError: The model cannot be served, or a part did not start.
     """
     site = _own_site(config)
-    ray.init(namespace=site.namespace, log_to_driver=False, logging_level=logging.ERROR)
     try:
-        wait_started = start_pieces(site)
-        await asyncio.to_thread(wait_started)
+        ray.init(address=_cluster_address(), namespace=site.namespace, log_to_driver=False, logging_level=logging.ERROR)
+    except ConnectionError as error:
+        raise ServiceFailed(f"the job does not reach its own cluster: {error}") from error
+    try:
+        # An actor that is not detached lives as long as the handle of whoever created it.
+        control = create_host(host_of(SUPERVISOR, site.placement), site, 0)
+        await _start(site)
         client = await open_client(site)
         try:
             yield client, PromptEncoder(Path(site.model_dir))
         finally:
             await client.close()
+            del control
     finally:
         ray.shutdown()
+
+
+async def _start(site: Site) -> None:
+    try:
+        wait_started = start_pieces(site)
+    except RayActorError as error:
+        raise ServiceFailed(f"the supervisor died while it started: {error}") from error
+    await asyncio.to_thread(wait_started)
+
+
+def _cluster_address() -> str | None:
+    """Of the cluster that this job runs in, as the raylet above this process knows it; None if there is no raylet.
+
+    RAY_ADDRESS, as Ray sets it for a job, is that of any cluster on the machine unless ``ray start`` began this one.
+    """
+    with contextlib.suppress(psutil.Error):
+        for process in psutil.Process().parents():
+            words: list[str] = process.cmdline()
+            for word in words:
+                if word.startswith(_GCS_FLAG):
+                    return word.removeprefix(_GCS_FLAG)
+    return None
 
 
 def _own_site(config: FarsightConfig) -> Site:

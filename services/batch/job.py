@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
+import uvloop
 
 from core.config import FarsightConfig, load_config
 from core.errors import FarsightError
@@ -19,6 +22,11 @@ from services.batch.progress import ProgressStore
 from services.batch.runner import DEFAULT_CONCURRENCY, run_batch
 
 PROGRESS_INTERVAL_S = 5.0
+
+LOCK_WAIT_S = 10.0
+"""How long the end of a run that was killed a moment ago is waited for."""
+
+_PARENT_POLL_S = 0.1
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -50,12 +58,15 @@ def run_job(
         FarsightError: Input, output or configuration cannot be used, or the service failed; progress is kept.
     """
     batch = read_batch(source)
-    with ProgressStore.open(target, batch, overwrite=overwrite) as store:
+    with ProgressStore.open(target, batch, overwrite=overwrite, lock_wait_s=LOCK_WAIT_S) as store:
         progress = Progress(len(batch.lines), say)
         if store.num_done:
             say(f"farsight batch: goes on from {store.num_done}/{len(batch.lines)} done")
         if store.num_done < len(batch.lines):
-            asyncio.run(_run(batch, store, config, concurrency, progress))
+            num_left = len(batch.lines) - store.num_done
+            say(f"farsight batch: {num_left} requests to run, {concurrency} at once; the model is starting")
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(_run(batch, store, config, concurrency, progress))
         store.finish()
         say(f"{progress.line(store.num_done, store.num_failed)}; the answers are in {target}")
 
@@ -77,7 +88,7 @@ class Progress:
         self._next = time.monotonic() + PROGRESS_INTERVAL_S
 
     def __call__(self, num_done: int, num_failed: int) -> None:
-        if time.monotonic() >= self._next:
+        if time.monotonic() >= self._next and num_done < self._num_lines:  # the end is said anyway
             self._next = time.monotonic() + PROGRESS_INTERVAL_S
             self._say(self.line(num_done, num_failed))
 
@@ -85,5 +96,18 @@ class Progress:
         return f"farsight batch: {num_done}/{self._num_lines} done, {num_failed} failed"
 
 
+def _end_with_parent() -> None:
+    """Ends this process as soon as its parent is gone: where the whole cluster was killed, nobody else does."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent != 1:
+            time.sleep(_PARENT_POLL_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
 if __name__ == "__main__":
+    _end_with_parent()
     app()

@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,8 @@ from core.errors import FarsightError, IntegrityError, InvalidValueError
 from services.batch.lines import Batch, LineResult, read_result
 
 FORMAT_VERSION = 1
+
+_LOCK_POLL_S = 0.05
 
 
 class ProgressStore:
@@ -39,12 +42,13 @@ class ProgressStore:
         self._closed = False
 
     @classmethod
-    def open(cls, target: Path, batch: Batch, *, overwrite: bool = False) -> ProgressStore:
+    def open(cls, target: Path, batch: Batch, *, overwrite: bool = False, lock_wait_s: float = 0.0) -> ProgressStore:
         """Begins a batch, or goes on with one that was ended before its time.
 
         Args:
             target: The output, ``OUT``.
             overwrite: A finished output may be replaced.
+            lock_wait_s: How long another run may still hold the lock; one that was killed may take a moment to end.
 
         Raises:
             InvalidValueError: The output is there already, or cannot be written, or the progress beside it belongs
@@ -53,7 +57,7 @@ class ProgressStore:
         """
         _check_target(target, batch)
         partial = partial_path(target)
-        fd = _open_locked(partial)
+        fd = _open_locked(partial, lock_wait_s)
         store = cls(target, batch, fd)
         try:
             with _naming(partial):
@@ -213,12 +217,13 @@ def _check_target(target: Path, batch: Batch) -> None:
         raise InvalidValueError("OUT", str(target), "another file than IN")
 
 
-def _open_locked(partial: Path) -> int:
+def _open_locked(partial: Path, wait_s: float) -> int:
     """A descriptor of the file that holds its lock.
 
     Between opening and locking, the run that held the lock may finish and remove the file; then the lock is on a file
     that nobody will find, and the next try sees what that run has left.
     """
+    deadline = time.monotonic() + wait_s
     while True:
         try:
             fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -230,8 +235,11 @@ def _open_locked(partial: Path) -> int:
                 return fd
         except BlockingIOError:
             os.close(fd)
-            message = f"{partial}: another run is writing to it; wait for its end or choose another OUT"
-            raise FarsightError(message) from None
+            if time.monotonic() >= deadline:
+                message = f"{partial}: another run is writing to it; wait for its end or choose another OUT"
+                raise FarsightError(message) from None
+            time.sleep(_LOCK_POLL_S)
+            continue
         except OSError as error:
             os.close(fd)
             raise FarsightError(f"{partial}: the file system gives no lock ({error.strerror})") from error

@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import shlex
 import sys
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,6 +27,12 @@ from services.batch.progress import ProgressStore, partial_path
 from services.batch.runner import DEFAULT_CONCURRENCY
 from services.signals import INTERRUPTED, StopSignal
 
+SUBMIT_WAIT_S = 120.0
+"""A cluster that has just started, or is busy, takes no job for a while."""
+
+LOCK_WAIT_S = 10.0
+"""How long the end of a run that was killed a moment ago is waited for."""
+
 STOP_WAIT_S = 15.0
 """How long a job that was told to stop may take; Ray kills it after three seconds."""
 
@@ -35,6 +43,11 @@ _POLL_S = 0.2
 _RECONNECT_S = 1.0
 _SUCCEEDED = "SUCCEEDED"
 _ENDED = (_SUCCEEDED, "FAILED", "STOPPED")
+
+_RAYS_NEWS = re.compile(
+    r"(?:\S+ \S+\tINFO job_manager\.py:\d+ -- Runtime env is setting up\.|Running entrypoint for job \S+: .*)\n"
+)
+"""What Ray writes at the beginning of every job's log."""
 
 Say = Callable[[str], None]
 """Prints a text as it is; line ends are the text's own."""
@@ -53,7 +66,7 @@ class BatchOptions:
 class JobClient(Protocol):
     """What is used of Ray's ``JobSubmissionClient``; any call may raise ``RuntimeError`` or ``OSError``."""
 
-    def submit_job(self, *, entrypoint: str, runtime_env: dict[str, Any]) -> str: ...
+    def submit_job(self, *, entrypoint: str, submission_id: str, runtime_env: dict[str, Any]) -> str: ...
 
     def get_job_info(self, job_id: str) -> Any:
         """Has ``status`` (a string), ``message`` and ``driver_exit_code`` (None if there was no exit)."""
@@ -92,8 +105,11 @@ def submit(source: Path, target: Path, address: str | None, options: BatchOption
 
 
 def entrypoint(python: str, source: Path, target: Path, options: BatchOptions) -> str:
-    """The shell command of the job. Its paths are absolute: the job starts in a directory of Ray's choice."""
-    words = [python, "-m", "services.batch.job", str(source.resolve()), str(target.resolve())]
+    """The shell command of the job. Its paths are absolute: the job starts in a directory of Ray's choice.
+
+    The shell hands its process over, so that the parent of the job is the actor that watches over it.
+    """
+    words = ["exec", python, "-m", "services.batch.job", str(source.resolve()), str(target.resolve())]
     words += ["--concurrency", str(options.concurrency)]
     if options.config is not None:
         words += ["--config", str(options.config.resolve())]
@@ -140,10 +156,34 @@ def submit_entrypoint(client: JobClient, command: str, env: Mapping[str, str], s
     Raises:
         FarsightError: The job cannot be submitted, or the cluster is gone.
     """
-    try:
-        job_id = client.submit_job(entrypoint=command, runtime_env={"env_vars": dict(env)})
-    except (RuntimeError, OSError) as error:
-        raise FarsightError(f"the job cannot be submitted: {error}") from error
+    return follow_job(client, submit_job(client, command, env), stop, say)
+
+
+def submit_job(client: JobClient, command: str, env: Mapping[str, str]) -> str:
+    """Submits a shell command, again and again until the cluster takes it; returns the id of the job.
+
+    Raises:
+        FarsightError: It has not for ``SUBMIT_WAIT_S``.
+    """
+    job_id = f"farsight-batch-{uuid.uuid4().hex[:12]}"
+    deadline = time.monotonic() + SUBMIT_WAIT_S
+    while True:
+        try:
+            return client.submit_job(entrypoint=command, submission_id=job_id, runtime_env={"env_vars": dict(env)})
+        except (RuntimeError, OSError) as error:
+            if _is_known(client, job_id):
+                return job_id  # it was taken, only the answer was lost
+            if time.monotonic() > deadline:
+                raise FarsightError(f"the job cannot be submitted: {error}") from error
+        time.sleep(_POLL_S)
+
+
+def follow_job(client: JobClient, job_id: str, stop: StopSignal, say: Say) -> int:
+    """Prints the log of a job until it ends; returns its exit status, or 130 once ``stop`` is received.
+
+    Raises:
+        FarsightError: The cluster is gone.
+    """
     asyncio.run(_follow(client, job_id, stop, say))
     if stop.received:
         _stop(client, job_id)
@@ -151,14 +191,18 @@ def submit_entrypoint(client: JobClient, command: str, env: Mapping[str, str], s
     info = _info(client, job_id)
     if info.status == _SUCCEEDED:
         return 0
-    if not info.driver_exit_code:  # it did not end by itself: its log does not say why
-        say(f"The job {job_id} is {info.status}: {info.message}\n")
-    return info.driver_exit_code or 1
+    code = info.driver_exit_code or 0
+    if code > 0:
+        return int(code)
+    # It did not end by itself: its log does not say why.
+    reason = f"was ended by signal {-code}" if code else f"is {info.status}: {info.message}"
+    say(f"The job {job_id} {reason}\nThe same command goes on from what is kept.\n")
+    return 1
 
 
 def _check(source: Path, target: Path, overwrite: bool) -> None:
     """Finds what is wrong before a cluster is started for it; the job itself checks again."""
-    with ProgressStore.open(target, read_batch(source), overwrite=overwrite) as store:
+    with ProgressStore.open(target, read_batch(source), overwrite=overwrite, lock_wait_s=LOCK_WAIT_S) as store:
         store.remove_if_empty()
 
 
@@ -168,24 +212,56 @@ def _submit_locally(command: str, stop: StopSignal, say: Say) -> int:
     say("Starting a private Ray cluster.\n")
     with private_cluster(stop, dashboard=True) as cluster:
         client = connect(cluster.dashboard_url)
+        job_id = submit_job(client, command, {})
         stop.running()
-        return submit_entrypoint(client, command, {}, stop, say)
+        try:
+            return follow_job(client, job_id, stop, say)
+        except FarsightError:
+            if not stop.received:
+                raise
+            return INTERRUPTED  # the signal has ended the cluster as well, and the job ends with it
 
 
 async def _follow(client: JobClient, job_id: str, stop: StopSignal, say: Say) -> None:
     """Prints the log until the job has ended or ``stop`` is received."""
-    tail = asyncio.create_task(_tail(client, job_id, say))
+    log = _Log(say)
+    tail = asyncio.create_task(_tail(client, job_id, log))
     while not stop.received and not tail.done():
         await asyncio.wait((tail,), timeout=_POLL_S)
     if not tail.done():
         tail.cancel()
         with suppress(asyncio.CancelledError):
             await tail
-        return
-    tail.result()
+    log.flush()
+    if not tail.cancelled():
+        tail.result()
 
 
-async def _tail(client: JobClient, job_id: str, say: Say) -> None:
+class _Log:
+    """Prints a log without Ray's own news at its beginning."""
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+        self._held: str | None = ""
+
+    def add(self, text: str) -> None:
+        if self._held is None:
+            self._say(text)
+            return
+        self._held += text
+        while news := _RAYS_NEWS.match(self._held):
+            self._held = self._held[news.end() :]
+        if "\n" in self._held:
+            self.flush()
+
+    def flush(self) -> None:
+        """From here on everything is the job's."""
+        if self._held:
+            self._say(self._held)
+        self._held = None
+
+
+async def _tail(client: JobClient, job_id: str, log: _Log) -> None:
     """A connection that breaks is made again; each begins with the whole log, of which the known part is skipped.
 
     Raises:
@@ -200,7 +276,7 @@ async def _tail(client: JobClient, job_id: str, say: Say) -> None:
             num_read = 0
             async for text in client.tail_job_logs(job_id):
                 last_answer = time.monotonic()
-                say(text[max(0, num_said - num_read) :])
+                log.add(text[max(0, num_said - num_read) :])
                 num_read += len(text)
                 num_said = max(num_said, num_read)
             if (await asyncio.to_thread(client.get_job_info, job_id)).status in _ENDED:
@@ -228,6 +304,14 @@ def _stop(client: JobClient, job_id: str) -> None:
             time.sleep(_POLL_S)
     except (RuntimeError, OSError) as error:
         raise FarsightError(f"the job {job_id} cannot be stopped: {error}") from error
+
+
+def _is_known(client: JobClient, job_id: str) -> bool:
+    try:
+        client.get_job_info(job_id)
+    except (RuntimeError, OSError):
+        return False
+    return True
 
 
 def _info(client: JobClient, job_id: str) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from core.messages import PieceStatus, StatusReply, TokenDelta
+from core.messages import PieceCounts, PieceStatus, StatusReply, TokenDelta
 from core.request import SamplingParams
 from services.api.backend import ModelInfo
 
@@ -46,6 +46,8 @@ class ScriptedBackend:
         self.model = ModelInfo(MODEL, 1_700_000_000, MAX_MODEL_LEN, False, VOCAB_SIZE)
         self.calls: list[tuple[tuple[int, ...], SamplingParams]] = []
         self.is_healthy = True
+        self.scaled: list[tuple[str, int]] = []
+        self.scale_error: Exception | None = None
         self.pieces: tuple[PieceStatus, ...] = (WORKER,)
         self.num_opened = 0
         self.num_closed = 0
@@ -72,6 +74,12 @@ class ScriptedBackend:
 
     async def metrics(self) -> str:
         return METRICS
+
+    async def scale(self, kind: str, count: int) -> PieceCounts:
+        if self.scale_error is not None:
+            raise self.scale_error
+        self.scaled.append((kind, count))
+        return PieceCounts(count, 1, 1, 0)
 
     async def healthy(self) -> bool:
         return self.is_healthy

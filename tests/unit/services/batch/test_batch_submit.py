@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shlex
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -54,12 +53,20 @@ class FakeClient:
     submitted: list[dict[str, Any]] = field(default_factory=list)
     info: Info = field(default_factory=Info)
     stopped: list[str] = field(default_factory=list)
+    refusals: list[Exception] = field(default_factory=list)
+    takes_refused: bool = False
 
     def submit_job(self, **options: Any) -> str:
+        if self.refusals and not self.takes_refused:
+            raise self.refusals.pop()
         self.submitted.append(options)
-        return "job-1"
+        if self.refusals:
+            raise self.refusals.pop()
+        return str(options["submission_id"])
 
     def get_job_info(self, job_id: str) -> Info:
+        if not self.submitted:
+            raise RuntimeError(f"{job_id} does not exist")
         return self.info
 
     def stop_job(self, job_id: str) -> bool:
@@ -95,16 +102,51 @@ def _submit(client: FakeClient) -> tuple[int, str]:
 def test_log_is_passed_on_and_success_is_zero() -> None:
     client = FakeClient([["one\n", "two\n"]], Info("SUCCEEDED", driver_exit_code=0))
     assert _submit(client) == (0, "one\ntwo\n")
-    assert client.submitted == [{"entrypoint": "echo hi", "runtime_env": {"env_vars": {"A": "1"}}}]
+    (submitted,) = client.submitted
+    assert submitted.pop("submission_id").startswith("farsight-batch-")
+    assert submitted == {"entrypoint": "echo hi", "runtime_env": {"env_vars": {"A": "1"}}}
+
+
+def test_what_ray_writes_into_every_log_is_left_out() -> None:
+    news = "2026-11-21 03:37:51,282\tINFO job_manager.py:581 -- Runtime env is setting up.\n"
+    entry = "Running entrypoint for job job-1: exec python -m services.batch.job a b\n"
+    logs: list[list[str | Exception]] = [[news + entry[:9], entry[9:], "one\n" + entry, "no end"]]
+    assert _submit(FakeClient(logs, Info("SUCCEEDED"))) == (0, f"one\n{entry}no end")
+    assert _submit(FakeClient([[entry, "no end"]], Info("SUCCEEDED"))) == (0, "no end")
+    assert _submit(FakeClient([["no env\n", entry]], Info("SUCCEEDED"))) == (0, f"no env\n{entry}")
+
+
+def test_cluster_that_takes_no_job_yet_is_asked_again() -> None:
+    client = FakeClient([["one\n"]], Info("SUCCEEDED"), refusals=[RuntimeError("no agent"), OSError("refused")])
+    assert _submit(client) == (0, "one\n")
+    assert len(client.submitted) == 1
+
+
+def test_job_that_was_taken_is_not_submitted_again() -> None:
+    refusals: list[Exception] = [OSError("the answer was lost")]
+    client = FakeClient([["one\n"]], Info("SUCCEEDED"), refusals=refusals, takes_refused=True)
+    assert _submit(client) == (0, "one\n")
+    assert len(client.submitted) == 1
+
+
+def test_cluster_that_takes_no_job_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submit, "SUBMIT_WAIT_S", 0.05)
+    client = FakeClient([], Info(), refusals=[RuntimeError("no agent") for _ in range(100)])
+    with pytest.raises(FarsightError, match="the job cannot be submitted: no agent"):
+        _submit(client)
 
 
 def test_failure_has_the_status_of_the_job() -> None:
     assert _submit(FakeClient([["bad\n"]], Info("FAILED", "exit code 3", 3))) == (3, "bad\n")
 
 
-def test_job_that_did_not_end_by_itself_is_explained() -> None:
-    client = FakeClient([[]], Info("FAILED", "the node died"))
-    assert _submit(client) == (1, "The job job-1 is FAILED: the node died\n")
+@pytest.mark.parametrize(("code", "reason"), [(None, "is FAILED: it died"), (-9, "was ended by signal 9")])
+def test_job_that_did_not_end_by_itself_is_explained(code: int | None, reason: str) -> None:
+    client = FakeClient([[]], Info("FAILED", "it died", code))
+    status, said = _submit(client)
+    job_id = client.submitted[0]["submission_id"]
+    assert status == 1
+    assert said == f"The job {job_id} {reason}\nThe same command goes on from what is kept.\n"
 
 
 def test_broken_connection_is_made_again_and_nothing_is_said_twice() -> None:
@@ -126,7 +168,7 @@ def test_cluster_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_interrupt_stops_the_job() -> None:
     client = FakeClient([["one\n"]], Info("STOPPED"), stop=Stop())
     assert _submit(client) == (130, "one\n")
-    assert client.stopped == ["job-1"]
+    assert client.stopped == [client.submitted[0]["submission_id"]]
 
 
 def test_job_that_will_not_stop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,12 +182,12 @@ def test_entrypoint_has_absolute_paths(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "my model").mkdir()
     plain = entrypoint("python", Path("in.jsonl"), Path("out.jsonl"), BatchOptions(model="org/name"))
     assert plain == (
-        f"python -m services.batch.job {tmp_path}/in.jsonl {tmp_path}/out.jsonl --concurrency 64 --model org/name"
+        f"exec python -m services.batch.job {tmp_path}/in.jsonl {tmp_path}/out.jsonl --concurrency 64 --model org/name"
     )
     options = BatchOptions("my model", Path("my.toml"), 5, overwrite=True)
     words = shlex.split(entrypoint("python", Path("in.jsonl"), Path("out.jsonl"), options))
     more = ["--config", f"{tmp_path}/my.toml", "--model", f"{tmp_path}/my model", "--overwrite"]
-    assert words[5:] == ["--concurrency", "5", *more]
+    assert words[6:] == ["--concurrency", "5", *more]
 
 
 def test_interrupt_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +242,10 @@ def test_job_from_beginning_to_end(tmp_path: Path, backend: ScriptedBackend) -> 
     source = write_batch(tmp_path / "in.jsonl", requests)
     result = CliRunner().invoke(job.app, [str(source), str(target), "--concurrency", "2"])
     assert result.exit_code == 0, result.output
-    assert result.stdout == f"farsight batch: 3/3 done, 1 failed; the answers are in {target}\n"
+    assert result.stdout.splitlines() == [
+        "farsight batch: 3 requests to run, 2 at once; the model is starting",
+        f"farsight batch: 3/3 done, 1 failed; the answers are in {target}",
+    ]
     assert [line["response"]["status_code"] for line in read_output(target)] == [200, 400, 200]
 
     again = CliRunner().invoke(job.app, [str(source), str(target)])
@@ -226,6 +271,7 @@ def test_job_goes_on_and_needs_no_backend_when_all_is_done(
     run()
     assert len(backend.calls) == 3
     assert said == [
+        "farsight batch: 3 requests to run, 2 at once; the model is starting",
         "farsight batch: goes on from 3/3 done",
         f"farsight batch: 3/3 done, 0 failed; the answers are in {target}",
     ]
@@ -241,10 +287,3 @@ def test_progress_is_said_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
         progress(num_done, num_done // 100)
     assert said[:2] == ["farsight batch: 40/500 done, 0 failed", "farsight batch: 90/500 done, 0 failed"]
     assert len(said) == 10
-
-
-def test_unwired_backend_is_said(tmp_path: Path) -> None:
-    source, target = numbered(tmp_path / "in.jsonl", 3).path, tmp_path / "out.jsonl"
-    result = CliRunner().invoke(job.app, [str(source), str(target)])
-    assert (result.exit_code, result.stderr) == (1, "farsight: not wired yet\n")
-    assert json.loads(partial_path(target).read_bytes())["farsight_batch"] == 1

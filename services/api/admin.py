@@ -1,0 +1,125 @@
+"""What only the operator may do: every request carries the admin token."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from core.errors import FarsightError, InvalidValueError
+from core.messages import PieceCounts
+from services.api.backend import GenerationBackend
+from services.api.errors import SERVER_ERROR, ApiError
+from services.api.parsing import JsonRoute
+from services.api.replies import ErrorReply
+from services.api.schemas import StrictModel
+
+INGRESS = "ingress"
+MAX_COUNT = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Administration:
+    """Who may administer, and what.
+
+    Attributes:
+        token: Empty lets nobody.
+        scales_ingress: Whether somebody follows the wanted number of ingress replicas.
+    """
+
+    token: str = ""
+    scales_ingress: bool = True
+
+
+class ScaleRequest(StrictModel):
+    """``POST /admin/scale``"""
+
+    kind: str
+    count: int = Field(ge=1, le=MAX_COUNT)
+
+
+class ScaleReply(BaseModel):
+    """How many there are now; ``ingress_replicas`` is null as long as nobody has asked for a number."""
+
+    replicas: int
+    length_predictors: int
+    serving_time_estimators: int
+    ingress_replicas: int | None
+
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorReply, "description": description}
+    for status, description in {
+        400: "The kind or the count is wrong.",
+        401: "The token is missing or wrong.",
+        403: "The service has no admin token.",
+        503: "It could not be done now.",
+    }.items()
+}
+
+
+def admin_routes(backend: GenerationBackend, administration: Administration) -> APIRouter:
+    """The routes under ``/admin``."""
+    router = APIRouter(prefix="/admin", tags=["administration"], route_class=_guarded(administration.token))
+
+    @router.post("/scale", responses=_ERRORS)
+    async def scale(body: ScaleRequest) -> ScaleReply:
+        if body.kind == INGRESS and not administration.scales_ingress:
+            raise InvalidValueError(
+                "kind", body.kind, "another kind: server.ingress_replicas in the file of `serve deploy` says it"
+            )
+        try:
+            return _reply(await backend.scale(body.kind, body.count))
+        except InvalidValueError as error:
+            # Made anew: the text of one that came through Ray is a traceback.
+            raise InvalidValueError(error.field, error.value, error.expected) from error
+        except FarsightError as error:
+            message = f"Not done, or not all of it: {getattr(error, 'cause', error)}"
+            raise ApiError(message, status=503, kind=SERVER_ERROR, code="not_scaled") from error
+
+    return router
+
+
+def _reply(counts: PieceCounts) -> ScaleReply:
+    return ScaleReply(
+        replicas=counts.replicas,
+        length_predictors=counts.length_predictors,
+        serving_time_estimators=counts.serving_time_estimators,
+        ingress_replicas=counts.ingress_replicas or None,
+    )
+
+
+def _guarded(token: str) -> type[JsonRoute]:
+    """A route that looks at the token before it reads anything else."""
+
+    class GuardedRoute(JsonRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handle = super().get_route_handler()
+
+            async def guarded(request: Request) -> Response:
+                _check_token(request.headers.get("authorization"), token)
+                return await handle(request)
+
+            return guarded
+
+    return GuardedRoute
+
+
+def _check_token(header: str | None, token: str) -> None:
+    if not token:
+        message = (
+            "Administration is off: this service has no admin token. `farsight serve` makes one; under `serve deploy` "
+            "set FARSIGHT_ADMIN_TOKEN in the environment of the Ray cluster before it starts."
+        )
+        raise ApiError(message, status=403, code="admin_disabled")
+    scheme, _, given = (header or "").partition(" ")
+    if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), token.encode()):
+        found = "missing" if header is None else "wrong"
+        message = f"The admin token is {found}; expected the header 'Authorization: Bearer TOKEN'."
+        raise ApiError(message, status=401, code="invalid_admin_token", headers={"WWW-Authenticate": "Bearer"})

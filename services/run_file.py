@@ -1,0 +1,75 @@
+"""What ``farsight serve`` leaves for other commands of the same user: a file for each port, readable by nobody else."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from core.errors import FarsightError
+
+ADMIN_TOKEN_VARIABLE = "FARSIGHT_ADMIN_TOKEN"
+"""Where the processes of a service, and those who speak to it, find the admin token."""
+
+
+def run_directory() -> Path:
+    """``$XDG_RUNTIME_DIR/farsight``, else a directory of this user among the temporary files."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and Path(runtime).is_dir():
+        return Path(runtime) / "farsight"
+    return Path(tempfile.gettempdir()) / f"farsight-{os.getuid()}"
+
+
+@contextlib.contextmanager
+def published(port: int, admin_token: str) -> Iterator[Path]:
+    """The run file of the server on that port, for as long as the context lasts.
+
+    Raises:
+        FarsightError: the directory belongs to somebody else, or cannot be written to.
+    """
+    path = _path(port)
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        _check_owner(path.parent)
+        path.unlink(missing_ok=True)  # of a server that was killed
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            json.dump({"pid": os.getpid(), "admin_token": admin_token}, file)
+    except OSError as error:
+        raise FarsightError(f"{path} cannot be written: {error.strerror}; set XDG_RUNTIME_DIR") from error
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def find_admin_token(port: int) -> str:
+    """From the environment, else from the run file of that port; empty if there is none.
+
+    Raises:
+        FarsightError: the run file's directory belongs to somebody else.
+    """
+    token = os.environ.get(ADMIN_TOKEN_VARIABLE)
+    if token:
+        return token
+    path = _path(port)
+    try:
+        _check_owner(path.parent)
+        return str(json.loads(path.read_text("utf-8"))["admin_token"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _path(port: int) -> Path:
+    return run_directory() / f"{port}.json"
+
+
+def _check_owner(directory: Path) -> None:
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise FarsightError(
+            f"{directory} is not a directory of this user alone (0700); remove it or set XDG_RUNTIME_DIR"
+        )

@@ -1,0 +1,90 @@
+"""A running server keeps to itself: its addresses, its token, its files."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import grpc
+import httpx
+import psutil
+import pytest
+
+from services.launch import EMBEDDED_NAME
+from tests.e2e.server import STOP_TIMEOUT_S, Server, start_server
+
+GCS_METHOD = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
+REPLICA_METHOD = "/ray.serve.ASGIService/HandleRequest"
+LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
+
+
+def listeners(server: Server) -> list[tuple[psutil.Process, str, int]]:
+    """Every listening socket of the server: process, address, port."""
+    found = []
+    for process in [psutil.Process(server.process.pid), *server.children()]:
+        try:
+            sockets = process.net_connections(kind="inet")
+        except psutil.NoSuchProcess:
+            continue  # an idle worker of Ray has ended
+        found += [(process, each.laddr.ip, each.laddr.port) for each in sockets if each.status == psutil.CONN_LISTEN]
+    return found
+
+
+def environment(server: Server) -> dict[str, str]:
+    """Of a process that the server has started."""
+    return next(child.environ() for child in server.children() if child.name() == "raylet")
+
+
+def call(port: int, method: str, token: str | None) -> grpc.StatusCode:
+    """How a call of an empty message ends."""
+    metadata = [] if token is None else [("authorization", f"Bearer {token}")]
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        try:
+            channel.unary_unary(method)(b"", metadata=metadata, timeout=60)
+        except grpc.RpcError as error:
+            return error.code()
+    return grpc.StatusCode.OK
+
+
+def check_listeners(server: Server) -> None:
+    """All on loopback but one: Ray Serve's replicas take calls, with the token, on ``[::]``; it is fixed in Ray."""
+    for process, address, port in listeners(server):
+        if address not in LOOPBACK:
+            name = process.name()
+            assert name.startswith("ray::ServeReplica"), f"{name} listens on {address}:{port}"
+            for token in (None, "guess"):
+                assert call(port, REPLICA_METHOD, token) == grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_nobody_listens_on_other_addresses_without_the_token(server: Server) -> None:
+    check_listeners(server)
+
+
+def test_rays_control_store_wants_the_token(server: Server) -> None:
+    port = next(port for process, _, port in listeners(server) if process.name() == "gcs_server")
+    token = Path(environment(server)["RAY_AUTH_TOKEN_PATH"])
+    assert token.stat().st_mode & 0o077 == 0
+    assert call(port, GCS_METHOD, None) == grpc.StatusCode.UNAUTHENTICATED
+    assert call(port, GCS_METHOD, "guess") == grpc.StatusCode.UNAUTHENTICATED
+    assert call(port, GCS_METHOD, token.read_text()) == grpc.StatusCode.OK
+
+
+def test_no_usage_is_reported(server: Server) -> None:
+    assert environment(server)["RAY_USAGE_STATS_ENABLED"] == "0"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("proxy", ["serve", "haproxy"])
+def test_files_go_with_the_server(tmp_path: Path, proxy: str) -> None:
+    server = start_server(tmp_path / "log", "--proxy", proxy)
+    directory = Path(environment(server)["RAY_TMPDIR"])
+    assert directory.stat().st_mode & 0o077 == 0
+    if proxy == "haproxy":
+        check_listeners(server)
+        haproxy = next(child for child in server.children() if child.name() == "haproxy")
+        assert str(directory) in " ".join(haproxy.cmdline())
+    body = {"model": EMBEDDED_NAME, "prompt": "hello", "max_tokens": 8, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.base_url}/v1/completions", json=body, timeout=60) as reply:
+        assert [line for line in reply.iter_lines() if line][-1] == "data: [DONE]"
+    assert server.stop(signal.SIGINT) < STOP_TIMEOUT_S
+    assert not directory.exists()

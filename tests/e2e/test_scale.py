@@ -1,0 +1,179 @@
+"""Pieces come and go under load, and no client sees anything of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import httpx
+import pytest
+
+from services.launch import EMBEDDED_NAME
+from services.run_file import find_admin_token
+from services.scaling import ROW_KINDS
+from tests.e2e.server import Server, farsight, start_server
+
+NUM_CLIENTS = 32
+NUM_TOKENS = 100
+TIMEOUT_S = 120.0
+
+
+@dataclass
+class Load:
+    """Clients that each send the same request again and again, and what went wrong."""
+
+    num_done: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+
+def body(index: int) -> dict[str, Any]:
+    return {
+        "model": EMBEDDED_NAME,
+        "prompt": f"client {index} says ",
+        "max_tokens": NUM_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+async def read(session: aiohttp.ClientSession, index: int) -> str:
+    """The text of one stream, whose end is checked."""
+    text, num_tokens, last = "", 0, ""
+    async with session.post("/v1/completions", json=body(index)) as reply:
+        assert reply.status == 200, await reply.text()
+        async for raw in reply.content:
+            line = raw.decode().strip()
+            if not line:
+                continue
+            last = line.removeprefix("data: ")
+            if last != "[DONE]":
+                chunk = json.loads(last)
+                text += "".join(choice["text"] for choice in chunk["choices"])
+                num_tokens = (chunk["usage"] or {}).get("completion_tokens", num_tokens)
+    assert (last, num_tokens) == ("[DONE]", NUM_TOKENS)
+    return text
+
+
+async def repeat(session: aiohttp.ClientSession, index: int, expected: str, load: Load) -> None:
+    while True:
+        try:
+            text = await read(session, index)
+        except (aiohttp.ClientError, AssertionError, KeyError, ValueError) as error:
+            load.wrong.append(f"client {index}: {error!r}")
+        else:
+            load.num_done += 1
+            if text != expected:
+                load.wrong.append(f"client {index}: {text!r} instead of {expected!r}")
+
+
+@asynccontextmanager
+async def running_load(base_url: str) -> AsyncIterator[Load]:
+    """All clients at work; each knows its text from a first stream, before anything is scaled."""
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(TIMEOUT_S)
+    async with aiohttp.ClientSession(base_url, connector=connector, timeout=timeout) as session:
+        expected = await asyncio.gather(*(read(session, index) for index in range(NUM_CLIENTS)))
+        load = Load()
+        tasks = [asyncio.create_task(repeat(session, i, text, load)) for i, text in enumerate(expected)]
+        try:
+            yield load
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Waits for it; TimeoutError if it does not come true."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while True:
+            if await asyncio.to_thread(condition):
+                return
+            await asyncio.sleep(0.05)
+
+
+def rows(server: Server, kind: str) -> list[dict[str, Any]]:
+    """The living pieces of a kind, as ``farsight scale`` calls it."""
+    actors = server.get("/status")["actors"]
+    return [row for row in actors if row["kind"] == ROW_KINDS[kind] and row["state"] == "ready"]
+
+
+async def scale(server: Server, load: Load, kind: str, count: int) -> None:
+    """By the command; afterwards ``/status`` shows it, and every client gets another stream through."""
+    command = farsight("scale", kind, str(count), "--port", str(server.port))
+    before = len(rows(server, kind))
+    result = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(f"{kind}: {before} -> {count} after "), result.stdout
+    await eventually(lambda: len(rows(server, kind)) == count)
+    enough = load.num_done + NUM_CLIENTS
+    await eventually(lambda: load.num_done >= enough)
+    assert not load.wrong
+
+
+@pytest.fixture(scope="module", params=["fused", "split"])
+def scaled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of its own for these tests."""
+    log: Path = tmp_path_factory.mktemp("log") / "server.log"
+    server = start_server(log, "--placement", request.param)
+    yield server
+    server.stop()
+
+
+@pytest.mark.timeout(300)
+async def test_scaling_under_load_is_not_seen_by_clients(scaled: Server) -> None:
+    async with running_load(scaled.base_url) as load:
+        for kind in ROW_KINDS:
+            await scale(scaled, load, kind, 2)
+            if kind in ("replica", "ingress"):  # the new one is given work
+                await eventually(lambda kind=kind: all(row["queue"] for row in rows(scaled, kind)))
+        for kind in ROW_KINDS:
+            await scale(scaled, load, kind, 1)
+    assert not load.wrong
+    await asyncio.to_thread(scaled.wait_idle, ingress_too=False)
+
+
+@pytest.mark.parametrize(
+    ("token", "change", "status", "words"),
+    [
+        (None, {}, 401, "missing"),
+        ("guess", {}, 401, "wrong"),
+        ("", {"kind": "wizard"}, 400, "kind: got 'wizard', expected one of replica, length-predictor"),
+        ("", {"count": 0}, 400, "count: got 0, expected an integer from 1 to 1000"),
+        ("", {"count": "2"}, 400, "count: got '2', expected an integer"),
+        ("", {"cuont": 2}, 400, "cuont: unknown field"),
+    ],
+    ids=["no token", "wrong token", "kind", "count", "type", "field"],
+)
+def test_who_may_not_or_asks_wrongly_is_refused(
+    server: Server, token: str | None, change: dict[str, Any], status: int, words: str
+) -> None:
+    given = find_admin_token(server.port) if token == "" else token
+    headers = {} if given is None else {"Authorization": f"Bearer {given}"}
+    reply = httpx.post(
+        f"{server.base_url}/admin/scale", json={"kind": "replica", "count": 1} | change, headers=headers, timeout=60
+    )
+    assert reply.status_code == status, reply.text
+    assert words in reply.json()["error"]["message"]
+
+
+def test_the_command_says_what_is_wrong_in_one_line(server: Server) -> None:
+    for words, message in [
+        (["wizard", "2"], "one of replica, length-predictor, serving-time-estimator, ingress"),
+        (["replica", "0"], "an integer from 1 to 1000"),
+        (["replica", "1", "--token", "guess"], "the admin token is wrong"),
+    ]:
+        command = farsight("scale", *words, "--port", str(server.port))
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert result.returncode == 1
+        assert message in result.stderr.lower()
+        assert len(result.stderr.splitlines()) == 1, result.stderr

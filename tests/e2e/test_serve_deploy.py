@@ -1,0 +1,150 @@
+"""``serve deploy deploy/serve.yaml`` and ``farsight down`` on a Ray cluster that somebody else runs.
+
+Slow (about 40 s on two idle cores): a Ray cluster with its dashboard, and Ray Serve within it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import yaml
+
+from services.launch import EMBEDDED_NAME
+from tests.e2e.server import farsight, free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+FILE = ROOT / "deploy" / "serve.yaml"
+TIMEOUT_S = 240.0
+
+
+@dataclass
+class Head:
+    """A running cluster, and how to reach it."""
+
+    process: subprocess.Popen[str]
+    gcs: str
+    dashboard: str
+    environment: dict[str, str]
+
+    def run(self, *words: str, ok: bool = True) -> str:
+        """All that a command with the cluster's token prints."""
+        result = subprocess.run(
+            words, env=self.environment, cwd="/", capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+        assert (result.returncode == 0) == ok, result.stdout + result.stderr
+        return result.stdout + result.stderr
+
+    def deploy(self, file: str) -> None:
+        self.run(str(Path(sys.executable).with_name("serve")), "deploy", file, "--address", self.dashboard)
+
+
+@pytest.fixture
+def head() -> Iterator[Head]:
+    directory = Path(tempfile.mkdtemp(prefix="fs-"))  # short: Ray puts sockets there
+    token = directory / "auth_token"
+    token.write_text(secrets.token_hex(32))
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        "RAY_TMPDIR": str(directory),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "FARSIGHT_ADMIN_TOKEN": "of the cluster",
+    }
+    environment.pop("RAY_ADDRESS", None)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.e2e.ray_head"],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        yield Head(process, **json.loads(process.stdout.readline()), environment=environment)
+    finally:
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.stdin.close()
+        process.wait(60)
+        process.stdout.close()
+        _, alive = psutil.wait_procs(children, timeout=60)
+        shutil.rmtree(directory, ignore_errors=True)
+    assert not alive
+
+
+def file_with(path: Path, port: int, **model: object) -> str:
+    """A copy of the file for another port, and other settings of the model."""
+    content = yaml.safe_load(FILE.read_text())
+    content["http_options"]["port"] = port
+    content["applications"][0]["args"]["model"] |= model
+    path.write_text(yaml.safe_dump(content))
+    return str(path)
+
+
+def wait_for(status: str, head: Head) -> str:
+    """Until that is the status of the application; returns the message that goes with it."""
+    token = Path(head.environment["RAY_AUTH_TOKEN_PATH"]).read_text()
+    url, headers = f"{head.dashboard}/api/serve/applications/", {"Authorization": f"Bearer {token}"}
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
+        found = httpx.get(url, headers=headers, timeout=60).json()["applications"].get("farsight", {})
+        if found.get("status") == status:
+            return str(found["message"])
+        assert time.monotonic() < deadline, found
+        time.sleep(0.2)
+
+
+def workers(client: httpx.Client) -> list[int]:
+    return [row["pid"] for row in client.get("/status").json()["actors"] if row["kind"] == "ModelWorker"]
+
+
+@pytest.mark.timeout(600)
+def test_deploy_redeploy_and_down(head: Head, tmp_path: Path) -> None:
+    port = free_port()
+    body = {"model": EMBEDDED_NAME, "prompt": "hello", "max_tokens": 4}
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+        head.deploy(file_with(tmp_path / "a.yaml", port))
+        wait_for("RUNNING", head)
+        assert client.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 4
+        first = workers(client)
+
+        scale = {"headers": {"Authorization": "Bearer of the cluster"}}
+        refused = client.post("/admin/scale", json={"kind": "ingress", "count": 2}, **scale)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "kind")
+
+        head.deploy(file_with(tmp_path / "b.yaml", port, dtype="bfloat16"))
+        assert "`farsight down` first" in wait_for("DEPLOY_FAILED", head)
+        assert client.post("/v1/completions", json=body).status_code == 200, "the pieces that ran go on"
+
+        head.deploy(file_with(tmp_path / "c.yaml", port))
+        wait_for("RUNNING", head)
+        assert workers(client) == first, "the same file finds the pieces that run"
+
+    said = head.run(*farsight("down", "--address", head.gcs))
+    assert "ended application farsight" in said
+    assert "ended actor worker-0" in said
+    assert head.run(*farsight("down", "--address", head.gcs)).strip() == "No actor of Farsight was there."
+    assert "PieceHost" not in str([process.name() for process in psutil.Process(head.process.pid).children(True)])
+
+
+def test_down_without_a_cluster_says_so() -> None:
+    command = farsight("down", "--address", f"127.0.0.1:{free_port()}")
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 1
+    assert "no Ray cluster answers" in result.stderr
+    assert "Traceback" not in result.stderr

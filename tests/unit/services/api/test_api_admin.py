@@ -1,0 +1,114 @@
+"""``POST /admin/scale``: who may, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from api_support import ScriptedBackend
+
+from core.errors import FarsightError, MessageError
+from services.api.admin import Administration
+from services.api.app import build_app
+from services.api.prompts import PromptEncoder
+
+TOKEN = "s3cret"
+BODY = {"kind": "replica", "count": 3}
+
+
+class ThroughRay(MessageError):
+    """As Ray hands on an error from an actor: an instance of its class, whose text is a traceback."""
+
+    def __str__(self) -> str:
+        return "Traceback (most recent call last): ..."
+
+
+@pytest.fixture
+def administration(request: pytest.FixtureRequest) -> Administration:
+    return getattr(request, "param", Administration(TOKEN))
+
+
+@pytest.fixture
+async def http(
+    backend: ScriptedBackend, encoder: PromptEncoder, administration: Administration
+) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(build_app(backend, encoder, administration=administration))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        yield client
+
+
+async def post(http: httpx.AsyncClient, authorization: str | None = f"Bearer {TOKEN}", **change: Any) -> httpx.Response:
+    headers = {} if authorization is None else {"Authorization": authorization}
+    return await http.post("/admin/scale", json=BODY | change, headers=headers)
+
+
+async def test_the_new_counts_come_back(http: httpx.AsyncClient, backend: ScriptedBackend) -> None:
+    reply = await post(http)
+    assert (reply.status_code, backend.scaled) == (200, [("replica", 3)])
+    assert reply.json() == {
+        "replicas": 3,
+        "length_predictors": 1,
+        "serving_time_estimators": 1,
+        "ingress_replicas": None,
+    }
+
+
+@pytest.mark.parametrize("given", [None, "", "Bearer", "Bearer wrong", f"Basic {TOKEN}", f"Bearer {TOKEN}x", TOKEN])
+async def test_without_the_token_nothing_is_done(
+    http: httpx.AsyncClient, backend: ScriptedBackend, given: str | None
+) -> None:
+    reply = await post(http, given, kind=5)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_admin_token")
+    assert reply.headers["WWW-Authenticate"] == "Bearer"
+    assert not backend.scaled
+
+
+@pytest.mark.parametrize("administration", [Administration()], indirect=True)
+async def test_a_service_without_a_token_says_how_to_get_one(http: httpx.AsyncClient) -> None:
+    reply = await post(http, "Bearer ")
+    assert reply.status_code == 403
+    assert "FARSIGHT_ADMIN_TOKEN" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("administration", [Administration(TOKEN, scales_ingress=False)], indirect=True)
+async def test_ingress_replicas_that_nobody_would_add_are_refused(
+    http: httpx.AsyncClient, backend: ScriptedBackend
+) -> None:
+    reply = await post(http, kind="ingress")
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "kind")
+    assert not backend.scaled
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "words"),
+    [
+        ({"count": 0}, "count", "got 0, expected an integer from 1 to 1000"),
+        ({"count": 10**30}, "count", "expected an integer from 1 to 1000"),
+        ({"count": True}, "count", "expected an integer from 1 to 1000"),
+        ({"kind": None}, "kind", "expected the name of a kind"),
+        ({"number": 2}, "number", "unknown field"),
+    ],
+)
+async def test_a_wrong_field_is_named(http: httpx.AsyncClient, change: dict[str, Any], param: str, words: str) -> None:
+    reply = await post(http, **change)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
+    assert words in reply.json()["error"]["message"]
+
+
+async def test_what_the_supervisor_refuses_is_a_400_without_a_traceback(
+    http: httpx.AsyncClient, backend: ScriptedBackend
+) -> None:
+    backend.scale_error = ThroughRay("kind", "wizard", "one of replica, ingress")
+    reply = await post(http)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, "kind")
+    assert error["message"] == "kind: got 'wizard', expected one of replica, ingress"
+
+
+async def test_what_cannot_be_done_now_is_a_503(http: httpx.AsyncClient, backend: ScriptedBackend) -> None:
+    backend.scale_error = FarsightError("worker-1 died while it started")
+    reply = await post(http)
+    assert reply.status_code == 503
+    assert "worker-1 died" in reply.json()["error"]["message"]

@@ -1,0 +1,49 @@
+"""The settings under which Ray starts HAProxy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from core.config import ServerConfig
+from core.errors import ConfigError
+from services.haproxy import haproxy_environment
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Ray brings HAProxy for Linux only")
+
+
+def test_all_files_lie_in_the_directory_and_all_ports_differ(tmp_path: Path) -> None:
+    environment = haproxy_environment(tmp_path)
+    ports = [value for name, value in environment.items() if name.endswith("_PORT")]
+    assert len(set(ports)) == 3
+    places = [name for name in environment if name.endswith(("_PATH", "_LOC", "_FILE", "_BASE"))]
+    assert len(places) == 6
+    assert all(environment[name].startswith(str(tmp_path)) for name in places)
+
+
+def test_the_wrapper_moves_the_pages_of_statistics_to_the_loopback_interface(tmp_path: Path) -> None:
+    environment = haproxy_environment(tmp_path)
+    metrics, stats = (environment[f"RAY_SERVE_HAPROXY_{name}_PORT"] for name in ("METRICS", "STATS"))
+    written = tmp_path / "haproxy.cfg"
+    written.write_text(
+        f"defaults\n    mode http\n    timeout client 1s\n    timeout server 1s\n    timeout connect 1s\n"
+        f"frontend prometheus\n    bind :{metrics}\nfrontend http\n    bind *:8000\nlisten stats\n  bind *:{stats}\n"
+    )
+    # With -c it only checks the file.
+    assert (
+        subprocess.run(
+            [environment["RAY_SERVE_HAPROXY_BINARY_PATH"], "-c", "-f", str(written)], capture_output=True, timeout=60
+        ).returncode
+        == 0
+    )
+    binds = [line.strip() for line in written.read_text().splitlines() if "bind" in line]
+    assert binds == [f"bind 127.0.0.1:{metrics}", "bind *:8000", f"bind 127.0.0.1:{stats}"]
+
+
+def test_it_forwards_to_the_loopback_interface_only() -> None:
+    ServerConfig(proxy="haproxy")
+    with pytest.raises(ConfigError, match=r"server.host: got '192.0.2.1', expected one of 127.0.0.1, localhost"):
+        ServerConfig(proxy="haproxy", host="192.0.2.1")

@@ -1,0 +1,77 @@
+"""The run file: its owner alone reads it, and it goes with the server."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from core.errors import FarsightError
+from services.run_file import ADMIN_TOKEN_VARIABLE, find_admin_token, published, run_directory
+
+
+@pytest.fixture(autouse=True)
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv(ADMIN_TOKEN_VARIABLE, raising=False)
+    return tmp_path / "farsight"
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_the_token_is_found_while_the_server_runs(runtime: Path) -> None:
+    with published(8000, "secret") as path:
+        assert path == runtime / "8000.json"
+        assert (mode(path), mode(runtime)) == (0o600, 0o700)
+        assert find_admin_token(8000) == "secret"
+        assert find_admin_token(8001) == ""
+    assert find_admin_token(8000) == ""
+    assert not path.exists()
+
+
+def test_the_environment_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ADMIN_TOKEN_VARIABLE, "other")
+    with published(8000, "secret"):
+        assert find_admin_token(8000) == "other"
+
+
+def test_the_file_of_a_killed_server_is_replaced(runtime: Path) -> None:
+    runtime.mkdir(mode=0o700)
+    (runtime / "8000.json").write_text("{}")
+    assert find_admin_token(8000) == ""
+    with published(8000, "secret") as path:
+        assert (find_admin_token(8000), mode(path)) == ("secret", 0o600)
+
+
+@pytest.mark.parametrize("kind", ["open", "link"])
+def test_a_directory_that_others_can_change_is_refused(runtime: Path, tmp_path: Path, kind: str) -> None:
+    if kind == "open":
+        runtime.mkdir()
+        runtime.chmod(0o777)
+    else:
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        runtime.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(FarsightError, match="not a directory of this user alone"), published(8000, "secret"):
+        pass
+    with pytest.raises(FarsightError, match="not a directory of this user alone"):
+        find_admin_token(8000)
+
+
+def test_a_directory_of_somebody_else_is_refused(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime.mkdir(mode=0o700)
+    monkeypatch.setattr(os, "getuid", lambda: runtime.stat().st_uid + 1)
+    with pytest.raises(FarsightError, match="not a directory of this user alone"), published(8000, "secret"):
+        pass
+
+
+@pytest.mark.parametrize("value", ["", "/nonexistent"])
+def test_without_a_runtime_directory_it_lies_among_the_temporary_files(
+    monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", value)
+    assert run_directory() == Path(tempfile.gettempdir()) / f"farsight-{os.getuid()}"
