@@ -8,10 +8,11 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 
 from actors.hosts import create_host
 from actors.names import SUPERVISOR, host_of
@@ -40,17 +41,26 @@ async def open_backend(config: FarsightConfig) -> AsyncGenerator[tuple[Generatio
     except ConnectionError as error:
         raise ServiceFailed(f"the job does not reach its own cluster: {error}") from error
     try:
-        # An actor that is not detached lives as long as the handle of whoever created it.
-        control = create_host(host_of(SUPERVISOR, site.placement), site, 0)
+        holder = asyncio.create_task(_hold(create_host(host_of(SUPERVISOR, site.placement), site, 0)))
         await _start(site)
         client = await open_client(site)
         try:
             yield client, PromptEncoder(Path(site.model_dir))
         finally:
             await client.close()
-            del control
+            holder.cancel()
     finally:
         ray.shutdown()
+
+
+async def _hold(host: Any) -> None:
+    """Keeps the handle as long as the actor lives, and no longer.
+
+    An actor that is not detached ends with the handle of whoever created it; and as long as there is that handle, the
+    name of a dead actor does not come free for the next one.
+    """
+    with contextlib.suppress(RayError):
+        await host.ended.remote()
 
 
 async def _start(site: Site) -> None:

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
+
 from core.errors import FarsightError, InvalidValueError
 from services.batch.lines import read_batch
 from services.batch.progress import ProgressStore, partial_path
@@ -39,6 +41,7 @@ STOP_WAIT_S = 15.0
 UNREACHABLE_S = 60.0
 """After so long without an answer from the cluster its job is no longer followed."""
 
+_JOB_MODULE = "services.batch.job"
 _POLL_S = 0.2
 _RECONNECT_S = 1.0
 _SUCCEEDED = "SUCCEEDED"
@@ -109,7 +112,7 @@ def entrypoint(python: str, source: Path, target: Path, options: BatchOptions) -
 
     The shell hands its process over, so that the parent of the job is the actor that watches over it.
     """
-    words = ["exec", python, "-m", "services.batch.job", str(source.resolve()), str(target.resolve())]
+    words = ["exec", python, "-m", _JOB_MODULE, str(source.resolve()), str(target.resolve())]
     words += ["--concurrency", str(options.concurrency)]
     if options.config is not None:
         words += ["--config", str(options.config.resolve())]
@@ -178,15 +181,23 @@ def submit_job(client: JobClient, command: str, env: Mapping[str, str]) -> str:
         time.sleep(_POLL_S)
 
 
-def follow_job(client: JobClient, job_id: str, stop: StopSignal, say: Say) -> int:
+def follow_job(
+    client: JobClient, job_id: str, stop: StopSignal, say: Say, end: Callable[[], None] | None = None
+) -> int:
     """Prints the log of a job until it ends; returns its exit status, or 130 once ``stop`` is received.
+
+    Args:
+        end: How the job is ended then; through the Jobs API if not given.
 
     Raises:
         FarsightError: The cluster is gone.
     """
     asyncio.run(_follow(client, job_id, stop, say))
     if stop.received:
-        _stop(client, job_id)
+        if end is not None:
+            end()
+        else:
+            _stop(client, job_id)
         return INTERRUPTED
     info = _info(client, job_id)
     if info.status == _SUCCEEDED:
@@ -215,11 +226,30 @@ def _submit_locally(command: str, stop: StopSignal, say: Say) -> int:
         job_id = submit_job(client, command, {})
         stop.running()
         try:
-            return follow_job(client, job_id, stop, say)
+            return follow_job(client, job_id, stop, say, _end_drivers)
         except FarsightError:
             if not stop.received:
                 raise
             return INTERRUPTED  # the signal has ended the cluster as well, and the job ends with it
+
+
+def _end_drivers() -> None:
+    """Ends the job of a private cluster.
+
+    Not through the Jobs API: Ctrl-C reaches the dashboard as well, which then leaves such a call without an answer.
+    """
+    drivers = [each for each in psutil.Process().children(recursive=True) if _is_driver(each)]
+    for driver in drivers:
+        with suppress(psutil.NoSuchProcess):
+            driver.kill()  # progress is on disk; a line torn by this runs again
+    psutil.wait_procs(drivers, timeout=STOP_WAIT_S)
+
+
+def _is_driver(process: psutil.Process) -> bool:
+    try:
+        return _JOB_MODULE in process.cmdline()
+    except psutil.Error:
+        return False
 
 
 async def _follow(client: JobClient, job_id: str, stop: StopSignal, say: Say) -> None:

@@ -1,29 +1,39 @@
-"""A real Ray for the session; actors are made and ended by each test."""
+"""A real Ray for the session, and in it one running service for each placement."""
 
 from __future__ import annotations
 
 import logging
 import shutil
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
 
-from actors.control import Control
-from actors.model_worker import ModelWorker
-from core.config import EngineConfig, FarsightConfig, ModelConfig, SchedulerConfig
+from actors.site import Site
+from core.config import FarsightConfig, LogConfig, ModelConfig, SchedulerConfig
+from services.client import EngineClient
+from services.launch import start_pieces
+from tests.actors.house import ENGINE, MAX_LEN, House, Truth, calm_client
 from tests.unit.engine.models import save_model
 
 ROOT = Path(__file__).resolve().parents[2]
+NUM_REPLICAS = 2
 
 
 @pytest.fixture(scope="session")
 def actor_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("actor-model"), num_key_value_heads=2)
+    out = tmp_path_factory.mktemp("actor-model")
+    return save_model(out, num_key_value_heads=2, max_position_embeddings=MAX_LEN)
+
+
+@pytest.fixture(scope="session")
+def truth(actor_model_dir: Path) -> Truth:
+    """The tokens of every prompt's stream."""
+    return Truth(actor_model_dir)
 
 
 @pytest.fixture(scope="session")
@@ -44,37 +54,43 @@ def ray_cluster() -> Iterator[None]:
     shutil.rmtree(directory, ignore_errors=True)
 
 
-@dataclass
-class Fused:
-    """The two actors of the fused placement."""
+@contextmanager
+def _house(placement: str, model_dir: Path, log_dir: Path) -> Iterator[House]:
+    """Two replicas; shared by all tests of the placement, which leave it as they found it."""
+    config = FarsightConfig(
+        model=ModelConfig(name="m", dtype="float32", replicas=NUM_REPLICAS),
+        engine=ENGINE,
+        scheduler=SchedulerConfig(standby_slots=4, placement="least-work"),
+        log=LogConfig(path=str(log_dir / "log.sqlite")),
+    )
+    # Detached, as in a real service: else whatever the Supervisor has started would die with it.
+    running = House(Site(config, str(model_dir), placement, namespace=f"test-{uuid.uuid4().hex[:8]}"))
+    try:
+        start_pieces(running.site)()
+        yield running
+    finally:
+        running.end()
 
-    control: Any
-    workers: list[Any]
 
-    @property
-    def worker(self) -> Any:
-        return self.workers[0]
+@pytest.fixture(scope="session")
+def fused_house(ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    with _house("fused", actor_model_dir, tmp_path_factory.mktemp("log")) as house:
+        yield house
+
+
+@pytest.fixture(scope="session")
+def split_house(ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    with _house("split", actor_model_dir, tmp_path_factory.mktemp("log")) as house:
+        yield house
+
+
+@pytest.fixture(scope="session", params=["fused", "split"])
+def house(request: pytest.FixtureRequest) -> House:
+    found: House = request.getfixturevalue(f"{request.param}_house")
+    return found
 
 
 @pytest.fixture
-def fused(request: pytest.FixtureRequest, ray_cluster: None, actor_model_dir: Path) -> Iterator[Fused]:
-    """One replica, or as many as the test's indirect parameter says."""
-    num_replicas = getattr(request, "param", 1)
-    config = FarsightConfig(
-        model=ModelConfig(dtype="float32", replicas=num_replicas),
-        engine=EngineConfig(kv_memory="1MiB", block_size=4, max_num_seqs=8, num_threads=1),
-        scheduler=SchedulerConfig(standby_slots=4),
-    )
-    options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 1000}
-    worker_class: Any = ray.remote(ModelWorker)
-    control_class: Any = ray.remote(Control)
-    workers = [
-        worker_class.options(**options).remote(f"worker-{i}", str(actor_model_dir), config) for i in range(num_replicas)
-    ]
-    control = control_class.options(**options).remote(config)
-    for i, worker in enumerate(workers):
-        ready = ray.get(worker.start.remote(), timeout=60)
-        ray.get(control.connect.remote(str(i), worker, ready), timeout=60)
-    yield Fused(control, workers)
-    for actor in (control, *workers):
-        ray.kill(actor)
+async def client(house: House) -> AsyncIterator[EngineClient]:
+    async with calm_client(house) as client:
+        yield client

@@ -28,7 +28,8 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def starts(channel: TokenChannel, ack_seq: int) -> list[int]:
-    batches = decode(await channel.poll(ack_seq, LONG_S), TokenBatches).batches
+    channel.acknowledge(ack_seq)
+    batches = decode(await channel.poll(LONG_S), TokenBatches).batches
     return [each.start for batch in batches for each in batch.deltas]
 
 
@@ -51,7 +52,7 @@ async def test_tokens_of_many_rows_wait_for_company_but_not_for_ever() -> None:
 
 
 async def test_an_idle_poll_answers_empty_after_its_timeout() -> None:
-    assert decode(await TokenChannel("w").poll(0, 0.01), TokenBatches).batches == ()
+    assert decode(await TokenChannel("w").poll(0.01), TokenBatches).batches == ()
 
 
 async def test_what_was_not_acknowledged_comes_again_at_once() -> None:
@@ -67,7 +68,7 @@ async def test_silence_is_counted_while_nobody_polls_and_forgotten_when_somebody
     monkeypatch.setattr(token_channel, "TICK_S", 0.01)
     channel = TokenChannel("w")
     await until(lambda: channel.silent_s >= 0.02)
-    polling = asyncio.create_task(channel.poll(0, LONG_S))
+    polling = asyncio.create_task(channel.poll(LONG_S))
     await until(lambda: channel.silent_s == 0)
     await asyncio.sleep(0.1)
     assert channel.silent_s == 0, "a poll that waits for its answer is no silence"

@@ -179,6 +179,16 @@ def test_a_dead_piece_turns_red_and_then_green_again(page: Page, live: LiveServe
     expect(card.locator("[data-field=restarts]")).to_have_text("1")
 
 
+def test_a_death_that_no_poll_has_seen_turns_red_for_a_while(page: Page, live: LiveServer) -> None:
+    card = page.get_by_test_id("card-router")
+    live.backend.pieces = with_state("router", "ready", pid=4712, restarts=1)
+    expect(card).to_have_attribute("data-state", "restarted", timeout=3000)
+    expect(card).to_have_attribute("data-level", "bad")
+    expect(page.get_by_test_id("overall")).to_have_text(f"1 of {len(PIECES)} just restarted: router")
+    expect(card).to_have_attribute("data-state", "ready", timeout=30_000)
+    expect(page.get_by_test_id("overall")).to_have_text(f"All {len(PIECES)} services ready")
+
+
 def test_a_piece_that_disappears_stays_for_a_minute(page: Page, live: LiveServer) -> None:
     page.clock.install()
     page.reload()

@@ -14,10 +14,21 @@ from core.config import EngineConfig
 from core.request import SamplingParams
 from engine import Engine
 from services.launch import EMBEDDED_MODEL
-from tests.e2e.server import Server, farsight
+from tests.e2e.server import Server, farsight, holds_torch
 
 NUM_STREAMS = 300
 IN_FLIGHT = 50
+KINDS = [
+    "Ingress",
+    "KVOffloadManager",
+    "LengthPredictor",
+    "LogStore",
+    "ModelWorker",
+    "Router",
+    "Scheduler",
+    "ServingTimeEstimator",
+    "Supervisor",
+]
 
 
 def completion_body(model: str, prompt: list[int], num_tokens: int) -> dict[str, object]:
@@ -87,11 +98,7 @@ async def test_a_client_that_leaves_a_blocking_request_frees_its_kv(server: Serv
 
 
 def test_only_the_worker_holds_torch(server: Server) -> None:
-    holders = {
-        process.pid
-        for process in server.children()
-        if any("libtorch" in mapped.path for mapped in process.memory_maps(grouped=True))
-    }
+    holders = {process.pid for process in server.children() if holds_torch(process)}
     assert holders == {server.pid_of("ModelWorker")}
 
 
@@ -99,9 +106,9 @@ def test_status_shows_every_logical_piece(server: Server) -> None:
     command = farsight("status", "--port", str(server.port), "--json")
     shown = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout)
     kinds = [row["kind"] for row in shown["actors"]]
-    assert sorted(kinds) == ["Ingress", "ModelWorker", "Router", "Scheduler"]
+    assert sorted(kinds) == sorted(KINDS)
     for row in shown["actors"]:
-        assert set(row) == {"name", "kind", "pid", "node", "state", "queue", "last_step_age_s"}
+        assert set(row) == {"name", "kind", "pid", "node", "state", "queue", "last_step_age_s", "restarts"}
         assert row["state"] == "ready"
     table = subprocess.run(farsight("status", "--port", str(server.port)), capture_output=True, text=True, timeout=30)
     assert all(row["name"] in table.stdout for row in shown["actors"])

@@ -1,0 +1,119 @@
+"""What is written down about requests and steps, and who learns from it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import aclosing
+
+import pytest
+
+from actors.names import kv_offload_manager_name, length_predictor_name, serving_time_estimator_name
+from core.errors import InvalidValueError
+from core.forecast import Forecast
+from core.messages import KVUsage, LogPage, LogQuery, StepProfileReply
+from core.request import SamplingParams
+from services.client import EngineClient
+from tests.actors.house import MAX_LEN, PROMPTS, House, Reading, Truth, eventually, read, sampling
+
+
+async def test_every_request_leaves_one_record(house: House, client: EngineClient, truth: Truth) -> None:
+    began = time.time()
+    whole = Reading(client, PROMPTS[1], sampling(1, 20))
+    stopped = Reading(client, PROMPTS[2], sampling(2, 50, stop_token_ids=(truth.tokens[2][9],)))
+    output_len = truth.tokens[2].index(truth.tokens[2][9]) + 1
+    await asyncio.gather(whole.finish(), stopped.finish())
+    async with aclosing(client.stream(PROMPTS[3], sampling(3))) as deltas:
+        left = (await anext(deltas)).request_id
+    records = await house.log(whole.request_id, stopped.request_id, left)
+    assert [record.finish_reason for record in records] == ["length", "stop", "abort"]
+    assert [record.prompt_len for record in records] == [len(prompt) for prompt in PROMPTS[1:4]]
+    assert [record.max_new_tokens for record in records] == [20, 50, sampling(3).max_new_tokens]
+    assert [record.output_len for record in records[:2]] == [20, output_len]
+    assert 1 <= records[2].output_len <= sampling(3).max_new_tokens
+    for record in records:
+        assert record.attempts == 1
+        assert record.replica in ("0", "1")
+        assert began - 1 <= record.received_at <= time.time()
+        assert record.ttft_s is not None
+        assert 0 < record.ttft_s <= record.jct_s
+
+
+async def test_the_forecast_is_the_mean_of_what_was_finished(house: House, client: EngineClient) -> None:
+    reading = Reading(client, PROMPTS[0], sampling(0, 30))
+    await reading.finish()
+    await house.log(reading.request_id)
+
+    async def learned() -> bool:
+        page = await house.ask("log-store", "read", LogQuery(0, 10_000), LogPage)
+        lengths = [record.output_len for record in page.records if record.finish_reason in ("stop", "length")]
+        forecast = await house.ask(length_predictor_name(0), "forecast", None, Forecast)
+        recent = lengths[-1000:]
+        return forecast.num_samples == len(recent) and abs(forecast.mean - sum(recent) / len(recent)) < 1e-6
+
+    await eventually(learned, "the forecast says what the log says")
+
+
+async def test_the_router_prices_requests_by_the_forecast(house: House, client: EngineClient) -> None:
+    """By ``max_tokens`` the first request would be the larger one, by what is expected it is the smaller one."""
+    await asyncio.gather(*(read(client, index, 8) for index in range(len(PROMPTS))))
+
+    async def known() -> bool:
+        forecast = await house.ask(length_predictor_name(0), "forecast", None, Forecast)
+        return forecast.num_samples > 0 and forecast.mean < 700
+
+    await eventually(known, "a forecast")
+
+    async def follows() -> bool:
+        large = client.stream((5,) * 3, SamplingParams(MAX_LEN - 3, ignore_eos=True))
+        await anext(large)
+        small = client.stream((5,) * 700, SamplingParams(300, ignore_eos=True))
+        await anext(small)
+        third = client.stream((5,) * 3, SamplingParams(4, ignore_eos=True))
+        ids = [(await anext(third)).request_id]
+        for stream in (third, small, large):
+            await stream.aclose()
+        number = int(ids[0].rpartition("-")[2])
+        stem = ids[0].rpartition("-")[0]
+        first, _, last = await house.log(*(f"{stem}-{number - back}" for back in (2, 1, 0)))
+        return first.replica == last.replica
+
+    await eventually(follows, "the third request joins the first")
+
+
+async def test_the_step_profile_is_learned_for_every_replica(house: House, client: EngineClient) -> None:
+    async def learned() -> bool:
+        await asyncio.gather(*(read(client, index, 60) for index in range(len(PROMPTS))))
+        reply = await house.ask(serving_time_estimator_name(0), "profile", None, StepProfileReply)
+        return {profile.replica for profile in reply.profiles if profile.num_samples >= 32} >= {"0", "1"}
+
+    await eventually(learned, "a profile of both replicas")
+    reply = await house.ask(serving_time_estimator_name(0), "profile", None, StepProfileReply)
+    for profile in reply.profiles:
+        terms = (profile.base_s, profile.prefill_token_s, profile.decode_seq_s, profile.context_token_s)
+        assert all(term >= 0 for term in terms)
+        assert 0 < sum(terms) < 10
+
+
+async def test_the_kv_offload_manager_knows_what_is_used(house: House, client: EngineClient) -> None:
+    managers = [kv_offload_manager_name(replica) for replica in ("0", "1")]
+
+    async def usages() -> list[KVUsage]:
+        return [await house.ask(name, "usage", None, KVUsage) for name in managers]
+
+    async def one_resident() -> bool:
+        found = await usages()
+        held = sum(usage.num_blocks - usage.free_blocks for usage in found)
+        return sum(usage.num_resident for usage in found) == 1 and held >= len(PROMPTS[15]) // 4
+
+    async with aclosing(client.stream(PROMPTS[15], sampling(15, 900))) as deltas:
+        await anext(deltas)
+        await eventually(one_resident, "the one sequence is seen")
+    status = await client.status()
+    assert status.num_blocks == sum(usage.num_blocks for usage in await usages()) > 0
+
+
+@pytest.mark.parametrize(("kind", "count"), [("replica", 0), ("replica", 1001), ("nonsense", 1)])
+async def test_a_scale_that_cannot_be_is_refused(client: EngineClient, kind: str, count: int) -> None:
+    with pytest.raises(InvalidValueError):
+        await client.scale(kind, count)

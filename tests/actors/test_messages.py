@@ -1,0 +1,113 @@
+"""What no piece understands is refused, counted, and changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import msgpack
+import pytest
+
+from actors.piece import Piece
+from actors.registry import piece_class
+from core.errors import MessageError
+from core.messages import (
+    SCHEMA_VERSION,
+    Announce,
+    Ended,
+    FinishedRequests,
+    Keys,
+    LogQuery,
+    PieceStatus,
+    Plan,
+    ReplicaName,
+    ReplicaState,
+    ReportPoll,
+    Scale,
+    StepReport,
+    StepSamples,
+    Submit,
+    TokenPoll,
+)
+from services.client import EngineClient
+from tests.actors.house import House, Truth, read, rows
+
+TAKES: dict[str, dict[str, Any]] = {
+    "router": {
+        "submit": Submit,
+        "abort": Keys,
+        "announce": Announce,
+        "introduce": PieceStatus,
+        "replica_state": ReplicaState,
+        "requests_ended": Ended,
+        "drain": ReplicaName,
+        "forget": ReplicaName,
+    },
+    "scheduler-0": {"submit": Submit, "abort": Keys, "unknown": Keys},
+    "kv-offload-manager-0": {"observe": StepReport},
+    "worker-0": {"push_plan": Plan, "poll_report": ReportPoll, "poll_tokens": TokenPoll},
+    "length-predictor-0": {},
+    "serving-time-estimator-0": {"observe": StepSamples},
+    "log-store": {"append": FinishedRequests, "read": LogQuery},
+    "supervisor": {"scale": Scale},
+}
+"""What each piece takes, by method."""
+
+TAKES_NOTHING = {
+    "router": {"ingress_rows", "model"},
+    "scheduler-0": set(),
+    "kv-offload-manager-0": {"usage"},
+    "worker-0": {"connect"},
+    "length-predictor-0": {"forecast"},
+    "serving-time-estimator-0": {"profile"},
+    "log-store": set(),
+    "supervisor": {"counts", "started"},
+}
+
+
+def malformed(kind: Any) -> Iterator[tuple[bytes, str]]:
+    """Messages that are no ``kind``, and the field that is to be named."""
+    name = kind.__name__
+    fields = [field.name for field in dataclasses.fields(kind)]
+    wrong: list[Any] = [{} for _ in fields]  # no field of any message is a map
+    yield b"", name
+    yield b"\xc1", name
+    yield msgpack.packb([SCHEMA_VERSION, name, *wrong])[:-1], name
+    yield msgpack.packb(7), name
+    yield msgpack.packb([SCHEMA_VERSION, "Nonsense", *wrong]), f"{name}.type"
+    yield msgpack.packb([SCHEMA_VERSION + 1, name, *wrong]), f"{name}.version"
+    yield msgpack.packb([SCHEMA_VERSION - 1, name, *wrong]), f"{name}.version"
+    yield msgpack.packb([SCHEMA_VERSION, name, *wrong]), f"{name}.{fields[0]}"
+    yield msgpack.packb([SCHEMA_VERSION, name, *wrong, 0]), name
+
+
+@pytest.mark.parametrize("piece", TAKES)
+def test_every_message_of_every_piece_is_tried_here(piece: str) -> None:
+    own = {name for name in dir(piece_class(piece)) if not name.startswith("_") and not hasattr(Piece, name)}
+    methods = {name for name in own if asyncio.iscoroutinefunction(getattr(piece_class(piece), name))}
+    assert methods == TAKES[piece].keys() | TAKES_NOTHING[piece]
+
+
+@pytest.mark.parametrize("piece", TAKES)
+async def test_what_is_malformed_is_refused_and_counted_and_kills_nobody(
+    house: House, client: EngineClient, truth: Truth, piece: str
+) -> None:
+    pids = {name: row.pid for name, row in (await rows(client)).items() if row.kind != "Ingress"}
+    peer = house.site.peers().peer(piece)
+    counted = await house.refused(piece)
+    for method, kind in TAKES[piece].items():
+        for data, field in malformed(kind):
+            with pytest.raises(MessageError) as caught:
+                await peer.call(method, data)
+            assert str(caught.value).find(f"{field}: got ") >= 0, f"{method} names another field: {caught.value}"
+            counted[method, field] = counted.get((method, field), 0) + 1
+    for method in ("no_such_thing", "_handle", "__init__", "start", "stop", "answer", "spawn", "queue"):
+        with pytest.raises(MessageError, match="a message that this piece answers"):
+            await peer.call(method, b"")
+        counted["unknown", "method"] = counted.get(("unknown", "method"), 0) + 1
+    assert await house.refused(piece) == counted
+    truth.check(1, await read(client, 1, 20), 20)
+    status = await rows(client)
+    assert {name: status[name].pid for name in pids} == pids

@@ -1,0 +1,175 @@
+"""The contract of the fault-tolerant service: whatever dies behind the ingress, no client notices.
+
+A real server under real streams; processes are killed with SIGKILL while all streams are under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.server import Server, start_server
+from tests.e2e.streams import LONG_S, Stream, Streams, open_streams, streams_midway
+
+NUM_STREAMS = 64
+NUM_TOKENS = 400
+
+KILLED = [
+    ("worker-0",),
+    ("scheduler-0",),
+    ("kv-offload-manager-0",),
+    ("router",),
+    ("log-store",),
+    ("length-predictor-0",),
+    ("serving-time-estimator-0",),
+    ("supervisor",),
+    ("worker-0", "worker-1"),
+    ("router", "scheduler-0", "worker-0"),
+]
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """How long it took from the kill until the status showed the piece dead, and ready again."""
+
+    killed: str
+    piece: str
+    dead_s: float
+    ready_s: float
+
+
+@pytest.fixture(scope="module")
+def recoveries(request: pytest.FixtureRequest) -> Iterator[list[Recovery]]:
+    """Printed as one table when the module is done."""
+    found: list[Recovery] = []
+    yield found
+    plugins = request.config.pluginmanager
+    reporter = plugins.getplugin("terminalreporter")
+    with plugins.getplugin("capturemanager").global_and_fixture_disabled():
+        reporter.write_line("")
+        reporter.write_line(f"{'killed at once':35} {'piece':27} {'dead after':>12} {'ready after':>12}")
+        for each in found:
+            times = f"{each.dead_s:10.2f} s {each.ready_s:10.2f} s"
+            reporter.write_line(f"{each.killed:35} {each.piece:27} {times}")
+
+
+@pytest.fixture(scope="module")
+def split_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    flags = ("--placement", "split", "--replicas", "2", "--dtype", "float32")
+    running = start_server(tmp_path_factory.mktemp("faults") / "server.log", *flags)
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(split_server: Server) -> list[Stream]:
+    """What the clients get when nothing dies."""
+
+    async def run() -> list[Stream]:
+        async with open_streams(split_server.base_url, NUM_STREAMS, NUM_TOKENS) as streams:
+            return await streams.finish()
+
+    each = asyncio.run(run())
+    for stream in each:
+        assert_whole(stream)
+    return each
+
+
+def assert_whole(stream: Stream) -> None:
+    """One end, every token, no error."""
+    assert stream.errors == []
+    assert stream.reasons == ["length"]
+    assert stream.done
+    assert stream.num_tokens == NUM_TOKENS
+
+
+def assert_same(streams: list[Stream], undisturbed: list[Stream]) -> None:
+    for index, (stream, reference) in enumerate(zip(streams, undisturbed, strict=True)):
+        assert stream.outcome == reference.outcome, f"stream {index} is not what it is when nothing dies"
+
+
+async def kill_and_watch(streams: Streams, names: tuple[str, ...]) -> list[Recovery]:
+    """Kills the processes of these pieces at once; returns when the status shows all of them ready again."""
+    before = await streams.rows()
+    assert {before[name]["state"] for name in names} == {"ready"}
+    killed_at = time.monotonic()
+    for name in names:
+        os.kill(before[name]["pid"], signal.SIGKILL)
+    dead: dict[str, float] = {}
+    ready: dict[str, float] = {}
+    async with asyncio.timeout(LONG_S):
+        while len(ready) < len(names):
+            rows = await streams.rows()
+            for name in set(names) - set(ready):
+                row, passed_s = rows[name], time.monotonic() - killed_at
+                if row["state"] == "dead":
+                    dead.setdefault(name, passed_s)
+                elif row["state"] == "ready" and row["pid"] != before[name]["pid"]:
+                    assert row["restarts"] == before[name]["restarts"] + 1
+                    ready[name] = passed_s
+            await asyncio.sleep(0.02)
+    assert set(dead) == set(names), "the death was not to be seen in the status"
+    return [Recovery(", ".join(names), name, dead[name], ready[name]) for name in names]
+
+
+@pytest.mark.parametrize("names", KILLED, ids=" and ".join)
+async def test_no_stream_notices_a_death(
+    split_server: Server, undisturbed: list[Stream], recoveries: list[Recovery], names: tuple[str, ...]
+) -> None:
+    async with streams_midway(split_server.base_url, NUM_STREAMS, NUM_TOKENS) as streams:
+        recoveries += await kill_and_watch(streams, names)
+        each = await streams.finish()
+    assert_same(each, undisturbed)
+    await asyncio.to_thread(split_server.wait_idle, LONG_S)
+
+
+async def test_the_death_of_an_ingress_replica_breaks_only_its_own_streams(tmp_path: Path) -> None:
+    config = tmp_path / "farsight.toml"
+    config.write_text("[server]\ningress_replicas = 2\n")
+    server = start_server(tmp_path / "log", "--config", str(config), "--dtype", "float32", "--placement", "fused")
+    try:
+        await _kill_an_ingress(server)
+    finally:
+        server.stop()
+
+
+async def _kill_an_ingress(server: Server) -> None:
+    async with open_streams(server.base_url, NUM_STREAMS, NUM_TOKENS) as streams:
+        undisturbed = await streams.finish()
+    async with streams_midway(server.base_url, NUM_STREAMS, NUM_TOKENS) as streams:
+        counts = {name: row for name, row in (await streams.rows()).items() if row["kind"] == "Ingress"}
+        assert len(counts) == 2
+        victim = min(counts.values(), key=lambda row: row["name"])
+        os.kill(victim["pid"], signal.SIGKILL)
+        each = await streams.finish()
+        broken = [index for index, stream in enumerate(each) if stream.broken]
+        assert 0 < len(broken) < NUM_STREAMS, "one replica had all the streams"
+        for index, (stream, reference) in enumerate(zip(each, undisturbed, strict=True)):
+            if index in broken:
+                text = "".join(stream.texts)
+                assert text == "".join(reference.texts)[: len(text)]
+                assert not stream.done
+            else:
+                assert stream.outcome == reference.outcome, f"stream {index} is of the other replica"
+    await asyncio.to_thread(_wait_two_ingresses, server, victim["name"])
+    await asyncio.to_thread(server.wait_idle, LONG_S)
+
+
+def _wait_two_ingresses(server: Server, victim: str) -> None:
+    """Until a new replica has come and the dead one has been forgotten."""
+    deadline = time.monotonic() + LONG_S
+    while True:
+        found = [row for row in server.get("/status")["actors"] if row["kind"] == "Ingress"]
+        if len(found) == 2 and victim not in {row["name"] for row in found}:
+            return
+        assert time.monotonic() < deadline, found
+        time.sleep(0.1)
