@@ -6,6 +6,7 @@ Nothing here may import torch at the top: Ray imports this module in every proce
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import sys
 import time
@@ -117,8 +118,9 @@ class ModelWorker(Piece):
         """Takes a ``Plan``; it applies at the next step boundary."""
         plan = decode(data, Plan)
         worker = await asyncio.shield(self._built)
+        prepared = worker.prepare(plan)
         with self._locked:
-            worker.offer_plan(plan)
+            worker.offer_plan(plan, prepared)
         self._wake.set()
         return b""
 
@@ -232,7 +234,7 @@ class ModelWorker(Piece):
                     self._slow.pop(ingress_id, None)
 
     def _after_abort(self, outputs: list[Output]) -> None:
-        logger.warning("ingress %s is silent: %d aborted", outputs[0].ingress_id, len(outputs))
+        logger.warning("%d requests of silent ingress replicas aborted", len(outputs))
         self._dispatch(self._built.result(), outputs)
         self._report_due.set()
 
@@ -241,4 +243,7 @@ def _build(model_dir: Path, dtype: str, engine: EngineConfig, incarnation: str, 
     """Imports torch only here."""
     from engine.build import build_worker
 
-    return build_worker(model_dir, dtype, engine, incarnation, num_replicas)
+    worker = build_worker(model_dir, dtype, engine, incarnation, num_replicas)
+    gc.collect()
+    gc.freeze()  # what torch has brought need not be looked through again, in the middle of a step
+    return worker

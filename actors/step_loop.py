@@ -52,6 +52,7 @@ class StepLoop:
         self._on_step = on_step
         self._on_abort = on_abort
         self._orphaned: set[str] = set()
+        self._aborted: list[Output] = []
         self._lock = threading.Lock()
 
     @property
@@ -69,6 +70,7 @@ class StepLoop:
         ended_at: float | None = None
         with self._lock:
             batch = self._begin_step()
+        self._tell_aborted()
         while batch is not None:
             began_at, cpu_s = time.perf_counter(), time.thread_time()
             gap_s = None if ended_at is None else began_at - ended_at
@@ -81,16 +83,21 @@ class StepLoop:
                     emissions = self._worker.commit_step(batch, tokens)
                 else:
                     failures = self._worker.fail_step(batch, failure)
+                next_batch = self._begin_step()
+            # The event loop wakes and wants the interpreter: only now, that the next step is about to leave it.
             self._on_step(Step(emissions, failures, _sample(batch, ended_at - began_at), gap_s, cpu_s))
-            with self._lock:
-                batch = self._begin_step()
+            self._tell_aborted()
+            batch = next_batch
 
     def _begin_step(self) -> StepBatch | None:
         while self._orphaned:
-            aborted = self._worker.abort_ingress(self._orphaned.pop())
-            if aborted:
-                self._on_abort(aborted)
+            self._aborted += self._worker.abort_ingress(self._orphaned.pop())
         return self._worker.begin_step()
+
+    def _tell_aborted(self) -> None:
+        if self._aborted:
+            aborted, self._aborted = self._aborted, []
+            self._on_abort(aborted)
 
     def _execute(self, batch: StepBatch) -> tuple[list[int | None], Exception | None]:
         try:

@@ -12,13 +12,17 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from core.errors import IntegrityError
-from core.messages import FinishedSequence, Plan, TokenDelta, WorkerReady, WorkerState
+from core.messages import FinishedSequence, Key, Plan, TokenDelta, WorkerReady, WorkerState
 from core.request import Request, SequenceStatus
 from engine.detokenizer import Detokenizer, OutputText
 from engine.sequence import Sequence
 from kvcache import LeaseExecutor, StepBatch
 
 logger = logging.getLogger(__name__)
+
+
+Prepared = dict[Key, tuple[Sequence, OutputText]]
+"""New requests of a plan, ready to run."""
 
 
 class Runner(Protocol):
@@ -80,6 +84,7 @@ class Worker:
         self._sequences: dict[str, Sequence] = {}
         self._texts: dict[str, OutputText] = {}
         self._pending: Plan | None = None
+        self._prepared: Prepared = {}
 
     def take_over(self) -> WorkerState:
         """A Scheduler life begins: what it needs to go on where another one left. Between steps."""
@@ -89,12 +94,26 @@ class Worker:
         held = tuple(self._sequences[progress.request_id].request for progress in report.progress)
         return WorkerState(lease, self.ready, held, report)
 
-    def offer_plan(self, plan: Plan) -> None:
-        """Keeps the newest plan for the next step boundary."""
+    def prepare(self, plan: Plan) -> Prepared:
+        """What a plan's new requests need before they can run. Takes its time and changes nothing: at any moment."""
+        prepared = {}
+        for slot in plan.slots:
+            request = slot.request
+            if request is not None and not self._has(request):
+                prepared[request.request_id, request.attempt] = Sequence.of(request), self._start_text(request)
+        return prepared
+
+    def _has(self, request: Request) -> bool:
+        sequence = self._sequences.get(request.request_id)
+        return sequence is not None and sequence.request.attempt >= request.attempt
+
+    def offer_plan(self, plan: Plan, prepared: Prepared | None = None) -> None:
+        """Keeps the newest plan for the next step boundary, with what ``prepare`` has made of it."""
         if plan.lease != self.executor.lease:
             return
         if self._pending is None or plan.plan_seq > self._pending.plan_seq:
             self._pending = plan
+            self._prepared = self.prepare(plan) if prepared is None else prepared
 
     def begin_step(self) -> StepBatch | None:
         """Applies the newest plan and picks the next step; None if nothing can run."""
@@ -106,13 +125,10 @@ class Worker:
     def _apply(self, plan: Plan) -> None:
         for request_id in self.executor.apply_plan(plan):
             self._drop(request_id)
-        for slot in plan.slots:
-            request = slot.request
-            if request is None or request.request_id in self._sequences:
-                continue
-            if self.executor.holds(request.request_id):
-                self._sequences[request.request_id] = Sequence.of(request)
-                self._texts[request.request_id] = self._start_text(request)
+        for (request_id, _), (sequence, text) in self._prepared.items():
+            if self.executor.holds(request_id) and not self._has(sequence.request):
+                self._sequences[request_id], self._texts[request_id] = sequence, text
+        self._prepared = {}
 
     def _start_text(self, request: Request) -> OutputText:
         """The text so far; of a resumed request the client has got all that its tokens made certain."""

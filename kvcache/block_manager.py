@@ -37,17 +37,23 @@ class BlockManager:
         """Blocks the sequence lacks to hold ``num_tokens`` tokens in all."""
         return max(0, self.blocks_for(num_tokens) - len(self.table(sequence_id)))
 
-    def can_grow(self, sequence_id: str, num_tokens: int) -> bool:
-        return self.shortage(sequence_id, num_tokens) <= self.num_free
+    def grow(self, sequence_id: str, num_tokens: int) -> list[int] | None:
+        """Gives the sequence blocks for ``num_tokens`` tokens in all.
 
-    def grow(self, sequence_id: str, num_tokens: int) -> None:
-        """Gives the sequence blocks for ``num_tokens`` tokens in all; ask ``can_grow`` first."""
-        needed = self.shortage(sequence_id, num_tokens)
-        if needed > self.num_free:
-            raise IntegrityError(f"{sequence_id} needs {needed} blocks, {self.num_free} are free")
-        if needed:
-            table = self._tables.setdefault(sequence_id, [])
-            table.extend(self._free.pop() for _ in range(needed))
+        Returns:
+            Its table (shared, not a copy); None, and nothing has changed, if too few blocks are free.
+        """
+        table = self._tables.get(sequence_id)
+        needed = -(-num_tokens // self.block_size) - (0 if table is None else len(table))
+        if needed > len(self._free):
+            return None
+        if table is None:
+            table = []
+            if needed > 0:
+                self._tables[sequence_id] = table
+        for _ in range(needed):
+            table.append(self._free.pop())
+        return table
 
     def release(self, sequence_id: str) -> int:
         """Takes back all blocks of the sequence; returns how many."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from core.errors import IntegrityError
 from core.messages import FinishedSequence, Plan, Slot, SlotProgress, StepReport, StepSample
@@ -25,8 +26,7 @@ class BatchLimits:
     max_batch_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepItem:
+class StepItem(NamedTuple):
     """One sequence's part in a step: compute ``num_tokens`` known tokens from position ``start``.
 
     Attributes:
@@ -76,6 +76,7 @@ class _Selection:
 
     tokens_left: int
     items: list[StepItem] = field(default_factory=list)
+    chosen: list[_Held] = field(default_factory=list)
     may_start: bool = True
     short_blocks: int = 0
     out_of_grants: bool = False
@@ -94,6 +95,7 @@ class LeaseExecutor:
         self.incarnation = incarnation
         self.short_blocks = 0
         self._held: dict[str, _Held] = {}  # in plan order
+        self._running: list[_Held] = []  # of the step that runs or has run last
         self._stalled: frozenset[str] = frozenset()
         self._lease = 0
         self._plan_seq = 0
@@ -192,12 +194,12 @@ class LeaseExecutor:
             by_arrival = sorted(self._held.values(), key=lambda held: held.arrival)
             selection = self._select(by_arrival, within_grants=False)
         self.short_blocks = selection.short_blocks
-        chosen = {item.request_id for item in selection.items}
-        for held in self._held.values():
-            if held.request_id in chosen:
-                held.status = SequenceStatus.RUNNING
-            elif held.status == SequenceStatus.RUNNING:
+        for held in self._running:
+            if held.status is SequenceStatus.RUNNING:
                 held.status = SequenceStatus.PAUSED
+        self._running = selection.chosen
+        for held in self._running:
+            held.status = SequenceStatus.RUNNING
         return StepBatch(tuple(selection.items)) if selection.items else None
 
     def _select(self, ranked: Iterable[_Held], *, within_grants: bool) -> _Selection:
@@ -222,8 +224,9 @@ class LeaseExecutor:
     def _continue(self, held: _Held, wanted: int, selection: _Selection) -> None:
         num_tokens = min(wanted, selection.tokens_left)
         reach = held.computed_len + num_tokens
-        if self.blocks.can_grow(held.request_id, reach):
-            self._add(held, num_tokens, selection)
+        table = self.blocks.grow(held.request_id, reach)
+        if table is not None:
+            self._add(held, num_tokens, table, selection)
         else:
             selection.short_blocks += self.blocks.shortage(held.request_id, reach)
             selection.may_start = False
@@ -233,19 +236,17 @@ class LeaseExecutor:
         needed = self.blocks.blocks_for(held.num_tokens)
         alone = self.blocks.num_free == self.blocks.num_blocks
         fits = needed + (0 if alone else self._reserve_blocks) <= self.blocks.num_free
-        if not (selection.may_start and fits):
+        table = self.blocks.grow(held.request_id, held.num_tokens) if selection.may_start and fits else None
+        if table is None:
             selection.may_start = False  # head of line: nothing of lower rank overtakes
             return False
-        self.blocks.grow(held.request_id, held.num_tokens)
-        self._add(held, min(wanted, selection.tokens_left), selection)
+        self._add(held, min(wanted, selection.tokens_left), table, selection)
         return True
 
-    def _add(self, held: _Held, num_tokens: int, selection: _Selection) -> None:
-        reach = held.computed_len + num_tokens
-        self.blocks.grow(held.request_id, reach)
-        table = self.blocks.table(held.request_id)
-        samples = reach == held.num_tokens
+    def _add(self, held: _Held, num_tokens: int, table: list[int], selection: _Selection) -> None:
+        samples = held.computed_len + num_tokens == held.num_tokens
         selection.items.append(StepItem(held.request_id, held.computed_len, num_tokens, samples, table))
+        selection.chosen.append(held)
         selection.tokens_left -= num_tokens
 
     def _runnable_tokens(self, held: _Held, within_grants: bool) -> int:

@@ -19,13 +19,13 @@ def test_a_sequence_grows_by_whole_blocks() -> None:
     blocks.check_integrity()
 
 
-def test_can_grow_answers_what_grow_does() -> None:
+def test_a_sequence_that_cannot_grow_keeps_what_it_has() -> None:
     blocks = BlockManager(num_blocks=2, block_size=8)
-    assert blocks.can_grow("a", 16)
-    assert not blocks.can_grow("a", 17)
-    with pytest.raises(IntegrityError):
-        blocks.grow("a", 17)
-    assert blocks.num_free == 2, "a refused growth takes nothing"
+    assert blocks.grow("a", 8) == [0]
+    assert blocks.grow("a", 17) is None
+    assert blocks.table("a") == [0]
+    assert blocks.num_free == 1
+    blocks.check_integrity()
 
 
 def test_release_gives_back_everything_once() -> None:
