@@ -60,7 +60,8 @@ def main() -> None:
 
 @contextmanager
 def _site(config: FarsightConfig) -> Iterator[Any]:
-    from services.launch import find_model, find_site, private_cluster, start_pieces
+    from services.cluster import private_cluster
+    from services.launch import find_model, find_site, start_pieces
     from services.signals import StopSignal
 
     site = find_site(config, find_model(config))

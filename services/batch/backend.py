@@ -20,8 +20,9 @@ from actors.site import Site
 from core.config import FarsightConfig
 from services.api.backend import GenerationBackend
 from services.api.prompts import PromptEncoder
+from services.cluster import ServiceFailed
 from services.connect import open_client
-from services.launch import ServiceFailed, find_model, find_site, start_pieces
+from services.launch import find_model, find_site, start_pieces
 
 _GCS_FLAG = "--gcs-address="
 

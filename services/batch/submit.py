@@ -218,7 +218,7 @@ def _check(source: Path, target: Path, overwrite: bool) -> None:
 
 
 def _submit_locally(command: str, stop: StopSignal, say: Say) -> int:
-    from services.launch import private_cluster
+    from services.cluster import private_cluster
 
     say("Starting a private Ray cluster.\n")
     with private_cluster(stop, dashboard=True) as cluster:

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from services.batch.submit import connect, submit_entrypoint
-from services.launch import any_agent_port
+from services.cluster import any_agent_port
 from services.signals import StopSignal
 
 
