@@ -1,4 +1,4 @@
-"""A real Ray for the session, and in it one running service for each placement."""
+"""A real Ray for the tests of this directory, and in it one running service for each placement."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def truth(actor_model_dir: Path) -> Truth:
     return Truth(actor_model_dir)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ray_cluster() -> Iterator[None]:
     directory = tempfile.mkdtemp(prefix="farsight-test-")
     ray.init(
@@ -72,19 +72,19 @@ def _house(placement: str, model_dir: Path, log_dir: Path) -> Iterator[House]:
         running.end()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def fused_house(ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     with _house("fused", actor_model_dir, tmp_path_factory.mktemp("log")) as house:
         yield house
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def split_house(ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     with _house("split", actor_model_dir, tmp_path_factory.mktemp("log")) as house:
         yield house
 
 
-@pytest.fixture(scope="session", params=["fused", "split"])
+@pytest.fixture(scope="package", params=["fused", "split"])
 def house(request: pytest.FixtureRequest) -> House:
     found: House = request.getfixturevalue(f"{request.param}_house")
     return found

@@ -37,7 +37,8 @@ NUM_TOKENS = 600
 """Of a stream that is to be under way while something dies."""
 
 MAX_LEN = 1024
-ENGINE = EngineConfig(kv_memory="8MiB", block_size=4, max_num_seqs=16, num_threads=1)
+BLOCK_SIZE = 4
+ENGINE = EngineConfig(kv_memory="8MiB", block_size=BLOCK_SIZE, max_num_seqs=16, num_threads=1)
 PROMPTS = [tuple(range(5 + index, 12 + 2 * index)) for index in range(NUM_PROMPTS)]
 
 T = TypeVar("T")

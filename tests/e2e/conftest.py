@@ -1,4 +1,4 @@
-"""One real server for the session, on the embedded model; tests that break a server start their own."""
+"""One real server for all tests of this directory, on the embedded model; tests that break a server start their own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.launch import EMBEDDED_NAME
 from tests.e2e.server import Server, start_server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     running = start_server(tmp_path_factory.mktemp("log") / "server.log")
     yield running

@@ -108,7 +108,7 @@ def test_status_shows_every_logical_piece(server: Server) -> None:
     kinds = [row["kind"] for row in shown["actors"]]
     assert sorted(kinds) == sorted(KINDS)
     for row in shown["actors"]:
-        assert set(row) == {"name", "kind", "pid", "node", "state", "queue", "last_step_age_s", "restarts"}
+        assert set(row) == {"name", "kind", "pid", "node", "state", "queue", "last_step_age_s", "restarts", "http_port"}
         assert row["state"] == "ready"
     table = subprocess.run(farsight("status", "--port", str(server.port)), capture_output=True, text=True, timeout=30)
     assert all(row["name"] in table.stdout for row in shown["actors"])
