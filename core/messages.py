@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from core.request import Request, SequenceStatus
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Raised when any message changes shape; a message of another version is refused."""
 
 
@@ -262,15 +262,34 @@ class ReportPoll:
     ack_seq: int
 
 
+TokenLogprobs = tuple[tuple[int, ...], tuple[float, ...]]
+"""Ids and their log probabilities: the token itself, then the likeliest ones, best first."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaLogprobs:
+    """Log probabilities that a client has asked for.
+
+    Attributes:
+        output: Of each of the delta's tokens.
+        prompt: Of each of the prompt's tokens but the first; with the output's first token only.
+    """
+
+    output: tuple[TokenLogprobs, ...]
+    prompt: tuple[TokenLogprobs, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """New output of one sequence, for the client.
+    """New output of one sequence, for the client. What has its default takes no room on the wire.
 
     Attributes:
         start: Index of the first of ``token_ids`` in the output; lets the ingress see gaps and repeats.
         text: What may be shown; trails ``token_ids`` while a stop string may still complete.
         finish_reason: Set on the last delta of an attempt only.
         error: Why the sequence failed, when ``finish_reason`` is ``error``.
+        cached_len: Tokens of the prompt that came from a cache; on an attempt's first delta only.
+        logprobs: None unless the request wants them.
     """
 
     request_id: str
@@ -278,8 +297,10 @@ class TokenDelta:
     start: int
     token_ids: tuple[int, ...]
     text: str
-    finish_reason: str | None
-    error: str | None
+    finish_reason: str | None = None
+    error: str | None = None
+    cached_len: int = 0
+    logprobs: DeltaLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 from core.errors import InvalidValueError
@@ -52,6 +52,20 @@ class SamplingParams:
         stop: Strings that end the output; not part of it.
         stop_token_ids: Token ids that end the output, beside the model's own EOS.
         ignore_eos: Go on after the model's own EOS.
+        min_p: Drop tokens less likely than this share of the likeliest one; in [0, 1], 0 drops none.
+        repetition_penalty: Divides the positive and multiplies the negative logits of tokens that prompt or output
+            hold; > 0, 1 changes nothing.
+        presence_penalty: Taken from the logits of tokens that the output holds; in [-2, 2].
+        frequency_penalty: Taken from them once for each time that the output holds them; in [-2, 2].
+        logit_bias: (token id, what is added to its logit); each id once.
+        min_tokens: The output ends with token ``min_tokens + 1`` at the earliest, but for its own limits.
+        logprobs: Log probabilities (of the model's own distribution) of each token and of so many likeliest ones;
+            None for none at all.
+        prompt_logprobs: The same for the prompt's tokens, the first aside. Needs ``logprobs``, and that all of the
+            prompt is computed: nothing of it may come from a cache.
+        benchmark_len: The output ends here as if by EOS, and EOS does not end it before; for benchmarks. Only what
+            samples may read it: a scheduler that did would know what no scheduler can.
+        plain: Derived: the likeliest token is taken as it is, and nothing more is to be known about it.
     """
 
     max_new_tokens: int
@@ -62,6 +76,16 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
+    benchmark_len: int | None = None
+    plain: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _require(self.max_new_tokens >= 1, "max_tokens", self.max_new_tokens, "an integer >= 1")
@@ -71,10 +95,49 @@ class SamplingParams:
         _require(self.top_k >= 0, "top_k", self.top_k, "an integer >= 0 (0 keeps all tokens)")
         _require(0 <= self.seed < 2**64, "seed", self.seed, "an integer from 0 to 2**64 - 1")
         _require(all(self.stop), "stop", self.stop, "non-empty strings")
+        self._check_penalties()
+        self._check_lengths()
+        ok = self.logprobs is None or self.logprobs >= 0
+        _require(ok, "logprobs", self.logprobs, "an integer >= 0, or none")
+        ok = self.logprobs is not None or not self.prompt_logprobs
+        _require(ok, "prompt_logprobs", self.prompt_logprobs, "false where there are no logprobs")
+        plain = self.greedy and not self.adjusts and self.logprobs is None
+        object.__setattr__(self, "plain", plain)
+
+    def _check_penalties(self) -> None:
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "a number from 0 to 1")
+        ok = math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0
+        _require(ok, "repetition_penalty", self.repetition_penalty, "a finite number > 0")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(-2 <= value <= 2, name, value, "a number from -2 to 2")
+        ok = all(token_id >= 0 and math.isfinite(bias) for token_id, bias in self.logit_bias)
+        _require(ok, "logit_bias", self.logit_bias, "token ids >= 0 with finite numbers")
+
+    def _check_lengths(self) -> None:
+        ok = 0 <= self.min_tokens <= self.max_new_tokens
+        _require(ok, "min_tokens", self.min_tokens, f"an integer from 0 to max_tokens = {self.max_new_tokens}")
+        ok = self.benchmark_len is None or self.benchmark_len >= 1
+        _require(ok, "benchmark_len", self.benchmark_len, "an integer >= 1")
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether logits depend on the tokens so far."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether logits are changed before a token is chosen, greedily or not."""
+        return self.penalizes or bool(self.logit_bias) or self.min_tokens > 0
+
+    @property
+    def eos_ends(self) -> bool:
+        """Whether the model's own EOS ends the output."""
+        return not self.ignore_eos and self.benchmark_len is None
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,14 +72,18 @@ class OutputText:
         self._held = ""  # complete text that may be the beginning of a stop string
         self.stopped = False
 
-    def push(self, token_id: int) -> str:
-        """Adds a token; returns the text that may be shown now, possibly none."""
+    def push(self, token_id: int, may_stop: bool = True) -> str:
+        """Adds a token; returns the text that may be shown now, possibly none.
+
+        Args:
+            may_stop: Whether a stop string that is complete with this token ends the text.
+        """
         if self.stopped or token_id in self._detokenizer.special_ids:
             return ""
         text = self._decode(token_id)
         if not text or not self._stop:
             return text
-        return self._release(self._held + text)
+        return self._release(self._held + text, may_stop)
 
     def flush(self) -> str:
         """The text still held back, when the output has ended; half a character becomes U+FFFD."""
@@ -111,10 +115,10 @@ class OutputText:
         self._pending.clear()
         return text
 
-    def _release(self, text: str) -> str:
+    def _release(self, text: str, may_stop: bool = True) -> str:
         """Cuts ``text`` at a stop string, or holds back its tail; returns what comes before."""
         matches = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
-        if matches:
+        if matches and may_stop:
             self.stopped = True
             self._held = ""
             return text[: min(matches)[1]]

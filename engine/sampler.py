@@ -1,7 +1,7 @@
 """From logits to the next tokens.
 
-A draw is a function of (seed, position) and the logits alone: no generator state, so a sequence that is preempted,
-moved to another worker or batched with others draws the same tokens.
+A draw is a function of (seed, position), the logits and the tokens so far alone: no generator state, so a sequence that
+is preempted, moved to another worker or batched with others draws the same tokens.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from core.request import SamplingParams
+from engine.logit_adjustments import TokenHistory, adjust_logits
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -35,26 +36,77 @@ def _mix(x: int) -> int:
 
 
 class Sampler:
-    """Chooses one token a row."""
+    """Chooses one token a row.
 
-    def sample(self, logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
+    Args:
+        eos_token_ids: What ``min_tokens`` holds back, beside a request's own ``stop_token_ids``.
+    """
+
+    def __init__(self, eos_token_ids: tuple[int, ...] = ()) -> None:
+        self._eos_token_ids = eos_token_ids
+
+    def sample(
+        self,
+        logits: Tensor,
+        params: Sequence[SamplingParams],
+        positions: Sequence[int],
+        histories: Sequence[TokenHistory] = (),
+        argmax: list[int] | None = None,
+    ) -> list[int]:
         """The next token of each row.
 
         Args:
             logits: float32 ``[rows, vocab]``.
             params: One a row.
             positions: Index of each new token in its sequence, prompt included.
+            histories: One a row; read where params adjust logits, and only needed if some do.
+            argmax: The likeliest token of each row, if it is known already; rows of ``plain`` params then cost
+                nothing. The sampler may change the list.
         """
+        special = [row for row, param in enumerate(params) if not param.plain]
+        if len(special) == len(params):
+            return self._choose(logits, params, positions, histories)
+        tokens: list[int] = logits.argmax(-1).tolist() if argmax is None else argmax
+        if special:
+            chosen = self._choose(
+                logits[torch.tensor(special, device=logits.device)],
+                [params[row] for row in special],
+                [positions[row] for row in special],
+                [histories[row] for row in special] if histories else (),
+            )
+            for row, token in zip(special, chosen, strict=True):
+                tokens[row] = token
+        return tokens
+
+    def _choose(
+        self,
+        logits: Tensor,
+        params: Sequence[SamplingParams],
+        positions: Sequence[int],
+        histories: Sequence[TokenHistory],
+    ) -> list[int]:
+        """The same for rows that are not all plain."""
+        scores = self._adjust(logits, params, histories)
         drawn = [row for row, param in enumerate(params) if not param.greedy]
         if len(drawn) == len(params):
-            return self._draw(logits, params, positions)
-        tokens: list[int] = logits.argmax(-1).tolist()
+            return self._draw(scores, params, positions)
+        tokens: list[int] = scores.argmax(-1).tolist()
         if drawn:
-            rows = logits[torch.tensor(drawn, device=logits.device)]
+            rows = scores[torch.tensor(drawn, device=scores.device)]
             draws = self._draw(rows, [params[row] for row in drawn], [positions[row] for row in drawn])
             for row, token in zip(drawn, draws, strict=True):
                 tokens[row] = token
         return tokens
+
+    def _adjust(self, logits: Tensor, params: Sequence[SamplingParams], histories: Sequence[TokenHistory]) -> Tensor:
+        adjusted = [row for row, param in enumerate(params) if param.adjusts]
+        if not adjusted:
+            return logits
+        rows = torch.tensor(adjusted, device=logits.device)
+        scores = adjust_logits(
+            logits[rows], [params[row] for row in adjusted], [histories[row] for row in adjusted], self._eos_token_ids
+        )
+        return scores if len(adjusted) == len(params) else logits.index_copy(0, rows, scores)
 
     def _draw(self, logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
         """Inverse of the cumulative distribution, over the vocabulary in order of token id."""
@@ -68,7 +120,7 @@ class Sampler:
 
 
 def warp_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Temperature, then top-k, then top-p, as transformers' logits warpers; dropped tokens are -inf.
+    """Temperature, top-k, top-p, then min-p, as transformers' logits warpers; dropped tokens are -inf.
 
     Args:
         logits: float32 ``[rows, vocab]``; not changed.
@@ -85,6 +137,9 @@ def warp_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     nucleus = [(row, param.top_p) for row, param in enumerate(params) if param.top_p < 1]
     if nucleus:
         _keep_top_p(scores, nucleus)
+    floored = [(row, param.min_p) for row, param in enumerate(params) if param.min_p > 0]
+    if floored:
+        _keep_min_p(scores, floored)
     return scores
 
 
@@ -107,3 +162,13 @@ def _keep_top_p(scores: Tensor, nucleus: list[tuple[int, float]]) -> None:
     dropped = ascending.softmax(-1).cumsum(-1) <= tail_mass[:, None]
     dropped[:, -1] = False
     scores[rows] = chosen.masked_fill_(dropped.scatter(1, order, dropped), float("-inf"))
+
+
+def _keep_min_p(scores: Tensor, floored: list[tuple[int, float]]) -> None:
+    """Drops what is less likely than so large a share of the likeliest."""
+    rows = torch.tensor([row for row, _ in floored], device=scores.device)
+    shares = torch.tensor([min_p for _, min_p in floored], device=scores.device)
+    chosen = scores[rows]
+    probabilities = chosen.softmax(-1)
+    threshold = shares[:, None] * probabilities.amax(-1, keepdim=True)
+    scores[rows] = chosen.masked_fill_(probabilities < threshold, float("-inf"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from core.messages import TokenLogprobs
 from core.request import Request, SamplingParams
 
 
@@ -13,15 +14,19 @@ class Sequence:
 
     Attributes:
         token_ids: Prompt and output so far.
+        prompt_logprobs: What is known of the prompt's tokens but the first; None if nobody waits for it.
     """
 
     request: Request
     token_ids: list[int]
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
     @classmethod
     def of(cls, request: Request) -> Sequence:
         """A sequence as its attempt begins it."""
-        return cls(request, [*request.prompt_ids, *request.output_ids])
+        # Whoever has got output has got what comes with its first token.
+        waits = request.sampling.prompt_logprobs and not request.output_ids
+        return cls(request, [*request.prompt_ids, *request.output_ids], [] if waits else None)
 
     @property
     def sampling(self) -> SamplingParams:

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from core.errors import IntegrityError
-from core.messages import FinishedSequence, Key, Plan, TokenDelta, WorkerReady, WorkerState
+from core.messages import DeltaLogprobs, FinishedSequence, Key, Plan, TokenDelta, WorkerReady, WorkerState
 from core.request import Request, SequenceStatus
 from engine.detokenizer import Detokenizer, OutputText
+from engine.logged_tokens import LoggedTokens
 from engine.sequence import Sequence
 from kvcache import LeaseExecutor, StepBatch
 
@@ -47,6 +48,7 @@ class Emission:
         start: Its index in the output.
         shown: Its text where that had to be known at once, else None.
         end: Set if it was the last one.
+        logprobs: What else the client wants to know.
     """
 
     sequence: Sequence
@@ -55,6 +57,7 @@ class Emission:
     start: int
     shown: str | None
     end: FinishedSequence | None = None
+    logprobs: DeltaLogprobs | None = None
 
 
 class Worker:
@@ -133,8 +136,8 @@ class Worker:
     def _start_text(self, request: Request) -> OutputText:
         """The text so far; of a resumed request the client has got all that its tokens made certain."""
         text = self._detokenizer.start(request.sampling.stop, request.prompt_ids)
-        for token in request.output_ids:
-            text.push(token)
+        for index, token in enumerate(request.output_ids):
+            text.push(token, may_stop=index >= request.sampling.min_tokens)
         return text
 
     def _drop(self, request_id: str) -> None:
@@ -157,16 +160,31 @@ class Worker:
             if token is None:
                 continue
             sequence, text = self._sequences[item.request_id], self._texts[item.request_id]
+            start = sequence.output_len
             sequence.token_ids.append(token)
             # Whether a stop string has come only its text can tell; all other text can wait.
-            shown = self._show(sequence, text, token) if sequence.sampling.stop else None
-            emissions[item.request_id] = Emission(sequence, text, token, sequence.output_len - 1, shown)
-            if self._ends(sequence, text, token):
+            shown = self._show(sequence, text, token, start) if sequence.sampling.stop else None
+            emissions[item.request_id] = Emission(sequence, text, token, start, shown)
+            if self._ends(sequence, text, token, start):
                 stopped.add(item.request_id)
+        if isinstance(tokens, LoggedTokens):
+            self._attach_logprobs(batch, tokens, emissions)
         for end in self.executor.commit(batch, stopped):
             emissions[end.request_id].end = end
             self._drop(end.request_id)
         return list(emissions.values())
+
+    def _attach_logprobs(self, batch: StepBatch, tokens: LoggedTokens, emissions: dict[str, Emission]) -> None:
+        """Those of a prompt are kept until its first output token goes out."""
+        for i, found in tokens.logprobs.items():
+            request_id = batch.items[i].request_id
+            sequence = self._sequences[request_id]
+            if sequence.prompt_logprobs is not None:
+                sequence.prompt_logprobs += found.prompt
+            if found.output is not None:
+                prompt = tuple(sequence.prompt_logprobs or ())
+                emissions[request_id].logprobs = DeltaLogprobs((found.output,), prompt)
+                sequence.prompt_logprobs = None
 
     def render(self, emissions: list[Emission]) -> list[Output]:
         """What the clients should see of a committed step; in any thread, but in the order of the steps."""
@@ -176,7 +194,7 @@ class Worker:
         sequence, end = emission.sequence, emission.end
         text = emission.shown
         if text is None:
-            text = self._show(sequence, emission.text, emission.token)
+            text = self._show(sequence, emission.text, emission.token, emission.start)
         if end is not None:
             text += emission.text.flush()
         delta = TokenDelta(
@@ -186,7 +204,7 @@ class Worker:
             token_ids=(emission.token,),
             text=text,
             finish_reason=None if end is None else end.status.finish_reason,
-            error=None,
+            logprobs=emission.logprobs,
         )
         return Output(sequence.request.ingress_id, delta)
 
@@ -227,19 +245,20 @@ class Worker:
                 ids.add(request_id)
         self.executor.stall(frozenset(ids))
 
-    def _show(self, sequence: Sequence, text: OutputText, token: int) -> str:
+    def _show(self, sequence: Sequence, text: OutputText, token: int, start: int) -> str:
         """Text that became certain with this token; an EOS that ends the sequence is not text."""
-        if token in self._eos and not sequence.sampling.ignore_eos:
-            return ""
-        if token in sequence.sampling.stop_token_ids:
-            return ""
-        return text.push(token)
-
-    def _ends(self, sequence: Sequence, text: OutputText, token: int) -> bool:
         sampling = sequence.sampling
-        if token in sampling.stop_token_ids or text.stopped:
+        if token in self._eos and sampling.eos_ends:
+            return ""
+        if token in sampling.stop_token_ids:
+            return ""
+        return text.push(token, may_stop=start >= sampling.min_tokens)
+
+    def _ends(self, sequence: Sequence, text: OutputText, token: int, start: int) -> bool:
+        sampling = sequence.sampling
+        if token in sampling.stop_token_ids or text.stopped or start + 1 == sampling.benchmark_len:
             return True
-        return token in self._eos and not sampling.ignore_eos
+        return token in self._eos and sampling.eos_ends
 
     def _failed(self, end: FinishedSequence, error: str) -> Output:
         """The last delta of a sequence that ends for another reason than its own text."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from core import forecast, messages
 from core.codec import decode, encode
 from core.errors import MessageError
-from core.messages import SCHEMA_VERSION, Keys, PieceStatus, Plan, Slot, StepReport, Submit
+from core.messages import SCHEMA_VERSION, Keys, PieceStatus, Plan, Slot, StepReport, Submit, TokenDelta
 from core.request import Request, SamplingParams
 
 TEXT = st.text(max_size=8)
@@ -27,6 +27,15 @@ SAMPLING = st.builds(
     stop=st.lists(st.text(min_size=1, max_size=4), max_size=3).map(tuple),
     stop_token_ids=st.lists(SMALL, max_size=3).map(tuple),
     ignore_eos=st.booleans(),
+    min_p=st.floats(0, 1),
+    repetition_penalty=st.floats(0.1, 3),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    logit_bias=st.lists(st.tuples(SMALL, st.floats(-100, 100)), max_size=3).map(tuple),
+    min_tokens=st.just(0),
+    logprobs=st.integers(0, 20),
+    prompt_logprobs=st.booleans(),
+    benchmark_len=st.none() | st.integers(1, 9),
 )
 PROMPT = st.lists(SMALL, min_size=1, max_size=20).map(tuple)
 REQUEST = SAMPLING.flatmap(
@@ -84,7 +93,9 @@ def test_every_message_with_a_field_too_few_or_too_many_is_refused(kind: type) -
     @given(st.from_type(kind))
     def check(message: object) -> None:
         version, name, *fields = msgpack.unpackb(encode(message))
-        for wrong in (fields[:-1], [*fields, None]):
+        wire = [field for field in dataclasses.fields(kind) if field.init]
+        num_required = sum(field.default is dataclasses.MISSING for field in wire)
+        for wrong in (fields[: num_required - 1], [*fields, *[None] * (len(wire) - len(fields) + 1)]):
             with pytest.raises(MessageError) as caught:
                 decode(msgpack.packb([version, name, *wrong]), kind)
             assert caught.value.field == name
@@ -98,6 +109,8 @@ def wire(kind: str, *fields: object, version: object = SCHEMA_VERSION) -> bytes:
 
 SLOT = ["a", 0, 5, 9, False, 0, None]
 SAMPLED = [4, 0.0, 1.0, 0, 0, [], [], False]
+
+LOGPROB = "TokenDelta.logprobs.output[0][1][1]"
 
 MALFORMED = [
     (b"\xc1", Plan, "Plan"),
@@ -133,7 +146,10 @@ MALFORMED = [
     (wire("Submit", [["a", 0, "i", [], SAMPLED, []]]), Submit, "Submit.requests[0].prompt"),
     (wire("Submit", [["a", 0, "i", [1], [0, *SAMPLED[1:]], []]]), Submit, "Submit.requests[0].sampling.max_tokens"),
     (wire("Submit", [["a", 0, "i", [1], SAMPLED, [1, 2, 3, 4]]]), Submit, "Submit.requests[0].output_ids"),
-    (wire("Submit", [["a", 0, "i", [1], SAMPLED]]), Submit, "Submit.requests[0]"),
+    (wire("Submit", [["a", 0, "i", [1]]]), Submit, "Submit.requests[0]"),
+    (wire("Submit", [["a", 0, "i", [1], []]]), Submit, "Submit.requests[0].sampling"),
+    (wire("TokenDelta", "a", 0, 0, [1], "x", None, None, 0, [[[[1], [0.5, "y"]]]]), TokenDelta, LOGPROB),
+    (wire("TokenDelta", "a", 0, 0, [1], "x", None, None, 0, [[[[1], [0.5, float("inf")]]]]), TokenDelta, LOGPROB),
 ]
 
 
@@ -142,6 +158,15 @@ def test_a_malformed_message_is_refused_with_its_field(data: bytes, kind: type, 
     with pytest.raises(MessageError) as caught:
         decode(data, kind)
     assert caught.value.field == field
+
+
+def test_trailing_defaults_take_no_room() -> None:
+    _, _, *fields = msgpack.unpackb(encode(TokenDelta("a", 0, 3, (7,), "x")))
+    assert fields == ["a", 0, 3, [7], "x"]
+    ended = TokenDelta("a", 0, 3, (7,), "x", "stop")
+    assert msgpack.unpackb(encode(ended))[2:] == ["a", 0, 3, [7], "x", "stop"]
+    request = Request("a", 0, "i", (5,), SamplingParams(4))
+    assert msgpack.unpackb(encode(Submit((request,))))[2:] == [[["a", 0, "i", [5], [4]]]]
 
 
 @given(st.binary(max_size=60))
