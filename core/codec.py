@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 import types
 import typing
 from collections.abc import Callable
@@ -74,18 +75,24 @@ def _encoder(kind: Any) -> _Encoder:
 def _dataclass_encoder(kind: Any) -> _Encoder:
     hints = typing.get_type_hints(kind)
     fields = _wire_fields(kind)
-    parts = [(field.name, _encoder(hints[field.name])) for field in fields]
-    tail = [(field.name, field.default) for field in fields if field.default is not dataclasses.MISSING][::-1]
-    if not tail:
-        return lambda value: [enc(getattr(value, name)) for name, enc in parts]
+    encoders = [_encoder(hints[field.name]) for field in fields]
+    parts = [(i, enc) for i, enc in enumerate(encoders) if enc is not _same]
+    take = operator.attrgetter(*[field.name for field in fields])  # all at once: one call, not one a field
+    if len(fields) == 1:
+        return lambda value: [encoders[0](take(value))]
+    tail = [field.default for field in fields if field.default is not dataclasses.MISSING][::-1]
 
     def encode_fields(value: Any) -> list[Any]:
-        num_kept = len(parts)
-        for name, default in tail:
-            if getattr(value, name) != default:
+        found = list(take(value))
+        for default in tail:
+            if found[-1] != default:
                 break
-            num_kept -= 1
-        return [enc(getattr(value, name)) for name, enc in parts[:num_kept]]
+            found.pop()
+        num_kept = len(found)
+        for i, enc in parts:
+            if i < num_kept:
+                found[i] = enc(found[i])
+        return found
 
     return encode_fields
 
