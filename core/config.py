@@ -53,6 +53,7 @@ class EngineConfig:
         max_batch_tokens: Tokens computed in one step; longer prompts are prefilled in several.
         num_threads: Compute threads of a worker; 0 shares all cores but one, which serves HTTP and scheduling,
             among the replicas.
+        benchmark_mode: Requests may say, with ``benchmark_len``, where their outputs end. Only to measure scheduling.
     """
 
     kv_memory: str = "auto"
@@ -60,6 +61,7 @@ class EngineConfig:
     max_num_seqs: int = 128
     max_batch_tokens: int = 1024
     num_threads: int = 0
+    benchmark_mode: bool = False
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_seqs", "max_batch_tokens"):

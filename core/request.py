@@ -54,7 +54,7 @@ class SamplingParams:
         ignore_eos: Go on after the model's own EOS.
         min_p: Drop tokens less likely than this share of the likeliest one; in [0, 1], 0 drops none.
         repetition_penalty: Divides the positive and multiplies the negative logits of tokens that prompt or output
-            hold; > 0, 1 changes nothing.
+            hold; in [0.01, 100], 1 changes nothing.
         presence_penalty: Taken from the logits of tokens that the output holds; in [-2, 2].
         frequency_penalty: Taken from them once for each time that the output holds them; in [-2, 2].
         logit_bias: (token id, what is added to its logit); each id once.
@@ -106,8 +106,8 @@ class SamplingParams:
 
     def _check_penalties(self) -> None:
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "a number from 0 to 1")
-        ok = math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0
-        _require(ok, "repetition_penalty", self.repetition_penalty, "a finite number > 0")
+        ok = 0.01 <= self.repetition_penalty <= 100
+        _require(ok, "repetition_penalty", self.repetition_penalty, "a number from 0.01 to 100")
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _require(-2 <= value <= 2, name, value, "a number from -2 to 2")

@@ -44,11 +44,14 @@ def serve(
     replicas: Annotated[int | None, typer.Option(help="Copies of the model [1].")] = None,
     placement: Annotated[str | None, typer.Option(help="Which pieces share a process: auto, fused, split.")] = None,
     proxy: Annotated[str | None, typer.Option(help="HTTP proxy: serve or haproxy [serve].")] = None,
+    benchmark_mode: Annotated[
+        bool | None, typer.Option("--benchmark-mode", help="Requests may say where their outputs end.")
+    ] = None,
 ) -> None:
     """Serve a model over an OpenAI-compatible HTTP API until Ctrl-C."""
     overrides: dict[str, dict[str, Any]] = {
         "model": {"path": model, "dtype": dtype, "replicas": replicas},
-        "engine": {"kv_memory": kv_memory},
+        "engine": {"kv_memory": kv_memory, "benchmark_mode": benchmark_mode},
         "scheduler": {"preset": preset},
         "server": {"host": host, "port": port, "proxy": proxy},
         "actors": {"placement": placement},

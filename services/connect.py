@@ -24,6 +24,7 @@ async def open_client(site: Site) -> EngineClient:
         max_model_len=ready.max_model_len,
         pool_limited=ready.pool_limited,
         vocab_size=ready.vocab_size,
+        benchmark_mode=site.config.engine.benchmark_mode,
     )
     client = EngineClient(site, model, lambda: keep_supervisor(site))
     await client.start()

@@ -1,5 +1,6 @@
 """The HTTP application: which addresses there are and what they return."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -8,16 +9,16 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from services.api.admin import Administration, admin_routes
 from services.api.backend import GenerationBackend
+from services.api.chunk_writer import ChunkWriter
 from services.api.dashboard import DASHBOARD_HEADERS, dashboard_page
 from services.api.errors import SERVER_ERROR, ApiError, install_error_handlers
 from services.api.generate import ChoiceResult, ClientGone, collect, while_connected
-from services.api.jobs import Job, chat_job, check_model, completion_jobs
+from services.api.jobs import Generation, chat_jobs, check_model, completion_jobs
 from services.api.middleware import BodyLimit, LastResort
 from services.api.parsing import JsonRoute
 from services.api.prompts import PromptEncoder
 from services.api.replies import (
     ChatCompletion,
-    ChunkWriter,
     Completion,
     ErrorReply,
     Health,
@@ -29,7 +30,7 @@ from services.api.replies import (
     model_card,
     status_reply,
 )
-from services.api.schemas import ChatCompletionRequest, CompletionRequest
+from services.api.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
 from services.api.sse import EventStream, chunks
 
 DEFAULT_MAX_BODY_BYTES = 4 * 1024 * 1024
@@ -93,19 +94,19 @@ def _generation_routes(backend: GenerationBackend, encoder: PromptEncoder) -> AP
 
     @router.post("/completions", response_model=Completion)
     async def create_completion(body: CompletionRequest, request: Request) -> Completion | Response:
-        jobs = await completion_jobs(body, backend.model, encoder)
+        generation = await completion_jobs(body, backend.model, encoder)
         if body.stream:
-            writer = ChunkWriter(body.model, chat=False, include_usage=body.include_usage)
-            return EventStream(chunks(backend, jobs, writer))
-        return await _answer(request, backend, jobs, lambda results: completion(body.model, jobs, results))
+            return _stream(backend, body, generation, encoder, chat=False)
+        reply = functools.partial(completion, body.model, generation, texts=encoder.texts)
+        return await _answer(request, backend, generation, reply)
 
     @router.post("/chat/completions", response_model=ChatCompletion)
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> ChatCompletion | Response:
-        job = await chat_job(body, backend.model, encoder)
+        generation = await chat_jobs(body, backend.model, encoder)
         if body.stream:
-            writer = ChunkWriter(body.model, chat=True, include_usage=body.include_usage)
-            return EventStream(chunks(backend, [job], writer))
-        return await _answer(request, backend, [job], lambda results: chat_completion(body.model, job, results[0]))
+            return _stream(backend, body, generation, encoder, chat=True)
+        reply = functools.partial(chat_completion, body.model, generation, texts=encoder.texts)
+        return await _answer(request, backend, generation, reply)
 
     return router
 
@@ -135,14 +136,21 @@ def _operator_routes(backend: GenerationBackend) -> APIRouter:
     return router
 
 
+def _stream(
+    backend: GenerationBackend, body: SamplingFields, generation: Generation, encoder: PromptEncoder, *, chat: bool
+) -> EventStream:
+    writer = ChunkWriter(body.model, generation, encoder.texts, chat=chat, include_usage=body.include_usage)
+    return EventStream(chunks(backend, generation, writer))
+
+
 async def _answer(
     request: Request,
     backend: GenerationBackend,
-    jobs: list[Job],
+    generation: Generation,
     reply: Callable[[list[ChoiceResult]], _Reply],
 ) -> _Reply | Response:
     """The complete answer, or nothing for a client that has gone."""
     try:
-        return reply(await while_connected(request.receive, collect(backend, jobs)))
+        return reply(await while_connected(request.receive, collect(backend, generation)))
     except ClientGone:
         return Response(status_code=_CLIENT_CLOSED_REQUEST)

@@ -20,6 +20,7 @@ class ModelInfo:
         max_model_len: Prompt and output together, in tokens, at most.
         pool_limited: Whether that limit comes from the KV pool and not from the model.
         vocab_size: Token ids run from 0 to this minus one.
+        benchmark_mode: Whether a request may say where its output is to end.
     """
 
     name: str
@@ -27,6 +28,7 @@ class ModelInfo:
     max_model_len: int
     pool_limited: bool
     vocab_size: int
+    benchmark_mode: bool = False
 
 
 class GenerationBackend(Protocol):

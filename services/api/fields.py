@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from pydantic_core import PydanticCustomError
@@ -35,31 +36,17 @@ class NeutralOnly:
         return f"{shown}: {self.hint}"
 
 
-_NO_PENALTIES = NeutralOnly((0,), "penalties are not supported, use temperature, top_p and top_k")
 _NO_TOOLS = NeutralOnly(([],), "tools are not supported, describe them in a message and parse the answer")
 _NO_TOOL_CHOICE = NeutralOnly(("none", "auto"), "tools are not supported")
 
-_COMMON: dict[str, NeutralOnly] = {
-    "n": NeutralOnly((1,), "one choice a prompt, send the request again with another seed for more"),
-    "presence_penalty": _NO_PENALTIES,
-    "frequency_penalty": _NO_PENALTIES,
-    "logit_bias": NeutralOnly(({},), "logit biases are not supported"),
-}
-
 COMPLETION_NEUTRAL: dict[str, NeutralOnly] = {
-    **_COMMON,
-    "best_of": NeutralOnly((1,), "one choice a prompt is generated"),
-    "echo": NeutralOnly((False,), "the prompt is never part of the answer"),
-    "logprobs": NeutralOnly((False,), "log probabilities are not supported"),
     "suffix": NeutralOnly(("",), "filling in before a suffix is not supported, put all text into the prompt"),
 }
 
 CHAT_NEUTRAL: dict[str, NeutralOnly] = {
-    **_COMMON,
     "audio": NeutralOnly((), "only text can be generated"),
     "function_call": _NO_TOOL_CHOICE,
     "functions": _NO_TOOLS,
-    "logprobs": NeutralOnly((False,), "log probabilities are not supported"),
     "modalities": NeutralOnly((["text"],), "only text can be generated"),
     "parallel_tool_calls": NeutralOnly((True, False), "tools are not supported"),
     "prediction": NeutralOnly((), "predicted outputs are not supported"),
@@ -68,7 +55,6 @@ CHAT_NEUTRAL: dict[str, NeutralOnly] = {
     "store": NeutralOnly((False,), "answers are not stored"),
     "tool_choice": _NO_TOOL_CHOICE,
     "tools": _NO_TOOLS,
-    "top_logprobs": NeutralOnly((0,), "log probabilities are not supported"),
     "web_search_options": NeutralOnly((), "web search is not supported"),
 }
 
@@ -111,9 +97,15 @@ def strip_neutral(data: Any, known: Iterable[str], neutral: Mapping[str, Neutral
 
 
 def _unknown_field(name: str, fields: set[str]) -> PydanticCustomError:
-    nearest = difflib.get_close_matches(name, sorted(fields), n=1)
-    hint = f"did you mean {nearest[0]!r}?" if nearest else f"the fields are {', '.join(sorted(fields))}"
+    close = difflib.get_close_matches(name, sorted(fields))
+    # Of those the one that begins alike: max_completion_tokens is nearer to max_tokens than to min_tokens.
+    nearest = max(close, key=lambda each: _common_start(each, name), default=None)
+    hint = f"did you mean {nearest!r}?" if nearest else f"the fields are {', '.join(sorted(fields))}"
     return PydanticCustomError("unknown_field", "unknown field; {hint}", {"suffix": f".{name}", "hint": hint})
+
+
+def _common_start(one: str, other: str) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def _same(value: Any, neutral: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -10,10 +11,10 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive
 
-from core.messages import TokenDelta
+from core.messages import TokenDelta, TokenLogprobs
 from services.api.backend import GenerationBackend
 from services.api.errors import SERVER_ERROR, ApiError
-from services.api.jobs import Job
+from services.api.jobs import Generation, Job
 
 _T = TypeVar("_T")
 _QUEUED_DELTAS = 64
@@ -26,42 +27,81 @@ class ClientGone(Exception):
 
 @dataclass(slots=True)
 class ChoiceResult:
-    """The output of one job, as far as it has come."""
+    """The output of one job, as far as it has come.
+
+    Attributes:
+        cached_len: Tokens of its prompt that were not computed again.
+    """
 
     texts: list[str] = field(default_factory=list)
     num_tokens: int = 0
     finish_reason: str | None = None
+    cached_len: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
     def add(self, delta: TokenDelta) -> None:
         self.texts.append(delta.text)
         self.num_tokens += len(delta.token_ids)
         self.finish_reason = delta.finish_reason
+        self.cached_len += first_cached_len(delta)
+        if delta.logprobs is not None:
+            self.logprobs += delta.logprobs.output
+            self.prompt_logprobs += delta.logprobs.prompt
 
     @property
     def text(self) -> str:
         return "".join(self.texts)
 
+    @property
+    def likelihood(self) -> float:
+        """Mean log probability of a token."""
+        return sum(values[0] for _, values in self.logprobs) / max(len(self.logprobs), 1)
 
-async def run_jobs(backend: GenerationBackend, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, TokenDelta], None]:
+
+def first_cached_len(delta: TokenDelta) -> int:
+    """What a delta adds to the cached prompt tokens: those of a resumed attempt were known already."""
+    return delta.cached_len if delta.start == 0 else 0
+
+
+async def run_jobs(backend: GenerationBackend, generation: Generation) -> AsyncGenerator[tuple[int, TokenDelta], None]:
     """Deltas of all jobs as they come, each with the place of its job. Closing it closes every backend stream.
 
     Raises:
         ApiError: A job failed after it had started, or ended without saying so.
         Exception: Whatever the backend raised.
     """
+    jobs = generation.jobs
     deltas = _run_one(backend, 0, jobs[0]) if len(jobs) == 1 else _run_several(backend, jobs)
     async with aclosing(deltas):
-        async for item in deltas:
-            yield item
+        async for index, delta in deltas:
+            yield index, _without_output(delta) if generation.prompt_only else delta
 
 
-async def collect(backend: GenerationBackend, jobs: Sequence[Job]) -> list[ChoiceResult]:
+async def collect(backend: GenerationBackend, generation: Generation) -> list[ChoiceResult]:
     """The complete outputs, in the order of the jobs."""
-    results = [ChoiceResult() for _ in jobs]
-    async with aclosing(run_jobs(backend, jobs)) as deltas:
+    results = [ChoiceResult() for _ in generation.jobs]
+    async with aclosing(run_jobs(backend, generation)) as deltas:
         async for index, delta in deltas:
             results[index].add(delta)
     return results
+
+
+def shown_choices(generation: Generation, results: Sequence[ChoiceResult]) -> list[ChoiceResult]:
+    """The likeliest ``n`` of each prompt, best first; as they are if there are no more."""
+    tries, n = generation.num_tries, generation.n
+    if tries == n:
+        return list(results)
+    shown = []
+    for first in range(0, len(results), tries):
+        shown += sorted(results[first : first + tries], key=lambda result: -result.likelihood)[:n]
+    return shown
+
+
+def _without_output(delta: TokenDelta) -> TokenDelta:
+    """What is left where no token was asked for: the end, and what is to be said of the prompt."""
+    logprobs = None if delta.logprobs is None else dataclasses.replace(delta.logprobs, output=())
+    return dataclasses.replace(delta, token_ids=(), text="", finish_reason="length", logprobs=logprobs)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One call of the backend; a request with several prompts makes several."""
+    """One call of the backend; a request with several prompts or choices makes several."""
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
@@ -35,6 +36,35 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
+class Generation:
+    """What one HTTP request has the backend do, and what of it the client is shown.
+
+    Attributes:
+        jobs: ``num_tries`` of the first prompt, then those of the second, and so on.
+        n: Choices shown for each prompt: the likeliest of its jobs.
+        shows_logprobs: Jobs may compute them without, to find the likeliest.
+        echoes: What is put before the outputs of each prompt; empty if nothing is.
+        prompt_only: No token was asked for; the one that every job yields is not shown.
+    """
+
+    jobs: list[Job]
+    num_prompts: int = 1
+    n: int = 1
+    shows_logprobs: bool = False
+    echoes: tuple[str, ...] = ()
+    prompt_only: bool = False
+
+    @property
+    def num_tries(self) -> int:
+        return len(self.jobs) // self.num_prompts
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Each prompt counted once, however many choices it has."""
+        return sum(job.prompt_len for job in self.jobs[:: self.num_tries])
+
+
+@dataclass(frozen=True, slots=True)
 class _Limit:
     """An upper bound on output tokens, by the field that the client wrote it in."""
 
@@ -42,15 +72,17 @@ class _Limit:
     max_new_tokens: int
 
 
-async def completion_jobs(body: CompletionRequest, model: ModelInfo, encoder: PromptEncoder) -> list[Job]:
-    """One job a prompt.
+async def completion_jobs(body: CompletionRequest, model: ModelInfo, encoder: PromptEncoder) -> Generation:
+    """``best_of`` jobs, or else ``n``, for each prompt.
 
     Raises:
         ApiError, InvalidValueError: A prompt or a parameter that this model cannot take.
     """
     check_model(body.model, model)
-    limit = None if body.max_tokens is None else _Limit("max_tokens", body.max_tokens)
-    jobs = []
+    limit = None if body.max_tokens is None else _Limit("max_tokens", max(body.max_tokens, 1))
+    # Which outputs are the likeliest shows only in their log probabilities.
+    logprobs = 0 if body.logprobs is None and body.num_tries > (body.n or 1) else body.logprobs
+    jobs, echoes = [], []
     for field, prompt in body.prompts:
         if isinstance(prompt, str):
             prompt_ids = await _encode(encoder.encode_text, prompt, len(prompt))
@@ -58,12 +90,22 @@ async def completion_jobs(body: CompletionRequest, model: ModelInfo, encoder: Pr
             prompt_ids = tuple(prompt)
             _check_ids(field, prompt_ids, model)
         room = _check_prompt_len(field, len(prompt_ids), model)
-        jobs.append(_job(body, prompt_ids, limit, min(DEFAULT_MAX_TOKENS, room), model))
-    return jobs
+        job = _job(body, prompt_ids, limit, min(DEFAULT_MAX_TOKENS, room), model)
+        jobs += _tries(job, body.num_tries, logprobs, bool(body.echo and body.logprobs is not None))
+        if body.echo:
+            echoes.append(prompt if isinstance(prompt, str) else encoder.decode(prompt_ids))
+    return Generation(
+        jobs=jobs,
+        num_prompts=len(body.prompts),
+        n=body.n or 1,
+        shows_logprobs=body.logprobs is not None,
+        echoes=tuple(echoes),
+        prompt_only=body.max_tokens == 0,
+    )
 
 
-async def chat_job(body: ChatCompletionRequest, model: ModelInfo, encoder: PromptEncoder) -> Job:
-    """The one job of a conversation.
+async def chat_jobs(body: ChatCompletionRequest, model: ModelInfo, encoder: PromptEncoder) -> Generation:
+    """``n`` jobs of one conversation.
 
     Raises:
         ApiError, InvalidValueError: Messages or a parameter that this model cannot take.
@@ -78,7 +120,18 @@ async def chat_job(body: ChatCompletionRequest, model: ModelInfo, encoder: Promp
         limit = _Limit("max_completion_tokens", body.max_completion_tokens)
     elif body.max_tokens is not None:
         limit = _Limit("max_tokens", body.max_tokens)
-    return _job(body, prompt_ids, limit, room, model)
+    logprobs = body.num_top_logprobs
+    jobs = _tries(_job(body, prompt_ids, limit, room, model), body.n or 1, logprobs, False)
+    return Generation(jobs, n=len(jobs), shows_logprobs=logprobs is not None)
+
+
+def _tries(job: Job, count: int, logprobs: int | None, prompt_logprobs: bool) -> list[Job]:
+    """The job so often, each with the next seed: what a choice is does not depend on how many there are."""
+    if count == 1 and logprobs is None:
+        return [job]
+    first = dataclasses.replace(job.sampling, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+    each = [dataclasses.replace(first, seed=(first.seed + i) % 2**64) for i in range(count)]
+    return [Job(job.prompt_ids, sampling) for sampling in each]
 
 
 def check_model(name: str, model: ModelInfo) -> None:
@@ -137,13 +190,30 @@ def _sampling(body: SamplingFields, max_new_tokens: int, model: ModelInfo) -> Sa
     stop_token_ids = tuple(body.stop_token_ids or ())
     if stop_token_ids:
         _check_ids("stop_token_ids", stop_token_ids, model)
+    for token_id, _ in body.logit_bias:
+        if token_id >= model.vocab_size:
+            raise InvalidValueError("logit_bias", token_id, f"token ids from 0 to {model.vocab_size - 1}")
+    if body.benchmark_len is not None and not model.benchmark_mode:
+        only = "null: it is for benchmarks, and taken by `farsight serve --benchmark-mode` alone"
+        raise InvalidValueError("benchmark_len", body.benchmark_len, only)
     return SamplingParams(
         max_new_tokens=max_new_tokens,
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
+        temperature=_given(body.temperature, 1.0),
+        top_p=_given(body.top_p, 1.0),
         top_k=min(max(body.top_k or 0, 0), model.vocab_size),
         seed=secrets.randbits(63) if body.seed is None else body.seed,
         stop=body.stop,
         stop_token_ids=stop_token_ids,
         ignore_eos=bool(body.ignore_eos),
+        min_p=_given(body.min_p, 0.0),
+        repetition_penalty=_given(body.repetition_penalty, 1.0),
+        presence_penalty=_given(body.presence_penalty, 0.0),
+        frequency_penalty=_given(body.frequency_penalty, 0.0),
+        logit_bias=body.logit_bias,
+        min_tokens=body.min_tokens or 0,
+        benchmark_len=body.benchmark_len,
     )
+
+
+def _given(value: float | None, default: float) -> float:
+    return default if value is None else value

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from core.errors import ConfigError
 from services.api.errors import ApiError
 from services.api.templates import compile_template
+from services.api.token_texts import TokenTexts
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,9 @@ class PromptEncoder:
         model_dir: Holds ``tokenizer.json`` and, for chat, a template in ``chat_template.jinja`` or in
             ``tokenizer_config.json``; the former wins, as in ``transformers``.
 
+    Attributes:
+        texts: What single tokens stand for.
+
     Raises:
         ConfigError: No usable tokenizer, or a template with wrong syntax.
     """
@@ -32,6 +36,7 @@ class PromptEncoder:
     def __init__(self, model_dir: str | Path) -> None:
         folder = Path(model_dir)
         self._tokenizer = _load_tokenizer(folder)
+        self.texts = TokenTexts(self._tokenizer)
         config = _read_json(folder / "tokenizer_config.json")
         self._special_tokens = _special_tokens({**_read_json(folder / "special_tokens_map.json"), **config})
         source = _template_source(folder, config)
@@ -41,6 +46,10 @@ class PromptEncoder:
     def encode_text(self, text: str) -> tuple[int, ...]:
         """Token ids with the special tokens that the tokenizer adds by itself."""
         return tuple(self._tokenizer.encode(text).ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of a prompt, without special tokens."""
+        return str(self._tokenizer.decode(list(token_ids)))
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
         """Token ids of the rendered conversation; all special tokens come from the template.

@@ -1,19 +1,20 @@
-"""What a client gets: response models for the whole answers, and cheap dicts for the chunks of a stream."""
+"""What a client gets: response models for whole answers; ``chunk_writer`` has those of streams."""
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel
 
-from core.messages import StatusReply
+from core.messages import StatusReply, TokenLogprobs
 from services.api.backend import ModelInfo
-from services.api.generate import ChoiceResult
-from services.api.jobs import Job
+from services.api.generate import ChoiceResult, shown_choices
+from services.api.jobs import Generation
+from services.api.logprobs import CompletionLogprobs, chat_logprobs
+from services.api.token_texts import TokenTexts
 
 
 class ErrorFields(BaseModel):
@@ -40,16 +41,32 @@ class ModelList(BaseModel):
     data: list[ModelCard]
 
 
+class PromptTokensDetails(BaseModel):
+    """``cached_tokens`` of the prompt tokens were not computed again."""
+
+    cached_tokens: int
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TextLogprobs(BaseModel):
+    """One item a token in each list; null for the first token of an echoed prompt."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
 
 
 class CompletionChoice(BaseModel):
     index: int
     text: str
-    logprobs: None = None
+    logprobs: TextLogprobs | None = None
     finish_reason: str | None
 
 
@@ -68,10 +85,25 @@ class ChatAnswer(BaseModel):
     refusal: None = None
 
 
+class TopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
 class ChatChoice(BaseModel):
     index: int
     message: ChatAnswer
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: str | None
 
 
@@ -122,84 +154,64 @@ def status_reply(reply: StatusReply) -> Status:
     return Status(actors=actors, kv=KVStatus(num_blocks=reply.num_blocks, free_blocks=reply.free_blocks))
 
 
-def usage(jobs: Sequence[Job], num_output_tokens: int) -> Usage:
-    num_prompt_tokens = sum(job.prompt_len for job in jobs)
-    total = num_prompt_tokens + num_output_tokens
-    return Usage(prompt_tokens=num_prompt_tokens, completion_tokens=num_output_tokens, total_tokens=total)
+def usage(generation: Generation, num_output_tokens: int, num_cached_tokens: int) -> Usage:
+    num_prompt_tokens = generation.num_prompt_tokens
+    return Usage(
+        prompt_tokens=num_prompt_tokens,
+        completion_tokens=num_output_tokens,
+        total_tokens=num_prompt_tokens + num_output_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached_tokens),
+    )
 
 
-def completion(model: str, jobs: Sequence[Job], results: Sequence[ChoiceResult]) -> Completion:
-    choices = [
-        CompletionChoice(index=index, text=result.text, finish_reason=result.finish_reason)
-        for index, result in enumerate(results)
-    ]
+def _usage_of(generation: Generation, results: Sequence[ChoiceResult]) -> Usage:
+    """All that was run, shown or not; a prompt's cached tokens are those of its first output."""
+    num_cached = sum(result.cached_len for result in results[:: generation.num_tries])
+    return usage(generation, sum(result.num_tokens for result in results), num_cached)
+
+
+def completion(model: str, generation: Generation, results: Sequence[ChoiceResult], texts: TokenTexts) -> Completion:
+    choices = []
+    for index, result in enumerate(shown_choices(generation, results)):
+        prompt = index // generation.n
+        logprobs = None
+        if generation.shows_logprobs:
+            known = list(result.logprobs)
+            if generation.echoes:
+                known = [first_prompt_entry(generation, prompt), *result.prompt_logprobs, *known]
+            logprobs = TextLogprobs(**CompletionLogprobs(texts).add(known))
+        text = generation.echoes[prompt] + result.text if generation.echoes else result.text
+        choices.append(CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=result.finish_reason))
     return Completion(
-        id=_new_id("cmpl"),
+        id=new_id("cmpl"),
         created=int(time.time()),
         model=model,
         choices=choices,
-        usage=usage(jobs, sum(result.num_tokens for result in results)),
+        usage=_usage_of(generation, results),
     )
 
 
-def chat_completion(model: str, job: Job, result: ChoiceResult) -> ChatCompletion:
-    answer = ChatAnswer(content=result.text)
+def chat_completion(
+    model: str, generation: Generation, results: Sequence[ChoiceResult], texts: TokenTexts
+) -> ChatCompletion:
+    choices = []
+    for index, result in enumerate(results):
+        answer = ChatAnswer(content=result.text)
+        logprobs = ChatLogprobs(**chat_logprobs(texts, result.logprobs)) if generation.shows_logprobs else None
+        choices.append(ChatChoice(index=index, message=answer, logprobs=logprobs, finish_reason=result.finish_reason))
     return ChatCompletion(
-        id=_new_id("chatcmpl"),
+        id=new_id("chatcmpl"),
         created=int(time.time()),
         model=model,
-        choices=[ChatChoice(index=0, message=answer, finish_reason=result.finish_reason)],
-        usage=usage([job], result.num_tokens),
+        choices=choices,
+        usage=_usage_of(generation, results),
     )
 
 
-class ChunkWriter:
-    """Server-sent events of one stream; every chunk has the same id.
-
-    Args:
-        chat: Chat chunks carry a ``delta``, completion chunks a ``text``.
-        include_usage: Whether chunks have a ``usage`` field: null, but for the last one.
-    """
-
-    def __init__(self, model: str, *, chat: bool, include_usage: bool) -> None:
-        self._chat = chat
-        self._include_usage = include_usage
-        self._head: dict[str, Any] = {
-            "id": _new_id("chatcmpl" if chat else "cmpl"),
-            "object": "chat.completion.chunk" if chat else "text_completion",
-            "created": int(time.time()),
-            "model": model,
-        }
-
-    def opening(self) -> bytes:
-        """The first chunk of a chat names the role; a completion has nothing to say yet."""
-        return self._chat_event({"role": "assistant", "content": ""}, None) if self._chat else b""
-
-    def output(self, index: int, text: str, finish_reason: str | None) -> bytes:
-        """Text, the end of a choice, both, or nothing; a chat's end is a chunk of its own."""
-        if not self._chat:
-            choice = {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
-            return self._event([choice]) if text or finish_reason else b""
-        content = self._chat_event({"content": text}, None) if text else b""
-        return content + (self._chat_event({}, finish_reason) if finish_reason else b"")
-
-    def usage(self, usage: Usage) -> bytes:
-        return event({**self._head, "choices": [], "usage": usage.model_dump()}) if self._include_usage else b""
-
-    def _chat_event(self, delta: dict[str, str], finish_reason: str | None) -> bytes:
-        return self._event([{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}])
-
-    def _event(self, choices: list[dict[str, Any]]) -> bytes:
-        chunk = {**self._head, "choices": choices}
-        if self._include_usage:
-            chunk["usage"] = None
-        return event(chunk)
+def first_prompt_entry(generation: Generation, prompt: int) -> TokenLogprobs:
+    """Of the first token of an echoed prompt nothing but its id is known."""
+    return (generation.jobs[prompt * generation.num_tries].prompt_ids[0],), ()
 
 
-def event(value: dict[str, Any]) -> bytes:
-    """One server-sent event."""
-    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-
-
-def _new_id(prefix: str) -> str:
+def new_id(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"

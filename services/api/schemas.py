@@ -11,6 +11,13 @@ from services.api.fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL, MESSAGE_NEUTRA
 
 MAX_STOP_STRINGS = 16
 MAX_PROMPTS = 256
+MAX_N = 128
+MAX_LOGPROBS = 5
+MAX_TOP_LOGPROBS = 20
+MAX_BIASES = 1024
+
+MAX_SEQUENCES = 256
+"""Outputs that one request may have run, over all its prompts."""
 
 _PROMPT = "a non-empty string, a list of strings, a list of token ids or a list of lists of token ids"
 _CONTENT = 'a string or a non-empty list of {"type": "text", "text": ...} parts'
@@ -24,10 +31,22 @@ EXPECTED: dict[str, str] = {
     "messages.content": _CONTENT,
     "messages.name": "a string or null",
     "max_tokens": "an integer >= 1",
+    "min_tokens": "an integer >= 0",
     "max_completion_tokens": "an integer >= 1",
     "temperature": "a number from 0 to 2",
     "top_p": "a number > 0 and <= 1",
     "top_k": "an integer >= -1 (0 and -1 keep all tokens)",
+    "min_p": "a number from 0 to 1",
+    "repetition_penalty": "a number from 0.01 to 100 (1 changes nothing)",
+    "presence_penalty": "a number from -2 to 2",
+    "frequency_penalty": "a number from -2 to 2",
+    "logit_bias": f"an object of up to {MAX_BIASES} token ids, each with a number from -100 to 100",
+    "n": f"an integer from 1 to {MAX_N}",
+    "best_of": f"an integer from 1 to {MAX_N}",
+    "echo": "true or false",
+    "logprobs": f"an integer from 0 to {MAX_LOGPROBS} for a completion, true or false for a chat",
+    "top_logprobs": f"an integer from 0 to {MAX_TOP_LOGPROBS}",
+    "benchmark_len": "an integer >= 1",
     "seed": "an integer from 0 to 2**64 - 1",
     "stop": f"a non-empty string or a list of up to {MAX_STOP_STRINGS} of them",
     "stop_token_ids": "a list of token ids",
@@ -83,6 +102,21 @@ def _check_stop(value: Any) -> tuple[str, ...]:
     return tuple(stops)
 
 
+def _check_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, dict) or len(value) > MAX_BIASES:
+        raise refused("", value, EXPECTED["logit_bias"])
+    biases = {}
+    for key, bias in value.items():
+        if not key.isascii() or not key.isdigit() or len(key) > 10 or int(key) in biases:
+            raise refused("", key, "token ids, each once, as the names of the object's fields")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            raise refused(f".{key}", bias, "a number from -100 to 100")
+        biases[int(key)] = float(bias)
+    return tuple(biases.items())
+
+
 def _check_content(value: Any) -> str:
     """Text parts are joined by line breaks: templates take one string."""
     if isinstance(value, str):
@@ -109,6 +143,10 @@ Prompt = Annotated[
     PlainValidator(_check_prompt, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
 ]
 Stop = Annotated[tuple[str, ...], PlainValidator(_check_stop, json_schema_input_type=str | list[str] | None)]
+LogitBias = Annotated[
+    tuple[tuple[int, float], ...],
+    PlainValidator(_check_logit_bias, json_schema_input_type=dict[str, float] | None),
+]
 Content = Annotated[str, PlainValidator(_check_content, json_schema_input_type=str | list[dict[str, str]])]
 
 
@@ -143,6 +181,16 @@ class SamplingFields(StrictModel):
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description="Names your end user; has no influence.")
     max_tokens: int | None = Field(None, ge=1)
+    min_tokens: int | None = Field(None, ge=0, description="Extension; no end before so many tokens.")
+    min_p: float | None = Field(None, ge=0, le=1, description="Extension; least likelihood, against the likeliest.")
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100, description="Extension; prompt and output.")
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: LogitBias = Field((), description="By token id, what is added to its logit, -100 to 100.")
+    n: int | None = Field(None, ge=1, le=MAX_N, description="Choices a prompt; choice i is drawn with seed + i.")
+    benchmark_len: int | None = Field(
+        None, ge=1, description="Extension; the output ends here as if by EOS. With --benchmark-mode only."
+    )
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> SamplingFields:
@@ -161,7 +209,34 @@ class CompletionRequest(SamplingFields):
     neutral: ClassVar[Mapping[str, NeutralOnly]] = COMPLETION_NEUTRAL
 
     prompt: Prompt
-    max_tokens: int | None = Field(None, ge=1, description="16 if not given.")
+    max_tokens: int | None = Field(None, ge=0, description="16 if not given; 0 only with echo.")
+    best_of: int | None = Field(None, ge=1, le=MAX_N, description="Outputs run a prompt; the n likeliest are shown.")
+    echo: bool | None = Field(None, description="Put the prompt before the output.")
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _check_max_tokens(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise refused(".max_tokens", 0, "an integer >= 1, or 0 where echo is true")
+        return self
+
+    @model_validator(mode="after")
+    def _check_best_of(self) -> CompletionRequest:
+        n = self.n or 1
+        if self.best_of is not None and self.best_of < n:
+            raise refused(".best_of", self.best_of, f"an integer >= n = {n}")
+        if self.best_of is not None and self.best_of > n and self.stream:
+            raise refused(".best_of", self.best_of, f"n = {n} where stream is true")
+        if self.num_tries * len(self.prompts) > MAX_SEQUENCES:
+            name = "n" if self.best_of is None else "best_of"
+            most = f"at most {MAX_SEQUENCES // len(self.prompts)} with {len(self.prompts)} prompts"
+            raise refused(f".{name}", self.num_tries, most)
+        return self
+
+    @property
+    def num_tries(self) -> int:
+        """Outputs to be run for each prompt."""
+        return self.best_of or self.n or 1
 
     @property
     def prompts(self) -> list[tuple[str, str | list[int]]]:
@@ -191,6 +266,8 @@ class ChatCompletionRequest(SamplingFields):
     messages: list[ChatMessage] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1, description="The older name of max_completion_tokens.")
     max_completion_tokens: int | None = Field(None, ge=1, description="The rest of the context if not given.")
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="Needs logprobs.")
 
     @model_validator(mode="after")
     def _check_limits(self) -> ChatCompletionRequest:
@@ -198,3 +275,14 @@ class ChatCompletionRequest(SamplingFields):
         if older is not None and newer is not None and older != newer:
             raise refused(".max_tokens", older, f"{newer} as in max_completion_tokens, or just one of the two")
         return self
+
+    @model_validator(mode="after")
+    def _check_top_logprobs(self) -> ChatCompletionRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise refused(".top_logprobs", self.top_logprobs, "0 or null where logprobs is not true")
+        return self
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """None where no log probabilities are wanted."""
+        return (self.top_logprobs or 0) if self.logprobs else None

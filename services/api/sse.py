@@ -3,41 +3,46 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.api.backend import GenerationBackend
+from services.api.chunk_writer import ChunkWriter, event
 from services.api.errors import as_api_error
-from services.api.generate import ClientGone, run_jobs, while_connected
-from services.api.jobs import Job
-from services.api.replies import ChunkWriter, event, usage
+from services.api.generate import ClientGone, first_cached_len, run_jobs, while_connected
+from services.api.jobs import Generation
+from services.api.replies import usage
 
 DONE = b"data: [DONE]\n\n"
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-async def chunks(backend: GenerationBackend, jobs: Sequence[Job], writer: ChunkWriter) -> AsyncGenerator[bytes, None]:
+async def chunks(
+    backend: GenerationBackend, generation: Generation, writer: ChunkWriter
+) -> AsyncGenerator[bytes, None]:
     """The events of one answer.
 
     Raises:
         Exception: Whatever refuses the request before the first event. A failure after it is an event too.
     """
     started = False
-    num_tokens = 0
+    num_tokens = num_cached = 0
     try:
-        async with aclosing(run_jobs(backend, jobs)) as deltas:
+        async with aclosing(run_jobs(backend, generation)) as deltas:
             async for index, delta in deltas:
                 num_tokens += len(delta.token_ids)
-                chunk = writer.output(index, delta.text, delta.finish_reason)
+                if delta.cached_len and index % generation.num_tries == 0:
+                    num_cached += first_cached_len(delta)
+                chunk = writer.output(index, delta)
                 if not started:
                     chunk = writer.opening() + chunk
                 if chunk:
                     started = True
                     yield chunk
-        tail = writer.usage(usage(jobs, num_tokens))
+        tail = writer.usage(usage(generation, num_tokens, num_cached))
     except Exception as error:
         if not started:
             raise

@@ -12,12 +12,24 @@ import pytest
 from api_support import CHATML, MODEL, VOCAB_SIZE, ScriptedBackend, Step, delta, read_events, write_model_dir
 
 from core.errors import CapacityError, InvalidValueError
+from core.request import SamplingParams
 from services.api.app import build_app
 from services.api.prompts import PromptEncoder
 
 COMPLETION: dict[str, Any] = {"model": MODEL, "prompt": "hello"}
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
 USAGE = {"include_usage": True}
+
+
+def used(prompt: int, output: int, cached: int = 0) -> dict[str, Any]:
+    details = {"cached_tokens": cached}
+    total = prompt + output
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": total,
+        "prompt_tokens_details": details,
+    }
 
 
 async def _post(client: httpx.AsyncClient, base: dict[str, Any], **change: Any) -> httpx.Response:
@@ -34,7 +46,7 @@ async def test_completion(client: httpx.AsyncClient, backend: ScriptedBackend, e
         "object": "text_completion",
         "model": MODEL,
         "choices": [{"index": 0, "text": "Hello!", "logprobs": None, "finish_reason": "stop"}],
-        "usage": {"prompt_tokens": prompt_len, "completion_tokens": 4, "total_tokens": prompt_len + 4},
+        "usage": used(prompt_len, 4),
     }
     assert backend.num_closed == backend.num_completed == 1
 
@@ -69,12 +81,20 @@ async def test_sampling_fields_reach_the_backend(client: httpx.AsyncClient, back
         "stop": ["a", "b"],
         "stop_token_ids": [3, 299],
         "ignore_eos": True,
+        "min_p": 0.25,
+        "repetition_penalty": 1.25,
+        "presence_penalty": -2,
+        "frequency_penalty": 0.5,
+        "logit_bias": {"7": -100, "008": 2.5},
+        "min_tokens": 3,
+        "benchmark_len": 4,
     }
+    backend.model = dataclasses.replace(backend.model, benchmark_mode=True)
     for base in (COMPLETION, CHAT):
         assert (await _post(client, base, **fields)).status_code == 200
-        expected = {**fields, "stop": ("a", "b"), "stop_token_ids": (3, 299)}
+        expected = {**fields, "stop": ("a", "b"), "stop_token_ids": (3, 299), "logit_bias": ((7, -100.0), (8, 2.5))}
         expected["max_new_tokens"] = expected.pop("max_tokens")
-        assert dataclasses.asdict(backend.calls[-1][1]) == expected
+        assert backend.calls[-1][1] == SamplingParams(**expected)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +150,7 @@ async def test_several_prompts(connect: Any) -> None:
     backend = ScriptedBackend(_by_prompt)
     body = (await _post(connect(backend), COMPLETION, prompt=[[1], [2, 2], [3]])).json()
     assert [(each["index"], each["text"]) for each in body["choices"]] == [(0, "11"), (1, "22"), (2, "33")]
-    assert body["usage"] == {"prompt_tokens": 4, "completion_tokens": 12, "total_tokens": 16}
+    assert body["usage"] == used(4, 12)
     assert backend.num_closed == 3
 
 
@@ -167,11 +187,7 @@ async def test_streamed_chat_with_usage(client: httpx.AsyncClient, backend: Scri
     assert [each["usage"] for each in events[:-1]] == [None] * 5
     prompt_len = len(backend.calls[0][0])
     assert events[-1]["choices"] == []
-    assert events[-1]["usage"] == {
-        "prompt_tokens": prompt_len,
-        "completion_tokens": 4,
-        "total_tokens": prompt_len + 4,
-    }
+    assert events[-1]["usage"] == used(prompt_len, 4)
 
 
 async def test_several_streamed_prompts(connect: Any) -> None:

@@ -9,6 +9,8 @@ import httpx
 import pytest
 from api_support import MODEL, ScriptedBackend
 
+from services.api.schemas import ChatCompletionRequest, CompletionRequest
+
 COMPLETION = {"model": MODEL, "prompt": "hello"}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
 LONG = list(range(10)) * 10
@@ -67,12 +69,33 @@ COMMON_CASES = [
     ({"user": 5}, 400, "user", ["got 5", "string"]),
     ({"max_token": 5}, 400, "max_token", ["unknown field", "did you mean 'max_tokens'"]),
     ({"zzzzz": 5}, 400, "zzzzz", ["unknown field", "the fields are", "top_p"]),
-    ({"n": 2}, 400, "n", ["got 2", "expected 1"]),
+    ({"temperature": True}, 400, "temperature", ["got True"]),
+    ({"n": 0}, 400, "n", ["got 0", "from 1 to 128"]),
+    ({"n": 129}, 400, "n", ["got 129"]),
     ({"n": True}, 400, "n", ["got True"]),
-    ({"presence_penalty": 0.5}, 400, "presence_penalty", ["got 0.5", "expected 0"]),
-    ({"frequency_penalty": 0.5}, 400, "frequency_penalty", ["not supported"]),
-    ({"logit_bias": {"5": 1}}, 400, "logit_bias", ["not supported"]),
-    ({"logprobs": True}, 400, "logprobs", ["not supported"]),
+    ({"min_p": 1.5}, 400, "min_p", ["got 1.5", "from 0 to 1"]),
+    ({"min_p": True}, 400, "min_p", ["got True"]),
+    ({"min_tokens": -1}, 400, "min_tokens", ["got -1", "integer >= 0"]),
+    ({"min_tokens": 6, "max_tokens": 5}, 400, "min_tokens", ["got 6", "max_tokens = 5"]),
+    ({"repetition_penalty": 0}, 400, "repetition_penalty", ["got 0", "from 0.01"]),
+    ({"repetition_penalty": 1e300}, 400, "repetition_penalty", ["got 1e+300"]),
+    ({"presence_penalty": 2.5}, 400, "presence_penalty", ["got 2.5", "from -2 to 2"]),
+    ({"presence_penalty": False}, 400, "presence_penalty", ["got False"]),
+    ({"frequency_penalty": -2.5}, 400, "frequency_penalty", ["got -2.5", "from -2 to 2"]),
+    ({"frequency_penalty": "1"}, 400, "frequency_penalty", ["got '1'"]),
+    ({"logit_bias": []}, 400, "logit_bias", ["got []", "token ids"]),
+    ({"logit_bias": {"x": 1}}, 400, "logit_bias", ["got 'x'", "token ids"]),
+    ({"logit_bias": {"-1": 1}}, 400, "logit_bias", ["got '-1'"]),
+    ({"logit_bias": {"1": 1, "01": 2}}, 400, "logit_bias", ["got '01'", "each once"]),
+    ({"logit_bias": {"²": 1}}, 400, "logit_bias", ["got '²'"]),
+    ({"logit_bias": {"300": 1}}, 400, "logit_bias", ["got 300", "from 0 to 299"]),
+    ({"logit_bias": {"5": 101}}, 400, "logit_bias.5", ["got 101", "from -100 to 100"]),
+    ({"logit_bias": {"5": True}}, 400, "logit_bias.5", ["got True"]),
+    ({"logit_bias": {"5": None}}, 400, "logit_bias.5", ["got None"]),
+    ({"logit_bias": {"5": float("nan")}}, 400, "logit_bias.5", ["got nan"]),
+    ({"logit_bias": {str(i): 1 for i in range(1025)}}, 400, "logit_bias", ["up to 1024"]),
+    ({"benchmark_len": 5}, 400, "benchmark_len", ["got 5", "--benchmark-mode"]),
+    ({"benchmark_len": 0}, 400, "benchmark_len", ["got 0", "integer >= 1"]),
     ({"temperature": -1, "top_p": 7}, 400, "temperature", ["temperature: got -1", "top_p: got 7"]),
 ]
 
@@ -97,10 +120,18 @@ COMPLETION_CASES = [
     ({"prompt": LONG}, 400, "prompt", ["100 tokens", "at most 63", "context of 64"]),
     ({"prompt": [[1], LONG]}, 400, "prompt[1]", ["100 tokens"]),
     ({"prompt": [1] * 60, "max_tokens": 5}, 400, "max_tokens", ["got 5", "at most 4", "60 tokens"]),
-    ({"echo": True}, 400, "echo", ["expected false"]),
-    ({"best_of": 3}, 400, "best_of", ["expected 1"]),
+    ({"echo": 1}, 400, "echo", ["got 1", "true or false"]),
+    ({"n": 3, "best_of": 2}, 400, "best_of", ["got 2", "n = 3"]),
+    ({"best_of": 129}, 400, "best_of", ["got 129", "from 1 to 128"]),
+    ({"best_of": 3, "stream": True}, 400, "best_of", ["got 3", "n = 1 where stream is true"]),
+    ({"n": 100, "prompt": ["a", "b", "c"]}, 400, "n", ["got 100", "at most 85 with 3 prompts"]),
+    ({"best_of": 129, "prompt": ["a"] * 256}, 400, "best_of", ["got 129"]),
+    ({"max_tokens": 0, "echo": False}, 400, "max_tokens", ["got 0", "0 where echo is true"]),
+    ({"logprobs": 6}, 400, "logprobs", ["got 6", "from 0 to 5"]),
+    ({"logprobs": True}, 400, "logprobs", ["got True", "from 0 to 5"]),
+    ({"logprobs": -1}, 400, "logprobs", ["got -1"]),
+    ({"top_logprobs": 1}, 400, "top_logprobs", ["unknown field", "did you mean 'logprobs'"]),
     ({"suffix": "x"}, 400, "suffix", ["not supported"]),
-    ({"logprobs": 0}, 400, "logprobs", ["got 0"]),
     ({"messages": []}, 400, "messages", ["unknown field"]),
     ({"max_completion_tokens": 5}, 400, "max_completion_tokens", ["did you mean 'max_tokens'"]),
 ]
@@ -140,7 +171,13 @@ CHAT_CASES = [
     ({"response_format": {"type": "json_object"}}, 400, "response_format", ['{"type": "text"}']),
     ({"modalities": ["audio"]}, 400, "modalities", ["only text"]),
     ({"audio": {}}, 400, "audio", ["only text"]),
-    ({"top_logprobs": 2}, 400, "top_logprobs", ["not supported"]),
+    ({"top_logprobs": 2}, 400, "top_logprobs", ["got 2", "logprobs is not true"]),
+    ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", ["got 21", "from 0 to 20"]),
+    ({"logprobs": True, "top_logprobs": True}, 400, "top_logprobs", ["got True"]),
+    ({"logprobs": 1}, 400, "logprobs", ["got 1", "true or false for a chat"]),
+    ({"max_completion_tokens": 4, "min_tokens": 5}, 400, "min_tokens", ["got 5", "max_tokens = 4"]),
+    ({"echo": True}, 400, "echo", ["unknown field"]),
+    ({"best_of": 2}, 400, "best_of", ["unknown field"]),
     ({"store": True}, 400, "store", ["not stored"]),
     ({"prompt": "x"}, 400, "prompt", ["unknown field"]),
 ]
@@ -244,7 +281,7 @@ NEUTRAL_COMMON = {
     "presence_penalty": 0,
     "frequency_penalty": 0.0,
     "logit_bias": {},
-    "logprobs": False,
+    "logprobs": None,
     "stop": None,
     "seed": None,
     "temperature": None,
@@ -258,6 +295,7 @@ NEUTRAL_CHAT = {
     "parallel_tool_calls": True,
     "response_format": {"type": "text"},
     "modalities": ["text"],
+    "logprobs": False,
     "top_logprobs": 0,
     "store": False,
     "audio": None,
@@ -271,6 +309,10 @@ async def test_neutral_values_are_accepted(client: httpx.AsyncClient) -> None:
 
 
 async def test_every_optional_field_takes_null(client: httpx.AsyncClient) -> None:
-    nulls = dict.fromkeys(["max_tokens", "top_p", "top_k", "stop_token_ids", "ignore_eos", "stream", "stream_options"])
-    assert (await client.post("/v1/completions", json={**COMPLETION, **nulls})).status_code == 200
-    assert (await client.post("/v1/chat/completions", json={**CHAT, **nulls})).status_code == 200
+    names = {*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields} - {"model", "prompt", "messages"}
+    completion_only, chat_only = {"best_of", "echo"}, {"top_logprobs", "max_completion_tokens"}
+    nulls = dict.fromkeys(names - completion_only - chat_only)
+    body = {**COMPLETION, **nulls, **dict.fromkeys(completion_only)}
+    assert (await client.post("/v1/completions", json=body)).status_code == 200
+    body = {**CHAT, **nulls, **dict.fromkeys(chat_only)}
+    assert (await client.post("/v1/chat/completions", json=body)).status_code == 200

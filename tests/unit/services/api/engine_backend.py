@@ -1,0 +1,76 @@
+"""A real engine with a tiny model behind the HTTP layer, in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import torch
+from api_support import MAX_MODEL_LEN, VOCAB_SIZE, ScriptedBackend, write_model_dir
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from core.config import EngineConfig
+from core.messages import TokenDelta
+from core.request import SamplingParams
+from engine.engine import Engine
+
+
+def write_checkpoint(folder: Path) -> Path:
+    """Random weights for the tokenizer and the template of ``write_model_dir``; ``</s>`` is EOS."""
+    write_model_dir(folder)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=MAX_MODEL_LEN,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.normal_(0, 0.5)
+    model.save_pretrained(folder)
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(json.loads((folder / "tokenizer_config.json").read_text()) | {"bos_token": "<s>"})
+    )
+    return folder
+
+
+class EngineBackend(ScriptedBackend):
+    """Runs requests on an engine that steps whenever there is something to do."""
+
+    def __init__(self, model_dir: Path) -> None:
+        super().__init__()
+        config = EngineConfig(kv_memory="4MiB", block_size=8, num_threads=1)
+        self.engine = Engine(model_dir, dtype="float32", engine=config)
+        self._queues: dict[str, asyncio.Queue[TokenDelta]] = {}
+        self._stepping: asyncio.Task[None] | None = None
+
+    async def stream(self, prompt_ids: tuple[int, ...], sampling: SamplingParams) -> AsyncGenerator[TokenDelta, None]:
+        self.calls.append((prompt_ids, sampling))
+        request_id = self.engine.submit(prompt_ids, sampling)
+        queue = self._queues[request_id] = asyncio.Queue()
+        if self._stepping is None or self._stepping.done():
+            self._stepping = asyncio.create_task(self._step())
+        reason = None
+        try:
+            while reason is None:
+                delta = await queue.get()
+                reason = delta.finish_reason
+                yield delta
+        finally:
+            del self._queues[request_id]
+            if reason is None:
+                self.engine.abort(request_id)
+
+    async def _step(self) -> None:
+        while not self.engine.idle:
+            for delta in self.engine.step():
+                if delta.request_id in self._queues:
+                    self._queues[delta.request_id].put_nowait(delta)
+            await asyncio.sleep(0)
