@@ -1,0 +1,126 @@
+"""Requests made from the app's own OpenAPI schema, right and wrong ones, over a real engine: never a 5xx.
+
+The cases are the same in every run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from api_support import MODEL
+from engine_backend import EngineBackend, write_checkpoint
+from fastapi import FastAPI
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+
+from services.api.admin import Administration
+from services.api.app import build_app
+from services.api.prompts import PromptEncoder
+
+TOKEN = "secret"
+CASES = {"/v1/completions": 500, "/v1/chat/completions": 450, "/admin/scale": 50}
+"""Good ones and as many bad ones, by address: 2,000 in all."""
+
+
+class House:
+    """The app on an event loop of its own.
+
+    Attributes:
+        statuses: How many answers had which.
+    """
+
+    def __init__(self, app: FastAPI) -> None:
+        self.app = app
+        self.statuses: dict[int, int] = {}
+        self._loop = asyncio.new_event_loop()
+        transport = httpx.ASGITransport(app)
+        headers = {"authorization": f"Bearer {TOKEN}"}
+        self._client = httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers)
+
+    def send(self, case: Any) -> httpx.Response:
+        sent = case.as_transport_kwargs(base_url="http://test")
+        content = json.dumps(sent["json"]).encode() if "json" in sent else sent.get("data") or b""
+        headers = {"content-type": "application/json"} | dict(sent["headers"] or {})
+        request = self._client.post(case.path, content=content, headers=headers, params=sent.get("params"))
+        answer = self._loop.run_until_complete(request)
+        self.statuses[answer.status_code] = self.statuses.get(answer.status_code, 0) + 1
+        return answer
+
+    def close(self) -> None:
+        self._loop.run_until_complete(self._client.aclose())
+        self._loop.close()
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    folder = write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+    backend = EngineBackend(folder)
+    backend.model = dataclasses.replace(backend.model, benchmark_mode=True)
+    house = House(build_app(backend, PromptEncoder(folder), administration=Administration(TOKEN)))
+    yield house
+    house.close()
+
+
+def operation(app: FastAPI, path: str, mode: GenerationMode) -> Any:
+    """Its schema, but with the name of the served model, and good requests small: else few would come far."""
+    document = json.loads(json.dumps(app.openapi()))
+    schemas = document["components"]["schemas"]
+    for schema in schemas.values():
+        if "model" in schema.get("properties", {}):
+            schema["properties"]["model"] = {"enum": [MODEL]}
+    if mode is GenerationMode.POSITIVE:
+        bound(schemas)
+    return schemathesis.openapi.from_dict(document)[path]["POST"]
+
+
+def bound(schema: Any) -> None:
+    """Limits every integer, and every map from token ids, to what the tiny model can take."""
+    if isinstance(schema, list):
+        for item in schema:
+            bound(item)
+    if not isinstance(schema, dict):
+        return
+    if schema.get("type") == "integer":
+        schema.setdefault("maximum", 40)
+        schema["maximum"] = min(schema["maximum"], 40)
+    if schema.get("additionalProperties") == {"type": "number"}:
+        schema["additionalProperties"] = {"type": "number", "minimum": -100, "maximum": 100}
+        schema["propertyNames"] = {"pattern": "^[1-9]{1,2}$"}
+    for item in schema.values():
+        bound(item)
+
+
+def test_every_address_that_takes_a_post_is_fuzzed(house: House) -> None:
+    assert CASES.keys() == {path for path, methods in house.app.openapi()["paths"].items() if "post" in methods}
+    assert 2 * sum(CASES.values()) == 2000
+
+
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=lambda mode: mode.value)
+@pytest.mark.parametrize("path", CASES)
+def test_no_request_makes_the_server_fail(house: House, path: str, mode: GenerationMode) -> None:
+    house.statuses.clear()
+
+    @settings(
+        max_examples=CASES[path],
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(operation(house.app, path, mode).as_strategy(generation_mode=mode))
+    def check(case: Any) -> None:
+        answer = house.send(case)
+        assert answer.status_code < 500, answer.text
+        if answer.status_code >= 400:
+            assert answer.json()["error"]["message"]
+
+    check()
+    if mode is GenerationMode.POSITIVE:
+        assert house.statuses.get(200, 0) > CASES[path] / 10, house.statuses
