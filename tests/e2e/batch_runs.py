@@ -48,7 +48,7 @@ def _line(number: int, text: str) -> dict[str, Any]:
         url = "/v1/chat/completions"
         body["messages"] = [{"role": "user", "content": text}]
     if expected_status(number) != 200:
-        body["n"] = 99
+        body["n"] = 999
     return {"custom_id": f"line-{number}", "method": "POST", "url": url, "body": body}
 
 

@@ -55,7 +55,7 @@ def _check(response: httpx.Response, status: int, param: str | None) -> None:
         (COMPLETIONS, {"top_p": -0.5}, 400, "top_p"),
         (COMPLETIONS, {"top_k": -5}, 400, "top_k"),
         (COMPLETIONS, {"seed": -5}, 400, "seed"),
-        (COMPLETIONS, {"n": 3}, 400, "n"),
+        (COMPLETIONS, {"n": 300}, 400, "n"),
         (COMPLETIONS, {"max_tokenz": 3}, 400, "max_tokenz"),
         (CHAT, {"messages": []}, 400, "messages"),
         (CHAT, {"messages": [{**USER, "role": "wizard"}]}, 400, "messages[0].role"),

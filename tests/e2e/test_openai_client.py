@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletionMessageParam
 
 
 @pytest.fixture
@@ -135,3 +136,42 @@ def test_errors_become_the_clients_exceptions(client: openai.OpenAI, model_name:
         )
     assert too_long.value.code == "context_length_exceeded"
     assert too_long.value.param == "messages"
+
+
+def test_choices_with_logprobs_and_echo(client: openai.OpenAI, model_name: str) -> None:
+    answer = client.completions.create(
+        model=model_name, prompt="The cat", max_tokens=4, n=2, seed=3, echo=True, logprobs=2, presence_penalty=0.5
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    for choice in answer.choices:
+        found = choice.logprobs
+        assert choice.text.startswith("The cat")
+        assert found is not None and found.tokens is not None and found.token_logprobs is not None
+        assert len(found.tokens) == len(found.token_logprobs)
+        assert found.token_logprobs[0] is None and all(each <= 0 for each in found.token_logprobs[1:])
+    assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+
+
+def test_streamed_chat_choices_with_logprobs(client: openai.OpenAI, model_name: str) -> None:
+    messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Say hello."}]
+    whole = client.chat.completions.create(
+        model=model_name, messages=messages, max_completion_tokens=4, n=2, seed=3, logprobs=True, top_logprobs=2
+    )
+    chunks = list(
+        client.chat.completions.create(
+            model=model_name,
+            messages=messages,
+            max_completion_tokens=4,
+            n=2,
+            seed=3,
+            logprobs=True,
+            top_logprobs=2,
+            stream=True,
+        )
+    )
+    for choice in whole.choices:
+        own = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == choice.index]
+        assert "".join(each.delta.content or "" for each in own) == choice.message.content
+        assert choice.logprobs is not None and choice.logprobs.content is not None
+        tokens = [token.token for each in own if each.logprobs for token in each.logprobs.content or ()]
+        assert tokens == [token.token for token in choice.logprobs.content]
