@@ -13,7 +13,7 @@ from typing import Protocol
 
 from core.errors import IntegrityError
 from core.messages import DeltaLogprobs, FinishedSequence, Key, Plan, TokenDelta, WorkerReady, WorkerState
-from core.request import Request, SequenceStatus
+from core.request import Request, SamplingParams, SequenceStatus
 from engine.detokenizer import Detokenizer, OutputText
 from engine.logged_tokens import LoggedTokens
 from engine.sequence import Sequence
@@ -137,7 +137,7 @@ class Worker:
         """The text so far; of a resumed request the client has got all that its tokens made certain."""
         text = self._detokenizer.start(request.sampling.stop, request.prompt_ids)
         for index, token in enumerate(request.output_ids):
-            text.push(token, may_stop=index >= request.sampling.min_tokens)
+            _push(text, token, index, request.sampling)
         return text
 
     def _drop(self, request_id: str) -> None:
@@ -252,7 +252,7 @@ class Worker:
             return ""
         if token in sampling.stop_token_ids:
             return ""
-        return text.push(token, may_stop=start >= sampling.min_tokens)
+        return _push(text, token, start, sampling)
 
     def _ends(self, sequence: Sequence, text: OutputText, token: int, start: int) -> bool:
         sampling = sequence.sampling
@@ -273,3 +273,8 @@ class Worker:
         held = {request_id for request_id in self._sequences if self.executor.holds(request_id)}
         if not len(held) == len(self._sequences) == len(self._texts) == self.executor.num_held:
             raise IntegrityError(f"{self.executor.num_held} sequences held, {len(self._sequences)} with tokens")
+
+
+def _push(text: OutputText, token: int, index: int, sampling: SamplingParams) -> str:
+    """Adds output token ``index``; stop strings end nothing among the first ``min_tokens``."""
+    return text.push(token, may_stop=False) if index < sampling.min_tokens else text.push(token)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.messages import AnnounceReply, Key, OpenRequest, Placed, Refusal, SubmitReply, TokenDelta
+from core.messages import AnnounceReply, DeltaLogprobs, Key, OpenRequest, Placed, Refusal, SubmitReply, TokenDelta
 from core.request import Request, SamplingParams
 from services.ledger import ABORT_AGAIN_S, MAX_ATTEMPTS, RequestLedger
 
@@ -160,6 +161,25 @@ def test_what_ran_on_a_lost_worker_is_resumed_where_the_tokens_of_its_client_end
     assert ledger.receive("b", "w2", [rest], 0.0) == [rest]
     ledger.worker_lost("b")
     assert taken(ledger) == [("r", 2, (7, 8, 9))]
+
+
+def test_log_probabilities_have_neither_gap_nor_repeat_after_a_loss() -> None:
+    """They come with their tokens: what is dropped is dropped with them."""
+
+    def logged(start: int, attempt: int) -> TokenDelta:
+        prompt = (((1,), (-0.5,)),) if start == 0 else ()
+        told = DeltaLogprobs((((start,), (-float(start),)),), prompt)
+        return dataclasses.replace(delta("r", start, start, attempt=attempt), logprobs=told)
+
+    ledger = running("r")
+    shown = receive(ledger, logged(0, 0), logged(1, 0))
+    ledger.worker_lost("a")
+    assert taken(ledger) == [("r", 1, (0, 1))]
+    ledger.submitted(placed("r", 1))
+    shown += receive(ledger, logged(2, 0), logged(2, 1), logged(3, 1))
+    found = [each.logprobs for each in shown if each.logprobs is not None]
+    assert [each.output[0][0] for each in found] == [(0,), (1,), (2,), (3,)]
+    assert [len(each.prompt) for each in found] == [1, 0, 0, 0]
 
 
 def test_a_lost_worker_takes_nothing_that_runs_elsewhere_or_waits() -> None:
