@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from core.errors import InvalidValueError
 from engine.kv_pool import KVPool, num_blocks_for_budget
 from engine.model_config import load_model_config
-from engine.weights import CheckpointError, LlamaWeights, load_weights, parse_dtype
+from engine.weights import CheckpointError, ModelWeights, load_weights, parse_dtype
 
 from .models import SHAPES, load_reference, save_model
 
@@ -29,7 +29,7 @@ def checkpoint(tiny_model_dir, tmp_path):
     return out, change
 
 
-def load(path, dtype=torch.float32) -> LlamaWeights:
+def load(path, dtype=torch.float32) -> ModelWeights:
     return load_weights(path, load_model_config(path), dtype)
 
 
@@ -38,8 +38,8 @@ def test_fused_tensors(tiny_model_dir):
     layer = load(tiny_model_dir).layers[1]
     attention, mlp = reference.self_attn, reference.mlp
     parts = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
-    assert torch.equal(layer.qkv, torch.cat(parts))
-    assert torch.equal(layer.gate_up, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
+    assert torch.equal(layer.qkv.weight, torch.cat(parts))
+    assert torch.equal(layer.up.weight, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
 
 
 def test_shards_hold_the_same(tiny_model_dir, tmp_path):
@@ -47,7 +47,7 @@ def test_shards_hold_the_same(tiny_model_dir, tmp_path):
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
     sharded, whole = load(tmp_path), load(tiny_model_dir)
     assert torch.equal(sharded.embedding, whole.embedding)
-    assert all(torch.equal(a.qkv, b.qkv) for a, b in zip(sharded.layers, whole.layers, strict=True))
+    assert all(torch.equal(a.qkv.weight, b.qkv.weight) for a, b in zip(sharded.layers, whole.layers, strict=True))
     shard = min(tmp_path.glob("model-*.safetensors"))
     shard.unlink()
     with pytest.raises(CheckpointError, match=shard.name):
@@ -59,7 +59,7 @@ def test_shards_hold_the_same(tiny_model_dir, tmp_path):
 
 def test_dtype_is_converted(tiny_model_dir):
     weights = load(tiny_model_dir, torch.bfloat16)
-    assert weights.layers[0].down.dtype == weights.lm_head.dtype == torch.bfloat16
+    assert weights.layers[0].down.weight.dtype == weights.lm_head.dtype == torch.bfloat16
 
 
 def test_tied_embeddings_share_memory(model_dir):
