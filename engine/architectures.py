@@ -159,7 +159,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "Phi3ForCausalLM": Architecture(
         _PHI3,
         windows=_same_window,
-        fixed=_NO_BIAS | {"layer_types": None},
+        fixed=_NO_BIAS | {"lm_head_bias": False, "layer_types": None},
         rope_kinds=("default", "longrope"),
         partial_rotary=True,
     ),

@@ -148,10 +148,12 @@ class _WholePrompt:
     def __init__(self, rows: slice, windows: Sequence[int | None], pool: KVPool) -> None:
         self._rows = rows
         length = rows.stop - rows.start
-        positions = torch.arange(length, device=pool.keys[0].device)
 
         def mask(window: int | None) -> Tensor | None:
-            return None if window is None else _causal(positions, positions, window, pool.dtype)
+            if window is None:
+                return None
+            positions = torch.arange(length, device=pool.keys[0].device)
+            return _causal(positions, positions, window, pool.dtype)
 
         self._masks = _masks(windows, length, mask)
 

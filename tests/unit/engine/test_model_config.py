@@ -172,6 +172,7 @@ REFUSED = {
     "Qwen3ForCausalLM": [("mlp_bias", True), ("use_sliding_window", "yes")],
     "Phi3ForCausalLM": [
         ("attention_bias", True),
+        ("lm_head_bias", True),
         ("rope_scaling.rope_type", "llama3"),
         ("rope_parameters.partial_rotary_factor", 1.5),
         ("partial_rotary_factor", 0.01),
