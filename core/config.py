@@ -51,6 +51,7 @@ class EngineConfig:
         block_size: Tokens in a KV block.
         max_num_seqs: Sequences in one step.
         max_batch_tokens: Tokens computed in one step; longer prompts are prefilled in several.
+        max_model_len: Tokens a sequence may reach, prompt and output together; 0 is the model's own context.
         num_threads: Compute threads of a worker; 0 shares all cores but one, which serves HTTP and scheduling,
             among the replicas.
     """
@@ -59,6 +60,7 @@ class EngineConfig:
     block_size: int = 32
     max_num_seqs: int = 128
     max_batch_tokens: int = 1024
+    max_model_len: int = 0
     num_threads: int = 0
 
     def __post_init__(self) -> None:
@@ -66,7 +68,9 @@ class EngineConfig:
             value = getattr(self, name)
             _require(value >= 1, f"engine.{name}", value, "an integer >= 1")
         self.kv_bytes()
-        _require(self.num_threads >= 0, "engine.num_threads", self.num_threads, "an integer >= 0")
+        for name in ("max_model_len", "num_threads"):
+            value = getattr(self, name)
+            _require(value >= 0, f"engine.{name}", value, "an integer >= 0")
 
     def kv_bytes(self) -> int | None:
         """``kv_memory`` in bytes; None for ``auto``."""

@@ -12,12 +12,12 @@ from torch import Tensor
 from engine.attention import AttentionBackend
 from engine.kv_pool import KVPool
 from engine.layout import build_layout, order_items
-from engine.llama import LlamaModel
-from engine.model_config import LlamaConfig, load_model_config
+from engine.model import DecoderModel
+from engine.model_config import ModelConfig, load_model_config, resolve_max_model_len
 from engine.sampler import Sampler
 from engine.sequence import Sequence
 from engine.torch_attention import TorchAttention
-from engine.weights import LlamaWeights, load_weights
+from engine.weights import ModelWeights, load_weights
 from kvcache.lease import StepBatch
 
 
@@ -27,20 +27,24 @@ class ModelRunner:
     Args:
         pool: In the dtype of the weights.
         backend: How attention is computed; torch operations unless given.
+        context_len: Tokens a sequence may reach by what was asked for; 0 is the model's own context.
     """
 
     def __init__(
         self,
-        config: LlamaConfig,
-        weights: LlamaWeights,
+        config: ModelConfig,
+        weights: ModelWeights,
         pool: KVPool,
         backend: AttentionBackend | None = None,
         sampler: Sampler | None = None,
+        *,
+        context_len: int = 0,
     ) -> None:
         self.config = config
         self.pool = pool
-        self._model = LlamaModel(config, weights, self.max_model_len)
-        self._backend = backend or TorchAttention()
+        self._context_len = resolve_max_model_len(config, context_len)
+        self._model = DecoderModel(config, weights, self.max_model_len)
+        self._backend = backend or TorchAttention(config.sliding_windows)
         self._sampler = sampler or Sampler()
 
     @classmethod
@@ -51,6 +55,7 @@ class ModelRunner:
         dtype: torch.dtype,
         num_blocks: int,
         block_size: int,
+        context_len: int = 0,
     ) -> ModelRunner:
         """A runner of the checkpoint in ``model_dir`` with a pool of ``num_blocks`` blocks.
 
@@ -59,12 +64,13 @@ class ModelRunner:
         """
         config = load_model_config(model_dir)
         weights = load_weights(model_dir, config, dtype)
-        return cls(config, weights, KVPool(config, num_blocks=num_blocks, block_size=block_size, dtype=dtype))
+        pool = KVPool(config, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
+        return cls(config, weights, pool, context_len=context_len)
 
     @property
     def max_model_len(self) -> int:
-        """Tokens a sequence may reach: the model's context or the pool, whichever is smaller."""
-        return min(self.config.max_position_embeddings, self.pool.num_slots)
+        """Tokens a sequence may reach: the context or the pool, whichever is smaller."""
+        return min(self._context_len, self.pool.num_slots)
 
     def execute(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> list[int | None]:
         """Runs a step and samples.
