@@ -39,7 +39,12 @@ def build_worker(
     context_len = resolve_max_model_len(config, engine.max_model_len)
     num_blocks = _num_blocks(config, context_len, dtype, engine, AUTO_SHARE / num_replicas)
     runner = ModelRunner.from_dir(
-        model_dir, dtype=dtype, num_blocks=num_blocks, block_size=engine.block_size, context_len=context_len
+        model_dir,
+        dtype=dtype,
+        num_blocks=num_blocks,
+        block_size=engine.block_size,
+        context_len=context_len,
+        backend=engine.backend,
     )
     limits = BatchLimits(engine.max_num_seqs, engine.max_batch_tokens)
     executor = LeaseExecutor(BlockManager(num_blocks, engine.block_size), limits, incarnation)

@@ -37,18 +37,25 @@ def _mix(x: int) -> int:
 class Sampler:
     """Chooses one token a row."""
 
-    def sample(self, logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
+    def sample(
+        self,
+        logits: Tensor,
+        params: Sequence[SamplingParams],
+        positions: Sequence[int],
+        best: list[int] | None = None,
+    ) -> list[int]:
         """The next token of each row.
 
         Args:
             logits: float32 ``[rows, vocab]``.
             params: One a row.
             positions: Index of each new token in its sequence, prompt included.
+            best: The likeliest token of each row, if it is known already.
         """
         drawn = [row for row, param in enumerate(params) if not param.greedy]
         if len(drawn) == len(params):
             return self._draw(logits, params, positions)
-        tokens: list[int] = logits.argmax(-1).tolist()
+        tokens: list[int] = logits.argmax(-1).tolist() if best is None else list(best)
         if drawn:
             rows = logits[torch.tensor(drawn, device=logits.device)]
             draws = self._draw(rows, [params[row] for row in drawn], [positions[row] for row in drawn])

@@ -51,7 +51,7 @@ SHAPES = {
     "qwen3": {
         "architecture": "Qwen3ForCausalLM",
         "num_key_value_heads": 2,
-        "head_dim": 24,
+        "head_dim": 48,
         "attention_bias": True,
         "tie_word_embeddings": True,
         "num_hidden_layers": 3,

@@ -141,6 +141,7 @@ def test_reused_blocks_carry_nothing_over(make_runner):
     assert results[:3] == results[3:6] == results[6:]
 
 
+@pytest.mark.parametrize("make_runner", ["torch"], indirect=True)
 def test_one_long_row_does_not_pad_the_others(make_runner, monkeypatch):
     parts = []
     begin_step = TorchAttention.begin_step
