@@ -41,7 +41,7 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Port to listen on [8000].")] = None,
     kv_memory: Annotated[str | None, typer.Option(help="KV pool, as 512MiB or 2GiB [auto].")] = None,
     max_model_len: Annotated[
-        int | None, typer.Option(help="Longest sequence, in tokens [the model's context].")
+        int | None, typer.Option(help="Longest sequence, in tokens; default: the model's context.")
     ] = None,
     preset: Annotated[str | None, typer.Option(help="Composition of policies [fcfs].")] = None,
     replicas: Annotated[int | None, typer.Option(help="Copies of the model [1].")] = None,
