@@ -42,7 +42,7 @@ def build_layout(
         token_ids=token_ids,
         positions=positions,
         slot_ids=slot_ids,
-        opened_blocks=_tensor(find_opened_blocks(items, block_size), device),
+        opened_blocks=_tensor(_opened_blocks(items, block_size), device),
         sample_rows=_tensor(find_sample_rows(items), device),
         decode=_decode_part(items[:num_decode], block_size, device),
         prefill=_prefill_part(items[num_decode:], block_size, device),
@@ -96,7 +96,7 @@ def _check(item: StepItem, num_known: int, block_size: int) -> None:
         raise IntegrityError(f"{item.request_id}: step over {tokens} in {len(item.blocks)} blocks of {block_size}")
 
 
-def find_opened_blocks(items: list[StepItem], block_size: int) -> list[int]:
+def _opened_blocks(items: list[StepItem], block_size: int) -> list[int]:
     """Blocks whose first slot is written in this step but not their last; only an item's last block can be one."""
     opened = []
     for item in items:

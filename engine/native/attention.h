@@ -14,6 +14,7 @@ namespace farsight {
 
 constexpr int kMaxQueries = 8;     // queries of one tile: tokens of a chunk times the heads that share keys
 constexpr int kChunkTokens = 128;  // keys between two corrections of the softmax
+constexpr int kMaxHeadDim = 256;
 constexpr float kLowest = -1e30f;
 
 struct Shape {
@@ -41,12 +42,26 @@ inline void store_kv(const Shape& shape, const Cache& cache, int64_t slot, const
   auto* keys = reinterpret_cast<typename T::Element*>(cache.keys) + base;
   auto* values = reinterpret_cast<typename T::Element*>(cache.values) + base;
   constexpr int n = T::kPerLane;
+  uint32_t lanes[kMaxHeadDim];
   for (int head = 0; head < shape.kv_heads; ++head) {
-    auto* k = keys + int64_t(head) * d * size;
-    auto* v = values + int64_t(head) * d * size;
-    for (int i = 0; i < d; ++i) k[(int64_t(i / n) * size + t) * n + i % n] = T::narrow(key[head * d + i]);
-    for (int i = 0; i < d; ++i) v[((t / n) * d + i) * n + t % n] = T::narrow(value[head * d + i]);
+    pack<T>(key + head * d, d, lanes);
+    auto* k = reinterpret_cast<uint32_t*>(keys + int64_t(head) * d * size) + t;
+    for (int i = 0; i < d / n; ++i) k[int64_t(i) * size] = lanes[i];
+    auto* v = values + int64_t(head) * d * size + t / n * d * n + t % n;
+    for (int i = 0; i < d; ++i) v[i * n] = T::narrow(value[head * d + i]);
   }
+}
+
+// A value that shares its lane with a token that is not there yet would be added to rubbish: 0 * NaN is NaN.
+template <class T>
+inline void end_values(const Shape& shape, const Cache& cache, const Item& item) {
+  if (item.kv_len % T::kPerLane == 0) return;
+  const int d = shape.head_dim, size = shape.block_size, t = item.kv_len % size;
+  constexpr int n = T::kPerLane;
+  const int64_t block = item.blocks[item.kv_len / size];
+  auto* values = reinterpret_cast<typename T::Element*>(cache.values) + block * shape.kv_heads * d * size;
+  for (int head = 0; head < shape.kv_heads; ++head)
+    for (int i = 0; i < d; ++i) values[int64_t(head) * d * size + (t / n * d + i) * n + t % n] = 0;
 }
 
 // The running softmax of a tile of N queries.
@@ -133,10 +148,10 @@ inline void weigh(Softmax<N>& soft, int first, int count, const int (&begin)[N],
   }
 }
 
-// results[r] += weights[r] . values, two vectors of dimensions at a time.
+// results[r] += weights[r] . values for the tokens first .. first + count, two vectors of dimensions at a time.
 template <class T, int N>
 inline void mix(const Shape& shape, const uint32_t* values, const int32_t* blocks, int kv_head, int first, int count,
-                const Softmax<N>& soft, float (*results)[256]) {
+                const Softmax<N>& soft, float (*results)[kMaxHeadDim]) {
   const int d = shape.head_dim, size = shape.block_size, step = std::min(size, kChunkTokens);
   for (int i = 0; i < d; i += 2 * kWidth) {
     const bool two = i + kWidth < d;
@@ -151,7 +166,7 @@ inline void mix(const Shape& shape, const uint32_t* values, const int32_t* block
       const int64_t block = blocks[token / size];
       const uint32_t* v = values + (block * shape.kv_heads + kv_head) * int64_t(d) * (size / T::kPerLane) +
                           int64_t(offset / T::kPerLane) * d + i;
-      for (int lane = 0; lane < here / T::kPerLane; ++lane) {
+      for (int lane = 0; lane < (here + T::kPerLane - 1) / T::kPerLane; ++lane) {
         const f32v v0 = load<f32v>(v + int64_t(lane) * d);
         const f32v v1 = two ? load<f32v>(v + int64_t(lane) * d + kWidth) : f32v{};
 #pragma GCC unroll 8
@@ -179,7 +194,7 @@ void attend(const Shape& shape, const Cache& cache, const Item& item, int kv_hea
   uint32_t* result[N];
   int begin[N], end[N];
   Softmax<N> soft;
-  alignas(64) float results[N][256] = {};
+  alignas(64) float results[N][kMaxHeadDim];
   for (int r = 0; r < N; ++r) {
     const int token = (first_query + r) / group, head = kv_head * group + (first_query + r) % group;
     query[r] = queries + (int64_t(item.row + token) * shape.heads + head) * lanes;
@@ -188,6 +203,7 @@ void attend(const Shape& shape, const Cache& cache, const Item& item, int kv_hea
     begin[r] = window > 0 ? std::max(0, end[r] - window) : 0;
     soft.highest[r] = kLowest;
     soft.total[r] = 0;
+    std::fill_n(results[r], d, 0.0f);
   }
   const float scale = 1.0f / std::sqrt(float(d));
   const int last = end[N - 1];
@@ -199,7 +215,7 @@ void attend(const Shape& shape, const Cache& cache, const Item& item, int kv_hea
     for (int r = 0; r < N; ++r)
       if (corrections[r] != 1.0f)
         for (int i = 0; i < d; ++i) results[r][i] *= corrections[r];
-    mix<T, N>(shape, cache.values, item.blocks, kv_head, first, count, soft, results);
+    mix<T, N>(shape, cache.values, item.blocks, kv_head, first, std::min(count, last - first), soft, results);
   }
   for (int r = 0; r < N; ++r) {
     const float factor = 1.0f / soft.total[r];

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.layout import fill_rows, find_opened_blocks, find_sample_rows
+from engine.layout import fill_rows, find_sample_rows
 from engine.sequence import Sequence
 from kvcache.lease import StepBatch, StepItem
 
@@ -20,14 +20,12 @@ class NativeStep:
         rows: int64 ``[3, T]``: token ids, positions, slots of the pool.
         lengths: int32 ``[items, 2]``: tokens computed, and tokens of the sequence with them.
         tables: int32 ``[items, width]``: blocks of the sequence, then anything.
-        opened_blocks: int64 ``[n]``, as in ``StepLayout``.
         sample_rows: int64 ``[R]``, ascending.
     """
 
     rows: np.ndarray
     lengths: np.ndarray
     tables: np.ndarray
-    opened_blocks: np.ndarray
     sample_rows: np.ndarray
 
 
@@ -44,7 +42,6 @@ def build_native_step(
         rows=fill_rows(items, sequences, block_size),
         lengths=np.array([(item.num_tokens, item.start + item.num_tokens) for item in items], dtype=np.int32),
         tables=_tables(items),
-        opened_blocks=np.array(find_opened_blocks(items, block_size), dtype=np.int64),
         sample_rows=np.array(find_sample_rows(items), dtype=np.int64),
     )
 

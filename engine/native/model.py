@@ -57,10 +57,10 @@ class _Layer(Structure):
 
 class _Step(Structure):
     _fields_ = (
-        *((name, c_int32) for name in ("num_rows", "num_items", "num_opened", "num_samples")),
+        *((name, c_int32) for name in ("num_rows", "num_items", "num_samples")),
         *((name, c_void_p) for name in ("token_ids", "positions", "slot_ids", "lengths", "tables")),
         ("width", c_int32),
-        *((name, c_void_p) for name in ("opened", "sample_rows", "logits", "best")),
+        *((name, c_void_p) for name in ("sample_rows", "logits", "best")),
     )
 
 
@@ -126,11 +126,10 @@ class NativeModel:
         arguments = _Step(
             len(token_ids),
             len(step.lengths),
-            len(step.opened_blocks),
             num_samples,
             *(_address(array) for array in (token_ids, positions, slot_ids, step.lengths, step.tables)),
             step.tables.shape[1],
-            *(_address(array) for array in (step.opened_blocks, step.sample_rows)),
+            _address(step.sample_rows),
             self._logits.data_ptr(),
             _address(self._best),
         )

@@ -44,14 +44,13 @@ struct FsLayer {
 };
 
 struct FsStep {
-  int32_t num_rows, num_items, num_opened, num_samples;
+  int32_t num_rows, num_items, num_samples;
   const int64_t* token_ids;    // [rows]
   const int64_t* positions;    // [rows]
   const int64_t* slot_ids;     // [rows]
   const int32_t* lengths;      // [items, 2]: queries, tokens with them
   const int32_t* tables;       // [items, width]
   int32_t width;
-  const int64_t* opened;       // blocks to be cleared
   const int64_t* sample_rows;  // ascending
   float* logits;               // [samples, vocab]
   int64_t* best;               // [samples]
@@ -86,6 +85,7 @@ void ensure(V& v, size_t n) {
 
 float mean_square(const float* x, int n) {
   float s = 0;
+#pragma omp simd reduction(+ : s)
   for (int i = 0; i < n; ++i) s += x[i] * x[i];
   return s / n;
 }
@@ -97,6 +97,7 @@ void rms_norm(const float* x, int n, const float* weight, float eps, float* out)
 
 void layer_norm(const float* x, int n, const FsNorm& norm, float eps, float* out) {
   float mean = 0;
+#pragma omp simd reduction(+ : mean)
   for (int i = 0; i < n; ++i) mean += x[i];
   mean /= n;
   for (int i = 0; i < n; ++i) out[i] = x[i] - mean;
@@ -213,17 +214,6 @@ void activate(Model& m, int rows, uint32_t* out) {
   }
 }
 
-template <class T>
-void clear(const Model& m, const FsStep& s) {
-  const size_t bytes = size_t(m.shape.kv_heads) * m.shape.head_dim * m.shape.block_size * sizeof(typename T::Element);
-  for (const Layer& layer : m.layers) {
-    for (int i = 0; i < s.num_opened; ++i) {
-      std::memset(reinterpret_cast<char*>(layer.cache.keys) + s.opened[i] * bytes, 0, bytes);
-      std::memset(reinterpret_cast<char*>(layer.cache.values) + s.opened[i] * bytes, 0, bytes);
-    }
-  }
-}
-
 std::vector<Item> items_of(const FsStep& s) {
   std::vector<Item> items(s.num_items);
   int row = 0;
@@ -275,7 +265,6 @@ void run(Model& m, const FsStep& s) {
   ensure(m.queries, rows * query_lanes);
   ensure(m.attended, rows * query_lanes);
 
-  clear<T>(m, s);
   float* x = m.hidden.data();
   embed<T>(m, s, x);
   const std::vector<Item> items = items_of(s);
@@ -285,6 +274,7 @@ void run(Model& m, const FsStep& s) {
     norm_rows<T>(m, layer.input_norm, x, num, m.packed.data());
     apply<T>(layer.qkv, m.packed.data(), num, m.wide.data(), false, threads);
     take_qkv<T>(m, layer, s);
+    for (const Item& item : items) end_values<T>(m.shape, layer.cache, item);
     if (i + 1 < m.layers.size()) {
       attend_items<T>(m, layer, items);
     } else {
