@@ -17,6 +17,7 @@ from core.units import parse_memory
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 PROXIES = ("serve", "haproxy")
 HAPROXY_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0")
+BACKENDS = ("auto", "native", "torch")
 PLACEMENTS = ("auto", "fused", "split")
 
 
@@ -51,24 +52,32 @@ class EngineConfig:
         block_size: Tokens in a KV block.
         max_num_seqs: Sequences in one step.
         max_batch_tokens: Tokens computed in one step; longer prompts are prefilled in several.
+        max_model_len: Tokens a sequence may reach, prompt and output together; 0 is the model's own context.
         num_threads: Compute threads of a worker; 0 shares all cores but one, which serves HTTP and scheduling,
             among the replicas.
         benchmark_mode: Requests may say, with ``benchmark_len``, where their outputs end. Only to measure scheduling.
+        backend: What computes a step: ``native`` is one compiled call, ``torch`` the reference; ``auto`` takes the
+            former where there is a compiler and the model is one that it knows.
     """
 
     kv_memory: str = "auto"
     block_size: int = 32
     max_num_seqs: int = 128
     max_batch_tokens: int = 1024
+    max_model_len: int = 0
     num_threads: int = 0
     benchmark_mode: bool = False
+    backend: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_seqs", "max_batch_tokens"):
             value = getattr(self, name)
             _require(value >= 1, f"engine.{name}", value, "an integer >= 1")
         self.kv_bytes()
-        _require(self.num_threads >= 0, "engine.num_threads", self.num_threads, "an integer >= 0")
+        for name in ("max_model_len", "num_threads"):
+            value = getattr(self, name)
+            _require(value >= 0, f"engine.{name}", value, "an integer >= 0")
+        _require(self.backend in BACKENDS, "engine.backend", self.backend, f"one of {', '.join(BACKENDS)}")
 
     def kv_bytes(self) -> int | None:
         """``kv_memory`` in bytes; None for ``auto``."""

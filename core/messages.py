@@ -337,7 +337,7 @@ class WorkerReady:
 
     Attributes:
         num_blocks: KV blocks in the pool, of ``block_size`` tokens each.
-        max_model_len: Tokens a sequence may reach: the model's context or the pool, whichever is smaller.
+        max_model_len: Tokens a sequence may reach: the context or the pool, whichever is smaller.
         pool_limited: Whether it is the pool.
     """
 

@@ -12,7 +12,7 @@ from core.errors import ConfigError
 from core.messages import WorkerReady
 from engine.detokenizer import Detokenizer, load_tokenizer
 from engine.kv_pool import num_blocks_for_budget
-from engine.model_config import LlamaConfig, load_model_config
+from engine.model_config import ModelConfig, load_model_config, resolve_max_model_len
 from engine.model_runner import ModelRunner
 from engine.weights import parse_dtype
 from engine.worker import Worker
@@ -36,8 +36,16 @@ def build_worker(
     torch.set_num_threads(engine.num_threads or max(1, ((os.cpu_count() or 1) - 1) // num_replicas))
     config = load_model_config(model_dir)
     dtype = parse_dtype(dtype_name, config)
-    num_blocks = _num_blocks(config, dtype, engine, AUTO_SHARE / num_replicas)
-    runner = ModelRunner.from_dir(model_dir, dtype=dtype, num_blocks=num_blocks, block_size=engine.block_size)
+    context_len = resolve_max_model_len(config, engine.max_model_len)
+    num_blocks = _num_blocks(config, context_len, dtype, engine, AUTO_SHARE / num_replicas)
+    runner = ModelRunner.from_dir(
+        model_dir,
+        dtype=dtype,
+        num_blocks=num_blocks,
+        block_size=engine.block_size,
+        context_len=context_len,
+        backend=engine.backend,
+    )
     limits = BatchLimits(engine.max_num_seqs, engine.max_batch_tokens)
     executor = LeaseExecutor(BlockManager(num_blocks, engine.block_size), limits, incarnation)
     ready = WorkerReady(
@@ -45,14 +53,16 @@ def build_worker(
         num_blocks=num_blocks,
         block_size=engine.block_size,
         max_model_len=runner.max_model_len,
-        pool_limited=runner.max_model_len < config.max_position_embeddings,
+        pool_limited=runner.max_model_len < context_len,
         vocab_size=config.vocab_size,
     )
     detokenizer = Detokenizer(load_tokenizer(model_dir))
     return Worker(runner, executor, detokenizer, config.eos_token_ids, ready)
 
 
-def _num_blocks(config: LlamaConfig, dtype: torch.dtype, engine: EngineConfig, auto_share: float) -> int:
+def _num_blocks(
+    config: ModelConfig, context_len: int, dtype: torch.dtype, engine: EngineConfig, auto_share: float
+) -> int:
     asked = engine.kv_bytes()
     budget = int(auto_share * _available_bytes()) if asked is None else asked
     blocks = num_blocks_for_budget(budget, config, dtype, engine.block_size)
@@ -60,7 +70,7 @@ def _num_blocks(config: LlamaConfig, dtype: torch.dtype, engine: EngineConfig, a
         need = config.kv_bytes_per_token(dtype) * engine.block_size
         raise ConfigError("engine.kv_memory", engine.kv_memory, f"room for at least one block of {need} bytes")
     if asked is None:
-        full = -(-config.max_position_embeddings // engine.block_size) * engine.max_num_seqs
+        full = -(-context_len // engine.block_size) * engine.max_num_seqs
         blocks = min(blocks, full)
     return blocks
 

@@ -47,9 +47,9 @@ class Engine:
     """Continuous batching over one model, driven by ``step``.
 
     Args:
-        model: A directory or hub id of a Llama-architecture model.
+        model: A directory or hub id of a model of a supported architecture (``engine.architectures``).
         dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
-        engine: Batch limits, block size, KV memory, threads.
+        engine: Batch limits, block size, KV memory, context length, threads.
         scheduler: Preset and its parameters.
         clock: Seconds, monotonic.
     """
@@ -80,7 +80,7 @@ class Engine:
         """Queues a request and returns its id.
 
         Raises:
-            InvalidValueError: prompt and output cannot fit the model's context or the KV pool.
+            InvalidValueError: prompt and output cannot fit the context or the KV pool.
         """
         request = Request(f"r{next(self._ids)}", 0, "", self._encode(prompt), sampling)
         limit = self.worker.ready.max_model_len

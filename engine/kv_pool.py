@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.model_config import LlamaConfig
+from engine.model_config import ModelConfig
 
 
 class KVPool:
@@ -20,7 +20,7 @@ class KVPool:
 
     def __init__(
         self,
-        config: LlamaConfig,
+        config: ModelConfig,
         *,
         num_blocks: int,
         block_size: int,
@@ -51,6 +51,6 @@ class KVPool:
         self._by_block.index_fill_(2, block_ids, 0)
 
 
-def num_blocks_for_budget(budget_bytes: int, config: LlamaConfig, dtype: torch.dtype, block_size: int) -> int:
+def num_blocks_for_budget(budget_bytes: int, config: ModelConfig, dtype: torch.dtype, block_size: int) -> int:
     """Blocks of ``block_size`` tokens that fit into ``budget_bytes``; possibly none."""
     return budget_bytes // (config.kv_bytes_per_token(dtype) * block_size)

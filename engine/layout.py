@@ -19,7 +19,7 @@ def order_items(batch: StepBatch) -> list[int]:
     items = batch.items
     decode = [i for i, item in enumerate(items) if item.num_tokens == 1]
     decode.sort(key=lambda i: -items[i].start)
-    return decode + [i for i, item in enumerate(items) if item.num_tokens > 1]
+    return decode + [i for i, item in enumerate(items) if item.num_tokens != 1]
 
 
 def build_layout(
@@ -28,34 +28,49 @@ def build_layout(
     sequences: Mapping[str, Sequence],
     block_size: int,
     device: torch.device | str = "cpu",
+    more_rows: list[int] | None = None,
 ) -> StepLayout:
     """The layout of a step, its items in ``order`` (from ``order_items``).
+
+    Args:
+        more_rows: Rows whose logits are wanted beside those that sample.
 
     Raises:
         IntegrityError: an item asks for tokens or blocks that are not there, or there are no items.
     """
-    if not batch.items:
-        raise IntegrityError("a step without items")
-    for item in batch.items:
-        _check(item, len(sequences[item.request_id].token_ids), block_size)
     items = [batch.items[i] for i in order]
+    rows = fill_rows(items, sequences, block_size)
     num_decode = sum(item.num_tokens == 1 for item in items)
-    rows = np.empty((3, batch.num_tokens), dtype=np.int64)
-    _fill_decode(rows[:, :num_decode], items[:num_decode], sequences, block_size)
-    first = num_decode
-    for item in items[num_decode:]:
-        _fill_chunk(rows[:, first : first + item.num_tokens], item, sequences[item.request_id], block_size)
-        first += item.num_tokens
     token_ids, positions, slot_ids = torch.from_numpy(rows).to(device).unbind(0)
     return StepLayout(
         token_ids=token_ids,
         positions=positions,
         slot_ids=slot_ids,
         opened_blocks=_tensor(_opened_blocks(items, block_size), device),
-        sample_rows=_tensor(_sample_rows(items), device),
+        sample_rows=_tensor(find_sample_rows(items, more_rows), device),
         decode=_decode_part(items[:num_decode], block_size, device),
         prefill=_prefill_part(items[num_decode:], block_size, device),
     )
+
+
+def fill_rows(items: list[StepItem], sequences: Mapping[str, Sequence], block_size: int) -> np.ndarray:
+    """Token ids, positions and slot ids of ordered items, int64 ``[3, T]``.
+
+    Raises:
+        IntegrityError: an item asks for tokens or blocks that are not there, or there are no items.
+    """
+    if not items:
+        raise IntegrityError("a step without items")
+    for item in items:
+        _check(item, len(sequences[item.request_id].token_ids), block_size)
+    num_decode = sum(item.num_tokens == 1 for item in items)
+    rows = np.empty((3, sum(item.num_tokens for item in items)), dtype=np.int64)
+    _fill_decode(rows[:, :num_decode], items[:num_decode], sequences, block_size)
+    first = num_decode
+    for item in items[num_decode:]:
+        _fill_chunk(rows[:, first : first + item.num_tokens], item, sequences[item.request_id], block_size)
+        first += item.num_tokens
+    return rows
 
 
 def _fill_decode(rows: np.ndarray, items: list[StepItem], sequences: Mapping[str, Sequence], block_size: int) -> None:
@@ -96,15 +111,15 @@ def _opened_blocks(items: list[StepItem], block_size: int) -> list[int]:
     return opened
 
 
-def _sample_rows(items: list[StepItem]) -> list[int]:
-    """The last row of each item that samples."""
+def find_sample_rows(items: list[StepItem], more_rows: list[int] | None = None) -> list[int]:
+    """The last row of each item that samples, and those of ``more_rows``; ascending."""
     sampled = []
     end = 0
     for item in items:
         end += item.num_tokens
         if item.samples:
             sampled.append(end - 1)
-    return sampled
+    return sorted([*sampled, *more_rows]) if more_rows else sampled
 
 
 def _decode_part(items: list[StepItem], block_size: int, device: torch.device | str) -> DecodePart | None:

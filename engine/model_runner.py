@@ -1,26 +1,22 @@
-"""Runs steps: lays a batch out, computes it, samples."""
+"""Runs steps: computes a batch, samples."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionBackend, StepLayout
+from engine.backends import StepBackend, StepLogits, make_backend
 from engine.kv_pool import KVPool
-from engine.layout import build_layout, order_items
-from engine.llama import LlamaModel
+from engine.layout import find_sample_rows, order_items
 from engine.logged_tokens import ItemLogprobs, LoggedTokens
 from engine.logprobs import PromptRows, find_prompt_rows, prompt_logprobs, token_logprobs
-from engine.model_config import LlamaConfig, load_model_config
+from engine.model_config import ModelConfig, load_model_config, resolve_max_model_len
 from engine.sampler import Sampler
 from engine.sequence import Sequence
-from engine.torch_attention import TorchAttention
-from engine.weights import LlamaWeights, load_weights
+from engine.weights import load_weights
 from kvcache.lease import StepBatch
 
 
@@ -29,21 +25,22 @@ class ModelRunner:
 
     Args:
         pool: In the dtype of the weights.
-        backend: How attention is computed; torch operations unless given.
+        backend: Computes the steps over the pool.
+        max_model_len: Tokens a sequence may reach.
     """
 
     def __init__(
         self,
-        config: LlamaConfig,
-        weights: LlamaWeights,
+        config: ModelConfig,
         pool: KVPool,
-        backend: AttentionBackend | None = None,
+        backend: StepBackend,
+        max_model_len: int,
         sampler: Sampler | None = None,
     ) -> None:
         self.config = config
         self.pool = pool
-        self._model = LlamaModel(config, weights, self.max_model_len)
-        self._backend = backend or TorchAttention()
+        self.backend = backend
+        self.max_model_len = max_model_len
         self._sampler = sampler or Sampler(config.eos_token_ids)
 
     @classmethod
@@ -54,20 +51,24 @@ class ModelRunner:
         dtype: torch.dtype,
         num_blocks: int,
         block_size: int,
+        context_len: int = 0,
+        backend: str = "auto",
     ) -> ModelRunner:
         """A runner of the checkpoint in ``model_dir`` with a pool of ``num_blocks`` blocks.
+
+        Args:
+            context_len: Tokens a sequence may reach by what was asked for, if the pool holds them; 0 is the model's
+                own context.
+            backend: As in ``make_backend``.
 
         Raises:
             InvalidValueError: a checkpoint that cannot be used; names it.
         """
         config = load_model_config(model_dir)
         weights = load_weights(model_dir, config, dtype)
-        return cls(config, weights, KVPool(config, num_blocks=num_blocks, block_size=block_size, dtype=dtype))
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens a sequence may reach: the model's context or the pool, whichever is smaller."""
-        return min(self.config.max_position_embeddings, self.pool.num_slots)
+        pool = KVPool(config, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
+        max_model_len = min(resolve_max_model_len(config, context_len), pool.num_slots)
+        return cls(config, pool, make_backend(backend, config, weights, pool, max_model_len), max_model_len)
 
     def execute(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> list[int | None]:
         """Runs a step and samples.
@@ -82,90 +83,75 @@ class ModelRunner:
         Raises:
             IntegrityError: an item asks for tokens or blocks that are not there.
         """
-        rows = self._run(batch, sequences)
+        order = order_items(batch)
+        prompts = find_prompt_rows(batch, order, sequences)
+        if prompts:
+            step, prompt_logits = self._run_with_prompts(batch, order, sequences, prompts)
+        else:
+            step = self.backend.run(batch, order, sequences)
+        sampled = [i for i in order if batch.items[i].samples]
         tokens: list[int | None] = [None] * len(batch.items)
-        logprobs = self._prompt_logprobs(rows, batch, sequences) if rows.prompts else {}
-        if rows.items:
-            logprobs = self._sample(rows, batch, sequences, tokens, logprobs)
+        logprobs = self._prompt_logprobs(prompt_logits, prompts, batch, sequences) if prompts else {}
+        if sampled:
+            logprobs = self._sample(step, sampled, batch, sequences, tokens, logprobs)
         return LoggedTokens(tokens, logprobs) if logprobs else tokens
+
+    def _run_with_prompts(
+        self, batch: StepBatch, order: list[int], sequences: Mapping[str, Sequence], prompts: list[PromptRows]
+    ) -> tuple[StepLogits, Tensor]:
+        """Runs a step; what ``StepBackend.run`` gives without ``more_rows``, and the logits of those of ``prompts``."""
+        more = [row for part in prompts for row in range(part.row, part.row + part.num_rows)]
+        wanted = find_sample_rows([batch.items[i] for i in order])
+        step = self.backend.run(batch, order, sequences, more)
+        place = {row: i for i, row in enumerate(sorted([*wanted, *more]))}
+        chosen = [place[row] for row in wanted]
+        best = None if step.best is None else [step.best[i] for i in chosen]
+        return StepLogits(step.logits[chosen], best), step.logits[[place[row] for row in more]]
 
     @torch.inference_mode()
     def _sample(
         self,
-        rows: _SampledRows,
+        step: StepLogits,
+        items: list[int],
         batch: StepBatch,
         sequences: Mapping[str, Sequence],
         tokens: list[int | None],
         logprobs: dict[int, ItemLogprobs],
     ) -> dict[int, ItemLogprobs]:
         """Fills in ``tokens``; returns ``logprobs`` with those of the output added."""
-        histories = [sequences[batch.items[i].request_id] for i in rows.items]
+        histories = [sequences[batch.items[i].request_id] for i in items]
         params = [sequence.sampling for sequence in histories]
-        positions = [batch.items[i].start + batch.items[i].num_tokens for i in rows.items]
-        sampled = self._sampler.sample(rows.logits, params, positions, histories)
-        for i, token in zip(rows.items, sampled, strict=True):
+        positions = [batch.items[i].start + batch.items[i].num_tokens for i in items]
+        sampled = self._sampler.sample(step.logits, params, positions, histories, step.best)
+        for i, token in zip(items, sampled, strict=True):
             tokens[i] = token
         logged = [row for row, param in enumerate(params) if param.logprobs is not None]
         if logged:
-            chosen = rows.logits[torch.tensor(logged, device=rows.logits.device)]
+            chosen = step.logits[torch.tensor(logged, device=step.logits.device)]
             found = token_logprobs(
                 chosen, [sampled[row] for row in logged], [params[row].logprobs or 0 for row in logged]
             )
             for row, each in zip(logged, found, strict=True):
-                logprobs.setdefault(rows.items[row], ItemLogprobs()).output = each
+                logprobs.setdefault(items[row], ItemLogprobs()).output = each
         return logprobs
 
     @torch.inference_mode()
     def _prompt_logprobs(
-        self, rows: _SampledRows, batch: StepBatch, sequences: Mapping[str, Sequence]
+        self, logits: Tensor, prompts: list[PromptRows], batch: StepBatch, sequences: Mapping[str, Sequence]
     ) -> dict[int, ItemLogprobs]:
+        """By index of the item; ``logits`` are those of one part of ``prompts`` after the other."""
         found = {}
         first = 0
-        for part in rows.prompts:
-            logits = rows.prompt_logits[first : first + part.num_rows]
+        for part in prompts:
             sequence = sequences[batch.items[part.item].request_id]
-            found[part.item] = ItemLogprobs(prompt=prompt_logprobs(logits, part, sequence))
+            rows = logits[first : first + part.num_rows]
+            found[part.item] = ItemLogprobs(prompt=prompt_logprobs(rows, part, sequence))
             first += part.num_rows
         return found
 
     def logits(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> list[Tensor | None]:
         """Runs a step; the logits (float32 ``[vocab]``) where ``execute`` gives a token."""
-        rows = self._run(batch, sequences)
-        by_item = dict(zip(rows.items, rows.logits, strict=True))
-        return [by_item.get(i) for i in range(len(batch.items))]
-
-    @torch.inference_mode()
-    def _run(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> _SampledRows:
         order = order_items(batch)
-        layout = build_layout(batch, order, sequences, self.pool.block_size)
-        if len(layout.opened_blocks):
-            self.pool.clear_blocks(layout.opened_blocks)
-        prompts = find_prompt_rows(batch, order, sequences)
-        if prompts:
-            layout = _with_prompt_rows(layout, prompts)
-        logits = self._model.forward(layout, self.pool, self._backend.begin_step(layout, self.pool))
-        items = [i for i in order if batch.items[i].samples]
-        return _SampledRows(items, logits[: len(items)], prompts, logits[len(items) :])
-
-
-class _SampledRows(NamedTuple):
-    """What a step has computed.
-
-    Attributes:
-        items: Row by row of ``logits``, the index of the item that it belongs to.
-        logits: float32 ``[items, vocab]``.
-        prompts: Rows wanted for the log probabilities of prompts.
-        prompt_logits: float32 ``[rows, vocab]``, of one part of ``prompts`` after the other.
-    """
-
-    items: list[int]
-    logits: Tensor
-    prompts: list[PromptRows]
-    prompt_logits: Tensor
-
-
-def _with_prompt_rows(layout: StepLayout, prompts: list[PromptRows]) -> StepLayout:
-    """The layout, its ``sample_rows`` followed by the rows of ``prompts``."""
-    rows = [row for part in prompts for row in range(part.row, part.row + part.num_rows)]
-    more = torch.tensor(rows, dtype=torch.int64, device=layout.sample_rows.device)
-    return dataclasses.replace(layout, sample_rows=torch.cat([layout.sample_rows, more]))
+        rows = iter(self.backend.run(batch, order, sequences).logits.clone())
+        by_item = {i: next(rows) for i in order if batch.items[i].samples}
+        return [by_item.get(i) for i in range(len(batch.items))]

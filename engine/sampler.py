@@ -51,7 +51,7 @@ class Sampler:
         params: Sequence[SamplingParams],
         positions: Sequence[int],
         histories: Sequence[TokenHistory] = (),
-        argmax: list[int] | None = None,
+        best: list[int] | None = None,
     ) -> list[int]:
         """The next token of each row.
 
@@ -60,13 +60,12 @@ class Sampler:
             params: One a row.
             positions: Index of each new token in its sequence, prompt included.
             histories: One a row; read where params adjust logits, and only needed if some do.
-            argmax: The likeliest token of each row, if it is known already; rows of ``plain`` params then cost
-                nothing. The sampler may change the list.
+            best: The likeliest token of each row, if it is known already; rows of ``plain`` params then cost nothing.
         """
         special = [row for row, param in enumerate(params) if not param.plain]
         if len(special) == len(params):
             return self._choose(logits, params, positions, histories)
-        tokens: list[int] = logits.argmax(-1).tolist() if argmax is None else argmax
+        tokens: list[int] = logits.argmax(-1).tolist() if best is None else list(best)
         if special:
             chosen = self._choose(
                 logits[torch.tensor(special, device=logits.device)],

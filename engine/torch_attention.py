@@ -5,6 +5,8 @@ Works on every device torch works on; the reference that other backends are comp
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -12,23 +14,34 @@ from torch.nn.functional import scaled_dot_product_attention
 from engine.attention import DecodePart, PrefillPart, StepLayout
 from engine.kv_pool import KVPool
 
+Masks = dict[int | None, Tensor | None]
+"""By sliding window, what is added to the scores; no mask where plain causality is all."""
+
 
 class TorchAttention:
     """The backend. Keeps the buffers that blocks are gathered into, so it runs one step at a time.
 
     Without them the allocator hands the pages of every gather back to the operating system and faults them in
     again: thousands of page faults a step, which cost more than the attention itself.
+
+    Args:
+        windows: By layer, over how many tokens one attends, itself included; None for all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, windows: Sequence[int | None]) -> None:
+        self._windows = tuple(windows)
+        self._distinct = tuple(set(windows))
         self._buffers: tuple[Tensor, Tensor] | None = None
 
     def begin_step(self, layout: StepLayout, pool: KVPool) -> TorchStepAttention:
         """See ``AttentionBackend.begin_step``."""
-        decode = [] if layout.decode is None else _decode_groups(layout.decode, pool)
-        prefill = [] if layout.prefill is None else _prefill_chunks(layout.prefill, layout.num_decode, pool)
+        decode = [] if layout.decode is None else _decode_groups(layout.decode, self._distinct, pool)
+        prefill = []
+        if layout.prefill is not None:
+            prefill = _prefill_chunks(layout.prefill, layout.num_decode, self._distinct, pool)
         parts = [*decode, *prefill]
-        return TorchStepAttention(pool, parts, self._reserve(max(part.num_gathered for part in parts), pool))
+        buffers = self._reserve(max(part.num_gathered for part in parts), pool)
+        return TorchStepAttention(pool, parts, self._windows, buffers)
 
     def _reserve(self, num_blocks: int, pool: KVPool) -> tuple[Tensor, Tensor]:
         """Buffers for keys and values of ``num_blocks`` blocks at least, each ``[blocks, elements of a block]``."""
@@ -50,16 +63,22 @@ class TorchStepAttention:
     """One step: parts that cover the rows in order, each of them one sdpa call a layer."""
 
     def __init__(
-        self, pool: KVPool, parts: list[_Decode | _WholePrompt | _Chunk], buffers: tuple[Tensor, Tensor]
+        self,
+        pool: KVPool,
+        parts: list[_Decode | _WholePrompt | _Chunk],
+        windows: tuple[int | None, ...],
+        buffers: tuple[Tensor, Tensor],
     ) -> None:
         self._pool = pool
         self._parts = parts
+        self._windows = windows
         self._buffers = buffers
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See ``StepAttention.attend``."""
         cache = _LayerCache(self._pool, layer, self._buffers)
-        outputs = [part.attend(query, key, value, cache) for part in self._parts]
+        window = self._windows[layer]
+        outputs = [part.attend(query, key, value, window, cache) for part in self._parts]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -90,24 +109,34 @@ class _LayerCache:
 class _Decode:
     """Rows of one query each, padded to the blocks of the longest."""
 
-    def __init__(self, rows: slice, tables: Tensor, kv_lens: Tensor, pool: KVPool) -> None:
+    def __init__(
+        self, rows: slice, tables: Tensor, kv_lens: Sequence[int], windows: Sequence[int | None], pool: KVPool
+    ) -> None:
         self._rows = rows
         self._block_ids = tables.flatten()
-        beyond = torch.arange(tables.shape[1] * pool.block_size, device=tables.device) >= kv_lens[:, None]
-        self._mask = _additive(beyond, pool.dtype)[:, None, None]
+        positions = torch.arange(tables.shape[1] * pool.block_size, device=tables.device)
+        ends = torch.tensor(kv_lens, device=tables.device)[:, None]
+
+        def mask(window: int | None) -> Tensor:
+            hidden = positions >= ends
+            if window is not None:
+                hidden |= positions < ends - window
+            return _additive(hidden, pool.dtype)[:, None, None]
+
+        self._masks = _masks(windows, kv_lens[0], mask)
 
     @property
     def num_gathered(self) -> int:
         return len(self._block_ids)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: _LayerCache) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, cache: _LayerCache) -> Tensor:
         query = query[self._rows]
         num_rows = len(query)
         # The queries that share a KV head stand where queries of one head would be: up to 5 times faster than
         # enable_gqa for bfloat16 on a CPU.
         folded = query.reshape(num_rows, cache.kv_heads, -1, cache.head_dim)
         keys, values = cache.gather(self._block_ids, num_rows)
-        out = scaled_dot_product_attention(folded, keys, values, attn_mask=self._mask)
+        out = scaled_dot_product_attention(folded, keys, values, attn_mask=self._masks[window])
         return out.reshape(num_rows, -1)
 
 
@@ -116,32 +145,57 @@ class _WholePrompt:
 
     num_gathered = 0
 
-    def __init__(self, rows: slice) -> None:
+    def __init__(self, rows: slice, windows: Sequence[int | None], pool: KVPool) -> None:
         self._rows = rows
+        length = rows.stop - rows.start
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: _LayerCache) -> Tensor:
+        def mask(window: int | None) -> Tensor | None:
+            if window is None:
+                return None
+            positions = torch.arange(length, device=pool.keys[0].device)
+            return _causal(positions, positions, window, pool.dtype)
+
+        self._masks = _masks(windows, length, mask)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, cache: _LayerCache) -> Tensor:
         q, k, v = (tensor[self._rows].transpose(0, 1)[None] for tensor in (query, key, value))
-        return _rows_of(scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
+        mask = self._masks[window]
+        return _rows_of(scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True))
 
 
 class _Chunk:
     """A chunk behind earlier tokens; ``table`` covers the sequence up to its end."""
 
-    def __init__(self, rows: slice, table: Tensor, kv_len: int, pool: KVPool) -> None:
+    def __init__(self, rows: slice, table: Tensor, kv_len: int, windows: Sequence[int | None], pool: KVPool) -> None:
         self._rows = rows
         self._block_ids = table
         positions = torch.arange(len(table) * pool.block_size, device=table.device)
-        start = kv_len - (rows.stop - rows.start)
-        self._mask = _additive(positions > positions[start:kv_len, None], pool.dtype)
+        own = positions[kv_len - (rows.stop - rows.start) : kv_len]
+        self._masks = _masks(windows, kv_len, lambda window: _causal(own, positions, window, pool.dtype))
 
     @property
     def num_gathered(self) -> int:
         return len(self._block_ids)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: _LayerCache) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, cache: _LayerCache) -> Tensor:
         q = query[self._rows].transpose(0, 1)[None]
         keys, values = cache.gather(self._block_ids, 1)
-        return _rows_of(scaled_dot_product_attention(q, keys, values, attn_mask=self._mask, enable_gqa=True))
+        return _rows_of(scaled_dot_product_attention(q, keys, values, self._masks[window], enable_gqa=True))
+
+
+def _masks(windows: Sequence[int | None], longest: int, make: Callable[[int | None], Tensor | None]) -> Masks:
+    """A mask for each window; one that ``longest``, the longest sequence, does not exceed is as good as none."""
+    reaches = {window: None if window is None or window >= longest else window for window in windows}
+    made = {reach: make(reach) for reach in set(reaches.values())}
+    return {window: made[reach] for window, reach in reaches.items()}
+
+
+def _causal(queries: Tensor, keys: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+    """Mask ``[queries, keys]`` by their positions."""
+    hidden = keys > queries[:, None]
+    if window is not None:
+        hidden |= keys <= queries[:, None] - window
+    return _additive(hidden, dtype)
 
 
 def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
@@ -154,12 +208,11 @@ def _rows_of(out: Tensor) -> Tensor:
     return out[0].transpose(0, 1).reshape(out.shape[2], -1)
 
 
-def _decode_groups(part: DecodePart, pool: KVPool) -> list[_Decode]:
+def _decode_groups(part: DecodePart, windows: Sequence[int | None], pool: KVPool) -> list[_Decode]:
     """Cuts the rows, longest first, so that none is padded to more than twice its blocks.
 
     One long sequence would otherwise make every short one pay for its length.
     """
-    kv_lens = torch.tensor(part.kv_lens, device=part.block_tables.device)
     num_blocks = [-(-kv_len // pool.block_size) for kv_len in part.kv_lens]
     groups = []
     first = 0
@@ -167,18 +220,21 @@ def _decode_groups(part: DecodePart, pool: KVPool) -> list[_Decode]:
         if end < len(num_blocks) and 2 * num_blocks[end] >= num_blocks[first]:
             continue
         rows = slice(first, end)
-        groups.append(_Decode(rows, part.block_tables[rows, : num_blocks[first]], kv_lens[rows], pool))
+        tables = part.block_tables[rows, : num_blocks[first]]
+        groups.append(_Decode(rows, tables, part.kv_lens[rows], windows, pool))
         first = end
     return groups
 
 
-def _prefill_chunks(part: PrefillPart, first_row: int, pool: KVPool) -> list[_WholePrompt | _Chunk]:
+def _prefill_chunks(
+    part: PrefillPart, first_row: int, windows: Sequence[int | None], pool: KVPool
+) -> list[_WholePrompt | _Chunk]:
     chunks: list[_WholePrompt | _Chunk] = []
     for table, chunk_len, kv_len in zip(part.block_tables, part.chunk_lens, part.kv_lens, strict=True):
         rows = slice(first_row, first_row + chunk_len)
         first_row += chunk_len
         if chunk_len == kv_len:
-            chunks.append(_WholePrompt(rows))
+            chunks.append(_WholePrompt(rows, windows, pool))
         else:
-            chunks.append(_Chunk(rows, table[: -(-kv_len // pool.block_size)], kv_len, pool))
+            chunks.append(_Chunk(rows, table[: -(-kv_len // pool.block_size)], kv_len, windows, pool))
     return chunks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from core.errors import InvalidValueError
-from engine.model_config import LlamaConfig
+from engine.model_config import POSITION_OFFSET, ModelConfig
 
 LARGE_MODEL_PARAMETERS = 500_000_000
 """Above this, ``auto`` keeps the checkpoint's own dtype: twice the memory and time is too much for exactness."""
@@ -25,33 +25,62 @@ class CheckpointError(InvalidValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One decoder layer; matrices are ``[out, in]``.
+class Linear:
+    """``x @ weight.T + bias``; the weight is ``[out, in]``, the bias ``[out]``."""
 
-    Attributes:
-        qkv: ``[(heads + 2 * kv_heads) * head_dim, hidden]``: queries, then keys, then values.
-        gate_up: ``[2 * intermediate, hidden]``: gate, then up.
-    """
-
-    input_norm: Tensor
-    qkv: Tensor
-    out: Tensor
-    post_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    weight: Tensor
+    bias: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
-class LlamaWeights:
-    """The whole model; ``lm_head`` is ``embedding`` itself when they are tied. Both are ``[vocab, hidden]``."""
+class Norm:
+    """Weight and bias, each ``[hidden]``."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer.
+
+    Attributes:
+        qkv: ``[(heads + 2 * kv_heads) * head_dim, hidden]``: queries, then keys, then values.
+        q_norm: ``[head_dim]``, of each head of the queries; None without.
+        k_norm: The same of the keys.
+        post_norm: Before the MLP.
+        up: ``[2 * intermediate, hidden]``, gate, then up, where the MLP is gated; else ``[intermediate, hidden]``.
+    """
+
+    input_norm: Norm
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Linear
+    post_norm: Norm
+    up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """The whole model.
+
+    Attributes:
+        embedding: ``[vocab, hidden]``.
+        positions: ``[context, hidden]``, by position; None if positions are not learned.
+        norm: Before ``lm_head``; None if there is none.
+        lm_head: ``[vocab, hidden]``; ``embedding`` itself when they are tied.
+    """
 
     embedding: Tensor
+    positions: Tensor | None
     layers: tuple[LayerWeights, ...]
-    norm: Tensor
+    norm: Norm | None
     lm_head: Tensor
 
 
-def parse_dtype(name: str, config: LlamaConfig) -> torch.dtype:
+def parse_dtype(name: str, config: ModelConfig) -> torch.dtype:
     """The dtype to compute in.
 
     ``auto`` is float32, in which a resumed sequence continues token for token, unless the model has more than
@@ -67,75 +96,139 @@ def parse_dtype(name: str, config: LlamaConfig) -> torch.dtype:
     return _DTYPES[name]
 
 
-def load_weights(model_dir: Path, config: LlamaConfig, dtype: torch.dtype) -> LlamaWeights:
+def load_weights(model_dir: Path, config: ModelConfig, dtype: torch.dtype) -> ModelWeights:
     """Reads ``model.safetensors``, or the shards that ``model.safetensors.index.json`` lists.
 
     Raises:
         CheckpointError: no such files, an unreadable file, or a missing, unexpected or odd tensor; names it.
     """
-    weights = _allocate(config, dtype)
-    targets = _targets(weights, config)
+    allocation = _Allocation(config, dtype)
+    weights, targets = allocation.model(), allocation.targets
     missing = set(targets)
-    for name, tensor in _tensors(model_dir):
+    for found, tensor in _tensors(model_dir):
+        name = found if found in targets else f"model.{found}"  # a checkpoint of the model without its head
         if name not in targets:
-            if _may_be_ignored(name, config):
+            if _may_be_ignored(found, config):
                 continue
-            expected = f"only tensors of a Llama model of {config.num_hidden_layers} layers"
-            raise CheckpointError(name, list(tensor.shape), expected)
-        target = targets[name]
-        if tensor.shape != target.shape or not tensor.is_floating_point() or tensor.itemsize < 2:
-            found = f"{tensor.dtype} {list(tensor.shape)}"
-            raise CheckpointError(name, found, f"float32, bfloat16 or float16 of shape {list(target.shape)}")
-        target.copy_(tensor)
+            expected = f"only tensors of {config.architecture} with {config.num_hidden_layers} layers"
+            raise CheckpointError(found, list(tensor.shape), expected)
+        _fill(targets[name], tensor, found)
         missing.discard(name)
     if missing:
         raise CheckpointError(min(missing), "nothing", f"a tensor ({len(missing)} of {len(targets)} are missing)")
     return weights
 
 
-def _allocate(config: LlamaConfig, dtype: torch.dtype) -> LlamaWeights:
-    hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+def _fill(target: Tensor, tensor: Tensor, name: str) -> None:
+    if tensor.shape != target.shape or not tensor.is_floating_point() or tensor.itemsize < 2:
+        found = f"{tensor.dtype} {list(tensor.shape)}"
+        raise CheckpointError(name, found, f"float32, bfloat16 or float16 of shape {list(target.shape)}")
+    target.copy_(tensor)
 
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=dtype)
 
-    layers = tuple(
-        LayerWeights(
-            input_norm=empty(hidden),
-            qkv=empty((heads + 2 * kv_heads) * config.head_dim, hidden),
-            out=empty(hidden, heads * config.head_dim),
-            post_norm=empty(hidden),
-            gate_up=empty(2 * config.intermediate_size, hidden),
-            down=empty(hidden, config.intermediate_size),
+class _Allocation:
+    """Makes the tensors of a model.
+
+    Attributes:
+        targets: Where each tensor of the checkpoint goes: views into the fused tensors, by the checkpoint's names.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        self.targets: dict[str, Tensor] = {}
+        self._config = config
+        self._dtype = dtype
+        self._names = _NAMES.get(config.architecture, _TensorNames())
+
+    def model(self) -> ModelWeights:
+        config, names = self._config, self._names
+        embedding = self._tensor(f"{names.model}.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        lm_head = embedding
+        if not config.tie_word_embeddings:
+            lm_head = self._tensor("lm_head.weight", config.vocab_size, config.hidden_size)
+        return ModelWeights(
+            embedding=embedding,
+            positions=self._positions() if config.rotary is None else None,
+            layers=tuple(self._layer(f"{names.model}.layers.{i}.") for i in range(config.num_hidden_layers)),
+            norm=self._norm(f"{names.model}.{names.norm}") if config.final_norm else None,
+            lm_head=lm_head,
         )
-        for _ in range(config.num_hidden_layers)
-    )
-    embedding = empty(config.vocab_size, hidden)
-    lm_head = embedding if config.tie_word_embeddings else empty(config.vocab_size, hidden)
-    return LlamaWeights(embedding, layers, empty(hidden), lm_head)
+
+    def _positions(self) -> Tensor:
+        rows = self._config.max_position_embeddings + POSITION_OFFSET
+        table = self._tensor(f"{self._names.model}.embed_positions.weight", rows, self._config.hidden_size)
+        return table[POSITION_OFFSET:]
+
+    def _layer(self, prefix: str) -> LayerWeights:
+        config, names = self._config, self._names
+        hidden = config.hidden_size
+        query, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        return LayerWeights(
+            input_norm=self._norm(prefix + names.input_norm),
+            qkv=self._linear(prefix, names.qkv, [query, kv, kv], hidden, bias=config.qkv_bias),
+            q_norm=self._tensor(f"{prefix}self_attn.q_norm.weight", config.head_dim) if config.qk_norm else None,
+            k_norm=self._tensor(f"{prefix}self_attn.k_norm.weight", config.head_dim) if config.qk_norm else None,
+            out=self._linear(prefix, [names.out], [hidden], query, bias=config.out_bias),
+            post_norm=self._norm(prefix + names.post_norm),
+            up=self._linear(prefix, names.up, self._up_sizes(), hidden, bias=config.mlp_bias),
+            down=self._linear(prefix, [names.down], [hidden], config.intermediate_size, bias=config.mlp_bias),
+        )
+
+    def _up_sizes(self) -> list[int]:
+        return [self._config.intermediate_size] * (self._config.up_size // self._config.intermediate_size)
+
+    def _linear(self, prefix: str, names: Sequence[str], sizes: list[int], inputs: int, *, bias: bool) -> Linear:
+        """A layer of ``sum(sizes)`` outputs; the checkpoint holds them in so many tensors or in a single one."""
+        sizes = sizes if len(names) > 1 else [sum(sizes)]
+        weight = torch.empty(sum(sizes), inputs, dtype=self._dtype)
+        self._register(prefix, names, "weight", torch.split(weight, sizes))
+        if not bias:
+            return Linear(weight, None)
+        biases = torch.empty(sum(sizes), dtype=self._dtype)
+        self._register(prefix, names, "bias", torch.split(biases, sizes))
+        return Linear(weight, biases)
+
+    def _register(self, prefix: str, names: Sequence[str], kind: str, parts: Sequence[Tensor]) -> None:
+        self.targets.update({f"{prefix}{name}.{kind}": part for name, part in zip(names, parts, strict=True)})
+
+    def _norm(self, name: str) -> Norm:
+        hidden = self._config.hidden_size
+        bias = self._tensor(f"{name}.bias", hidden) if self._config.norm == "layer" else None
+        return Norm(self._tensor(f"{name}.weight", hidden), bias)
+
+    def _tensor(self, name: str, *shape: int) -> Tensor:
+        self.targets[name] = torch.empty(shape, dtype=self._dtype)
+        return self.targets[name]
 
 
-def _targets(weights: LlamaWeights, config: LlamaConfig) -> dict[str, Tensor]:
-    """Where each tensor of the checkpoint goes: views into the fused tensors, by the checkpoint's names."""
-    targets = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.norm}
-    if not config.tie_word_embeddings:
-        targets["lm_head.weight"] = weights.lm_head
-    query, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    for i, layer in enumerate(weights.layers):
-        parts = {
-            "input_layernorm": layer.input_norm,
-            "self_attn.o_proj": layer.out,
-            "post_attention_layernorm": layer.post_norm,
-            "mlp.down_proj": layer.down,
-        }
-        projections = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        parts.update(zip(projections, torch.split(layer.qkv, [query, kv, kv]), strict=True))
-        parts.update(zip(("mlp.gate_proj", "mlp.up_proj"), layer.gate_up.chunk(2), strict=True))
-        targets.update({f"model.layers.{i}.{name}.weight": target for name, target in parts.items()})
-    return targets
+@dataclass(frozen=True, slots=True)
+class _TensorNames:
+    """What a checkpoint calls its tensors; those of a layer without ``layers.N.``. Llama's unless given."""
+
+    model: str = "model"
+    norm: str = "norm"
+    input_norm: str = "input_layernorm"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    out: str = "self_attn.o_proj"
+    post_norm: str = "post_attention_layernorm"
+    up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
 
 
-def _may_be_ignored(name: str, config: LlamaConfig) -> bool:
+_NAMES = {
+    "Phi3ForCausalLM": _TensorNames(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
+    "OPTForCausalLM": _TensorNames(
+        model="model.decoder",
+        norm="final_layer_norm",
+        input_norm="self_attn_layer_norm",
+        out="self_attn.out_proj",
+        post_norm="final_layer_norm",
+        up=("fc1",),
+        down="fc2",
+    ),
+}
+
+
+def _may_be_ignored(name: str, config: ModelConfig) -> bool:
     """Tensors that carry nothing: a second copy of tied embeddings, and the rotary tables of old checkpoints."""
     return (name == "lm_head.weight" and config.tie_word_embeddings) or name.endswith("rotary_emb.inv_freq")
 

@@ -49,15 +49,17 @@ def find_model(config: FarsightConfig) -> ServedModel:
     """The configured model, or the embedded one.
 
     Raises:
-        InvalidValueError: it does not exist or is of an architecture that is not supported.
+        InvalidValueError: it does not exist, is not supported or has a shorter context than is asked for.
     """
-    from engine.model_config import load_model_config, resolve_model_dir
+    from engine.model_config import load_model_config, resolve_max_model_len, resolve_model_dir
 
-    if not config.model.path:
-        return ServedModel(EMBEDDED_MODEL, config.model.name or EMBEDDED_NAME)
-    directory = resolve_model_dir(config.model.path)
-    load_model_config(directory)  # an unsupported model is refused here, before anything starts
-    return ServedModel(directory, config.model.name or Path(config.model.path).resolve().name)
+    model = ServedModel(EMBEDDED_MODEL, config.model.name or EMBEDDED_NAME)
+    if config.model.path:
+        directory = resolve_model_dir(config.model.path)
+        model = ServedModel(directory, config.model.name or Path(config.model.path).resolve().name)
+    # What cannot run is refused here, before anything starts.
+    resolve_max_model_len(load_model_config(model.directory), config.engine.max_model_len)
+    return model
 
 
 def find_site(config: FarsightConfig, model: ServedModel) -> Site:

@@ -168,7 +168,7 @@ def _check_prompt_len(field: str, prompt_len: int, model: ModelInfo) -> int:
 
 
 def _too_long(field: str, found: str, limit: int, why: str, model: ModelInfo) -> ApiError:
-    bound = f"the model's context of {model.max_model_len} tokens"
+    bound = f"the context of {model.max_model_len} tokens"
     if model.pool_limited:
         bound = f"the KV pool's {model.max_model_len} tokens; --kv-memory raises it"
     message = f"{field}: got {found}, expected at most {limit} ({why} into {bound})"

@@ -131,6 +131,7 @@ def test_a_busy_port_is_named() -> None:
         (["--dtype", "int3"], "one of auto, float32, bfloat16, float16"),
         (["--port", "99999"], "a port from 1 to 65535"),
         (["--kv-memory", "lots"], "kv_memory"),
+        (["--max-model-len", "100000"], "engine.max_model_len: got 100000, expected at most"),
         (["--config", "/nonexistent.toml"], "a readable TOML file"),
     ],
 )

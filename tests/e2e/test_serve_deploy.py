@@ -116,7 +116,7 @@ def workers(client: httpx.Client) -> list[int]:
 @pytest.mark.timeout(600)
 def test_deploy_redeploy_and_down(head: Head, tmp_path: Path) -> None:
     port = free_port()
-    body = {"model": EMBEDDED_NAME, "prompt": "hello", "max_tokens": 4}
+    body = {"model": EMBEDDED_NAME, "prompt": "hello", "max_tokens": 4, "ignore_eos": True}
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
         head.deploy(file_with(tmp_path / "a.yaml", port))
         wait_for("RUNNING", head)

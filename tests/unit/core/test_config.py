@@ -42,6 +42,7 @@ WRONG = [
     ("[scheduler]\nwatermark = 0.0", "scheduler.watermark", "<= 1"),
     ("[scheduler]\nwatermark = nan", "scheduler.watermark", "type float"),
     ("[engine]\nblock_size = 0", "engine.block_size", ">= 1"),
+    ("[engine]\nmax_model_len = -1", "engine.max_model_len", ">= 0"),
     ('[model]\ndtype = "fp8"', "model.dtype", "bfloat16"),
     ('[actors]\nplacement = "fuse"', "actors.placement", "one of auto, fused, split"),
     ("[actors]\nlength_predictors = 0", "actors.length_predictors", ">= 1"),

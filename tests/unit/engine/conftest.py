@@ -36,13 +36,26 @@ def tiny_model_dir(model_dir: Callable[[str], Path]) -> Path:
     return model_dir("gqa")
 
 
-@pytest.fixture
-def make_runner(model_dir: Callable[[str], Path]) -> Callable[..., ModelRunner]:
-    """A runner over a pool full of NaN, which must never be seen."""
+BLOCK_SIZES = {"torch": 4, "native": 16}
 
-    def make(shape: str = "gqa", dtype: str = "float32", num_blocks: int = 64, block_size: int = 4) -> ModelRunner:
+
+@pytest.fixture(params=list(BLOCK_SIZES))
+def make_runner(model_dir: Callable[[str], Path], request: pytest.FixtureRequest) -> Callable[..., ModelRunner]:
+    """A runner over a pool full of NaN, which must never be seen; of each backend in turn."""
+    backend = request.param
+
+    def make(
+        shape: str = "gqa",
+        dtype: str = "float32",
+        num_blocks: int = 64,
+        block_size: int = BLOCK_SIZES[backend],
+    ) -> ModelRunner:
         runner = ModelRunner.from_dir(
-            model_dir(shape), dtype=getattr(torch, dtype), num_blocks=num_blocks, block_size=block_size
+            model_dir(shape),
+            dtype=getattr(torch, dtype),
+            num_blocks=num_blocks,
+            block_size=block_size,
+            backend=backend,
         )
         for cache in (*runner.pool.keys, *runner.pool.values):
             cache.fill_(float("nan"))

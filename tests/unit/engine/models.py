@@ -1,4 +1,4 @@
-"""Tiny random Llama checkpoints with a byte-level tokenizer, as transformers saves them."""
+"""Tiny random checkpoints of every architecture with a byte-level tokenizer, as transformers saves them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>"]
 EOS_ID = 2
@@ -24,6 +25,53 @@ SHAPES = {
         "num_key_value_heads": 2,
         "head_dim": 32,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    },
+    "biases": {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True},
+    "llama3": {
+        "num_key_value_heads": 2,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "linear": {"num_key_value_heads": 2, "rope_parameters": {"rope_type": "linear", "factor": 2.5}},
+    "mistral": {"architecture": "MistralForCausalLM", "num_key_value_heads": 2, "sliding_window": 7},
+    "qwen2": {"architecture": "Qwen2ForCausalLM", "num_key_value_heads": 2},
+    "qwen2_window": {
+        "architecture": "Qwen2ForCausalLM",
+        "num_key_value_heads": 2,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 1,
+    },
+    "qwen3": {
+        "architecture": "Qwen3ForCausalLM",
+        "num_key_value_heads": 2,
+        "head_dim": 48,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "num_hidden_layers": 3,
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "phi3": {
+        "architecture": "Phi3ForCausalLM",
+        "num_key_value_heads": 2,
+        "sliding_window": 11,
+        "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75},
+    },
+    "opt": {"architecture": "OPTForCausalLM"},
+    "opt_gelu": {
+        "architecture": "OPTForCausalLM",
+        "activation_function": "gelu",
+        "enable_bias": False,
+        "tie_word_embeddings": False,
+        "_remove_final_layer_norm": True,
     },
 }
 
@@ -44,36 +92,28 @@ def byte_level_tokenizer(vocab_size: int = 320) -> Tokenizer:
 def save_model(
     out: Path,
     *,
+    architecture: str = "LlamaForCausalLM",
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     max_shard_size: str = "50GB",
     chat_template: str | None = None,
-    max_position_embeddings: int = 256,
     **shape,
 ) -> Path:
     """Makes a model of random weights whose logits are spread out, so that rounding does not decide argmax."""
     tokenizer = byte_level_tokenizer()
-    config = LlamaConfig(
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=64,
-        intermediate_size=112,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=max_position_embeddings,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=EOS_ID,
-        **shape,
-    )
+    model_class = getattr(transformers, architecture)
+    sizes = {
+        "hidden_size": 64,
+        "ffn_dim" if architecture == "OPTForCausalLM" else "intermediate_size": 112,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 256,
+    }
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": EOS_ID}
+    config = model_class.config_class(vocab_size=tokenizer.get_vocab_size(), **sizes | special | shape)
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.normal_(1.0, 0.2)  # ones would hide a norm that forgets its weight
-            elif "layers" in name:
-                parameter.normal_(0, 0.15)
-        model.get_output_embeddings().weight.normal_(0, 0.5)
+    model = model_class(config)
+    _randomize(model)
     model.to(dtype).save_pretrained(out, max_shard_size=max_shard_size)
     tokenizer.save(str(out / "tokenizer.json"))
     settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": chat_template}
@@ -81,15 +121,27 @@ def save_model(
     return out
 
 
-def load_reference(model_dir: Path, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
-    return LlamaForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()
+@torch.no_grad()
+def _randomize(model: PreTrainedModel) -> None:
+    for name, parameter in model.named_parameters():
+        if "norm" in name and name.endswith("weight"):
+            parameter.normal_(1.0, 0.2)  # ones would hide a norm that forgets its weight
+        elif "layers" in name or name.endswith("bias"):
+            parameter.normal_(0, 0.15)
+        elif "embed_positions" in name:
+            parameter.normal_(0, 0.5)
+    model.get_output_embeddings().weight.normal_(0, 0.5)
+
+
+def load_reference(model_dir: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()
 
 
 NEAR_TIE = 1e-4
 """Where the reference's two best logits are closer than this, either token is right."""
 
 
-def assert_greedy(reference: LlamaForCausalLM, prompt: Sequence[int], output: Sequence[int]) -> None:
+def assert_greedy(reference: PreTrainedModel, prompt: Sequence[int], output: Sequence[int]) -> None:
     """The output is what ``generate`` of the reference gives, token by token (EOS does not end it)."""
     generated = reference.generate(
         torch.tensor([list(prompt)]),

@@ -152,8 +152,18 @@ def test_a_prompt_of_the_whole_pool_is_served_and_a_larger_one_refused(tiny_mode
         engine.submit([5] * 35, greedy(6))
 
 
+def test_a_shorter_context_limits_sequences_and_the_automatic_pool(tiny_model_dir: Path) -> None:
+    config = EngineConfig(block_size=4, max_num_seqs=3, max_model_len=30, num_threads=1)
+    ready = Engine(tiny_model_dir, engine=config).worker.ready
+    assert (ready.max_model_len, ready.num_blocks, ready.pool_limited) == (30, 24, False)
+    with pytest.raises(InvalidValueError, match=r"max_tokens.*at most 5"):
+        Engine(tiny_model_dir, engine=config).submit([5] * 25, greedy(6))
+
+
 def test_settings_that_cannot_work_are_named(tiny_model_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r"engine\.kv_memory.*room for at least one block"):
         Engine(tiny_model_dir, engine=EngineConfig(kv_memory="10"))
+    with pytest.raises(ConfigError, match=r"engine\.max_model_len.*257.*256"):
+        Engine(tiny_model_dir, engine=EngineConfig(max_model_len=257))
     with pytest.raises(ConfigError, match=r"scheduler\.preset"):
         Engine(tiny_model_dir, engine=ROOMY, scheduler=SchedulerConfig(preset="lifo"))

@@ -7,13 +7,13 @@ import random
 import pytest
 import torch
 
-from core.errors import IntegrityError
+from core.errors import ConfigError, IntegrityError
 from engine.model_runner import ModelRunner
 from engine.torch_attention import TorchAttention
 from kvcache.lease import StepBatch, StepItem
 
 from .driver import Driver
-from .models import SHAPES, assert_greedy, load_reference
+from .models import SHAPES, assert_greedy, load_reference, save_model
 
 
 def random_ids(rng: random.Random, length: int) -> list[int]:
@@ -53,6 +53,21 @@ def test_float32_is_transformers(shape, make_runner, model_dir):
         assert (logits - reference_logits(reference, token_ids)).abs().max() < 1e-4
 
 
+def test_longrope_within_its_original_context(tmp_path):
+    """Its factors are those for short sequences, and its tables are scaled by the whole context."""
+    rope = {
+        "rope_type": "longrope",
+        "short_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 2.5],
+        "long_factor": [2.0, 3.0, 5.0, 8.0, 13.0, 21.0],
+        "partial_rotary_factor": 0.75,
+    }
+    save_model(tmp_path, architecture="Phi3ForCausalLM", original_max_position_embeddings=64, rope_parameters=rope)
+    runner = ModelRunner.from_dir(tmp_path, dtype=torch.float32, num_blocks=64, block_size=4, context_len=64)
+    reference = load_reference(tmp_path)
+    for token_ids, logits in mixed_steps(runner):
+        assert (logits - reference_logits(reference, token_ids)).abs().max() < 1e-4
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bfloat16_is_as_exact_as_transformers(shape, make_runner, model_dir):
     """Rounding differs with the order of additions, so both are held against exact arithmetic on the same weights."""
@@ -66,14 +81,15 @@ def test_bfloat16_is_as_exact_as_transformers(shape, make_runner, model_dir):
     assert torch.stack(ours).mean().sqrt() < 1.2 * torch.stack(theirs).mean().sqrt()
 
 
+@pytest.mark.parametrize("shape", ["gqa", "qwen2_window"])
 @pytest.mark.parametrize("chunks", [[40], [1, 39], [39, 1], [7, 13, 1, 19], [4, 4, 4, 28], [1] * 40])
-def test_prompt_in_chunks(chunks, make_runner, model_dir):
+def test_prompt_in_chunks(chunks, shape, make_runner, model_dir):
     prompt = random_ids(random.Random(2), 40)
-    driver = Driver(make_runner())
+    driver = Driver(make_runner(shape))
     driver.add("a", prompt)
     *earlier, last = [driver.logits(a=chunk)[0] for chunk in chunks]
     assert earlier == [None] * len(earlier)
-    expected = reference_logits(load_reference(model_dir("gqa")), prompt)
+    expected = reference_logits(load_reference(model_dir(shape)), prompt)
     assert (last - expected).abs().max() < 1e-4
 
 
@@ -125,6 +141,7 @@ def test_reused_blocks_carry_nothing_over(make_runner):
     assert results[:3] == results[3:6] == results[6:]
 
 
+@pytest.mark.parametrize("make_runner", ["torch"], indirect=True)
 def test_one_long_row_does_not_pad_the_others(make_runner, monkeypatch):
     parts = []
     begin_step = TorchAttention.begin_step
@@ -175,3 +192,11 @@ def test_pool_sizes(tiny_model_dir):
             max_model_len,
             torch.float32,
         )
+
+
+def test_a_shorter_context(tiny_model_dir):
+    options = {"dtype": torch.float32, "num_blocks": 8, "block_size": 16}
+    assert ModelRunner.from_dir(tiny_model_dir, context_len=100, **options).max_model_len == 100
+    assert ModelRunner.from_dir(tiny_model_dir, context_len=200, **options).max_model_len == 128
+    with pytest.raises(ConfigError, match=r"engine\.max_model_len.*257.*256"):
+        ModelRunner.from_dir(tiny_model_dir, context_len=257, **options)

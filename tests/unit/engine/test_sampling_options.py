@@ -113,7 +113,7 @@ def test_a_row_draws_the_same_alone_and_among_others(mixed: Any) -> None:
     sampler = Sampler(EOS)
     together = sampler.sample(logits, chosen, positions, histories)
     argmax = logits.argmax(-1).tolist()
-    assert sampler.sample(logits, chosen, positions, histories, argmax=list(argmax)) == together
+    assert sampler.sample(logits, chosen, positions, histories, best=argmax) == together
     for row in range(0, 150, 3):
         alone = sampler.sample(logits[row : row + 1], [chosen[row]], [positions[row]], [histories[row]])
         assert alone == [together[row]]
@@ -121,7 +121,7 @@ def test_a_row_draws_the_same_alone_and_among_others(mixed: Any) -> None:
 
 def test_plain_rows_take_what_is_known_and_touch_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sampler, "_choose", None)
-    assert Sampler().sample(None, [params()] * 3, [1, 2, 3], argmax=[4, 5, 6]) == [4, 5, 6]  # type: ignore[arg-type]
+    assert Sampler().sample(None, [params()] * 3, [1, 2, 3], best=[4, 5, 6]) == [4, 5, 6]  # type: ignore[arg-type]
 
 
 def test_greedy_rows_are_greedy_over_adjusted_logits() -> None:
@@ -141,9 +141,26 @@ def test_an_end_comes_neither_before_min_tokens_nor_never() -> None:
 # The whole engine, on a tiny model
 
 
+BACKENDS = {"torch": 4, "native": 16}
+"""With the size of their blocks: small ones cut more."""
+
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def make_engine(model_dir: Path, backend: str, max_batch_tokens: int = 1024) -> Engine:
+    config = EngineConfig(
+        kv_memory="1MiB",
+        block_size=BACKENDS[backend],
+        num_threads=1,
+        max_batch_tokens=max_batch_tokens,
+        backend=backend,
+    )
+    return Engine(model_dir, dtype="float32", engine=config)
+
+
 @pytest.fixture
 def engine(tiny_model_dir: Path) -> Engine:
-    return Engine(tiny_model_dir, dtype="float32", engine=EngineConfig(kv_memory="1MiB", block_size=4, num_threads=1))
+    return make_engine(tiny_model_dir, "torch")
 
 
 def run(engine: Engine, prompts: list[list[int]], *sampling: SamplingParams) -> list[list[TokenDelta]]:
@@ -172,8 +189,10 @@ def check_logprobs(reference: Any, known: list[int], found: list[TokenLogprobs],
         torch.testing.assert_close(torch.tensor(values[1:]), best, atol=1e-3, rtol=0)
 
 
-def test_logprobs_are_those_of_transformers(engine: Engine, tiny_model_dir: Path) -> None:
+@each_backend
+def test_logprobs_are_those_of_transformers(tiny_model_dir: Path, backend: str) -> None:
     """Of greedy, drawn and adjusted outputs, next to a request that wants none."""
+    engine = make_engine(tiny_model_dir, backend)
     reference = load_reference(tiny_model_dir)
     rng = random.Random(2)
     prompts = [[rng.randrange(3, 300) for _ in range(length)] for length in (1, 9, 30, 5)]
@@ -197,9 +216,9 @@ def test_logprobs_are_those_of_transformers(engine: Engine, tiny_model_dir: Path
 
 
 @pytest.mark.parametrize("max_batch_tokens", [1, 3, 7, 64])
-def test_prompt_logprobs_of_prompts_in_chunks(tiny_model_dir: Path, max_batch_tokens: int) -> None:
-    config = EngineConfig(kv_memory="1MiB", block_size=4, num_threads=1, max_batch_tokens=max_batch_tokens)
-    engine = Engine(tiny_model_dir, dtype="float32", engine=config)
+@each_backend
+def test_prompt_logprobs_of_prompts_in_chunks(tiny_model_dir: Path, max_batch_tokens: int, backend: str) -> None:
+    engine = make_engine(tiny_model_dir, backend, max_batch_tokens)
     rng = random.Random(3)
     prompts = [[rng.randrange(3, 300) for _ in range(length)] for length in (1, 2, 20)]
     sampling = [params(max_new_tokens=2, logprobs=1, prompt_logprobs=True, ignore_eos=True)] * 3

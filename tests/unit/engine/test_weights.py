@@ -12,9 +12,11 @@ from safetensors.torch import load_file, save_file
 from core.errors import InvalidValueError
 from engine.kv_pool import KVPool, num_blocks_for_budget
 from engine.model_config import load_model_config
-from engine.weights import CheckpointError, LlamaWeights, load_weights, parse_dtype
+from engine.weights import CheckpointError, ModelWeights, load_weights, parse_dtype
 
 from .models import SHAPES, load_reference, save_model
+
+FILE = "model.safetensors"
 
 
 @pytest.fixture
@@ -23,13 +25,13 @@ def checkpoint(tiny_model_dir, tmp_path):
     out = shutil.copytree(tiny_model_dir, tmp_path / "copy")
 
     def change(**tensors: torch.Tensor | None) -> None:
-        held = load_file(out / "model.safetensors") | {name.replace("__", "."): t for name, t in tensors.items()}
-        save_file({name: tensor for name, tensor in held.items() if tensor is not None}, out / "model.safetensors")
+        held = load_file(out / FILE) | {name.replace("__", "."): t for name, t in tensors.items()}
+        save_file({name: tensor for name, tensor in held.items() if tensor is not None}, out / FILE)
 
     return out, change
 
 
-def load(path, dtype=torch.float32) -> LlamaWeights:
+def load(path, dtype=torch.float32) -> ModelWeights:
     return load_weights(path, load_model_config(path), dtype)
 
 
@@ -38,16 +40,66 @@ def test_fused_tensors(tiny_model_dir):
     layer = load(tiny_model_dir).layers[1]
     attention, mlp = reference.self_attn, reference.mlp
     parts = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
-    assert torch.equal(layer.qkv, torch.cat(parts))
-    assert torch.equal(layer.gate_up, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
+    assert torch.equal(layer.qkv.weight, torch.cat(parts))
+    assert torch.equal(layer.up.weight, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
 
 
-def test_shards_hold_the_same(tiny_model_dir, tmp_path):
-    save_model(tmp_path, max_shard_size="100KB", **SHAPES["gqa"])
+def test_tensors_that_are_fused_in_the_checkpoint(model_dir):
+    reference = load_reference(model_dir("phi3")).model.layers[1]
+    layer = load(model_dir("phi3")).layers[1]
+    assert torch.equal(layer.qkv.weight, reference.self_attn.qkv_proj.weight)
+    assert torch.equal(layer.up.weight, reference.mlp.gate_up_proj.weight)
+
+
+def test_biases_are_fused_like_their_weights(model_dir):
+    reference = load_reference(model_dir("biases")).model.layers[0]
+    layer = load(model_dir("biases")).layers[0]
+    attention, mlp = reference.self_attn, reference.mlp
+    assert torch.equal(layer.qkv.bias, torch.cat([attention.q_proj.bias, attention.k_proj.bias, attention.v_proj.bias]))
+    assert torch.equal(layer.up.bias, torch.cat([mlp.gate_proj.bias, mlp.up_proj.bias]))
+    assert torch.equal(layer.out.bias, attention.o_proj.bias)
+
+
+def test_learned_positions_begin_at_position_0(model_dir):
+    reference = load_reference(model_dir("opt")).model.decoder
+    weights = load(model_dir("opt"))
+    assert torch.equal(weights.positions, reference.embed_positions.weight[2:])
+    assert torch.equal(weights.norm.bias, reference.final_layer_norm.bias)
+
+
+def test_what_a_model_lacks_is_none(model_dir):
+    llama, opt = load(model_dir("gqa")), load(model_dir("opt_gelu"))
+    assert (llama.positions, llama.norm.bias, llama.layers[0].q_norm, llama.layers[0].qkv.bias) == (None,) * 4
+    assert (opt.norm, opt.layers[0].k_norm, opt.layers[0].down.bias) == (None,) * 3
+
+
+def test_names_without_the_head(model_dir, tmp_path):
+    """As checkpoints of the model alone have them, OPT's of old among them."""
+    shutil.copytree(model_dir("opt"), tmp_path, dirs_exist_ok=True)
+    tensors = {name.removeprefix("model."): tensor for name, tensor in load_file(tmp_path / FILE).items()}
+    save_file(tensors, tmp_path / FILE)
+    assert torch.equal(load(tmp_path).positions, load(model_dir("opt")).positions)
+
+
+def flat(value) -> list[torch.Tensor]:
+    """Every tensor of a dataclass of weights."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    parts = value if isinstance(value, tuple) else () if value is None else [getattr(value, f) for f in value.__slots__]
+    return [tensor for part in parts for tensor in flat(part)]
+
+
+@pytest.mark.parametrize("shape", ["gqa", "qwen3", "phi3", "opt"])
+def test_shards_hold_the_same(shape, model_dir, tmp_path):
+    save_model(tmp_path, max_shard_size="100KB", **SHAPES[shape])
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
-    sharded, whole = load(tmp_path), load(tiny_model_dir)
-    assert torch.equal(sharded.embedding, whole.embedding)
-    assert all(torch.equal(a.qkv, b.qkv) for a, b in zip(sharded.layers, whole.layers, strict=True))
+    sharded, whole = flat(load(tmp_path)), flat(load(model_dir(shape)))
+    assert len(whole) >= 15
+    assert all(torch.equal(a, b) for a, b in zip(sharded, whole, strict=True))
+
+
+def test_broken_shards_are_named(tmp_path):
+    save_model(tmp_path, max_shard_size="100KB", **SHAPES["gqa"])
     shard = min(tmp_path.glob("model-*.safetensors"))
     shard.unlink()
     with pytest.raises(CheckpointError, match=shard.name):
@@ -59,7 +111,7 @@ def test_shards_hold_the_same(tiny_model_dir, tmp_path):
 
 def test_dtype_is_converted(tiny_model_dir):
     weights = load(tiny_model_dir, torch.bfloat16)
-    assert weights.layers[0].down.dtype == weights.lm_head.dtype == torch.bfloat16
+    assert weights.layers[0].down.weight.dtype == weights.lm_head.dtype == torch.bfloat16
 
 
 def test_tied_embeddings_share_memory(model_dir):
@@ -94,10 +146,10 @@ def test_tensors_that_carry_nothing_are_ignored(checkpoint):
 
 def test_unreadable_files(checkpoint):
     path, _ = checkpoint
-    (path / "model.safetensors").write_bytes(b"nothing")
+    (path / FILE).write_bytes(b"nothing")
     with pytest.raises(CheckpointError, match="readable safetensors"):
         load(path)
-    (path / "model.safetensors").unlink()
+    (path / FILE).unlink()
     with pytest.raises(CheckpointError, match=r"model\.safetensors or its index"):
         load(path)
 

@@ -1,0 +1,104 @@
+"""Reading the fields of a ``config.json``: defaults, and values that cannot be used refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from core.errors import InvalidValueError
+
+
+class UnsupportedModelError(InvalidValueError):
+    """A checkpoint that the engine cannot run; says which field of its configuration is to blame."""
+
+
+class Fields:
+    """The fields of one object.
+
+    Args:
+        raw: As read.
+        defaults: What a field holds that is not there.
+        prefix: Goes before the names in errors.
+    """
+
+    def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str = "") -> None:
+        self._values = {**defaults, **raw}
+        self._defaults = defaults
+        self._prefix = prefix
+
+    def __getitem__(self, name: str) -> Any:
+        """The value; None for a field that is not there and has no default."""
+        return self._values.get(name)
+
+    def given(self) -> list[str]:
+        """Names of the fields that hold something."""
+        return [name for name, value in self._values.items() if value is not None]
+
+    def size(self, name: str) -> int:
+        """An integer >= 1; null stands for the default."""
+        value = self._or_default(name)
+        if type(value) is not int or value < 1:
+            raise self.error(name, "an integer >= 1")
+        return value
+
+    def size_or_none(self, name: str) -> int | None:
+        """The same, but null means something of its own."""
+        return None if self[name] is None else self.size(name)
+
+    def positive(self, name: str) -> float:
+        """A number > 0; null stands for the default."""
+        value = self._or_default(name)
+        if type(value) not in (int, float) or not value > 0:
+            raise self.error(name, "a number > 0")
+        return float(value)
+
+    def positives(self, name: str, length: int) -> tuple[float, ...]:
+        """A list of numbers > 0."""
+        values = self[name]
+        if (
+            not isinstance(values, list)
+            or len(values) != length
+            or not all(type(value) in (int, float) and value > 0 for value in values)
+        ):
+            raise self.error(name, f"a list of {length} numbers > 0")
+        return tuple(map(float, values))
+
+    def flag(self, name: str) -> bool:
+        value = self._or_default(name)
+        if type(value) is not bool:
+            raise self.error(name, "true or false")
+        return value
+
+    def require(self, name: str, supported: Iterable[Any]) -> Any:
+        """A value that is one of a few."""
+        choices = list(supported)
+        if self[name] not in choices:
+            raise self.error(name, " or ".join(map(json.dumps, choices)))
+        return self[name]
+
+    def error(self, name: str, expected: str) -> UnsupportedModelError:
+        """To be raised for what a field holds."""
+        return UnsupportedModelError(self.path(name), self[name], expected)
+
+    def path(self, name: str) -> str:
+        """The field's name, as errors say it."""
+        return self._prefix + name
+
+    def _or_default(self, name: str) -> Any:
+        value = self[name]
+        return self._defaults.get(name) if value is None else value
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None if there is no such file."""
+    if not path.is_file():
+        return None
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InvalidValueError(str(path), str(error), "a JSON file") from error
+    if not isinstance(raw, dict):
+        raise InvalidValueError(str(path), raw, "a JSON object")
+    return raw

@@ -1,0 +1,101 @@
+"""Builds and loads the compiled step.
+
+It is compiled for the processor it runs on, so it cannot travel in a wheel: the first process that needs it builds
+it, in a few seconds, and keeps it in the user's cache directory under a name made of everything it depends on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from core.errors import FarsightError
+
+_HERE = Path(__file__).parent
+_SOURCE = _HERE / "step.cpp"
+_FLAGS = ["-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno"]
+_FLAGS += ["-fno-strict-aliasing", "-fopenmp-simd"]
+_THREADS = ["-fopenmp"]
+_BUILD_TIMEOUT_S = 300
+
+
+class NativeUnavailable(FarsightError):
+    """There is no compiled step on this machine; says why."""
+
+
+@cache
+def load_library() -> ctypes.CDLL:
+    """The compiled step, built if need be.
+
+    Raises:
+        NativeUnavailable: no compiler, or it fails.
+    """
+    compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise NativeUnavailable("no C++ compiler (c++, g++ or clang++)")
+    path = cache_dir() / f"step-{_fingerprint(compiler)}.so"
+    if not path.exists():
+        _build(compiler, path)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NativeUnavailable(f"{path}: {error}") from error
+
+
+def cache_dir() -> Path:
+    """Where built libraries are kept; ``FARSIGHT_CACHE`` says otherwise."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("FARSIGHT_CACHE") or Path(base) / "farsight")
+
+
+def _fingerprint(compiler: str) -> str:
+    """Of the sources, the compiler and the processor."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+    parts = [version, " ".join(_FLAGS).encode(), _processor().encode()]
+    parts += [path.read_bytes() for path in sorted([*_HERE.glob("*.h"), _SOURCE])]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def _processor() -> str:
+    """What decides which instructions there are."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
+
+
+def _build(compiler: str, path: Path) -> None:
+    """Compiles into a file of its own, then renames: several processes may do this at once."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+            built = Path(directory) / "step.so"
+            if _compile(compiler, built, _THREADS) is not None:
+                error = _compile(compiler, built, [])  # without OpenMP it computes on one thread
+                if error is not None:
+                    raise NativeUnavailable(f"{compiler} fails: {error}")
+            built.replace(path)
+    except OSError as error:
+        raise NativeUnavailable(f"{path.parent}: {error}") from error
+
+
+def _compile(compiler: str, built: Path, more: list[str]) -> str | None:
+    """What went wrong, if anything."""
+    command = [compiler, *_FLAGS, *more, "-shared", "-fPIC", str(_SOURCE), "-o", str(built)]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"no result within {_BUILD_TIMEOUT_S} s"
+    return None if result.returncode == 0 else result.stderr.strip().split("\n")[0] or "no message"
+
+
+if __name__ == "__main__":  # at install: python -m engine.native.library
+    load_library()

@@ -1,0 +1,195 @@
+"""A model whose whole step is one call without the interpreter's lock; see ``step.cpp``."""
+
+from __future__ import annotations
+
+from ctypes import Structure, byref, c_float, c_int32, c_void_p
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.kv_pool import KVPool
+from engine.model_config import ModelConfig
+from engine.native.layout import NativeStep
+from engine.native.library import load_library
+from engine.rotary import rotary_tables
+from engine.weights import LayerWeights, Linear, ModelWeights, Norm
+
+_DTYPES = (torch.float32, torch.bfloat16)
+_MAX_HEAD_DIM = 256
+_VECTOR = 16
+_ACTIVATIONS = ("silu", "relu", "gelu")  # in the order of step.cpp
+
+
+class _Config(Structure):
+    _fields_ = (
+        *((name, c_int32) for name in ("bf16", "num_layers", "hidden", "intermediate", "vocab", "heads", "kv_heads")),
+        *(
+            (name, c_int32)
+            for name in ("head_dim", "block_size", "rotary_dim", "layer_norm", "activation", "num_threads")
+        ),
+        ("norm_eps", c_float),
+        *((name, c_void_p) for name in ("cos", "sin", "embedding", "positions")),
+    )
+
+
+class _Linear(Structure):
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("n", c_int32), ("k", c_int32))
+
+
+class _Norm(Structure):
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p))
+
+
+class _Layer(Structure):
+    _fields_ = (
+        ("input_norm", _Norm),
+        ("post_norm", _Norm),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        *((name, _Linear) for name in ("qkv", "out", "up", "down")),
+        ("window", c_int32),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+    )
+
+
+class _Step(Structure):
+    _fields_ = (
+        *((name, c_int32) for name in ("num_rows", "num_items", "num_samples")),
+        *((name, c_void_p) for name in ("token_ids", "positions", "slot_ids", "lengths", "tables")),
+        ("width", c_int32),
+        *((name, c_void_p) for name in ("sample_rows", "logits", "best")),
+    )
+
+
+def native_problem(config: ModelConfig, dtype: torch.dtype, block_size: int) -> str | None:
+    """Why the compiled step cannot run this model; None if it can."""
+    if dtype not in _DTYPES:
+        return f"dtype {dtype}: float32 and bfloat16 are compiled"
+    if config.head_dim % _VECTOR or config.head_dim > _MAX_HEAD_DIM:
+        return f"head_dim {config.head_dim}: multiples of {_VECTOR} up to {_MAX_HEAD_DIM} are compiled"
+    if block_size % _VECTOR:
+        return f"block_size {block_size}: multiples of {_VECTOR} are compiled"
+    if config.hidden_size % 2 or config.intermediate_size % 2:
+        return "hidden_size and intermediate_size must be even"
+    return None
+
+
+class NativeModel:
+    """A model packed for the compiled step. Not for two threads at once.
+
+    The pool's blocks keep their size, but not their inner layout (``attention.h``): the pool belongs to this model.
+
+    Args:
+        weights: The matrices are copied; the caller may drop them.
+        max_len: Longest sequence to be run, in tokens.
+
+    Raises:
+        NativeUnavailable: there is no compiler.
+    """
+
+    def __init__(self, config: ModelConfig, weights: ModelWeights, pool: KVPool, max_len: int) -> None:
+        self._library = load_library()
+        self._library.fs_create.restype = c_void_p
+        self._vocab_size = config.vocab_size
+        self._keep: list[Any] = [pool, weights.embedding, weights.positions]
+        self._logits = torch.empty(0, config.vocab_size)
+        self._best = np.empty(0, dtype=np.int64)
+        self._handle: int | None = None
+        self._handle = self._library.fs_create(byref(self._config(config, weights, pool, max_len)))
+        for index, layer in enumerate(weights.layers):
+            packed = self._layer(layer, config.sliding_windows[index], pool, index)
+            self._library.fs_add_layer(c_void_p(self._handle), byref(packed))
+        head = self._linear(Linear(weights.lm_head, None))
+        self._library.fs_set_head(c_void_p(self._handle), byref(self._norm(weights.norm)), byref(head))
+
+    def __del__(self) -> None:
+        if self._handle is not None:
+            self._library.fs_destroy(c_void_p(self._handle))
+            self._handle = None
+
+    def forward(self, step: NativeStep) -> tuple[Tensor, np.ndarray]:
+        """Runs a step: writes its keys and values into the pool.
+
+        Returns:
+            Logits of the sampled rows, float32 ``[R, vocab]``, and the best token of each, int64 ``[R]``; both are
+            overwritten by the next step.
+        """
+        num_samples = len(step.sample_rows)
+        if num_samples > len(self._best):
+            size = max(num_samples, 2 * len(self._best))
+            self._logits = torch.empty(size, self._vocab_size)
+            self._best = np.empty(size, dtype=np.int64)
+        token_ids, positions, slot_ids = step.rows
+        arguments = _Step(
+            len(token_ids),
+            len(step.lengths),
+            num_samples,
+            *(_address(array) for array in (token_ids, positions, slot_ids, step.lengths, step.tables)),
+            step.tables.shape[1],
+            _address(step.sample_rows),
+            self._logits.data_ptr(),
+            _address(self._best),
+        )
+        self._library.fs_step(c_void_p(self._handle), byref(arguments))
+        return self._logits[:num_samples], self._best[:num_samples]
+
+    def _config(self, config: ModelConfig, weights: ModelWeights, pool: KVPool, max_len: int) -> _Config:
+        cos = sin = None
+        if config.rotary is not None:
+            half = config.rotary.rotary_dim // 2  # both halves of a row are the same
+            tables = rotary_tables(config.rotary, max_len, torch.float32)
+            cos, sin = (self._floats(table[:, :half]) for table in tables)
+        return _Config(
+            int(pool.dtype == torch.bfloat16),
+            config.num_hidden_layers,
+            config.hidden_size,
+            config.intermediate_size,
+            config.vocab_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            pool.block_size,
+            0 if config.rotary is None else config.rotary.rotary_dim,
+            int(config.norm == "layer"),
+            _ACTIVATIONS.index(config.activation),
+            torch.get_num_threads(),
+            config.norm_eps,
+            cos,
+            sin,
+            weights.embedding.data_ptr(),
+            None if weights.positions is None else weights.positions.data_ptr(),
+        )
+
+    def _layer(self, layer: LayerWeights, window: int | None, pool: KVPool, index: int) -> _Layer:
+        return _Layer(
+            self._norm(layer.input_norm),
+            self._norm(layer.post_norm),
+            self._floats(layer.q_norm),
+            self._floats(layer.k_norm),
+            *(self._linear(linear) for linear in (layer.qkv, layer.out, layer.up, layer.down)),
+            window or 0,
+            pool.keys[index].data_ptr(),
+            pool.values[index].data_ptr(),
+        )
+
+    def _norm(self, norm: Norm | None) -> _Norm:
+        return _Norm(None, None) if norm is None else _Norm(self._floats(norm.weight), self._floats(norm.bias))
+
+    def _linear(self, linear: Linear) -> _Linear:
+        n, k = linear.weight.shape
+        return _Linear(linear.weight.data_ptr(), self._floats(linear.bias), n, k)
+
+    def _floats(self, values: Tensor | None) -> int | None:
+        """The address of float32 values that live as long as the model."""
+        if values is None:
+            return None
+        kept = values.float().contiguous()
+        self._keep.append(kept)
+        return kept.data_ptr()
+
+
+def _address(array: np.ndarray) -> int:
+    return array.ctypes.data
