@@ -16,8 +16,8 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TRACK": "
 
 SINGLE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
 """With its default executor vLLM runs three processes whose shared-memory readers spin; on two cores the spinning
-starves its HTTP server. In one process it is quicker and its streams are smooth. The variable is needed beside the flag:
-without it vLLM turns ``uni`` back into ``mp`` on a CPU."""
+starves its HTTP server. In one process it is quicker and its streams are smooth. The variable is needed beside the
+flag: without it vLLM turns ``uni`` back into ``mp`` on a CPU."""
 
 KV_SPACE_GIB = "2"
 CB_BLOCK_TOKENS, CB_BLOCKS = "128", "512"

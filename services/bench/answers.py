@@ -55,7 +55,7 @@ class Answer:
         id: Of the request.
         kind: Of the request.
         sent_at: When it was sent.
-        late_s: How long after its time in an open loop.
+        late_s: How long after its time; None in a closed loop.
         chunks_at: When each chunk with a choice arrived.
         num_tokens: Of the output.
         failure: Why it does not count, or None.
@@ -64,7 +64,7 @@ class Answer:
     id: int
     kind: str
     sent_at: float
-    late_s: float = 0.0
+    late_s: float | None = None
     ended_at: float = 0.0
     chunks_at: list[float] = field(default_factory=list)
     num_tokens: int = 0

@@ -35,7 +35,7 @@ class Client:
             due_at: When it should have been sent, in an open loop.
         """
         now = time.perf_counter()
-        answer = Answer(call.id, call.kind, now, late_s=0.0 if due_at is None else now - due_at)
+        answer = Answer(call.id, call.kind, now, late_s=None if due_at is None else max(0.0, now - due_at))
         try:
             async with self._session.post(self._url, data=call.body) as response:
                 if response.status == 200:

@@ -19,39 +19,36 @@ from services.bench.statistics import Metrics
 
 PACKAGES = ("farsight", "torch", "ray", "tokenizers", "aiohttp", "uvloop")
 
-Columns = Mapping[str, Sequence[str]]
-"""A heading and the numbers that it shows: one as median (min to max), several as medians divided by slashes."""
+_LATENCIES = ("ttft", "tpot", "itl", "mtpot", "jct")
+_POINTS = ("mean", "p50", "p99")
 
-LOAD_COLUMNS: Columns = {
-    "output tok/s": ["output_tokens_per_s"],
-    "req/s": ["requests_per_s"],
-    "TTFT ms mean/p50/p99": ["ttft_ms_mean", "ttft_ms_p50", "ttft_ms_p99"],
-    "TPOT ms mean/p50/p99": ["tpot_ms_mean", "tpot_ms_p50", "tpot_ms_p99"],
-    "ITL ms mean/p50/p99": ["itl_ms_mean", "itl_ms_p50", "itl_ms_p99"],
-    "MTPOT ms mean/p50/p99": ["mtpot_ms_mean", "mtpot_ms_p50", "mtpot_ms_p99"],
-    "JCT ms mean/p50/p99": ["jct_ms_mean", "jct_ms_p50", "jct_ms_p99"],
-    "goodput req/s": ["goodput_requests_per_s"],
-    "within SLA %": ["sla_percent"],
-    "errors": ["errors"],
-    "tokens per chunk": ["tokens_per_chunk"],
-    "server CPU s": ["server_cpu_s"],
-    "tok per server CPU-s": ["output_tokens_per_server_cpu_s"],
-    "client CPU s": ["client_cpu_s"],
-    "cores others use": ["other_cores"],
-    "sent late ms p99": ["late_ms_p99"],
+ROWS: Mapping[str, str] = {
+    "output tok/s": "output_tokens_per_s",
+    "req/s": "requests_per_s",
+    **{f"{name.upper()} ms {point}": f"{name}_ms_{point}" for name in _LATENCIES for point in _POINTS},
+    "goodput req/s": "goodput_requests_per_s",
+    "within SLA %": "sla_percent",
+    "errors": "errors",
+    "tokens per chunk": "tokens_per_chunk",
+    "server CPU s": "server_cpu_s",
+    "tok per server CPU-s": "output_tokens_per_server_cpu_s",
+    "client CPU s": "client_cpu_s",
+    "cores others use": "other_cores",
+    "sent late ms p99": "late_ms_p99",
 }
+"""A heading and the number that it shows."""
 
 
 def case_table(case: Mapping[str, Any]) -> str:
-    """A row for each number and a column for each server, with the ratios to the first one; for one load."""
+    """One load: a row for each number, a column for each server and each ratio to the first one, as median (min to max)."""
     targets, compared = case["targets"], case["ratios"]
     header = [case["name"], *(target["label"] for target in targets)]
     header += [f"{ratio['label']} / {ratio['base']}" for ratio in compared]
     rows = []
-    for heading, names in LOAD_COLUMNS.items():
-        cells = [cell(target["summary"], names) for target in targets]
-        if any(text.strip("-/ ") for text in cells):
-            rows.append([heading, *cells, *(cell(ratio["ratios"], names) for ratio in compared)])
+    for heading, name in ROWS.items():
+        if any(name in target["summary"] for target in targets):
+            summaries = [*(target["summary"] for target in targets), *(ratio["ratios"] for ratio in compared)]
+            rows.append([heading, *(cell(summary, [name]) for summary in summaries)])
     return markdown_table(header, rows)
 
 

@@ -72,7 +72,7 @@ def run_metrics(run: RunResult, sla: Sla | None = None) -> Metrics:
     for name, values in latencies(good).items():
         metrics |= distribution(name, values)
     metrics |= _itl(good) | _by_kind(good) | _cpu(run, num_tokens)
-    metrics |= distribution("late_ms", [1000 * answer.late_s for answer in run.answers])
+    metrics |= distribution("late_ms", [1000 * answer.late_s for answer in run.answers if answer.late_s is not None])
     if sla is not None:
         num_met = sum(meets(answer, sla) for answer in run.answers)
         metrics["goodput_requests_per_s"] = num_met / run.wall_s
