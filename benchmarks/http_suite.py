@@ -19,6 +19,7 @@ from services.bench.processes import ProcessTree
 from services.bench.report import provenance, write_json
 from services.bench.workloads import WORKLOADS
 
+PROGRAM = ("python", "-m", "benchmarks.http_suite")
 IDLE_S = 3.0
 
 
@@ -34,7 +35,7 @@ def main() -> int:
     finally:
         end = server.stop()
         print(describe_end(end))
-    head = provenance(["python", "-m", "benchmarks.http_suite"])
+    head = provenance(PROGRAM)
     write_json(args.json, {**head, "server": list(command.words), **record, "end": end})
     clean = not end["left_behind"] and end["exit_status"] == 0
     return 1 if num_errors(record["load"]) or not clean else 0
@@ -59,7 +60,7 @@ def measure(server: RunningServer, args: argparse.Namespace) -> dict[str, Any]:
         vocab_size=args.vocab or vocab_size(args.model),
     )
     before = server.tree.cpu_by_process()
-    load = run_bench(options, print)
+    load = run_bench(options, print, PROGRAM)
     after = server.tree.cpu_by_process()
     used = {name: cpu_s - before.get(name, 0.0) for name, cpu_s in after.items()}
     busiest = dict(sorted(used.items(), key=lambda item: -item[1]))

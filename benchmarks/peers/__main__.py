@@ -1,7 +1,7 @@
 """Farsight beside a peer: ``python -m benchmarks.peers --model DIR --peer vllm --peer-venv VENV``.
 
 Starts both on the same model directory in bfloat16, loads them by turns (one idles while the other works) and ends
-both. Ratios are Farsight / peer. Versions and flags go into the JSON file. Exits with 1 if a request failed or a server
+both. Ratios are Farsight / peer. Versions and flags go into the JSON file. Exits with 1 if a request failed or Farsight
 left a process behind.
 """
 
@@ -21,8 +21,10 @@ from benchmarks.peers.commands import Peer, installed_versions, peer
 from benchmarks.servers import RunningServer, ServerCommand, farsight_command, vocab_size
 from services.bench.compare import num_errors, run_bench
 from services.bench.options import BenchOptions
+from services.bench.report import write_json
 from services.bench.workloads import WORKLOADS
 
+PROGRAM = ("python", "-m", "benchmarks.peers")
 FARSIGHT_OPTIONS = ("--dtype", "bfloat16", "--proxy", "haproxy")
 
 
@@ -40,11 +42,12 @@ def main() -> int:
         with _running(own, logs / "farsight.log", ends) as own_server:
             print(f"Farsight ready after {own_server.wait_until_ready(args.ready_timeout):.0f} s", flush=True)
             servers = {"peer": _facts(other.command), "farsight": _facts(own)}
-            more = {"peer": other.name, "peer_versions": installed_versions(args.peer_venv), "servers": servers}
-            record = run_bench(_options(other, peer_server, own_server, args), print, more)
+            facts = {"peer": other.name, "peer_versions": installed_versions(args.peer_venv), "servers": servers}
+            record = run_bench(_options(other, peer_server, own_server, args), print, PROGRAM, facts)
     print(json.dumps(ends))
-    unclean = [name for name, end in ends.items() if end["left_behind"]]
-    return 1 if num_errors(record) or unclean else 0
+    write_json(args.json, {**record, "ends": ends})
+    # How the peer ends is its own affair: `transformers serve` has to be killed.
+    return 1 if num_errors(record) or ends["farsight"]["left_behind"] else 0
 
 
 @contextlib.contextmanager

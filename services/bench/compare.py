@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -140,12 +140,15 @@ def _target_record(target: Target, runs: Sequence[RunResult], metrics: Sequence[
     return {**named, "summary": summarize(metrics), "runs": records}
 
 
-def run_bench(options: BenchOptions, say: Say, more: dict[str, Any] | None = None) -> dict[str, Any]:
+def run_bench(
+    options: BenchOptions, say: Say, program: Sequence[str] = ("farsight",), facts: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Does what the options say; returns what the JSON file holds, and writes it.
 
     Args:
         say: Prints a line.
-        more: Goes into the record as well.
+        program: What was run, without its arguments.
+        facts: Go into the record as well.
 
     Raises:
         FarsightError: An option is wrong, or a server names no model.
@@ -154,7 +157,7 @@ def run_bench(options: BenchOptions, say: Say, more: dict[str, Any] | None = Non
     cases = make_cases(options)
     targets = make_targets(options)
     bench = Bench(options, targets, say)
-    head = {**provenance(["farsight", "bench"]), "config": _config(options), "salt": bench.salt, **(more or {})}
+    head = {**provenance(program), "config": _config(options), "salt": bench.salt, **(facts or {})}
     record = {**head, "cases": [bench.run(case) for case in cases]}
     write_json(options.json, record)
     return record

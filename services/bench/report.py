@@ -40,7 +40,7 @@ ROWS: Mapping[str, str] = {
 
 
 def case_table(case: Mapping[str, Any]) -> str:
-    """One load: a row for each number, a column for each server and each ratio to the first one, as median (min to max)."""
+    """One load: a row for each number, a column for each server and each ratio to the first; median (min to max)."""
     targets, compared = case["targets"], case["ratios"]
     header = [case["name"], *(target["label"] for target in targets)]
     header += [f"{ratio['label']} / {ratio['base']}" for ratio in compared]
