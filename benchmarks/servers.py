@@ -27,6 +27,7 @@ TAG = "FARSIGHT_BENCH_RUN"
 
 POLL_S = 0.1
 STOP_TIMEOUT_S = 10.0
+KILL_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,7 @@ class RunningServer:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self._process.wait()
+        psutil.wait_procs(left, timeout=KILL_TIMEOUT_S)
         return {"stop_s": took_s, "exit_status": self._process.returncode, "left_behind": described}
 
     def _last_output(self) -> str:

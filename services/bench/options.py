@@ -107,10 +107,18 @@ def check_options(options: BenchOptions) -> None:
     _check_bodies(options)
     if options.plots is not None and importlib.util.find_spec("matplotlib") is None:
         raise FarsightError("--plots needs matplotlib, which is not installed: pip install 'farsight[bench]'")
-    for name in ("json", "plots"):
-        path = getattr(options, name)
+    _check_outputs(options)
+
+
+def _check_outputs(options: BenchOptions) -> None:
+    """What cannot be written is to be known before anything is measured."""
+    for name, path in (("json", options.json), ("plots", options.plots)):
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigError(f"--{name}", str(path), "a path in a directory that is there")
+    if options.json is not None and options.json.is_dir():
+        raise ConfigError("--json", str(options.json), "a file, not a directory")
+    if options.plots is not None and options.plots.exists() and not options.plots.is_dir():
+        raise ConfigError("--plots", str(options.plots), "a directory, new or not")
 
 
 def _check_numbers(options: BenchOptions) -> None:

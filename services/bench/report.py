@@ -45,11 +45,18 @@ def case_table(case: Mapping[str, Any]) -> str:
     header = [case["name"], *(target["label"] for target in targets)]
     header += [f"{ratio['label']} / {ratio['base']}" for ratio in compared]
     rows = []
-    for heading, name in ROWS.items():
+    for heading, name in {**ROWS, **_rows_by_kind(targets)}.items():
         if any(name in target["summary"] for target in targets):
             summaries = [*(target["summary"] for target in targets), *(ratio["ratios"] for ratio in compared)]
             rows.append([heading, *(cell(summary, [name]) for summary in summaries)])
     return markdown_table(header, rows)
+
+
+def _rows_by_kind(targets: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The median time of each kind of request, if there are several: short ones behind long ones are the point."""
+    end = "_jct_ms_p50"
+    names = dict.fromkeys(name for target in targets for name in target["summary"] if name.endswith(end))
+    return {f"JCT ms p50, {name.removesuffix(end)}": name for name in names}
 
 
 def cell(summary: Mapping[str, Metrics], names: Sequence[str]) -> str:

@@ -52,6 +52,7 @@ def options(**fields: Any) -> BenchOptions:
         ({"extra_body": "[1]"}, "--extra-body"),
         ({"extra_body": "{"}, "--extra-body"),
         ({"json": Path("/nowhere/at/all.json")}, "--json"),
+        ({"json": Path("/")}, "--json"),
     ],
 )
 def test_wrong_options_are_named(fields: dict[str, Any], flag: str) -> None:

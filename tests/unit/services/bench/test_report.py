@@ -28,6 +28,12 @@ def test_a_table_of_two_servers() -> None:
     assert len(lines) == 4
 
 
+def test_kinds_of_requests_have_rows() -> None:
+    summary = {"short_jct_ms_p50": spread(5, 5, 5), "long_jct_ms_p50": spread(9, 9, 9)}
+    table = case_table({"name": "hol", "targets": [{"label": "a", "summary": summary}], "ratios": []})
+    assert "JCT ms p50, short" in table and "JCT ms p50, long" in table
+
+
 def test_several_numbers_in_a_cell() -> None:
     assert cell({"x": spread(1, 1234.5, 2000)}, ["x", "y"]) == "1234 / -"
 
