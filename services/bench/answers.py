@@ -3,7 +3,8 @@
 **Tokens** of an answer: ``usage.completion_tokens`` if the server sent it; else the length that was asked for, if the
 stream says that it ended by length; else the number of chunks with a choice. **Times** are taken per chunk with a
 choice, when its bytes are read. A chunk may carry several tokens, and how many is not told, so a gap between two
-chunks stands for the mean number of tokens per gap of that answer:
+chunks stands for the mean number of tokens per gap of that answer. An empty last chunk is left out if the others can
+account for all tokens:
 
 - TTFT: from sending to the first chunk.
 - TPOT: (last chunk - first chunk) / (tokens - 1).
@@ -108,7 +109,7 @@ class StreamReader:
         self._rest = b""
         self._usage: dict[str, Any] | None = None
         self._finish_reason: str | None = None
-        self._num_empty = 0
+        self._ends_empty = False
         self.done = False
 
     def feed(self, data: bytes, now: float) -> None:
@@ -154,8 +155,7 @@ class StreamReader:
         is_empty = not (choice.get("text") or delta.get("content"))
         if is_empty and not reason and "role" in delta:
             return  # a chat stream opens with the role; no token has been made yet
-        # An empty chunk that ends the stream may or may not stand for a token: its time counts, its number does not.
-        self._num_empty += is_empty and bool(reason)
+        self._ends_empty = is_empty and bool(reason)
         self._answer.chunks_at.append(now)
 
     def finish(self, asked_tokens: int) -> None:
@@ -169,7 +169,9 @@ class StreamReader:
         elif self._finish_reason == "length":
             answer.num_tokens, answer.counted_by = asked_tokens, CountedBy.LENGTH
         else:
-            answer.num_tokens, answer.counted_by = len(answer.chunks_at) - self._num_empty, CountedBy.CHUNKS
+            answer.num_tokens, answer.counted_by = len(answer.chunks_at) - self._ends_empty, CountedBy.CHUNKS
+        if self._ends_empty and len(answer.chunks_at) > max(1, answer.num_tokens):
+            answer.chunks_at.pop()  # a token for each of the others: the last one only says why the answer ended
         if answer.failure is None:
             answer.failure = self._shortcoming()
 

@@ -51,7 +51,14 @@ def test_without_usage_an_end_by_length_tells_the_tokens() -> None:
 def test_without_either_the_chunks_are_counted_but_not_an_empty_last_one() -> None:
     answer = read(CHUNK, CHUNK, LAST_EMPTY, DONE)
     assert (answer.num_tokens, answer.counted_by) == (2, CountedBy.CHUNKS)
-    assert len(answer.chunks_at) == 3
+    assert answer.chunks_at == [0.0, 1.0]
+
+
+def test_an_empty_last_chunk_counts_if_it_may_carry_a_token() -> None:
+    usage = USAGE.replace(b":7", b":3")
+    assert len(read(CHUNK, CHUNK, LAST_EMPTY, usage, DONE).chunks_at) == 3
+    assert len(read(CHUNK, CHUNK, CHUNK, LAST_EMPTY, usage, DONE).chunks_at) == 3
+    assert len(read(LAST_EMPTY, USAGE.replace(b":7", b":1"), DONE).chunks_at) == 1
 
 
 def test_usage_may_come_with_the_last_choice() -> None:
