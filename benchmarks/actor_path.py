@@ -22,9 +22,10 @@ from typing import Any
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.results import percentile
 from core.config import ActorsConfig, EngineConfig, FarsightConfig, ModelConfig, SchedulerConfig
 from core.request import SamplingParams
+from services.bench.requests import BenchRequest, Part
+from services.bench.statistics import percentile
 
 PROMPT_LEN = 32
 WARM_UP_S = 2.0
@@ -110,8 +111,7 @@ async def _one(client: Any, seed: int, max_tokens: int) -> tuple[float, int]:
 
 
 def _prompt(seed: int, vocab_size: int) -> tuple[int, ...]:
-    rng = random.Random(seed)
-    return tuple(rng.randrange(3, vocab_size) for _ in range(PROMPT_LEN))
+    return tuple(BenchRequest(0, 1, (Part(seed, PROMPT_LEN),)).prompt_ids(vocab_size, salt=0))
 
 
 async def _snapshot(client: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The engine in one process, without Ray and HTTP: ``python -m benchmarks.engine_alone --model DIR --workload FILE``.
+"""The engine in one process, without Ray and HTTP: ``python -m benchmarks.engine_alone --model DIR --workload NAME``.
 
 Closed loop: so many requests are under way, the next starts when one ends. Greedy, to the full length.
 """
@@ -10,15 +10,19 @@ import cProfile
 import pstats
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from benchmarks.results import Metrics, distribution, level, level_table, provenance, write_json
+from benchmarks.servers import vocab_size
 from benchmarks.step_timing import StepLog, TimedRunner, detokenizing
-from benchmarks.workload import VOCAB_SIZE, Row, read_workload
 from core.config import EngineConfig
 from core.request import SamplingParams
 from engine.engine import Engine
+from services.bench.report import cell, markdown_table, provenance, write_json
+from services.bench.requests import BenchRequest
+from services.bench.statistics import Metrics, distribution, summarize
+from services.bench.workloads import WORKLOADS, make_workload
 
 WARM_UP_REQUESTS = 32
 WARM_UP_TOKENS = 8
@@ -42,7 +46,7 @@ class EngineBench:
         vocab_size: Prompts hold ids below it.
     """
 
-    def __init__(self, engine: Engine, rows: list[Row], vocab_size: int) -> None:
+    def __init__(self, engine: Engine, rows: list[BenchRequest], vocab_size: int) -> None:
         self._engine = engine
         self._rows = rows
         self._vocab_size = vocab_size
@@ -84,7 +88,7 @@ class EngineBench:
         return [
             (
                 row.prompt_ids(self._vocab_size, salt),
-                SamplingParams(min(row.max_tokens, most_tokens or row.max_tokens), ignore_eos=True),
+                SamplingParams(min(row.output_tokens, most_tokens or row.output_tokens), ignore_eos=True),
             )
             for row in self._rows
         ]
@@ -121,28 +125,41 @@ def main() -> None:
     args = _parse()
     options = {"kv_memory": args.kv_memory, "max_num_seqs": args.max_num_seqs, "num_threads": args.threads}
     engine = Engine(args.model, dtype=args.dtype, engine=EngineConfig(**options))
-    bench = EngineBench(engine, read_workload(args.workload, args.n), args.vocab)
+    bench = EngineBench(
+        engine, make_workload(args.workload, args.n, args.seed), args.vocab or vocab_size(Path(args.model))
+    )
     levels = []
     for concurrency in args.concurrency:
         bench.warm_up(concurrency)
-        levels.append(level(concurrency, [bench.run(concurrency) for _ in range(args.repeats)]))
+        runs = [bench.run(concurrency) for _ in range(args.repeats)]
+        levels.append({"concurrency": concurrency, "summary": summarize(runs), "runs": runs})
     pool_tokens = engine.worker.ready.num_blocks * engine.worker.ready.block_size
-    print(level_table(levels, COLUMNS))
-    write_json(args.json, {**provenance("benchmarks.engine_alone"), "kv_pool_tokens": pool_tokens, "levels": levels})
+    print(level_table(levels))
+    head = provenance(["python", "-m", "benchmarks.engine_alone"])
+    write_json(args.json, {**head, "kv_pool_tokens": pool_tokens, "levels": levels})
     if args.profile:
         with cProfile.Profile() as profile:
             bench.run(args.concurrency[-1])
         pstats.Stats(profile).sort_stats("tottime").print_stats(PROFILE_LINES)
 
 
+def level_table(levels: Sequence[dict[str, Any]]) -> str:
+    """A row for each concurrency."""
+    rows = [
+        [str(entry["concurrency"]), *(cell(entry["summary"], names) for names in COLUMNS.values())] for entry in levels
+    ]
+    return markdown_table(["concurrency", *COLUMNS], rows)
+
+
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--workload", type=Path, required=True)
+    parser.add_argument("--workload", choices=WORKLOADS, default="skewed")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 32, 128])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--n", type=int, help="only the first so many requests")
-    parser.add_argument("--vocab", type=int, default=VOCAB_SIZE, help="prompts hold ids below this")
+    parser.add_argument("--n", type=int, default=256, help="requests")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--vocab", type=int, help="prompts hold ids below this [the model's]")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--kv-memory", default="auto")

@@ -1,4 +1,4 @@
-"""Starts ``farsight serve``, loads it and stops it: ``python -m benchmarks.http_suite --model DIR --workload FILE``.
+"""Starts ``farsight serve``, loads it and stops it: ``python -m benchmarks.http_suite --model DIR --workload NAME``.
 
 Arguments after ``--`` go to ``farsight serve``. Exits with 1 if a request failed or the server left a process behind.
 """
@@ -12,47 +12,59 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.farsight_server import FarsightServer
-from benchmarks.http_load import COLUMNS, Load, Target, add_load_arguments, report_errors
-from benchmarks.processes import ProcessTree
-from benchmarks.results import level_table, provenance, write_json
-from benchmarks.workload import read_workload
+from benchmarks.servers import RunningServer, farsight_command, vocab_size
+from services.bench.compare import num_errors, run_bench
+from services.bench.options import BenchOptions
+from services.bench.processes import ProcessTree
+from services.bench.report import provenance, write_json
+from services.bench.workloads import WORKLOADS
 
+PROGRAM = ("python", "-m", "benchmarks.http_suite")
 IDLE_S = 3.0
 
 
 def main() -> int:
-    """Measures and prints the table."""
+    """Measures and prints the tables."""
     args = _parse()
     log = args.log or Path(tempfile.mkdtemp(prefix="farsight-bench-")) / "server.log"
-    server = FarsightServer(args.model, ["--dtype", args.dtype, *args.serve_options], log)
+    command = farsight_command(args.model, ["--dtype", args.dtype, *args.serve_options])
+    server = RunningServer(command, log)
     print(f"server log: {log}", file=sys.stderr)
     try:
         record = measure(server, args)
     finally:
         end = server.stop()
         print(describe_end(end))
-    print(level_table(record["levels"], COLUMNS))
-    write_json(args.json, {**provenance("benchmarks.http_suite"), "server": server.command, **record, "end": end})
+    head = provenance(PROGRAM)
+    write_json(args.json, {**head, "server": list(command.words), **record, "end": end})
     clean = not end["left_behind"] and end["exit_status"] == 0
-    return max(report_errors(record["errors"]), 0 if clean else 1)
+    return 1 if num_errors(record["load"]) or not clean else 0
 
 
-def measure(server: FarsightServer, args: argparse.Namespace) -> dict[str, Any]:
+def measure(server: RunningServer, args: argparse.Namespace) -> dict[str, Any]:
     """The start, the idle server and the load."""
     ready_s = server.wait_until_ready(args.ready_timeout)
     first_token_s = server.first_token()
-    idle = measure_idle(server.tree)
-    start = {"ready_s": ready_s, "first_token_s": first_token_s, **idle}
+    start = {"ready_s": ready_s, "first_token_s": first_token_s, **measure_idle(server.tree)}
     print(describe_start(start), flush=True)
-    target = Target(server.base_url, server.model_name, args.vocab, server=server.tree)
-    load = Load(target, read_workload(args.workload, args.n))
+    options = BenchOptions(
+        url=(server.command.base_url,),
+        model=(server.command.model_name,),
+        server_pid=(server.pid,),
+        workload=(args.workload,),
+        num_requests=args.n,
+        concurrency=tuple(args.concurrency),
+        repeats=args.repeats,
+        seed=args.seed,
+        prompt_form="ids",
+        vocab_size=args.vocab or vocab_size(args.model),
+    )
     before = server.tree.cpu_by_process()
-    levels = load.measure(args.concurrency, args.repeats)
+    load = run_bench(options, print, PROGRAM)
     after = server.tree.cpu_by_process()
     used = {name: cpu_s - before.get(name, 0.0) for name, cpu_s in after.items()}
     busiest = dict(sorted(used.items(), key=lambda item: -item[1]))
-    return {"start": start, "levels": levels, "errors": load.errors, "cpu_s_by_process": busiest}
+    return {"start": start, "load": load, "cpu_s_by_process": busiest}
 
 
 def describe_start(start: dict[str, float]) -> str:
@@ -84,7 +96,13 @@ def describe_end(end: dict[str, Any]) -> str:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
-    add_load_arguments(parser)
+    parser.add_argument("--workload", choices=WORKLOADS, default="skewed")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 32, 128])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--n", type=int, default=256, help="requests")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--vocab", type=int, help="prompts hold ids below this [the model's]")
+    parser.add_argument("--json", type=Path, help="write every number here")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--ready-timeout", type=float, default=120.0, help="seconds")
     parser.add_argument("--log", type=Path, help="the server's output; default: a new temporary file")

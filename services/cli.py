@@ -13,6 +13,7 @@ import typer
 
 from core.config import load_config
 from core.errors import FarsightError
+from services.bench.command import bench
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -163,6 +164,8 @@ def batch(
         raise typer.Exit(1) from error
     raise typer.Exit(exit_status)
 
+
+app.command()(bench)
 
 if __name__ == "__main__":
     app()

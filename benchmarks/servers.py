@@ -1,4 +1,4 @@
-"""A ``farsight serve`` of our own: starts it, waits until it answers, stops it and looks for what it left behind."""
+"""A server of our own as a child process: starts it, waits until it answers, ends it and looks for what it left."""
 
 from __future__ import annotations
 
@@ -12,51 +12,73 @@ import sys
 import time
 import urllib.request
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks.processes import ProcessTree, wait_until_gone
+from benchmarks.tagged import wait_until_gone
+from services.bench.processes import ProcessTree
 
 TAG = "FARSIGHT_BENCH_RUN"
 """Environment variable that marks every process of the server, whoever adopts it."""
 
-POLL_S = 0.02
+POLL_S = 0.1
 STOP_TIMEOUT_S = 10.0
+KILL_TIMEOUT_S = 2.0
 
 
-class FarsightServer:
-    """A server as a child process.
+@dataclass(frozen=True, slots=True)
+class ServerCommand:
+    """How a server is started.
+
+    Attributes:
+        port: On the loopback interface; ``words`` tell it to the server.
+        model_name: Of its model in requests.
+        env: Added to our own environment.
+    """
+
+    words: Sequence[str]
+    port: int
+    model_name: str
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+class RunningServer:
+    """A server that has been started.
 
     Args:
-        model_dir: What it serves.
-        options: More arguments of ``farsight serve``.
         log: Where its output goes.
     """
 
-    def __init__(self, model_dir: Path, options: Sequence[str], log: Path) -> None:
-        port = free_port()
-        self.base_url = f"http://127.0.0.1:{port}"
-        self.model_name = model_dir.resolve().name
-        self.command = ["farsight", "serve", "--model", str(model_dir), "--port", str(port), *options]
+    def __init__(self, command: ServerCommand, log: Path) -> None:
+        self.command = command
         self.log = log
         self._tag = uuid.uuid4().hex
         self.started_at = time.perf_counter()
-        program = Path(sys.executable).with_name("farsight")
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                [str(program), *self.command[1:]],
+                command.words,
+                stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {TAG: self._tag},
+                env=os.environ | command.env | {TAG: self._tag},
                 start_new_session=True,  # a Ctrl-C at the terminal is for us; we pass it on
             )
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
     def tree(self) -> ProcessTree:
-        return ProcessTree(self._process.pid)
+        return ProcessTree(self.pid)
 
     def wait_until_ready(self, timeout_s: float) -> float:
         """Waits for /health; returns the seconds since the start.
@@ -68,7 +90,7 @@ class FarsightServer:
             if self._process.poll() is not None:
                 raise RuntimeError(f"the server ended with status {self._process.returncode}:\n{self._last_output()}")
             try:
-                with urllib.request.urlopen(f"{self.base_url}/health", timeout=5):
+                with urllib.request.urlopen(f"{self.command.base_url}/health", timeout=5):
                     return time.perf_counter() - self.started_at
             except OSError:
                 time.sleep(POLL_S)
@@ -76,9 +98,9 @@ class FarsightServer:
 
     def first_token(self) -> float:
         """Has one token made; returns the seconds since the start."""
-        body = {"model": self.model_name, "prompt": "a", "max_tokens": 1, "temperature": 0}
+        body = {"model": self.command.model_name, "prompt": "a", "max_tokens": 1, "temperature": 0}
         request = urllib.request.Request(
-            f"{self.base_url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            f"{self.command.base_url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=60):
             return time.perf_counter() - self.started_at
@@ -94,12 +116,25 @@ class FarsightServer:
         took_s = time.perf_counter() - began
         described = [_describe(process) for process in left]
         for process in left:
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         self._process.wait()
+        psutil.wait_procs(left, timeout=KILL_TIMEOUT_S)
         return {"stop_s": took_s, "exit_status": self._process.returncode, "left_behind": described}
 
     def _last_output(self) -> str:
         return self.log.read_text("utf-8", errors="replace")[-2000:]
+
+
+def farsight_command(model_dir: Path, options: Sequence[str]) -> ServerCommand:
+    """``farsight serve`` of this checkout.
+
+    Args:
+        options: More arguments.
+    """
+    port = free_port()
+    words = [sys.executable, "-m", "services.cli", "serve", "--model", str(model_dir), "--port", str(port), *options]
+    return ServerCommand(words, port, model_dir.resolve().name)
 
 
 def free_port() -> int:
@@ -108,6 +143,12 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def vocab_size(model_dir: Path) -> int:
+    """As the model's ``config.json`` says it."""
+    size: int = json.loads((model_dir / "config.json").read_text("utf-8"))["vocab_size"]
+    return size
 
 
 def _describe(process: psutil.Process) -> str:

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import time
-
 import psutil
-
-POLL_S = 0.05
 
 
 class ProcessTree:
@@ -62,24 +57,5 @@ class ProcessTree:
 def machine_cpu_s() -> float:
     """CPU seconds that the whole machine has worked since it started."""
     times = psutil.cpu_times()._asdict()
-    return sum(times.get(name, 0.0) for name in ("user", "nice", "system", "irq", "softirq"))
-
-
-def processes_with(variable: str, value: str) -> list[psutil.Process]:
-    """The living processes whose environment sets ``variable`` to ``value``: descendants, adopted or not."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.pid != os.getpid() and process.environ().get(variable) == value:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
-
-
-def wait_until_gone(variable: str, value: str, timeout_s: float) -> list[psutil.Process]:
-    """Waits for those processes to end; returns the ones that have not when the time is over."""
-    deadline = time.monotonic() + timeout_s
-    while (left := processes_with(variable, value)) and time.monotonic() < deadline:
-        time.sleep(POLL_S)
-    return left
+    used: float = sum(times.get(name, 0.0) for name in ("user", "nice", "system", "irq", "softirq"))
+    return used

@@ -1,0 +1,1 @@
+"""Farsight beside other servers, on the same model and under the same load."""

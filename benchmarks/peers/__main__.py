@@ -1,0 +1,116 @@
+"""Farsight beside a peer: ``python -m benchmarks.peers --model DIR --peer vllm --peer-venv VENV``.
+
+Starts both on the same model directory in bfloat16, loads them by turns (one idles while the other works) and ends
+both. Ratios are Farsight / peer. Versions and flags go into the JSON file. Exits with 1 if a request failed or Farsight
+left a process behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.commands import Peer, installed_versions, peer
+from benchmarks.servers import RunningServer, ServerCommand, farsight_command, vocab_size
+from services.bench.compare import num_errors, run_bench
+from services.bench.options import BenchOptions
+from services.bench.report import write_json
+from services.bench.workloads import WORKLOADS
+
+PROGRAM = ("python", "-m", "benchmarks.peers")
+FARSIGHT_OPTIONS = ("--dtype", "bfloat16", "--proxy", "haproxy")
+
+
+def main() -> int:
+    """Measures and prints the tables."""
+    args = _parse()
+    other = peer(args.peer, args.peer_venv, args.model, args.max_model_len, args.peer_option)
+    own = farsight_command(args.model, [*FARSIGHT_OPTIONS, *args.farsight_option])
+    logs = args.logs or Path(tempfile.mkdtemp(prefix="farsight-peers-"))
+    logs.mkdir(exist_ok=True)
+    ends: dict[str, Any] = {}
+    print(f"server logs: {logs}", file=sys.stderr)
+    with _running(other.command, logs / f"{other.name}.log", ends) as peer_server:
+        print(f"{other.name} ready after {peer_server.wait_until_ready(args.ready_timeout):.0f} s", flush=True)
+        with _running(own, logs / "farsight.log", ends) as own_server:
+            print(f"Farsight ready after {own_server.wait_until_ready(args.ready_timeout):.0f} s", flush=True)
+            servers = {"peer": _facts(other.command), "farsight": _facts(own)}
+            facts = {"peer": other.name, "peer_versions": installed_versions(args.peer_venv), "servers": servers}
+            record = run_bench(_options(other, peer_server, own_server, args), print, PROGRAM, facts)
+    print(json.dumps(ends))
+    write_json(args.json, {**record, "ends": ends})
+    # How the peer ends is its own affair: `transformers serve` has to be killed.
+    return 1 if num_errors(record) or ends["farsight"]["left_behind"] else 0
+
+
+@contextlib.contextmanager
+def _running(command: ServerCommand, log: Path, ends: dict[str, Any]) -> Iterator[RunningServer]:
+    server = RunningServer(command, log)
+    try:
+        yield server
+    finally:
+        ends[log.stem] = server.stop()
+
+
+def _facts(command: ServerCommand) -> dict[str, Any]:
+    return {**asdict(command), "words": list(command.words)}
+
+
+def _options(
+    other: Peer, peer_server: RunningServer, own_server: RunningServer, args: argparse.Namespace
+) -> BenchOptions:
+    """The peer comes first: ratios are taken to it. Neither is sent what the other does not know."""
+    return BenchOptions(
+        url=(peer_server.command.base_url, own_server.command.base_url),
+        label=(other.name, "farsight"),
+        model=(peer_server.command.model_name, own_server.command.model_name),
+        server_pid=(peer_server.pid, own_server.pid),
+        workload=tuple(args.workloads),
+        num_requests=args.n,
+        concurrency=tuple(args.concurrency),
+        repeats=args.repeats,
+        seed=args.seed,
+        warm_up=args.warm_up,
+        ignore_eos=other.takes_extensions,
+        usage=other.takes_extensions,
+        prompt_form="ids" if other.takes_ids else "text",
+        vocab_size=vocab_size(args.model),
+        sla=args.sla,
+        json=args.json,
+        plots=args.plots,
+    )
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--peer", choices=("vllm", "transformers"), required=True)
+    parser.add_argument("--peer-venv", type=Path, required=True, help="virtual environment in which it is installed")
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["skewed", "uniform", "hol"])
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 32, 128])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--n", type=int, default=256, help="requests of a run")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--warm-up", type=int, default=32, help="requests before each load, not counted")
+    parser.add_argument("--sla", help="as ttft=500,tpot=50 (ms)")
+    parser.add_argument("--max-model-len", type=int, default=2048, help="of the peer, in tokens")
+    parser.add_argument(
+        "--peer-option", action="append", default=[], help="more for the peer's server: --peer-option=--x"
+    )
+    parser.add_argument("--farsight-option", action="append", default=[], help="the same for farsight serve")
+    parser.add_argument("--ready-timeout", type=float, default=300.0, help="seconds")
+    parser.add_argument("--logs", type=Path, help="directory for the servers' output [a temporary one]")
+    parser.add_argument("--json", type=Path, help="write every number here")
+    parser.add_argument("--plots", type=Path, help="write pictures into this directory")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""What came of one streamed request, and how the stream is read.
+
+**Tokens** of an answer: ``usage.completion_tokens`` if the server sent it; else the length that was asked for, if the
+stream says that it ended by length; else the number of chunks with a choice. **Times** are taken per chunk with a
+choice, when its bytes are read. A chunk may carry several tokens, and how many is not told, so a gap between two
+chunks stands for the mean number of tokens per gap of that answer. An empty last chunk is left out if the others can
+account for all tokens:
+
+- TTFT: from sending to the first chunk.
+- TPOT: (last chunk - first chunk) / (tokens - 1).
+- ITL: each gap divided by the answer's tokens per gap, counted that many times (so the mean over all tokens is kept).
+- MTPOT: the longest gap between two chunks of the answer, undivided: what a reader sees as a pause.
+- JCT: from sending to the end of the stream.
+
+The same rules hold for every server.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+SHOWN_CHARS = 200
+_DATA = b"data:"
+
+
+class CountedBy(StrEnum):
+    """How the number of tokens is known."""
+
+    USAGE = "usage"
+    LENGTH = "length"
+    CHUNKS = "chunks"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why an answer does not count.
+
+    Attributes:
+        kind: To count by: ``HTTP 503``, ``timeout``, ``disconnected`` ...
+        detail: What was seen.
+    """
+
+    kind: str
+    detail: str
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came of a request; times in seconds on one monotonic clock.
+
+    Attributes:
+        id: Of the request.
+        kind: Of the request.
+        sent_at: When it was sent.
+        late_s: How long after its time; None in a closed loop.
+        chunks_at: When each chunk with a choice arrived.
+        num_tokens: Of the output.
+        failure: Why it does not count, or None.
+    """
+
+    id: int
+    kind: str
+    sent_at: float
+    late_s: float | None = None
+    ended_at: float = 0.0
+    chunks_at: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+    prompt_tokens: int = 0
+    counted_by: CountedBy = CountedBy.CHUNKS
+    failure: Failure | None = None
+
+    @property
+    def ttft_s(self) -> float:
+        return self.chunks_at[0] - self.sent_at
+
+    @property
+    def tpot_s(self) -> float | None:
+        """None for a single token."""
+        return (self.chunks_at[-1] - self.chunks_at[0]) / (self.num_tokens - 1) if self.num_tokens > 1 else None
+
+    @property
+    def gaps_s(self) -> list[float]:
+        return [later - earlier for earlier, later in itertools.pairwise(self.chunks_at)]
+
+    @property
+    def tokens_per_gap(self) -> float:
+        """0 if there is no gap."""
+        return (self.num_tokens - 1) / (len(self.chunks_at) - 1) if len(self.chunks_at) > 1 else 0.0
+
+    @property
+    def mtpot_s(self) -> float | None:
+        """None for a single chunk."""
+        return max(self.gaps_s, default=None)
+
+    @property
+    def jct_s(self) -> float:
+        return self.ended_at - self.sent_at
+
+
+class StreamReader:
+    """Reads server-sent events into an answer; parses the JSON of none but the last few, so that it costs little."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self._rest = b""
+        self._usage: dict[str, Any] | None = None
+        self._finish_reason: str | None = None
+        self._ends_empty = False
+        self.done = False
+
+    def feed(self, data: bytes, now: float) -> None:
+        """Takes bytes as they come, cut anywhere.
+
+        Raises:
+            ValueError: An event that had to be parsed is not what OpenAI's format has.
+        """
+        lines = (self._rest + data).split(b"\n")
+        self._rest = lines.pop()
+        for line in lines:
+            if line.startswith(_DATA):
+                self._event(line, now)
+
+    def _event(self, line: bytes, now: float) -> None:
+        if b'"choices"' in line:
+            self._choice(line, now)
+        elif b"[DONE]" in line:
+            self.done = True
+        elif b'"error"' in line:
+            self._answer.failure = Failure("error in the stream", shown(line))
+
+    def _choice(self, line: bytes, now: float) -> None:
+        has_usage = b'"usage":' in line and b'"usage":null' not in line and b'"usage": null' not in line
+        has_finish = b'"finish_reason":"' in line or b'"finish_reason": "' in line
+        is_opening = b'"role"' in line and (b'"content":""' in line or b'"content": ""' in line)
+        has_choice = b'"choices":[{' in line or b'"choices": [{' in line
+        if has_choice and not (has_usage or has_finish or is_opening):
+            self._answer.chunks_at.append(now)
+            return
+        event = json.loads(line[len(_DATA) :])
+        if not isinstance(event, dict) or not isinstance(event.get("choices"), list):
+            raise ValueError(f"no list of choices in {shown(line)}")
+        if isinstance(event.get("usage"), dict):
+            self._usage = event["usage"]
+        for choice in event["choices"]:
+            self._parsed_choice(choice, now)
+
+    def _parsed_choice(self, choice: dict[str, Any], now: float) -> None:
+        reason = choice.get("finish_reason")
+        self._finish_reason = reason or self._finish_reason
+        delta = choice.get("delta") or {}
+        is_empty = not (choice.get("text") or delta.get("content"))
+        if is_empty and not reason and "role" in delta:
+            return  # a chat stream opens with the role; no token has been made yet
+        self._ends_empty = is_empty and bool(reason)
+        self._answer.chunks_at.append(now)
+
+    def finish(self, asked_tokens: int) -> None:
+        """Counts the tokens once the stream is over; an answer that is not whole becomes a failure."""
+        answer = self._answer
+        self.feed(b"\n", answer.chunks_at[-1] if answer.chunks_at else answer.sent_at)  # a last line may lack its end
+        usage = self._usage or {}
+        answer.prompt_tokens = usage.get("prompt_tokens") or 0
+        if isinstance(usage.get("completion_tokens"), int):
+            answer.num_tokens, answer.counted_by = usage["completion_tokens"], CountedBy.USAGE
+        elif self._finish_reason == "length":
+            answer.num_tokens, answer.counted_by = asked_tokens, CountedBy.LENGTH
+        else:
+            answer.num_tokens, answer.counted_by = len(answer.chunks_at) - self._ends_empty, CountedBy.CHUNKS
+        if self._ends_empty and len(answer.chunks_at) > max(1, answer.num_tokens):
+            answer.chunks_at.pop()  # a token for each of the others: the last one only says why the answer ended
+        if answer.failure is None:
+            answer.failure = self._shortcoming()
+
+    def _shortcoming(self) -> Failure | None:
+        if not self.done and self._finish_reason is None:  # `transformers serve` ends without [DONE]
+            detail = f"neither finish_reason nor [DONE] after {len(self._answer.chunks_at)} chunks"
+            return Failure("stream cut", detail)
+        if not self._answer.chunks_at or not self._answer.num_tokens:
+            return Failure("no token", f"finish_reason {self._finish_reason}")
+        return None
+
+
+def shown(data: bytes) -> str:
+    """The beginning, as text."""
+    return data[:SHOWN_CHARS].decode(errors="replace")

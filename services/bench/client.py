@@ -1,0 +1,111 @@
+"""Sends requests with aiohttp; whatever goes wrong with one is in its answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import aiohttp
+
+from core.errors import FarsightError
+from services.bench.answers import SHOWN_CHARS, Answer, CountedBy, Failure, StreamReader, shown
+from services.bench.targets import PATHS, BodyForm, Call, Target
+
+READ_BUFFER_BYTES = 1 << 20
+LOOKUP_TIMEOUT_S = 30.0
+
+
+class Client:
+    """Sends calls to one server.
+
+    Args:
+        session: Open.
+        url: The endpoint.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self._session = session
+        self._url = url
+
+    async def send(self, call: Call, due_at: float | None = None) -> Answer:
+        """Sends one call and reads its answer to the end.
+
+        Args:
+            due_at: When it should have been sent, in an open loop.
+        """
+        now = time.perf_counter()
+        answer = Answer(call.id, call.kind, now, late_s=None if due_at is None else max(0.0, now - due_at))
+        try:
+            async with self._session.post(self._url, data=call.body) as response:
+                if response.status == 200:
+                    await _read(response.content, answer, call.output_tokens)
+                else:
+                    detail = shown(await response.content.read(SHOWN_CHARS))
+                    answer.failure = Failure(f"HTTP {response.status}", detail)
+        except (aiohttp.ClientError, OSError, ValueError, TimeoutError) as error:
+            answer.failure = Failure(_kind(error), f"{type(error).__name__}: {error}"[:SHOWN_CHARS])
+        answer.ended_at = time.perf_counter()
+        if answer.failure is None and call.exact:
+            answer.failure = _wrong_length(answer, call)
+        return answer
+
+
+async def _read(content: aiohttp.StreamReader, answer: Answer, asked_tokens: int) -> None:
+    reader = StreamReader(answer)
+    async for data in content.iter_any():
+        reader.feed(data, time.perf_counter())
+    reader.finish(asked_tokens)
+
+
+def _wrong_length(answer: Answer, call: Call) -> Failure | None:
+    """Chunks alone tell nothing: several tokens may share one."""
+    if answer.counted_by is CountedBy.CHUNKS or answer.num_tokens == call.output_tokens:
+        return None
+    return Failure("wrong length", f"{answer.num_tokens} tokens instead of {call.output_tokens}")
+
+
+def _kind(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "timeout"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return "cannot connect"
+    if isinstance(error, aiohttp.ClientPayloadError):
+        return "stream cut"
+    if isinstance(error, aiohttp.ClientError | OSError):
+        return "disconnected"
+    return "malformed stream"
+
+
+@asynccontextmanager
+async def open_client(target: Target, form: BodyForm, timeout_s: float, keep_alive: bool) -> AsyncIterator[Client]:
+    """A client for one server.
+
+    Args:
+        timeout_s: For a whole request.
+        keep_alive: Reuse connections. Servers close idle ones, and a request that meets such a moment fails by no fault
+            of the engine's; so the default elsewhere is a connection per request.
+    """
+    # No limit on connections: the load alone says how many requests are under way.
+    connector = aiohttp.TCPConnector(limit=0, force_close=not keep_alive)
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=timeout, headers=target.headers, read_bufsize=READ_BUFFER_BYTES
+    ) as session:
+        yield Client(session, target.root + PATHS[form.endpoint])
+
+
+async def find_model(target: Target) -> str:
+    """The first model that the server names.
+
+    Raises:
+        FarsightError: It names none.
+    """
+    url = f"{target.root}/v1/models"
+    timeout = aiohttp.ClientTimeout(total=LOOKUP_TIMEOUT_S)
+    try:
+        async with aiohttp.ClientSession(timeout=timeout, headers=target.headers) as session, session.get(url) as reply:
+            reply.raise_for_status()
+            return str((await reply.json(content_type=None))["data"][0]["id"])
+    except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError, TimeoutError) as error:
+        raise FarsightError(f"no model is known: {url} does not name one ({error!r}); give --model") from error

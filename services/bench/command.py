@@ -1,0 +1,93 @@
+"""``farsight bench``: the command's options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from core.errors import ConfigError, FarsightError
+
+KEY_VARIABLE = "FARSIGHT_BENCH_API_KEY"
+
+
+def bench(
+    url: Annotated[list[str], typer.Option(help="Server, as http://127.0.0.1:8000; several are compared by turns.")],
+    label: Annotated[list[str] | None, typer.Option(help="Name of each server in tables.")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="Model's name, at all or at each; default: asks the server.")
+    ] = None,
+    server_pid: Annotated[list[int] | None, typer.Option(help="Each server's process, to measure its CPU.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar=KEY_VARIABLE, help="Sent as a bearer token.")] = None,
+    endpoint: Annotated[Literal["completions", "chat"], typer.Option(help="What is asked.")] = "completions",
+    workload: Annotated[
+        list[str] | None,
+        typer.Option(help="uniform, skewed, hol, hol-burst, zipf, gamma, prefix (default: skewed); may be repeated."),
+    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="CSV or JSONL of arrivals and lengths, .gz or not.")] = None,
+    texts: Annotated[Path | None, typer.Option(help="JSONL with prompt, or instruction and user_input.")] = None,
+    prefix_groups: Annotated[Path | None, typer.Option(help="JSONL of prefixes with their requests.")] = None,
+    num_requests: Annotated[int, typer.Option(help="Requests of a run, at most.")] = 256,
+    concurrency: Annotated[
+        str | None, typer.Option(help="Closed loop: in flight at once, as 1,32,128 (default: 32).")
+    ] = None,
+    rate: Annotated[float | None, typer.Option(help="Open loop: requests per second.")] = None,
+    cv: Annotated[
+        float | None, typer.Option(help="Of the gaps: 1 Poisson, more is burstier (default: 1, gamma 4).")
+    ] = None,
+    time_scale: Annotated[float | None, typer.Option(help="Seconds here per second of --trace (default: 1).")] = None,
+    warm_up: Annotated[int, typer.Option(help="Short requests that are not counted.")] = 32,
+    seed: Annotated[int, typer.Option(help="Of lengths and arrivals.")] = 1,
+    repeats: Annotated[int, typer.Option(help="Rounds.")] = 1,
+    temperature: Annotated[float, typer.Option(help="Of the sampling.")] = 0.0,
+    ignore_eos: Annotated[bool, typer.Option(help="Ask for full lengths (an extension of OpenAI's API).")] = True,
+    usage: Annotated[bool, typer.Option(help="Ask for the usage at the end of the stream.")] = True,
+    extra_body: Annotated[str | None, typer.Option(help="JSON object, merged into every request.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for a request.")] = 600.0,
+    keep_alive: Annotated[bool, typer.Option(help="Reuse connections.")] = False,
+    prompt_form: Annotated[Literal["text", "ids"], typer.Option(help="ids needs --vocab-size.")] = "text",
+    vocab_size: Annotated[int | None, typer.Option(help="Token ids of prompts are below it.")] = None,
+    max_prompt_tokens: Annotated[int | None, typer.Option(help="Longer drawn prompts are cut.")] = None,
+    max_output_tokens: Annotated[int | None, typer.Option(help="Longer outputs are cut.")] = None,
+    output_tokens: Annotated[int, typer.Option(help="Where a text does not tell.")] = 128,
+    num_groups: Annotated[int, typer.Option(help="Prefixes of --workload prefix.")] = 16,
+    prefix_tokens: Annotated[int, typer.Option(help="Length of each of them.")] = 512,
+    same_prompts: Annotated[bool, typer.Option("--same-prompts", help="All runs send the same: caches help.")] = False,
+    salt: Annotated[int | None, typer.Option(help="Repeats the prompts of an earlier call; default: random.")] = None,
+    hide_lengths: Annotated[
+        bool, typer.Option("--hide-lengths", help="One max_tokens for all; for a server in benchmark mode.")
+    ] = False,
+    sla: Annotated[
+        str | None, typer.Option(help="Bounds in ms on ttft, tpot, mtpot, jct, for goodput: ttft=500,tpot=50.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write every number here.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Write pictures into this directory.")] = None,
+) -> None:
+    """Load OpenAI-compatible servers and measure them; 1 if a request failed."""
+    given: dict[str, Any] = dict(locals())
+    from services.bench.compare import num_errors, run_bench
+    from services.bench.options import BenchOptions
+
+    try:
+        given["concurrency"] = _counts(concurrency)
+        given |= {name: given[name] or [] for name in ("label", "model", "server_pid", "workload")}
+        fields: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
+        }
+        options = BenchOptions(**fields)
+        record = run_bench(options, typer.echo)
+    except FarsightError as error:
+        typer.echo(f"farsight: {error}", err=True)
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    if num_errors(record):
+        raise typer.Exit(1)
+
+
+def _counts(text: str | None) -> list[int]:
+    try:
+        return [int(item) for item in text.split(",")] if text is not None else []
+    except ValueError:
+        raise ConfigError("--concurrency", text, "numbers as 32 or 1,32,128") from None

@@ -1,0 +1,198 @@
+"""Measures one server, or several by turns: A B A B, so that what changes on the machine meets all of them alike."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from core.errors import ConfigError
+from services.bench.cases import Case, make_cases
+from services.bench.client import find_model
+from services.bench.load import Connection, RunResult, measure, run_async
+from services.bench.options import BenchOptions, body_form, check_options, read_sla
+from services.bench.plots import plot_case
+from services.bench.report import case_table, provenance, write_json
+from services.bench.sla import Sla
+from services.bench.statistics import (
+    Metrics,
+    counted_by,
+    error_examples,
+    error_kinds,
+    per_request,
+    ratios,
+    run_metrics,
+    summarize,
+)
+from services.bench.targets import Target, make_call
+
+WARM_UP_TOKENS = 8
+SALT_BITS = 24
+"""Of a call; the runs of a call count on from its salt, far apart from those of others."""
+_RUN_BITS = 16
+
+Say = Callable[[str], None]
+
+
+class Bench:
+    """Puts loads on servers.
+
+    Args:
+        options: Checked.
+        targets: The servers; ratios are taken to the first.
+    """
+
+    def __init__(self, options: BenchOptions, targets: Sequence[Target], say: Say) -> None:
+        self.salt = secrets.randbits(SALT_BITS) if options.salt is None else options.salt
+        self._options = options
+        self._targets = targets
+        self._sla: Sla | None = read_sla(options)
+        self._say = say
+        self._num_runs = 0
+
+    def run(self, case: Case) -> dict[str, Any]:
+        """Measures every server under a load; prints the table and what went wrong."""
+        for target in self._targets:
+            self._warm_up(target, case)
+        runs: dict[str, list[RunResult]] = {target.label: [] for target in self._targets}
+        for _ in range(self._options.repeats):
+            for target in self._targets:
+                runs[target.label].append(self._measure(target, case))
+        record = self._record(case, runs)
+        self._say(f"\n{case_table(record)}")
+        self._tell_errors(record)
+        if self._options.plots is not None:
+            self._plot(case, runs, self._options.plots)
+        return record
+
+    def _next_salt(self) -> int:
+        """Prompts that no earlier run has sent, so that no cache of prefixes helps; or none, if they shall be alike."""
+        if self._options.same_prompts:
+            return 0
+        self._num_runs += 1
+        return (self.salt << _RUN_BITS) + self._num_runs
+
+    def _connection(self, case: Case) -> Connection:
+        options = self._options
+        return Connection(body_form(options, case.longest_output), options.timeout, options.keep_alive)
+
+    def _warm_up(self, target: Target, case: Case) -> None:
+        """A few short requests, not counted; what fails there will fail again and be counted then."""
+        connection, salt = self._connection(case), self._next_salt()
+        chosen = case.requests[: self._options.warm_up]
+        calls = [make_call(request, target.model, connection.form, salt, WARM_UP_TOKENS) for request in chosen]
+        if calls:
+            measure(target, calls, connection, case.load if isinstance(case.load, int) else len(calls))
+
+    def _measure(self, target: Target, case: Case) -> RunResult:
+        connection, salt = self._connection(case), self._next_salt()
+        calls = [make_call(request, target.model, connection.form, salt) for request in case.requests]
+        return measure(target, calls, connection, case.load)
+
+    def _record(self, case: Case, runs: dict[str, list[RunResult]]) -> dict[str, Any]:
+        metrics = {label: [run_metrics(run, self._sla) for run in results] for label, results in runs.items()}
+        base, *others = metrics
+        wanted = {
+            "requests": len(case.requests),
+            "prompt_tokens": sum(request.prompt_tokens for request in case.requests),
+            "output_tokens": sum(request.output_tokens for request in case.requests),
+        }
+        return {
+            "name": case.name,
+            "load": case.load if isinstance(case.load, int) else list(case.load),
+            "wanted": wanted,
+            "targets": [_target_record(target, runs[target.label], metrics[target.label]) for target in self._targets],
+            "ratios": [
+                {"label": label, "base": base, "ratios": ratios(metrics[label], metrics[base])} for label in others
+            ],
+        }
+
+    def _tell_errors(self, record: dict[str, Any]) -> None:
+        for target in record["targets"]:
+            for number, run in enumerate(target["runs"], start=1):
+                for kind, count in run["errors"].items():
+                    example = run["error_examples"][kind]
+                    self._say(f"error at {target['label']}, round {number}, {count} times: {kind}: {example}")
+
+    def _plot(self, case: Case, runs: dict[str, list[RunResult]], directory: Path) -> None:
+        directory.mkdir(exist_ok=True)
+        path = directory / f"{case.file_name}.png"
+        plot_case(path, case.name, runs)
+        self._say(f"plot: {path}")
+
+
+def _target_record(target: Target, runs: Sequence[RunResult], metrics: Sequence[Metrics]) -> dict[str, Any]:
+    records = [
+        {
+            "metrics": numbers,
+            "errors": error_kinds(run.answers),
+            "error_examples": error_examples(run.answers),
+            "tokens_counted_by": counted_by(run.answers),
+            "requests": per_request(run),
+        }
+        for run, numbers in zip(runs, metrics, strict=True)
+    ]
+    named = {"label": target.label, "url": target.base_url, "model": target.model}
+    return {**named, "summary": summarize(metrics), "runs": records}
+
+
+def run_bench(
+    options: BenchOptions, say: Say, program: Sequence[str] = ("farsight",), facts: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Does what the options say; returns what the JSON file holds, and writes it.
+
+    Args:
+        say: Prints a line.
+        program: What was run, without its arguments.
+        facts: Go into the record as well.
+
+    Raises:
+        FarsightError: An option is wrong, or a server names no model.
+    """
+    check_options(options)
+    cases = make_cases(options)
+    targets = make_targets(options)
+    bench = Bench(options, targets, say)
+    head = {**provenance(program), "config": _config(options), "salt": bench.salt, **(facts or {})}
+    record = {**head, "cases": [bench.run(case) for case in cases]}
+    write_json(options.json, record)
+    return record
+
+
+def make_targets(options: BenchOptions) -> list[Target]:
+    """The servers that the options name; a model that is not named is asked for.
+
+    Raises:
+        FarsightError: A server does not answer that, or a process is not there.
+    """
+    targets = []
+    for i, url in enumerate(options.url):
+        label = options.label[i] if options.label else _default_label(url, i, len(options.url))
+        pid = options.server_pid[i] if options.server_pid else None
+        if pid is not None and not psutil.pid_exists(pid):
+            raise ConfigError("--server-pid", pid, "the number of a process of this machine")
+        target = Target(label, url, "", pid, options.api_key)
+        model = options.model[i if len(options.model) > 1 else 0] if options.model else run_async(find_model(target))
+        targets.append(Target(label, url, model, pid, options.api_key))
+    return targets
+
+
+def _default_label(url: str, i: int, num_urls: int) -> str:
+    return url if num_urls == 1 else "ABCDEFGH"[i] if num_urls <= 8 else f"server {i}"
+
+
+def _config(options: BenchOptions) -> dict[str, Any]:
+    """The options as JSON has them, without the key."""
+    fields = asdict(options)
+    fields["api_key"] = None if options.api_key is None else "..."
+    return {name: str(value) if isinstance(value, Path) else value for name, value in fields.items()}
+
+
+def num_errors(record: dict[str, Any]) -> int:
+    """Of all runs."""
+    runs = (run for case in record["cases"] for target in case["targets"] for run in target["runs"])
+    return sum(sum(run["errors"].values()) for run in runs)

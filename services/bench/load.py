@@ -1,0 +1,124 @@
+"""Sends a workload to one server: closed loop (so many under way) or open loop (by the clock)."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from services.bench.answers import Answer
+from services.bench.client import Client, open_client
+from services.bench.processes import ProcessTree, machine_cpu_s
+from services.bench.targets import BodyForm, Call, Target
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """How the client talks to servers; see ``open_client``."""
+
+    form: BodyForm
+    timeout_s: float = 600.0
+    keep_alive: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """CPU seconds used during a run.
+
+    Attributes:
+        client_s: This process.
+        server_s: The server's process tree; None if it is not known.
+        others_s: All other processes of this machine; None if the server's are not known.
+    """
+
+    client_s: float
+    server_s: float | None = None
+    others_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """One pass of a workload over one server; ``began_at`` is on the clock of the answers."""
+
+    answers: Sequence[Answer]
+    began_at: float
+    wall_s: float
+    usage: Usage
+
+
+def measure(target: Target, calls: Sequence[Call], connection: Connection, load: int | Sequence[float]) -> RunResult:
+    """Sends the calls and waits for the last answer.
+
+    Args:
+        load: How many are under way at once, or when each call is due, in seconds from the beginning.
+    """
+    return run_async(_measure(target, calls, connection, load))
+
+
+def run_async(work: Coroutine[Any, Any, T]) -> T:
+    """Runs it to its end, on uvloop where there is one."""
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(work)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:  # not on Windows
+        return None
+    return uvloop.new_event_loop
+
+
+async def _measure(
+    target: Target, calls: Sequence[Call], connection: Connection, load: int | Sequence[float]
+) -> RunResult:
+    tree = ProcessTree(target.server_pid) if target.server_pid is not None else None
+    gc.collect()  # what the preparation left is not to be collected in the middle
+    async with open_client(target, connection.form, connection.timeout_s, connection.keep_alive) as client:
+        before = _cpu(tree)
+        began_at = time.perf_counter()
+        if isinstance(load, int):
+            answers = await _closed_loop(client, calls, load)
+        else:
+            answers = await _open_loop(client, calls, load, began_at)
+        wall_s = time.perf_counter() - began_at
+        after = _cpu(tree)
+    client_s, server_s, machine_s = (late - early for late, early in zip(after, before, strict=True))
+    if tree is None:
+        return RunResult(answers, began_at, wall_s, Usage(client_s))
+    others_s = max(0.0, machine_s - server_s - client_s)
+    return RunResult(answers, began_at, wall_s, Usage(client_s, server_s, others_s))
+
+
+def _cpu(tree: ProcessTree | None) -> tuple[float, float, float]:
+    """Of this process, the server and the machine."""
+    return time.process_time(), tree.cpu_s() if tree else 0.0, machine_cpu_s()
+
+
+async def _closed_loop(client: Client, calls: Sequence[Call], concurrency: int) -> list[Answer]:
+    """The next call starts when one ends."""
+    answers: list[Answer] = []
+    coming = iter(calls)
+
+    async def sender() -> None:
+        for call in coming:
+            answers.append(await client.send(call))  # noqa: PERF401 (one list for all)
+
+    await asyncio.gather(*(sender() for _ in range(min(concurrency, len(calls)))))
+    return answers
+
+
+async def _open_loop(client: Client, calls: Sequence[Call], due_s: Sequence[float], began_at: float) -> list[Answer]:
+    """Calls start when they are due, however many are under way."""
+    tasks = []
+    for call, due in zip(calls, due_s, strict=True):
+        due_at = began_at + due
+        if (wait_s := due_at - time.perf_counter()) > 0:
+            await asyncio.sleep(wait_s)
+        tasks.append(asyncio.create_task(client.send(call, due_at)))
+    return list(await asyncio.gather(*tasks))

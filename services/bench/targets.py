@@ -1,0 +1,107 @@
+"""A server under load and the requests as it is sent them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from services.bench.requests import BenchRequest
+
+Endpoint = Literal["completions", "chat"]
+PATHS: Mapping[str, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server.
+
+    Attributes:
+        label: Its name in tables.
+        base_url: With or without ``/v1``.
+        model: The model's name there.
+        server_pid: Root of its process tree, if its CPU time is to be measured.
+        api_key: Sent as a bearer token.
+    """
+
+    label: str
+    base_url: str
+    model: str
+    server_pid: int | None = None
+    api_key: str | None = field(default=None, repr=False)
+
+    @property
+    def root(self) -> str:
+        return self.base_url.rstrip("/").removesuffix("/v1")
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of every request."""
+        authorization = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        return {"Content-Type": "application/json", **authorization}
+
+
+@dataclass(frozen=True, slots=True)
+class BodyForm:
+    """How a request is written down.
+
+    Attributes:
+        vocab_size: Prompts are token ids below it; None sends text.
+        ignore_eos: Ask for the full length (an extension that vLLM, SGLang and Farsight know).
+        usage: Ask for ``usage`` at the end of the stream.
+        hidden_max_tokens: Sent as ``max_tokens`` of every request; the true length goes in ``benchmark_len``, so that
+            the server's scheduler cannot read it. None sends the true length as ``max_tokens``.
+        extra: More fields of the body.
+    """
+
+    endpoint: Endpoint = "completions"
+    vocab_size: int | None = None
+    temperature: float = 0.0
+    ignore_eos: bool = True
+    usage: bool = True
+    hidden_max_tokens: int | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request, ready to be sent.
+
+    Attributes:
+        exact: The answer must have ``output_tokens`` tokens.
+    """
+
+    id: int
+    kind: str
+    body: bytes
+    output_tokens: int
+    exact: bool
+
+
+def make_call(request: BenchRequest, model: str, form: BodyForm, salt: int, most_tokens: int | None = None) -> Call:
+    """Writes a request down.
+
+    Args:
+        salt: Another one gives another prompt of the same length.
+        most_tokens: Cuts the output, for warming up.
+    """
+    output_tokens = min(request.output_tokens, most_tokens or request.output_tokens)
+    body: dict[str, Any] = {"model": model, **_prompt(request, form, salt)}
+    body |= {"max_tokens": output_tokens, "temperature": form.temperature, "stream": True}
+    if form.hidden_max_tokens is not None:
+        body |= {"max_tokens": form.hidden_max_tokens, "benchmark_len": output_tokens}
+    if form.ignore_eos:
+        body["ignore_eos"] = True
+    if form.usage:
+        body["stream_options"] = {"include_usage": True}
+    data = json.dumps(body | dict(form.extra), separators=(",", ":")).encode()
+    return Call(request.id, request.kind, data, output_tokens, exact=form.ignore_eos)
+
+
+def _prompt(request: BenchRequest, form: BodyForm, salt: int) -> dict[str, Any]:
+    if form.endpoint == "chat":
+        return {"messages": [{"role": "user", "content": request.prompt_text(salt)}]}
+    if form.vocab_size is None:
+        return {"prompt": request.prompt_text(salt)}
+    return {"prompt": request.prompt_ids(form.vocab_size, salt)}

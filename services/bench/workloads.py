@@ -1,0 +1,136 @@
+"""Seeded workloads: the same arguments give the same requests.
+
+``uniform``: output lengths uniform. ``skewed``: log-normal. ``hol``: few very long outputs spread among many short
+ones, so that first come, first served always has a straggler; ``hol-burst``: the same with the long ones first.
+``zipf``: prompt and output lengths bounded Zipf. ``gamma``: lengths as in ``skewed``, for bursty arrivals. ``prefix``:
+groups that share a prefix, Zipf over the groups. Lengths are tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from bisect import bisect
+from collections.abc import Callable
+from dataclasses import replace
+
+from services.bench.requests import BenchRequest, Part
+
+PROMPT_LENS = (64, 256)
+OUTPUT_LENS = (8, 256)
+SHORT_LENS = (8, 32)
+LONG_LENS = (384, 768)
+LONG_PERIOD = 12
+"""One long output in so many requests of ``hol`` (8 %)."""
+SKEWED_MEDIAN = 28.0
+SKEWED_SIGMA = 1.0
+
+ZIPF_PROMPT_LENS = (16, 512)
+ZIPF_OUTPUT_LENS = (4, 512)
+ZIPF_EXPONENT = 0.9
+"""Of the lengths."""
+
+GAMMA_CV = 4.0
+"""Of the times between arrivals of ``gamma``, unless another is asked for."""
+
+GROUP_EXPONENT = 1.1
+"""Of the popularity of prefixes."""
+NUM_GROUPS = 16
+PREFIX_TOKENS = 512
+
+
+class Zipf:
+    """Draws ranks 0 .. ``num_ranks`` - 1, rank ``r`` with a weight of ``(r + 1) ** -exponent``."""
+
+    def __init__(self, num_ranks: int, exponent: float) -> None:
+        self._cumulative = list(itertools.accumulate((rank + 1) ** -exponent for rank in range(num_ranks)))
+
+    def draw(self, rng: random.Random) -> int:
+        return min(bisect(self._cumulative, rng.random() * self._cumulative[-1]), len(self._cumulative) - 1)
+
+
+def make_workload(
+    name: str, num_requests: int, seed: int, num_groups: int = NUM_GROUPS, prefix_tokens: int = PREFIX_TOKENS
+) -> list[BenchRequest]:
+    """The requests of a workload.
+
+    Args:
+        name: One of ``WORKLOADS``.
+        num_groups: Prefixes of ``prefix``.
+        prefix_tokens: Length of each of them.
+    """
+    rng = random.Random(seed)
+    if name == "zipf":
+        return _zipf(num_requests, rng)
+    requests = _by_output_length(_OUTPUT_LENGTH[name], num_requests, rng)
+    if name.startswith("hol"):
+        _lengthen(requests, rng)
+    if name == "hol-burst":
+        requests.sort(key=lambda request: request.kind != "long")
+    if name == "prefix":
+        requests = _with_prefixes(requests, num_groups, prefix_tokens, rng)
+    return [replace(request, id=i) for i, request in enumerate(requests)]
+
+
+def _by_output_length(
+    draw: Callable[[random.Random], int], num_requests: int, rng: random.Random
+) -> list[BenchRequest]:
+    requests = []
+    for i in range(num_requests):
+        # The order of the draws is fixed: figures of one seed stay comparable between versions.
+        output_tokens, prompt_tokens = draw(rng), rng.randint(*PROMPT_LENS)
+        requests.append(BenchRequest(i, output_tokens, (Part(rng.getrandbits(31), prompt_tokens),)))
+    return requests
+
+
+def _uniform(rng: random.Random) -> int:
+    return rng.randint(*OUTPUT_LENS)
+
+
+def _skewed(rng: random.Random) -> int:
+    drawn = math.exp(rng.gauss(math.log(SKEWED_MEDIAN), SKEWED_SIGMA))
+    return int(min(OUTPUT_LENS[1], max(OUTPUT_LENS[0], drawn)))
+
+
+def _short(rng: random.Random) -> int:
+    return rng.randint(*SHORT_LENS)
+
+
+_OUTPUT_LENGTH: dict[str, Callable[[random.Random], int]] = {
+    "uniform": _uniform,
+    "skewed": _skewed,
+    "hol": _short,
+    "hol-burst": _short,
+    "gamma": _skewed,
+    "prefix": _skewed,
+}
+
+WORKLOADS = (*_OUTPUT_LENGTH, "zipf")
+
+
+def _lengthen(requests: list[BenchRequest], rng: random.Random) -> None:
+    """Makes one request of every period a long one, at a random place in it."""
+    for start in range(0, len(requests), LONG_PERIOD):
+        place = start + rng.randrange(min(LONG_PERIOD, len(requests) - start))
+        for i in range(start, min(start + LONG_PERIOD, len(requests))):
+            requests[i] = replace(requests[i], kind="short")
+        requests[place] = replace(requests[place], output_tokens=rng.randint(*LONG_LENS), kind="long")
+
+
+def _zipf(num_requests: int, rng: random.Random) -> list[BenchRequest]:
+    prompts = Zipf(ZIPF_PROMPT_LENS[1] - ZIPF_PROMPT_LENS[0] + 1, ZIPF_EXPONENT)
+    outputs = Zipf(ZIPF_OUTPUT_LENS[1] - ZIPF_OUTPUT_LENS[0] + 1, ZIPF_EXPONENT)
+    requests = []
+    for i in range(num_requests):
+        prompt = Part(rng.getrandbits(31), ZIPF_PROMPT_LENS[0] + prompts.draw(rng))
+        requests.append(BenchRequest(i, ZIPF_OUTPUT_LENS[0] + outputs.draw(rng), (prompt,)))
+    return requests
+
+
+def _with_prefixes(
+    requests: list[BenchRequest], num_groups: int, prefix_tokens: int, rng: random.Random
+) -> list[BenchRequest]:
+    zipf = Zipf(num_groups, GROUP_EXPONENT)
+    prefixes = [Part(rng.getrandbits(31), prefix_tokens) for _ in range(num_groups)]
+    return [replace(request, parts=(prefixes[zipf.draw(rng)], *request.parts)) for request in requests]

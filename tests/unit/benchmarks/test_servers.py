@@ -1,0 +1,79 @@
+"""Servers as child processes, and how peers are started."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks import servers
+from benchmarks.peers.commands import installed_versions, peer
+from benchmarks.servers import RunningServer, ServerCommand, free_port, vocab_size
+
+SCRIPT = """
+import http.server, subprocess, sys
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+try:
+    http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+except KeyboardInterrupt:
+    pass
+"""
+
+
+def start(log: Path, script: str = SCRIPT) -> RunningServer:
+    port = free_port()
+    return RunningServer(ServerCommand([sys.executable, "-c", script, str(port)], port, "m"), log)
+
+
+def test_what_a_server_leaves_behind_is_named_and_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "STOP_TIMEOUT_S", 2.0)
+    server = start(tmp_path / "log")
+    try:
+        assert server.wait_until_ready(20) > 0
+        (child,) = psutil.Process(server.pid).children()
+        assert server.tree.cpu_s() > 0
+    finally:
+        end = server.stop()
+    assert end["exit_status"] == 0
+    assert [int(line.split()[0]) for line in end["left_behind"]] == [child.pid]
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_server_that_ends_tells_why(tmp_path: Path) -> None:
+    server = start(tmp_path / "log", "raise SystemExit('no memory')")
+    with pytest.raises(RuntimeError, match="status 1:\nno memory"):
+        server.wait_until_ready(20)
+    assert server.stop()["left_behind"] == []
+
+
+def test_vllm_runs_in_one_process(tmp_path: Path) -> None:
+    found = peer("vllm", tmp_path, tmp_path / "tiny", 2048, ["--enforce-eager"])
+    assert found.takes_ids and found.takes_extensions and found.command.model_name == "tiny"
+    assert found.command.env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    words = " ".join(found.command.words)
+    assert "--distributed-executor-backend uni --enforce-eager" in words and "--no-enable-prefix-caching" in words
+
+
+def test_transformers_is_asked_in_plain_text(tmp_path: Path) -> None:
+    found = peer("transformers", tmp_path, tmp_path / "tiny", 2048, [])
+    assert not found.takes_ids and not found.takes_extensions
+    assert found.command.model_name == str(tmp_path / "tiny")  # it knows its model by the path alone
+
+
+def test_versions_of_a_venv() -> None:
+    found = installed_versions(Path(sys.prefix))
+    assert found["python"].startswith("3.") and found["torch"]
+
+
+def test_vocab_size(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 77}))
+    assert vocab_size(tmp_path) == 77

@@ -1,0 +1,111 @@
+"""A server on a real socket that streams, fails, stalls or closes early, as each request's ``user`` field says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from aiohttp import web
+
+TOKENS_PER_CHUNK = 2
+
+
+class FakeServer:
+    """Keeps the bodies that it was sent.
+
+    Attributes:
+        base_url: Of the running server.
+        bodies: In the order in which they came.
+        most_open: So many requests were under way at once.
+    """
+
+    def __init__(self) -> None:
+        self.base_url = ""
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.most_open = 0
+        self._num_open = 0
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post("/v1/chat/completions", self._complete)
+        return app
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "fake"}]})
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        self.bodies.append(body := await request.json())
+        self.headers.append(dict(request.headers))
+        self._num_open += 1
+        self.most_open = max(self.most_open, self._num_open)
+        try:
+            return await self._answer(request, body)
+        finally:
+            self._num_open -= 1
+
+    async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        fault = body.get("user")
+        if fault == "full":
+            return web.json_response({"error": {"message": "full"}}, status=503)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        num_tokens = body.get("benchmark_len", body["max_tokens"]) - (1 if fault == "short" else 0)
+        for start in range(0, num_tokens, TOKENS_PER_CHUNK):
+            await response.write(
+                _event({"choices": [{"index": 0, "text": "ab", "finish_reason": None}], "usage": None})
+            )
+            await asyncio.sleep(0.002)
+            if fault == "close" and start:
+                assert request.transport is not None
+                request.transport.close()
+                return response
+            if fault == "stall" and start:
+                await asyncio.sleep(30)
+            if fault == "error" and start:
+                await response.write(_event({"error": {"message": "out of memory"}}))
+                return response
+            if fault == "garbage" and start:
+                await response.write(b'data: {"choices": [{"finish_reason": "length"\n\n')
+                return response
+        if "stream_options" in body:
+            usage = {"prompt_tokens": 3, "completion_tokens": num_tokens}
+            await response.write(_event({"choices": [], "usage": usage}))
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+def _event(fields: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(fields)}\n\n".encode()
+
+
+@contextmanager
+def fake_server() -> Iterator[FakeServer]:
+    """Runs it in a thread, on an event loop of its own."""
+    server, ready, stop = FakeServer(), threading.Event(), threading.Event()
+
+    async def serve() -> None:
+        runner = web.AppRunner(server.app(), shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        server.base_url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        ready.set()
+        while not stop.is_set():  # noqa: ASYNC110 (set by another thread)
+            await asyncio.sleep(0.01)
+        await runner.cleanup()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), name="fake-server")
+    thread.start()
+    try:
+        assert ready.wait(10)
+        yield server
+    finally:
+        stop.set()
+        thread.join(10)
