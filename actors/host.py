@@ -7,9 +7,11 @@ import os
 import socket
 from typing import Any
 
+import ray
 from prometheus_client import CollectorRegistry, generate_latest
 
 from actors.health import HealthServer
+from actors.local_link import listen
 from actors.metrics import RefusedMessages
 from actors.peer import PeerLost
 from actors.piece import Piece, PieceContext
@@ -37,6 +39,9 @@ class PieceHost:
         self._health = HealthServer(self._registry, self._rows)
         self._port = 0
         self._lock = asyncio.Lock()
+        self._address: str | None = None
+        self._listener: asyncio.Server | None = None  # uvloop closes one that nobody holds
+        self._listening = asyncio.Lock()
         self._failure: BaseException | None = None
         self._broken = asyncio.Event()
 
@@ -77,6 +82,13 @@ class PieceHost:
         if piece is None:
             raise PeerLost(name)
         return await piece.answer(method, data)
+
+    async def local_address(self) -> tuple[str, str]:
+        """The node's id, and where callers on it find a socket that takes what ``call`` takes."""
+        async with self._listening:
+            if self._address is None:
+                self._address, self._listener = await listen(self.call)
+        return ray.get_runtime_context().get_node_id(), self._address
 
     async def site(self) -> Site:
         """What it was started with."""

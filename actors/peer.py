@@ -63,9 +63,9 @@ class RemotePeer:
 
     async def call(self, method: str, data: bytes = b"") -> Any:
         if not self._delay_s:
-            return await self._actor.call("call", self._name, method, data)
+            return await self._actor.send(self._name, method, data)
         await asyncio.sleep(self._delay_s)
-        reply = await self._actor.call("call", self._name, method, data)
+        reply = await self._actor.send(self._name, method, data)
         await asyncio.sleep(self._delay_s)
         return reply
 
@@ -94,6 +94,7 @@ class PeerBook:
         self._local = local if local is not None else {}
         self._host = host
         self._delay_s = delay_s
+        self._actors: dict[str, RemoteActor] = {}
 
     def peer(self, name: str) -> Peer:
         """The piece of that name, here or elsewhere."""
@@ -106,4 +107,11 @@ class PeerBook:
         """The process of that name."""
         from actors.remote import RemoteActor  # Ray reads its settings when it is imported: not before they are made
 
-        return RemoteActor(host, self._namespace)
+        if host not in self._actors:
+            self._actors[host] = RemoteActor(host, self._namespace)
+        return self._actors[host]
+
+    def close(self) -> None:
+        """Ends the connections to processes of this node."""
+        for actor in self._actors.values():
+            actor.close()

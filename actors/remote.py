@@ -2,22 +2,69 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
 
+from actors.local_link import LinkLost, LocalLink, connect
 from actors.names import NAMESPACE, actor_name
 from actors.peer import PeerLost
 
 
 class RemoteActor:
-    """An actor by name; its handle is looked up when needed, and again after a loss."""
+    """An actor by name; its handle is looked up when needed, and again after a loss.
 
-    def __init__(self, host: str, namespace: str = NAMESPACE) -> None:
+    Args:
+        local: Whether messages take the short way where the actor is on this node.
+    """
+
+    def __init__(self, host: str, namespace: str = NAMESPACE, *, local: bool = True) -> None:
         self._host = host
         self._namespace = namespace
         self._handle: Any = None
+        self._local = local
+        self._link: LocalLink | None = None
+        self._linked_to: Any = None  # the handle that was last asked for its address
+        self._linking = asyncio.Lock()
+
+    async def send(self, piece: str, method: str, data: bytes) -> Any:
+        """What the piece of that name answers; over a socket if the actor is on this node.
+
+        Raises:
+            PeerLost: it is gone or not there yet.
+        """
+        link = self._link
+        if link is None or not link.open:
+            link = await self._connected()
+        if link is None:
+            return await self.call("call", piece, method, data)
+        try:
+            return await link.call(piece, method, data)
+        except LinkLost as error:
+            self._handle = None
+            raise PeerLost(self._host) from error
+
+    def close(self) -> None:
+        """Ends the connection, if there is one; the next message makes another."""
+        if self._link is not None:
+            self._link.close()
+
+    async def _connected(self) -> LocalLink | None:
+        """A link to the actor that has the name now; None if there can be none."""
+        if not self._local:
+            return None
+        async with self._linking:
+            if self._link is not None and self._link.open:
+                return self._link
+            if self._handle is not None and self._handle is self._linked_to:
+                return None  # asked before: it is on another node
+            node_id, address = await self.call("local_address")
+            self._linked_to, self._link = self._handle, None
+            if address and node_id == ray.get_runtime_context().get_node_id():
+                self._link = await connect(address)
+            return self._link
 
     async def call(self, method: str, *args: Any) -> Any:
         """What its method returns.

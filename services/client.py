@@ -131,7 +131,7 @@ class EngineClient:
         self._pumps: dict[str, asyncio.Task[None]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._heard_at: float | None = None
-        self._overview = Overview(site)
+        self._overview = Overview(site, self._peers)
         self._registry = CollectorRegistry()
         self._metrics = RequestMetrics(self._registry, model.name)
         self._health = HealthServer(self._registry, lambda: [self._row()])
@@ -376,6 +376,7 @@ class EngineClient:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._health.stop()
+        self._peers.close()
 
 
 async def _again_and_again(work: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 
 from actors.hosts import keep_supervisor
@@ -32,12 +33,13 @@ async def open_client(site: Site) -> EngineClient:
 
 
 async def _wait_for_model(site: Site) -> WorkerReady:
-    router = site.peers().peer(ROUTER)
-    while True:
-        try:
-            data = await router.call("model")
-        except PeerLost:
-            data = b""
-        if data:
-            return decode(data, WorkerReady)
-        await asyncio.sleep(LOOK_AGAIN_S)
+    with contextlib.closing(site.peers()) as peers:
+        router = peers.peer(ROUTER)
+        while True:
+            try:
+                data = await router.call("model")
+            except PeerLost:
+                data = b""
+            if data:
+                return decode(data, WorkerReady)
+            await asyncio.sleep(LOOK_AGAIN_S)

@@ -12,9 +12,8 @@ from ray.exceptions import RayTaskError
 
 from actors.layout import by_host, current_counts, initial_counts, wanted_pieces
 from actors.names import ROUTER, SUPERVISOR, kv_offload_manager_name
-from actors.peer import PeerLost
+from actors.peer import PeerBook, PeerLost
 from actors.registry import kind_of
-from actors.remote import RemoteActor
 from actors.site import Site
 from core.codec import decode
 from core.messages import KVUsage, PieceRows, PieceStatus, StatusReply
@@ -27,10 +26,9 @@ TIMEOUT_S = 1.0
 class Overview:
     """Asks every process that there should be; none of them has to know the others."""
 
-    def __init__(self, site: Site) -> None:
-        self._peers = site.peers()
+    def __init__(self, site: Site, peers: PeerBook) -> None:
+        self._peers = peers
         self._counts = initial_counts(site.config)
-        self._actors: dict[str, RemoteActor] = {}
         self._last: dict[str, PieceStatus] = {}
 
     async def status(self) -> StatusReply:
@@ -66,13 +64,10 @@ class Overview:
                 self._counts = await current_counts(self._peers, self._counts)
         return by_host([SUPERVISOR, *wanted_pieces(self._counts)], self._peers.placement)
 
-    def _actor(self, host: str) -> RemoteActor:
-        return self._actors.setdefault(host, self._peers.actor(host))
-
     async def _rows(self, host: str, pieces: list[str]) -> list[PieceStatus]:
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                rows = decode(await self._actor(host).call("rows"), PieceRows).pieces
+                rows = decode(await self._peers.actor(host).call("rows"), PieceRows).pieces
         except (PeerLost, TimeoutError):
             rows = ()
         self._last |= {row.name: row for row in rows}
@@ -82,7 +77,7 @@ class Overview:
     async def _host_metrics(self, host: str) -> str:
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                text: str = await self._actor(host).call("metrics")
+                text: str = await self._peers.actor(host).call("metrics")
                 return text
         except (PeerLost, TimeoutError):
             return ""

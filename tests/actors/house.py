@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import signal
@@ -93,7 +94,8 @@ class House:
     async def ask(self, piece: str, method: str, message: Any, reply: type[T]) -> T:
         """A message to a piece, or nothing, and its answer."""
         data = b"" if message is None else encode(message)
-        return decode(await self.site.peers().peer(piece).call(method, data), reply)
+        with contextlib.closing(self.site.peers()) as peers:
+            return decode(await peers.peer(piece).call(method, data), reply)
 
     def host(self, piece: str) -> Any:
         """The actor that hosts it."""

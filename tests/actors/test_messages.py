@@ -95,7 +95,8 @@ async def test_what_is_malformed_is_refused_and_counted_and_kills_nobody(
     house: House, client: EngineClient, truth: Truth, piece: str
 ) -> None:
     pids = {name: row.pid for name, row in (await rows(client)).items() if row.kind != "Ingress"}
-    peer = house.site.peers().peer(piece)
+    peers = house.site.peers()
+    peer = peers.peer(piece)
     counted = await house.refused(piece)
     for method, kind in TAKES[piece].items():
         for data, field in malformed(kind):
@@ -107,6 +108,7 @@ async def test_what_is_malformed_is_refused_and_counted_and_kills_nobody(
         with pytest.raises(MessageError, match="a message that this piece answers"):
             await peer.call(method, b"")
         counted["unknown", "method"] = counted.get(("unknown", "method"), 0) + 1
+    peers.close()
     assert await house.refused(piece) == counted
     truth.check(1, await read(client, 1, 20), 20)
     status = await rows(client)
