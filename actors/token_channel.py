@@ -10,7 +10,7 @@ from core.codec import encode
 from core.messages import TokenDelta
 from engine.outbox import TokenOutbox
 
-FLUSH_INTERVAL_S = 0.012
+FLUSH_INTERVAL_S = 0.015
 """Replies are at least this far apart once more than ``FEW_ROWS`` run: a call costs as much as many tokens."""
 
 FEW_ROWS = 4

@@ -45,6 +45,7 @@ from core.request import Request, SamplingParams
 from services.api.backend import ModelInfo
 from services.inbox import TokenInbox
 from services.ledger import RequestLedger
+from services.mailbox import Mailbox
 from services.overview import Overview
 
 ANNOUNCE_S = 0.5
@@ -75,7 +76,7 @@ class _Stream:
     """One open request: its tokens on the way to the client, and what the log will say of it."""
 
     request: Request
-    deltas: asyncio.Queue[TokenDelta | Exception] = field(default_factory=asyncio.Queue)
+    deltas: Mailbox = field(default_factory=Mailbox)
     received_at: float = field(default_factory=time.time)
     began: float = field(default_factory=time.monotonic)
     token_at: float | None = None
@@ -156,9 +157,7 @@ class EngineClient:
         try:
             reason = None
             while reason is None:
-                delta = await stream.deltas.get()
-                if isinstance(delta, Exception):
-                    raise delta
+                delta = await stream.deltas.take()
                 self._note_read(stream)
                 reason = delta.finish_reason
                 yield delta
@@ -244,7 +243,7 @@ class EngineClient:
             if stream is not None:
                 stream.reason = "error"
                 total = stream.request.max_total_len
-                stream.deltas.put_nowait(InvalidValueError(refusal.field, total, refusal.message))
+                stream.deltas.fail(InvalidValueError(refusal.field, total, refusal.message))
 
     def _follow(self, replicas: Iterable[str]) -> None:
         for replica in replicas:
@@ -283,8 +282,8 @@ class EngineClient:
             self._measure(stream, delta, now)
             stream.replica, stream.attempts = replica, delta.attempt + 1
             stream.reason = delta.finish_reason or stream.reason
-            stream.deltas.put_nowait(delta)
-            if stream.deltas.qsize() >= SLOW_DELTAS:
+            stream.deltas.put(delta)
+            if len(stream.deltas) >= SLOW_DELTAS:
                 self._slow.add(delta.request_id)
         self._after_faults()
 
@@ -296,7 +295,7 @@ class EngineClient:
                 continue  # its client has left
             stream.reason = "error"
             message = f"{stream.attempts} workers died with it or lost it"
-            stream.deltas.put_nowait(TokenDelta(request_id, stream.attempts, 0, (), "", "error", message))
+            stream.deltas.put(TokenDelta(request_id, stream.attempts, 0, (), "", "error", message))
         if self._ledger.has_outgoing:
             self._outgoing_due.set()
 
@@ -313,7 +312,7 @@ class EngineClient:
         stream.num_tokens += count
 
     def _note_read(self, stream: _Stream) -> None:
-        if stream.deltas.qsize() <= READING_DELTAS:
+        if len(stream.deltas) <= READING_DELTAS:
             self._slow.discard(stream.request.request_id)
 
     async def _pump_records(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from json.encoder import encode_basestring
 from typing import Any
 
 from core.messages import DeltaLogprobs, TokenDelta
@@ -32,6 +33,7 @@ class ChunkWriter:
         # By choice, until it is written; in a stream every job is a choice.
         self._echoes = dict(enumerate(echo for echo in generation.echoes for _ in range(generation.n)))
         self._logprobs = [CompletionLogprobs(texts) for _ in generation.jobs] if generation.shows_logprobs else []
+        self._plain: dict[int, tuple[bytes, bytes]] = {}  # by choice: what stands around the text of a usual chunk
         self._head: dict[str, Any] = {
             "id": new_id("chatcmpl" if chat else "cmpl"),
             "object": "chat.completion.chunk" if chat else "text_completion",
@@ -48,6 +50,9 @@ class ChunkWriter:
 
     def output(self, index: int, delta: TokenDelta) -> bytes:
         """Text, the end of a choice, both, or nothing; a chat's end is a chunk of its own."""
+        if delta.text and delta.finish_reason is None and delta.logprobs is None and not self._echoes:
+            head, tail = self._plain.get(index) or self._around_text(index)
+            return head + encode_basestring(delta.text).encode() + tail
         text, reason = delta.text, delta.finish_reason
         if self._chat:
             return self._chat_output(index, delta)
@@ -59,6 +64,14 @@ class ChunkWriter:
         if not text and reason is None and logprobs is None:
             return b""
         return self._event([{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}])
+
+    def _around_text(self, index: int) -> tuple[bytes, bytes]:
+        """Most chunks differ in their text alone: the rest is made once."""
+        choice: dict[str, Any] = {"index": index, "text": "", "logprobs": None, "finish_reason": None}
+        chunk = self._chat_event(index, {"content": ""}, None, None) if self._chat else self._event([choice])
+        head, _, tail = chunk.rpartition(b'""')
+        self._plain[index] = head, tail
+        return head, tail
 
     def _chat_output(self, index: int, delta: TokenDelta) -> bytes:
         content = b""
