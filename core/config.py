@@ -49,6 +49,8 @@ class EngineConfig:
         kv_memory: Memory of the KV pool, as ``512MiB`` or ``2GiB``; ``auto`` takes what a full batch of
             full-length sequences needs, but all replicas together at most a fifth of the machine's free memory.
         block_size: Tokens in a KV block.
+        prefix_cache: Sequences that begin with the same tokens share the KV of their full blocks, also with
+            sequences that have ended, as long as the memory is not needed.
         max_num_seqs: Sequences in one step.
         max_batch_tokens: Tokens computed in one step; longer prompts are prefilled in several.
         num_threads: Compute threads of a worker; 0 shares all cores but one, which serves HTTP and scheduling,
@@ -57,6 +59,7 @@ class EngineConfig:
 
     kv_memory: str = "auto"
     block_size: int = 32
+    prefix_cache: bool = True
     max_num_seqs: int = 128
     max_batch_tokens: int = 1024
     num_threads: int = 0

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from core.request import Request, SequenceStatus
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Raised when any message changes shape; a message of another version is refused."""
 
 
@@ -196,7 +196,9 @@ class SlotProgress:
     """A living sequence as the worker sees it; lengths in tokens.
 
     Attributes:
+        num_blocks: In its block table; those that it shares with others are counted for each.
         stalled: Its client does not read: it rests, whatever it has been granted.
+        cached_len: Prompt tokens that it found in the prefix cache when it first started.
     """
 
     request_id: str
@@ -207,6 +209,7 @@ class SlotProgress:
     output_len: int
     num_blocks: int
     stalled: bool
+    cached_len: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +245,7 @@ class StepReport:
         plan_seq: The plan in force when the report was made.
         short_blocks: Blocks that paused sequences lack: above 0 the worker is under pressure.
         steps: Some of the steps since the last report.
+        shared_blocks: By how much the block tables in ``progress`` together exceed the blocks in use.
     """
 
     worker_incarnation: str
@@ -253,6 +257,7 @@ class StepReport:
     progress: tuple[SlotProgress, ...]
     finished: tuple[FinishedSequence, ...]
     steps: tuple[StepSample, ...]
+    shared_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +276,7 @@ class TokenDelta:
         text: What may be shown; trails ``token_ids`` while a stop string may still complete.
         finish_reason: Set on the last delta of an attempt only.
         error: Why the sequence failed, when ``finish_reason`` is ``error``.
+        cached_len: On the first delta of an attempt the prompt tokens that came from the prefix cache, else 0.
     """
 
     request_id: str
@@ -280,6 +286,7 @@ class TokenDelta:
     text: str
     finish_reason: str | None
     error: str | None
+    cached_len: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from core.request import Request, SamplingParams
 
@@ -13,10 +13,12 @@ class Sequence:
 
     Attributes:
         token_ids: Prompt and output so far.
+        block_hashes: Of its first full blocks, as many as were asked for so far (``kvcache.prefix``).
     """
 
     request: Request
     token_ids: list[int]
+    block_hashes: list[int] = field(default_factory=list)
 
     @classmethod
     def of(cls, request: Request) -> Sequence:

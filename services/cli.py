@@ -40,6 +40,9 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on [8000].")] = None,
     kv_memory: Annotated[str | None, typer.Option(help="KV pool, as 512MiB or 2GiB [auto].")] = None,
+    prefix_cache: Annotated[
+        bool | None, typer.Option("--prefix-cache/--no-prefix-cache", help="Share the KV of equal beginnings [yes].")
+    ] = None,
     preset: Annotated[str | None, typer.Option(help="Composition of policies [fcfs].")] = None,
     replicas: Annotated[int | None, typer.Option(help="Copies of the model [1].")] = None,
     placement: Annotated[str | None, typer.Option(help="Which pieces share a process: auto, fused, split.")] = None,
@@ -48,7 +51,7 @@ def serve(
     """Serve a model over an OpenAI-compatible HTTP API until Ctrl-C."""
     overrides: dict[str, dict[str, Any]] = {
         "model": {"path": model, "dtype": dtype, "replicas": replicas},
-        "engine": {"kv_memory": kv_memory},
+        "engine": {"kv_memory": kv_memory, "prefix_cache": prefix_cache},
         "scheduler": {"preset": preset},
         "server": {"host": host, "port": port, "proxy": proxy},
         "actors": {"placement": placement},
