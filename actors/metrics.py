@@ -79,6 +79,12 @@ class EngineMetrics:
         self._preemptions = _family(
             registry, Counter, "vllm:num_preemptions", "Sequences taken out of the running batch.", _LABELS
         )
+        self._prefix_queries = _family(
+            registry, Counter, "vllm:prefix_cache_queries", "Prompt tokens looked for in the prefix cache.", _LABELS
+        )
+        self._prefix_hits = _family(
+            registry, Counter, "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", _LABELS
+        )
         self._step_tokens = _family(
             registry,
             Histogram,
@@ -107,6 +113,11 @@ class EngineMetrics:
         """One step that computed so many tokens."""
         self._step_tokens.labels(**self._labels).observe(num_tokens)
 
+    def prefix_cache(self, queries: int, hits: int) -> None:
+        """So many more prompt tokens were looked for and found; zeros at the start show the series."""
+        self._prefix_queries.labels(**self._labels).inc(queries)
+        self._prefix_hits.labels(**self._labels).inc(hits)
+
     def preempted(self, n: int = 1) -> None:
         """``n`` sequences were preempted; 0 at the start makes the first one visible to ``increase()``."""
         self._preemptions.labels(**self._labels).inc(n)
@@ -115,7 +126,7 @@ class EngineMetrics:
         """Forgets this replica, which is not served any more: its gauges must not stand still."""
         for family in (
             *(self._running, self._waiting, self._kv_usage, self._cache_config),
-            *(self._preemptions, self._step_tokens),
+            *(self._preemptions, self._step_tokens, self._prefix_queries, self._prefix_hits),
         ):
             family.remove_by_labels(dict(self._labels))
 

@@ -67,6 +67,7 @@ class ModelWorker(Piece):
         self._slow: dict[str, frozenset[str]] = {}
         self._wake = asyncio.Event()
         self._report_due = asyncio.Event()
+        self._prefix_counts = (0, 0)  # queries and hits that the metrics know
         self._samples: deque[StepSample] = deque(maxlen=MAX_SAMPLES)
         self._reported_at = 0.0
         self._stepped_at: float | None = None
@@ -99,6 +100,8 @@ class ModelWorker(Piece):
             on_abort=lambda outputs: loop.call_soon_threadsafe(self._after_abort, outputs),
         )
         self._metrics.set_cache_config(worker.ready.block_size, worker.ready.num_blocks)
+        if config.engine.prefix_cache:
+            self._metrics.prefix_cache(0, 0)
         self._built.set_result(worker)
         self.spawn(self._run())
         self.spawn(self._watch_ingresses())
@@ -185,6 +188,7 @@ class ModelWorker(Piece):
         self._samples.append(sample)
         self._metrics.step(sample.prefill_tokens + sample.decode_seqs)
         self._model_cpu.inc(step.cpu_s)
+        self._count_prefixes(worker)
         if step.gap_s is not None:
             self._gaps.observe(step.gap_s)
         outputs = worker.render(step.emissions) + step.failures
@@ -193,6 +197,13 @@ class ModelWorker(Piece):
             self._stall(worker)
         ended = any(output.delta.finish_reason for output in outputs)
         self._mark_report(worker, urgent=ended or worker.executor.short_blocks > 0)
+
+    def _count_prefixes(self, worker: Worker) -> None:
+        counts = worker.executor.prefix_queries, worker.executor.prefix_hits
+        if counts != self._prefix_counts:
+            queries, hits = self._prefix_counts
+            self._metrics.prefix_cache(counts[0] - queries, counts[1] - hits)
+            self._prefix_counts = counts
 
     def _mark_report(self, worker: Worker, *, urgent: bool) -> None:
         if urgent or time.monotonic() - self._reported_at >= REPORT_INTERVAL_S:

@@ -50,6 +50,8 @@ class EngineConfig:
         kv_memory: Memory of the KV pool, as ``512MiB`` or ``2GiB``; ``auto`` takes what a full batch of
             full-length sequences needs, but all replicas together at most a fifth of the machine's free memory.
         block_size: Tokens in a KV block.
+        prefix_cache: Sequences that begin with the same tokens share the KV of their full blocks, also with
+            sequences that have ended, as long as the memory is not needed.
         max_num_seqs: Sequences in one step.
         max_batch_tokens: Tokens computed in one step; longer prompts are prefilled in several.
         max_model_len: Tokens a sequence may reach, prompt and output together; 0 is the model's own context.
@@ -62,6 +64,7 @@ class EngineConfig:
 
     kv_memory: str = "auto"
     block_size: int = 32
+    prefix_cache: bool = True
     max_num_seqs: int = 128
     max_batch_tokens: int = 1024
     max_model_len: int = 0

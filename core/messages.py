@@ -196,7 +196,9 @@ class SlotProgress:
     """A living sequence as the worker sees it; lengths in tokens.
 
     Attributes:
+        num_blocks: In its block table; those that it shares with others are counted for each.
         stalled: Its client does not read: it rests, whatever it has been granted.
+        cached_len: Prompt tokens that it found in the prefix cache when it first started.
     """
 
     request_id: str
@@ -207,6 +209,7 @@ class SlotProgress:
     output_len: int
     num_blocks: int
     stalled: bool
+    cached_len: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +245,7 @@ class StepReport:
         plan_seq: The plan in force when the report was made.
         short_blocks: Blocks that paused sequences lack: above 0 the worker is under pressure.
         steps: Some of the steps since the last report.
+        shared_blocks: By how much the block tables in ``progress`` together exceed the blocks in use.
     """
 
     worker_incarnation: str
@@ -253,6 +257,7 @@ class StepReport:
     progress: tuple[SlotProgress, ...]
     finished: tuple[FinishedSequence, ...]
     steps: tuple[StepSample, ...]
+    shared_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

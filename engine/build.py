@@ -57,7 +57,7 @@ def build_worker(
         vocab_size=config.vocab_size,
     )
     detokenizer = Detokenizer(load_tokenizer(model_dir))
-    return Worker(runner, executor, detokenizer, config.eos_token_ids, ready)
+    return Worker(runner, executor, detokenizer, config.eos_token_ids, ready, prefix_cache=engine.prefix_cache)
 
 
 def _num_blocks(

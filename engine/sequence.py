@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from core.messages import TokenLogprobs
 from core.request import Request, SamplingParams
@@ -15,11 +15,13 @@ class Sequence:
     Attributes:
         token_ids: Prompt and output so far.
         prompt_logprobs: What is known of the prompt's tokens but the first; None if nobody waits for it.
+        block_hashes: Of its first full blocks, as many as were asked for so far (``kvcache.prefix``).
     """
 
     request: Request
     token_ids: list[int]
     prompt_logprobs: list[TokenLogprobs] | None = None
+    block_hashes: list[int] = field(default_factory=list)
 
     @classmethod
     def of(cls, request: Request) -> Sequence:

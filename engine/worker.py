@@ -18,6 +18,7 @@ from engine.detokenizer import Detokenizer, OutputText
 from engine.logged_tokens import LoggedTokens
 from engine.sequence import Sequence
 from kvcache import LeaseExecutor, StepBatch
+from kvcache.prefix import NO_PARENT, extend_hashes, root_of
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class Emission:
     Attributes:
         start: Its index in the output.
         shown: Its text where that had to be known at once, else None.
+        cached_len: As in ``TokenDelta``.
         end: Set if it was the last one.
         logprobs: What else the client wants to know.
     """
@@ -56,6 +58,7 @@ class Emission:
     token: int
     start: int
     shown: str | None
+    cached_len: int
     end: FinishedSequence | None = None
     logprobs: DeltaLogprobs | None = None
 
@@ -69,6 +72,7 @@ class Worker:
         detokenizer: Turns output ids into text.
         eos_token_ids: Ids that end a sequence unless it ignores them.
         ready: What this worker tells the scheduler about itself.
+        prefix_cache: Whether sequences share the KV of what they have in common.
     """
 
     def __init__(
@@ -78,6 +82,8 @@ class Worker:
         detokenizer: Detokenizer,
         eos_token_ids: tuple[int, ...],
         ready: WorkerReady,
+        *,
+        prefix_cache: bool = False,
     ) -> None:
         self.runner = runner
         self.executor = executor
@@ -88,6 +94,20 @@ class Worker:
         self._texts: dict[str, OutputText] = {}
         self._pending: Plan | None = None
         self._prepared: Prepared = {}
+        self._prefix_cache = prefix_cache
+        if prefix_cache:
+            executor.share_prefixes(self._block_hashes)
+
+    def _block_hashes(self, request_id: str, num_blocks: int) -> list[int]:
+        return self._hash(self._sequences[request_id], num_blocks)
+
+    def _hash(self, sequence: Sequence, num_blocks: int) -> list[int]:
+        """At least its first ``num_blocks`` hashes; each is computed once."""
+        root = NO_PARENT
+        if sequence.sampling.prompt_logprobs:  # they come with the computation: no other request's can be taken
+            root = root_of(sequence.request.request_id)
+        extend_hashes(sequence.block_hashes, sequence.token_ids, self.ready.block_size, num_blocks, root)
+        return sequence.block_hashes
 
     def take_over(self) -> WorkerState:
         """A Scheduler life begins: what it needs to go on where another one left. Between steps."""
@@ -103,7 +123,10 @@ class Worker:
         for slot in plan.slots:
             request = slot.request
             if request is not None and not self._has(request):
-                prepared[request.request_id, request.attempt] = Sequence.of(request), self._start_text(request)
+                sequence = Sequence.of(request)
+                if self._prefix_cache:
+                    self._hash(sequence, request.known_len // self.ready.block_size)
+                prepared[request.request_id, request.attempt] = sequence, self._start_text(request)
         return prepared
 
     def _has(self, request: Request) -> bool:
@@ -164,7 +187,9 @@ class Worker:
             sequence.token_ids.append(token)
             # Whether a stop string has come only its text can tell; all other text can wait.
             shown = self._show(sequence, text, token, start) if sequence.sampling.stop else None
-            emissions[item.request_id] = Emission(sequence, text, token, start, shown)
+            is_first = len(sequence.token_ids) == sequence.request.known_len + 1
+            cached_len = self.executor.cached_len(item.request_id) if is_first else 0
+            emissions[item.request_id] = Emission(sequence, text, token, start, shown, cached_len)
             if self._ends(sequence, text, token, start):
                 stopped.add(item.request_id)
         if isinstance(tokens, LoggedTokens):
@@ -204,6 +229,7 @@ class Worker:
             token_ids=(emission.token,),
             text=text,
             finish_reason=None if end is None else end.status.finish_reason,
+            cached_len=emission.cached_len,
             logprobs=emission.logprobs,
         )
         return Output(sequence.request.ingress_id, delta)

@@ -1,12 +1,19 @@
-"""Which sequence holds which KV block."""
+"""Which sequences hold which KV block, and what blocks that nobody holds still contain."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from core.errors import IntegrityError
+from kvcache.prefix import NO_PARENT
 
 
 class BlockManager:
     """Hands out fixed-size KV blocks; the only truth about who holds them.
+
+    A full block may be registered under the hash of all tokens up to its end. Sequences that begin with the same
+    tokens then share it; when nobody holds it any more it stays cached and counts as free until it is evicted.
+    Whoever holds a registered block holds its predecessors too, so that a chain is only ever evicted from its end.
 
     Args:
         num_blocks: Blocks in the pool.
@@ -20,10 +27,20 @@ class BlockManager:
         self.block_size = block_size
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the lowest block is handed out first
         self._tables: dict[str, list[int]] = {}
+        self._ref_counts = [0] * num_blocks
+        self._cached: dict[int, int] = {}  # hash -> block
+        self._names: dict[int, tuple[int, int]] = {}  # cached block -> its hash and its parent's
+        self._idle: dict[int, None] = {}  # cached blocks that nobody holds, least recently used first
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Blocks that nobody holds, cached ones included."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def num_shared(self) -> int:
+        """By how much the tables together exceed the blocks that are held."""
+        return sum(map(len, self._tables.values())) - (self.num_blocks - self.num_free)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that ``num_tokens`` tokens fill."""
@@ -38,35 +55,126 @@ class BlockManager:
         return max(0, self.blocks_for(num_tokens) - len(self.table(sequence_id)))
 
     def grow(self, sequence_id: str, num_tokens: int) -> list[int] | None:
-        """Gives the sequence blocks for ``num_tokens`` tokens in all.
+        """Gives the sequence blocks for ``num_tokens`` tokens in all; cached ones are evicted last.
 
         Returns:
             Its table (shared, not a copy); None, and nothing has changed, if too few blocks are free.
         """
         table = self._tables.get(sequence_id)
         needed = -(-num_tokens // self.block_size) - (0 if table is None else len(table))
-        if needed > len(self._free):
+        if needed > len(self._free) + len(self._idle):
             return None
         if table is None:
             table = []
             if needed > 0:
                 self._tables[sequence_id] = table
         for _ in range(needed):
-            table.append(self._free.pop())
+            block = self._free.pop() if self._free else self._evict()
+            self._ref_counts[block] = 1
+            table.append(block)
         return table
+
+    def _evict(self) -> int:
+        block = next(iter(self._idle))
+        del self._idle[block]
+        del self._cached[self._names.pop(block)[0]]
+        return block
+
+    def match(self, hashes: Sequence[int], limit: int) -> list[int]:
+        """The cached blocks of the longest beginning of ``hashes[:limit]``."""
+        blocks = []
+        for i in range(limit):
+            block = self._cached.get(hashes[i])
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def num_held(self, blocks: Sequence[int]) -> int:
+        """Those of these blocks that somebody holds: to share them costs no free block."""
+        return sum(self._ref_counts[block] > 0 for block in blocks)
+
+    def share(self, sequence_id: str, blocks: Sequence[int]) -> None:
+        """Begins the table of a sequence that holds nothing with cached blocks, from ``match``."""
+        if blocks:
+            self._tables[sequence_id] = list(blocks)
+        for block in blocks:
+            self._hold(block)
+
+    def _hold(self, block: int) -> None:
+        self._ref_counts[block] += 1
+        self._idle.pop(block, None)
+
+    def register(self, sequence_id: str, first: int, hashes: Sequence[int], end: int) -> None:
+        """Names the sequence's blocks ``first`` to ``end - 1``, full and computed; those before are registered.
+
+        Of two blocks of the same content only the one registered first is kept; the table then shows that one.
+        """
+        table = self._tables[sequence_id]
+        for i in range(first, end):
+            known = self._cached.get(hashes[i])
+            if known is None:
+                self._cached[hashes[i]] = table[i]
+                self._names[table[i]] = hashes[i], hashes[i - 1] if i else NO_PARENT
+            elif known != table[i]:
+                self._hold(known)
+                self._drop(table[i])
+                table[i] = known
 
     def release(self, sequence_id: str) -> int:
         """Takes back all blocks of the sequence; returns how many."""
         blocks = self._tables.pop(sequence_id, [])
-        self._free.extend(reversed(blocks))
+        for block in reversed(blocks):
+            self._drop(block)
         return len(blocks)
 
+    def _drop(self, block: int) -> None:
+        self._ref_counts[block] -= 1
+        if self._ref_counts[block]:
+            return
+        if block in self._names:
+            self._idle[block] = None
+        else:
+            self._free.append(block)
+
     def check_integrity(self) -> None:
-        """Raises IntegrityError unless every block is either free or held, exactly once."""
-        held = [block for table in self._tables.values() for block in table]
-        if sorted(held + self._free) != list(range(self.num_blocks)):
+        """Raises IntegrityError unless blocks, reference counts, names and the order of eviction agree."""
+        counts = [0] * self.num_blocks
+        for table in self._tables.values():
+            for block in table:
+                counts[block] += 1
+        if counts != self._ref_counts:
+            raise IntegrityError(f"blocks are held {counts} times, reference counts say {self._ref_counts}")
+        held = [block for block, count in enumerate(counts) if count]
+        if sorted([*held, *self._free, *self._idle]) != list(range(self.num_blocks)):
             raise IntegrityError(
-                f"{len(held)} held + {len(self._free)} free blocks are not the {self.num_blocks} of the pool"
+                f"{len(held)} held + {len(self._free)} free + {len(self._idle)} idle blocks are not the "
+                f"{self.num_blocks} of the pool"
             )
         if not all(self._tables.values()):
             raise IntegrityError("a sequence has an empty block table")
+        self._check_shared(counts)
+        self._check_names()
+
+    def _check_shared(self, counts: list[int]) -> None:
+        for sequence_id, table in self._tables.items():
+            named = [block in self._names for block in table]
+            if named != sorted(named, reverse=True):
+                raise IntegrityError(f"{sequence_id}: a registered block follows one that is not")
+            if any(counts[block] > 1 and not is_named for block, is_named in zip(table, named, strict=True)):
+                raise IntegrityError(f"{sequence_id}: shares a block that is not registered")
+
+    def _check_names(self) -> None:
+        if {block: name for name, block in self._cached.items()} != {b: own for b, (own, _) in self._names.items()}:
+            raise IntegrityError("the index of hashes and the names of blocks differ")
+        if not self._idle.keys() <= self._names.keys():
+            raise IntegrityError("a cached block has no name")
+        order = {block: i for i, block in enumerate(self._idle)}
+        for block, (_, parent) in self._names.items():
+            if parent == NO_PARENT:
+                continue
+            if parent not in self._cached:
+                raise IntegrityError(f"block {block} is cached without its predecessor")
+            before = self._cached[parent]
+            if before in order and order[before] < order.get(block, self.num_blocks):
+                raise IntegrityError(f"block {before} would be evicted before its successor {block}")

@@ -16,6 +16,7 @@ from core.errors import IntegrityError
 from core.messages import FinishedSequence, Plan, Slot, SlotProgress, StepReport, StepSample
 from core.request import SequenceStatus
 from kvcache.block_manager import BlockManager
+from kvcache.prefix import BlockHashes
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,12 @@ class StepBatch:
 
 @dataclass(slots=True)
 class _Held:
-    """A sequence the worker has; ``num_tokens`` counts prompt and output known so far."""
+    """A sequence the worker has; ``num_tokens`` counts prompt and output known so far.
+
+    Attributes:
+        cached_len: Prompt tokens taken from the cache at its first start; None before.
+        register_at: ``computed_len`` from which another block of it is full and not registered.
+    """
 
     request_id: str
     attempt: int
@@ -62,6 +68,8 @@ class _Held:
     num_tokens: int
     slot: Slot
     computed_len: int = 0
+    cached_len: int | None = None
+    register_at: int = 0
     num_preemptions: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
 
@@ -72,12 +80,18 @@ class _Held:
 
 @dataclass(slots=True)
 class _Selection:
-    """A batch in the making."""
+    """A batch in the making.
+
+    Attributes:
+        arising: Hashes of the full blocks that the first ``num_seen`` items compute.
+    """
 
     tokens_left: int
     items: list[StepItem] = field(default_factory=list)
     chosen: list[_Held] = field(default_factory=list)
     may_start: bool = True
+    arising: set[int] = field(default_factory=set)
+    num_seen: int = 0
     short_blocks: int = 0
     out_of_grants: bool = False
 
@@ -94,6 +108,9 @@ class LeaseExecutor:
         self.limits = limits
         self.incarnation = incarnation
         self.short_blocks = 0
+        self.prefix_queries = 0  # prompt tokens looked for in the cache so far, each request's once
+        self.prefix_hits = 0  # and found
+        self._block_hashes: BlockHashes | None = None
         self._held: dict[str, _Held] = {}  # in plan order
         self._running: list[_Held] = []  # of the step that runs or has run last
         self._stalled: frozenset[str] = frozenset()
@@ -107,6 +124,14 @@ class LeaseExecutor:
         # knowledge they are remembered, so that an older view of the world cannot start them again.
         self._unacknowledged: dict[tuple[str, int], tuple[FinishedSequence, int]] = {}
         self._tombstones: dict[tuple[str, int], int] = {}
+
+    def share_prefixes(self, block_hashes: BlockHashes) -> None:
+        """From now on sequences share the KV of what they have in common; before the first plan.
+
+        Args:
+            block_hashes: Of sequences held here; asked when one starts, and when one has filled a block.
+        """
+        self._block_hashes = block_hashes
 
     @property
     def lease(self) -> int:
@@ -122,6 +147,10 @@ class LeaseExecutor:
 
     def holds(self, request_id: str) -> bool:
         return request_id in self._held
+
+    def cached_len(self, request_id: str) -> int:
+        """Prompt tokens that the sequence found in the prefix cache when it first started."""
+        return self._held[request_id].cached_len or 0
 
     def take_over(self) -> int:
         """A Scheduler life begins: the lease that its plans must bear. What is held stays and goes on."""
@@ -166,10 +195,14 @@ class LeaseExecutor:
         held.slot = slot
         if slot.num_preemptions > held.num_preemptions:
             held.num_preemptions = slot.num_preemptions
-            self.blocks.release(held.request_id)
-            held.computed_len = 0
-            held.status = SequenceStatus.WAITING
+            self._drop_kv(held)
         return held
+
+    def _drop_kv(self, held: _Held) -> None:
+        """What it had computed may stay cached: it may find it again."""
+        self.blocks.release(held.request_id)
+        held.computed_len = 0
+        held.status = SequenceStatus.WAITING
 
     def _new(self, slot: Slot) -> _Held | None:
         request = slot.request
@@ -183,6 +216,7 @@ class LeaseExecutor:
             max_total_len=request.max_total_len,
             arrival=self._arrivals,
             num_tokens=request.known_len,
+            register_at=self.blocks.block_size,
             slot=slot,
             num_preemptions=slot.num_preemptions,
         )
@@ -233,15 +267,59 @@ class LeaseExecutor:
 
     def _start(self, held: _Held, wanted: int, selection: _Selection) -> bool:
         """Starts a sequence if all its known tokens fit at once, so that no half-prefilled prompts block each other."""
-        needed = self.blocks.blocks_for(held.num_tokens)
+        if not selection.may_start:
+            return False
+        cached = self._cached_blocks(held, wanted, selection)
+        if cached is None:
+            return False  # nothing is computed twice; others may overtake it meanwhile
+        needed = self.blocks.blocks_for(held.num_tokens) - self.blocks.num_held(cached)
         alone = self.blocks.num_free == self.blocks.num_blocks
-        fits = needed + (0 if alone else self._reserve_blocks) <= self.blocks.num_free
-        table = self.blocks.grow(held.request_id, held.num_tokens) if selection.may_start and fits else None
-        if table is None:
+        if needed + (0 if alone else self._reserve_blocks) > self.blocks.num_free:
             selection.may_start = False  # head of line: nothing of lower rank overtakes
             return False
-        self._add(held, min(wanted, selection.tokens_left), table, selection)
+        self.blocks.share(held.request_id, cached)
+        table = self.blocks.grow(held.request_id, held.num_tokens)
+        assert table is not None, "there is room"
+        self._begin_at(held, len(cached) * self.blocks.block_size)
+        self._add(held, min(wanted - held.computed_len, selection.tokens_left), table, selection)
         return True
+
+    def _cached_blocks(self, held: _Held, wanted: int, selection: _Selection) -> list[int] | None:
+        """Cached blocks that a start may take over; None if the next one is being computed in this very step.
+
+        At least one of the ``wanted`` tokens is left to compute, so that a start always yields something. Whoever
+        computes the missing block is in the batch and makes headway, so nobody waits for what never comes.
+        """
+        limit = (wanted - 1) // self.blocks.block_size
+        if self._block_hashes is None or limit == 0:
+            return []
+        hashes = self._block_hashes(held.request_id, limit)
+        cached = self.blocks.match(hashes, limit)
+        if len(cached) < limit and hashes[len(cached)] in self._arising(selection, self._block_hashes):
+            return None
+        return cached
+
+    def _arising(self, selection: _Selection, block_hashes: BlockHashes) -> set[int]:
+        """Hashes of the blocks that the step chosen so far works on, as far as all their tokens are known."""
+        size = self.blocks.block_size
+        for item, held in zip(
+            selection.items[selection.num_seen :], selection.chosen[selection.num_seen :], strict=True
+        ):
+            first, known = item.start // size, held.num_tokens // size
+            end = min(known, self.blocks.blocks_for(item.start + item.num_tokens))
+            if first < end:
+                selection.arising.update(block_hashes(item.request_id, end)[first:end])
+        selection.num_seen = len(selection.items)
+        return selection.arising
+
+    def _begin_at(self, held: _Held, cached_len: int) -> None:
+        """A sequence starts, its first ``cached_len`` known tokens computed by others or by itself in another life."""
+        held.computed_len = cached_len
+        held.register_at = cached_len + self.blocks.block_size
+        if held.cached_len is None and self._block_hashes is not None:
+            held.cached_len = min(cached_len, held.prompt_len)
+            self.prefix_queries += held.prompt_len
+            self.prefix_hits += held.cached_len
 
     def _add(self, held: _Held, num_tokens: int, table: list[int], selection: _Selection) -> None:
         samples = held.computed_len + num_tokens == held.num_tokens
@@ -276,6 +354,8 @@ class LeaseExecutor:
         for item in batch.items:
             held = self._held[item.request_id]
             held.computed_len += item.num_tokens
+            if held.computed_len >= held.register_at:
+                self._register(held)
             if not item.samples:
                 continue
             held.num_tokens += 1
@@ -284,6 +364,14 @@ class LeaseExecutor:
             elif held.num_tokens >= held.max_total_len:
                 finished.append(self._finish(held, SequenceStatus.FINISHED_LENGTH))
         return finished
+
+    def _register(self, held: _Held) -> None:
+        """Names the blocks that have become full, for others and for itself after a preemption."""
+        size = self.blocks.block_size
+        first, end = held.register_at // size - 1, held.computed_len // size
+        held.register_at = (end + 1) * size
+        if self._block_hashes is not None:
+            self.blocks.register(held.request_id, first, self._block_hashes(held.request_id, end), end)
 
     def end(self, request_id: str, status: SequenceStatus) -> FinishedSequence:
         """Ends a sequence for a reason outside its own text: it failed, or nobody waits for it any more."""
@@ -313,6 +401,7 @@ class LeaseExecutor:
             progress=tuple(self._progress()),
             finished=tuple(finished for finished, _ in self._unacknowledged.values()),
             steps=steps,
+            shared_blocks=self.blocks.num_shared,
         )
 
     def _progress(self) -> Iterator[SlotProgress]:
@@ -326,6 +415,7 @@ class LeaseExecutor:
                 output_len=held.output_len,
                 num_blocks=len(self.blocks.table(held.request_id)),
                 stalled=held.request_id in self._stalled,
+                cached_len=held.cached_len or 0,
             )
 
     def acknowledge(self, report_seq: int) -> None:
@@ -343,10 +433,10 @@ class LeaseExecutor:
     def check_integrity(self) -> None:
         """Raises IntegrityError unless lengths, blocks and book-keeping agree."""
         self.blocks.check_integrity()
-        resident_blocks = 0
+        held_blocks: set[int] = set()
         for request_id, held in self._held.items():
             num_blocks = len(self.blocks.table(request_id))
-            resident_blocks += num_blocks
+            held_blocks.update(self.blocks.table(request_id))
             if held.computed_len > held.num_tokens or held.num_tokens > held.max_total_len:
                 raise IntegrityError(
                     f"{request_id}: lengths {held.computed_len} <= {held.num_tokens} <= {held.max_total_len}"
@@ -355,5 +445,5 @@ class LeaseExecutor:
                 raise IntegrityError(f"{request_id}: {held.computed_len} tokens computed in {num_blocks} blocks")
             if (request_id, held.attempt) in self._tombstones:
                 raise IntegrityError(f"{request_id}: finished and alive")
-        if resident_blocks + self.blocks.num_free != self.blocks.num_blocks:
-            raise IntegrityError(f"{resident_blocks} blocks held by known sequences, {self.blocks.num_free} free")
+        if len(held_blocks) + self.blocks.num_free != self.blocks.num_blocks:
+            raise IntegrityError(f"{len(held_blocks)} blocks held by known sequences, {self.blocks.num_free} free")

@@ -23,7 +23,8 @@ class ResidencyShadow:
         if known is not None and same_life and report.report_seq <= known.report_seq:
             return
         self._report = report
-        self._num_blocks = report.free_blocks + sum(progress.num_blocks for progress in report.progress)
+        in_tables = sum(progress.num_blocks for progress in report.progress)
+        self._num_blocks = report.free_blocks + in_tables - report.shared_blocks
 
     @property
     def usage(self) -> KVUsage:

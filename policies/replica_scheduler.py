@@ -135,6 +135,7 @@ class ReplicaScheduler:
         self._plan_seq = 0
         self._report_seq = 0
         self._applied_plan_seq = 0  # the worker's plan in force at the last report
+        self._shared_blocks = 0  # as last reported
         self._preempted_in = 0  # plan that carries the latest preemption: older pressure is already answered
         self._dirty = False
         self.num_preemptions = 0  # ordered so far, of all requests
@@ -231,6 +232,7 @@ class ReplicaScheduler:
 
     def _lose_worker(self) -> None:
         self._worker = None
+        self._shared_blocks = 0
         self._plan_seq = self._report_seq = self._applied_plan_seq = self._preempted_in = 0
         self._tracked.clear()
         self._waiting = FcfsQueue()
@@ -245,6 +247,7 @@ class ReplicaScheduler:
             return []
         self._report_seq = report.report_seq
         self._applied_plan_seq = report.plan_seq
+        self._shared_blocks = report.shared_blocks
         for progress in report.progress:
             self._take_progress(progress)
         for tracked in self._tracked.values():
@@ -321,7 +324,10 @@ class ReplicaScheduler:
 
     def _admissible(self) -> list[str]:
         assert self._worker is not None
-        used = sum(self._footprint(rid) for rid in self._admitted)
+        # Blocks in use when all that is admitted runs. Footprints count a shared block for every sharer; what the
+        # last report showed to be shared is taken off. Too low a sum, when a sharer has left since, is harmless: the
+        # worker starts nothing that does not fit.
+        used = max(len(self._admitted), sum(self._footprint(rid) for rid in self._admitted) - self._shared_blocks)
         num_running = sum(not self._tracked[rid].stalled for rid in self._admitted)
         newly: list[str] = []
         if self._applied_plan_seq < self._preempted_in:

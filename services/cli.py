@@ -44,6 +44,10 @@ def serve(
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest sequence, in tokens; default: the model's context.")
     ] = None,
+    prefix_cache: Annotated[
+        bool | None,
+        typer.Option("--prefix-cache/--no-prefix-cache", help="Share the KV of equal beginnings."),
+    ] = None,
     preset: Annotated[str | None, typer.Option(help="Composition of policies [fcfs].")] = None,
     replicas: Annotated[int | None, typer.Option(help="Copies of the model [1].")] = None,
     placement: Annotated[str | None, typer.Option(help="Which pieces share a process: auto, fused, split.")] = None,
@@ -55,7 +59,12 @@ def serve(
     """Serve a model over an OpenAI-compatible HTTP API until Ctrl-C."""
     overrides: dict[str, dict[str, Any]] = {
         "model": {"path": model, "dtype": dtype, "replicas": replicas},
-        "engine": {"kv_memory": kv_memory, "max_model_len": max_model_len, "benchmark_mode": benchmark_mode},
+        "engine": {
+            "kv_memory": kv_memory,
+            "max_model_len": max_model_len,
+            "prefix_cache": prefix_cache,
+            "benchmark_mode": benchmark_mode,
+        },
         "scheduler": {"preset": preset},
         "server": {"host": host, "port": port, "proxy": proxy},
         "actors": {"placement": placement},

@@ -45,7 +45,11 @@ class Client:
 
 
 def prompt_of(request_id: str, length: int) -> tuple[int, ...]:
-    return tuple(1 + zlib.crc32(f"{request_id}#{i}".encode()) % 999 for i in range(length))
+    """Prompts of a family begin alike; half of them are equal as far as both go."""
+    number = zlib.crc32(request_id.encode())
+    family, own_from = number % 3, length if number % 2 else length // 2
+    names = (f"{family}" if i < own_from else request_id for i in range(length))
+    return tuple(1 + zlib.crc32(f"{name}#{i}".encode()) % 999 for i, name in enumerate(names))
 
 
 def text_of(tokens: Values[int]) -> str:
@@ -95,13 +99,18 @@ class Device:
         self.ended: set[Key] = set()
         self.resting: frozenset[str] = frozenset()
         self.num_beyond_grants = 0
+        self.num_cached_starts = 0
+        self._reached: dict[str, int] = {}
 
     def execute(self, batch: StepBatch, sequences: dict[str, Sequence]) -> list[int | None]:
         assert len(batch.items) <= self._limits.max_num_seqs, f"{len(batch.items)} sequences in a step"
         assert batch.num_tokens <= self._limits.max_batch_tokens, f"{batch.num_tokens} tokens in a step"
         self._check_grants(batch, sequences)
         self._check_places(batch, sequences)
+        self._check_shared(batch)
+        self.num_cached_starts += sum(item.start > 0 and self._starts(item) for item in batch.items)
         for item in batch.items:
+            self._reached[item.request_id] = item.start + item.num_tokens
             self._fill(item, sequences[item.request_id])
         return [self._sample(item, sequences[item.request_id]) if item.samples else None for item in batch.items]
 
@@ -111,12 +120,23 @@ class Device:
         self.num_beyond_grants += bool(beyond)
         for item in batch.items:
             assert item.request_id not in self.resting, f"{item.request_id} runs, but its client does not read"
-            if beyond and item.start > 0:
+            if beyond and not self._starts(item):
                 left = granted[item.request_id] - item.start
                 assert left <= 0, f"{beyond} ran beyond their grants, but {item.request_id} had {left} tokens left"
 
+    def _starts(self, item: StepItem) -> bool:
+        """Whether it does not go on where it was; what it finds in the cache it need not compute."""
+        return item.start != self._reached.get(item.request_id)
+
+    def _check_shared(self, batch: StepBatch) -> None:
+        """Nobody writes into a block that another one reads."""
+        for item in batch.items:
+            written = item.blocks[item.start // BLOCK :]
+            others = {block for other in batch.items if other is not item for block in other.blocks}
+            assert not others.intersection(written), f"{item.request_id} writes into a shared block"
+
     def _check_places(self, batch: StepBatch, sequences: dict[str, Sequence]) -> None:
-        starting = [item.request_id for item in batch.items if item.start == 0]
+        starting = [item.request_id for item in batch.items if self._starts(item)]
         for request_id in starting:
             key = request_id, sequences[request_id].request.attempt
             assert key not in self.ended, f"{key} runs again after its end"

@@ -33,6 +33,7 @@ MUST_HAPPEN = (
     "silent ingresses",
     "refusals",
     "steps beyond grants",
+    "starts from the cache",
     "kills of a worker",
     "kills of a scheduler",
     "kills of a router",

@@ -69,7 +69,7 @@ class WorkerPiece:
         self.device = Device(limits, blocks, world.clients)
         executor = LeaseExecutor(blocks, limits, incarnation)
         ready = WorkerReady(incarnation, num_blocks, BLOCK, num_blocks * BLOCK, True, 1000)
-        self.worker = Worker(self.device, executor, LaggingDetokenizer(), (EOS,), ready)  # type: ignore[arg-type]
+        self.worker = Worker(self.device, executor, LaggingDetokenizer(), (EOS,), ready, prefix_cache=True)  # type: ignore[arg-type]
         self._channels: dict[str, _Channel] = {}
         self._reports = _Reports()
         self._steps = False  # or is about to

@@ -255,6 +255,7 @@ class World:
                 self.counts["resumes"] += piece.ledger.num_resumed
             elif isinstance(piece, WorkerPiece):
                 self.counts["steps beyond grants"] += piece.device.num_beyond_grants
+                self.counts["starts from the cache"] += piece.device.num_cached_starts
         assert not self._nothing_lost or not self.counts["resumes"], "something was resumed, but nothing was lost"
 
     @property

@@ -126,17 +126,17 @@ MALFORMED = [
     (wire("Plan", "w", 1, 1, 0, 0, [["a", 0, 5.5, 9, False, 0, None]]), Plan, "Plan.slots[0].prefill_to"),
     (wire("PieceStatus", "a", "b", 1, "n", "s", 0, float("nan"), 0, 0), PieceStatus, "PieceStatus.last_step_age_s"),
     (
-        wire("StepReport", "w", 1, 1, 1, 1, 0, [["a", 0, 77, 0, 0, 0, 0, False]], [], []),
+        wire("StepReport", "w", 1, 1, 1, 1, 0, [["a", 0, 77, 0, 0, 0, 0, False, 0]], [], [], 0),
         StepReport,
         "StepReport.progress[0].status",
     ),
     (
-        wire("StepReport", "w", 1, 1, 1, 1, 0, [["a", 0, 1, 0, 0, 0, 0, 0]], [], []),
+        wire("StepReport", "w", 1, 1, 1, 1, 0, [["a", 0, 1, 0, 0, 0, 0, 0, 0]], [], [], 0),
         StepReport,
         "StepReport.progress[0].stalled",
     ),
     (
-        wire("StepReport", "w", 1, 1, 1, 1, 0, [], [], [[1, 1, 1, float("inf")]]),
+        wire("StepReport", "w", 1, 1, 1, 1, 0, [], [], [[1, 1, 1, float("inf")]], 0),
         StepReport,
         "StepReport.steps[0].duration_s",
     ),

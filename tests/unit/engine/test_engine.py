@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,8 @@ from core.config import EngineConfig, SchedulerConfig
 from core.errors import ConfigError, InvalidValueError
 from core.request import SamplingParams
 from engine import Completion, Engine
+from engine.sequence import Sequence
+from kvcache import StepBatch
 
 from .models import SHAPES, assert_greedy, load_reference
 
@@ -167,3 +170,48 @@ def test_settings_that_cannot_work_are_named(tiny_model_dir: Path) -> None:
         Engine(tiny_model_dir, engine=EngineConfig(max_model_len=257))
     with pytest.raises(ConfigError, match=r"scheduler\.preset"):
         Engine(tiny_model_dir, engine=ROOMY, scheduler=SchedulerConfig(preset="lifo"))
+
+
+def families(count: int, seed: int) -> list[list[int]]:
+    """Prompts of which many begin alike."""
+    rng = random.Random(seed)
+    stems = [[rng.randrange(3, 300) for _ in range(30)] for _ in range(3)]
+    return [
+        rng.choice(stems)[: rng.randint(1, 30)] + [rng.randrange(3, 300) for _ in range(rng.randint(0, 6))]
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("roomy", [True, False])
+def test_the_prefix_cache_changes_no_token(tiny_model_dir: Path, roomy: bool) -> None:
+    config = ROOMY if roomy else tight(tiny_model_dir)
+    scheduler = SchedulerConfig(watermark=1.0)
+    prompts, rng = families(40, seed=8), random.Random(9)
+    sampling = [greedy(rng.randint(1, 30), temperature=rng.choice([0.0, 0.8]), seed=i) for i in range(40)]
+    without = Engine(tiny_model_dir, engine=dataclasses.replace(config, prefix_cache=False), scheduler=scheduler)
+    expected = without.generate(prompts, sampling)
+    engine = Engine(tiny_model_dir, engine=config, scheduler=scheduler)
+    for _ in range(2):  # the second time all of it is known, as far as there was room
+        assert engine.generate(prompts, sampling) == expected
+        engine.check_integrity()
+    assert without.worker.executor.prefix_hits == 0 < engine.worker.executor.prefix_hits
+
+
+def test_equal_prompts_are_computed_once_and_the_client_is_told(tiny_model_dir: Path) -> None:
+    engine = Engine(tiny_model_dir, engine=ROOMY)
+    ids = [engine.submit([7] * 23, greedy(2)) for _ in range(5)]
+    num_computed, cached = 0, dict.fromkeys(ids, 0)
+    execute = engine.worker.runner.execute
+
+    def counting(batch: StepBatch, sequences: dict[str, Sequence]) -> list[int | None]:
+        nonlocal num_computed
+        num_computed += batch.num_tokens
+        return execute(batch, sequences)
+
+    engine.worker.runner.execute = counting  # type: ignore[method-assign]
+    while not engine.idle:
+        for delta in engine.step():
+            assert delta.cached_len == 0 or delta.start == 0
+            cached[delta.request_id] += delta.cached_len
+    assert sorted(cached.values()) == [0, 20, 20, 20, 20]
+    assert num_computed == 23 + 4 * 3 + 5, "one decode step each after the prompt"

@@ -305,7 +305,7 @@ def test_a_resumed_request_says_and_knows_what_it_would_have(worker: Worker) -> 
 
 
 def test_preemption_in_the_middle_of_the_prompt_tells_nothing_twice(tiny_model_dir: Path) -> None:
-    config = EngineConfig(kv_memory="1MiB", block_size=4, num_threads=1, max_batch_tokens=4)
+    config = EngineConfig(kv_memory="1MiB", block_size=4, num_threads=1, max_batch_tokens=4, prefix_cache=False)
     worker = build_worker(tiny_model_dir, "float32", config, incarnation="w")
     request = Request("r", 0, "i", tuple(range(10, 20)), params(max_new_tokens=2, logprobs=0, prompt_logprobs=True))
     lease = worker.take_over().lease
@@ -322,3 +322,18 @@ def test_preemption_in_the_middle_of_the_prompt_tells_nothing_twice(tiny_model_d
     found = outputs[0].delta.logprobs
     assert found is not None
     assert [ids[0] for ids, _ in found.prompt] == list(range(11, 20))
+
+
+def test_prompt_log_probabilities_take_nothing_from_the_prefix_cache(tiny_model_dir: Path) -> None:
+    """They come with the computation: the same prompt again, also of another request, tells the same."""
+    engine = Engine(tiny_model_dir, dtype="float32", engine=EngineConfig(kv_memory="1MiB", num_threads=1, block_size=4))
+    wanted = params(max_new_tokens=2, logprobs=0, prompt_logprobs=True)
+    prompt = list(range(10, 30))
+    told = []
+    for sampling in (params(max_new_tokens=2), wanted, wanted):
+        engine.submit(prompt, sampling)
+        while not engine.idle:
+            told += [delta.logprobs.prompt for delta in engine.step() if delta.logprobs and delta.logprobs.prompt]
+    assert len(told) == 2
+    assert [ids[0] for ids, _ in told[0]] == prompt[1:]
+    assert told[0] == told[1]
