@@ -15,7 +15,7 @@ from core.errors import ConfigError, InvalidValueError
 from core.units import parse_memory
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-PROXIES = ("serve", "haproxy")
+PROXIES = ("auto", "serve", "haproxy")
 HAPROXY_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0")
 BACKENDS = ("auto", "native", "torch")
 PLACEMENTS = ("auto", "fused", "split")
@@ -124,6 +124,7 @@ class ServerConfig:
         max_queued_tokens: The same, counted in prompt tokens.
         proxy: ``serve`` is Ray Serve's own proxy. ``haproxy`` carries several times the requests; ``host`` must be
             the loopback interface or all of them, and the ingress replicas listen there too (ports 30000 and up).
+            ``auto`` takes the latter where it can be had.
     """
 
     host: str = "127.0.0.1"
@@ -132,7 +133,7 @@ class ServerConfig:
     max_body_bytes: int = 4 * 1024 * 1024
     max_queued_requests: int = 2048
     max_queued_tokens: int = 2_000_000
-    proxy: str = "serve"
+    proxy: str = "auto"
 
     def __post_init__(self) -> None:
         _require(1 <= self.port <= 65535, "server.port", self.port, "a port from 1 to 65535")

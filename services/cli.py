@@ -51,7 +51,7 @@ def serve(
     preset: Annotated[str | None, typer.Option(help="Composition of policies [fcfs].")] = None,
     replicas: Annotated[int | None, typer.Option(help="Copies of the model [1].")] = None,
     placement: Annotated[str | None, typer.Option(help="Which pieces share a process: auto, fused, split.")] = None,
-    proxy: Annotated[str | None, typer.Option(help="HTTP proxy: serve or haproxy [serve].")] = None,
+    proxy: Annotated[str | None, typer.Option(help="HTTP proxy: auto, serve or haproxy.")] = None,
     benchmark_mode: Annotated[
         bool | None, typer.Option("--benchmark-mode", help="Requests may say where their outputs end.")
     ] = None,

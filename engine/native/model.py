@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from ctypes import Structure, byref, c_float, c_int32, c_void_p
 from typing import Any
 
@@ -97,18 +98,13 @@ class NativeModel:
         self._keep: list[Any] = [pool, weights.embedding, weights.positions]
         self._logits = torch.empty(0, config.vocab_size)
         self._best = np.empty(0, dtype=np.int64)
-        self._handle: int | None = None
-        self._handle = self._library.fs_create(byref(self._config(config, weights, pool, max_len)))
+        self._handle = c_void_p(self._library.fs_create(byref(self._config(config, weights, pool, max_len))))
+        weakref.finalize(self, self._library.fs_destroy, self._handle)
         for index, layer in enumerate(weights.layers):
             packed = self._layer(layer, config.sliding_windows[index], pool, index)
-            self._library.fs_add_layer(c_void_p(self._handle), byref(packed))
+            self._library.fs_add_layer(self._handle, byref(packed))
         head = self._linear(Linear(weights.lm_head, None))
-        self._library.fs_set_head(c_void_p(self._handle), byref(self._norm(weights.norm)), byref(head))
-
-    def __del__(self) -> None:
-        if self._handle is not None:
-            self._library.fs_destroy(c_void_p(self._handle))
-            self._handle = None
+        self._library.fs_set_head(self._handle, byref(self._norm(weights.norm)), byref(head))
 
     def forward(self, step: NativeStep) -> tuple[Tensor, np.ndarray]:
         """Runs a step: writes its keys and values into the pool.
@@ -133,7 +129,7 @@ class NativeModel:
             self._logits.data_ptr(),
             _address(self._best),
         )
-        self._library.fs_step(c_void_p(self._handle), byref(arguments))
+        self._library.fs_step(self._handle, byref(arguments))
         return self._logits[:num_samples], self._best[:num_samples]
 
     def _config(self, config: ModelConfig, weights: ModelWeights, pool: KVPool, max_len: int) -> _Config:

@@ -31,7 +31,7 @@ KINDS = [
 ]
 
 
-def completion_body(model: str, prompt: list[int], num_tokens: int) -> dict[str, object]:
+def completion_body(model: str, prompt: list[int] | list[list[int]], num_tokens: int) -> dict[str, object]:
     return {
         "model": model,
         "prompt": prompt,
@@ -90,7 +90,8 @@ async def test_streams_carry_the_engines_tokens_while_half_of_the_clients_leave(
 
 
 async def test_a_client_that_leaves_a_blocking_request_frees_its_kv(server: Server, model_name: str) -> None:
-    body = completion_body(model_name, [5] * 20, 1000) | {"stream": False, "stream_options": None}
+    prompts = [[5] * 20] * 64
+    body = completion_body(model_name, prompts, 1000) | {"stream": False, "stream_options": None}
     async with httpx.AsyncClient(base_url=server.base_url) as client:
         with pytest.raises(httpx.ReadTimeout):
             await client.post("/v1/completions", json=body, timeout=0.3)
