@@ -87,9 +87,9 @@ class Streams:
         except aiohttp.ClientError:
             stream.broken = True
 
-    async def all_midway(self, num_chunks: int = 5) -> bool:
-        """Waits until each has got so many pieces of text; whether none has ended by then."""
-        await eventually(lambda: all(len(stream.texts) >= num_chunks for stream in self.each))
+    async def all_midway(self, num_chunks: int = 3) -> bool:
+        """Waits until each has got so many pieces of text or has ended; whether none has ended by then."""
+        await eventually(lambda: all(stream.ended or len(stream.texts) >= num_chunks for stream in self.each))
         return not any(stream.ended for stream in self.each)
 
     async def finish(self) -> list[Stream]:
