@@ -223,7 +223,8 @@ class LeaseExecutor:
             held.num_preemptions = slot.num_preemptions
             self._drop_kv(held)
         if slot.num_moves > held.num_moves:
-            held.num_moves, held.residency = slot.num_moves, slot.residency
+            held.num_moves = slot.num_moves
+            held.residency = Residency.DEVICE if self.host is None else slot.residency
         return held
 
     def _drop_kv(self, held: _Held) -> None:
@@ -267,10 +268,15 @@ class LeaseExecutor:
     def _pools(self) -> tuple[BlockManager, ...]:
         return (self.blocks,) if self.host is None else (self.blocks, self.host)
 
-    def _offload(self, held: _Held, host: BlockManager | None) -> None:
+    def _begin_offloads(self, host: BlockManager) -> None:
+        for held in self._held.values():
+            if held.residency is Residency.HOST and held.copy_id is None and not self._is_offloaded(held):
+                self._offload(held, host)
+
+    def _offload(self, held: _Held, host: BlockManager) -> None:
         """Orders the copy to the host; refuses, and the sequence runs on, if there is nothing to move or no room."""
         table = self.blocks.table(held.request_id)
-        room = host.grow(held.request_id, held.computed_len) if table and held.computed_len and host else None
+        room = host.grow(held.request_id, held.computed_len) if table and held.computed_len else None
         if room is None:
             held.residency = Residency.DEVICE
         else:
@@ -316,9 +322,8 @@ class LeaseExecutor:
 
     def next_batch(self) -> StepBatch | None:
         """The next step, its blocks allocated; None if nothing can run."""
-        for held in self._held.values():
-            if held.residency is Residency.HOST and held.copy_id is None and not self._is_offloaded(held):
-                self._offload(held, self.host)
+        if self.host is not None:
+            self._begin_offloads(self.host)
         selection = self._select(self._held.values(), within_grants=True)
         if not selection.items and selection.out_of_grants:
             by_arrival = sorted(self._held.values(), key=lambda held: held.arrival)
@@ -348,7 +353,7 @@ class LeaseExecutor:
             elif held.slot.standby and credit <= 0:
                 continue
             elif self._start(held, wanted, selection):
-                credit -= held.slot.standby and held.copy_id is None
+                credit -= held.slot.standby
         return selection
 
     def _continue(self, held: _Held, wanted: int, selection: _Selection) -> None:
