@@ -550,7 +550,7 @@ class LeaseExecutor:
         self._check_copies()
         held_blocks = {block for copy_id in self._in_flight for block in self.blocks.table(_orphan(copy_id))}
         for request_id, held in self._held.items():
-            num_blocks = len(self.blocks.table(request_id))
+            num_blocks = max(len(pool.table(request_id)) for pool in self._pools)
             held_blocks.update(self.blocks.table(request_id))
             if held.computed_len > held.num_tokens or held.num_tokens > held.max_total_len:
                 raise IntegrityError(
