@@ -1,7 +1,7 @@
 """KVOffloadManager: knows where the KV of one replica is.
 
 The worker owns the blocks and only the Scheduler commands it. What this piece will order (offload, upload) rides in
-the Scheduler's plan; until the engine can move blocks it orders nothing.
+the Scheduler's plan (``policies.replica_scheduler.ResidencyOrdered``); until it has a policy it orders nothing.
 """
 
 from __future__ import annotations

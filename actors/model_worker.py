@@ -99,6 +99,7 @@ class ModelWorker(Piece):
             on_step=lambda step: loop.call_soon_threadsafe(self._after_step, step),
             on_abort=lambda outputs: loop.call_soon_threadsafe(self._after_abort, outputs),
         )
+        worker.when_copied(lambda: loop.call_soon_threadsafe(self._wake.set))
         self._metrics.set_cache_config(worker.ready.block_size, worker.ready.num_blocks)
         if config.engine.prefix_cache:
             self._metrics.prefix_cache(0, 0)

@@ -68,7 +68,12 @@ class Scheduler(Piece):
         super().__init__(context)
         config = context.config
         limits = SchedulerLimits(config.engine.max_num_seqs, config.scheduler.standby_slots)
-        self._machine = build_scheduler(config.scheduler.preset, watermark=config.scheduler.watermark, limits=limits)
+        self._machine = build_scheduler(
+            config.scheduler.preset,
+            watermark=config.scheduler.watermark,
+            limits=limits,
+            offload=config.scheduler.offload,
+        )
         self._replica = context.index
         self._worker = context.peers.peer(worker_name(self._replica))
         self._ready: WorkerReady | None = None

@@ -18,6 +18,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 PROXIES = ("auto", "serve", "haproxy")
 HAPROXY_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0")
 BACKENDS = ("auto", "native", "torch")
+OFFLOADS = ("recompute", "reactive")
 PLACEMENTS = ("auto", "fused", "split")
 
 
@@ -49,6 +50,7 @@ class EngineConfig:
     Attributes:
         kv_memory: Memory of the KV pool, as ``512MiB`` or ``2GiB``; ``auto`` takes what a full batch of
             full-length sequences needs, but all replicas together at most a fifth of the machine's free memory.
+        host_kv_memory: Memory of the host pool that sequences can be offloaded to, as for ``kv_memory``; ``0`` is none.
         block_size: Tokens in a KV block.
         prefix_cache: Sequences that begin with the same tokens share the KV of their full blocks, also with
             sequences that have ended, as long as the memory is not needed.
@@ -63,6 +65,7 @@ class EngineConfig:
     """
 
     kv_memory: str = "auto"
+    host_kv_memory: str = "0"
     block_size: int = 32
     prefix_cache: bool = True
     max_num_seqs: int = 128
@@ -77,6 +80,7 @@ class EngineConfig:
             value = getattr(self, name)
             _require(value >= 1, f"engine.{name}", value, "an integer >= 1")
         self.kv_bytes()
+        self.host_kv_bytes()
         for name in ("max_model_len", "num_threads"):
             value = getattr(self, name)
             _require(value >= 0, f"engine.{name}", value, "an integer >= 0")
@@ -84,12 +88,19 @@ class EngineConfig:
 
     def kv_bytes(self) -> int | None:
         """``kv_memory`` in bytes; None for ``auto``."""
-        if self.kv_memory == "auto":
-            return None
-        try:
-            return parse_memory(self.kv_memory)
-        except InvalidValueError as error:
-            raise ConfigError("engine.kv_memory", error.value, f"auto, or {error.expected}") from error
+        return None if self.kv_memory == "auto" else _parse_memory("engine.kv_memory", self.kv_memory, "auto")
+
+    def host_kv_bytes(self) -> int:
+        """``host_kv_memory`` in bytes; 0 for none."""
+        text = self.host_kv_memory
+        return 0 if text == "0" else _parse_memory("engine.host_kv_memory", text, "0 for none")
+
+
+def _parse_memory(field: str, text: str, otherwise: str) -> int:
+    try:
+        return parse_memory(text)
+    except InvalidValueError as error:
+        raise ConfigError(field, error.value, f"{otherwise}, or {error.expected}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +112,20 @@ class SchedulerConfig:
         placement: How requests find their replica; empty means as the preset says.
         watermark: Share of the KV pool that admission may fill, in (0, 1].
         standby_slots: Requests shipped to the worker ahead of need.
+        offload: What becomes of the KV of preempted sequences: ``recompute`` drops it, ``reactive`` moves it to the
+            host pool (``engine.host_kv_memory``) while there is room.
     """
 
     preset: str = "fcfs"
     placement: str = ""
     watermark: float = 0.95
     standby_slots: int = 16
+    offload: str = "recompute"
 
     def __post_init__(self) -> None:
         _require(0 < self.watermark <= 1, "scheduler.watermark", self.watermark, "a number > 0 and <= 1")
         _require(self.standby_slots >= 0, "scheduler.standby_slots", self.standby_slots, "an integer >= 0")
+        _require(self.offload in OFFLOADS, "scheduler.offload", self.offload, f"one of {', '.join(OFFLOADS)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.request import Request, SequenceStatus
+from core.request import Request, Residency, SequenceStatus
 
 SCHEMA_VERSION = 3
 """Raised when any message changes shape; a message of another version is refused."""
@@ -158,6 +158,9 @@ class Slot:
         num_preemptions: How often the scheduler has ordered this sequence's KV dropped, ever. The worker drops
             it when the number exceeds the one it has seen, so a late or repeated plan drops nothing twice.
         request: The payload; left out once the worker is known to have it.
+        residency: Where its KV is to be; on the host it does not run.
+        num_moves: How often the scheduler has changed ``residency``, ever. The worker obeys when the number exceeds
+            the one it has seen, so a late or repeated plan moves nothing twice.
     """
 
     request_id: str
@@ -167,6 +170,8 @@ class Slot:
     standby: bool
     num_preemptions: int
     request: Request | None
+    residency: Residency = Residency.DEVICE
+    num_moves: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +204,9 @@ class SlotProgress:
         num_blocks: In its block table; those that it shares with others are counted for each.
         stalled: Its client does not read: it rests, whatever it has been granted.
         cached_len: Prompt tokens that it found in the prefix cache when it first started.
+        residency: The wish in force. DEVICE under the ``num_moves`` of an order to the host: refused, no room there.
+        num_moves: Of the last order that the worker has seen.
+        num_host_blocks: Blocks of the host pool that it holds.
     """
 
     request_id: str
@@ -210,6 +218,9 @@ class SlotProgress:
     num_blocks: int
     stalled: bool
     cached_len: int = 0
+    residency: Residency = Residency.DEVICE
+    num_moves: int = 0
+    num_host_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,6 +355,7 @@ class WorkerReady:
         num_blocks: KV blocks in the pool, of ``block_size`` tokens each.
         max_model_len: Tokens a sequence may reach: the context or the pool, whichever is smaller.
         pool_limited: Whether it is the pool.
+        num_host_blocks: KV blocks in the host pool; 0 if there is none.
     """
 
     worker_incarnation: str
@@ -352,6 +364,7 @@ class WorkerReady:
     max_model_len: int
     pool_limited: bool
     vocab_size: int
+    num_host_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

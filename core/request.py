@@ -39,6 +39,13 @@ _FINISH_REASONS = {
 }
 
 
+class Residency(IntEnum):
+    """Where a sequence's KV is to be."""
+
+    DEVICE = 0
+    HOST = 1
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is chosen and when a sequence ends.

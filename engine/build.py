@@ -11,7 +11,8 @@ from core.config import EngineConfig
 from core.errors import ConfigError
 from core.messages import WorkerReady
 from engine.detokenizer import Detokenizer, load_tokenizer
-from engine.kv_pool import num_blocks_for_budget
+from engine.kv_copier import KVCopier
+from engine.kv_pool import KVPool, num_blocks_for_budget
 from engine.model_config import ModelConfig, load_model_config, resolve_max_model_len
 from engine.model_runner import ModelRunner
 from engine.weights import parse_dtype
@@ -47,7 +48,9 @@ def build_worker(
         backend=engine.backend,
     )
     limits = BatchLimits(engine.max_num_seqs, engine.max_batch_tokens)
-    executor = LeaseExecutor(BlockManager(num_blocks, engine.block_size), limits, incarnation)
+    num_host_blocks = _num_host_blocks(config, dtype, engine)
+    host = BlockManager(num_host_blocks, engine.block_size) if num_host_blocks else None
+    executor = LeaseExecutor(BlockManager(num_blocks, engine.block_size), limits, incarnation, host)
     ready = WorkerReady(
         worker_incarnation=incarnation,
         num_blocks=num_blocks,
@@ -55,9 +58,16 @@ def build_worker(
         max_model_len=runner.max_model_len,
         pool_limited=runner.max_model_len < context_len,
         vocab_size=config.vocab_size,
+        num_host_blocks=num_host_blocks,
     )
+    copier = None
+    if num_host_blocks:
+        pool = KVPool(config, num_blocks=num_host_blocks, block_size=engine.block_size, dtype=dtype)
+        copier = KVCopier(runner.pool, pool)
     detokenizer = Detokenizer(load_tokenizer(model_dir))
-    return Worker(runner, executor, detokenizer, config.eos_token_ids, ready, prefix_cache=engine.prefix_cache)
+    return Worker(
+        runner, executor, detokenizer, config.eos_token_ids, ready, prefix_cache=engine.prefix_cache, copier=copier
+    )
 
 
 def _num_blocks(
@@ -72,6 +82,15 @@ def _num_blocks(
     if asked is None:
         full = -(-context_len // engine.block_size) * engine.max_num_seqs
         blocks = min(blocks, full)
+    return blocks
+
+
+def _num_host_blocks(config: ModelConfig, dtype: torch.dtype, engine: EngineConfig) -> int:
+    asked = engine.host_kv_bytes()
+    blocks = num_blocks_for_budget(asked, config, dtype, engine.block_size)
+    if asked and not blocks:
+        need = config.kv_bytes_per_token(dtype) * engine.block_size
+        raise ConfigError("engine.host_kv_memory", engine.host_kv_memory, f"0, or room for a block of {need} bytes")
     return blocks
 
 

@@ -70,7 +70,7 @@ class Engine:
         self.worker: Worker = build_worker(model_dir, dtype, engine, incarnation="engine")
         limits = SchedulerLimits(engine.max_num_seqs, scheduler.standby_slots)
         self.scheduler: ReplicaScheduler = build_scheduler(
-            scheduler.preset, watermark=scheduler.watermark, limits=limits
+            scheduler.preset, watermark=scheduler.watermark, limits=limits, offload=scheduler.offload
         )
         self._clock = clock
         self._ids = itertools.count()
@@ -101,7 +101,9 @@ class Engine:
         """Runs one step; returns what it added to each sequence."""
         batch = self.worker.begin_step()
         outputs = []
-        if batch is not None:
+        if batch is None:
+            self.worker.wait_for_copy()
+        else:
             outputs = self.worker.finish_step(batch, self.worker.execute(batch))
         report = self.worker.executor.report()
         self.worker.executor.acknowledge(report.report_seq)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -49,6 +51,13 @@ class KVPool:
         left behind by another sequence must not be there.
         """
         self._by_block.index_fill_(2, block_ids, 0)
+
+    def copy_blocks(self, target: Sequence[int], other: KVPool, source: Sequence[int]) -> None:
+        """Copies blocks ``source`` of another pool, all layers of them, over as many blocks ``target`` of this one."""
+        theirs = torch.tensor(source, dtype=torch.int64, device=other._by_block.device)
+        ours = torch.tensor(target, dtype=torch.int64, device=self._by_block.device)
+        blocks = other._by_block.index_select(2, theirs)
+        self._by_block.index_copy_(2, ours, blocks.to(self._by_block.device))
 
 
 def num_blocks_for_budget(budget_bytes: int, config: ModelConfig, dtype: torch.dtype, block_size: int) -> int:

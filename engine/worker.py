@@ -7,7 +7,7 @@ but ``execute`` belongs to one thread.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from core.request import Request, SamplingParams, SequenceStatus
 from engine.detokenizer import Detokenizer, OutputText
 from engine.logged_tokens import LoggedTokens
 from engine.sequence import Sequence
-from kvcache import LeaseExecutor, StepBatch
+from kvcache import KVCopy, LeaseExecutor, StepBatch
 from kvcache.prefix import NO_PARENT, extend_hashes, root_of
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,15 @@ class Runner(Protocol):
     """Computes a step; the model runner, or a device emulated from a profile."""
 
     def execute(self, batch: StepBatch, sequences: dict[str, Sequence]) -> list[int | None]: ...
+
+
+class Copier(Protocol):
+    """Moves KV between the device and the host while steps run."""
+
+    def when_done(self, callback: Callable[[], object]) -> None: ...
+    def begin(self, copy: KVCopy) -> None: ...
+    def take_done(self) -> list[tuple[int, bool]]: ...
+    def wait(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +82,7 @@ class Worker:
         eos_token_ids: Ids that end a sequence unless it ignores them.
         ready: What this worker tells the scheduler about itself.
         prefix_cache: Whether sequences share the KV of what they have in common.
+        copier: Carries out the executor's copies; needed where it has a host pool.
     """
 
     def __init__(
@@ -84,6 +94,7 @@ class Worker:
         ready: WorkerReady,
         *,
         prefix_cache: bool = False,
+        copier: Copier | None = None,
     ) -> None:
         self.runner = runner
         self.executor = executor
@@ -94,6 +105,7 @@ class Worker:
         self._texts: dict[str, OutputText] = {}
         self._pending: Plan | None = None
         self._prepared: Prepared = {}
+        self._copier = copier
         self._prefix_cache = prefix_cache
         if prefix_cache:
             executor.share_prefixes(self._block_hashes)
@@ -143,10 +155,28 @@ class Worker:
 
     def begin_step(self) -> StepBatch | None:
         """Applies the newest plan and picks the next step; None if nothing can run."""
+        copier = self._copier
+        if copier is not None:
+            for copy_id, failed in copier.take_done():
+                self.executor.complete_copy(copy_id, failed=failed)
         plan, self._pending = self._pending, None
         if plan is not None:
             self._apply(plan)
-        return self.executor.next_batch()
+        batch = self.executor.next_batch()
+        if copier is not None:
+            for copy in self.executor.take_copies():
+                copier.begin(copy)
+        return batch
+
+    def when_copied(self, callback: Callable[[], object]) -> None:
+        """``callback`` is called, from any thread, when the next ``begin_step`` may find more to run."""
+        if self._copier is not None:
+            self._copier.when_done(callback)
+
+    def wait_for_copy(self) -> None:
+        """Returns when a copy in flight has ended; at once if there are none."""
+        if self._copier is not None:
+            self._copier.wait()
 
     def _apply(self, plan: Plan) -> None:
         for request_id in self.executor.apply_plan(plan):

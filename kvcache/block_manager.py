@@ -121,6 +121,11 @@ class BlockManager:
                 self._drop(table[i])
                 table[i] = known
 
+    def hand_over(self, sequence_id: str, heir: str) -> None:
+        """All blocks of the sequence, if any, become those of ``heir``, who holds none."""
+        if sequence_id in self._tables:
+            self._tables[heir] = self._tables.pop(sequence_id)
+
     def release(self, sequence_id: str) -> int:
         """Takes back all blocks of the sequence; returns how many."""
         blocks = self._tables.pop(sequence_id, [])

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from core.errors import IntegrityError
 from core.messages import FinishedSequence, Plan, Slot, SlotProgress, StepReport, StepSample
-from core.request import SequenceStatus
+from core.request import Residency, SequenceStatus
 from kvcache.block_manager import BlockManager
 from kvcache.prefix import BlockHashes
 
@@ -51,12 +51,29 @@ class StepBatch:
         return sum(item.num_tokens for item in self.items)
 
 
+class KVCopy(NamedTuple):
+    """An order to copy blocks from one pool to the other, beside the steps.
+
+    Attributes:
+        to: The pool to copy to.
+        source: Blocks of the other pool.
+        target: As many blocks of this one.
+    """
+
+    copy_id: int
+    to: Residency
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class _Held:
     """A sequence the worker has; ``num_tokens`` counts prompt and output known so far.
 
     Attributes:
         cached_len: Prompt tokens taken from the cache at its first start; None before.
+        residency: Where its KV is to be; the wish in force.
+        copy_id: Of the copy in flight, if there is one; meanwhile it holds blocks in both pools and does not run.
         register_at: ``computed_len`` from which another block of it is full and not registered.
     """
 
@@ -71,6 +88,9 @@ class _Held:
     cached_len: int | None = None
     register_at: int = 0
     num_preemptions: int = 0
+    residency: Residency = Residency.DEVICE
+    num_moves: int = 0
+    copy_id: int | None = None
     status: SequenceStatus = SequenceStatus.WAITING
 
     @property
@@ -99,18 +119,24 @@ class _Selection:
 class LeaseExecutor:
     """Executes plans over a block pool; one per worker life.
 
-    Shell protocol, all between steps: ``apply_plan`` when one came, then ``next_batch``; run it; ``commit``.
-    ``report`` and ``acknowledge`` at any time.
+    Shell protocol, all between steps: ``apply_plan`` when one came, then ``next_batch``; begin what ``take_copies``
+    gives; run the step; ``commit``. ``complete_copy`` when one is done. ``report`` and ``acknowledge`` at any time.
     """
 
-    def __init__(self, blocks: BlockManager, limits: BatchLimits, incarnation: str) -> None:
+    def __init__(
+        self, blocks: BlockManager, limits: BatchLimits, incarnation: str, host: BlockManager | None = None
+    ) -> None:
         self.blocks = blocks
+        self.host = host
         self.limits = limits
         self.incarnation = incarnation
         self.short_blocks = 0
         self.prefix_queries = 0  # prompt tokens looked for in the cache so far, each request's once
         self.prefix_hits = 0  # and found
         self._block_hashes: BlockHashes | None = None
+        self._copies: list[KVCopy] = []  # to begin
+        self._in_flight: dict[int, tuple[Residency, _Held | None]] = {}  # None: nobody wants the result any more
+        self._num_copies = 0
         self._held: dict[str, _Held] = {}  # in plan order
         self._running: list[_Held] = []  # of the step that runs or has run last
         self._stalled: frozenset[str] = frozenset()
@@ -181,7 +207,7 @@ class LeaseExecutor:
                 self._held[slot.request_id] = held
         forgotten = [rid for rid, held in before.items() if self._held.get(rid) is not held]
         for request_id in forgotten:
-            self.blocks.release(request_id)
+            self._free(before[request_id])
         return forgotten
 
     def _take(self, slot: Slot, held: _Held | None) -> _Held | None:
@@ -196,11 +222,14 @@ class LeaseExecutor:
         if slot.num_preemptions > held.num_preemptions:
             held.num_preemptions = slot.num_preemptions
             self._drop_kv(held)
+        if slot.num_moves > held.num_moves:
+            held.num_moves = slot.num_moves
+            held.residency = Residency.DEVICE if self.host is None else slot.residency
         return held
 
     def _drop_kv(self, held: _Held) -> None:
         """What it had computed may stay cached: it may find it again."""
-        self.blocks.release(held.request_id)
+        self._free(held)
         held.computed_len = 0
         held.status = SequenceStatus.WAITING
 
@@ -219,10 +248,82 @@ class LeaseExecutor:
             register_at=self.blocks.block_size,
             slot=slot,
             num_preemptions=slot.num_preemptions,
+            num_moves=slot.num_moves,  # there is nothing yet to be moved
         )
+
+    def _free(self, held: _Held) -> None:
+        """Gives up its blocks; those of a copy in flight only when it is done."""
+        if held.copy_id is None:
+            self.blocks.release(held.request_id)
+            if self.host is not None:
+                self.host.release(held.request_id)
+            return
+        to, _ = self._in_flight[held.copy_id]
+        self._in_flight[held.copy_id] = to, None
+        for pool in self._pools:
+            pool.hand_over(held.request_id, _orphan(held.copy_id))
+        held.copy_id = None
+
+    @property
+    def _pools(self) -> tuple[BlockManager, ...]:
+        return (self.blocks,) if self.host is None else (self.blocks, self.host)
+
+    def _begin_offloads(self, host: BlockManager) -> None:
+        for held in self._held.values():
+            if held.residency is Residency.HOST and held.copy_id is None and not self._is_offloaded(held):
+                self._offload(held, host)
+
+    def _offload(self, held: _Held, host: BlockManager) -> None:
+        """Orders the copy to the host; refuses, and the sequence runs on, if there is nothing to move or no room."""
+        table = self.blocks.table(held.request_id)
+        room = host.grow(held.request_id, held.computed_len) if table and held.computed_len else None
+        if room is None:
+            held.residency = Residency.DEVICE
+        else:
+            self._order_copy(held, Residency.HOST, table[: len(room)], room)
+
+    def _upload(self, held: _Held, selection: _Selection) -> None:
+        """Orders the copy back under the same conditions as a start."""
+        assert self.host is not None
+        if self._has_room(self.blocks.blocks_for(held.num_tokens), selection):
+            table = self.blocks.grow(held.request_id, held.num_tokens)
+            assert table is not None, "there is room"
+            source = self.host.table(held.request_id)
+            self._order_copy(held, Residency.DEVICE, source, table[: len(source)])
+
+    def _order_copy(self, held: _Held, to: Residency, source: list[int], target: list[int]) -> None:
+        self._num_copies += 1
+        held.copy_id = self._num_copies
+        self._copies.append(KVCopy(self._num_copies, to, tuple(source), tuple(target)))
+        self._in_flight[self._num_copies] = to, held
+
+    def take_copies(self) -> list[KVCopy]:
+        """The copies to begin now; each is answered by ``complete_copy``, in any order."""
+        copies, self._copies = self._copies, []
+        return copies
+
+    def complete_copy(self, copy_id: int, *, failed: bool = False) -> None:
+        """A copy is over; between steps. What a failed one has not brought is computed again."""
+        to, held = self._in_flight.pop(copy_id)
+        owner = _orphan(copy_id) if held is None else held.request_id
+        for pool in self._pools:
+            if held is None or failed or pool is (self.blocks if to is Residency.HOST else self.host):
+                pool.release(owner)
+        if held is None:
+            return
+        held.copy_id = None
+        if failed:
+            held.computed_len, held.status, held.residency = 0, SequenceStatus.WAITING, Residency.DEVICE
+        elif to is Residency.HOST:
+            held.status = SequenceStatus.OFFLOADED
+        else:
+            held.status, held.register_at = SequenceStatus.PAUSED, self.blocks.block_size
+            self._register(held)
 
     def next_batch(self) -> StepBatch | None:
         """The next step, its blocks allocated; None if nothing can run."""
+        if self.host is not None:
+            self._begin_offloads(self.host)
         selection = self._select(self._held.values(), within_grants=True)
         if not selection.items and selection.out_of_grants:
             by_arrival = sorted(self._held.values(), key=lambda held: held.arrival)
@@ -242,7 +343,7 @@ class LeaseExecutor:
         for held in ranked:
             if len(selection.items) >= self.limits.max_num_seqs or selection.tokens_left == 0:
                 break
-            if held.request_id in self._stalled:
+            if held.request_id in self._stalled or held.copy_id is not None or held.residency is Residency.HOST:
                 continue
             wanted = self._runnable_tokens(held, within_grants)
             if wanted == 0:
@@ -269,13 +370,14 @@ class LeaseExecutor:
         """Starts a sequence if all its known tokens fit at once, so that no half-prefilled prompts block each other."""
         if not selection.may_start:
             return False
+        if self._is_offloaded(held):
+            self._upload(held, selection)
+            return held.copy_id is not None
         cached = self._cached_blocks(held, wanted, selection)
         if cached is None:
             return False  # nothing is computed twice; others may overtake it meanwhile
         needed = self.blocks.blocks_for(held.num_tokens) - self.blocks.num_held(cached)
-        alone = self.blocks.num_free == self.blocks.num_blocks
-        if needed + (0 if alone else self._reserve_blocks) > self.blocks.num_free:
-            selection.may_start = False  # head of line: nothing of lower rank overtakes
+        if not self._has_room(needed, selection):
             return False
         self.blocks.share(held.request_id, cached)
         table = self.blocks.grow(held.request_id, held.num_tokens)
@@ -283,6 +385,12 @@ class LeaseExecutor:
         self._begin_at(held, len(cached) * self.blocks.block_size)
         self._add(held, min(wanted - held.computed_len, selection.tokens_left), table, selection)
         return True
+
+    def _has_room(self, needed: int, selection: _Selection) -> bool:
+        """Whether a start finds so many blocks; if not, nothing of lower rank overtakes it."""
+        alone = self.blocks.num_free == self.blocks.num_blocks
+        selection.may_start = needed + (0 if alone else self._reserve_blocks) <= self.blocks.num_free
+        return selection.may_start
 
     def _cached_blocks(self, held: _Held, wanted: int, selection: _Selection) -> list[int] | None:
         """Cached blocks that a start may take over; None if the next one is being computed in this very step.
@@ -339,6 +447,9 @@ class LeaseExecutor:
     def _is_resident(self, held: _Held) -> bool:
         return bool(self.blocks.table(held.request_id))
 
+    def _is_offloaded(self, held: _Held) -> bool:
+        return self.host is not None and held.copy_id is None and bool(self.host.table(held.request_id))
+
     def _standby_credit(self) -> int:
         """Standby slots that may still start: places left by ended slots, less standbys that hold one now."""
         return self._vacated - sum(held.slot.standby and self._is_resident(held) for held in self._held.values())
@@ -370,7 +481,7 @@ class LeaseExecutor:
         size = self.blocks.block_size
         first, end = held.register_at // size - 1, held.computed_len // size
         held.register_at = (end + 1) * size
-        if self._block_hashes is not None:
+        if self._block_hashes is not None and end > first:
             self.blocks.register(held.request_id, first, self._block_hashes(held.request_id, end), end)
 
     def end(self, request_id: str, status: SequenceStatus) -> FinishedSequence:
@@ -379,7 +490,7 @@ class LeaseExecutor:
 
     def _finish(self, held: _Held, status: SequenceStatus) -> FinishedSequence:
         del self._held[held.request_id]
-        self.blocks.release(held.request_id)
+        self._free(held)
         self._vacated += not held.slot.standby
         finished = FinishedSequence(held.request_id, held.attempt, status, held.output_len)
         key = (held.request_id, held.attempt)
@@ -416,6 +527,9 @@ class LeaseExecutor:
                 num_blocks=len(self.blocks.table(held.request_id)),
                 stalled=held.request_id in self._stalled,
                 cached_len=held.cached_len or 0,
+                residency=held.residency,
+                num_moves=held.num_moves,
+                num_host_blocks=0 if self.host is None else len(self.host.table(held.request_id)),
             )
 
     def acknowledge(self, report_seq: int) -> None:
@@ -433,9 +547,10 @@ class LeaseExecutor:
     def check_integrity(self) -> None:
         """Raises IntegrityError unless lengths, blocks and book-keeping agree."""
         self.blocks.check_integrity()
-        held_blocks: set[int] = set()
+        self._check_copies()
+        held_blocks = {block for copy_id in self._in_flight for block in self.blocks.table(_orphan(copy_id))}
         for request_id, held in self._held.items():
-            num_blocks = len(self.blocks.table(request_id))
+            num_blocks = max(len(pool.table(request_id)) for pool in self._pools)
             held_blocks.update(self.blocks.table(request_id))
             if held.computed_len > held.num_tokens or held.num_tokens > held.max_total_len:
                 raise IntegrityError(
@@ -447,3 +562,21 @@ class LeaseExecutor:
                 raise IntegrityError(f"{request_id}: finished and alive")
         if len(held_blocks) + self.blocks.num_free != self.blocks.num_blocks:
             raise IntegrityError(f"{len(held_blocks)} blocks held by known sequences, {self.blocks.num_free} free")
+
+    def _check_copies(self) -> None:
+        flying = {held.copy_id for held in self._held.values() if held.copy_id is not None}
+        wanted = {copy_id for copy_id, (_, held) in self._in_flight.items() if held is not None}
+        if flying != wanted:
+            raise IntegrityError(f"copies {flying} are waited for, {wanted} are in flight")
+        if self.host is None:
+            return
+        self.host.check_integrity()
+        owners = {*self._held, *map(_orphan, self._in_flight)}
+        used = sum(len(self.host.table(owner)) for owner in owners)
+        if used + self.host.num_free != self.host.num_blocks:
+            raise IntegrityError(f"{used} host blocks held by known sequences, {self.host.num_free} free")
+
+
+def _orphan(copy_id: int) -> str:
+    """Who holds the blocks of a copy in flight whose sequence has gone; no request id contains a NUL."""
+    return f"\0copy {copy_id}"

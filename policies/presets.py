@@ -59,7 +59,9 @@ def build_router(preset: str, placement: str = "") -> GlobalScheduler:
     return GlobalScheduler(PLACEMENTS[name]())
 
 
-def build_scheduler(preset: str, *, watermark: float, limits: SchedulerLimits) -> ReplicaScheduler:
-    """The scheduler of one replica under a preset."""
+def build_scheduler(
+    preset: str, *, watermark: float, limits: SchedulerLimits, offload: str = "recompute"
+) -> ReplicaScheduler:
+    """The scheduler of one replica under a preset; ``offload`` as in ``SchedulerConfig``."""
     find_preset(preset)
-    return ReplicaScheduler(WatermarkAdmission(watermark), limits)
+    return ReplicaScheduler(WatermarkAdmission(watermark), limits, offloads=offload == "reactive")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from core.errors import IntegrityError
 from core.messages import FinishedSequence, Key, Plan, Slot, SlotProgress, StepReport, WorkerReady, WorkerState
-from core.request import Request
+from core.request import Request, Residency
 from policies.fcfs import FcfsQueue
 from policies.recompute import choose_victims
 from policies.watermark import WatermarkAdmission
@@ -51,7 +51,14 @@ class WorkerReported:
     report: StepReport
 
 
-Event = WorkerConnected | WorkerLost | RequestsArrived | RequestsAborted | WorkerReported
+@dataclass(frozen=True, slots=True)
+class ResidencyOrdered:
+    """The KV offload manager wants the KV of these there; what is on the host waits until it is called back."""
+
+    orders: tuple[tuple[Key, Residency], ...]
+
+
+Event = WorkerConnected | WorkerLost | RequestsArrived | RequestsAborted | WorkerReported | ResidencyOrdered
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +115,19 @@ class _Tracked:
     shipped_in: int | None = None  # first plan of this lease that carried the payload
     delivered: bool = False  # the worker has the payload
     stalled: bool = False  # its client does not read
+    residency: Residency = Residency.DEVICE
+    num_moves: int = 0
+    num_host_blocks: int = 0
+    kept_off: bool = False  # it is on the host by order and is not called back for want of anything better
+
+    @property
+    def rests(self) -> bool:
+        return self.stalled or self.kept_off
+
+    @property
+    def is_leaving(self) -> bool:
+        """Ordered to the host, and its blocks are not free yet."""
+        return self.residency is Residency.HOST and self.num_blocks > 0
 
     @property
     def num_tokens(self) -> int:
@@ -120,9 +140,11 @@ class ReplicaScheduler:
     Args:
         admission: Decides whether the next request may start.
         limits: Bounds of a plan.
+        offloads: Whether who must give up its place keeps its KV on the host while there is room.
     """
 
-    def __init__(self, admission: WatermarkAdmission, limits: SchedulerLimits) -> None:
+    def __init__(self, admission: WatermarkAdmission, limits: SchedulerLimits, *, offloads: bool = False) -> None:
+        self._offloads = offloads
         self.admission = admission
         self.limits = limits
         self._tracked: dict[str, _Tracked] = {}
@@ -170,6 +192,9 @@ class ReplicaScheduler:
                 out += self._connect(event.state, now)
             case WorkerLost():
                 self._lose_worker()
+            case ResidencyOrdered():
+                for key, residency in event.orders:
+                    self._order(key, residency)
         out += self._replan()
         return out
 
@@ -225,7 +250,9 @@ class ReplicaScheduler:
             adopted = self._track(request, now)
             adopted.shipped_in, adopted.delivered = 0, True
         for progress in state.report.progress:
-            self._tracked[progress.request_id].num_preemptions = progress.num_preemptions
+            adopted = self._tracked[progress.request_id]
+            adopted.num_preemptions, adopted.num_moves = progress.num_preemptions, progress.num_moves
+            adopted.residency = progress.residency
         refused = [out for known in newcomers for out in self._arrive((known.request,), known.arrived_at)]
         self._dirty = True
         return refused + self._take_report(state.report, now)
@@ -254,7 +281,7 @@ class ReplicaScheduler:
             if tracked.shipped_in is not None and report.plan_seq >= tracked.shipped_in:
                 tracked.delivered = True
         ended = [out for finished in report.finished for out in self._end(finished, now)]
-        if report.short_blocks > 0 and report.plan_seq >= self._preempted_in:
+        if report.short_blocks > 0 and report.plan_seq >= self._preempted_in and not self._blocks_are_coming:
             self._relieve(report.short_blocks)
         return ended
 
@@ -266,9 +293,21 @@ class ReplicaScheduler:
         tracked.stalled = progress.stalled
         if progress.num_preemptions < tracked.num_preemptions:
             return  # the worker has not dropped its KV yet, but will
-        tracked.num_blocks = progress.num_blocks
-        if progress.num_blocks > 0 and progress.request_id not in self._admitted:
+        tracked.num_blocks, tracked.num_host_blocks = progress.num_blocks, progress.num_host_blocks
+        if progress.num_moves < tracked.num_moves:
+            return  # it does not know yet where it is to be
+        if tracked.residency is Residency.HOST and progress.residency is Residency.DEVICE:
+            self._take_refusal(progress.request_id)
+        elif tracked.residency is Residency.HOST:
+            return
+        elif progress.num_blocks > 0 and progress.request_id not in self._admitted:
             self._admit(progress.request_id)  # a standby that the worker started by itself
+
+    def _take_refusal(self, request_id: str) -> None:
+        """There was no room on the host, or nothing to move: its KV is dropped like that of any preempted one."""
+        tracked = self._tracked[request_id]
+        tracked.residency, tracked.kept_off = Residency.DEVICE, False
+        self._drop_kv(tracked)
 
     def _end(self, finished: FinishedSequence, now: float) -> list[Instruction]:
         self._remember((finished.request_id, finished.attempt))
@@ -293,14 +332,48 @@ class ReplicaScheduler:
             self._preempt(request_id)
 
     def _preempt(self, request_id: str) -> None:
+        """It gives up its place; its KV is dropped, or moved to the host."""
+        assert self._worker is not None
         tracked = self._tracked[request_id]
-        tracked.num_preemptions += 1
-        self.num_preemptions += 1
-        tracked.num_blocks = 0
         del self._admitted[request_id]
         self._waiting.push_front(request_id)
+        self.num_preemptions += 1
+        has_kv = tracked.num_blocks + tracked.num_host_blocks > 0
+        if self._offloads and self._worker.num_host_blocks > 0 and has_kv:
+            self._move(tracked, Residency.HOST)
+        else:
+            self._drop_kv(tracked)
+
+    def _drop_kv(self, tracked: _Tracked) -> None:
+        tracked.num_preemptions += 1
+        tracked.num_blocks = 0
         self._dirty = True
         self._preempted_in = self._plan_seq + 1
+
+    def _move(self, tracked: _Tracked, residency: Residency) -> None:
+        tracked.residency = residency
+        tracked.num_moves += 1
+        self._dirty = True
+        if residency is Residency.HOST:
+            self._preempted_in = self._plan_seq + 1
+
+    @property
+    def _blocks_are_coming(self) -> bool:
+        """An offload is under way: the pressure is answered when its blocks are free."""
+        return any(tracked.is_leaving for tracked in self._tracked.values())
+
+    def _order(self, key: Key, residency: Residency) -> None:
+        """Passes an order on; one for whom nothing can be done any more, or nothing is to be done, is ignored."""
+        tracked = self._tracked.get(key[0])
+        if tracked is None or tracked.request.attempt != key[1] or tracked.residency is residency:
+            return
+        if residency is Residency.DEVICE:
+            tracked.kept_off = False  # it comes when it is admitted
+        elif key[0] in self._admitted and tracked.num_blocks > 0:
+            del self._admitted[key[0]]
+            self._waiting.push_front(key[0])
+            tracked.kept_off = True
+            self._move(tracked, Residency.HOST)
 
     def _admit(self, request_id: str) -> None:
         self._waiting.remove(request_id)
@@ -313,6 +386,8 @@ class ReplicaScheduler:
         newly = self._admissible()
         for request_id in newly:
             self._admit(request_id)
+            if self._tracked[request_id].residency is Residency.HOST:
+                self._move(self._tracked[request_id], Residency.DEVICE)
         if not newly:
             self._make_way()
         standby = self._next_waiting(self.limits.standby_slots)
@@ -330,10 +405,10 @@ class ReplicaScheduler:
         used = max(len(self._admitted), sum(self._footprint(rid) for rid in self._admitted) - self._shared_blocks)
         num_running = sum(not self._tracked[rid].stalled for rid in self._admitted)
         newly: list[str] = []
-        if self._applied_plan_seq < self._preempted_in:
+        if self._applied_plan_seq < self._preempted_in or self._blocks_are_coming:
             return newly  # the blocks that a preemption frees are for those it was made for
         for request_id in self._waiting:
-            if self._tracked[request_id].stalled:
+            if self._tracked[request_id].rests:
                 continue
             if num_running + len(newly) >= self.limits.max_num_seqs:
                 break
@@ -347,7 +422,7 @@ class ReplicaScheduler:
     def _make_way(self) -> None:
         """Where somebody waits, sequences that rest give up their KV and their places: their clients do not read."""
         resting = [rid for rid in self._admitted if self._tracked[rid].stalled]
-        waits = any(not self._tracked[rid].stalled for rid in self._waiting)
+        waits = any(not self._tracked[rid].rests for rid in self._waiting)
         if waits and resting and self._applied_plan_seq >= self._preempted_in:
             for request_id in reversed(resting):
                 self._preempt(request_id)
@@ -359,7 +434,7 @@ class ReplicaScheduler:
         return max(tracked.num_blocks, -(-tracked.num_tokens // self._worker.block_size))
 
     def _next_waiting(self, count: int) -> tuple[str, ...]:
-        reading = (request_id for request_id in self._waiting if not self._tracked[request_id].stalled)
+        reading = (request_id for request_id in self._waiting if not self._tracked[request_id].rests)
         return tuple(itertools.islice(reading, count))
 
     def _plan(self) -> Plan:
@@ -396,6 +471,8 @@ class ReplicaScheduler:
             standby=standby,
             num_preemptions=tracked.num_preemptions,
             request=None if tracked.delivered else tracked.request,
+            residency=tracked.residency,
+            num_moves=tracked.num_moves,
         )
 
     def check_integrity(self) -> None:

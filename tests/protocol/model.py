@@ -84,6 +84,7 @@ class Device:
 
     Attributes:
         slots: Of the plan in force, what is held.
+        kv: Token ids by block and place in it.
         places: Of the plan in force, who may start without waiting for another one's end.
         ended: Attempts that have ended here.
         resting: Those whose clients do not read.
@@ -93,7 +94,7 @@ class Device:
         self._limits = limits
         self._blocks = blocks
         self._clients = clients
-        self._kv: list[list[int]] = [[-1] * BLOCK for _ in range(blocks.num_blocks)]
+        self.kv: list[list[int]] = [[-1] * BLOCK for _ in range(blocks.num_blocks)]
         self.slots: dict[str, Slot] = {}
         self.places: tuple[Key, ...] = ()
         self.ended: set[Key] = set()
@@ -154,12 +155,12 @@ class Device:
 
     def _fill(self, item: StepItem, sequence: Sequence) -> None:
         for position in range(item.start, item.start + item.num_tokens):
-            self._kv[item.blocks[position // BLOCK]][position % BLOCK] = sequence.token_ids[position]
+            self.kv[item.blocks[position // BLOCK]][position % BLOCK] = sequence.token_ids[position]
 
     def _sample(self, item: StepItem, sequence: Sequence) -> int:
         known = len(sequence.token_ids)
         assert item.start + item.num_tokens == known, f"{item.request_id}: samples before its last known token"
-        seen = [token for block in item.blocks for token in self._kv[block]][:known]
+        seen = [token for block in item.blocks for token in self.kv[block]][:known]
         assert seen == sequence.token_ids, f"{item.request_id}: wrong KV: {seen} for {sequence.token_ids}"
         return self._clients[item.request_id].expected(sequence.output_len)
 

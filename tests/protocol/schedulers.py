@@ -66,8 +66,8 @@ class ShortGrants(ReplicaScheduler):
 
     quantum = 4
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._computed: dict[str, int] = {}
 
     def _take_report(self, report: StepReport, now: float) -> list[Any]:

@@ -16,9 +16,10 @@ from core.messages import (
     WorkerReady,
     WorkerState,
 )
+from core.request import Residency
 from engine.outbox import TokenOutbox
 from engine.worker import Emission, Output, Worker
-from kvcache import BatchLimits, BlockManager, LeaseExecutor, StepBatch
+from kvcache import BatchLimits, BlockManager, KVCopy, LeaseExecutor, StepBatch
 from tests.protocol.model import BLOCK, EOS, Device, LaggingDetokenizer
 from tests.protocol.network import Life, attempts
 
@@ -59,6 +60,39 @@ class _Reports:
     offered: dict[tuple[int, int], Plan] = field(default_factory=dict)
 
 
+class SlowCopier:
+    """Copies take their time, overtake each other and sometimes fail; what they read is what is there at their end."""
+
+    def __init__(self, piece: WorkerPiece, num_host_blocks: int) -> None:
+        self._piece = piece
+        self._host = [[-1] * BLOCK for _ in range(num_host_blocks)]
+        self._done: list[tuple[int, bool]] = []
+        self._on_done: Callable[[], object] = lambda: None
+
+    def when_done(self, callback: Callable[[], object]) -> None:
+        self._on_done = callback
+
+    def begin(self, copy: KVCopy) -> None:
+        rng = self._piece.world.copy_rng
+        failed = rng.random() < 0.05
+        self._piece._later(rng.choice([0.0, 0.01, 0.1, 0.5]), lambda: self._end(copy, failed))
+
+    def _end(self, copy: KVCopy, failed: bool) -> None:
+        device, world = self._piece.device.kv, self._piece.world
+        source, target = (device, self._host) if copy.to is Residency.HOST else (self._host, device)
+        for read, written in zip(copy.source, copy.target, strict=True):
+            target[written] = [-1] * BLOCK if failed else list(source[read])
+        world.count(f"{'failed' if failed else 'whole'} copies to {copy.to.name}", True)
+        self._done.append((copy.copy_id, failed))
+        self._on_done()
+
+    def take_done(self) -> list[tuple[int, bool]]:
+        done, self._done = self._done, []
+        return done
+
+    def wait(self) -> None: ...
+
+
 class WorkerPiece:
     """One life of a worker."""
 
@@ -66,10 +100,20 @@ class WorkerPiece:
         self.world = world
         self.life = Life(name, world.clock)
         blocks = BlockManager(num_blocks, BLOCK)
+        host = BlockManager(world.num_host_blocks, BLOCK) if world.num_host_blocks else None
         self.device = Device(limits, blocks, world.clients)
-        executor = LeaseExecutor(blocks, limits, incarnation)
-        ready = WorkerReady(incarnation, num_blocks, BLOCK, num_blocks * BLOCK, True, 1000)
-        self.worker = Worker(self.device, executor, LaggingDetokenizer(), (EOS,), ready, prefix_cache=True)  # type: ignore[arg-type]
+        executor = LeaseExecutor(blocks, limits, incarnation, host)
+        ready = WorkerReady(incarnation, num_blocks, BLOCK, num_blocks * BLOCK, True, 1000, world.num_host_blocks)
+        self.worker = Worker(
+            self.device,
+            executor,
+            LaggingDetokenizer(),
+            (EOS,),
+            ready,
+            prefix_cache=True,
+            copier=SlowCopier(self, world.num_host_blocks),
+        )  # type: ignore[arg-type]
+        self.worker.when_copied(self._wake)
         self._channels: dict[str, _Channel] = {}
         self._reports = _Reports()
         self._steps = False  # or is about to

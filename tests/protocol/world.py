@@ -51,6 +51,8 @@ class World:
         self._lives: Counter[str] = Counter()
         self.faults_until = 2 * BUSY_S
         self._draw(rng)
+        self.copy_rng = random.Random(seed)
+        self.num_host_blocks = self.copy_rng.choice([0, self.copy_rng.randint(1, 16)])
         self.network = Network(self.clock, rng, self.faults, thorough=rng.random() < 0.1)
         self._build()
 
@@ -92,7 +94,9 @@ class World:
 
     def _make_scheduler(self, replica: str) -> SchedulerPiece:
         kind = ShortGrants if self.short_grants else ReplicaScheduler
-        return SchedulerPiece(self, replica, kind(WatermarkAdmission(self.watermark), self.limits))
+        return SchedulerPiece(
+            self, replica, kind(WatermarkAdmission(self.watermark), self.limits, offloads=self.num_host_blocks > 0)
+        )
 
     def _make_worker(self, replica: str) -> WorkerPiece:
         name = f"worker-{replica}"
@@ -285,6 +289,8 @@ class World:
                 case WorkerPiece():
                     blocks = piece.executor.blocks
                     num = piece.executor.num_held + blocks.num_blocks - blocks.num_free
+                    host = piece.executor.host
+                    num += 0 if host is None else host.num_blocks - host.num_free
             if num:
                 left.append(f"{name} holds {num}")
         return left

@@ -107,7 +107,7 @@ def wire(kind: str, *fields: object, version: object = SCHEMA_VERSION) -> bytes:
     return msgpack.packb([version, kind, *fields])
 
 
-SLOT = ["a", 0, 5, 9, False, 0, None]
+SLOT = ["a", 0, 5, 9, False, 0, None, 0, 0]
 SAMPLED = [4, 0.0, 1.0, 0, 0, [], [], False]
 
 LOGPROB = "TokenDelta.logprobs.output[0][1][1]"
@@ -122,16 +122,16 @@ MALFORMED = [
     (wire("Plan", "w", None, 1, 0, 0, []), Plan, "Plan.lease"),
     (wire("Plan", "w", 1, "1", 0, 0, []), Plan, "Plan.plan_seq"),
     (wire("Plan", "w", 1, True, 0, 0, []), Plan, "Plan.plan_seq"),
-    (wire("Plan", "w", 1, 1, 0, 0, [SLOT, SLOT[:-1]]), Plan, "Plan.slots[1]"),
-    (wire("Plan", "w", 1, 1, 0, 0, [["a", 0, 5.5, 9, False, 0, None]]), Plan, "Plan.slots[0].prefill_to"),
+    (wire("Plan", "w", 1, 1, 0, 0, [SLOT, SLOT[:-3]]), Plan, "Plan.slots[1]"),
+    (wire("Plan", "w", 1, 1, 0, 0, [["a", 0, 5.5, 9, False, 0, None, 0, 0]]), Plan, "Plan.slots[0].prefill_to"),
     (wire("PieceStatus", "a", "b", 1, "n", "s", 0, float("nan"), 0, 0), PieceStatus, "PieceStatus.last_step_age_s"),
     (
-        wire("StepReport", "w", 1, 1, 1, 1, 0, [["a", 0, 77, 0, 0, 0, 0, False, 0]], [], [], 0),
+        wire("StepReport", "w", 1, 1, 1, 1, 0, [["a", 0, 77, 0, 0, 0, 0, False, 0, 0, 0, 0]], [], [], 0),
         StepReport,
         "StepReport.progress[0].status",
     ),
     (
-        wire("StepReport", "w", 1, 1, 1, 1, 0, [["a", 0, 1, 0, 0, 0, 0, 0, 0]], [], [], 0),
+        wire("StepReport", "w", 1, 1, 1, 1, 0, [["a", 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0]], [], [], 0),
         StepReport,
         "StepReport.progress[0].stalled",
     ),

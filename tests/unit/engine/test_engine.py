@@ -11,10 +11,11 @@ import pytest
 
 from core.config import EngineConfig, SchedulerConfig
 from core.errors import ConfigError, InvalidValueError
-from core.request import SamplingParams
+from core.request import Residency, SamplingParams, SequenceStatus
 from engine import Completion, Engine
 from engine.sequence import Sequence
 from kvcache import StepBatch
+from policies.replica_scheduler import ResidencyOrdered
 
 from .models import SHAPES, assert_greedy, load_reference
 
@@ -215,3 +216,42 @@ def test_equal_prompts_are_computed_once_and_the_client_is_told(tiny_model_dir: 
             cached[delta.request_id] += delta.cached_len
     assert sorted(cached.values()) == [0, 20, 20, 20, 20]
     assert num_computed == 23 + 4 * 3 + 5, "one decode step each after the prompt"
+
+
+def with_host(config: EngineConfig, host_blocks: int, blocks: int = TIGHT_BLOCKS) -> EngineConfig:
+    return dataclasses.replace(config, host_kv_memory=str(int(config.kv_memory) // blocks * host_blocks))
+
+
+@pytest.mark.parametrize("host_blocks", [4, 60])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_offloaded_sequences_give_the_same_tokens(tiny_model_dir: Path, host_blocks: int, prefix_cache: bool) -> None:
+    """Under pressure, and by orders at random moments; with little room on the host some are computed again."""
+    config = dataclasses.replace(tight(tiny_model_dir), prefix_cache=prefix_cache)
+    prompts = families(30, seed=10)
+    sampling = [greedy(30, temperature=0.8, seed=i) for i in range(30)]
+    expected = Engine(tiny_model_dir, engine=ROOMY).generate(prompts, sampling)
+    scheduler = SchedulerConfig(watermark=1.0, offload="reactive")
+    engine = Engine(tiny_model_dir, engine=with_host(config, host_blocks), scheduler=scheduler)
+    rng, was_offloaded = random.Random(11), False
+    ids = [engine.submit(prompt, params) for prompt, params in zip(prompts, sampling, strict=True)]
+    tokens: dict[str, list[int]] = {request_id: [] for request_id in ids}
+    away: set[str] = set()
+    while not engine.idle:
+        if rng.random() < 0.3:
+            away ^= {rng.choice(ids)}
+        wishes = tuple(((rid, 0), Residency.HOST if rid in away else Residency.DEVICE) for rid in ids)
+        engine._handle(ResidencyOrdered(wishes if rng.random() < 0.9 else ()))
+        if rng.random() < 0.1:
+            away.clear()
+        for delta in engine.step():
+            assert delta.start == len(tokens[delta.request_id])
+            tokens[delta.request_id] += delta.token_ids
+            away.discard(delta.request_id)
+        engine.check_integrity()
+        progress = engine.worker.executor.report().progress
+        was_offloaded |= any(each.status is SequenceStatus.OFFLOADED for each in progress)
+    assert [tuple(tokens[rid]) for rid in ids] == [completion.token_ids for completion in expected]
+    assert was_offloaded
+    executor = engine.worker.executor
+    assert executor.host is not None
+    assert (executor.blocks.num_free, executor.host.num_free) == (TIGHT_BLOCKS, host_blocks)
