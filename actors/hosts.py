@@ -72,7 +72,7 @@ async def keep_supervisor(site: Site) -> None:
             restarts = await handle.restarts.remote() + 1
             await handle.ended.remote()
         except ray.exceptions.RayActorError:
-            continue
+            await asyncio.sleep(LOOK_AGAIN_S)  # its name may stay with the dead one for a moment
         except ray.exceptions.RayTaskError:
             ray.kill(handle)  # a piece in it has failed: it starts anew
 

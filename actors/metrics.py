@@ -6,6 +6,7 @@ since several pieces of one process may write to it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -34,6 +35,7 @@ STEP_TOKEN_BUCKETS = (1.0, *(float(2**power) for power in range(3, 15)))
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
 _LABELS = ("model_name", "engine")
+_INDEX = re.compile(r"\[\d+\]")
 
 _Family = TypeVar("_Family", bound=MetricWrapperBase)
 
@@ -214,8 +216,8 @@ class RefusedMessages:
         self._refused = _family(registry, Counter, "farsight:refused_messages", "Messages refused unread.", labels)
 
     def count(self, piece: str, method: str, field: str) -> None:
-        """``piece`` refused what was sent to ``method`` because of ``field``."""
-        self._refused.labels(piece, method, field).inc()
+        """``piece`` refused what was sent to ``method`` because of ``field``; places in lists are not told apart."""
+        self._refused.labels(piece, method, _INDEX.sub("[]", field)).inc()
 
 
 class PieceRestarts:
