@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.servers import vocab_size
 from benchmarks.step_timing import StepLog, TimedRunner, detokenizing
-from core.config import EngineConfig
+from core.config import BACKENDS, EngineConfig
 from core.request import SamplingParams
 from engine.engine import Engine
 from services.bench.report import cell, markdown_table, provenance, write_json
@@ -123,7 +123,12 @@ class EngineBench:
 def main() -> None:
     """Runs every concurrency and prints the table."""
     args = _parse()
-    options = {"kv_memory": args.kv_memory, "max_num_seqs": args.max_num_seqs, "num_threads": args.threads}
+    options = {
+        "kv_memory": args.kv_memory,
+        "max_num_seqs": args.max_num_seqs,
+        "num_threads": args.threads,
+        "backend": args.backend,
+    }
     engine = Engine(args.model, dtype=args.dtype, engine=EngineConfig(**options))
     bench = EngineBench(
         engine, make_workload(args.workload, args.n, args.seed), args.vocab or vocab_size(Path(args.model))
@@ -163,6 +168,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--kv-memory", default="auto")
+    parser.add_argument("--backend", default="auto", choices=BACKENDS)
     parser.add_argument("--max-num-seqs", type=int, default=EngineConfig().max_num_seqs)
     parser.add_argument("--profile", action="store_true", help="also profile a run at the last concurrency")
     parser.add_argument("--json", type=Path, help="write every number here")

@@ -152,7 +152,7 @@ inline void weigh(Softmax<N>& soft, int first, int count, const int (&begin)[N],
 template <class T, int N>
 inline void mix(const Shape& shape, const uint32_t* values, const int32_t* blocks, int kv_head, int first, int count,
                 const Softmax<N>& soft, float (*results)[kMaxHeadDim]) {
-  const int d = shape.head_dim, size = shape.block_size, step = std::min(size, kChunkTokens);
+  const int d = shape.head_dim, size = shape.block_size;
   for (int i = 0; i < d; i += 2 * kWidth) {
     const bool two = i + kWidth < d;
     f32v acc[N][2];
@@ -162,7 +162,7 @@ inline void mix(const Shape& shape, const uint32_t* values, const int32_t* block
     }
     for (int t = 0; t < count;) {
       const int token = first + t, offset = token % size;
-      const int here = std::min({size - offset, count - t, step});
+      const int here = std::min(size - offset, count - t);
       const int64_t block = blocks[token / size];
       const uint32_t* v = values + (block * shape.kv_heads + kv_head) * int64_t(d) * (size / T::kPerLane) +
                           int64_t(offset / T::kPerLane) * d + i;

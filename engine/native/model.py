@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from core.errors import IntegrityError
 from engine.kv_pool import KVPool
 from engine.model_config import ModelConfig
 from engine.native.layout import NativeStep
@@ -95,6 +96,7 @@ class NativeModel:
         self._library = load_library()
         self._library.fs_create.restype = c_void_p
         self._vocab_size = config.vocab_size
+        self._max_len = max_len
         self._keep: list[Any] = [pool, weights.embedding, weights.positions]
         self._logits = torch.empty(0, config.vocab_size)
         self._best = np.empty(0, dtype=np.int64)
@@ -112,7 +114,11 @@ class NativeModel:
         Returns:
             Logits of the sampled rows, float32 ``[R, vocab]``, and the best token of each, int64 ``[R]``; both are
             overwritten by the next step.
+
+        Raises:
+            IntegrityError: a token or a position that the model does not have: it would be read beyond its tables.
         """
+        self._check(step)
         num_samples = len(step.sample_rows)
         if num_samples > len(self._best):
             size = max(num_samples, 2 * len(self._best))
@@ -131,6 +137,13 @@ class NativeModel:
         )
         self._library.fs_step(self._handle, byref(arguments))
         return self._logits[:num_samples], self._best[:num_samples]
+
+    def _check(self, step: NativeStep) -> None:
+        token_ids, positions, _ = step.rows
+        if token_ids.min() < 0 or token_ids.max() >= self._vocab_size:
+            raise IntegrityError(f"token ids {token_ids.min()}..{token_ids.max()} of {self._vocab_size}")
+        if positions.min() < 0 or positions.max() >= self._max_len:
+            raise IntegrityError(f"positions {positions.min()}..{positions.max()} of {self._max_len}")
 
     def _config(self, config: ModelConfig, weights: ModelWeights, pool: KVPool, max_len: int) -> _Config:
         cos = sin = None

@@ -11,13 +11,15 @@ import pytest
 import torch
 
 from core.config import EngineConfig
-from core.errors import ConfigError
+from core.errors import ConfigError, IntegrityError
 from core.request import SamplingParams
 from engine import backends
 from engine.engine import Engine
 from engine.model_runner import ModelRunner
 from engine.native import library
 from engine.native.library import NativeUnavailable
+
+from .driver import Driver
 
 
 def runner(model_dir: Path, backend: str, block_size: int = 16, dtype: torch.dtype = torch.float32) -> ModelRunner:
@@ -73,6 +75,15 @@ def test_it_is_built_once(fresh_library: Path) -> None:
     library.load_library.cache_clear()
     library.load_library()
     assert [path.stat().st_mtime_ns for path in fresh_library.iterdir()] == [written]
+
+
+@pytest.mark.parametrize("token_id", [-1, 10_000])
+def test_a_token_that_the_model_does_not_have(tiny_model_dir: Path, token_id: int) -> None:
+    """A compiled program would read anything: it is told before."""
+    driver = Driver(runner(tiny_model_dir, "native"))
+    driver.add("a", [5, token_id, 7])
+    with pytest.raises(IntegrityError, match=f"token ids .*{token_id}.* of 3"):
+        driver.step(a=3)
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
