@@ -131,7 +131,7 @@ class _Connection(_Frames):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        if _peer_uid(transport) != os.getuid():
+        if _peer_uid(transport.get_extra_info("socket")) != os.getuid():
             transport.close()
             self.transport = None
 
@@ -157,8 +157,8 @@ def _pickled(error: Exception) -> bytes:
         return pickle.dumps(RuntimeError(repr(error)))
 
 
-def _peer_uid(transport: asyncio.BaseTransport) -> int:
-    connection = transport.get_extra_info("socket")
+def _peer_uid(connection: Any) -> int:
+    """Of a socket, or of what an event loop shows in its place."""
     with socket.socket(fileno=os.dup(connection.fileno())) as duplicate:
         credentials = duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
     uid: int = _PEER_CREDENTIALS.unpack(credentials)[1]
@@ -178,12 +178,15 @@ async def listen(answer: Answer) -> tuple[str, asyncio.Server | None]:
 
 
 async def connect(address: str) -> LocalLink | None:
-    """A link to who listens there; None if nobody does."""
+    """A link to who listens there; None if nobody does, or another user who took the name of a dead process."""
     caller = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         caller.setblocking(False)
         caller.connect(address)
+        ours = _peer_uid(caller) == os.getuid()
     except OSError:
+        ours = False
+    if not ours:
         caller.close()
         return None
     with contextlib.suppress(OSError):

@@ -32,7 +32,11 @@ if TYPE_CHECKING:
     from engine.worker import Output, Worker
 
 REPORT_INTERVAL_S = 0.1
-"""Reports are this far apart unless something ended or is under pressure: a call costs as much CPU as many tokens."""
+"""Reports are this far apart ..."""
+
+ENDED_INTERVAL_S = 0.02
+"""... but those that tell of an end only this far, for standby slots take the place of what ended meanwhile. Under
+pressure, and when nothing is left to run, they go at once."""
 
 POLL_TIMEOUT_S = 1.0
 """An idle long poll answers after this time, so that both sides know the other lives."""
@@ -67,6 +71,7 @@ class ModelWorker(Piece):
         self._slow: dict[str, frozenset[str]] = {}
         self._wake = asyncio.Event()
         self._report_due = asyncio.Event()
+        self._report_timer: asyncio.TimerHandle | None = None
         self._prefix_counts = (0, 0)  # queries and hits that the metrics know
         self._samples: deque[StepSample] = deque(maxlen=MAX_SAMPLES)
         self._reported_at = 0.0
@@ -136,6 +141,9 @@ class ModelWorker(Piece):
             worker.executor.acknowledge(poll.ack_seq)
         await wait_for(self._report_due, POLL_TIMEOUT_S)
         self._report_due.clear()
+        if self._report_timer is not None:
+            self._report_timer.cancel()
+            self._report_timer = None
         self._reported_at = time.monotonic()
         samples = tuple(self._samples)
         self._samples.clear()
@@ -197,7 +205,7 @@ class ModelWorker(Piece):
         if any(self._slow.values()) or any(channel.full for channel in self._channels.values()):
             self._stall(worker)
         ended = any(output.delta.finish_reason for output in outputs)
-        self._mark_report(worker, urgent=ended or worker.executor.short_blocks > 0)
+        self._mark_report(ended=ended, pressure=worker.executor.short_blocks > 0)
 
     def _count_prefixes(self, worker: Worker) -> None:
         counts = worker.executor.prefix_queries, worker.executor.prefix_hits
@@ -206,9 +214,12 @@ class ModelWorker(Piece):
             self._metrics.prefix_cache(counts[0] - queries, counts[1] - hits)
             self._prefix_counts = counts
 
-    def _mark_report(self, worker: Worker, *, urgent: bool) -> None:
-        if urgent or time.monotonic() - self._reported_at >= REPORT_INTERVAL_S:
+    def _mark_report(self, *, ended: bool, pressure: bool) -> None:
+        wait_s = self._reported_at + (ENDED_INTERVAL_S if ended else REPORT_INTERVAL_S) - time.monotonic()
+        if pressure or wait_s <= 0:
             self._report_due.set()
+        elif ended and self._report_timer is None:
+            self._report_timer = asyncio.get_running_loop().call_later(wait_s, self._report_due.set)
 
     def _dispatch(self, worker: Worker, outputs: list[Output]) -> None:
         deltas: dict[str, list[TokenDelta]] = {}

@@ -28,6 +28,7 @@ class RemoteActor:
         self._link: LocalLink | None = None
         self._linked_to: Any = None  # the handle that was last asked for its address
         self._linking = asyncio.Lock()
+        self._num_linking = 0  # messages that wait for the link; later ones must not overtake them
 
     async def send(self, piece: str, method: str, data: bytes) -> Any:
         """What the piece of that name answers; over a socket if the actor is on this node.
@@ -36,7 +37,7 @@ class RemoteActor:
             PeerLost: it is gone or not there yet.
         """
         link = self._link
-        if link is None or not link.open:
+        if link is None or not link.open or self._num_linking:
             link = await self._connected()
         if link is None:
             return await self.call("call", piece, method, data)
@@ -55,16 +56,23 @@ class RemoteActor:
         """A link to the actor that has the name now; None if there can be none."""
         if not self._local:
             return None
-        async with self._linking:
-            if self._link is not None and self._link.open:
-                return self._link
-            if self._handle is not None and self._handle is self._linked_to:
-                return None  # asked before: it is on another node
-            node_id, address = await self.call("local_address")
-            self._linked_to, self._link = self._handle, None
-            if address and node_id == ray.get_runtime_context().get_node_id():
-                self._link = await connect(address)
-            return self._link
+        self._num_linking += 1
+        try:
+            async with self._linking:  # first come, first served
+                if self._link is not None and self._link.open:
+                    return self._link
+                return await self._link_anew()
+        finally:
+            self._num_linking -= 1
+
+    async def _link_anew(self) -> LocalLink | None:
+        if self._handle is not None and self._handle is self._linked_to:
+            return None  # asked before: it is on another node
+        node_id, address = await self.call("local_address")
+        self._linked_to, self._link = self._handle, None
+        if address and node_id == ray.get_runtime_context().get_node_id():
+            self._link = await connect(address)
+        return self._link
 
     async def call(self, method: str, *args: Any) -> Any:
         """What its method returns.

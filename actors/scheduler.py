@@ -46,6 +46,12 @@ from policies.replica_scheduler import (
 SAY_AGAIN_S = 1.0
 """The Router hears of the replica at least this often, so that a new one knows it soon."""
 
+PLAN_INTERVAL_S = 0.005
+"""Plans are at least this far apart once more than ``FEW_SEQUENCES`` run: the next step has begun already."""
+
+FEW_SEQUENCES = 4
+"""Up to so many every plan goes at once: it may be what the worker waits for."""
+
 ENDS_S = 0.05
 """The Router hears of ends this late, of several at once: they only change what it thinks of the load."""
 
@@ -171,10 +177,14 @@ class Scheduler(Piece):
 
     async def _push_plans(self) -> None:
         """Sends the newest plan; those made while one is on its way are superseded by the last."""
+        pushed_at = 0.0
         while True:
             await self._plan_due.wait()
+            if self._machine.num_admitted > FEW_SEQUENCES:
+                await asyncio.sleep(pushed_at + PLAN_INTERVAL_S - time.monotonic())
             self._plan_due.clear()
             if self._plan is not None:
+                pushed_at = time.monotonic()
                 await self._try(self._worker, "push_plan", encode(self._plan))  # a new worker gets a new plan
 
     async def _tell_router(self) -> None:

@@ -13,6 +13,9 @@ from engine.outbox import TokenOutbox
 FLUSH_INTERVAL_S = 0.015
 """Replies are at least this far apart once more than ``FEW_ROWS`` run: a call costs as much as many tokens."""
 
+FIRST_INTERVAL_S = 0.005
+"""First tokens are held back for as long as this: when many requests start, one reply carries several of them."""
+
 FEW_ROWS = 4
 """Up to this many sequences in a step every token goes at once."""
 
@@ -24,7 +27,7 @@ TICK_S = 1.0
 
 
 class TokenChannel:
-    """Tokens for one ingress replica. First tokens are never held back."""
+    """Tokens for one ingress replica. First tokens do not wait for the others."""
 
     def __init__(self, incarnation: str) -> None:
         self._outbox = TokenOutbox(incarnation)
@@ -40,11 +43,16 @@ class TokenChannel:
         """Queues the deltas of one step that ran ``num_rows`` sequences."""
         for delta in deltas:
             self._outbox.put(delta)
-        loop = asyncio.get_running_loop()
-        due_at = self._replied_at + FLUSH_INTERVAL_S
-        if num_rows <= FEW_ROWS or loop.time() >= due_at or any(delta.start == 0 for delta in deltas):
+        if num_rows <= FEW_ROWS:
             self._due.set()
-        elif self._timer is None:
+            return
+        loop = asyncio.get_running_loop()
+        has_first = any(delta.start == 0 for delta in deltas)
+        due_at = self._replied_at + (FIRST_INTERVAL_S if has_first else FLUSH_INTERVAL_S)
+        if loop.time() >= due_at:
+            self._due.set()
+        elif self._timer is None or self._timer.when() > due_at:
+            self._cancel_timer()
             self._timer = loop.call_at(due_at, self._due.set)
 
     @property
@@ -88,8 +96,11 @@ class TokenChannel:
             finally:
                 self._num_polling -= 1
         self._due.clear()
+        self._cancel_timer()
+        self._replied_at = asyncio.get_running_loop().time()
+        return encode(self._outbox.take())
+
+    def _cancel_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._replied_at = asyncio.get_running_loop().time()
-        return encode(self._outbox.take())

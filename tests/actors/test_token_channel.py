@@ -51,6 +51,23 @@ async def test_tokens_of_many_rows_wait_for_company_but_not_for_ever() -> None:
     assert await asyncio.wait_for(waiting, LONG_S) == [1, 2]
 
 
+async def test_first_tokens_of_a_crowd_share_a_reply_but_do_not_wait_for_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(token_channel, "FLUSH_INTERVAL_S", LONG_S)
+    monkeypatch.setattr(token_channel, "FIRST_INTERVAL_S", 0.05)
+    channel = TokenChannel("w")
+    channel.put([delta(0)], num_rows=100)
+    await starts(channel, 0)
+    waiting = asyncio.create_task(starts(channel, 1))
+    channel.put([delta(1)], num_rows=100)
+    channel.put([delta(0)], num_rows=100)
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    channel.put([delta(0)], num_rows=100)
+    assert await asyncio.wait_for(waiting, LONG_S / 2) == [1, 0, 0]
+
+
 async def test_an_idle_poll_answers_empty_after_its_timeout() -> None:
     assert decode(await TokenChannel("w").poll(0.01), TokenBatches).batches == ()
 

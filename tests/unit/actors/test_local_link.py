@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import uvloop
 
 from actors import local_link
-from actors.local_link import LinkLost, connect, listen
+from actors.local_link import LinkLost, LocalLink, connect, listen
 from core.errors import MessageError
 
 
@@ -110,13 +111,16 @@ def test_another_user_is_turned_away(runner: asyncio.Runner, monkeypatch: pytest
     async def check() -> None:
         house = House()
         address, server = await listen(house.answer)
-        monkeypatch.setattr(local_link, "_peer_uid", lambda transport: os.getuid() + 1)
-        link = await connect(address)
-        if link is not None:  # the connection stands before it can be looked at
-            with pytest.raises(LinkLost):
-                await asyncio.wait_for(link.call("p", "echo", b"x"), 5)
-            link.close()
+        monkeypatch.setattr(local_link, "_peer_uid", lambda connection: os.getuid() + 1)
+        caller = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        caller.setblocking(False)
+        caller.connect(address)
+        _, link = await asyncio.get_running_loop().create_unix_connection(LocalLink, sock=caller)
+        with pytest.raises(LinkLost):  # the connection stands before it can be looked at
+            await asyncio.wait_for(link.call("p", "echo", b"x"), 5)
+        link.close()
         assert house.seen == []
+        assert await connect(address) is None, "what another user listens to is not trusted either"
         assert server is not None
         server.close()
 
