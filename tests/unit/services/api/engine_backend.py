@@ -46,7 +46,9 @@ class EngineBackend(ScriptedBackend):
 
     def __init__(self, model_dir: Path) -> None:
         super().__init__()
-        config = EngineConfig(kv_memory="4MiB", block_size=8, num_threads=1)
+        config = EngineConfig(
+            kv_memory="4MiB", block_size=8, num_threads=1, prefix_cache=False
+        )  # usage is the same each time
         self.engine = Engine(model_dir, dtype="float32", engine=config)
         self._queues: dict[str, asyncio.Queue[TokenDelta]] = {}
         self._stepping: asyncio.Task[None] | None = None
