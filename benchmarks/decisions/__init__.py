@@ -1,0 +1,1 @@
+"""What one decision of each policy costs: ``python -m benchmarks.decisions [NAME ...] [--json]``."""

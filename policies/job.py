@@ -1,0 +1,74 @@
+"""What the policies of one replica know of a request."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from core.forecast import Forecast
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request in the hands of a replica's policies; its scheduler keeps it up to date, policies only read it.
+
+    Lengths are in tokens, instants in seconds of the caller's clock.
+
+    Attributes:
+        arrived_at: When the request came; kept through preemptions and requeues.
+        priority: Lower goes first (as in vLLM); an ordinary key of every order.
+        deadline_at: Of equal priority, the earlier goes first; infinity for none.
+        forecast: Of the whole output length; None if nobody foresees it.
+        cached_len: Prompt tokens that are, or are believed to be, in the replica's prefix cache.
+        output_len: Tokens generated so far.
+        computed_len: Known tokens whose KV is on the device; 0 before the start and after a drop.
+        host_len: Known tokens whose KV is on the host.
+        last_ran_at: When it last took part in a step; its arrival before that.
+    """
+
+    request_id: str
+    arrived_at: float
+    prompt_len: int
+    max_new_tokens: int
+    priority: int = 0
+    deadline_at: float = math.inf
+    forecast: Forecast | None = None
+    cached_len: int = 0
+    output_len: int = 0
+    computed_len: int = 0
+    host_len: int = 0
+    last_ran_at: float = -math.inf
+
+    def __post_init__(self) -> None:
+        self.last_ran_at = max(self.last_ran_at, self.arrived_at)
+
+    @property
+    def urgency(self) -> tuple[int, float]:
+        """(priority, deadline): what every order sorts by before its own key."""
+        return self.priority, self.deadline_at
+
+    @property
+    def known_len(self) -> int:
+        """Tokens of prompt and output so far (l_p + l_t): the KV it needs to go on."""
+        return self.prompt_len + self.output_len
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether it has KV on the device."""
+        return self.computed_len > 0
+
+    @property
+    def is_offloaded(self) -> bool:
+        return self.host_len > 0 and self.computed_len == 0
+
+    @property
+    def missing_len(self) -> int:
+        """Known tokens still to be computed before it decodes; what lies on the host is uploaded, not computed."""
+        if self.is_resident or self.host_len:
+            return max(0, self.known_len - max(self.computed_len, self.host_len))
+        return self.known_len - min(self.cached_len, self.prompt_len)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether its next step only adds one token: all known tokens but the last are computed."""
+        return self.output_len > 0 and self.known_len - self.computed_len <= 1

@@ -1,0 +1,128 @@
+"""The parts that a scheduler is composed of, and what they may see and answer.
+
+Every part is a plain object without a clock and without randomness of its own: instants come as arguments, a
+``numpy.random.Generator`` at construction. All of them work on ``Job``s, which they read and never write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from policies.job import Job
+
+
+class Order(Protocol):
+    """Who goes first on a replica in continuous batching.
+
+    Attributes:
+        preemptive: Whether a waiting job may take the place of a running one of lower rank. Where not, running jobs
+            come before all waiting ones, in order of admission, and ``ranked`` decides among the waiting.
+    """
+
+    preemptive: bool
+
+    def add(self, job: Job, now: float) -> None:
+        """A job has arrived, or has lost its KV and comes back; it is not in the order yet."""
+        ...
+
+    def remove(self, job: Job) -> None:
+        """A job has ended or is gone; unknown ones are fine."""
+        ...
+
+    def ran(self, job: Job, duration_s: float, now: float) -> None:
+        """The job took part in steps of so many seconds in all since this was last said; it is up to date."""
+        ...
+
+    def refresh(self, now: float) -> None:
+        """A scheduling point begins: does what is due (promotions, ranks that have changed)."""
+        ...
+
+    def ranked(self, now: float) -> Iterator[Job]:
+        """All jobs, best first, lazily: who takes n of them pays for n. Do not change the order meanwhile."""
+        ...
+
+    def slice_s(self, job: Job) -> float:
+        """Seconds that the job may run before this order wants to look at it again; infinity for no bound."""
+        ...
+
+
+class Admission(Protocol):
+    """Whether a job may become resident. One scheduling point: ``begin``, then ``admits`` and ``add`` by turns."""
+
+    def begin(self, running: Sequence[Job], capacity: int) -> None:
+        """A scheduling point begins.
+
+        Args:
+            running: Jobs that go on running whatever is decided.
+            capacity: KV tokens that they and those admitted may fill together, now and later.
+        """
+        ...
+
+    def admits(self, job: Job) -> bool:
+        """Whether the job fits beside them and those added since. Without any, whatever fits at all is admitted."""
+        ...
+
+    def add(self, job: Job) -> None:
+        """From now on it counts among the running."""
+        ...
+
+    def reserve(self, capacity: int) -> int:
+        """KV tokens that starts leave free for the growth of running jobs."""
+        ...
+
+    def learn(self, output_len: int, *, censored: bool) -> None:
+        """A job has ended; ``censored``: by its limit or from outside, it might have gone on."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class KvView:
+    """Where the KV of a replica's jobs is at one scheduling point; tokens.
+
+    Attributes:
+        running: Jobs that are to execute next, best first, newcomers among them.
+        idle: Jobs with KV on the device that are not to execute next.
+        offloaded: Jobs with KV on the host only that are not to execute next.
+        free: Device tokens that nobody holds now.
+        needed: Device tokens that ``running`` lack for their next step (newcomers: for all their known tokens).
+        host_free: Host tokens that nobody holds.
+        host_capacity: Host tokens in all; 0 where there is no host pool.
+    """
+
+    running: Sequence[Job]
+    idle: Sequence[Job]
+    offloaded: Sequence[Job]
+    free: int
+    needed: int
+    host_free: int
+    host_capacity: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvMoves:
+    """What is to move, in this order."""
+
+    offload: tuple[Job, ...] = ()
+    drop: tuple[Job, ...] = ()
+    upload: tuple[Job, ...] = ()
+
+
+class KvPolicy(Protocol):
+    """What becomes of KV when memory is short, and ahead of that.
+
+    Attributes:
+        evicts: Whether KV of jobs that do not execute makes way for a job of higher rank. Where not, the newcomer
+            waits (the Defer baseline) and only jobs that cannot go on otherwise give way.
+    """
+
+    evicts: bool
+
+    def moves(self, view: KvView, now: float) -> KvMoves:
+        """What to move at this scheduling point; a job is named once at most."""
+        ...
+
+    def may_start(self, view: KvView) -> bool:
+        """Whether jobs without any KV may start; no where their KV could not be put anywhere later."""
+        ...
