@@ -104,7 +104,9 @@ class Engine:
         if batch is None:
             self.worker.wait_for_copy()
         else:
-            outputs = self.worker.finish_step(batch, self.worker.execute(batch))
+            began_at = self._clock()
+            tokens = self.worker.execute(batch)
+            outputs = self.worker.finish_step(batch, tokens, self._clock() - began_at)
         report = self.worker.executor.report()
         self.worker.executor.acknowledge(report.report_seq)
         self._handle(WorkerReported(report))

@@ -75,6 +75,7 @@ class _Held:
         residency: Where its KV is to be; the wish in force.
         copy_id: Of the copy in flight, if there is one; meanwhile it holds blocks in both pools and does not run.
         register_at: ``computed_len`` from which another block of it is full and not registered.
+        ran_s: Seconds of the steps that it took part in.
     """
 
     request_id: str
@@ -91,6 +92,7 @@ class _Held:
     residency: Residency = Residency.DEVICE
     num_moves: int = 0
     copy_id: int | None = None
+    ran_s: float = 0.0
     status: SequenceStatus = SequenceStatus.WAITING
 
     @property
@@ -454,10 +456,13 @@ class LeaseExecutor:
         """Standby slots that may still start: places left by ended slots, less standbys that hold one now."""
         return self._vacated - sum(held.slot.standby and self._is_resident(held) for held in self._held.values())
 
-    def commit(self, batch: StepBatch, stopped: Iterable[str] = ()) -> list[FinishedSequence]:
+    def commit(
+        self, batch: StepBatch, stopped: Iterable[str] = (), *, duration_s: float = 0.0
+    ) -> list[FinishedSequence]:
         """Books a step that ran; returns the sequences it ended, their blocks already free.
 
         Args:
+            duration_s: How long it took.
             stopped: Ids whose new token ended them (EOS, stop string or id). Length limits are found here.
         """
         ended = set(stopped)
@@ -465,6 +470,7 @@ class LeaseExecutor:
         for item in batch.items:
             held = self._held[item.request_id]
             held.computed_len += item.num_tokens
+            held.ran_s += duration_s
             if held.computed_len >= held.register_at:
                 self._register(held)
             if not item.samples:
@@ -530,6 +536,7 @@ class LeaseExecutor:
                 residency=held.residency,
                 num_moves=held.num_moves,
                 num_host_blocks=0 if self.host is None else len(self.host.table(held.request_id)),
+                ran_s=held.ran_s,
             )
 
     def acknowledge(self, report_seq: int) -> None:

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from core.errors import ConfigError
+from policies.aggressive import Aggressive
+from policies.fcfs import Fcfs
 from policies.global_scheduler import GlobalScheduler
 from policies.least_work import LeastWork
 from policies.placement import Placement
-from policies.replica_scheduler import ReplicaScheduler, SchedulerLimits
+from policies.recompute import NewestGiveWay
+from policies.replica_scheduler import ReplicaPolicies, ReplicaScheduler, SchedulerLimits
 from policies.round_robin import RoundRobin
-from policies.watermark import WatermarkAdmission
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,4 +66,5 @@ def build_scheduler(
 ) -> ReplicaScheduler:
     """The scheduler of one replica under a preset; ``offload`` as in ``SchedulerConfig``."""
     find_preset(preset)
-    return ReplicaScheduler(WatermarkAdmission(watermark), limits, offloads=offload == "reactive")
+    policies = ReplicaPolicies(Fcfs(), Aggressive(watermark), NewestGiveWay(swaps=offload == "reactive"))
+    return ReplicaScheduler(policies, limits)

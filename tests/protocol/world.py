@@ -8,9 +8,11 @@ from typing import Any
 
 from core.messages import Refusal, TokenDelta
 from kvcache import BatchLimits, StepBatch
+from policies.aggressive import Aggressive
+from policies.fcfs import Fcfs
 from policies.presets import build_router
-from policies.replica_scheduler import ReplicaScheduler, SchedulerLimits
-from policies.watermark import WatermarkAdmission
+from policies.recompute import NewestGiveWay
+from policies.replica_scheduler import ReplicaPolicies, ReplicaScheduler, SchedulerLimits
 from tests.protocol.clock import Clock
 from tests.protocol.ingress import IngressPiece
 from tests.protocol.model import BLOCK, Client, make_client, text_of
@@ -94,9 +96,8 @@ class World:
 
     def _make_scheduler(self, replica: str) -> SchedulerPiece:
         kind = ShortGrants if self.short_grants else ReplicaScheduler
-        return SchedulerPiece(
-            self, replica, kind(WatermarkAdmission(self.watermark), self.limits, offloads=self.num_host_blocks > 0)
-        )
+        policies = ReplicaPolicies(Fcfs(), Aggressive(self.watermark), NewestGiveWay(swaps=self.num_host_blocks > 0))
+        return SchedulerPiece(self, replica, kind(policies, self.limits))
 
     def _make_worker(self, replica: str) -> WorkerPiece:
         name = f"worker-{replica}"

@@ -52,7 +52,8 @@ class Harness:
 
 
 def on_device(name: str, num_blocks: int = 5) -> SlotProgress:
-    return SlotProgress(name, 0, SequenceStatus.RUNNING, 0, 20, 0, num_blocks, False)
+    known_len = 4 * num_blocks
+    return SlotProgress(name, 0, SequenceStatus.RUNNING, 0, known_len, known_len - 20, num_blocks, False)
 
 
 def leaving(name: str) -> SlotProgress:
