@@ -1,0 +1,124 @@
+"""A fleet of replicas behind the global scheduler."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from core.messages import FinishedSequence
+from core.request import Request
+from policies.global_scheduler import GlobalScheduler, PlaceRequests, ReplicaUp, RequestsEnded
+from policies.replica_scheduler import RefuseRequest, ReplicaScheduler, RequestsArrived
+from simulator.events import Alarms
+from simulator.latency import LatencyModel
+from simulator.records import Record, Recorder
+from simulator.replica import Replica, ReplicaShape
+from simulator.workload import Arrival, as_request
+
+
+@dataclass(frozen=True, slots=True)
+class FleetShape:
+    """What is simulated: so many equal replicas."""
+
+    replica: ReplicaShape
+    latency: LatencyModel
+    num_replicas: int = 1
+
+
+class Fleet:
+    """Runs a workload to its end.
+
+    Args:
+        make_scheduler: A new scheduler for each replica.
+        clients: Closed loop: so many requests are under way at any time, each following one that has ended, whatever
+            their arrival times; None for an open loop.
+    """
+
+    def __init__(
+        self,
+        shape: FleetShape,
+        router: GlobalScheduler,
+        make_scheduler: Callable[[int], ReplicaScheduler],
+        *,
+        clients: int | None = None,
+    ) -> None:
+        self.recorder = Recorder()
+        self.router = router
+        self.now = 0.0
+        self._alarms = Alarms()
+        self._clients = clients
+        self._next: deque[Arrival] = deque()
+        self._under_way: dict[str, tuple[Request, Record]] = {}
+        self._ended: list[FinishedSequence] = []
+        self.refused: list[str] = []
+        self.replicas = [
+            Replica(str(i), make_scheduler(i), shape.replica, shape.latency, self.recorder, self._end)
+            for i in range(shape.num_replicas)
+        ]
+        for each in self.replicas:
+            self.router.handle(ReplicaUp(each.name, each.ready), 0.0)
+
+    def run(self, arrivals: Iterable[Arrival], progress: Callable[[int], None] | None = None) -> Recorder:
+        """All of them, to the last token.
+
+        Args:
+            arrivals: In order of arrival; read as needed.
+            progress: Told how many have ended, after each.
+        """
+        source = iter(arrivals)
+        if self._clients is not None:
+            self._run_closed(source, progress)
+            return self.recorder
+        arrival = next(source, None)
+        while True:
+            arrives_at = math.inf if arrival is None else arrival.arrived_at
+            wakes_at = self._alarms.next_at
+            self.now = min(arrives_at, wakes_at)
+            if self.now == math.inf:
+                return self.recorder
+            if wakes_at <= arrives_at:
+                self._wake(progress)
+            else:
+                assert arrival is not None
+                self._arrive(arrival)
+                arrival = next(source, None)
+
+    def _run_closed(self, source: Iterator[Arrival], progress: Callable[[int], None] | None) -> None:
+        while True:
+            while len(self._under_way) < (self._clients or 0) and (arrival := next(source, None)) is not None:
+                self._arrive(replace(arrival, arrived_at=self.now))
+            self.now = self._alarms.next_at
+            if self.now == math.inf:
+                return
+            self._wake(progress)
+
+    def _wake(self, progress: Callable[[int], None] | None) -> None:
+        index = self._alarms.pop()
+        replica = self.replicas[index]
+        replica.wake(self.now)
+        self._alarms.set(index, replica.wakes_at)
+        if self._ended:
+            self.router.handle(RequestsEnded(tuple(self._ended)), self.now)
+            self._ended.clear()
+            if progress is not None:
+                progress(len(self.recorder.done))
+
+    def _arrive(self, arrival: Arrival) -> None:
+        request, record = as_request(arrival), Record(arrival)
+        self._under_way[arrival.request_id] = request, record
+        for instruction in self.router.handle(RequestsArrived((request,)), self.now):
+            match instruction:
+                case PlaceRequests(name, requests):
+                    index = int(name)
+                    placed = [(each, self._under_way[each.request_id][1]) for each in requests]
+                    self.replicas[index].submit(placed, self.now)
+                    self._alarms.set(index, self.replicas[index].wakes_at)
+                case RefuseRequest(request_id):
+                    self.refused.append(request_id)
+                    del self._under_way[request_id]
+
+    def _end(self, record: Record, finished: FinishedSequence) -> None:
+        del self._under_way[finished.request_id]
+        self._ended.append(finished)
