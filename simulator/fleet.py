@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -81,14 +82,17 @@ class Fleet:
             if wakes_at <= arrives_at:
                 self._wake(progress)
             else:
-                assert arrival is not None
-                self._arrive(arrival)
-                arrival = next(source, None)
+                together = []  # what comes at one instant starts together
+                while arrival is not None and arrival.arrived_at <= arrives_at:
+                    together.append(arrival)
+                    arrival = next(source, None)
+                self._arrive(together)
 
     def _run_closed(self, source: Iterator[Arrival], progress: Callable[[int], None] | None) -> None:
         while True:
-            while len(self._under_way) < (self._clients or 0) and (arrival := next(source, None)) is not None:
-                self._arrive(replace(arrival, arrived_at=self.now))
+            free = (self._clients or 0) - len(self._under_way)
+            if arrivals := [replace(each, arrived_at=self.now) for each in itertools.islice(source, free)]:
+                self._arrive(arrivals)
             self.now = self._alarms.next_at
             if self.now == math.inf:
                 return
@@ -105,14 +109,15 @@ class Fleet:
             if progress is not None:
                 progress(len(self.recorder.done))
 
-    def _arrive(self, arrival: Arrival) -> None:
-        request, record = as_request(arrival), Record(arrival)
-        self._under_way[arrival.request_id] = request, record
-        for instruction in self.router.handle(RequestsArrived((request,)), self.now):
+    def _arrive(self, arrivals: list[Arrival]) -> None:
+        requests = [as_request(arrival) for arrival in arrivals]
+        for request, arrival in zip(requests, arrivals, strict=True):
+            self._under_way[request.request_id] = request, Record(arrival)
+        for instruction in self.router.handle(RequestsArrived(tuple(requests)), self.now):
             match instruction:
-                case PlaceRequests(name, requests):
+                case PlaceRequests(name, group):
                     index = int(name)
-                    placed = [(each, self._under_way[each.request_id][1]) for each in requests]
+                    placed = [(each, self._under_way[each.request_id][1]) for each in group]
                     self.replicas[index].submit(placed, self.now)
                     self._alarms.set(index, self.replicas[index].wakes_at)
                 case RefuseRequest(request_id):
