@@ -1,0 +1,7 @@
+"""All reproductions by name, in the order of ``--all``."""
+
+from __future__ import annotations
+
+from simulator.reproduce.rows import Reproduction
+
+REPRODUCTIONS: dict[str, Reproduction] = {each.name: each for each in ()}
