@@ -4,4 +4,6 @@ from __future__ import annotations
 
 from simulator.reproduce.rows import Reproduction
 
-REPRODUCTIONS: dict[str, Reproduction] = {each.name: each for each in ()}
+_ALL: tuple[Reproduction, ...] = ()
+
+REPRODUCTIONS: dict[str, Reproduction] = {each.name: each for each in _ALL}
