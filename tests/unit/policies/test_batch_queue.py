@@ -176,10 +176,11 @@ def test_fcfs_halves_keep_their_place() -> None:
     assert batch is not None
     batcher.add(make_job("new", 1, 1, arrived_at=5), 5)
     batcher.add(make_job("between", 1, 1, arrived_at=1), 5)
+    batcher.add(make_job("with a", 1, 1, arrived_at=0), 5)
     assert batcher.split(batch, 6) is None
     batcher.remove("d")
-    assert batcher.num_waiting == 5
-    assert drain(batcher, 7) == [["a", "b"], ["between", "new"], ["c"]]
+    assert batcher.num_waiting == 6
+    assert drain(batcher, 7) == [["a", "b"], ["with a", "between", "new"], ["c"]]
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -158,6 +158,13 @@ def test_due_batches_go_before_one_completed_later() -> None:
     assert drain(batcher, 14) == [["0"], ["1"], ["12", "13"]]
 
 
+def test_of_two_due_bins_the_older_one_is_first_though_it_was_opened_last() -> None:
+    batcher = MultiBinBatcher((1, 10, 20), 2, max_wait_s=10)
+    batcher.add(make_job("young", 1, 5, arrived_at=3), 3)
+    batcher.add(make_job("back", 1, 15, arrived_at=1), 4)
+    assert drain(batcher, 20) == [["back"], ["young"]]
+
+
 def test_a_requeued_job_is_due_from_its_arrival() -> None:
     batcher = MultiBinBatcher((1, 20), 3, max_wait_s=10)
     batcher.add(make_job("new", 1, 5, arrived_at=30), 30)

@@ -129,6 +129,10 @@ def test_threshold_0_merges_nothing() -> None:
     assert batches_of(WmaBatcher(1e9, first_arrived, 0), [(5, 5), (5, 5)]) == [[0], [1]]
 
 
+def test_memory_bounds_also_where_no_waste_is_too_much() -> None:
+    assert batches_of(WmaBatcher(30, first_arrived, math.inf), [(5, 5), (9, 9), (5, 5)]) == [[0, 2], [1]]
+
+
 def test_pulled_and_split_batches_take_no_more_jobs() -> None:
     batcher = WmaBatcher(1e9, first_arrived)
     for index in range(3):
