@@ -87,6 +87,20 @@ def test_batches_lose_nothing_under_hrrn(seed: int) -> None:
     exercise(WmaBatcher(150, HighestResponseRatio(tokens_per_second), 300), seed)
 
 
+def test_a_pull_asks_for_one_estimate_per_batch() -> None:
+    asked: list[int] = []
+
+    def estimate(batch_size: int, prompt_len: int, predicted_len: int) -> float:
+        asked.append(predicted_len)
+        return 1.0
+
+    batcher = WmaBatcher(1e9, HighestResponseRatio(estimate), 1)
+    for length in (5, 50, 500):
+        batcher.add(make_job(str(length), 1, length), 0)
+    batcher.pull(1)
+    assert sorted(asked) == [5, 50, 500]
+
+
 def test_magnus_runs_the_small_batch_of_figure_6_first() -> None:
     batcher = WmaBatcher(1e9, HighestResponseRatio(tokens_per_second))
     for index in range(21):
