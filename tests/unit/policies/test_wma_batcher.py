@@ -167,6 +167,16 @@ def test_an_aborted_job_no_longer_stretches_its_batch() -> None:
     batcher.check_integrity()
 
 
+def test_a_job_that_comes_back_is_priced_by_what_it_computes_anew() -> None:
+    """5 of prompt and 20 of 30 foreseen tokens: 25 to prefill, 10 to come."""
+    batcher = WmaBatcher(1e9, first_arrived, 1)
+    batcher.add(make_job("like its start", 5, 30), 0)
+    batcher.add(make_job("like what is left", 25, 10), 0)
+    batcher.add(make_job("back", 5, 30, output_len=20), 0)
+    batcher.check_integrity()
+    assert drain(batcher, 1) == [["like its start"], ["like what is left", "back"]]
+
+
 def test_a_batch_is_as_urgent_as_its_most_urgent_job() -> None:
     batcher = WmaBatcher(1e9, first_arrived, 100)
     batcher.add(make_job("old", 50, 50, arrived_at=0), 0)
