@@ -150,6 +150,8 @@ class Batcher(Protocol):
     def split(self, batch: FormedBatch, now: float) -> Job | None:
         """A pulled batch ran out of memory (Magnus III-C): its halves wait again and take no more jobs.
 
+        The caller has dropped the jobs that have ended or gone meanwhile; at least one is left.
+
         Returns:
             The job of a batch of one, which fits nowhere and has failed; None after a split.
         """
