@@ -6,7 +6,8 @@ hint: replicas know the truth, and what they report corrects it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from core.errors import IntegrityError
@@ -30,7 +31,7 @@ class Node:
     def __init__(self, span: Path, parent: Node | None) -> None:
         self.span = span
         self.parent = parent
-        self.end = len(span) + (parent.end if parent else 0)
+        self.end: int = len(span) + (parent.end if parent else 0)
         self.children: dict[int, Node] = {}
         self.replicas = 0
         self.assigned = 0
@@ -219,7 +220,7 @@ class RadixTree:
                     self._drop_if_unused(copy, replica)
 
     def _split(self, node: Node, num: int) -> Node:
-        """Puts the first ``num`` elements into a node of their own, above; ``node`` stays the end of whoever ends there."""
+        """Puts the first ``num`` elements into a node of their own, above: who ends at ``node`` still does."""
         parent = node.parent
         assert parent is not None
         upper = Node(node.span[:num], parent)
@@ -273,11 +274,32 @@ class RadixTree:
         for replica, size in enumerate(idle):
             self._check_ring(replica, size)
 
+    def check_counts(self, in_flight: Iterable[tuple[Node, int]], recent: Iterable[tuple[Node, int]]) -> None:
+        """Raises IntegrityError unless these are the (last node, replica) of all that is held and not forgotten."""
+        refs, uses = self._paths_through(in_flight), self._paths_through(recent)
+        for node in _subtree(self.root):
+            for replica, copy in node.copies.items():
+                if (copy.ref_count, copy.num_recent) != (refs.pop((node, replica), 0), uses.pop((node, replica), 0)):
+                    raise IntegrityError(f"replica {replica}: a node's requests are miscounted")
+        if refs or uses:
+            raise IntegrityError("a request goes through nodes that the tree does not have")
+
+    def _paths_through(self, ends: Iterable[tuple[Node, int]]) -> Counter[tuple[Node, int]]:
+        counts: Counter[tuple[Node, int]] = Counter()
+        for end, replica in ends:
+            node: Node | None = end
+            while node is not None and node is not self.root:
+                counts[node, replica] += 1
+                node = node.parent
+        return counts
+
     def _check_ring(self, replica: int, size: int) -> None:
         order = [copy.node for copy, _ in self.lru(replica, sum(self.num_cached) + 1)]
         place = {node: i for i, node in enumerate(order)}
         if len(order) != size:
-            raise IntegrityError(f"replica {replica}: {len(order)} copies in the last-access order, {size} belong there")
+            raise IntegrityError(
+                f"replica {replica}: {len(order)} copies in the last-access order, {size} belong there"
+            )
         for node in order:
             if node.parent in place and place[node.parent] < place[node]:
                 raise IntegrityError(f"replica {replica}: a node is older than what hangs on it")

@@ -84,14 +84,14 @@ def announce(scheduler: GlobalScheduler, *streams: OpenRequest, ingress: str = "
 
 
 def test_round_robin_takes_turns() -> None:
-    loads = [ReplicaLoad(name, 0, 0.0) for name in "abc"]
+    loads = tuple(ReplicaLoad(name, 0, 0.0) for name in "abc")
     policy = RoundRobin()
-    assert [policy.choose(request("r"), loads) for _ in range(5)] == ["a", "b", "c", "a", "b"]
+    assert [policy.choose(request("r"), (), loads, 0.0).replica for _ in range(5)] == ["a", "b", "c", "a", "b"]
 
 
 def test_least_work_counts_tokens_not_requests() -> None:
-    loads = [ReplicaLoad("a", 1, 500.0), ReplicaLoad("b", 4, 80.0), ReplicaLoad("c", 2, 80.0)]
-    assert LeastWork().choose(request("r"), loads) == "b", "of equals the first"
+    loads = (ReplicaLoad("a", 1, 500.0), ReplicaLoad("b", 4, 80.0), ReplicaLoad("c", 2, 80.0))
+    assert LeastWork().choose(request("r"), (), loads, 0.0).replica == "b", "of equals the first"
 
 
 def test_work_counts_from_placement_to_the_end() -> None:
