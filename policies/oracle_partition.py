@@ -16,7 +16,7 @@ class OraclePartition(Placement):
 
     Args:
         loads: By first path element, the load that is to come, in any unit.
-        num_replicas: Replicas to share it among; i stands for the i-th of those that take requests, modulo their number.
+        num_replicas: Replicas to share it among: the i-th is the i-th (modulo their number) that takes requests.
         block_size: Tokens of a path element.
     """
 
