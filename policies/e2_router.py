@@ -121,7 +121,7 @@ class E2Router(Placement):
     Args:
         regressions: PT and DT, the same for all replicas.
         block_size: Tokens an element of a path stands for.
-        ties: Draws among replicas of equal cost; without it the one known longest.
+        ties: Draws among replicas of equal cost; without it the one of the lowest number (its slot).
     """
 
     def __init__(
