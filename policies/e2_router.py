@@ -244,12 +244,10 @@ class E2Router(Placement):
     def _decode_heavy(self) -> int | None:
         """A replica that mostly decodes has arithmetic to spare: it takes what is explored, unless all are alike."""
         loads_s = self.load.prefill_s + self.load.decode_s
-        open_and_used = (loads_s > 0) & (self._slots.closed == 0)
-        if not open_and_used.any():
-            return None
-        ratios = np.divide(self.load.decode_s, loads_s, out=np.full(len(loads_s), np.nan), where=open_and_used)
-        slot = int(np.nanargmax(ratios))
-        if ratios[slot] <= self.config.imbalance_ratio or not (ratios < self.config.balanced_ratio).any():
+        used = (loads_s > 0) & (self._slots.closed == 0)
+        ratios = np.divide(self.load.decode_s, loads_s, out=np.full(len(loads_s), -1.0), where=used)
+        slot = int(ratios.argmax())
+        if ratios[slot] <= self.config.imbalance_ratio or not (used & (ratios < self.config.balanced_ratio)).any():
             return None
         return slot
 
