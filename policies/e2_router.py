@@ -151,7 +151,8 @@ class E2Router(Placement):
     def place(
         self, request_id: str, prefix: Path, prompt_len: int, loads: tuple[ReplicaLoad, ...], now: float
     ) -> E2Choice:
-        """Algorithm 1; ``choose`` by what it needs to know of the request."""
+        """Algorithm 1; ``choose`` by what it needs to know of the request, which is not in flight yet."""
+        _require(request_id not in self._in_flight, "request_id", request_id, "a request that is not in flight")
         self._advance(now)
         self._slots.open(loads)
         query = self._match(prefix, prompt_len)

@@ -198,14 +198,15 @@ class RadixTree:
     def correct(self, end: Node, replica: int, hit_len: int) -> None:
         """A request found only ``hit_len`` elements of its path: what hangs off the path later is not there either.
 
-        Its own path it computes now. What other requests in flight hold stays. O(nodes that go and their siblings).
+        The request is in flight: its own path it computes now, and what others in flight hold stays. O(nodes that go
+        and their siblings).
         """
-        node, below = end, None
+        node = end
         while node.parent is not None and node.end > hit_len:
             for child in list(node.children.values()):
-                if child is not below and child.replicas >> replica & 1 and not child.copies[replica].ref_count:
+                if child.replicas >> replica & 1 and not child.copies[replica].ref_count:
                     self._uncache(child, replica)
-            node, below = node.parent, node
+            node = node.parent
 
     def clear(self, replica: int) -> None:
         """Nothing is known of the replica any more; references to its requests are void. O(nodes)."""

@@ -47,7 +47,6 @@ class ReplicaSlots:
         slot = self._slots.pop(name)
         self.names[slot] = ""
         self.closed[slot] = np.inf
-        self.open_mask &= ~(1 << slot)
         self._loads = None
 
     def open(self, loads: tuple[ReplicaLoad, ...]) -> None:

@@ -22,6 +22,7 @@ from policies.e2_profiles import (
 )
 from policies.e2_router import E2Choice, E2Config, E2Router, key_portion
 from policies.placement import ReplicaLoad
+from policies.prefix_scaling import PrefixScaling
 from policies.radix_tree import Node, Path
 from tests.unit.policies.naive_trie import NaiveTrie, path_of
 
@@ -115,7 +116,8 @@ def test_ex3_the_key_portion_is_the_deepest_node_longer_than_all_before_it(spans
 @pytest.mark.parametrize(("light", "reason"), [(150, "rebalance"), (200, "exploit"), (220, "exploit")])
 def test_ex4_the_heaviest_replica_is_relieved_beyond_the_ratio(light: int, reason: str) -> None:
     """300 > 1.5 * 150 moves; 300 = 1.5 * 200 does not."""
-    desk = Desk(router_of(config=replace(BARE, rebalance=True, rebalance_after=0)))
+    seconds = Regressions(lambda new, context: float(new), lambda output, context: output)
+    desk = Desk(router_of(config=replace(BARE, rebalance=True, rebalance_after=0), regressions=seconds))
     desk.place(path(0, 300), "a")
     desk.place(path(1000, light), "b")
     assert desk.place((*path(0, 300), 9999)).reason == reason
@@ -266,6 +268,52 @@ def test_a_prefix_whose_queueing_doubles_gets_the_lightest_replica_too() -> None
         assert choice.hit_len == (0 if enabled else 100), "its KV is computed there when first needed"
 
 
+def test_each_doubling_adds_one_replica_and_is_counted_anew() -> None:
+    desk = Desk(router_of("abc", config=replace(BARE, autoscale=True, window_s=100.0)), "abc")
+    desk.place(path(0, 100), "a", now=0.0)
+    desk.place(path(5000, 20), "b", now=0.0)
+    assigned = []
+    for queue_s, now in ((1.0, 10.0), (3.0, 70.0), (9.0, 80.0), (40.0, 140.0), (90.0, 150.0), (400.0, 210.0)):
+        desk.place((*path(0, 100), int(now) + 900), "a", now=now)
+        name = f"r{desk.num}"
+        desk.place(path(10 * int(now) + 9000, 5), "b", now=now)
+        desk.place(path(10 * int(now) + 19000, 1), now=now)  # explores among all: c
+        desk.router.started(name, 100, queue_s, now)
+        desk.router.check_integrity()
+        assigned.append(desk.router.tree.root.children[0].assigned)
+    assert assigned == [0, 4, 4, 6, 6, 6], "c, then b, then there is none left"
+
+
+def test_a_replica_gone_is_not_given_a_prefix() -> None:
+    desk = Desk(router_of("abc", config=replace(BARE, autoscale=True, window_s=100.0)), "abc")
+    desk.place(path(0, 100), "a", now=0.0)
+    desk.place(path(5000, 20), now=0.0)
+    for queue_s, now in ((1.0, 10.0), (3.0, 70.0)):
+        desk.place((*path(0, 100), int(now) + 900), now=now)
+        if now == 70.0:
+            desk.router.replica_gone("c")
+        desk.router.started(f"r{desk.num}", 100, queue_s, now)
+    assert desk.router.tree.root.children[0].assigned == 2
+    desk.router.replica_up("b", 10_000)
+    assert desk.router.tree.root.children[0].assigned == 0, "a new life has no prefixes to share"
+
+
+def test_queueing_of_nobody_is_not_remembered() -> None:
+    scaling = PrefixScaling(100.0)
+    node = Node((1,), None)
+    scaling.observe(node, 0.0, 0.0)
+    scaling.advance(60.0)
+    scaling.observe(node, 0.0, 60.0)
+    assert not scaling.doubled(node), "no queueing at all has not doubled"
+    scaling.observe(node, 0.1, 61.0)
+    assert scaling.doubled(node)
+    scaling.advance(100.0)
+    assert not scaling.doubled(node), "nothing early is left"
+    for now in (111.0, 160.0, 161.0):
+        scaling.advance(now)
+    assert not scaling._queueing
+
+
 def test_queueing_that_does_not_double_replicates_nothing() -> None:
     desk = Desk(router_of("ab", config=replace(BARE, autoscale=True, window_s=100.0)))
     desk.place(path(0, 100), "a", now=0.0)
@@ -332,6 +380,8 @@ def test_a_new_life_of_a_replica_has_nothing() -> None:
     choice = desk.place((*path(0, 100), 7), "a")
     assert (choice.hit_len, choice.load_s) == (0, 0.0)
     assert desk.place((*path(0, 100), 8), "b").hit_len == 100
+    assert desk.place((9,), "a", now=179.0).load_s == pytest.approx(0.101)
+    assert desk.place((9,), "a", now=180.0).load_s == pytest.approx(0.001), "of the old life nothing is left to expire"
 
 
 def test_a_replica_gone_leaves_its_place_to_another() -> None:
@@ -406,6 +456,13 @@ def test_a_request_is_placed_by_its_known_tokens() -> None:
 def test_bad_parameters_are_named(field: str, value: float) -> None:
     with pytest.raises(InvalidValueError, match=field):
         E2Config(**{field: value})  # type: ignore[arg-type]
+
+
+def test_a_request_in_flight_is_not_placed_again() -> None:
+    router = router_of("a")
+    router.place("r", (1,), 1, loads_of("a"), 0.0)
+    with pytest.raises(InvalidValueError, match="request_id"):
+        router.place("r", (1,), 1, loads_of("a"), 0.0)
 
 
 def test_a_block_has_tokens() -> None:
@@ -532,7 +589,9 @@ def nodes_of(router: E2Router) -> dict[Path, Node]:
     return nodes
 
 
-AFFINE = from_step_cost(StepCost(3e-3, 1e-3, 1e-3, 1e-5))
+AFFINE = Regressions(
+    lambda new, context: 3e-3 + 1e-3 * new + 1e-5 * context, lambda output, context: output * (4e-3 + 1e-5 * context)
+)
 
 
 @pytest.mark.parametrize("seed", range(12))
