@@ -14,7 +14,7 @@ from core.errors import IntegrityError
 from core.messages import FinishedSequence, Key, OpenRequest, Placed, WorkerReady
 from core.request import Request, SequenceStatus
 from kvcache.prefix import hash_blocks
-from policies.placement import Placement, ReplicaLoad
+from policies.placement import Choice, Placement, ReplicaLoad
 from policies.replica_scheduler import RefuseRequest, RequestsAborted, RequestsArrived
 
 
@@ -203,14 +203,14 @@ class _Entry:
     """One line of the in-flight table: an attempt and the worker life that it was placed on.
 
     Attributes:
-        reason: Why there; empty if an earlier Router placed it.
+        choice: Why there; None if an earlier Router placed it.
     """
 
     attempt: int
     ingress_id: str
     replica: str
     worker_incarnation: str
-    reason: str = ""
+    choice: Choice | None = None
 
 
 class GlobalScheduler:
@@ -254,10 +254,10 @@ class GlobalScheduler:
             return Placed(request_id, attempt, "", "")
         return Placed(request_id, attempt, entry.replica, entry.worker_incarnation)
 
-    def reason(self, request_id: str) -> str:
-        """Why a request is where it is, in a few words; empty if it is nowhere or an earlier Router placed it."""
+    def choice(self, request_id: str) -> Choice | None:
+        """Why a request is where it is; None if it is nowhere or an earlier Router placed it."""
         entry = self._placed.get(request_id)
-        return "" if entry is None else entry.reason
+        return None if entry is None else entry.choice
 
     def handle(self, event: GlobalEvent, now: float) -> list[GlobalInstruction]:
         """The only mutator. ``now`` is seconds on the caller's monotonic clock."""
@@ -359,7 +359,7 @@ class GlobalScheduler:
         choice = self._placement.choose(request, self._prefix(request), loads, self._now)
         ready = self._replicas[choice.replica].ready
         assert ready is not None
-        entry = _Entry(request.attempt, request.ingress_id, choice.replica, ready.worker_incarnation, choice.reason)
+        entry = _Entry(request.attempt, request.ingress_id, choice.replica, ready.worker_incarnation, choice)
         self._enter(request.request_id, entry, self._work(request))
         return choice.replica
 

@@ -22,7 +22,6 @@ from policies.e2_profiles import (
 )
 from policies.e2_router import E2Choice, E2Config, E2Router, key_portion
 from policies.placement import ReplicaLoad
-from policies.prefix_scaling import PrefixScaling
 from policies.radix_tree import Node, Path
 from tests.unit.policies.naive_trie import NaiveTrie, path_of
 
@@ -296,22 +295,6 @@ def test_a_replica_gone_is_not_given_a_prefix() -> None:
     assert desk.router.tree.root.children[0].assigned == 2
     desk.router.replica_up("b", 10_000)
     assert desk.router.tree.root.children[0].assigned == 0, "a new life has no prefixes to share"
-
-
-def test_queueing_of_nobody_is_not_remembered() -> None:
-    scaling = PrefixScaling(100.0)
-    node = Node((1,), None)
-    scaling.observe(node, 0.0, 0.0)
-    scaling.advance(60.0)
-    scaling.observe(node, 0.0, 60.0)
-    assert not scaling.doubled(node), "no queueing at all has not doubled"
-    scaling.observe(node, 0.1, 61.0)
-    assert scaling.doubled(node)
-    scaling.advance(100.0)
-    assert not scaling.doubled(node), "nothing early is left"
-    for now in (111.0, 160.0, 161.0):
-        scaling.advance(now)
-    assert not scaling._queueing
 
 
 def test_queueing_that_does_not_double_replicates_nothing() -> None:

@@ -13,7 +13,7 @@ from core.messages import FinishedSequence, Key, OpenRequest, Placed, WorkerRead
 from core.request import Request, SamplingParams, SequenceStatus
 from kvcache.prefix import hash_blocks
 from policies.e2_profiles import from_step_cost
-from policies.e2_router import E2Router
+from policies.e2_router import E2Choice, E2Router
 from policies.global_scheduler import (
     AbortOnReplica,
     AskReplica,
@@ -539,10 +539,12 @@ def test_why_a_request_is_where_it_is() -> None:
     scheduler = router(RoundRobin(), "a")
     arrive(scheduler, request("r0"))
     announce(scheduler, stream("r0"), stream("adopted"))
-    assert (scheduler.reason("r0"), scheduler.reason("adopted"), scheduler.reason("nowhere")) == ("in turn", "", "")
+    assert scheduler.choice("r0") == Choice("a", "in turn")
+    assert scheduler.choice("adopted") is None
+    assert scheduler.choice("nowhere") is None
     least = router(LeastWork(), "a")
     arrive(least, request("r0"))
-    assert least.reason("r0") == "least work"
+    assert least.choice("r0") == Choice("a", "least work")
 
 
 def test_requests_that_share_a_prefix_share_a_replica_under_e2() -> None:
@@ -557,7 +559,9 @@ def test_requests_that_share_a_prefix_share_a_replica_under_e2() -> None:
         first = 100 * (i % 3 + 1)
         (replica,) = arrive(scheduler, Request(f"r{i}", 0, "i", tokens(first, i), SamplingParams(10)))
         groups[first].add(replica)
-        assert scheduler.reason(f"r{i}") == ("explore" if i < 3 else "exploit")
+        choice = scheduler.choice(f"r{i}")
+        assert isinstance(choice, E2Choice)
+        assert (choice.reason, choice.hit_len) == (("explore", 0) if i < 3 else ("exploit", 40))
         end(scheduler, f"r{i}")
     assert sorted(map(sorted, groups.values())) == [["a"], ["b"], ["c"]]
     handle(scheduler, ReplicaGone("b"))
