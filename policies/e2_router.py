@@ -59,16 +59,14 @@ class E2Choice(Choice):
     """``reason`` is exploit, explore, balance or rebalance; the cost is that of the chosen replica, in GPU-seconds.
 
     Attributes:
-        hit_len: Prompt tokens believed to be cached there.
         load_s: L, of the requests placed there within the window.
         evict_s: M, of computing again what has to make room.
         prefill_s: P, of the prompt tokens not cached there.
     """
 
-    hit_len: int
-    load_s: float
-    evict_s: float
-    prefill_s: float
+    load_s: float = 0.0
+    evict_s: float = 0.0
+    prefill_s: float = 0.0
 
     @property
     def cost_s(self) -> float:

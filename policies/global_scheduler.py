@@ -7,8 +7,8 @@ streams and the Schedulers their replicas, and from both a new Router knows what
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from core.errors import IntegrityError
 from core.messages import FinishedSequence, Key, OpenRequest, Placed, WorkerReady
@@ -342,7 +342,10 @@ class GlobalScheduler:
             loads = self.loads()
             fitting = self._fitting(request, loads)
             if fitting:
-                placed.setdefault(self._place(request, fitting), []).append(request)
+                choice = self._place(request, fitting)
+                if choice.hit_len:
+                    request = replace(request, expected_cached_len=choice.hit_len)
+                placed.setdefault(choice.replica, []).append(request)
             elif loads and not any(replica.fits(request) for replica in self._replicas.values()):
                 refused.append(self._too_long(request))
             else:
@@ -355,17 +358,19 @@ class GlobalScheduler:
             return loads
         return tuple(load for load in loads if self._replicas[load.name].fits(request))
 
-    def _place(self, request: Request, loads: tuple[ReplicaLoad, ...]) -> str:
+    def _place(self, request: Request, loads: tuple[ReplicaLoad, ...]) -> Choice:
         choice = self._placement.choose(request, self._prefix(request), loads, self._now)
         ready = self._replicas[choice.replica].ready
         assert ready is not None
         entry = _Entry(request.attempt, request.ingress_id, choice.replica, ready.worker_incarnation, choice)
         self._enter(request.request_id, entry, self._work(request))
-        return choice.replica
+        return choice
 
-    def _prefix(self, request: Request) -> list[int]:
+    def _prefix(self, request: Request) -> Sequence[int]:
         block_size = self._placement.block_size
-        return hash_blocks(request.prompt_ids + request.output_ids, block_size) if block_size else []
+        if not block_size:
+            return ()
+        return request.prefix_hashes or hash_blocks(request.prompt_ids + request.output_ids, block_size)
 
     def _start(self, started: Iterable[StartedRequest]) -> None:
         for start in started:

@@ -54,6 +54,9 @@ class HitGroups:
             self._members.remove(job)
             self._jobs.remove(job)
 
+    def learn(self, job: Job, *, censored: bool) -> None:
+        """How long it was does not matter."""
+
     def ran(self, job: Job, duration_s: float, now: float) -> None:
         """What ran goes on running: nothing changes."""
 

@@ -24,10 +24,15 @@ class ReplicaLoad:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A replica and, in a few words, why."""
+    """A replica and, in a few words, why.
+
+    Attributes:
+        hit_len: Prompt tokens believed to be cached there.
+    """
 
     replica: str
     reason: str
+    hit_len: int = 0
 
 
 class Placement(Protocol):
