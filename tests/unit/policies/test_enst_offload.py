@@ -105,6 +105,25 @@ def test_urgency_then_enst_then_level_then_age() -> None:
     assert names(tuple(by_enst(order, jobs, 5.0))) == ["J0", "J2", "J1", "J3"]
 
 
+def test_urgent_jobs_come_back_first_whatever_their_enst() -> None:
+    order, jobs = order_with(4, 1, *(1,) * 4, priorities=(0, 1, 0, 0, 0, 0))
+    assert enst_s(order, jobs[:2], 0.0) == {"J0": 4 * 7, "J1": 8 + 4 * 1}
+    assert by_enst(order, jobs[:2], 0.0) == jobs[:2]
+
+
+def test_of_equal_enst_the_lower_level_leaves_first() -> None:
+    order, jobs = order_with(5, 3, starve_limit_s=1)
+    jobs[1].arrived_at = -1.0
+    assert by_enst(order, jobs, 5.0) == [jobs[1], jobs[0]]
+
+
+def test_what_left_for_the_running_jobs_does_not_count_again_for_the_target() -> None:
+    order, jobs = order_with(1, 3, 5, 4)
+    policy = EnstOffload(order, min_idle_slots=2, num_burst_levels=0)
+    view = view_of(running=jobs[:1], idle=jobs[1:], free=0, needed=5)
+    assert policy.moves(view, 0.0) == KvMoves(offload=(jobs[2], jobs[3], jobs[1]))
+
+
 def test_a_slot_is_the_mean_length_of_the_running() -> None:
     order, jobs = order_with(1, 2, 3, 4)
     jobs[0].prompt_len = 18

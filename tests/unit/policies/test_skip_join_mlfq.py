@@ -331,3 +331,12 @@ def test_bookkeeping_and_ranks_hold_under_random_use(
 
 def test_the_cost_used_here_is_the_paper_s() -> None:
     assert (UNIT_COST.prefill_s(5), UNIT_COST.decode_s(100)) == (5, 1)
+
+
+def test_a_job_sinks_to_where_its_next_iteration_fits() -> None:
+    order = SkipJoinMlfq(StepCost(0, 1, 5, 0), MlfqRules(quantum_s=1.0))
+    (job,) = jobs((1, 9))
+    order.add(job, 0.0)
+    job.computed_len, job.output_len = 1, 1
+    order.ran(job, 1.0, 1.0)
+    assert order.level(job) == 4, "tokens of 5 s need the quantum of 8 s"
