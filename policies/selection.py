@@ -59,6 +59,8 @@ class Selector:
             if job.request_id in admitted:
                 if fixed is not None or self._keeps(job):
                     selection.running.append(job)
+            elif job.computed_len == job.host_len == 0 and not self.may_start():
+                continue  # those that the host holds come first, or it stays full for ever
             elif self._admits(job):
                 selection.running.append(job)
                 selection.newcomers.append(job)
@@ -80,8 +82,6 @@ class Selector:
         return True
 
     def _admits(self, job: Job) -> bool:
-        if job.computed_len == job.host_len == 0 and not self.may_start():
-            return False
         if self._untold is not None:
             self.admission.begin(self._untold, self.capacity)
             self._untold = None
