@@ -88,8 +88,8 @@ class BlockNames:
         for depth, (_, num_tokens) in enumerate(path):
             end += num_tokens
             above = tuple(node for node, _ in path[: depth + 1])
-            for block in range(len(names), end // self._block_size):
-                names.append(self._names.setdefault((above, block), len(self._names)))
+            blocks = range(len(names), end // self._block_size)
+            names.extend([self._names.setdefault((above, block), len(self._names)) for block in blocks])
         return tuple(names)
 
 
