@@ -217,6 +217,8 @@ def _conversations(
 
 def _node_lengths(rng: np.random.Generator, law: PrefixLaw, share: float, num: int) -> list[int]:
     mean = law.prompt * law.shared * share
+    if num == 1:  # what all requests share is part of the law, not of one draw
+        return [round(mean)]
     return [int(n) for n in LogNormal(mean, law.spread, 8 * math.ceil(mean)).sample(rng, num)]
 
 

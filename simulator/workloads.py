@@ -84,7 +84,7 @@ def _traced(file: str, _: np.random.Generator, num: int, rate: float | None, dat
 def _texts(
     files: tuple[str, ...], rng: np.random.Generator, num: int, rate: float | None, data_dir: Path | None
 ) -> list[Arrival]:
-    """Every task equally often on average, as the files hold equally many of each; with replacement."""
+    """Drawn evenly and with replacement from all requests of the files."""
     pool = [a for file in files for a in read_texts(find_data(file, data_dir))]
     longest = max(a.max_new_tokens for a in pool)
     chosen = rng.integers(len(pool), size=num)
