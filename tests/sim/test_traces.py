@@ -133,7 +133,7 @@ def test_a_format_that_is_not_known(tmp_path: Path) -> None:
 
 
 def test_a_format_that_is_not_the_files(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="2: missing column hash_ids|2: missing column"):
+    with pytest.raises(TraceError, match="trace:2: missing column arrived_at"):
         read_trace(_file(tmp_path, AZURE), "own")
 
 
