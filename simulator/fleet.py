@@ -16,6 +16,7 @@ from simulator.events import Alarms
 from simulator.latency import LatencyModel
 from simulator.records import Record, Recorder
 from simulator.replica import Replica, ReplicaShape
+from simulator.timeline import Timeline
 from simulator.workload import Arrival, as_request
 
 
@@ -35,6 +36,7 @@ class Fleet:
         make_scheduler: A new scheduler for each replica.
         clients: Closed loop: so many requests are under way at any time, each following one that has ended, whatever
             their arrival times; None for an open loop.
+        timeline: Samples the replicas as time goes on.
     """
 
     def __init__(
@@ -44,12 +46,14 @@ class Fleet:
         make_scheduler: Callable[[int], ReplicaScheduler],
         *,
         clients: int | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         self.recorder = Recorder()
         self.router = router
         self.now = 0.0
         self._alarms = Alarms()
         self._clients = clients
+        self._timeline = timeline
         self._next: deque[Arrival] = deque()
         self._under_way: dict[str, tuple[Request, Record]] = {}
         self._ended: list[FinishedSequence] = []
@@ -79,6 +83,7 @@ class Fleet:
             self.now = min(arrives_at, wakes_at)
             if self.now == math.inf:
                 return self.recorder
+            self._look()
             if wakes_at <= arrives_at:
                 self._wake(progress)
             else:
@@ -96,7 +101,13 @@ class Fleet:
             self.now = self._alarms.next_at
             if self.now == math.inf:
                 return
+            self._look()
             self._wake(progress)
+
+    def _look(self) -> None:
+        """Between events."""
+        if self._timeline is not None:
+            self._timeline.advance(self.now, self.replicas)
 
     def _wake(self, progress: Callable[[int], None] | None) -> None:
         index = self._alarms.pop()
