@@ -57,7 +57,8 @@ class Summary:
 
     Rates are per second of the makespan, from the first arrival to the last token. Slowdown is the JCT of a request in
     times of what it takes alone on an idle replica without any cached prefix; below 1 where a prefix was cached.
-    Memory means are over steps, of all replicas; the peak is that of one replica.
+    Memory means are over steps, of all replicas; the peak is that of one replica. Where outputs are returned whole, as
+    in batch mode, there are no times between tokens, and good is who came in time.
 
     Attributes:
         num_failed: Requests that were refused, or that no replica could hold.
@@ -125,6 +126,7 @@ def summarize(
     """
     done, usage = recorder.done, recorder.usage.values()
     num_good = sum(map(sla.meets, done))
+    streamed = [record for record in done if record.num_tokens > 1] if recorder.gaps else []
     num_outputs = sum(record.num_tokens for record in done)
     num_prompts = sum(record.arrival.prompt_len for record in done)
     begin = min((record.arrival.arrived_at for record in done), default=0.0)
@@ -139,9 +141,9 @@ def summarize(
         num_failed=num_failed,
         num_preempted=sum(record.num_evictions + record.num_swaps > 0 for record in done),
         ttft_s=_distribution([record.ttft_s for record in done]),
-        tpot_s=_distribution([record.tpot_s for record in done if record.num_tokens > 1]),
-        itl_s=_inter_token(recorder),
-        mtpot_s=_distribution([record.max_gap_s for record in done if record.num_tokens > 1]),
+        tpot_s=_distribution([record.tpot_s for record in streamed]),
+        itl_s=_inter_token(recorder, streamed),
+        mtpot_s=_distribution([record.max_gap_s for record in streamed]),
         jct_s=_distribution([record.jct_s for record in done]),
         slowdown=_distribution(_slowdowns(done, shape, latency)),
         goodput_share=_ratio(num_good, len(done) + num_failed),
@@ -175,11 +177,10 @@ def _distribution(values: Sequence[float]) -> Distribution:
     return Distribution(float(ordered.mean()), float(p50), float(p99))
 
 
-def _inter_token(recorder: Recorder) -> Distribution:
+def _inter_token(recorder: Recorder, streamed: Sequence[Record]) -> Distribution:
     """The mean exactly, the percentiles to 1 % from the histogram of gaps."""
-    if not recorder.gaps:
+    if not streamed:
         return Distribution()
-    streamed = [record for record in recorder.done if record.num_tokens > 1]
     total_s = sum(record.last_token_at - record.first_token_at for record in streamed)
     num_gaps = sum(record.num_tokens - 1 for record in streamed)
     return Distribution(total_s / num_gaps, recorder.itl_s(0.5), recorder.itl_s(0.99))
