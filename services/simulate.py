@@ -24,6 +24,7 @@ _FLAGS = {
     "scheduler.preset": "--preset",
     "num_replicas": "--replicas",
     "num_requests": "--requests",
+    "workload": "--trace",
     "ttft_s": "--sla-ttft",
     "mtpot_s": "--sla-mtpot",
 }
@@ -86,9 +87,10 @@ def simulate(
     """Run a workload through a preset under virtual time: no GPU, the same policies as live."""
     given = dict(locals())
     with _one_line_errors():
-        _check_directory("--out", out)
-        _check_directory("--plot", plot)
-        _simulate(_experiment(given, preset, seed), out, plot, as_json)
+        experiment = _experiment(given, preset, seed)
+        _make_directory("--out", out)
+        _make_directory("--plot", plot)
+        _simulate(experiment, out, plot, as_json)
 
 
 def compare(
@@ -139,10 +141,13 @@ def _one_line_errors() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def _check_directory(flag: str, path: Path | None) -> None:
+def _make_directory(flag: str, path: Path | None) -> None:
     """What cannot be written is to be known before anything is run."""
-    if path is not None and path.exists() and not path.is_dir():
-        raise ConfigError(flag, str(path), "a directory, new or not")
+    try:
+        if path is not None:
+            path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(flag, str(path), f"a directory, new or not ({error.strerror})") from error
 
 
 def _experiment(given: dict[str, Any], preset: str, seed: int) -> Experiment:
@@ -209,9 +214,9 @@ def _read_profile(path: Path) -> LinearLatency:
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
             raise ConfigError(f"--profile {path}: {name}", value, "a number >= 0")
+        if value == 0 and name in ("base_s", "copy_bandwidth"):
+            raise ConfigError(f"--profile {path}: {name}", value, "a number above 0")
     cost = StepCost(**{name: values.pop(name) for name in names})
-    if cost.base_s == 0:
-        raise ConfigError(f"--profile {path}: base_s", 0, "seconds above 0: no step is free")
     return LinearLatency(cost, **values)
 
 

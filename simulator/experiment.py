@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from core.errors import InvalidValueError
+from core.errors import IntegrityError, InvalidValueError
 from policies.presets import build_router, build_scheduler, find_preset
 from policies.replica_scheduler import SchedulerLimits
 from simulator.fleet import Fleet, FleetShape
@@ -113,6 +112,9 @@ def run(
         arrivals: Of ``make_arrivals``, which several runs may share.
         progress: Told how many requests have ended, after each.
         timeline: Samples the replicas as time goes on.
+
+    Raises:
+        IntegrityError: The preset left requests waiting for ever.
     """
     shape = ReplicaShape(
         num_blocks=experiment.kv_tokens // experiment.block_size,
@@ -132,6 +134,8 @@ def run(
         timeline=timeline,
     )
     recorder = fleet.run(arrivals, progress)
+    if num_lost := len(arrivals) - len(recorder.done) - len(fleet.refused):
+        raise IntegrityError(f"preset {experiment.preset}: {num_lost} of {len(arrivals)} requests never ended")
     summary = summarize(recorder, shape, experiment.latency, experiment.sla, num_failed=len(fleet.refused))
     return Outcome(recorder, tuple(fleet.refused), summary)
 
@@ -146,8 +150,8 @@ def free_kv_tokens(latency: Roofline) -> int:
     weights = 2 * model.num_params
     free = MEMORY_SHARE * gpu.memory_bytes * num_gpus - weights
     if free < model.kv_bytes:
-        most = math.floor(MEMORY_SHARE * gpu.memory_bytes / 1e9)
-        expected = f"a model of {most} GB on one {gpu.name} (this one has {weights / 1e9:.0f}), or more GPUs"
+        room = f"{MEMORY_SHARE * gpu.memory_bytes * num_gpus / 1e9:.0f} GB"
+        expected = f"weights below the {room} that {num_gpus} x {gpu.name} have for them, not {weights / 1e9:.0f} GB"
         raise InvalidValueError("model", model.name, expected)
     return int(free / model.kv_bytes)
 

@@ -98,9 +98,12 @@ class Fleet:
             free = (self._clients or 0) - len(self._under_way)
             if arrivals := [replace(each, arrived_at=self.now) for each in itertools.islice(source, free)]:
                 self._arrive(arrivals)
-            self.now = self._alarms.next_at
-            if self.now == math.inf:
+            wakes_at = self._alarms.next_at
+            if wakes_at == math.inf:
+                if arrivals:
+                    continue  # all of them were refused
                 return
+            self.now = wakes_at
             self._look()
             self._wake(progress)
 
