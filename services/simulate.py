@@ -44,8 +44,12 @@ ClientsOption = Annotated[
     int | None, typer.Option("--clients", help="Closed loop: so many requests under way at any time.")
 ]
 PredictorOption = Annotated[str, typer.Option("--predictor", help="Who foresees output lengths.")]
-GpuOption = Annotated[str | None, typer.Option("--gpu", help="Step times from its data sheet (default with --model: a100-80g).")]
-ModelOption = Annotated[str | None, typer.Option("--model", help="The model on that GPU (default with --gpu: llama-2-7b).")]
+GpuOption = Annotated[
+    str | None, typer.Option("--gpu", help="Step times from its data sheet (default with --model: a100-80g).")
+]
+ModelOption = Annotated[
+    str | None, typer.Option("--model", help="The model on that GPU (default with --gpu: llama-2-7b).")
+]
 TensorParallelOption = Annotated[
     int | None, typer.Option("--tensor-parallel", help="GPUs that a replica is spread over (default: 1).")
 ]
@@ -88,6 +92,10 @@ def simulate(
     given = dict(locals())
     with _one_line_errors():
         experiment = _experiment(given, preset, seed)
+        if plot is not None:
+            from simulator.plots import check_matplotlib
+
+            check_matplotlib()
         _make_directory("--out", out)
         _make_directory("--plot", plot)
         _simulate(experiment, out, plot, as_json)
@@ -131,7 +139,9 @@ def _one_line_errors() -> Iterator[None]:
     try:
         yield
     except InvalidValueError as error:
-        flag = _FLAGS.get(error.field, f"--{error.field.replace('_', '-')}" if error.field.isidentifier() else error.field)
+        flag = _FLAGS.get(
+            error.field, f"--{error.field.replace('_', '-')}" if error.field.isidentifier() else error.field
+        )
         typer.echo(f"farsight: {InvalidValueError(flag, error.value, error.expected)}", err=True)
         raise typer.Exit(1) from error
     except (FarsightError, OSError) as error:
@@ -222,13 +232,11 @@ def _read_profile(path: Path) -> LinearLatency:
 
 def _simulate(experiment: Experiment, out: Path | None, plot: Path | None, as_json: bool) -> None:
     from simulator.experiment import make_arrivals, run
-    from simulator.plots import check_matplotlib, write_plots
+    from simulator.plots import write_plots
     from simulator.results import config_of, to_json, write_results
     from simulator.summary import tables
     from simulator.timeline import Timeline
 
-    if plot is not None:
-        check_matplotlib()
     arrivals = make_arrivals(experiment)
     timeline = None if plot is None else Timeline()
     with _progress_bar(len(arrivals)) as progress:

@@ -72,7 +72,7 @@ class Compared:
         return None if any(value is None for value in values) else fmean(value for value in values if value is not None)
 
     def to_dict(self) -> dict[str, Any]:
-        """One row: for each metric its values by seed, their mean and the ratio to the base. The keys are a contract."""
+        """One row: of each metric the values by seed, their mean, the ratio to the base. The keys are a contract."""
         return {
             "preset": self.preset,
             "base": self.base,

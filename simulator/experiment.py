@@ -93,10 +93,14 @@ def make_arrivals(experiment: Experiment) -> Workload:
     """The requests of a run, with their forecasts."""
     import numpy as np
     from simulator.workload import Arrival
+
     rng = np.random.default_rng(experiment.seed)
     n = experiment.num_requests or 1000
     at = np.cumsum(rng.exponential(1 / (experiment.rate or 5), n))
-    return [Arrival(f"r{i}", float(at[i]), int(rng.integers(16, 1024)), int(rng.integers(1, 512)), 1024, app="ab"[i%2]) for i in range(n)]
+    return [
+        Arrival(f"r{i}", float(at[i]), int(rng.integers(16, 1024)), int(rng.integers(1, 512)), 1024, app="ab"[i % 2])
+        for i in range(n)
+    ]
 
 
 def run(

@@ -74,7 +74,9 @@ def draw_jct(axes: Any, records: Sequence[Record]) -> None:
         shares = 100 * np.arange(1, len(ordered) + 1) / len(ordered)
         style = {"color": "black", "linewidth": 2} if name == "all" else {"linewidth": 1.2}
         axes.step(ordered, shares, where="post", label=f"{name} ({len(ordered):,})", **style)
-    axes.set(title="Job completion time", xlabel="JCT in s (logarithmic)", ylabel="% of requests at most", ylim=(0, 101))
+    axes.set(
+        title="Job completion time", xlabel="JCT in s (logarithmic)", ylabel="% of requests at most", ylim=(0, 101)
+    )
     axes.set_xscale("log")
     axes.legend(loc="upper left", frameon=False)
 
@@ -130,7 +132,9 @@ def _draw_replicas(axes: Any, timeline: Timeline, values: Any, what: str) -> Non
             axes.plot(times_s, values[:, i], linewidth=1.2, label=label)
         return
     low, middle, high = np.quantile(values, (0.1, 0.5, 0.9), axis=1)
-    axes.fill_between(times_s, values.min(axis=1), values.max(axis=1), alpha=0.15, color="C0", linewidth=0, label="all replicas")
+    axes.fill_between(
+        times_s, values.min(axis=1), values.max(axis=1), alpha=0.15, color="C0", linewidth=0, label="all replicas"
+    )
     axes.fill_between(times_s, low, high, alpha=0.35, color="C0", linewidth=0, label="10 % to 90 %")
     axes.plot(times_s, middle, color="C0", label=f"median of {num_replicas} replicas")
 

@@ -12,8 +12,8 @@ from core.errors import InvalidValueError
 from simulator.replica import Replica
 
 SERIES = ("waiting", "running", "offloaded", "used_tokens", "predicted_tokens")
-"""What is sampled of each replica: requests that wait (or rest with their KV on the device), that execute, whose KV is
-on the host; KV tokens in use; the peak that its admission foresees for those it has admitted (NaN where it does not)."""
+"""What is sampled of each replica: requests that wait (or rest with KV on the device), that execute, whose KV is on the
+host; KV tokens in use; the peak that its admission foresees for those it has admitted (NaN where it does not)."""
 
 
 class Timeline:
@@ -62,7 +62,7 @@ class Timeline:
 
     def times_s(self) -> npt.NDArray[np.float64]:
         """When the samples were taken."""
-        return np.arange(self.num_samples) * self.interval_s
+        return np.arange(self.num_samples, dtype=np.float64) * np.float64(self.interval_s)
 
     def series(self, name: str) -> npt.NDArray[np.float64]:
         """One of ``SERIES``: samples x replicas."""

@@ -56,7 +56,9 @@ def test_looking_changes_nothing() -> None:
     results = []
     for timeline in (None, Timeline(interval_s=0.13, max_samples=16)):
         fleet, _ = make_fleet(120, num_replicas=2, timeline=timeline, offload="reactive")
-        results.append([(r.arrival.request_id, r.finished_at, r.max_gap_s) for r in fleet.run(arrivals(*requests)).done])
+        results.append(
+            [(r.arrival.request_id, r.finished_at, r.max_gap_s) for r in fleet.run(arrivals(*requests)).done]
+        )
     assert results[0] == results[1]
 
 
