@@ -254,7 +254,7 @@ def _simulate(experiment: Experiment, out: Path | None, plot: Path | None, as_js
     written = []
     if out is not None:
         written += write_results(out, experiment, outcome.summary, outcome.recorder.done)
-    if plot is not None and timeline is not None:
+    if plot is not None and timeline is not None and outcome.recorder.done:
         title = f"{_title(experiment)}, seed {experiment.seed}"
         written += write_plots(plot, title, outcome.recorder.done, timeline, experiment.kv_tokens)
     for path in written:

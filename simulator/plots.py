@@ -15,9 +15,9 @@ from simulator.timeline import Timeline
 
 SIZE_INCHES = (9.0, 4.5)
 MAX_LINES = 8
-"""More replicas are drawn as a range."""
+"""More replicas, or apps, are not drawn one by one."""
 
-_STATES = (("running", "#2a7f9e"), ("waiting", "#d9a441"), ("offloaded", "#8c6bb1"))
+_STATES = (("running", "#2a7f9e"), ("offloaded", "#8c6bb1"), ("waiting", "#d9a441"))
 
 
 def check_matplotlib() -> None:
@@ -82,8 +82,8 @@ def draw_jct(axes: Any, records: Sequence[Record]) -> None:
 
 
 def draw_memory(axes: Any, timeline: Timeline, capacity: int) -> None:
-    """KV in use on each replica, or their range, and the mean peak that admission foresees, where it does."""
-    _draw_replicas(axes, timeline, 100 * timeline.series("used_tokens") / capacity, "in use")
+    """KV in use, of several replicas their range, and the mean peak that admission foresees, where it does."""
+    _draw_replicas(axes, timeline, 100 * timeline.series("used_tokens") / capacity, "in use", max_lines=1)
     foreseen = timeline.series("predicted_tokens")
     if foreseen.size and not np.isnan(foreseen).all():
         axes.plot(
@@ -102,7 +102,7 @@ def draw_memory(axes: Any, timeline: Timeline, capacity: int) -> None:
 def draw_queues(axes: Any, timeline: Timeline) -> None:
     """Requests of all replicas by state, one upon the other."""
     levels = [timeline.series(name).sum(axis=1) for name, _ in _STATES]
-    used = [i for i, level in enumerate(levels) if i < 2 or level.any()]
+    used = [i for i, level in enumerate(levels) if level.any()]
     axes.stackplot(
         timeline.times_s(),
         [levels[i] for i in used],
@@ -117,16 +117,16 @@ def draw_queues(axes: Any, timeline: Timeline) -> None:
 def draw_load(axes: Any, timeline: Timeline) -> None:
     """Requests in the hands of each replica, or their range."""
     load = sum((timeline.series(name) for name, _ in _STATES), start=np.zeros(()))
-    _draw_replicas(axes, timeline, load, "requests")
+    _draw_replicas(axes, timeline, load, "requests", MAX_LINES)
     axes.set(
         title="Load of each replica", xlabel="virtual time in s", ylabel="requests", ylim=(0, None), xlim=(0, None)
     )
     _legend(axes)
 
 
-def _draw_replicas(axes: Any, timeline: Timeline, values: Any, what: str) -> None:
+def _draw_replicas(axes: Any, timeline: Timeline, values: Any, what: str, max_lines: int) -> None:
     times_s, num_replicas = timeline.times_s(), values.shape[1]
-    if num_replicas <= MAX_LINES:
+    if num_replicas <= max_lines:
         for i in range(num_replicas):
             label = what if num_replicas == 1 else f"replica {i}"
             axes.plot(times_s, values[:, i], linewidth=1.2, label=label)

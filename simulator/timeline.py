@@ -13,7 +13,7 @@ from simulator.replica import Replica
 
 SERIES = ("waiting", "running", "offloaded", "used_tokens", "predicted_tokens")
 """What is sampled of each replica: requests that wait (or rest with KV on the device), that execute, whose KV is on the
-host; KV tokens in use; the peak that its admission foresees for those it has admitted (NaN where it does not)."""
+host; KV tokens in use; the peak that its admission foresaw when last asked (NaN where it foresees nothing)."""
 
 
 class Timeline:
