@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from rich.console import Console
 
 from core.errors import InvalidValueError
 from simulator.compare import Compared, compare, comparison_table, paired_ratio, paired_ratios, student_t
-from simulator.experiment import Experiment, make_arrivals, run
+from simulator.experiment import Experiment, Outcome, make_arrivals, run
 from simulator.results import to_json
 
 SMALL = Experiment(num_requests=40, kv_tokens=4000)
@@ -72,6 +73,19 @@ def test_every_preset_has_the_workload_of_each_seed() -> None:
     ratio = got.ratios["jct_s_mean"]
     assert ratio is not None and (ratio.mean, ratio.low, ratio.high) == (1, 1, 1)
     assert got.mean("jct_s_mean") == statistics.fmean(each.to_dict()["jct_s_mean"] or 0 for each in got.runs)
+
+
+def test_every_run_has_its_seed_and_preset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Policies may draw as well as workloads."""
+    ran: list[tuple[str, int]] = []
+
+    def note(experiment: Experiment, *args: Any, **kwargs: Any) -> Outcome:
+        ran.append((experiment.preset, experiment.seed))
+        return run(experiment, *args, **kwargs)
+
+    monkeypatch.setattr("simulator.compare.run", note)
+    compare(SMALL, ["fcfs"], [4, 2])
+    assert ran == [("fcfs", 4), ("fcfs", 2)]
 
 
 def two_settings() -> list[Compared]:
