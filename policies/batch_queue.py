@@ -90,24 +90,24 @@ class FormedBatch:
         for index, job in enumerate(self.jobs):
             if job.request_id == request_id:
                 del self.jobs[index], self.prompt_lens[index], self.predicted_lens[index]
-                self._measure()
+                self.prompt_len, self.predicted_len, self.urgency, self.arrived_at = self._summary()
                 return True
         return False
 
-    def _measure(self) -> None:
-        self.prompt_len = max(self.prompt_lens, default=0)
-        self.predicted_len = max(self.predicted_lens, default=0)
-        self.urgency = min((job.urgency for job in self.jobs), default=_NOT_URGENT)
-        self.arrived_at = min((job.arrived_at for job in self.jobs), default=math.inf)
+    def _summary(self) -> tuple[int, int, tuple[float, float], float]:
+        return (
+            max(self.prompt_lens, default=0),
+            max(self.predicted_lens, default=0),
+            min((job.urgency for job in self.jobs), default=_NOT_URGENT),
+            min((job.arrived_at for job in self.jobs), default=math.inf),
+        )
 
     def __len__(self) -> int:
         return len(self.jobs)
 
     def check_integrity(self) -> None:
         """Raises ``IntegrityError`` unless the lengths and keys are those of the jobs."""
-        kept = (self.prompt_len, self.predicted_len, self.urgency, self.arrived_at)
-        self._measure()
-        if kept != (self.prompt_len, self.predicted_len, self.urgency, self.arrived_at):
+        if (self.prompt_len, self.predicted_len, self.urgency, self.arrived_at) != self._summary():
             raise IntegrityError(f"batch {self.batch_id}: lengths or keys differ from those of its jobs")
         if not len(self.jobs) == len(self.prompt_lens) == len(self.predicted_lens):
             raise IntegrityError(f"batch {self.batch_id}: {len(self.jobs)} jobs, but not as many lengths")
@@ -149,6 +149,8 @@ class Batcher(Protocol):
 
     def split(self, batch: FormedBatch, now: float) -> Job | None:
         """A pulled batch ran out of memory (Magnus III-C): its halves wait again and take no more jobs.
+
+        The caller has dropped the jobs that have ended or gone meanwhile; at least one is left.
 
         Returns:
             The job of a batch of one, which fits nowhere and has failed; None after a split.
@@ -221,16 +223,19 @@ class BatchQueue:
         return self._choose([batch for batch in self if batch.urgency == urgency], now)
 
     def pull(self, now: float) -> FormedBatch | None:
-        """Takes the chosen batch out and seals it. O(batches)."""
+        """Takes the chosen batch, if there is one. O(batches)."""
         batch = self.peek(now)
-        if batch is None:
-            return None
+        if batch is not None:
+            self.take(batch, now)
+        return batch
+
+    def take(self, batch: FormedBatch, now: float) -> None:
+        """Takes a batch of this queue out and seals it. O(batch)."""
         del self._batches[batch.batch_id]
         for job in batch.jobs:
             del self._batch_of[job.request_id]
         if batch.sealed_at is None:
             batch.sealed_at = now
-        return batch
 
     def split(self, batch: FormedBatch) -> Job | None:
         """Puts in the halves of a pulled batch, the first the larger, both sealed; see ``Batcher.split``."""

@@ -68,7 +68,8 @@ class FcfsBatches:
     def pull(self, now: float) -> FormedBatch | None:
         half = self._halves.peek(now)
         if half is not None and (not self._waiting or (half.urgency, half.arrived_at) <= _rank(self._waiting[0])):
-            return self._halves.pull(now)
+            self._halves.take(half, now)
+            return half
         if not self._waiting:
             return None
         batch = self._halves.new_batch(now, sealed_at=now)

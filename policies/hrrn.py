@@ -65,6 +65,9 @@ class HrrnOrder:
     def remove(self, job: Job) -> None:
         self._jobs.pop(job.request_id, None)
 
+    def learn(self, job: Job, *, censored: bool) -> None:
+        """Nothing to learn: the estimate does."""
+
     def ran(self, job: Job, duration_s: float, now: float) -> None:
         """Nothing to note: the estimate looks at the job itself."""
 

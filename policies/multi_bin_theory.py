@@ -85,11 +85,11 @@ class UniformService:
         mass = _confusion(num_bins, error_rate)
         width_s = (self.high_s - self.low_s) / num_bins
         service_s = 0.0
+        # What comes in over an edge equals what goes out over it, so every predicted bin still holds a k-th of all.
         for column in mass.T:
-            share = float(column.sum())
-            levels = [0.0, *(float(each) for each in np.cumsum(column) / share)]
+            levels = [0.0, *(float(each) for each in np.cumsum(column))]
             powers = sum(_mean_power(low, high, self.batch_size) for low, high in pairwise(levels))
-            service_s += share / num_bins * (self.high_s - width_s * powers)
+            service_s += (self.high_s - width_s * powers) / num_bins
         return service_s
 
 

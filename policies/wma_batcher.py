@@ -102,9 +102,11 @@ class WmaBatcher:
 
     def pull(self, now: float) -> FormedBatch | None:
         batch = self._queue.peek(now)
-        if batch is not None and batch.insertable:
-            self._open.delete(self._open.index(batch))
-        return self._queue.pull(now)
+        if batch is not None:
+            if batch.insertable:
+                self._open.delete(self._open.index(batch))
+            self._queue.take(batch, now)
+        return batch
 
     def split(self, batch: FormedBatch, now: float) -> Job | None:
         return self._queue.split(batch)

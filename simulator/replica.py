@@ -66,6 +66,7 @@ class Replica:
     """A scheduler and its worker in one place.
 
     Args:
+        on_start: Called with each request that has first run, and how long it had waited.
         on_end: Called with each ended request, at the instant of its last token.
     """
 
@@ -76,6 +77,7 @@ class Replica:
         shape: ReplicaShape,
         latency: LatencyModel,
         recorder: Recorder,
+        on_start: Callable[[Record, float], None],
         on_end: Callable[[Record, FinishedSequence], None],
     ) -> None:
         self.name = name
@@ -84,7 +86,7 @@ class Replica:
         self._latency = latency
         self._recorder = recorder
         self._usage = recorder.usage.setdefault(name, Usage())
-        self._on_end = on_end
+        self._on_start, self._on_end = on_start, on_end
         host = BlockManager(shape.num_host_blocks, shape.block_size) if shape.num_host_blocks else None
         blocks = BlockManager(shape.num_blocks, shape.block_size)
         limits = BatchLimits(shape.max_num_seqs, shape.max_batch_tokens)
@@ -98,7 +100,7 @@ class Replica:
         self._counted_preemptions = 0
         self._copies: list[tuple[float, int]] = []  # (done at, copy id), in order
         self._landed: list[int] = []  # copies that are done and are booked when the step under way is over
-        self._own_names = itertools.count(-1, -1)
+        self._own_names = itertools.count(1 << 62)
         self._link_free_at = {Residency.DEVICE: 0.0, Residency.HOST: 0.0}
         self._connect()
 
@@ -134,6 +136,7 @@ class Replica:
         for request, record in requests:
             record.replica = self.name
             self._records[request.request_id] = record
+            self._hashes[request.request_id] = list(request.prefix_hashes)
         if self._run is not None and (self.scheduler.num_waiting == 0 or self.scheduler.order.preemptive):
             self._catch_up(now)
             self._report(now)
@@ -287,6 +290,7 @@ class Replica:
             record = self._records[item.request_id]
             if record.num_tokens == 0:
                 record.cached_len = self.executor.cached_len(item.request_id)
+                self._on_start(record, run.began_at - record.arrival.arrived_at)
             self._recorder.tokens(record, new, run.began_at + first, until - before_last, run.began_at + until)
             if record.num_tokens >= record.arrival.output_len < record.arrival.max_new_tokens:
                 stopped.append(item.request_id)
@@ -306,10 +310,8 @@ class Replica:
         usage.peak_tokens = max(usage.peak_tokens, used)
 
     def _block_hashes(self, request_id: str, num_blocks: int) -> list[int]:
-        """The names of shared blocks, then names of its own."""
-        hashes = self._hashes.get(request_id)
-        if hashes is None:
-            hashes = self._hashes[request_id] = list(self._records[request_id].arrival.prefix)
+        """The names that the request came with, then names of the blocks of its output."""
+        hashes = self._hashes[request_id]
         while len(hashes) < num_blocks:
             hashes.append(next(self._own_names))
         return hashes
