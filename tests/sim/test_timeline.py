@@ -35,12 +35,12 @@ def test_steps_that_are_taken_at_once_are_seen_one_by_one() -> None:
 
 
 def test_steps_that_are_booked_are_not_counted_twice() -> None:
-    """At 50.3 another one comes: 50 steps are booked, the one under way ends at 51.1."""
+    """At 50.3 another one comes: 50 steps are booked, the one under way ends at 51.1 and counts when it does."""
     timeline = Timeline(interval_s=0.5)
     fleet, _ = make_fleet(timeline=timeline)
     fleet.run(arrivals((0.1, 4, 100), (50.3, 7, 1)))
     used = timeline.series("used_tokens")[:, 0]
-    assert used[[99, 100, 101, 102, 103]].tolist() == [53, 53, 54, 54, 55 + 7]
+    assert used[[99, 100, 101, 102, 103]].tolist() == [53, 53, 53, 53, 55 + 7]
 
 
 def test_offloaded() -> None:
