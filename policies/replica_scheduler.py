@@ -55,6 +55,18 @@ class WorkerReported:
 
 
 @dataclass(frozen=True, slots=True)
+class StepsRan:
+    """Each of these has decoded ``num_steps`` tokens in ``duration_s`` seconds since the scheduler last heard of it.
+
+    The short form of a report in which nothing else has changed; a later report says it again.
+    """
+
+    request_ids: tuple[str, ...]
+    num_steps: int
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class ResidencyOrdered:
     """The KV offload manager wants the KV of these there; what is on the host waits until it is called back."""
 
@@ -69,7 +81,14 @@ class CostLearnt:
 
 
 Event = (
-    WorkerConnected | WorkerLost | RequestsArrived | RequestsAborted | WorkerReported | ResidencyOrdered | CostLearnt
+    WorkerConnected
+    | WorkerLost
+    | RequestsArrived
+    | RequestsAborted
+    | WorkerReported
+    | ResidencyOrdered
+    | CostLearnt
+    | StepsRan
 )
 
 
@@ -191,6 +210,8 @@ class ReplicaScheduler:
                 self._abort(event.keys)
             case WorkerReported():
                 out += self._take_report(event.report, now)
+            case StepsRan():
+                self._take_steps(event, now)
             case WorkerConnected():
                 out += self._connect(event.state, now)
             case WorkerLost():
@@ -294,6 +315,14 @@ class ReplicaScheduler:
                 tracked.delivered = True
                 del self._undelivered[tracked.job.request_id]
         return [out for finished in report.finished for out in self._end(finished, now)]
+
+    def _take_steps(self, event: StepsRan, now: float) -> None:
+        assert self._worker is not None
+        for request_id in event.request_ids:
+            tracked = self._tracked[request_id]
+            tracked.decode(event.num_steps, event.duration_s, self._worker.block_size)
+            tracked.job.last_ran_at = now
+            self.order.ran(tracked.job, event.duration_s, now)
 
     def _take_progress(self, progress: SlotProgress, now: float) -> None:
         tracked = self._tracked.get(progress.request_id)
