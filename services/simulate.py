@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from simulator.experiment import Experiment
     from simulator.latency import LinearLatency, Roofline
 
-DEFAULT_REQUESTS = 1000
-"""Of a workload that could go on for ever."""
-
 _FLAGS = {
     "scheduler.preset": "--preset",
     "num_replicas": "--replicas",
@@ -266,7 +263,8 @@ def _compare(experiment: Experiment, presets: list[str], seeds: range, as_json: 
     from simulator.compare import comparison_table
     from simulator.results import to_json
 
-    with _progress_bar(None) as progress:
+    num_requests = experiment.num_requests
+    with _progress_bar(None if num_requests is None else num_requests * len(presets) * len(seeds)) as progress:
         compared = run_all(experiment, presets, seeds, progress)
     if as_json:
         for each in compared:

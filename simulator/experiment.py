@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from core.errors import IntegrityError, InvalidValueError
+from core.forecast import QUANTILES, Forecast
 from policies.presets import build_router, build_scheduler, find_preset
 from policies.replica_scheduler import SchedulerLimits
 from simulator.fleet import Fleet, FleetShape
@@ -14,8 +17,11 @@ from simulator.records import Recorder
 from simulator.replica import ReplicaShape
 from simulator.summary import Sla, Summary, summarize
 from simulator.timeline import Timeline
-from simulator.workload import Workload
+from simulator.workload import Arrival, Workload
 
+DEFAULT_REQUESTS = 1000
+DEFAULT_RATE = 5.0
+"""Requests per second and replica."""
 MEMORY_SHARE = 0.9
 """Of a GPU's memory, for weights and KV; the rest is for activations."""
 
@@ -90,17 +96,39 @@ class Outcome:
 
 
 def make_arrivals(experiment: Experiment) -> Workload:
-    """The requests of a run, with their forecasts."""
-    import numpy as np
-    from simulator.workload import Arrival
+    """The requests of a run, with their forecasts.
 
+    Raises:
+        InvalidValueError: There is no such workload or predictor.
+    """
+    if experiment.workload not in WORKLOADS:
+        raise InvalidValueError("workload", experiment.workload, f"one of {', '.join(WORKLOADS)}")
+    if experiment.predictor not in PREDICTORS:
+        raise InvalidValueError("predictor", experiment.predictor, f"one of {', '.join(PREDICTORS)}")
+    arrivals = WORKLOADS[experiment.workload](experiment)
+    return [PREDICTORS[experiment.predictor](arrival) for arrival in arrivals]
+
+
+def _uniform(experiment: Experiment) -> Workload:
+    """Prompts of 32 to 1024 and outputs of 8 to 512 tokens, Poisson arrivals."""
     rng = np.random.default_rng(experiment.seed)
-    n = experiment.num_requests or 1000
-    at = np.cumsum(rng.exponential(1 / (experiment.rate or 5), n))
+    size = DEFAULT_REQUESTS if experiment.num_requests is None else experiment.num_requests
+    rate = experiment.num_replicas * DEFAULT_RATE if experiment.rate is None else experiment.rate
+    arrived_at = np.cumsum(rng.exponential(1 / rate, size)).tolist()
+    prompt_lens, output_lens = rng.integers(32, 1025, size).tolist(), rng.integers(8, 513, size).tolist()
     return [
-        Arrival(f"r{i}", float(at[i]), int(rng.integers(16, 1024)), int(rng.integers(1, 512)), 1024, app="ab"[i % 2])
-        for i in range(n)
+        Arrival(f"r{i}", at, prompt_len, output_len, max_new_tokens=1024)
+        for i, (at, prompt_len, output_len) in enumerate(zip(arrived_at, prompt_lens, output_lens, strict=True))
     ]
+
+
+def _oracle(arrival: Arrival) -> Arrival:
+    quantiles = (float(arrival.output_len),) * len(QUANTILES)
+    return replace(arrival, forecast=Forecast(quantiles[0], quantiles, num_samples=1, source="oracle", version=0))
+
+
+WORKLOADS: dict[str, Callable[[Experiment], Workload]] = {"uniform": _uniform}
+PREDICTORS: dict[str, Callable[[Arrival], Arrival]] = {"none": lambda arrival: arrival, "oracle": _oracle}
 
 
 def run(

