@@ -8,6 +8,7 @@ from itertools import groupby
 
 from sortedcontainers import SortedKeyList
 
+from core.costs import StepCost
 from core.errors import InvalidValueError
 from policies.job import Job
 
@@ -53,6 +54,9 @@ class HitGroups:
         if job in self._members:
             self._members.remove(job)
             self._jobs.remove(job)
+
+    def price(self, cost: StepCost, capacity: int) -> None:
+        """Time does not matter."""
 
     def learn(self, job: Job, *, censored: bool) -> None:
         """How long it was does not matter."""

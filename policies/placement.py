@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from core.request import Request
 
@@ -35,7 +34,7 @@ class Choice:
     hit_len: int = 0
 
 
-class Placement(Protocol):
+class Placement:
     """Picks a replica for each request, and may learn from what becomes of it.
 
     Who only picks says how in ``choose`` and inherits the rest, which does nothing.
@@ -53,7 +52,7 @@ class Placement(Protocol):
             prefix: Chained hashes of the full blocks of its known tokens; empty without a ``block_size``.
             loads: The same object from call to call while the same replicas can take requests.
         """
-        ...
+        raise NotImplementedError
 
     def replica_up(self, name: str, capacity: int) -> None:
         """A worker life begins that holds ``capacity`` KV tokens: what was known of this replica is void."""

@@ -221,6 +221,7 @@ class ReplicaScheduler:
                     self._order_residency(key, residency)
             case CostLearnt():
                 self._cost = event.cost
+                self._price()
         out += self._replan(now)
         return out
 
@@ -276,6 +277,7 @@ class ReplicaScheduler:
         newcomers = [*self._admitted.values(), *waiting]
         self._lose_worker()
         self._worker, self._lease = state.ready, state.lease
+        self._price()
         for request in state.held:
             adopted = self._track(request, now)
             adopted.shipped_in, adopted.delivered = 0, True
@@ -287,6 +289,10 @@ class ReplicaScheduler:
         refused = [out for known in newcomers for out in self._arrive((known.request,), known.job.arrived_at)]
         self._dirty = True
         return refused + self._take_report(state.report, now)
+
+    def _price(self) -> None:
+        if self._worker is not None and self._cost is not None:
+            self.order.price(self._cost, self._worker.num_blocks * self._worker.block_size)
 
     def _lose_worker(self) -> None:
         self._worker = None

@@ -103,7 +103,7 @@ class SkipJoinMlfq:
     first k of ``ranked`` O(k + log n). Instants never go back.
 
     Attributes:
-        cost: Prices first and next iterations; may be replaced at any time, jobs keep the levels they have.
+        cost: Prices first and next iterations.
         rules: As constructed.
     """
 
@@ -133,6 +133,10 @@ class SkipJoinMlfq:
         place = self._places.pop(job.request_id, None)
         if place is not None:
             self._take_out(place)
+
+    def price(self, cost: StepCost, capacity: int) -> None:
+        """Jobs keep the levels they have."""
+        self.cost = cost
 
     def learn(self, job: Job, *, censored: bool) -> None:
         """How long it was does not matter."""

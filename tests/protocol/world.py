@@ -9,8 +9,8 @@ from typing import Any
 from core.messages import Refusal, TokenDelta
 from kvcache import BatchLimits, StepBatch
 from policies.aggressive import Aggressive
+from policies.builders import build_router
 from policies.fcfs import Fcfs
-from policies.presets import build_router
 from policies.recompute import NewestGiveWay
 from policies.replica_scheduler import ReplicaPolicies, ReplicaScheduler, SchedulerLimits
 from tests.protocol.clock import Clock

@@ -12,6 +12,7 @@ from core.errors import ConfigError
 from core.messages import FinishedSequence, Key, OpenRequest, Placed, WorkerReady
 from core.request import Request, SamplingParams, SequenceStatus
 from kvcache.prefix import hash_blocks
+from policies.builders import build_router
 from policies.e2_profiles import from_step_cost
 from policies.e2_router import E2Choice, E2Router
 from policies.global_scheduler import (
@@ -37,7 +38,6 @@ from policies.global_scheduler import (
 )
 from policies.least_work import LeastWork
 from policies.placement import Choice, Placement, ReplicaLoad
-from policies.presets import build_router
 from policies.replica_scheduler import RefuseRequest, RequestsAborted, RequestsArrived
 from policies.round_robin import RoundRobin
 
