@@ -245,9 +245,9 @@ def _simulate(experiment: Experiment, out: Path | None, plot: Path | None, as_js
         console.print(f"{_title(experiment)}, seed {experiment.seed}", highlight=False)
         for table in tables(outcome.summary):
             console.print(table)
-    if outcome.refused:
+    if outcome.failed:
         limit = f"the {experiment.kv_tokens} KV tokens of a replica"
-        typer.echo(f"refused: {len(outcome.refused)} requests may grow beyond {limit}", err=True)
+        typer.echo(f"refused: {len(outcome.failed)} requests may grow beyond {limit}", err=True)
     written = []
     if out is not None:
         written += write_results(out, experiment, outcome.summary, outcome.recorder.done)

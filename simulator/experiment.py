@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
 from core.errors import IntegrityError, InvalidValueError
 from core.forecast import QUANTILES, Forecast
-from policies.presets import build_router, build_scheduler, find_preset
-from policies.replica_scheduler import SchedulerLimits
+from policies.builders import BatchSettings, PolicySettings, build_batcher, build_router, build_scheduler
+from policies.multi_bin import sample_edges
+from policies.presets import find_preset
+from policies.replica_scheduler import ReplicaScheduler, SchedulerLimits
+from simulator.batch_fleet import BatchFleet, StaticExecution
 from simulator.fleet import Fleet, FleetShape
-from simulator.latency import A100_7B, LinearLatency, Roofline
+from simulator.latency import A100_7B, LatencyModel, LinearLatency, Roofline
 from simulator.records import Recorder
 from simulator.replica import ReplicaShape
 from simulator.summary import Sla, Summary, summarize
@@ -22,6 +27,10 @@ from simulator.workload import Arrival, Workload
 DEFAULT_REQUESTS = 1000
 DEFAULT_RATE = 5.0
 """Requests per second and replica."""
+NUM_BINS = 8
+"""Of Multi-Bin: of equal mass by the lengths that are foreseen."""
+RELOAD_S = 10.0
+"""After a static batch ran out of memory: weights of 13 GB at 1.3 GB/s."""
 MEMORY_SHARE = 0.9
 """Of a GPU's memory, for weights and KV; the rest is for activations."""
 
@@ -87,11 +96,11 @@ class Outcome:
     """What a run leaves.
 
     Attributes:
-        refused: Ids of requests that no replica could ever hold.
+        failed: Ids of requests that no replica could ever hold.
     """
 
     recorder: Recorder
-    refused: tuple[str, ...]
+    failed: tuple[str, ...]
     summary: Summary
 
 
@@ -142,34 +151,112 @@ def run(
 
     Args:
         arrivals: Of ``make_arrivals``, which several runs may share.
-        progress: Told how many requests have ended, after each.
-        timeline: Samples the replicas as time goes on.
+        progress: Told how many requests have ended, now and then.
+        timeline: Samples the replicas as time goes on; not in batch mode.
 
     Raises:
+        InvalidValueError: A closed loop of a batch-mode preset.
         IntegrityError: The preset left requests waiting for ever.
     """
-    shape = ReplicaShape(
+    is_batch = find_preset(experiment.preset).mode == "batch"
+    shape = _replica_shape(experiment, arrivals)
+    if is_batch:
+        recorder, failed, num_padding_tokens = _run_batches(experiment, arrivals, progress)
+    else:
+        recorder, failed = _run_continuous(experiment, shape, arrivals, progress, timeline)
+        num_padding_tokens = 0
+    if num_lost := len(arrivals) - len(recorder.done) - len(failed):
+        raise IntegrityError(f"preset {experiment.preset}: {num_lost} of {len(arrivals)} requests never ended")
+    summary = summarize(
+        recorder,
+        shape,
+        experiment.latency,
+        experiment.sla,
+        num_failed=len(failed),
+        num_padding_tokens=num_padding_tokens,
+    )
+    return Outcome(recorder, tuple(failed), summary)
+
+
+def _replica_shape(experiment: Experiment, arrivals: Workload) -> ReplicaShape:
+    preset = find_preset(experiment.preset)
+    return ReplicaShape(
         num_blocks=experiment.kv_tokens // experiment.block_size,
         block_size=experiment.block_size,
         num_host_blocks=experiment.host_kv_tokens // experiment.block_size,
         max_num_seqs=experiment.max_num_seqs,
         max_batch_tokens=experiment.max_batch_tokens,
-        look_every=_look_every(experiment.preset),
+        # FCFS behind a watermark changes its mind only when something ends; others may with every step.
+        look_every=0 if (preset.order, preset.admission) == ("fcfs", "watermark") else 1,
         shares_prefixes=any(arrival.prefix for arrival in arrivals),
     )
+
+
+def _run_continuous(
+    experiment: Experiment,
+    shape: ReplicaShape,
+    arrivals: Workload,
+    progress: Callable[[int], None] | None,
+    timeline: Timeline | None,
+) -> tuple[Recorder, list[str]]:
+    settings = PolicySettings(
+        watermark=experiment.watermark,
+        max_new_tokens=max((arrival.max_new_tokens for arrival in arrivals), default=1),
+        cost=experiment.latency.cost,
+        block_size=experiment.block_size,
+    )
     limits = SchedulerLimits(experiment.max_num_seqs, standby_slots=0)
+    first_seed = experiment.seed * experiment.num_replicas
+
+    def make_scheduler(index: int) -> ReplicaScheduler:
+        return build_scheduler(experiment.preset, limits, replace(settings, seed=first_seed + index))
+
     fleet = Fleet(
         FleetShape(shape, experiment.latency, experiment.num_replicas),
-        build_router(experiment.preset),
-        lambda _: build_scheduler(experiment.preset, watermark=experiment.watermark, limits=limits),
+        build_router(experiment.preset, settings=settings),
+        make_scheduler,
         clients=experiment.clients,
         timeline=timeline,
     )
-    recorder = fleet.run(arrivals, progress)
-    if num_lost := len(arrivals) - len(recorder.done) - len(fleet.refused):
-        raise IntegrityError(f"preset {experiment.preset}: {num_lost} of {len(arrivals)} requests never ended")
-    summary = summarize(recorder, shape, experiment.latency, experiment.sla, num_failed=len(fleet.refused))
-    return Outcome(recorder, tuple(fleet.refused), summary)
+    return fleet.run(arrivals, progress), fleet.refused
+
+
+def _run_batches(
+    experiment: Experiment, arrivals: Workload, progress: Callable[[int], None] | None
+) -> tuple[Recorder, list[str], int]:
+    """Static batches; what they compute beyond the outputs is the third of the results."""
+    if experiment.clients is not None:
+        raise InvalidValueError("clients", experiment.clients, f"none with {experiment.preset}, which forms batches")
+    latency = experiment.latency
+    foreseen = [arrival.max_new_tokens if arrival.forecast is None else arrival.forecast.mean for arrival in arrivals]
+    settings = BatchSettings(
+        memory_tokens=experiment.kv_tokens,
+        serving_time_s=partial(_static_batch_s, latency),
+        edges=sample_edges(foreseen, NUM_BINS) if foreseen else (0.0, math.inf),
+    )
+    num_ended = 0
+
+    def note(prompt_lens: list[int], output_lens: list[int], seconds: float) -> None:
+        nonlocal num_ended
+        num_ended += len(prompt_lens)
+        if progress is not None:
+            progress(num_ended)
+
+    fleet = BatchFleet(
+        build_batcher(experiment.preset, settings),
+        StaticExecution(latency, experiment.kv_tokens),
+        experiment.num_replicas,
+        reload_s=RELOAD_S,
+        on_run=note,
+    )
+    recorder = fleet.run(arrivals)
+    num_outputs = sum(record.num_tokens for record in recorder.done)
+    return recorder, fleet.failed, fleet.counts.num_tokens - num_outputs
+
+
+def _static_batch_s(latency: LatencyModel, num_jobs: int, prompt_len: int, output_len: int) -> float:
+    """What an exact estimate says of a padded batch."""
+    return StaticExecution(latency).run([prompt_len] * num_jobs, [output_len] * num_jobs).seconds
 
 
 def free_kv_tokens(latency: Roofline) -> int:
@@ -187,8 +274,3 @@ def free_kv_tokens(latency: Roofline) -> int:
         raise InvalidValueError("model", model.name, expected)
     return int(free / model.kv_bytes)
 
-
-def _look_every(preset: str) -> int:
-    """Watermark admission over FCFS changes its mind only when something ends; others may with every step."""
-    parts = find_preset(preset)
-    return 0 if (parts.order, parts.admission) == ("fcfs", "watermark") else 1

@@ -58,7 +58,7 @@ class Summary:
     Rates are per second of the makespan, from the first arrival to the last token. Slowdown is the JCT of a request in
     times of what it takes alone on an idle replica without any cached prefix; below 1 where a prefix was cached.
     Memory means are over steps, of all replicas; the peak is that of one replica. Where outputs are returned whole, as
-    in batch mode, there are no times between tokens, and good is who came in time.
+    in batch mode, there are no times between tokens, good is who came in time, and memory is not counted.
 
     Attributes:
         num_failed: Requests that were refused, or that no replica could hold.
@@ -89,10 +89,10 @@ class Summary:
     evictions_per_100_requests: float
     num_swaps: int
     swaps_per_100_requests: float
-    memory_mean_tokens: float
-    memory_mean_share: float
-    memory_peak_tokens: int
-    memory_peak_share: float
+    memory_mean_tokens: Number
+    memory_mean_share: Number
+    memory_peak_tokens: Number
+    memory_peak_share: Number
     num_steps: int
     makespan_s: float
     prefix_hit_rate: float
@@ -155,10 +155,10 @@ def summarize(
         evictions_per_100_requests=_ratio(100 * num_evictions, len(done)),
         num_swaps=num_swaps,
         swaps_per_100_requests=_ratio(100 * num_swaps, len(done)),
-        memory_mean_tokens=mean_tokens,
-        memory_mean_share=_ratio(mean_tokens, capacity),
-        memory_peak_tokens=peak_tokens,
-        memory_peak_share=_ratio(peak_tokens, capacity),
+        memory_mean_tokens=mean_tokens if peak_tokens else None,
+        memory_mean_share=mean_tokens / capacity if peak_tokens else None,
+        memory_peak_tokens=peak_tokens or None,
+        memory_peak_share=peak_tokens / capacity if peak_tokens else None,
         num_steps=num_steps,
         makespan_s=makespan_s,
         prefix_hit_rate=_ratio(sum(record.cached_len for record in done), num_prompts),

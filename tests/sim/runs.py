@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from core.costs import StepCost
-from policies.presets import build_router, build_scheduler
+from policies.builders import PolicySettings, build_router, build_scheduler
 from policies.replica_scheduler import SchedulerLimits
 from simulator.fleet import Fleet, FleetShape
 from simulator.latency import LinearLatency
@@ -24,7 +24,7 @@ def make_fleet(
     max_num_seqs: int = 256,
     max_batch_tokens: int = 2048,
     watermark: float = 1.0,
-    offload: str = "recompute",
+    kv: str = "recompute-newest",
     timeline: Timeline | None = None,
     clients: int | None = None,
     latency: LinearLatency = STEP,
@@ -37,7 +37,7 @@ def make_fleet(
     fleet = Fleet(
         FleetShape(shape, latency, num_replicas),
         build_router("fcfs"),
-        lambda _: build_scheduler("fcfs", watermark=watermark, limits=limits, offload=offload),
+        lambda _: build_scheduler("fcfs", limits, PolicySettings(watermark=watermark), kv=kv),
         timeline=timeline,
         clients=clients,
     )

@@ -86,7 +86,7 @@ def test_what_never_fits_is_refused_and_counted() -> None:
     arrivals = [Arrival(f"r{i}", 0.0, 5000 if i < 3 else 10, 2, 2) for i in range(5)]
     for clients in (None, 1, 2):
         outcome = run(replace(SMALL, rate=None, clients=clients), arrivals)
-        assert outcome.refused == ("r0", "r1", "r2")
+        assert outcome.failed == ("r0", "r1", "r2")
         assert (outcome.summary.num_requests, outcome.summary.num_failed) == (2, 3)
 
 

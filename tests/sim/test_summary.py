@@ -72,10 +72,10 @@ def test_bad_sla(sla: dict[str, float]) -> None:
 
 def test_evictions_and_swaps() -> None:
     """Two of 4 + 5 tokens in 12: the newer one makes way, its KV is computed again or comes back from the host."""
-    for offload, counts in (("recompute", (1, 0)), ("reactive", (0, 1))):
-        fleet, shape = make_fleet(12, offload=offload)
+    for kv, counts in (("recompute-newest", (1, 0)), ("swap-newest", (0, 1))):
+        fleet, shape = make_fleet(12, kv=kv)
         got = summarize(fleet.run(arrivals((0, 4, 5), (0, 4, 5))), shape, STEP, Sla())
-        assert (got.num_evictions, got.num_swaps) == counts, offload
+        assert (got.num_evictions, got.num_swaps) == counts, kv
         assert got.num_preempted == 1
         per_100 = (got.evictions_per_100_requests, got.swaps_per_100_requests)
         assert per_100 == (50 * counts[0], 50 * counts[1])

@@ -45,7 +45,7 @@ def test_steps_that_the_scheduler_has_heard_of_are_seen() -> None:
 
 def test_offloaded() -> None:
     timeline = Timeline(interval_s=0.5)
-    fleet, _ = make_fleet(12, offload="reactive", timeline=timeline)
+    fleet, _ = make_fleet(12, kv="swap-newest", timeline=timeline)
     recorder = fleet.run(arrivals((0, 4, 5), (0, 4, 5)))
     assert sum(record.num_swaps for record in recorder.done) == 1
     total = sum(timeline.series(name) for name in ("running", "waiting", "offloaded"))
@@ -64,7 +64,7 @@ def test_looking_changes_nothing() -> None:
     requests = [(i * 0.7, 5 + i % 7, 1 + i * 13 % 29) for i in range(60)]
     results = []
     for timeline in (None, Timeline(interval_s=0.13, max_samples=16)):
-        fleet, _ = make_fleet(120, num_replicas=2, timeline=timeline, offload="reactive")
+        fleet, _ = make_fleet(120, num_replicas=2, timeline=timeline, kv="swap-newest")
         results.append(
             [(r.arrival.request_id, r.finished_at, r.max_gap_s) for r in fleet.run(arrivals(*requests)).done]
         )
