@@ -40,7 +40,9 @@ RateOption = Annotated[
 ClientsOption = Annotated[
     int | None, typer.Option("--clients", help="Closed loop: so many requests under way at any time.")
 ]
-PredictorOption = Annotated[str, typer.Option("--predictor", help="Who foresees output lengths.")]
+PredictorOption = Annotated[
+    str, typer.Option("--predictor", help="Who foresees output lengths: none, history, shuffled, noisy or oracle.")
+]
 GpuOption = Annotated[
     str | None, typer.Option("--gpu", help="Step times from its data sheet (default with --model: a100-80g).")
 ]
@@ -126,8 +128,14 @@ def compare(
             raise ConfigError("--presets", presets, "names as fcfs,fastserve, each once")
         if seeds < 1:
             raise ConfigError("--seeds", seeds, "an integer >= 1")
+        from policies.presets import find_preset
+
         for name in names:
-            experiment = _experiment(given, name, seed)
+            try:
+                find_preset(name)
+            except ConfigError as error:
+                raise ConfigError("--presets", name, error.expected) from error
+        experiment = _experiment(given, names[0], seed)
         _compare(experiment, names, range(seed, seed + seeds), as_json)
 
 
@@ -251,7 +259,7 @@ def _simulate(experiment: Experiment, out: Path | None, plot: Path | None, as_js
     written = []
     if out is not None:
         written += write_results(out, experiment, outcome.summary, outcome.recorder.done)
-    if plot is not None and timeline is not None and outcome.recorder.done:
+    if plot is not None and outcome.recorder.done:
         title = f"{_title(experiment)}, seed {experiment.seed}"
         written += write_plots(plot, title, outcome.recorder.done, timeline, experiment.kv_tokens)
     for path in written:

@@ -10,14 +10,15 @@ from functools import partial
 import numpy as np
 
 from core.errors import IntegrityError, InvalidValueError
-from core.forecast import QUANTILES, Forecast
 from policies.builders import BatchSettings, PolicySettings, build_batcher, build_router, build_scheduler
 from policies.multi_bin import sample_edges
 from policies.presets import find_preset
 from policies.replica_scheduler import ReplicaScheduler, SchedulerLimits
+from simulator import predictors
 from simulator.batch_fleet import BatchFleet, StaticExecution
 from simulator.fleet import Fleet, FleetShape
 from simulator.latency import A100_7B, LatencyModel, LinearLatency, Roofline
+from simulator.predictors import Foresee
 from simulator.records import Recorder
 from simulator.replica import ReplicaShape
 from simulator.summary import Sla, Summary, summarize
@@ -27,6 +28,8 @@ from simulator.workload import Arrival, Workload
 DEFAULT_REQUESTS = 1000
 DEFAULT_RATE = 5.0
 """Requests per second and replica."""
+NOISE_SIGMA = 0.5
+"""Of the noisy predictor."""
 NUM_BINS = 8
 """Of Multi-Bin: of equal mass by the lengths that are foreseen."""
 RELOAD_S = 10.0
@@ -114,8 +117,8 @@ def make_arrivals(experiment: Experiment) -> Workload:
         raise InvalidValueError("workload", experiment.workload, f"one of {', '.join(WORKLOADS)}")
     if experiment.predictor not in PREDICTORS:
         raise InvalidValueError("predictor", experiment.predictor, f"one of {', '.join(PREDICTORS)}")
-    arrivals = WORKLOADS[experiment.workload](experiment)
-    return [PREDICTORS[experiment.predictor](arrival) for arrival in arrivals]
+    foresee = PREDICTORS[experiment.predictor](experiment)
+    return foresee(WORKLOADS[experiment.workload](experiment))
 
 
 def _uniform(experiment: Experiment) -> Workload:
@@ -131,13 +134,14 @@ def _uniform(experiment: Experiment) -> Workload:
     ]
 
 
-def _oracle(arrival: Arrival) -> Arrival:
-    quantiles = (float(arrival.output_len),) * len(QUANTILES)
-    return replace(arrival, forecast=Forecast(quantiles[0], quantiles, num_samples=1, source="oracle", version=0))
-
-
 WORKLOADS: dict[str, Callable[[Experiment], Workload]] = {"uniform": _uniform}
-PREDICTORS: dict[str, Callable[[Arrival], Arrival]] = {"none": lambda arrival: arrival, "oracle": _oracle}
+PREDICTORS: dict[str, Callable[[Experiment], Foresee]] = {
+    "none": lambda experiment: predictors.none,
+    "history": lambda experiment: predictors.history,
+    "shuffled": lambda experiment: predictors.Shuffled(seed=experiment.seed),
+    "noisy": lambda experiment: predictors.Noisy(NOISE_SIGMA, seed=experiment.seed),
+    "oracle": lambda experiment: predictors.oracle,
+}
 
 
 def run(

@@ -31,22 +31,22 @@ def check_matplotlib() -> None:
 
 
 def write_plots(
-    directory: Path, title: str, records: Sequence[Record], timeline: Timeline, capacity: int
+    directory: Path, title: str, records: Sequence[Record], timeline: Timeline | None, capacity: int
 ) -> list[Path]:
-    """Writes ``jct.png``, ``memory.png``, ``queues.png`` and ``load.png``; returns their paths.
+    """Writes ``jct.png`` and, of samples, ``memory.png``, ``queues.png`` and ``load.png``; returns their paths.
 
     Args:
         title: Says what was run.
+        timeline: None, or without samples, where there were none, as in batch mode.
         capacity: KV tokens of one replica.
     """
     from matplotlib.figure import Figure
 
-    drawings: dict[str, Callable[[Any], None]] = {
-        "jct": lambda axes: draw_jct(axes, records),
-        "memory": lambda axes: draw_memory(axes, timeline, capacity),
-        "queues": lambda axes: draw_queues(axes, timeline),
-        "load": lambda axes: draw_load(axes, timeline),
-    }
+    drawings: dict[str, Callable[[Any], None]] = {"jct": lambda axes: draw_jct(axes, records)}
+    if timeline is not None and timeline.num_samples:
+        drawings["memory"] = lambda axes: draw_memory(axes, timeline, capacity)
+        drawings["queues"] = lambda axes: draw_queues(axes, timeline)
+        drawings["load"] = lambda axes: draw_load(axes, timeline)
     directory.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, draw in drawings.items():

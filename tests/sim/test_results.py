@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from core.errors import ConfigError, IntegrityError, InvalidValueError
+from policies.presets import PRESETS
 from simulator.experiment import Experiment, Outcome, free_kv_tokens, make_arrivals, run
 from simulator.latency import GPUS, MODELS, Roofline
 from simulator.results import config_of, request_row, to_json, write_results
@@ -37,6 +38,14 @@ def test_another_seed_other_bytes(tmp_path: Path) -> None:
     _, first = written(tmp_path / "first")
     _, second = written(tmp_path / "second", replace(SMALL, seed=8))
     assert all(first[name] != second[name] for name in first)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_gives_the_same_bytes_again(tmp_path: Path, preset: str) -> None:
+    experiment = replace(SMALL, preset=preset, num_replicas=2, predictor="noisy", num_requests=30)
+    _, first = written(tmp_path / "first", experiment)
+    _, second = written(tmp_path / "second", experiment)
+    assert first == second
 
 
 def test_a_timeline_changes_no_byte(tmp_path: Path) -> None:

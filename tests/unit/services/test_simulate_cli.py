@@ -105,6 +105,13 @@ def test_files_and_pictures(tmp_path: Path) -> None:
     assert result.stderr.count("written: ") == 7
 
 
+def test_batch_mode_has_one_picture_and_no_memory(tmp_path: Path) -> None:
+    record = invoke_json("--preset", "multi-bin", "--predictor", "oracle", "--plot", str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["jct.png"]
+    assert record["summary"]["memory_peak_share"] is None and record["summary"]["itl_s_mean"] is None
+    assert record["summary"]["total_tokens_per_s"] > record["summary"]["output_tokens_per_s"]
+
+
 def test_pictures_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
@@ -123,6 +130,12 @@ def test_pictures_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (["--replicas", "0"], "--replicas: got 0, expected an integer >= 1"),
         (["--rate", "-1"], "--rate: got -1.0, expected requests per second above 0"),
         (["--rate", "2", "--clients", "3"], "--rate: got 2.0, expected none beside clients"),
+        (["--preset", "magnus", "--clients", "3"], "--clients: got 3, expected none with magnus, which forms batches"),
+        (
+            ["--predictor", "orcale"],
+            "--predictor: got 'orcale', expected one of none, history, shuffled, noisy, oracle",
+        ),
+        (["--trace", "unifrom"], "--trace: got 'unifrom', expected "),
         (["--requests", "0"], "--requests: got 0, expected an integer >= 1"),
         (["--kv-tokens", "3"], "--kv-tokens: got 3, expected an integer >= 16"),
         (["--max-num-seqs", "0"], "--max-num-seqs: got 0"),
@@ -173,16 +186,22 @@ def test_requests_that_never_fit_are_told(tmp_path: Path) -> None:
 
 
 def test_compare_prints_a_row_for_each_preset() -> None:
-    result = invoke("compare", "--presets", "fcfs", "--seeds", "2", "--seed", "5", "--json")
+    words = ["--presets", "fcfs, magnus", "--seeds", "2", "--seed", "5", "--json"]
+    result = invoke("compare", *words)
     assert result.exit_code == 0, result.output
-    (row,) = [json.loads(line) for line in result.stdout.splitlines()]
-    assert sorted(row) == ["base", "metrics", "preset", "seeds"] and row["seeds"] == [5, 6]
-    ratio = row["metrics"]["jct_s_mean"]
+    base, other = [json.loads(line) for line in result.stdout.splitlines()]
+    for row, preset in ((base, "fcfs"), (other, "magnus")):
+        assert sorted(row) == ["base", "metrics", "preset", "seeds"]
+        assert (row["preset"], row["base"], row["seeds"]) == (preset, "fcfs", [5, 6])
+    ratio = base["metrics"]["jct_s_mean"]
     assert (ratio["ratio"], ratio["ratio_low"], ratio["ratio_high"]) == (1, 1, 1) and len(ratio["values"]) == 2
+    assert other["metrics"]["ttft_s_mean"]["ratio"] > 1 and other["metrics"]["itl_s_mean"]["mean"] is None
+    assert invoke("compare", *words).stdout == result.stdout
 
 
 def test_compare_prints_a_table() -> None:
-    result = invoke("compare", "--presets", "fcfs", "--seeds", "2")
+    result = invoke("compare", "--presets", "fcfs,past-future", "--seeds", "2")
+    assert "past-future / fcfs" in result.stdout
     assert result.exit_code == 0 and "seeds 0 to 1" in result.stdout and "JCT s, p99" in result.stdout
 
 
@@ -191,7 +210,7 @@ def test_compare_prints_a_table() -> None:
     [
         (["--presets", "fcfs,fcfs"], "--presets: got 'fcfs,fcfs', expected names as fcfs,fastserve, each once"),
         (["--presets", ""], "--presets: got '', expected names"),
-        (["--presets", "fcfs,x"], "--preset: got 'x', expected one of fcfs"),
+        (["--presets", "fcfs,x"], "--presets: got 'x', expected one of fcfs"),
         (["--presets", "fcfs", "--seeds", "0"], "--seeds: got 0, expected an integer >= 1"),
     ],
 )
