@@ -37,6 +37,20 @@ class LengthLaw(Protocol):
         ...
 
 
+def _whole(values: NDArray[np.float64], longest: int) -> Lengths:
+    return np.clip(np.ceil(values), 1, longest).astype(np.int64)
+
+
+def _at_least_1(field: str, value: int) -> None:
+    if value < 1:
+        raise InvalidValueError(field, value, "at least 1")
+
+
+def _positive(field: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise InvalidValueError(field, value, "a finite number above 0")
+
+
 @dataclass(frozen=True, slots=True)
 class Uniform:
     """Every whole number from ``shortest`` to ``longest``, both included; O(num)."""
@@ -181,17 +195,3 @@ GSM8K_LIKE = LengthPair(LogNormal(60, 0.4, 256), LogNormal(42.4, 0.47, 1024), 10
 # FITTED to the means that vLLM reports for ShareGPT (SOSP 2023, Figure 11: 161 and 338 tokens; cited from memory);
 # the spreads are assumed.
 SHAREGPT_LIKE = LengthPair(LogNormal(161, 1.2, 2048), LogNormal(338, 0.9, 2048), 2048, fitted=True)
-
-
-def _whole(values: NDArray[np.float64], longest: int) -> Lengths:
-    return np.clip(np.ceil(values), 1, longest).astype(np.int64)
-
-
-def _at_least_1(field: str, value: int) -> None:
-    if value < 1:
-        raise InvalidValueError(field, value, "at least 1")
-
-
-def _positive(field: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise InvalidValueError(field, value, "a finite number above 0")

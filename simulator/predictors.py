@@ -41,8 +41,8 @@ def none(arrivals: Sequence[Arrival]) -> list[Arrival]:
 class Noisy:
     """Log-normal noise around the truth, with quantiles as wide as the noise really is.
 
-    The centre is truth·e^(σz); given the centre, the truth is log-normal around it with the same σ when all lengths
-    were equally likely on a log scale beforehand. Values are kept within [1, max_new_tokens].
+    The centre is truth·e^(sigma·z); given the centre, the truth is log-normal around it with the same sigma when all
+    lengths were equally likely on a log scale beforehand. Values are kept within [1, max_new_tokens].
 
     Attributes:
         sigma: Standard deviation of the logarithm, at least 0; 0.5 misses by a factor of 1.65 or less in 68 %.
