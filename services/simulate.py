@@ -28,20 +28,22 @@ _FLAGS = {
 """Fields that are not called like their flags."""
 
 TraceOption = Annotated[
-    str, typer.Option("--trace", metavar="NAME|FILE", help="A workload by name, or a trace: CSV or JSONL, .gz or not.")
+    str,
+    typer.Option("--trace", metavar="NAME|FILE", help="Workload by name, or file as Azure's or Mooncake's."),
 ]
 RequestsOption = Annotated[
-    int | None, typer.Option("--requests", help="At most so many (default: 1000 of a workload, all of a trace).")
+    int | None, typer.Option("--requests", help="At most so many (default: 1000, all of a file).")
 ]
 ReplicasOption = Annotated[int, typer.Option("--replicas", help="Copies of the model.")]
 RateOption = Annotated[
-    float | None, typer.Option("--rate", help="Requests per second, of all replicas (default: the workload's own).")
+    float | None,
+    typer.Option("--rate", help="Requests per second; inf: all at once (default: a trace's own, else 8 a replica)."),
 ]
 ClientsOption = Annotated[
     int | None, typer.Option("--clients", help="Closed loop: so many requests under way at any time.")
 ]
 PredictorOption = Annotated[
-    str, typer.Option("--predictor", help="Who foresees output lengths: none, history, shuffled, noisy or oracle.")
+    str, typer.Option("--predictor", help="Of output lengths: none, history, shuffled, noisy or oracle.")
 ]
 GpuOption = Annotated[
     str | None, typer.Option("--gpu", help="Step times from its data sheet (default with --model: a100-80g).")
@@ -66,7 +68,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def simulate(
     preset: Annotated[str, typer.Option(help="Composition of policies.")] = "fcfs",
-    trace: TraceOption = "uniform",
+    trace: TraceOption = "sharegpt-like",
     requests: RequestsOption = None,
     rate: RateOption = None,
     clients: ClientsOption = None,
@@ -102,7 +104,7 @@ def simulate(
 
 def compare(
     presets: Annotated[str, typer.Option(help="As fcfs,fastserve: ratios are taken to the first.")],
-    trace: TraceOption = "uniform",
+    trace: TraceOption = "sharegpt-like",
     requests: RequestsOption = None,
     rate: RateOption = None,
     clients: ClientsOption = None,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
@@ -15,19 +17,30 @@ from policies.multi_bin import sample_edges
 from policies.presets import find_preset
 from policies.replica_scheduler import ReplicaScheduler, SchedulerLimits
 from simulator import predictors
+from simulator.arrivals import debatch, rescale
 from simulator.batch_fleet import BatchFleet, StaticExecution
 from simulator.fleet import Fleet, FleetShape
 from simulator.latency import A100_7B, LatencyModel, LinearLatency, Roofline
 from simulator.predictors import Foresee
+from simulator.prefixes import mooncake_blocks
 from simulator.records import Recorder
 from simulator.replica import ReplicaShape
 from simulator.summary import Sla, Summary, summarize
 from simulator.timeline import Timeline
+from simulator.traces import find_data, read_rows, read_trace
 from simulator.workload import Arrival, Workload
+from simulator.workloads import BLOCK_SIZE, WORKLOADS, build_workload, retime
 
 DEFAULT_REQUESTS = 1000
-DEFAULT_RATE = 5.0
-"""Requests per second and replica."""
+DEFAULT_RATE = 8.0
+"""Requests per second and replica, of workloads that are drawn."""
+TRACES = {
+    "azure-conv": "azure2023_conv.csv.gz",
+    "azure-code": "azure2023_code.csv.gz",
+    "mooncake": "mooncake_conversation.jsonl.gz",
+    "mooncake-synthetic": "mooncake_synthetic.jsonl.gz",
+}
+"""Workloads with a pace of their own, and their files."""
 NOISE_SIGMA = 0.5
 """Of the noisy predictor."""
 NUM_BINS = 8
@@ -45,7 +58,8 @@ class Experiment:
     Attributes:
         workload: Name of a workload, or path of a trace.
         num_requests: At most; None for all that the workload has.
-        rate: Requests per second in the open loop; None for the workload's own.
+        rate: Requests per second in the open loop, infinity for all at once; None for that of the trace, or for
+            ``DEFAULT_RATE`` a replica.
         clients: Closed loop: so many requests under way at any time.
         predictor: Who foresees output lengths.
         latency: Step times of a replica.
@@ -59,7 +73,7 @@ class Experiment:
     """
 
     preset: str = "fcfs"
-    workload: str = "uniform"
+    workload: str = "sharegpt-like"
     num_requests: int | None = None
     rate: float | None = None
     clients: int | None = None
@@ -68,7 +82,7 @@ class Experiment:
     latency: LinearLatency | Roofline = A100_7B
     kv_tokens: int = 120_000
     host_kv_tokens: int = 262_144
-    block_size: int = 16
+    block_size: int = BLOCK_SIZE
     max_num_seqs: int = 256
     max_batch_tokens: int = 2048
     watermark: float = 0.95
@@ -86,7 +100,7 @@ class Experiment:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidValueError(name, value, "an integer >= 1")
-        if self.rate is not None and not 0 < self.rate < float("inf"):
+        if self.rate is not None and not self.rate > 0:
             raise InvalidValueError("rate", self.rate, "requests per second above 0")
         if self.rate is not None and self.clients is not None:
             raise InvalidValueError("rate", self.rate, "none beside clients: a load is open or closed")
@@ -110,31 +124,53 @@ class Outcome:
 def make_arrivals(experiment: Experiment) -> Workload:
     """The requests of a run, with their forecasts.
 
+    Drawn workloads are drawn by the seed. Of a trace with more requests than are wanted each seed takes another
+    window, as far as there are others.
+
     Raises:
-        InvalidValueError: There is no such workload or predictor.
+        InvalidValueError: There is no such workload, file or predictor, or fewer requests than are wanted.
+        TraceError, MissingTraceError: Its file cannot be used, or is not there.
     """
-    if experiment.workload not in WORKLOADS:
-        raise InvalidValueError("workload", experiment.workload, f"one of {', '.join(WORKLOADS)}")
     if experiment.predictor not in PREDICTORS:
         raise InvalidValueError("predictor", experiment.predictor, f"one of {', '.join(PREDICTORS)}")
     foresee = PREDICTORS[experiment.predictor](experiment)
-    return foresee(WORKLOADS[experiment.workload](experiment))
+    return foresee(_requests(experiment))
 
 
-def _uniform(experiment: Experiment) -> Workload:
-    """Prompts of 32 to 1024 and outputs of 8 to 512 tokens, Poisson arrivals."""
-    rng = np.random.default_rng(experiment.seed)
-    size = DEFAULT_REQUESTS if experiment.num_requests is None else experiment.num_requests
-    rate = experiment.num_replicas * DEFAULT_RATE if experiment.rate is None else experiment.rate
-    arrived_at = np.cumsum(rng.exponential(1 / rate, size)).tolist()
-    prompt_lens, output_lens = rng.integers(32, 1025, size).tolist(), rng.integers(8, 513, size).tolist()
-    return [
-        Arrival(f"r{i}", at, prompt_len, output_len, max_new_tokens=1024)
-        for i, (at, prompt_len, output_len) in enumerate(zip(arrived_at, prompt_lens, output_lens, strict=True))
-    ]
+def _requests(experiment: Experiment) -> list[Arrival]:
+    name = experiment.workload
+    num_requests = DEFAULT_REQUESTS if experiment.num_requests is None else experiment.num_requests
+    if name in TRACES:
+        return _window(find_data(TRACES[name]), num_requests, experiment)
+    if name in WORKLOADS:
+        rate = experiment.num_replicas * DEFAULT_RATE if experiment.rate is None else experiment.rate
+        rng = np.random.default_rng(experiment.seed)
+        return build_workload(name, rng, num_requests, None if rate == math.inf else rate)
+    if not Path(name).is_file():
+        nearest = difflib.get_close_matches(name, WORKLOADS, n=1)
+        hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
+        raise InvalidValueError("workload", name, f"a file that is there, or one of {', '.join(WORKLOADS)}{hint}")
+    return _window(Path(name), experiment.num_requests, experiment)
 
 
-WORKLOADS: dict[str, Callable[[Experiment], Workload]] = {"uniform": _uniform}
+def _window(path: Path, num_requests: int | None, experiment: Experiment) -> list[Arrival]:
+    """So many requests of a trace that follow each other, from instant 0."""
+    arrivals = read_trace(path)
+    instants = np.array([arrival.arrived_at for arrival in arrivals])
+    if "hash_ids" in next(read_rows(path)).values:
+        arrivals, instants = mooncake_blocks(arrivals, experiment.block_size), debatch(instants)
+    num = len(arrivals) if num_requests is None else num_requests
+    if num > len(arrivals):
+        raise InvalidValueError("num_requests", num, f"at most the {len(arrivals)} of {path.name}")
+    first = experiment.seed % (len(arrivals) // num) * num
+    arrivals, instants = arrivals[first : first + num], instants[first : first + num] - instants[first]
+    if experiment.rate == math.inf:
+        instants = np.zeros(num)
+    elif experiment.rate is not None:
+        instants = rescale(instants, experiment.rate)
+    return retime(arrivals, instants)
+
+
 PREDICTORS: dict[str, Callable[[Experiment], Foresee]] = {
     "none": lambda experiment: predictors.none,
     "history": lambda experiment: predictors.history,
@@ -277,4 +313,3 @@ def free_kv_tokens(latency: Roofline) -> int:
         expected = f"weights below the {room} that {num_gpus} x {gpu.name} have for them, not {weights / 1e9:.0f} GB"
         raise InvalidValueError("model", model.name, expected)
     return int(free / model.kv_bytes)
-

@@ -34,7 +34,8 @@ def _plain(value: Any) -> Any:
 
 def config_of(experiment: Experiment) -> dict[str, Any]:
     """Everything that is needed to run it again, the version of Farsight included."""
-    return {**dataclasses.asdict(experiment), "farsight_version": importlib.metadata.version("farsight")}
+    config = {**dataclasses.asdict(experiment), "farsight_version": importlib.metadata.version("farsight")}
+    return config | ({"rate": "inf"} if experiment.rate == math.inf else {})
 
 
 def request_row(record: Record) -> dict[str, Any]:

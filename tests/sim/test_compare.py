@@ -91,7 +91,7 @@ def test_every_run_has_its_seed_and_preset(monkeypatch: pytest.MonkeyPatch) -> N
 def two_settings() -> list[Compared]:
     """The same workloads on a small and a large pool."""
     runs = {}
-    for name, kv_tokens in (("large", 20_000), ("small", 2000)):
+    for name, kv_tokens in (("large", 40_000), ("small", 2500)):
         experiments = [Experiment(num_requests=40, kv_tokens=kv_tokens, rate=20.0, seed=seed) for seed in range(3)]
         runs[name] = tuple(run(each, make_arrivals(each)).summary for each in experiments)
     base = runs["large"]

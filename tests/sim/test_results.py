@@ -11,7 +11,7 @@ import pytest
 
 from core.errors import ConfigError, IntegrityError, InvalidValueError
 from policies.presets import PRESETS
-from simulator.experiment import Experiment, Outcome, free_kv_tokens, make_arrivals, run
+from simulator.experiment import DEFAULT_RATE, PREDICTORS, Experiment, Outcome, free_kv_tokens, make_arrivals, run
 from simulator.latency import GPUS, MODELS, Roofline
 from simulator.results import config_of, request_row, to_json, write_results
 from simulator.timeline import Timeline
@@ -105,6 +105,64 @@ def test_requests_that_never_end_are_an_error(monkeypatch: pytest.MonkeyPatch) -
         run(SMALL, make_arrivals(SMALL))
 
 
+def write_trace(path: Path, num_requests: int) -> Path:
+    lines = [
+        {"timestamp": 500 * i, "input_length": 600 + i, "output_length": 5 + i, "hash_ids": [1, 100 + i]}
+        for i in range(num_requests)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_a_trace_is_read_at_its_pace_or_at_another(tmp_path: Path) -> None:
+    trace = Experiment(workload=str(write_trace(tmp_path / "trace.jsonl", 12)))
+    arrivals = make_arrivals(trace)
+    assert [arrival.arrived_at for arrival in arrivals] == pytest.approx([0.5 * i for i in range(12)])
+    assert [arrival.output_len for arrival in arrivals] == list(range(5, 17))
+    assert arrivals[0].prefix[:32] == arrivals[1].prefix[:32] and len(arrivals[0].prefix) == 600 // 16
+    faster = make_arrivals(replace(trace, rate=4.0))
+    assert [arrival.arrived_at for arrival in faster] == pytest.approx([0.25 * i for i in range(12)])
+    assert {arrival.arrived_at for arrival in make_arrivals(replace(trace, rate=math.inf))} == {0.0}
+    assert run(trace, arrivals).summary.prefix_hit_rate > 0.5
+
+
+def test_each_seed_has_its_window_of_a_trace(tmp_path: Path) -> None:
+    """Twelve requests have two windows of five; the third seed has the first one again."""
+    trace = Experiment(workload=str(write_trace(tmp_path / "trace.jsonl", 12)), num_requests=5)
+    lengths = [[each.output_len for each in make_arrivals(replace(trace, seed=seed))] for seed in range(3)]
+    assert lengths == [list(range(5, 10)), list(range(10, 15)), list(range(5, 10))]
+    assert make_arrivals(replace(trace, seed=1))[0].arrived_at == 0
+    with pytest.raises(InvalidValueError, match=r"^num_requests: got 13, expected at most the 12 of trace\.jsonl"):
+        make_arrivals(replace(trace, num_requests=13))
+
+
+def test_a_drawn_workload_has_a_pace_of_so_many_a_replica() -> None:
+    for rate, expected in ((None, 3 * DEFAULT_RATE), (2.0, 2.0)):
+        last = make_arrivals(Experiment(num_requests=2000, num_replicas=3, rate=rate))[-1]
+        assert 2000 / last.arrived_at == pytest.approx(expected, rel=0.1)
+    at_once = replace(SMALL, rate=math.inf)
+    assert {arrival.arrived_at for arrival in make_arrivals(at_once)} == {0.0}
+    assert config_of(at_once)["rate"] == "inf"
+
+
+@pytest.mark.parametrize("predictor", PREDICTORS)
+def test_every_predictor_foresees(predictor: str) -> None:
+    """One seed, one forecast; only the history has none: policies look at theirs."""
+    experiment = replace(SMALL, predictor=predictor)
+    forecasts = [arrival.forecast for arrival in make_arrivals(experiment)]
+    assert forecasts == [arrival.forecast for arrival in make_arrivals(experiment)]
+    assert all((forecast is None) == (predictor == "history") for forecast in forecasts)
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(InvalidValueError, match="^workload: got 'zpif', expected a file that is there, or one of "):
+        make_arrivals(replace(SMALL, workload="zpif"))
+    with pytest.raises(InvalidValueError, match=r"\(did you mean 'zipf'\?\)"):
+        make_arrivals(replace(SMALL, workload="zpif"))
+    with pytest.raises(InvalidValueError, match="^predictor: got 'x', expected one of none, history"):
+        make_arrivals(replace(SMALL, predictor="x"))
+
+
 def test_progress() -> None:
     told: list[int] = []
     run(SMALL, make_arrivals(SMALL), progress=told.append)
@@ -120,7 +178,6 @@ def test_progress() -> None:
         ("num_requests", 0),
         ("clients", 0),
         ("rate", 0.0),
-        ("rate", math.inf),
         ("rate", math.nan),
         ("seed", -1),
     ],

@@ -133,7 +133,7 @@ def test_pictures_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (["--preset", "magnus", "--clients", "3"], "--clients: got 3, expected none with magnus, which forms batches"),
         (
             ["--predictor", "orcale"],
-            "--predictor: got 'orcale', expected one of none, history, shuffled, noisy, oracle",
+            "--predictor: got 'orcale', expected one of none, history, shuffled",
         ),
         (["--trace", "unifrom"], "--trace: got 'unifrom', expected "),
         (["--requests", "0"], "--requests: got 0, expected an integer >= 1"),
@@ -176,6 +176,29 @@ def test_bad_profiles(tmp_path: Path, text: str, message: str) -> None:
     path.write_text(text.replace("%s", '"prefill_token_s": 0, "decode_seq_s": 0, "context_token_s": 0'))
     result = invoke("simulate", "--profile", str(path))
     assert result.exit_code == 1 and message in result.stderr and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("arrival_s,input_tokens\n0,5\n", "trace.csv:2: missing column output_tokens"),
+        ("arrival_s,input_tokens,output_tokens\n0,5,-3\n", "trace.csv:2: output_tokens is negative: -3"),
+        ("arrival_s,input_tokens,output_tokens\n2,5,3\n1,5,3\n", "trace.csv:3: arrives at 1 s, before"),
+        ("", "trace.csv:0: the file is empty"),
+    ],
+)
+def test_bad_traces_end_with_file_line_and_reason(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(text)
+    result = CliRunner().invoke(app, ["simulate", "--trace", str(path)])
+    assert result.exit_code == 1 and result.stdout == ""
+    assert message in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_a_trace_that_is_not_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FARSIGHT_DATA", str(tmp_path))
+    result = invoke("simulate", "--trace", "azure-conv")
+    assert result.exit_code == 1 and "azure2023_conv.csv.gz is not there; get it from https://" in result.stderr
 
 
 def test_requests_that_never_fit_are_told(tmp_path: Path) -> None:
