@@ -15,12 +15,15 @@ from pathlib import Path
 import numpy as np
 
 from core.errors import InvalidValueError
-from simulator.lengths import Exponential, LogNormal, Zipf
+from simulator.lengths import Exponential, Lengths, LogNormal, Zipf
 from simulator.traces import MOONCAKE_BLOCK, Row, count_tokens, read_rows
 from simulator.workload import Arrival
 
 POPULARITY = 1.1
 """Exponent of the Zipf law by which prefixes are chosen (Preble, ablation)."""
+
+REAL_MAX_NEW_TOKENS = 1024
+"""What clients of the real prefixes ask for, unless the answer is longer; assumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +117,7 @@ def prefix_workload(
     builder = _conversations if law.turns > 1 else _trees
     paths = builder(rng, law, chosen, num_prefixes)
     own = _own_tokens(rng, law, len(instants))
-    outputs = Exponential(law.output, 8 * law.output).sample(rng, len(instants))
+    outputs = _outputs(rng, law, len(instants))
     names = BlockNames(block_size)
     return [
         _arrival(law, index, float(at), path, extra, int(output), names)
@@ -150,10 +153,12 @@ def real_prefixes(
     for index, (at, rank) in enumerate(zip(instants, chosen, strict=True)):
         group = groups[int(order[int(rank)])]
         request = group.requests[int(rng.integers(len(group.requests)))]
-        output = request.output_len or int(Exponential(TOOL_USE.output, 8 * TOOL_USE.output).sample(rng, 1)[0])
+        output = request.output_len or int(_outputs(rng, TOOL_USE, 1)[0])
         prefix = names.along([(group.name, request.shared_len)])
         arrivals.append(
-            Arrival(f"{kind}-{index}", float(at), request.prompt_len, output, max(1024, output), prefix, kind)
+            Arrival(
+                f"{kind}-{index}", float(at), request.prompt_len, output, max(REAL_MAX_NEW_TOKENS, output), prefix, kind
+            )
         )
     return arrivals
 
@@ -185,7 +190,7 @@ class _Group:
 
 
 def _trees(
-    rng: np.random.Generator, law: PrefixLaw, chosen: Sequence[int] | np.ndarray, num_prefixes: int
+    rng: np.random.Generator, law: PrefixLaw, chosen: Lengths, num_prefixes: int
 ) -> list[list[tuple[Hashable, int]]]:
     """Each request's path: the nodes above are common, the one at the level without ``branches`` is its prefix."""
     lengths: list[dict[int, int]] = []
@@ -196,7 +201,7 @@ def _trees(
 
 
 def _conversations(
-    rng: np.random.Generator, law: PrefixLaw, chosen: Sequence[int] | np.ndarray, num_prefixes: int
+    rng: np.random.Generator, law: PrefixLaw, chosen: Lengths, num_prefixes: int
 ) -> list[list[tuple[Hashable, int]]]:
     """Each request's path: the task's demonstration, then a chain that the conversation's turns extend.
 
@@ -206,7 +211,8 @@ def _conversations(
     mean_chain = step * (law.turns - 1) / 2
     share = max(0.0, 1 - mean_chain / (law.prompt * law.shared))
     demonstrations = _node_lengths(rng, law, share, num_prefixes)
-    visits = [0] * num_prefixes
+    # Conversations are under way at the start; else a short run would hold early turns alone.
+    visits = [int(v) for v in rng.integers(law.turns, size=num_prefixes)]
     paths: list[list[tuple[Hashable, int]]] = []
     for c in map(int, chosen):
         episode, turn = divmod(visits[c], law.turns)
@@ -220,6 +226,11 @@ def _node_lengths(rng: np.random.Generator, law: PrefixLaw, share: float, num: i
     if num == 1:  # what all requests share is part of the law, not of one draw
         return [round(mean)]
     return [int(n) for n in LogNormal(mean, law.spread, 8 * math.ceil(mean)).sample(rng, num)]
+
+
+def _outputs(rng: np.random.Generator, law: PrefixLaw, num: int) -> Lengths:
+    # Rounding up adds half a token to the mean.
+    return Exponential(law.output - 0.5, 8 * law.output).sample(rng, num)
 
 
 def _own_tokens(rng: np.random.Generator, law: PrefixLaw, num: int) -> list[int]:
