@@ -31,7 +31,7 @@ def forecast_points(forecast: Forecast) -> FloatArray:
 
 
 def merged(forecast: FloatArray | None, history: FloatArray | None) -> tuple[FloatArray, BoolArray]:
-    """Points of both halves in rising order and which of them the forecast gave, shapes (64,); a missing half is inf."""
+    """Points of both halves, rising, and which of them the forecast gave, shapes (64,); a missing half is inf."""
     absent = np.full(NUM_POINTS, np.inf)
     points = np.concatenate((absent if forecast is None else forecast, absent if history is None else history))
     order = np.argsort(points, kind="stable")

@@ -59,8 +59,6 @@ class PredictorGate:
         if len(self._scores) < self._min_completions:
             return
         predicted, history = np.array(self._scores).mean(axis=0)
-        if history > 0:
-            gain = (history - predicted) / history
-        else:  # the history is exact: a forecast can at best be as good
-            gain = 0.0 if predicted == 0 else -1.0
+        # Against a history that is exact a forecast can at best be as good.
+        gain = (history - predicted) / history if history > 0 else -float(predicted > 0)
         self.omega = MAX_OMEGA / (1.0 + float(np.exp(np.clip(-STEEPNESS * gain, -50.0, 50.0))))
