@@ -106,7 +106,7 @@ class Gittins:
         self._history_points: FloatArray | None = None
         self._num_learned = 0
         self._jobs: dict[str, Job] = {}
-        self._laws: dict[str, tuple[FloatArray, NDArray[np.bool_]]] = {}
+        self._forecasts: dict[str, FloatArray] = {}
         self._ranks: dict[str, float] = {}
         self._ranked_at: dict[str, tuple[int, bool]] = {}
         self._due: set[str] = set()
@@ -124,12 +124,13 @@ class Gittins:
     def add(self, job: Job, now: float) -> None:
         """O(1); its rank is worked out at the next ``refresh`` or ``ranked``."""
         self._jobs[job.request_id] = job
+        self._forecasts[job.request_id] = _points(job)
         self._due.add(job.request_id)
 
     def remove(self, job: Job) -> None:
         key = job.request_id
         self._jobs.pop(key, None)
-        for known in (self._laws, self._ranks, self._ranked_at):
+        for known in (self._forecasts, self._ranks, self._ranked_at):
             known.pop(key, None)
         self._due.discard(key)
 
@@ -185,12 +186,12 @@ class Gittins:
 
     def rank(self, jobs: list[Job]) -> FloatArray:
         """Ranks of jobs as they are now, seconds, shape (n,); without hysteresis and ageing."""
-        laws = [self._law(job) for job in jobs]
+        points, from_forecast = length_law.merged(np.array([self._forecast(job) for job in jobs]), self._history_points)
         generated = np.array([job.output_len for job in jobs], np.float64)
         limit = np.array([job.max_new_tokens for job in jobs], np.float64)
         tokens, weights = length_law.remaining(
-            np.array([points for points, _ in laws]),
-            np.array([source for _, source in laws]),
+            points,
+            from_forecast,
             self.gate.omega,
             generated,
             limit,
@@ -209,15 +210,14 @@ class Gittins:
         known = set(self._jobs)
         if known - set(self._ranks) - self._due:
             raise IntegrityError("a job has no rank and none is due")
-        if (set(self._ranks) | self._due | set(self._laws)) - known:
+        if (set(self._ranks) | self._due | set(self._forecasts)) - known:
             raise IntegrityError("something is kept of a job that is gone")
 
-    def _law(self, job: Job) -> tuple[FloatArray, NDArray[np.bool_]]:
-        """Sorted points, kept from the start of its output on: sorting is most of the cost of a rank."""
-        law = self._laws.get(job.request_id)
-        if law is None or job.output_len == 0:
-            points = None if job.forecast is None else length_law.forecast_points(job.forecast)
-            law = length_law.merged(points, self._history_points)
-            if job.request_id in self._jobs:
-                self._laws[job.request_id] = law
-        return law
+    def _forecast(self, job: Job) -> FloatArray:
+        points = self._forecasts.get(job.request_id)
+        return _points(job) if points is None else points
+
+
+def _points(job: Job) -> FloatArray:
+    """Of the job's forecast; infinite without one."""
+    return length_law.UNKNOWN if job.forecast is None else length_law.forecast_points(job.forecast)
