@@ -174,8 +174,8 @@ class Gittins:
         if self._gamma:
             key = key / (1.0 + self._gamma * np.maximum(now - arrived_at, 0.0) / np.maximum(key, 1e-12))
         key = np.where([job.computed_len > 0 for job in jobs], key / self._theta, key)
-        priority = [job.priority for job in jobs]
-        deadline_at = [job.deadline_at for job in jobs]
+        priority = np.array([job.priority for job in jobs])
+        deadline_at = np.array([job.deadline_at for job in jobs])
         for index in np.lexsort((arrived_at, key, deadline_at, priority)).tolist():
             yield jobs[index]
 

@@ -12,7 +12,7 @@ from policies.job import Job
 
 LAWS = {
     "certain: 400 tokens": (400.0,) * 6,
-    "short or long: 50 or 800": (45.0, 50.0, 55.0, 790.0, 800.0, 810.0),
+    "quartiles 50, 55, 790, linear between": (45.0, 50.0, 55.0, 790.0, 800.0, 810.0),
     "heavy tail: median 60": (10.0, 25.0, 60.0, 180.0, 450.0, 2000.0),
 }
 
