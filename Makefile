@@ -6,7 +6,7 @@ PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 TORCH_INDEX_URL ?=
 TORCH_VERSION = $(shell sed -n 's/^torch==//p' constraints.txt)
 ARGS ?=
-CODE = core kvcache policies predictor estimator engine actors services benchmarks tools tests
+CODE = core kvcache policies predictor estimator engine actors simulator services benchmarks tools tests
 
 .PHONY: help setup setup-dev serve test check format clean
 

@@ -80,7 +80,7 @@ class StepLoop:
             failures: list[Output] = []
             with self._lock:
                 if failure is None:
-                    emissions = self._worker.commit_step(batch, tokens)
+                    emissions = self._worker.commit_step(batch, tokens, ended_at - began_at)
                 else:
                     failures = self._worker.fail_step(batch, failure)
                 next_batch = self._begin_step()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+from core.messages import StepSample
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,3 +41,13 @@ class StepCost:
     def decode_s(self, context_tokens: int) -> float:
         """Seconds of one output token of a sequence that decodes alone."""
         return self.step_s(0, 1, context_tokens)
+
+
+class CostModel(Protocol):
+    """How long a step takes."""
+
+    def step_time_s(self, prefill_tokens: int, decode_seqs: int, context_tokens: int) -> float | None:
+        """Seconds; None before anything has been measured."""
+        ...
+
+    def observe(self, samples: Sequence[StepSample]) -> None: ...

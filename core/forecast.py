@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from core.messages import StepSample
-
 QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
 """The levels at which every forecast gives the output length."""
 
@@ -37,13 +35,3 @@ class Predictor(Protocol):
     def forecast(self) -> Forecast: ...
 
     def learn(self, output_lens: Sequence[int]) -> None: ...
-
-
-class CostModel(Protocol):
-    """How long a step takes."""
-
-    def step_time_s(self, prefill_tokens: int, decode_seqs: int, context_tokens: int) -> float | None:
-        """Seconds; None before anything has been measured."""
-        ...
-
-    def observe(self, samples: Sequence[StepSample]) -> None: ...

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from core.request import Request, Residency, SequenceStatus
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """Raised when any message changes shape; a message of another version is refused."""
 
 
@@ -207,6 +207,7 @@ class SlotProgress:
         residency: The wish in force. DEVICE under the ``num_moves`` of an order to the host: refused, no room there.
         num_moves: Of the last order that the worker has seen.
         num_host_blocks: Blocks of the host pool that it holds.
+        ran_s: Seconds of all the steps that it took part in, in this life of the worker.
     """
 
     request_id: str
@@ -221,6 +222,7 @@ class SlotProgress:
     residency: Residency = Residency.DEVICE
     num_moves: int = 0
     num_host_blocks: int = 0
+    ran_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from core.errors import InvalidValueError
+from core.forecast import Forecast
 
 
 class SequenceStatus(IntEnum):
@@ -157,6 +158,12 @@ class Request:
         ingress_id: Which ingress replica holds the client; tokens go straight there.
         prompt_ids: Token ids; never empty.
         output_ids: What the client has already got from earlier attempts (a resumed request); usually empty.
+        priority: Lower goes first, whatever the policies say.
+        deadline_s: Of equal priority, the earlier deadline goes first; seconds from when a scheduler gets the request.
+        forecast: Of the whole output length; None if nobody has foreseen it in time.
+        expected_cached_len: Prompt tokens that its replica is believed to have in its prefix cache.
+        prefix_hashes: Chained hashes of its full blocks as placement counts them, if the ingress has made them; empty
+            if the Router is to.
     """
 
     request_id: str
@@ -165,11 +172,18 @@ class Request:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     output_ids: tuple[int, ...] = ()
+    priority: int = 0
+    deadline_s: float | None = None
+    forecast: Forecast | None = None
+    expected_cached_len: int = 0
+    prefix_hashes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _require(len(self.prompt_ids) > 0, "prompt", self.prompt_ids, "at least one token")
         ok = len(self.output_ids) < self.sampling.max_new_tokens
         _require(ok, "output_ids", len(self.output_ids), f"fewer than max_tokens = {self.sampling.max_new_tokens}")
+        ok = self.deadline_s is None or (math.isfinite(self.deadline_s) and self.deadline_s >= 0)
+        _require(ok, "deadline_s", self.deadline_s, "a finite number >= 0, or none")
 
     @property
     def prompt_len(self) -> int:

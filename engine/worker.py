@@ -201,12 +201,12 @@ class Worker:
         """The new token of each item that samples. The slow part; touches nothing but the model and its pool."""
         return self.runner.execute(batch, self._sequences)
 
-    def finish_step(self, batch: StepBatch, tokens: list[int | None]) -> list[Output]:
+    def finish_step(self, batch: StepBatch, tokens: list[int | None], duration_s: float = 0.0) -> list[Output]:
         """Books the step and returns what the clients should see."""
-        return self.render(self.commit_step(batch, tokens))
+        return self.render(self.commit_step(batch, tokens, duration_s))
 
-    def commit_step(self, batch: StepBatch, tokens: list[int | None]) -> list[Emission]:
-        """Books the step: all that must be done before the next one can begin."""
+    def commit_step(self, batch: StepBatch, tokens: list[int | None], duration_s: float = 0.0) -> list[Emission]:
+        """Books the step, which took so long: all that must be done before the next one can begin."""
         stopped = set()
         emissions = {}
         for item, token in zip(batch.items, tokens, strict=True):
@@ -224,7 +224,7 @@ class Worker:
                 stopped.add(item.request_id)
         if isinstance(tokens, LoggedTokens):
             self._attach_logprobs(batch, tokens, emissions)
-        for end in self.executor.commit(batch, stopped):
+        for end in self.executor.commit(batch, stopped, duration_s=duration_s):
             emissions[end.request_id].end = end
             self._drop(end.request_id)
         return list(emissions.values())

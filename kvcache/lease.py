@@ -75,6 +75,7 @@ class _Held:
         residency: Where its KV is to be; the wish in force.
         copy_id: Of the copy in flight, if there is one; meanwhile it holds blocks in both pools and does not run.
         register_at: ``computed_len`` from which another block of it is full and not registered.
+        ran_s: Seconds of the steps that it took part in.
     """
 
     request_id: str
@@ -91,6 +92,7 @@ class _Held:
     residency: Residency = Residency.DEVICE
     num_moves: int = 0
     copy_id: int | None = None
+    ran_s: float = 0.0
     status: SequenceStatus = SequenceStatus.WAITING
 
     @property
@@ -454,22 +456,49 @@ class LeaseExecutor:
         """Standby slots that may still start: places left by ended slots, less standbys that hold one now."""
         return self._vacated - sum(held.slot.standby and self._is_resident(held) for held in self._held.values())
 
-    def commit(self, batch: StepBatch, stopped: Iterable[str] = ()) -> list[FinishedSequence]:
+    def horizon(self, batch: StepBatch) -> int:
+        """How many times the batch would be chosen again and again if no plan came and nothing but lengths ended one.
+
+        At least 1. The simulator asks, so as not to walk through steps that are all alike; ``commit`` takes them at
+        once. A batch that computes prompts is not repeated, nor one beside which others look for cached prefixes.
+        """
+        if any(not item.samples or item.num_tokens > 1 for item in batch.items) or self._copies or self._in_flight:
+            return 1
+        running = [self._held[item.request_id] for item in batch.items]
+        if self._block_hashes is not None and len(self._held) > len(running):
+            return 1
+        steps = max(1, min(_steps_granted(held) for held in running))
+        while steps > 1 and self._blocks_for_steps(running, steps) > self.blocks.num_free:
+            steps //= 2
+        return steps
+
+    def _blocks_for_steps(self, running: list[_Held], num_steps: int) -> int:
+        """Blocks that they lack for so many decoding steps."""
+        return sum(self.blocks.shortage(held.request_id, held.computed_len + num_steps) for held in running)
+
+    def commit(
+        self, batch: StepBatch, stopped: Iterable[str] = (), *, duration_s: float = 0.0, num_steps: int = 1
+    ) -> list[FinishedSequence]:
         """Books a step that ran; returns the sequences it ended, their blocks already free.
 
         Args:
             stopped: Ids whose new token ended them (EOS, stop string or id). Length limits are found here.
+            duration_s: How long it took.
+            num_steps: So many of the same, at most ``horizon``; ``stopped`` and ``duration_s`` are of all of them.
         """
         ended = set(stopped)
         finished = []
         for item in batch.items:
             held = self._held[item.request_id]
-            held.computed_len += item.num_tokens
+            held.computed_len += item.num_tokens * num_steps
+            held.ran_s += duration_s
+            if num_steps > 1:
+                self.blocks.grow(item.request_id, held.computed_len)
             if held.computed_len >= held.register_at:
                 self._register(held)
             if not item.samples:
                 continue
-            held.num_tokens += 1
+            held.num_tokens += num_steps
             if item.request_id in ended:
                 finished.append(self._finish(held, SequenceStatus.FINISHED_STOPPED))
             elif held.num_tokens >= held.max_total_len:
@@ -530,6 +559,7 @@ class LeaseExecutor:
                 residency=held.residency,
                 num_moves=held.num_moves,
                 num_host_blocks=0 if self.host is None else len(self.host.table(held.request_id)),
+                ran_s=held.ran_s,
             )
 
     def acknowledge(self, report_seq: int) -> None:
@@ -575,6 +605,12 @@ class LeaseExecutor:
         used = sum(len(self.host.table(owner)) for owner in owners)
         if used + self.host.num_free != self.host.num_blocks:
             raise IntegrityError(f"{used} host blocks held by known sequences, {self.host.num_free} free")
+
+
+def _steps_granted(held: _Held) -> int:
+    """Decoding steps until the sequence or its grant is at the end."""
+    reach = min(held.max_total_len, held.slot.length_to, held.slot.prefill_to + 1)
+    return reach - held.num_tokens
 
 
 def _orphan(copy_id: int) -> str:

@@ -2,37 +2,55 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
+from sortedcontainers import SortedDict
 
-class FcfsQueue:
-    """Waiting requests by arrival; a preempted one comes back to the front, before all that never ran.
+from core.costs import StepCost
+from policies.job import Job
 
-    Every operation is O(1), but ``remove``, which costs one scan of a dict view in the worst case.
+_Key = tuple[tuple[int, float], int]
+
+
+class Fcfs:
+    """Jobs by arrival. A preempted one keeps its place, so it goes before all that came after it.
+
+    ``add`` and ``remove`` cost O(log n).
     """
 
+    preemptive = False
+
     def __init__(self) -> None:
-        self._order: dict[str, None] = {}
-        self._front: dict[str, None] = {}
+        self._jobs: SortedDict[_Key, Job] = SortedDict()
+        self._keys: dict[str, _Key] = {}
+        self._arrivals = 0
 
-    def push(self, request_id: str) -> None:
-        self._order[request_id] = None
+    def add(self, job: Job, now: float) -> None:
+        self._arrivals += 1
+        key = job.urgency, self._arrivals
+        self._keys[job.request_id] = key
+        self._jobs[key] = job
 
-    def push_front(self, request_id: str) -> None:
-        self._front[request_id] = None
+    def remove(self, job: Job) -> None:
+        key = self._keys.pop(job.request_id, None)
+        if key is not None:
+            del self._jobs[key]
 
-    def remove(self, request_id: str) -> None:
-        """Takes the request out wherever it stands; unknown ids are fine."""
-        self._order.pop(request_id, None)
-        self._front.pop(request_id, None)
+    def price(self, cost: StepCost, capacity: int) -> None:
+        """Time does not matter."""
 
-    def __iter__(self) -> Iterator[str]:
-        """Best first: of the preempted the last one to come is the oldest, since victims go newest first."""
-        yield from reversed(self._front)
-        yield from self._order
+    def learn(self, job: Job, *, censored: bool) -> None:
+        """How long it was does not matter."""
 
-    def __len__(self) -> int:
-        return len(self._order) + len(self._front)
+    def ran(self, job: Job, duration_s: float, now: float) -> None:
+        """What has run does not matter."""
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._order or request_id in self._front
+    def refresh(self, now: float) -> None:
+        """Nothing is ever due."""
+
+    def ranked(self, now: float) -> Iterator[Job]:
+        return iter(self._jobs.values())
+
+    def slice_s(self, job: Job) -> float:
+        return math.inf

@@ -104,7 +104,8 @@ class LengthHistory:
         lengths = np.append(self._lengths, np.iinfo(np.int64).max)[np.searchsorted(self._cdf, target, side="right")]
         if self._interpolated:
             lengths = np.where(generated > 0, self._between(levels, generated, limit, first, below), lengths)
-        return np.minimum(lengths, limit)
+        bounded: IntArray = np.minimum(lengths, limit)
+        return bounded
 
     def _between(
         self, levels: FloatArray, generated: IntArray, limit: IntArray, first: NDArray[np.intp], below: FloatArray
@@ -124,7 +125,8 @@ class LengthHistory:
         right = np.where(index == num_entries, limit, np.append(self._lengths, 0)[index])
         share = (target - left_cdf) / np.maximum(right_cdf - left_cdf, CDF_TOLERANCE)
         rounded: IntArray = np.rint(np.round(left + share * (right - left), 6)).astype(np.int64)
-        return np.maximum(rounded, generated + 1)
+        longer: IntArray = np.maximum(rounded, generated + 1)
+        return longer
 
     def _sort(self) -> None:
         """Kaplan-Meier: each end takes its share of those at risk, in order of length, ends before cuts."""

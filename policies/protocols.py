@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from core.costs import StepCost
 from policies.job import Job
 
 
@@ -21,14 +22,23 @@ class Order(Protocol):
             come before all waiting ones, in order of admission, and ``ranked`` decides among the waiting.
     """
 
-    preemptive: bool
+    @property
+    def preemptive(self) -> bool: ...
 
     def add(self, job: Job, now: float) -> None:
-        """A job has arrived, or has lost its KV and comes back; it is not in the order yet."""
+        """A job has arrived. It stays until it ends, whether it runs, waits or has lost its KV."""
         ...
 
     def remove(self, job: Job) -> None:
         """A job has ended or is gone; unknown ones are fine."""
+        ...
+
+    def price(self, cost: StepCost, capacity: int) -> None:
+        """What steps cost here and how many KV tokens there are; said at the start and whenever it has changed."""
+        ...
+
+    def learn(self, job: Job, *, censored: bool) -> None:
+        """A job that was removed had reached its end; ``censored``: it might have gone on."""
         ...
 
     def ran(self, job: Job, duration_s: float, now: float) -> None:
@@ -49,7 +59,14 @@ class Order(Protocol):
 
 
 class Admission(Protocol):
-    """Whether a job may become resident. One scheduling point: ``begin``, then ``admits`` and ``add`` by turns."""
+    """Whether a job may become resident. One scheduling point: ``begin``, then ``admits`` and ``add`` by turns.
+
+    Attributes:
+        max_skips: Refused jobs that others of lower rank may overtake at one scheduling point; 0: nobody overtakes.
+    """
+
+    @property
+    def max_skips(self) -> int: ...
 
     def begin(self, running: Sequence[Job], capacity: int) -> None:
         """A scheduling point begins.
@@ -115,9 +132,14 @@ class KvPolicy(Protocol):
     Attributes:
         evicts: Whether KV of jobs that do not execute makes way for a job of higher rank. Where not, the newcomer
             waits (the Defer baseline) and only jobs that cannot go on otherwise give way.
+        swaps: Whether KV is moved to the host rather than dropped while there is room.
     """
 
-    evicts: bool
+    @property
+    def evicts(self) -> bool: ...
+
+    @property
+    def swaps(self) -> bool: ...
 
     def moves(self, view: KvView, now: float) -> KvMoves:
         """What to move at this scheduling point; a job is named once at most."""

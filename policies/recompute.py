@@ -1,26 +1,43 @@
-"""Recompute preemption: the newest give up their KV and later prefill prompt and output again (vLLM's rule)."""
+"""The newest give way (vLLM's rule): their KV is dropped and computed again later, or moved to the host."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
+
+from policies.job import Job
+from policies.protocols import KvMoves, KvView
 
 
-def choose_victims(admitted: Sequence[tuple[str, int]], short_blocks: int) -> list[str]:
-    """Who gives up its KV so that the others can go on.
+@dataclass(frozen=True, slots=True)
+class NewestGiveWay:
+    """Acts only when running jobs cannot go on. O(victims).
 
-    Args:
-        admitted: (request id, blocks held) in order of admission, oldest first.
-        short_blocks: Blocks that the paused sequences lack.
+    The job of the best rank is never taken: it always fits alone, so the system as a whole makes progress.
 
-    Returns:
-        Ids, newest first, until enough blocks come free. The oldest is never taken: it always fits alone, so
-        the system as a whole makes progress.
+    Attributes:
+        swaps: Whether victims keep their KV on the host while there is room.
     """
-    victims: list[str] = []
-    freed = 0
-    for request_id, num_blocks in reversed(admitted[1:]):
-        if freed >= short_blocks:
-            break
-        victims.append(request_id)
-        freed += num_blocks
-    return victims
+
+    swaps: bool = False
+    evicts: bool = False
+
+    def moves(self, view: KvView, now: float) -> KvMoves:
+        """Victims are those that do not execute, then the last of the running ones, until enough comes free."""
+        short, host_free = view.needed - view.free, view.host_free
+        offload: list[Job] = []
+        drop: list[Job] = []
+        for job in (*reversed(view.idle), *reversed(view.running[1:])):
+            if short <= 0:
+                break
+            if not job.is_resident:
+                continue
+            short -= job.computed_len
+            if self.swaps and job.computed_len <= host_free:
+                offload.append(job)
+                host_free -= job.computed_len
+            else:
+                drop.append(job)
+        return KvMoves(tuple(offload), tuple(drop))
+
+    def may_start(self, view: KvView) -> bool:
+        return True

@@ -8,15 +8,18 @@ ends before the next plan comes (design section 3, rules 1-5).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from core.costs import StepCost
 from core.errors import IntegrityError
 from core.messages import FinishedSequence, Key, Plan, Slot, SlotProgress, StepReport, WorkerReady, WorkerState
-from core.request import Request, Residency
-from policies.fcfs import FcfsQueue
-from policies.recompute import choose_victims
-from policies.watermark import WatermarkAdmission
+from core.request import Request, Residency, SequenceStatus
+from policies.job import Job
+from policies.protocols import Admission, KvMoves, KvPolicy, KvView, Order
+from policies.selection import Selection, Selector
+from policies.tracked import Tracked, make_tracked
 
 NUM_REMEMBERED = 4096
 """Ended requests that a Scheduler still knows when asked: the last tokens may be on their way to the ingress."""
@@ -52,13 +55,41 @@ class WorkerReported:
 
 
 @dataclass(frozen=True, slots=True)
+class StepsRan:
+    """Each of these has decoded ``num_steps`` tokens in ``duration_s`` seconds since the scheduler last heard of it.
+
+    The short form of a report in which nothing else has changed; a later report says it again.
+    """
+
+    request_ids: tuple[str, ...]
+    num_steps: int
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class ResidencyOrdered:
     """The KV offload manager wants the KV of these there; what is on the host waits until it is called back."""
 
     orders: tuple[tuple[Key, Residency], ...]
 
 
-Event = WorkerConnected | WorkerLost | RequestsArrived | RequestsAborted | WorkerReported | ResidencyOrdered
+@dataclass(frozen=True, slots=True)
+class CostLearnt:
+    """What steps cost on this replica, as measured by now."""
+
+    cost: StepCost
+
+
+Event = (
+    WorkerConnected
+    | WorkerLost
+    | RequestsArrived
+    | RequestsAborted
+    | WorkerReported
+    | ResidencyOrdered
+    | CostLearnt
+    | StepsRan
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,54 +134,34 @@ class SchedulerLimits:
     standby_slots: int
 
 
-@dataclass(slots=True)
-class _Tracked:
-    """The scheduler's shadow of one request; lengths in tokens, as last reported."""
+@dataclass(frozen=True, slots=True)
+class ReplicaPolicies:
+    """What decides on one replica."""
 
-    request: Request
-    arrived_at: float
-    output_len: int = 0
-    num_blocks: int = 0
-    num_preemptions: int = 0
-    shipped_in: int | None = None  # first plan of this lease that carried the payload
-    delivered: bool = False  # the worker has the payload
-    stalled: bool = False  # its client does not read
-    residency: Residency = Residency.DEVICE
-    num_moves: int = 0
-    num_host_blocks: int = 0
-    kept_off: bool = False  # it is on the host by order and is not called back for want of anything better
-
-    @property
-    def rests(self) -> bool:
-        return self.stalled or self.kept_off
-
-    @property
-    def is_leaving(self) -> bool:
-        """Ordered to the host, and its blocks are not free yet."""
-        return self.residency is Residency.HOST and self.num_blocks > 0
-
-    @property
-    def num_tokens(self) -> int:
-        return self.request.prompt_len + self.output_len
+    order: Order
+    admission: Admission
+    kv: KvPolicy
 
 
 class ReplicaScheduler:
     """Orders, admits and preempts the requests of one replica.
 
     Args:
-        admission: Decides whether the next request may start.
+        policies: The parts that decide; this object owns them from now on.
         limits: Bounds of a plan.
-        offloads: Whether who must give up its place keeps its KV on the host while there is room.
     """
 
-    def __init__(self, admission: WatermarkAdmission, limits: SchedulerLimits, *, offloads: bool = False) -> None:
-        self._offloads = offloads
-        self.admission = admission
+    def __init__(self, policies: ReplicaPolicies, limits: SchedulerLimits) -> None:
+        self.order, self.admission, self.kv = policies.order, policies.admission, policies.kv
         self.limits = limits
-        self._tracked: dict[str, _Tracked] = {}
-        self._waiting = FcfsQueue()
-        self._admitted: dict[str, None] = {}  # in order of admission
-        self._standby: tuple[str, ...] = ()
+        self._cost: StepCost | None = None
+        self._tracked: dict[str, Tracked] = {}
+        self._admitted: dict[str, Tracked] = {}  # in order of admission
+        self._undelivered: dict[str, Tracked] = {}  # shipped, and the worker may not have them yet
+        self._hosted: dict[str, Tracked] = {}  # with KV on the host, or on its way there
+        self._running: list[Job] = []  # those of the admitted that are to execute, best first
+        self._standby: list[str] = []
+        self._sent: list[str] = []  # those that the latest plan lets execute
         self._recent: dict[Key, None] = {}  # ended lately, oldest first
         self._worker: WorkerReady | None = None
         self._lease = 0
@@ -158,17 +169,28 @@ class ReplicaScheduler:
         self._report_seq = 0
         self._applied_plan_seq = 0  # the worker's plan in force at the last report
         self._shared_blocks = 0  # as last reported
+        self._short_blocks = 0  # as last reported
         self._preempted_in = 0  # plan that carries the latest preemption: older pressure is already answered
         self._dirty = False
         self.num_preemptions = 0  # ordered so far, of all requests
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._tracked) - len(self._admitted)
 
     @property
     def num_admitted(self) -> int:
         return len(self._admitted)
+
+    @property
+    def num_running(self) -> int:
+        """Admitted requests that are to execute next."""
+        return len(self._running)
+
+    @property
+    def num_offloaded(self) -> int:
+        """Requests with KV on the host, or on its way there."""
+        return len(self._hosted)
 
     def unknown(self, keys: Iterable[Key]) -> tuple[Key, ...]:
         """Those of these attempts that are neither here nor ended lately."""
@@ -188,14 +210,19 @@ class ReplicaScheduler:
                 self._abort(event.keys)
             case WorkerReported():
                 out += self._take_report(event.report, now)
+            case StepsRan():
+                self._take_steps(event, now)
             case WorkerConnected():
                 out += self._connect(event.state, now)
             case WorkerLost():
                 self._lose_worker()
             case ResidencyOrdered():
                 for key, residency in event.orders:
-                    self._order(key, residency)
-        out += self._replan()
+                    self._order_residency(key, residency)
+            case CostLearnt():
+                self._cost = event.cost
+                self._price()
+        out += self._replan(now)
         return out
 
     def _arrive(self, requests: tuple[Request, ...], now: float) -> list[Instruction]:
@@ -215,10 +242,9 @@ class ReplicaScheduler:
             self._track(request, now)
         return refused
 
-    def _track(self, request: Request, now: float) -> _Tracked:
-        tracked = _Tracked(request, arrived_at=now, output_len=len(request.output_ids))
-        self._tracked[request.request_id] = tracked
-        self._waiting.push(request.request_id)
+    def _track(self, request: Request, now: float) -> Tracked:
+        tracked = self._tracked[request.request_id] = make_tracked(request, now)
+        self.order.add(tracked.job, now)
         return tracked
 
     def _never_fits(self, request: Request) -> RefuseRequest | None:
@@ -235,17 +261,23 @@ class ReplicaScheduler:
                 self._forget(request_id)
 
     def _forget(self, request_id: str) -> None:
-        tracked = self._tracked.pop(request_id)
-        self._waiting.remove(request_id)
-        self._admitted.pop(request_id, None)
-        if tracked.shipped_in is not None:
+        if self._let_go(request_id).shipped_in is not None:
             self._dirty = True  # the worker forgets what a plan no longer names
+
+    def _let_go(self, request_id: str) -> Tracked:
+        tracked = self._tracked.pop(request_id)
+        self.order.remove(tracked.job)
+        for table in (self._admitted, self._undelivered, self._hosted):
+            table.pop(request_id, None)
+        return tracked
 
     def _connect(self, state: WorkerState, now: float) -> list[Instruction]:
         """Takes over what the worker holds, in its order and ahead of what arrived meanwhile; both go on at once."""
-        newcomers = [self._tracked[request_id] for request_id in (*self._admitted, *self._waiting)]
+        waiting = [each for rid, each in self._tracked.items() if rid not in self._admitted]
+        newcomers = [*self._admitted.values(), *waiting]
         self._lose_worker()
         self._worker, self._lease = state.ready, state.lease
+        self._price()
         for request in state.held:
             adopted = self._track(request, now)
             adopted.shipped_in, adopted.delivered = 0, True
@@ -253,18 +285,24 @@ class ReplicaScheduler:
             adopted = self._tracked[progress.request_id]
             adopted.num_preemptions, adopted.num_moves = progress.num_preemptions, progress.num_moves
             adopted.residency = progress.residency
-        refused = [out for known in newcomers for out in self._arrive((known.request,), known.arrived_at)]
+            self._note_host(adopted)
+        refused = [out for known in newcomers for out in self._arrive((known.request,), known.job.arrived_at)]
         self._dirty = True
         return refused + self._take_report(state.report, now)
 
+    def _price(self) -> None:
+        if self._worker is not None and self._cost is not None:
+            self.order.price(self._cost, self._worker.num_blocks * self._worker.block_size)
+
     def _lose_worker(self) -> None:
         self._worker = None
-        self._shared_blocks = 0
+        self._shared_blocks = self._short_blocks = 0
         self._plan_seq = self._report_seq = self._applied_plan_seq = self._preempted_in = 0
-        self._tracked.clear()
-        self._waiting = FcfsQueue()
-        self._admitted.clear()
-        self._standby = ()
+        for tracked in self._tracked.values():
+            self.order.remove(tracked.job)
+        for table in (self._tracked, self._admitted, self._undelivered, self._hosted):
+            table.clear()
+        self._running, self._standby, self._sent = [], [], []
 
     def _take_report(self, report: StepReport, now: float) -> list[Instruction]:
         worker = self._worker
@@ -275,33 +313,41 @@ class ReplicaScheduler:
         self._report_seq = report.report_seq
         self._applied_plan_seq = report.plan_seq
         self._shared_blocks = report.shared_blocks
+        self._short_blocks = report.short_blocks
         for progress in report.progress:
-            self._take_progress(progress)
-        for tracked in self._tracked.values():
+            self._take_progress(progress, now)
+        for tracked in list(self._undelivered.values()):
             if tracked.shipped_in is not None and report.plan_seq >= tracked.shipped_in:
                 tracked.delivered = True
-        ended = [out for finished in report.finished for out in self._end(finished, now)]
-        if report.short_blocks > 0 and report.plan_seq >= self._preempted_in and not self._blocks_are_coming:
-            self._relieve(report.short_blocks)
-        return ended
+                del self._undelivered[tracked.job.request_id]
+        return [out for finished in report.finished for out in self._end(finished, now)]
 
-    def _take_progress(self, progress: SlotProgress) -> None:
+    def _take_steps(self, event: StepsRan, now: float) -> None:
+        assert self._worker is not None
+        for request_id in event.request_ids:
+            tracked = self._tracked[request_id]
+            tracked.decode(event.num_steps, event.duration_s, self._worker.block_size)
+            tracked.job.last_ran_at = now
+            self.order.ran(tracked.job, event.duration_s, now)
+
+    def _take_progress(self, progress: SlotProgress, now: float) -> None:
         tracked = self._tracked.get(progress.request_id)
         if tracked is None or tracked.request.attempt != progress.attempt:
             return
-        tracked.output_len = progress.output_len
-        tracked.stalled = progress.stalled
-        if progress.num_preemptions < tracked.num_preemptions:
-            return  # the worker has not dropped its KV yet, but will
-        tracked.num_blocks, tracked.num_host_blocks = progress.num_blocks, progress.num_host_blocks
-        if progress.num_moves < tracked.num_moves:
-            return  # it does not know yet where it is to be
+        assert self._worker is not None
+        ran_s = tracked.take(progress, self._worker.block_size)
+        self._note_host(tracked)
+        if ran_s > 0:
+            tracked.job.last_ran_at = now
+            self.order.ran(tracked.job, ran_s, now)
+        if progress.num_preemptions < tracked.num_preemptions or progress.num_moves < tracked.num_moves:
+            return  # it does not know the latest orders yet
         if tracked.residency is Residency.HOST and progress.residency is Residency.DEVICE:
             self._take_refusal(progress.request_id)
         elif tracked.residency is Residency.HOST:
             return
-        elif progress.num_blocks > 0 and progress.request_id not in self._admitted:
-            self._admit(progress.request_id)  # a standby that the worker started by itself
+        elif progress.num_blocks > 0:
+            self._admitted.setdefault(progress.request_id, tracked)  # or a standby that the worker started by itself
 
     def _take_refusal(self, request_id: str) -> None:
         """There was no room on the host, or nothing to move: its KV is dropped like that of any preempted one."""
@@ -314,55 +360,19 @@ class ReplicaScheduler:
         tracked = self._tracked.get(finished.request_id)
         if tracked is None or tracked.request.attempt != finished.attempt:
             return []  # reported again before the acknowledgement arrived, or aborted meanwhile
-        del self._tracked[finished.request_id]
-        self._waiting.remove(finished.request_id)
-        self._admitted.pop(finished.request_id, None)
-        return [RequestEnded(finished, tracked.arrived_at, now)]
+        job = self._let_go(finished.request_id).job
+        job.output_len = finished.output_len
+        censored = finished.status is not SequenceStatus.FINISHED_STOPPED
+        self.order.learn(job, censored=censored)
+        self.admission.learn(finished.output_len, censored=censored)
+        return [RequestEnded(finished, job.arrived_at, now)]
 
     def _remember(self, key: Key) -> None:
         self._recent[key] = None
         if len(self._recent) > NUM_REMEMBERED:
             del self._recent[next(iter(self._recent))]
 
-    def _relieve(self, short_blocks: int) -> None:
-        """Answers pressure: who rests anyway, then the newest, give up their KV and wait again, at the front."""
-        by_need = sorted(self._admitted, key=lambda rid: self._tracked[rid].stalled)
-        held = [(rid, self._tracked[rid].num_blocks) for rid in by_need]
-        for request_id in choose_victims(held, short_blocks):
-            self._preempt(request_id)
-
-    def _preempt(self, request_id: str) -> None:
-        """It gives up its place; its KV is dropped, or moved to the host."""
-        assert self._worker is not None
-        tracked = self._tracked[request_id]
-        del self._admitted[request_id]
-        self._waiting.push_front(request_id)
-        self.num_preemptions += 1
-        has_kv = tracked.num_blocks + tracked.num_host_blocks > 0
-        if self._offloads and self._worker.num_host_blocks > 0 and has_kv:
-            self._move(tracked, Residency.HOST)
-        else:
-            self._drop_kv(tracked)
-
-    def _drop_kv(self, tracked: _Tracked) -> None:
-        tracked.num_preemptions += 1
-        tracked.num_blocks = 0
-        self._dirty = True
-        self._preempted_in = self._plan_seq + 1
-
-    def _move(self, tracked: _Tracked, residency: Residency) -> None:
-        tracked.residency = residency
-        tracked.num_moves += 1
-        self._dirty = True
-        if residency is Residency.HOST:
-            self._preempted_in = self._plan_seq + 1
-
-    @property
-    def _blocks_are_coming(self) -> bool:
-        """An offload is under way: the pressure is answered when its blocks are free."""
-        return any(tracked.is_leaving for tracked in self._tracked.values())
-
-    def _order(self, key: Key, residency: Residency) -> None:
+    def _order_residency(self, key: Key, residency: Residency) -> None:
         """Passes an order on; one for whom nothing can be done any more, or nothing is to be done, is ignored."""
         tracked = self._tracked.get(key[0])
         if tracked is None or tracked.request.attempt != key[1] or tracked.residency is residency:
@@ -371,103 +381,194 @@ class ReplicaScheduler:
             tracked.kept_off = False  # it comes when it is admitted
         elif key[0] in self._admitted and tracked.num_blocks > 0:
             del self._admitted[key[0]]
-            self._waiting.push_front(key[0])
             tracked.kept_off = True
             self._move(tracked, Residency.HOST)
 
-    def _admit(self, request_id: str) -> None:
-        self._waiting.remove(request_id)
-        self._admitted[request_id] = None
-
-    def _replan(self) -> list[Instruction]:
-        """Admits what may start and makes a plan if it would say something new."""
-        if self._worker is None:
+    def _replan(self, now: float) -> list[Instruction]:
+        """A scheduling point: decides anew, and makes a plan if it would say something new."""
+        worker = self._worker
+        if worker is None:
             return []
-        newly = self._admissible()
-        for request_id in newly:
-            self._admit(request_id)
-            if self._tracked[request_id].residency is Residency.HOST:
-                self._move(self._tracked[request_id], Residency.DEVICE)
-        if not newly:
-            self._make_way()
-        standby = self._next_waiting(self.limits.standby_slots)
-        if not (self._dirty or newly or standby != self._standby):
+        self.order.refresh(now)
+        selection = self._select(worker, now)
+        for job in selection.newcomers:
+            self._admit(job)
+        self._running = selection.running
+        if self._short_blocks > 0 or self.order.preemptive:
+            self._carry_out(self.kv.moves(self._view(worker, self._running), now))
+        if not selection.newcomers:
+            self._make_way(worker, now)
+        standby = [job.request_id for job in itertools.islice(self._waiting(now), self.limits.standby_slots)]
+        running = [job.request_id for job in self._running]
+        said = [request_id for request_id in self._sent if request_id in self._admitted]
+        if not (self._dirty or standby != self._standby or running != said or self._grants_are_used_up()):
             return []
-        self._standby = standby
-        self._dirty = False
-        return [SendPlan(self._plan())]
+        self._standby, self._sent, self._dirty = standby, running, False
+        return [SendPlan(self._plan(worker))]
 
-    def _admissible(self) -> list[str]:
-        assert self._worker is not None
-        # Blocks in use when all that is admitted runs. Footprints count a shared block for every sharer; what the
-        # last report showed to be shared is taken off. Too low a sum, when a sharer has left since, is harmless: the
-        # worker starts nothing that does not fit.
-        used = max(len(self._admitted), sum(self._footprint(rid) for rid in self._admitted) - self._shared_blocks)
-        num_running = sum(not self._tracked[rid].stalled for rid in self._admitted)
-        newly: list[str] = []
-        if self._applied_plan_seq < self._preempted_in or self._blocks_are_coming:
-            return newly  # the blocks that a preemption frees are for those it was made for
-        for request_id in self._waiting:
-            if self._tracked[request_id].rests:
-                continue
-            if num_running + len(newly) >= self.limits.max_num_seqs:
-                break
-            blocks = self._footprint(request_id)
-            if not self.admission.admits(used, blocks, self._worker.num_blocks):
-                break  # head of line: FCFS lets nobody overtake
-            newly.append(request_id)
-            used += blocks
-        return newly
+    def _select(self, worker: WorkerReady, now: float) -> Selection:
+        """Who is to execute next; those that rest are left out."""
+        residents = [each.job for each in self._admitted.values() if not each.rests]
+        if not self.order.preemptive and (self.num_waiting == 0 or (self._is_answering and not self.kv.evicts)):
+            return Selection(residents)  # the blocks that a preemption frees are for those it was made for
+        selector = Selector(
+            self.admission,
+            self.limits.max_num_seqs,
+            self._capacity(worker),
+            may_start=lambda: self.kv.may_start(self._view(worker, residents)),
+        )
+        fixed = None if self.kv.evicts else [each.job for each in self._admitted.values()]
+        if self.order.preemptive:
+            ranked = (job for job in self.order.ranked(now) if not self._tracked[job.request_id].rests)
+            return selector.select(ranked, self._admitted, fixed)
+        return selector.select(itertools.chain(residents, self._waiting(now)), self._admitted, fixed)
 
-    def _make_way(self) -> None:
+    @property
+    def _is_answering(self) -> bool:
+        """A preemption or an offload is on its way: what is short now will not be then."""
+        return self._applied_plan_seq < self._preempted_in or self._blocks_are_coming
+
+    @property
+    def _blocks_are_coming(self) -> bool:
+        return any(tracked.is_leaving for tracked in self._hosted.values())
+
+    def _waiting(self, now: float) -> Iterator[Job]:
+        """Who waits for a place and could use it, best first."""
+        return (
+            job
+            for job in self.order.ranked(now)
+            if job.request_id not in self._admitted and not self._tracked[job.request_id].rests
+        )
+
+    def _capacity(self, worker: WorkerReady) -> int:
+        """KV tokens that jobs may hold: the pool, with what they share counted for each, less unused ends of blocks."""
+        size = worker.block_size
+        ends = sum(-each.job.known_len % size for each in self._admitted.values())
+        return (worker.num_blocks + self._shared_blocks) * size - ends
+
+    def _view(self, worker: WorkerReady, running: list[Job]) -> KvView:
+        """What is ordered to leave counts as gone; what is ordered to come is still needed."""
+        size = worker.block_size
+        taken = {job.request_id for job in running}
+        held = sum(each.num_blocks for each in self._admitted.values()) - self._shared_blocks
+        starting = [job.known_len for job in running if self._tracked[job.request_id].num_blocks == 0]
+        short = 0 if self._is_answering else self._short_blocks
+        on_host = sum(each.blocks_on_host for each in self._hosted.values())
+        return KvView(
+            running=running,
+            idle=[each.job for rid, each in self._admitted.items() if rid not in taken],
+            offloaded=[
+                each.job
+                for rid, each in self._hosted.items()
+                if each.residency is Residency.HOST and not each.kept_off and rid not in taken
+            ],
+            free=(worker.num_blocks - held) * size,
+            needed=(sum(-(-known_len // size) for known_len in starting) + short) * size,
+            host_free=(worker.num_host_blocks - on_host) * size,
+            host_capacity=worker.num_host_blocks * size,
+        )
+
+    def _carry_out(self, moves: KvMoves) -> None:
+        for job in moves.offload:
+            self._preempt(job, Residency.HOST)
+        for job in moves.drop:
+            self._preempt(job, Residency.DEVICE)
+        for job in moves.upload:
+            self._admit(job)
+
+    def _admit(self, job: Job) -> None:
+        tracked = self._admitted[job.request_id] = self._tracked[job.request_id]
+        if tracked.residency is Residency.HOST:
+            self._move(tracked, Residency.DEVICE)
+
+    def _preempt(self, job: Job, to: Residency) -> None:
+        """It gives up its place; its KV is moved to the host, or dropped wherever it is."""
+        tracked = self._tracked[job.request_id]
+        if self._admitted.pop(job.request_id, None) is not None:
+            self._running = [each for each in self._running if each is not job]
+        self.num_preemptions += 1
+        if to is Residency.HOST:
+            self._move(tracked, to)
+        else:
+            self._drop_kv(tracked)
+
+    def _drop_kv(self, tracked: Tracked) -> None:
+        tracked.drop_kv()
+        if tracked.residency is Residency.HOST:
+            self._move(tracked, Residency.DEVICE)
+        self._note_host(tracked)
+        self._dirty = True
+        self._preempted_in = self._plan_seq + 1
+
+    def _move(self, tracked: Tracked, residency: Residency) -> None:
+        tracked.residency = residency
+        tracked.num_moves += 1
+        self._note_host(tracked)
+        self._dirty = True
+        if residency is Residency.HOST:
+            self._preempted_in = self._plan_seq + 1
+
+    def _note_host(self, tracked: Tracked) -> None:
+        if tracked.blocks_on_host:
+            self._hosted[tracked.job.request_id] = tracked
+        else:
+            self._hosted.pop(tracked.job.request_id, None)
+
+    def _make_way(self, worker: WorkerReady, now: float) -> None:
         """Where somebody waits, sequences that rest give up their KV and their places: their clients do not read."""
-        resting = [rid for rid in self._admitted if self._tracked[rid].stalled]
-        waits = any(not self._tracked[rid].rests for rid in self._waiting)
-        if waits and resting and self._applied_plan_seq >= self._preempted_in:
-            for request_id in reversed(resting):
-                self._preempt(request_id)
+        resting = [each.job for each in self._admitted.values() if each.stalled]
+        if resting and self._applied_plan_seq >= self._preempted_in and next(self._waiting(now), None) is not None:
+            host_free = self._view(worker, self._running).host_free
+            for job in reversed(resting):
+                fits = 0 < job.computed_len <= host_free and self.kv.swaps
+                host_free -= job.computed_len if fits else 0
+                self._preempt(job, Residency.HOST if fits else Residency.DEVICE)
 
-    def _footprint(self, request_id: str) -> int:
-        """Blocks the request holds, or needs to start, as far as the scheduler knows."""
-        assert self._worker is not None
-        tracked = self._tracked[request_id]
-        return max(tracked.num_blocks, -(-tracked.num_tokens // self._worker.block_size))
+    def _grants_are_used_up(self) -> bool:
+        """Whether a job that is to execute has come to the end of what the latest plan grants it."""
+        return any(
+            job.known_len >= self._tracked[job.request_id].granted_len < self._tracked[job.request_id].max_total_len
+            for job in self._running
+        )
 
-    def _next_waiting(self, count: int) -> tuple[str, ...]:
-        reading = (request_id for request_id in self._waiting if not self._tracked[request_id].rests)
-        return tuple(itertools.islice(reading, count))
-
-    def _plan(self) -> Plan:
-        assert self._worker is not None
+    def _plan(self, worker: WorkerReady) -> Plan:
         self._plan_seq += 1
-        slots = [self._slot(rid, standby=False) for rid in self._admitted]
-        slots += [self._slot(rid, standby=True) for rid in self._standby]
+        running = [self._tracked[job.request_id] for job in self._running]
+        taken = set(self._sent)
+        slots = [self._slot(each, standby=False) for each in running]
+        slots += [self._slot(each, standby=False) for rid, each in self._admitted.items() if rid not in taken]
+        slots += [self._slot(self._tracked[rid], standby=True) for rid in self._standby]
         named = {slot.request_id for slot in slots}
         # Shipped earlier and pushed out of the standby window by preempted ones: still the worker's to keep.
         slots += [
-            self._slot(rid, standby=True)
-            for rid in self._waiting
-            if rid not in named and self._tracked[rid].shipped_in is not None
+            self._slot(each, standby=True)
+            for rid, each in self._tracked.items()
+            if rid not in named and each.shipped_in is not None
         ]
         return Plan(
-            worker_incarnation=self._worker.worker_incarnation,
+            worker_incarnation=worker.worker_incarnation,
             lease=self._lease,
             plan_seq=self._plan_seq,
             as_of_report_seq=self._report_seq,
-            reserve_blocks=self.admission.reserve_blocks(self._worker.num_blocks),
+            reserve_blocks=self._reserve_blocks(worker),
             slots=tuple(slots),
         )
 
-    def _slot(self, request_id: str, *, standby: bool) -> Slot:
-        tracked = self._tracked[request_id]
+    def _reserve_blocks(self, worker: WorkerReady) -> int:
+        """Where KV can be made to leave, room for growth is made when it is needed."""
+        size = worker.block_size
+        return 0 if self.kv.evicts else -(-self.admission.reserve(worker.num_blocks * size) // size)
+
+    def _slot(self, tracked: Tracked, *, standby: bool) -> Slot:
         if tracked.shipped_in is None:
             tracked.shipped_in = self._plan_seq
-        total = tracked.request.max_total_len  # FCFS runs a request to its end: one grant for all of it
+            self._undelivered[tracked.job.request_id] = tracked
+        tracked.granted_len = self._grant(tracked)
         return Slot(
-            request_id=request_id,
+            request_id=tracked.request.request_id,
             attempt=tracked.request.attempt,
-            prefill_to=total,
-            length_to=total,
+            prefill_to=tracked.max_total_len,
+            length_to=tracked.granted_len,
             standby=standby,
             num_preemptions=tracked.num_preemptions,
             request=None if tracked.delivered else tracked.request,
@@ -475,15 +576,28 @@ class ReplicaScheduler:
             num_moves=tracked.num_moves,
         )
 
+    def _grant(self, tracked: Tracked) -> int:
+        """Total length up to which it may go on before the order looks at it again; its next step at least."""
+        slice_s = self.order.slice_s(tracked.job)
+        if slice_s == math.inf or self._cost is None:
+            return tracked.max_total_len
+        context = sum(job.known_len for job in self._running)
+        decode_s = self._cost.step_s(0, max(1, len(self._running)), context)
+        missing = tracked.job.missing_len
+        first_s = 0.0 if missing <= 1 else self._cost.prefill_s(missing) - decode_s
+        num_tokens = max(1, math.ceil((slice_s - first_s) / decode_s))
+        return min(tracked.max_total_len, tracked.job.known_len + num_tokens)
+
     def check_integrity(self) -> None:
-        """Raises IntegrityError unless every request is either waiting or admitted, within the limits."""
-        waiting, admitted = set(self._waiting), set(self._admitted)
-        if waiting & admitted or waiting | admitted != set(self._tracked):
-            raise IntegrityError(f"waiting {waiting} and admitted {admitted} do not split {set(self._tracked)}")
-        if len(self._waiting) != len(waiting):
-            raise IntegrityError("a request waits twice")
+        """Raises IntegrityError unless places, lengths and payloads agree."""
+        if not self._admitted.keys() <= self._tracked.keys():
+            raise IntegrityError(f"admitted {set(self._admitted)} are not all known: {set(self._tracked)}")
+        if not {job.request_id for job in self._running} <= self._admitted.keys():
+            raise IntegrityError("a request that is not admitted is to execute")
         for request_id, tracked in self._tracked.items():
             if tracked.delivered and tracked.shipped_in is None:
                 raise IntegrityError(f"{request_id}: delivered but never shipped")
-            if tracked.num_tokens > tracked.request.max_total_len:
+            if tracked.job.known_len > tracked.max_total_len:
                 raise IntegrityError(f"{request_id}: longer than it may be")
+            if (tracked.blocks_on_host > 0) != (request_id in self._hosted):
+                raise IntegrityError(f"{request_id}: on the host and not known to be, or the other way round")

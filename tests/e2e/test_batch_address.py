@@ -26,7 +26,7 @@ from tests.e2e.batch_runs import (
 pytestmark = pytest.mark.timeout(4 * TIMEOUT_S)
 
 ROOT = Path(__file__).resolve().parents[2]
-NUM_LINES = 200
+NUM_LINES = 2000
 
 
 @dataclass

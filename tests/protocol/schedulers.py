@@ -52,6 +52,7 @@ from policies.replica_scheduler import (
     WorkerLost,
     WorkerReported,
 )
+from policies.tracked import Tracked
 from tests.protocol.network import Life, attempts
 
 if TYPE_CHECKING:
@@ -75,14 +76,14 @@ class ShortGrants(ReplicaScheduler):
         self._dirty = self._dirty or bool(self._admitted)
         return instructions
 
-    def _take_progress(self, progress: SlotProgress) -> None:
-        super()._take_progress(progress)
+    def _take_progress(self, progress: SlotProgress, now: float) -> None:
+        super()._take_progress(progress, now)
         self._computed[progress.request_id] = progress.computed_len
 
-    def _slot(self, request_id: str, *, standby: bool) -> Slot:
-        slot = super()._slot(request_id, standby=standby)
-        computed = self._computed.get(request_id, 0)
-        known = self._tracked[request_id].num_tokens
+    def _slot(self, tracked: Tracked, *, standby: bool) -> Slot:
+        slot = super()._slot(tracked, standby=standby)
+        computed = self._computed.get(slot.request_id, 0)
+        known = tracked.job.known_len
         prefill_to, length_to = computed + 2 * self.quantum, known + self.quantum
         return replace(slot, prefill_to=min(slot.prefill_to, prefill_to), length_to=min(slot.length_to, length_to))
 

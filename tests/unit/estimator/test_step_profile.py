@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
+from core.costs import CostModel
 from core.errors import InvalidValueError
-from core.forecast import CostModel
 from core.messages import StepSample
 from estimator.step_profile import MIN_SAMPLES, OUTLIER_FACTOR, StepProfile
 

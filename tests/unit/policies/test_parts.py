@@ -1,57 +1,112 @@
-"""FCFS order, watermark admission, recompute victims, presets."""
+"""FCFS order, victims of the newest-give-way rule, presets."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 
 from core.errors import ConfigError
-from policies.fcfs import FcfsQueue
-from policies.presets import PRESETS, build_scheduler, find_preset
-from policies.recompute import choose_victims
+from policies.builders import BatchSettings, build_batcher, build_router, build_scheduler
+from policies.fcfs import Fcfs
+from policies.job import Job
+from policies.presets import PRESETS, find_preset
+from policies.protocols import KvMoves, KvView
+from policies.recompute import NewestGiveWay
 from policies.replica_scheduler import SchedulerLimits
-from policies.watermark import WatermarkAdmission
 
 
-def test_fcfs_keeps_arrival_order_and_puts_preempted_first_oldest_first() -> None:
-    queue = FcfsQueue()
-    for name in "cd":
-        queue.push(name)
-    queue.push_front("b")  # the newest victim leaves first ...
-    queue.push_front("a")  # ... then an older one
-    assert list(queue) == ["a", "b", "c", "d"]
-    queue.remove("b")
-    queue.remove("unknown")
-    assert list(queue) == ["a", "c", "d"]
-    assert len(queue) == 3
-    assert "b" not in queue
+def job(name: str, computed: int = 0, **details: float) -> Job:
+    return Job(name, 0.0, 4, 10, computed_len=computed, **details)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("used", "new", "admitted"),
-    [(0, 100, True), (0, 101, False), (50, 45, True), (50, 46, False), (95, 1, False), (1, 94, True)],
-)
-def test_watermark_admits_up_to_its_share_but_an_empty_pool_takes_what_fits(
-    used: int, new: int, admitted: bool
-) -> None:
-    assert WatermarkAdmission(0.95).admits(used, new, num_blocks=100) is admitted
+def names(order: Fcfs) -> str:
+    return "".join(each.request_id for each in order.ranked(0.0))
 
 
-def test_aggressive_99_of_the_past_future_example() -> None:
-    """Algorithms section 4, example 1: 12 + 4 tokens of 21 are admitted, whatever the future holds."""
-    assert WatermarkAdmission(0.99).admits(used_blocks=12, new_blocks=4, num_blocks=21)
+def test_fcfs_keeps_the_order_of_arrival() -> None:
+    order = Fcfs()
+    jobs = {name: job(name) for name in "bacd"}
+    for each in jobs.values():
+        order.add(each, 0.0)
+    order.remove(jobs["a"])
+    order.remove(job("unknown"))
+    assert names(order) == "bcd"
+    assert order.slice_s(jobs["b"]) == math.inf
+    assert not order.preemptive
 
 
-def test_victims_are_the_newest_until_enough_is_free_never_the_oldest() -> None:
-    admitted = [("a", 5), ("b", 3), ("c", 1)]
-    assert choose_victims(admitted, 1) == ["c"]
-    assert choose_victims(admitted, 2) == ["c", "b"]
-    assert choose_victims(admitted, 100) == ["c", "b"]
-    assert choose_victims([("a", 5)], 1) == []
-    assert choose_victims([], 1) == []
+def test_priority_then_deadline_go_before_arrival() -> None:
+    order = Fcfs()
+    for each in (job("c"), job("b", deadline_at=9.0), job("a", deadline_at=5.0), job("z", priority=1, deadline_at=1.0)):
+        order.add(each, 0.0)
+    order.add(job("0", priority=-1), 0.0)
+    assert names(order) == "0abcz"
 
 
-def test_every_preset_builds_and_an_unknown_one_names_the_nearest() -> None:
-    for name in PRESETS:
-        build_scheduler(name, watermark=0.9, limits=SchedulerLimits(4, 4)).check_integrity()
+def view(running: str, idle: str = "", *, free: int = 0, needed: int = 0, host_free: int = 0) -> KvView:
+    """Each job holds 5 tokens."""
+    jobs = {name: job(name, 5) for name in running + idle}
+    executing, others = [jobs[name] for name in running], [jobs[name] for name in idle]
+    return KvView(executing, others, [], free=free, needed=needed, host_free=host_free, host_capacity=host_free)
+
+
+def moved(moves: KvMoves) -> tuple[str, str]:
+    return "".join(each.request_id for each in moves.offload), "".join(each.request_id for each in moves.drop)
+
+
+@pytest.mark.parametrize(("needed", "victims"), [(2, ""), (3, "c"), (8, "cb"), (100, "cb")])
+def test_victims_are_the_newest_until_enough_is_free_never_the_oldest(needed: int, victims: str) -> None:
+    assert moved(NewestGiveWay().moves(view("abc", free=2, needed=needed), 0.0)) == ("", victims)
+
+
+def test_who_does_not_execute_gives_way_first() -> None:
+    assert moved(NewestGiveWay().moves(view("abc", "de", needed=11), 0.0)) == ("", "edc")
+
+
+def test_victims_keep_their_kv_on_the_host_while_there_is_room() -> None:
+    assert moved(NewestGiveWay(swaps=True).moves(view("abc", "d", needed=15, host_free=9), 0.0)) == ("d", "cb")
+
+
+def test_a_job_that_holds_nothing_is_no_victim() -> None:
+    empty = KvView([job("a", 5), job("b", 5), job("c")], [], [], free=0, needed=1, host_free=0, host_capacity=0)
+    assert moved(NewestGiveWay().moves(empty, 0.0)) == ("", "b")
+
+
+@pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if preset.mode == "continuous"])
+def test_every_continuous_preset_builds(name: str) -> None:
+    build_scheduler(name, SchedulerLimits(16, 4)).check_integrity()
+    build_router(name).check_integrity()
+
+
+@pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if preset.mode == "batch"])
+def test_every_preset_of_batch_mode_builds_and_is_no_continuous_one(name: str) -> None:
+    settings = BatchSettings(memory_tokens=1000, serving_time_s=lambda size, prompt, output: float(output))
+    build_batcher(name, settings).check_integrity()
+    with pytest.raises(ConfigError, match=r"scheduler\.preset.*static batches"):
+        build_scheduler(name, SchedulerLimits(16, 4))
+    with pytest.raises(ConfigError, match=r"scheduler\.preset.*batch mode"):
+        build_batcher("fcfs", settings)
+
+
+def test_a_preset_bounds_the_batch() -> None:
+    assert build_scheduler("magnus-ccb", SchedulerLimits(16, 4)).limits.max_num_seqs == 7
+    assert build_scheduler("magnus-ccb", SchedulerLimits(4, 4)).limits.max_num_seqs == 4
+
+
+def test_an_unknown_preset_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"scheduler\.preset.*did you mean 'fcfs'"):
         find_preset("fcf")
+
+
+@pytest.mark.parametrize(("part", "named"), [("order", "fcfs"), ("admission", "oracle"), ("kv", "enst-defer")])
+def test_an_unknown_part_names_those_there_are(part: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=rf"scheduler\.{part}.*{named}"):
+        build_scheduler("fcfs", SchedulerLimits(4, 4), **{part: "none"})
+
+
+def test_parts_can_be_set_alone_but_must_go_together() -> None:
+    mixed = build_scheduler("past-future", SchedulerLimits(4, 4), order="skip-join-mlfq", kv="enst-proactive")
+    assert mixed.order.preemptive
+    with pytest.raises(ConfigError, match=r"scheduler\.kv.*skip-join-mlfq"):
+        build_scheduler("fcfs", SchedulerLimits(4, 4), kv="enst-proactive")

@@ -6,7 +6,7 @@ import pytest
 
 from core.messages import FinishedSequence, Plan, SlotProgress, StepReport, WorkerReady, WorkerState
 from core.request import Request, SamplingParams, SequenceStatus
-from policies.presets import build_scheduler
+from policies.builders import PolicySettings, build_scheduler
 from policies.replica_scheduler import (
     Event,
     RefuseRequest,
@@ -51,7 +51,7 @@ class Harness:
 
     def __init__(self, max_num_seqs: int = 8, standby_slots: int = 2, worker: WorkerState | None = None) -> None:
         limits = SchedulerLimits(max_num_seqs, standby_slots)
-        self.scheduler: ReplicaScheduler = build_scheduler("fcfs", watermark=1.0, limits=limits)
+        self.scheduler: ReplicaScheduler = build_scheduler("fcfs", limits, PolicySettings(watermark=1.0))
         self.plans: list[Plan] = []
         self.ended: list[RequestEnded] = []
         self.refused: list[RefuseRequest] = []
@@ -404,7 +404,7 @@ def test_under_pressure_the_stalled_give_way_first() -> None:
 def test_after_the_stalled_the_newest_give_way() -> None:
     h = Harness(standby_slots=4)
     h.arrive(*(request(name, out=12) for name in "abcd"))
-    h.report(1, running("a", 8, 2, stalled=True), running("b", 8, 3), running("c", 4, 2), running("d", 4, 2), short=3)
+    h.report(1, running("a", 4, 2, stalled=True), running("b", 8, 3), running("c", 4, 2), running("d", 4, 2), short=4)
     assert (h.admitted, set(h.standby)) == (["b", "c"], {"a", "d"})
 
 
@@ -428,12 +428,12 @@ def test_a_request_no_longer_stalled_is_admitted() -> None:
 
 def test_a_stalled_victim_waits_until_its_client_reads() -> None:
     h = Harness(standby_slots=4)
-    h.arrive(request("a", out=12), request("b", out=12))
-    h.report(1, running("a", 8, 3, stalled=True), running("b", 8, 3), short=1)
+    h.arrive(request("a", out=24), request("b", out=24))
+    h.report(1, running("a", 16, 5, stalled=True), running("b", 16, 5), short=1)
     ordered = h.plans[-1].plan_seq
-    h.report(2, waiting("a", 1, stalled=True), running("b", 9, 4), plan=ordered)
+    h.report(2, waiting("a", 1, stalled=True), running("b", 17, 6), plan=ordered)
     assert h.admitted == ["b"]
-    h.report(3, waiting("a", 1), running("b", 9, 4), plan=ordered)
+    h.report(3, waiting("a", 1), running("b", 17, 6), plan=ordered)
     assert h.admitted == ["b", "a"]
 
 

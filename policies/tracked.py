@@ -1,0 +1,106 @@
+"""What a replica's scheduler knows of one request in the worker: a shadow, the worker is the truth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from core.messages import SlotProgress
+from core.request import Request, Residency
+from policies.job import Job
+
+
+@dataclass(slots=True)
+class Tracked:
+    """A request and its state in the worker as last reported.
+
+    Attributes:
+        job: The same as the policies see it.
+        num_blocks: Device blocks that it holds; 0 from the moment its KV is ordered dropped.
+        shipped_in: First plan of this lease that carried the payload.
+        delivered: The worker has the payload.
+        stalled: Its client does not read.
+        kept_off: It is on the host by order and is not called back for want of anything better.
+        granted_len: Total length it may reach by the latest plan.
+        ran_s: Seconds of the steps that it took part in, in this life of the worker.
+    """
+
+    request: Request
+    job: Job
+    num_blocks: int = 0
+    num_host_blocks: int = 0
+    num_preemptions: int = 0
+    num_moves: int = 0
+    residency: Residency = Residency.DEVICE
+    shipped_in: int | None = None
+    delivered: bool = False
+    stalled: bool = False
+    kept_off: bool = False
+    granted_len: int = 0
+    ran_s: float = 0.0
+
+    @property
+    def rests(self) -> bool:
+        return self.stalled or self.kept_off
+
+    @property
+    def max_total_len(self) -> int:
+        return self.request.max_total_len
+
+    @property
+    def blocks_on_host(self) -> int:
+        """Blocks of the host pool that it holds or is about to hold."""
+        return max(self.num_host_blocks, self.num_blocks if self.residency is Residency.HOST else 0)
+
+    @property
+    def is_leaving(self) -> bool:
+        """Ordered to the host, and its blocks are not free yet."""
+        return self.residency is Residency.HOST and self.num_blocks > 0
+
+    def take(self, progress: SlotProgress, block_size: int) -> float:
+        """Takes over what the worker says, but for what orders on their way make untrue.
+
+        Returns:
+            Seconds that it has run since it was last reported.
+        """
+        job = self.job
+        ran_s, self.ran_s = progress.ran_s - self.ran_s, progress.ran_s
+        job.output_len = progress.output_len
+        self.stalled = progress.stalled
+        if progress.num_preemptions < self.num_preemptions:
+            return ran_s  # the worker has not dropped its KV yet, but will
+        self.num_blocks, self.num_host_blocks = progress.num_blocks, progress.num_host_blocks
+        job.cached_len = max(job.cached_len, progress.cached_len)
+        job.computed_len = progress.computed_len if progress.num_blocks else 0
+        job.host_len = min(progress.computed_len, progress.num_host_blocks * block_size)
+        return ran_s
+
+    def decode(self, num_steps: int, duration_s: float, block_size: int) -> None:
+        """It has decoded so many tokens, as the next report will say too."""
+        job = self.job
+        job.output_len += num_steps
+        job.computed_len += num_steps
+        self.num_blocks = max(self.num_blocks, -(-job.computed_len // block_size))
+        self.ran_s += duration_s
+
+    def drop_kv(self) -> None:
+        """Its KV is ordered dropped."""
+        self.num_preemptions += 1
+        self.num_blocks = self.num_host_blocks = 0
+        self.job.computed_len = self.job.host_len = 0
+
+
+def make_tracked(request: Request, now: float) -> Tracked:
+    """A request that has just come, with nothing computed."""
+    deadline_at = float("inf") if request.deadline_s is None else now + request.deadline_s
+    job = Job(
+        request.request_id,
+        arrived_at=now,
+        prompt_len=request.prompt_len,
+        max_new_tokens=request.sampling.max_new_tokens,
+        priority=request.priority,
+        deadline_at=deadline_at,
+        forecast=request.forecast,
+        cached_len=request.expected_cached_len,
+        output_len=len(request.output_ids),
+    )
+    return Tracked(request, job)

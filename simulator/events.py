@@ -1,0 +1,38 @@
+"""Virtual time."""
+
+from __future__ import annotations
+
+import heapq
+import math
+
+
+class Alarms:
+    """Who wakes when: one alarm each, the latest set counts. Those of one instant ring in the order they were set."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, int]] = []
+        self._current: dict[int, tuple[float, int]] = {}
+        self._num_set = 0
+
+    def set(self, who: int, at: float) -> None:
+        """``who`` wakes at this instant, and at no other; infinity for never."""
+        current = self._current.get(who)
+        if current is not None and current[0] == at:
+            return
+        self._num_set += 1
+        self._current[who] = (at, self._num_set)
+        if at < math.inf:
+            heapq.heappush(self._heap, (at, self._num_set, who))
+
+    @property
+    def next_at(self) -> float:
+        """The next alarm; infinity if there is none."""
+        while self._heap and self._current[self._heap[0][2]][1] != self._heap[0][1]:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else math.inf
+
+    def pop(self) -> int:
+        """Whose alarm is the next one; it is then off. Only after ``next_at`` has shown that there is one."""
+        _, num_set, who = heapq.heappop(self._heap)
+        self._current[who] = (math.inf, num_set)
+        return who

@@ -1,0 +1,172 @@
+"""How long steps take on simulated hardware."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from core.costs import StepCost
+from core.errors import InvalidValueError
+
+
+class LatencyModel(Protocol):
+    """Step and copy times of one replica; seconds."""
+
+    def step_s(self, prefill_tokens: int, decode_seqs: int, context_tokens: int) -> float:
+        """One step that computes so many prompt tokens beside sequences that decode over so much context in all."""
+        ...
+
+    def decode_run_s(self, decode_seqs: int, context_tokens: int, num_steps: int) -> float:
+        """So many steps that only decode; the context grows by one token a sequence with each."""
+        ...
+
+    def copy_s(self, num_tokens: int) -> float:
+        """The KV of so many tokens between device and host, one way."""
+        ...
+
+    @property
+    def cost(self) -> StepCost:
+        """The linear model nearest to this one: what policies price with."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LinearLatency:
+    """Steps that cost what ``StepCost`` says.
+
+    Attributes:
+        kv_bytes: Of the KV of one token.
+        copy_bandwidth: Bytes a second between device and host, each way.
+    """
+
+    cost: StepCost
+    kv_bytes: int = 512 * 1024
+    copy_bandwidth: float = 25e9
+
+    def __post_init__(self) -> None:
+        if self.copy_bandwidth <= 0:
+            raise InvalidValueError("copy_bandwidth", self.copy_bandwidth, "bytes a second above 0")
+
+    def step_s(self, prefill_tokens: int, decode_seqs: int, context_tokens: int) -> float:
+        return self.cost.step_s(prefill_tokens, decode_seqs, context_tokens)
+
+    def decode_run_s(self, decode_seqs: int, context_tokens: int, num_steps: int) -> float:
+        first = self.cost.step_s(0, decode_seqs, context_tokens)
+        growth = self.cost.context_token_s * decode_seqs
+        return num_steps * first + growth * num_steps * (num_steps - 1) / 2
+
+    def copy_s(self, num_tokens: int) -> float:
+        return num_tokens * self.kv_bytes / self.copy_bandwidth
+
+
+A100_7B = LinearLatency(StepCost(base_s=0.010, prefill_token_s=0.11e-3, decode_seq_s=0.02e-3, context_token_s=0.2e-6))
+"""A 7B model on an A100, as a linear profile: 512 KiB of KV a token, 25 GB/s to the host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """Peak rates of a device: FLOP/s of half precision, bytes a second of its memory and of its link to the host."""
+
+    name: str
+    flops: float
+    memory_bandwidth: float
+    memory_bytes: float
+    host_bandwidth: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A decoder by its sizes."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    num_params: float
+    kv_share: float = 1.0  # KV heads / attention heads
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of one token in half precision: keys and values of every layer."""
+        return int(4 * self.num_layers * self.hidden_size * self.kv_share)
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("v100-32g", 112e12, 0.90e12, 32e9, 12e9),
+        Gpu("a6000", 155e12, 0.77e12, 48e9, 25e9),
+        Gpu("a100-40g", 312e12, 1.56e12, 40e9, 25e9),
+        Gpu("a100-80g", 312e12, 2.04e12, 80e9, 25e9),
+        Gpu("h100", 989e12, 3.35e12, 80e9, 50e9),
+    )
+}
+"""Data sheet rates."""
+
+MODELS = {
+    model.name: model
+    for model in (
+        ModelShape("opt-2.7b", 32, 2560, 2.7e9),
+        ModelShape("chatglm-6b", 28, 4096, 6.2e9),
+        ModelShape("llama-2-7b", 32, 4096, 6.7e9),
+        ModelShape("mistral-7b", 32, 4096, 7.2e9, kv_share=0.25),
+        ModelShape("llama-2-13b", 40, 5120, 13e9),
+        ModelShape("opt-13b", 40, 5120, 13e9),
+        ModelShape("opt-66b", 64, 9216, 66e9),
+        ModelShape("llama-3-70b", 80, 8192, 70e9, kv_share=0.125),
+        ModelShape("gpt-3-175b", 96, 12288, 175e9),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """A step takes the longer of its arithmetic and its memory traffic, at a share of the peak rates.
+
+    With ``pipeline_parallel`` stages as many disjoint batches are in flight, and a token passes all stages: the time of
+    one iteration over all sequences is that of one such batch on all devices of its tensor-parallel group.
+
+    Attributes:
+        efficiency: Share of the peak rates that is reached.
+        overhead_s: Of each step, for launching it.
+    """
+
+    gpu: Gpu
+    model: ModelShape
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    efficiency: float = 0.6
+    overhead_s: float = 0.004
+
+    def step_s(self, prefill_tokens: int, decode_seqs: int, context_tokens: int) -> float:
+        tokens = (prefill_tokens + decode_seqs) / self.pipeline_parallel
+        context = context_tokens / self.pipeline_parallel
+        flops = 2 * self.model.num_params * tokens
+        traffic = 2 * self.model.num_params + self.model.kv_bytes * (context + tokens)
+        return self.overhead_s + max(flops / self._flops, traffic / self._bandwidth)
+
+    @property
+    def _flops(self) -> float:
+        return self.gpu.flops * self.tensor_parallel * self.efficiency
+
+    @property
+    def _bandwidth(self) -> float:
+        return self.gpu.memory_bandwidth * self.tensor_parallel * self.efficiency
+
+    def decode_run_s(self, decode_seqs: int, context_tokens: int, num_steps: int) -> float:
+        first = self.step_s(0, decode_seqs, context_tokens)
+        last = self.step_s(0, decode_seqs, context_tokens + decode_seqs * (num_steps - 1))
+        return num_steps * (first + last) / 2  # linear in between, but where arithmetic gives way to traffic
+
+    def copy_s(self, num_tokens: int) -> float:
+        links = self.tensor_parallel * self.pipeline_parallel
+        return num_tokens * self.model.kv_bytes / (self.gpu.host_bandwidth * links)
+
+    @property
+    def cost(self) -> StepCost:
+        weights_s = 2 * self.model.num_params / self._bandwidth
+        return StepCost(
+            base_s=self.overhead_s + weights_s,
+            prefill_token_s=2 * self.model.num_params / self._flops / self.pipeline_parallel,
+            decode_seq_s=0.0,
+            context_token_s=self.model.kv_bytes / self._bandwidth / self.pipeline_parallel,
+        )

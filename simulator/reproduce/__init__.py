@@ -1,0 +1,1 @@
+"""Published tables and figures, run again: ``python -m simulator.reproduce NAME|--all [--json]``."""

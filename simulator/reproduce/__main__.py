@@ -1,0 +1,76 @@
+"""The command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from simulator.reproduce.register import REPRODUCTIONS
+from simulator.reproduce.rows import Reproduction, Row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m simulator.reproduce", description="Published results, run again.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="one of those that --list shows")
+    parser.add_argument("--all", action="store_true", help="every one of them")
+    parser.add_argument("--list", action="store_true", help="names and sources, and nothing else")
+    parser.add_argument("--json", action="store_true", help="JSON lines on standard output")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes (default: 2)")
+    args = parser.parse_args()
+    if args.list:
+        for each in REPRODUCTIONS.values():
+            print(f"{each.name:24} {each.source}")
+        return
+    unknown = [name for name in args.names if name not in REPRODUCTIONS]
+    if unknown:
+        parser.error(f"{unknown[0]!r} is none of {', '.join(REPRODUCTIONS)}")
+    if bool(args.names) == args.all:
+        parser.error("say which: NAME ... or --all (--list shows them)")
+    chosen = [REPRODUCTIONS[name] for name in (REPRODUCTIONS if args.all else args.names)]
+    rows: list[Row] = []
+    for row in _run(chosen, max(1, args.jobs)):
+        rows.append(row)
+        if args.json:
+            print(json.dumps(row.as_dict()), flush=True)
+    if not args.json:
+        Console().print(_table(rows))
+    num_off = sum(row.verdict == "off" for row in rows)
+    print(f"{len(rows)} rows, {num_off} off", file=sys.stderr)
+
+
+def _run(chosen: list[Reproduction], jobs: int) -> Iterator[Row]:
+    """Cells side by side, rows in their order."""
+    cells = [cell for each in chosen for cell in each.cells]
+    console = Console(stderr=True)
+    with (
+        ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool,
+        Progress(console=console, transient=True, disable=not console.is_terminal) as progress,
+    ):
+        task = progress.add_task("cells", total=len(cells))
+        for future in [pool.submit(cell) for cell in cells]:
+            yield from future.result()
+            progress.advance(task)
+
+
+def _table(rows: list[Row]) -> Table:
+    table = Table("name", "setting", "metric", "reported", "ours", "ratio", "verdict", "note")
+    for row in rows:
+        numbers = (_number(row.reported), _number(row.ours), _number(row.ratio))
+        table.add_row(row.name, row.setting, row.metric, *numbers, row.verdict, row.note)
+    return table
+
+
+def _number(value: float) -> str:
+    return "" if value != value else f"{value:.4g}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,9 @@
+"""All reproductions by name, in the order of ``--all``."""
+
+from __future__ import annotations
+
+from simulator.reproduce.rows import Reproduction
+
+_ALL: tuple[Reproduction, ...] = ()
+
+REPRODUCTIONS: dict[str, Reproduction] = {each.name: each for each in _ALL}

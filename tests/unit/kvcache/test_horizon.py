@@ -1,0 +1,66 @@
+"""Steps taken at once are the steps taken one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+from core.messages import Plan, Slot, StepReport
+from core.request import Request, SamplingParams
+from kvcache import BatchLimits, BlockManager, LeaseExecutor, StepBatch
+
+
+def executor(num_blocks: int, block_size: int, max_num_seqs: int) -> LeaseExecutor:
+    return LeaseExecutor(BlockManager(num_blocks, block_size), BatchLimits(max_num_seqs, 8), "w")
+
+
+def random_plan(rng: random.Random) -> Plan:
+    slots = []
+    for i in range(rng.randint(1, 8)):
+        request = Request(f"r{i}", 0, "i", (1,) * rng.randint(1, 12), SamplingParams(rng.randint(1, 30)))
+        total = request.max_total_len
+        granted = rng.choice([total, total, request.prompt_len + rng.randint(1, 10)])
+        slots.append(Slot(f"r{i}", 0, rng.choice([total, granted]), granted, rng.random() < 0.3, 0, request))
+    return Plan("w", 0, 1, 0, rng.randint(0, 3), tuple(slots))
+
+
+def chosen(batch: StepBatch | None) -> list[tuple[str, int, int, bool]]:
+    items = () if batch is None else batch.items
+    return [(item.request_id, item.start, item.num_tokens, item.samples) for item in items]
+
+
+def state(report: StepReport) -> StepReport:
+    return dataclasses.replace(report, report_seq=0)
+
+
+def live(seed: int) -> int:
+    """One life of two executors; returns how many steps were taken at once."""
+    rng = random.Random(seed)
+    sizes = rng.randint(8, 30), rng.choice([1, 4]), rng.randint(1, 6)
+    fast, slow = executor(*sizes), executor(*sizes)
+    plan = random_plan(rng)
+    for each in (fast, slow):
+        each.apply_plan(plan)
+    jumps = 0
+    while (batch := fast.next_batch()) is not None:
+        steps = fast.horizon(batch)
+        steps = rng.choice([steps, rng.randint(1, steps)])
+        jumps += steps - 1
+        ends = fast.commit(batch, duration_s=0.5 * steps, num_steps=steps)
+        slow_ends = []
+        for i in range(steps):
+            single = slow.next_batch()
+            assert single is not None
+            expected = [(rid, start + i * (n == 1), n, s) for rid, start, n, s in chosen(batch)]
+            assert chosen(single) == expected
+            slow_ends += slow.commit(single, duration_s=0.5)
+        assert ends == slow_ends
+        fast.check_integrity()
+        fast.short_blocks = slow.short_blocks  # of steps not looked at
+        assert state(fast.report()) == state(slow.report())
+    assert slow.next_batch() is None
+    return jumps
+
+
+def test_a_jump_is_so_many_single_steps() -> None:
+    assert sum(live(seed) for seed in range(300)) > 3000

@@ -1,0 +1,96 @@
+"""Jobs for tests of batchers, and the operations of every batcher in random order."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from core.forecast import QUANTILES, Forecast
+from policies.batch_queue import Batcher, FormedBatch
+from policies.job import Job
+
+
+def make_job(
+    request_id: str,
+    prompt_len: int,
+    predicted: float | None,
+    *,
+    arrived_at: float = 0.0,
+    priority: int = 0,
+    deadline_at: float = math.inf,
+    max_new_tokens: int = 100_000,
+    output_len: int = 0,
+) -> Job:
+    """A job whose forecast has this mean; None for no forecast."""
+    forecast = None
+    if predicted is not None:
+        forecast = Forecast(predicted, (predicted,) * len(QUANTILES), 1, "test", 1)
+    return Job(
+        request_id,
+        arrived_at,
+        prompt_len,
+        max_new_tokens,
+        priority,
+        deadline_at,
+        forecast,
+        output_len=output_len,
+    )
+
+
+def names(batch: FormedBatch | None) -> list[str]:
+    """Ids in the batch; none for no batch."""
+    return [] if batch is None else [job.request_id for job in batch.jobs]
+
+
+def drain(batcher: Batcher, now: float) -> list[list[str]]:
+    """Ids of all batches that are ready, in the order of pulling."""
+    batches = []
+    while (batch := batcher.pull(now)) is not None:
+        batches.append(names(batch))
+    return batches
+
+
+def exercise(batcher: Batcher, seed: int, steps: int = 150) -> None:
+    """Random arrivals, aborts, pulls and splits: no job is lost or doubled, and the bookkeeping holds throughout."""
+    rng = np.random.default_rng(seed)
+    waiting: set[str] = set()
+    pulled: list[FormedBatch] = []
+    now = 0.0
+    for step in range(steps):
+        now += float(rng.exponential())
+        action = rng.choice(["add", "remove", "pull", "split"], p=[0.6, 0.1, 0.2, 0.1])
+        if action == "add":
+            request_id = f"r{step}"
+            priority = int(rng.integers(0, 2))
+            prompt_len, predicted = int(rng.integers(1, 40)), float(rng.integers(1, 40))
+            batcher.add(make_job(request_id, prompt_len, predicted, arrived_at=now, priority=priority), now)
+            waiting.add(request_id)
+        elif action == "remove" and waiting:
+            request_id = str(rng.choice(sorted(waiting)))
+            batcher.remove(request_id)
+            waiting.discard(request_id)
+        elif action == "pull":
+            due_at = batcher.next_due_at()
+            batch = batcher.pull(now)
+            if due_at is not None and due_at <= now:
+                assert batch is not None
+            if batch is not None:
+                assert set(names(batch)) <= waiting
+                assert batch.sealed_at is not None
+                assert batch.sealed_at <= now
+                waiting -= set(names(batch))
+                pulled.append(batch)
+        elif action == "split" and pulled:
+            batch = pulled.pop(int(rng.integers(len(pulled))))
+            if (failed := batcher.split(batch, now)) is None:
+                waiting |= set(names(batch))
+            else:
+                assert [failed] == batch.jobs
+        assert batcher.num_waiting == len(waiting)
+        batcher.check_integrity()
+    batcher.flush(now)
+    rest = [name for batch in drain(batcher, now) for name in batch]
+    assert sorted(rest) == sorted(waiting)
+    assert batcher.num_waiting == 0
+    batcher.check_integrity()
