@@ -28,6 +28,7 @@ class CheapestVictim:
         min_swap_len: Tokens; with fewer computed a victim is dropped.
         min_host_share: Below this share of free host memory no job starts.
         evicts: As in ``KvPolicy``.
+        swaps: As in ``KvPolicy``.
 
     Raises:
         InvalidValueError: a negative length, or a share outside [0, 1].
@@ -37,6 +38,7 @@ class CheapestVictim:
     min_swap_len: int = 256
     min_host_share: float = 0.1
     evicts: bool = True
+    swaps: bool = True
 
     def __post_init__(self) -> None:
         if self.min_swap_len < 0:

@@ -24,6 +24,7 @@ Unit = Literal["volume", "time"]
 
 RERANK_TOKENS = 16
 REFRESH_COMPLETIONS = 50
+MIN_COMPLETIONS = 20
 
 
 def gittins_rank(costs: FloatArray, weights: FloatArray) -> FloatArray:
@@ -68,7 +69,8 @@ class Gittins:
 
     A rank is worked out anew when the prefill ends, every 16 tokens, and for jobs that have not started every 50
     finished outputs. A resident counts with rank / theta, so that only a clearly better job takes its place. Ageing
-    divides by 1 + gamma (now - arrived_at) / rank: a smooth form of the response ratio, 0 for none.
+    divides by 1 + gamma (now - arrived_at) / (expected cost of what remains): a smooth form of the response ratio, 0
+    for none.
 
     Args:
         step: Prices; base_s is shared by all that run.
@@ -108,6 +110,7 @@ class Gittins:
         self._jobs: dict[str, Job] = {}
         self._forecasts: dict[str, FloatArray] = {}
         self._ranks: dict[str, float] = {}
+        self._expected: dict[str, float] = {}
         self._ranked_at: dict[str, tuple[int, bool]] = {}
         self._due: set[str] = set()
         self.reprice(step, max_num_seqs, capacity)
@@ -130,7 +133,7 @@ class Gittins:
     def remove(self, job: Job) -> None:
         key = job.request_id
         self._jobs.pop(key, None)
-        for known in (self._forecasts, self._ranks, self._ranked_at):
+        for known in (self._forecasts, self._ranks, self._expected, self._ranked_at):
             known.pop(key, None)
         self._due.discard(key)
 
@@ -141,8 +144,8 @@ class Gittins:
             self.gate.observe(points, self._history_points, job.output_len)
         self._history.add(job.output_len, censored=censored)
         self._num_learned += 1
-        # The first outputs count at once, so that forecasts have something to be held against.
-        if self._num_learned % REFRESH_COMPLETIONS == 0 or self._history_points is None:
+        # Fewer outputs say too little: until then a job without a forecast has the law of an unknown length.
+        if self._num_learned == MIN_COMPLETIONS or self._num_learned % REFRESH_COMPLETIONS == 0:
             self._history_points = self._history.quantiles(length_law.LEVELS).astype(np.float64)
             self._due.update(key for key, other in self._jobs.items() if other.output_len == 0)
 
@@ -158,8 +161,11 @@ class Gittins:
         if not self._due:
             return
         jobs = [self._jobs[key] for key in self._due]
-        for job, rank in zip(jobs, self.rank(jobs).tolist(), strict=True):
+        costs, weights = self._cost_laws(jobs)
+        expected = (costs * weights).sum(axis=1)
+        for job, rank, cost in zip(jobs, gittins_rank(costs, weights).tolist(), expected.tolist(), strict=True):
             self._ranks[job.request_id] = rank
+            self._expected[job.request_id] = cost
             self._ranked_at[job.request_id] = (job.output_len, job.output_len == 0)
         self._due.clear()
 
@@ -172,7 +178,8 @@ class Gittins:
         key = np.array([self._ranks[job.request_id] for job in jobs])
         arrived_at = np.array([job.arrived_at for job in jobs])
         if self._gamma:
-            key = key / (1.0 + self._gamma * np.maximum(now - arrived_at, 0.0) / np.maximum(key, 1e-12))
+            expected = np.array([self._expected[job.request_id] for job in jobs])
+            key = key / (1.0 + self._gamma * np.maximum(now - arrived_at, 0.0) / np.maximum(expected, 1e-12))
         key = np.where([job.computed_len > 0 for job in jobs], key / self._theta, key)
         priority = np.array([job.priority for job in jobs])
         deadline_at = np.array([job.deadline_at for job in jobs])
@@ -186,6 +193,10 @@ class Gittins:
 
     def rank(self, jobs: list[Job]) -> FloatArray:
         """Ranks of jobs as they are now, seconds, shape (n,); without hysteresis and ageing."""
+        return gittins_rank(*self._cost_laws(jobs))
+
+    def _cost_laws(self, jobs: list[Job]) -> tuple[FloatArray, FloatArray]:
+        """Costs of ending at each point of the remaining length, seconds, and their probabilities; shape (n, k)."""
         points, from_forecast = length_law.merged(np.array([self._forecast(job) for job in jobs]), self._history_points)
         generated = np.array([job.output_len for job in jobs], np.float64)
         limit = np.array([job.max_new_tokens for job in jobs], np.float64)
@@ -201,7 +212,7 @@ class Gittins:
         # A decoding job always lacks its newest token, which is the decode's own work.
         missing = np.array([0 if job.decodes else job.missing_len for job in jobs], np.float64)
         costs += self._step.prefill_token_s * missing[:, None]
-        return gittins_rank(costs, weights)
+        return costs, weights
 
     def check_integrity(self) -> None:
         """Raises:
@@ -210,7 +221,7 @@ class Gittins:
         known = set(self._jobs)
         if known - set(self._ranks) - self._due:
             raise IntegrityError("a job has no rank and none is due")
-        if (set(self._ranks) | self._due | set(self._forecasts)) - known:
+        if (set(self._ranks) | set(self._expected) | self._due | set(self._forecasts)) - known:
             raise IntegrityError("something is kept of a job that is gone")
 
     def _forecast(self, job: Job) -> FloatArray:
