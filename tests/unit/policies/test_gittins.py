@@ -219,3 +219,19 @@ def test_bad_options(options: dict[str, object]) -> None:
 def test_bad_profile(seqs: int, capacity: int) -> None:
     with pytest.raises(InvalidValueError):
         Gittins(STEP, seqs, capacity)
+
+
+def test_history_counts_from_the_twentieth_output_on() -> None:
+    unknown = job("unknown", 0, forecast=None)
+    order = order_of(unknown)
+    before = order.rank([unknown])[0]
+    for index in range(20):
+        assert order.rank([unknown])[0] == before
+        order.learn(job(str(index), 500, output_len=500), censored=False)
+    assert order.rank([unknown])[0] != before
+
+
+def test_ageing_counts_waiting_in_expected_cost() -> None:
+    wide = Forecast(mean=1300, quantiles=(5, 5, 5, 5, 4000, 4000), num_samples=1, source="test", version=0)
+    old, new = job("old", 0, forecast=wide), job("new", 5, arrived_at=0.2)
+    assert names(order_of(old, new, gamma=0.5), 0.2) == ["new", "old"]
