@@ -40,23 +40,24 @@ class Conservative:
         self._limit = self._overcommitted(capacity)
         self._num_jobs = len(running)
         self._reserved = sum(job.prompt_len + job.max_new_tokens for job in running)
-        base = np.array([job.known_len for job in running], np.int64)
-        remaining = np.array([_remaining(job) for job in running], np.int64)
-        self._peaks = PeakIndex(base, remaining)
+        if self._counts_releases:
+            base = np.array([job.known_len for job in running], np.int64)
+            self._peaks = PeakIndex(base, np.array([[_remaining(job) for job in running]], np.int64))
 
     def admits(self, job: Job) -> bool:
         """Into an empty batch goes what can make one step: nothing else helps it."""
         if self._num_jobs == 0:
             return job.known_len + 1 <= self._capacity
         if self._counts_releases:
-            return self._peaks.peak_with(job.known_len, _remaining(job)) <= self._limit
+            peaks = self._peaks.peaks_with(np.array([job.known_len]), np.array([[_remaining(job)]]))
+            return bool(peaks[0] <= self._limit)
         return self._reserved + job.prompt_len + job.max_new_tokens <= self._limit
 
     def add(self, job: Job) -> None:
         self._num_jobs += 1
         self._reserved += job.prompt_len + job.max_new_tokens
         if self._counts_releases:
-            self._peaks = self._peaks.with_entry(job.known_len, _remaining(job))
+            self._peaks = self._peaks.with_entry(job.known_len, [_remaining(job)])
 
     def reserve(self, capacity: int) -> int:
         return max(0, capacity - int(self._overcommitted(capacity)))
