@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from core.errors import IntegrityError, InvalidValueError
+from core.errors import InvalidValueError
 from policies.job import Job
 from policies.length_history import IntArray, LengthHistory
 
@@ -65,7 +65,6 @@ class PeakIndex:
     """
 
     def __init__(self, base: IntArray, remaining: IntArray) -> None:
-        self._base, self._remaining = base, remaining
         num_lists, num_entries = remaining.shape
         steps, memory = peak_profile(base, remaining)
         # Tables of k = 0 ... n, one row each list, read by the place in all rows together.
@@ -76,11 +75,6 @@ class PeakIndex:
         self._rows = np.arange(num_lists)[:, None]
         self._num_entries = num_entries
         self._sorted_keys = (self._rows * ROW_KEY - steps).ravel()
-
-    @property
-    def peak(self) -> int:
-        """M* as it is."""
-        return int(self._peak_before[:, -1].max())
 
     def peaks_with(self, base: IntArray, remaining: IntArray) -> IntArray:
         """M* if one entry joins, for each of m: max(P_k, S_k + b + (k + 1) r, b + Q_(k+1)).
@@ -99,19 +93,6 @@ class PeakIndex:
         peaks = np.maximum(self._peak_before.take(index), base + self._grown_after.take(index))
         worst: IntArray = np.maximum(peaks, at_its_end).max(axis=0)
         return worst
-
-    def with_entry(self, base: int, remaining: Sequence[int]) -> PeakIndex:
-        """The index of the batch with the entry in it; ``remaining``: by each list."""
-        column = np.array(remaining, np.int64)[:, None]
-        return PeakIndex(np.append(self._base, base), np.concatenate([self._remaining, column], axis=1))
-
-    def check_integrity(self) -> None:
-        """Raises:
-        IntegrityError: M* is not what all entries together give.
-        """
-        expected = future_memory(self._base, self._remaining).max()
-        if self.peak != expected:
-            raise IntegrityError(f"peak of {len(self._base)} entries is {expected}, not {self.peak}")
 
 
 class Lengths(Protocol):
@@ -145,7 +126,10 @@ class HistoryLengths:
         self._fresh_of = (0, 0)
 
     def draw(self, jobs: Sequence[Job], num_lists: int) -> IntArray:
-        generated, limit = _int_array([job.output_len for job in jobs]), _int_array([job.max_new_tokens for job in jobs])
+        generated, limit = (
+            _int_array([job.output_len for job in jobs]),
+            _int_array([job.max_new_tokens for job in jobs]),
+        )
         return self.history.sample_above(self._rng, generated, limit, num_lists)
 
     def draw_one(self, job: Job, num_lists: int) -> Sequence[int]:
@@ -245,27 +229,30 @@ class PastFuture:
         self._num_lists = self._lists_for(len(running))
         self._drawn: dict[str, Sequence[int]] = {}
         generated = _int_array([job.output_len for job in running])
-        base = _int_array([job.prompt_len for job in running]) + generated
-        self._peaks = PeakIndex(base, self._lengths.draw(running, self._num_lists) - generated)
+        self._base = _int_array([job.prompt_len for job in running]) + generated
+        self._remaining = self._lengths.draw(running, self._num_lists) - generated
 
     def admits(self, job: Job) -> bool:
         """Lines 9 to 13. Into an empty batch goes what can make one step (the paper is silent): nothing else helps it.
 
         Asked again at the same point it answers by the same draws.
         """
-        return bool(self.fits([job])[0])
+        if self._num_jobs == 0:
+            return job.known_len + 1 <= self._capacity
+        peak = int(future_memory(*self._with(job)).max())
+        return peak < self._limit if self._strict else peak <= self._limit
 
     def fits(self, jobs: Sequence[Job]) -> NDArray[np.bool_]:
-        """What ``admits`` says of each, alone beside the batch; shape (jobs,). A thousand cost a fifth of a step."""
+        """What ``admits`` says of each of them, alone beside the batch, at O(log n) each; shape (jobs,)."""
         base = _int_array([job.known_len for job in jobs])
         if self._num_jobs == 0:
             return base + 1 <= self._capacity
-        peaks = self._peaks.peaks_with(base, self._remaining(jobs))
+        peaks = PeakIndex(self._base, self._remaining).peaks_with(base, self._remaining_of(jobs))
         return peaks < self._limit if self._strict else peaks <= self._limit
 
     def add(self, job: Job) -> None:
         self._num_jobs += 1
-        self._peaks = self._peaks.with_entry(job.known_len, self._remaining([job])[:, 0])
+        self._base, self._remaining = self._with(job)
 
     def reserve(self, capacity: int) -> int:
         return capacity - int(round((1 - self._reserve_ratio) * capacity, 6))
@@ -276,12 +263,14 @@ class PastFuture:
     @property
     def predicted_peak(self) -> int:
         """M* of the batch as it is now, in tokens; the highest of all lists."""
-        return self._peaks.peak
+        return int(future_memory(self._base, self._remaining).max())
 
-    def check_integrity(self) -> None:
-        self._peaks.check_integrity()
+    def _with(self, job: Job) -> tuple[IntArray, IntArray]:
+        """The batch with the job in it: b_i, shape (n + 1,), and r_i by each list, shape (lists, n + 1)."""
+        column = self._remaining_of([job])
+        return np.append(self._base, job.known_len), np.concatenate([self._remaining, column], axis=1)
 
-    def _remaining(self, jobs: Sequence[Job]) -> IntArray:
+    def _remaining_of(self, jobs: Sequence[Job]) -> IntArray:
         """By the draws of this point, made when a job is first asked for; shape (lists, jobs)."""
         new = [job for job in jobs if job.request_id not in self._drawn]
         if len(new) == 1:
