@@ -305,13 +305,19 @@ def test_same_seed_same_decisions() -> None:
 @pytest.mark.parametrize("num_running", [0, 3, 120, 250])
 def test_a_whole_queue_at_once_is_answered_like_one_by_one(num_running: int) -> None:
     rng = np.random.default_rng(num_running)
-    queue = [job(f"q{i}", p, generated=g) for i, (p, g) in enumerate(rng.integers(0, 60, (50, 2)).tolist())]
+    queue = [job(f"q{i}", p, generated=g) for i, (p, g) in enumerate(rng.integers(0, 90, (50, 2)).tolist())]
     running = [job(str(i), 10, generated=i % 80) for i in range(num_running)]
     for strict in (False, True):
-        source = HistoryLengths(LengthHistory(initial=range(1, 100)), np.random.default_rng(1))
-        admission = PastFuture(source, reserve_ratio=0, strict=strict)
-        admission.begin(running, 0)
-        admission.begin(running, admission.predicted_peak + 60)
+        first, admission = (
+            PastFuture(
+                HistoryLengths(LengthHistory(initial=range(1, 100)), np.random.default_rng(1)),
+                reserve_ratio=0,
+                strict=strict,
+            )
+            for _ in range(2)
+        )
+        first.begin(running, 0)
+        admission.begin(running, first.predicted_peak + 80)
         one_by_one = [admission.admits(each) for each in queue[:20]]
         at_once = admission.fits(queue).tolist()
         assert at_once[:20] == one_by_one
