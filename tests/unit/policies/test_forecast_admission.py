@@ -146,6 +146,30 @@ def test_laws_are_read_beyond_what_is_generated_and_up_to_the_limit() -> None:
     assert certain.predicted_peak == 5 + 50
 
 
+@pytest.mark.parametrize(("risk", "num_above"), [(0.02, 0), (0.05, 1), (0.0625, 2), (0.5, 16)])
+def test_at_most_the_risk_is_above_the_bound(risk: float, num_above: int) -> None:
+    by_forecast = admission({"A": list(range(1, NUM_SCENARIOS + 1))}, risk)
+    by_forecast.begin([job("A", 100)], 1000)
+    assert by_forecast.predicted_peak == 100 + NUM_SCENARIOS - num_above
+
+
+@pytest.mark.parametrize(
+    ("law", "generated", "limit", "remaining"),
+    [(list(range(1, 65)), 0, 100, 64), ([5], 20, 50, 1), ([90], 50, 50, 1), ([7.2], 0, 50, 8), ([30], 10, 25, 15)],
+)
+def test_the_longest_that_a_law_leaves(law: list[float], generated: int, limit: int, remaining: int) -> None:
+    by_forecast = admission({"A": law}, risk=0.01)
+    by_forecast.begin([job("A", 100, generated, limit)], 1000)
+    assert by_forecast.predicted_peak == 100 + generated + remaining
+
+
+def test_intervals_are_no_wider_than_needed() -> None:
+    names = [str(i) for i in range(LARGE_BATCH)]
+    by_forecast = admission({name: [2.0 * NUM_INTERVALS - 1] for name in names})
+    by_forecast.begin([job(name, 10) for name in names], 10**6)
+    assert by_forecast.predicted_peak == LARGE_BATCH * (10 + 2 * NUM_INTERVALS)
+
+
 def test_less_risk_asks_for_more_room() -> None:
     laws, jobs = random_batch(1, 60)
     for n in (20, 60):

@@ -209,6 +209,7 @@ def test_into_an_empty_batch_goes_what_can_make_a_step() -> None:
     admission.begin([], 21)
     assert admission.admits(job("a", 20, 500))
     assert not admission.admits(job("b", 21, 1))
+    assert admission.fits([job("a", 20, 500), job("b", 21, 1)]).tolist() == [True, False]
     assert admission.admits(job("paused", 15, 500, generated=5))
     assert not admission.admits(job("paused further", 15, 500, generated=6))
     admission.add(job("a", 20, 500))
@@ -226,10 +227,14 @@ def test_reserve_lowers_the_limit(ratio: float, limit: int) -> None:
 
 def test_a_paused_job_is_drawn_beyond_what_it_has_generated() -> None:
     """Every output was 5 or 50 long: after 6 tokens it is 50."""
-    admission = with_history(5, 5, 5, 5, 5, 50)
-    for capacity, admitted in [(56, True), (55, False)]:
+    admission = with_history(5, 5, 5, 5, 5, 50, max_lists=1)
+    for capacity, admitted in [(56, True), (55, False)] * 10:
         admission.begin([job("a", 9, generated=4, limit=5)], capacity)
         assert admission.admits(job("paused", 6, generated=6)) is admitted
+        assert admission.fits([job("other", 6, generated=6), job("third", 7, generated=6)]).tolist() == [
+            admitted,
+            False,
+        ]
 
 
 def test_draws_are_fixed_within_a_point_and_new_at_the_next() -> None:
@@ -251,6 +256,15 @@ def test_the_limit_of_a_job_bounds_its_draw() -> None:
     assert admission.predicted_peak == 30
     assert admission.admits(job("new", 10, limit=20))
     assert not admission.admits(job("longer", 10, limit=51))
+
+
+def test_the_reserve_is_exact() -> None:
+    """0.93 * 500 is a little less than 465 in floating point."""
+    admission = PastFuture(TrueLengths(), reserve_ratio=0.07)
+    assert admission.reserve(500) == 35
+    admission.begin([job("a", 100, 10)], 500)
+    assert admission.admits(job("new", 345, 10))
+    assert not admission.admits(job("larger", 346, 10))
 
 
 def test_what_ends_is_learnt_and_cuts_are_no_ends() -> None:
