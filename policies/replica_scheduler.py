@@ -187,6 +187,11 @@ class ReplicaScheduler:
         """Admitted requests that are to execute next."""
         return len(self._running)
 
+    @property
+    def num_offloaded(self) -> int:
+        """Requests with KV on the host, or on its way there."""
+        return len(self._hosted)
+
     def unknown(self, keys: Iterable[Key]) -> tuple[Key, ...]:
         """Those of these attempts that are neither here nor ended lately."""
         return tuple(key for key in keys if key not in self._recent and not self._knows(*key))
@@ -545,9 +550,14 @@ class ReplicaScheduler:
             lease=self._lease,
             plan_seq=self._plan_seq,
             as_of_report_seq=self._report_seq,
-            reserve_blocks=-(-self.admission.reserve(worker.num_blocks * worker.block_size) // worker.block_size),
+            reserve_blocks=self._reserve_blocks(worker),
             slots=tuple(slots),
         )
+
+    def _reserve_blocks(self, worker: WorkerReady) -> int:
+        """Where KV can be made to leave, room for growth is made when it is needed."""
+        size = worker.block_size
+        return 0 if self.kv.evicts else -(-self.admission.reserve(worker.num_blocks * size) // size)
 
     def _slot(self, tracked: Tracked, *, standby: bool) -> Slot:
         if tracked.shipped_in is None:
