@@ -14,12 +14,15 @@ from core.costs import StepCost
 from core.errors import ConfigError
 from policies.aggressive import Aggressive
 from policies.batch_queue import Batcher, first_arrived
+from policies.cheapest_victim import CheapestVictim
 from policies.conservative import Conservative
 from policies.e2_profiles import from_step_cost
 from policies.e2_router import E2Router
 from policies.enst_offload import EnstOffload
 from policies.fcfs import Fcfs
 from policies.fcfs_batches import FcfsBatches
+from policies.forecast_admission import ForecastAdmission
+from policies.gittins import DecodePrice, Gittins
 from policies.global_scheduler import GlobalScheduler
 from policies.hit_groups import HitGroups
 from policies.hrrn import HighestResponseRatio, HrrnOrder, ServingTime
@@ -44,6 +47,10 @@ PRIOR_COST = StepCost(base_s=0.010, prefill_token_s=0.11e-3, decode_seq_s=0.02e-
 """What steps are taken to cost until they have been measured: about a 7B model on an A100."""
 
 
+PRIOR_CAPACITY = 100_000
+"""KV tokens that a replica is taken to hold until it has said so."""
+
+
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
     """Parameters of the parts; each part takes what it needs.
@@ -53,7 +60,10 @@ class PolicySettings:
         overcommit: How many times its memory the conservative admission takes the pool to have.
         reserve_ratio: Share of the pool that Past-Future keeps free.
         max_new_tokens: The longest output that Past-Future expects before it has seen any.
+        eviction_risk: What the admission by forecast accepts.
         mlfq: Rules of the skip-join MLFQ.
+        theta: Hysteresis of the Gittins order.
+        gamma: Its ageing.
         cost: What steps cost; replaced where it is measured.
         block_size: Tokens of a block as placement by prefixes counts them.
         seed: Of everything that is drawn.
@@ -63,6 +73,9 @@ class PolicySettings:
     overcommit: float = 1.0
     reserve_ratio: float = 0.05
     max_new_tokens: int = 4096
+    eviction_risk: float = 0.05
+    theta: float = 4.0
+    gamma: float = 0.0
     mlfq: MlfqRules = field(default_factory=MlfqRules)
     cost: StepCost = PRIOR_COST
     block_size: int = 64
@@ -96,6 +109,11 @@ def remaining_service_s(cost: StepCost, job: Job) -> float:
     return cost.prefill_s(job.missing_len) + max(1.0, expected - job.output_len) * cost.decode_s(job.known_len)
 
 
+def _gittins(settings: PolicySettings, limits: SchedulerLimits) -> Gittins:
+    price = DecodePrice(settings.cost, limits.max_num_seqs, PRIOR_CAPACITY)
+    return Gittins(price, theta=settings.theta, gamma=settings.gamma)
+
+
 def _past_future(settings: PolicySettings) -> PastFuture:
     rng = np.random.default_rng(settings.seed)
     history = LengthHistory(initial=[settings.max_new_tokens])
@@ -105,6 +123,7 @@ def _past_future(settings: PolicySettings) -> PastFuture:
 ORDERS: dict[str, Callable[[PolicySettings, SchedulerLimits], Order]] = {
     "fcfs": lambda settings, limits: Fcfs(),
     "hrrn": lambda settings, limits: HrrnOrder(remaining_service_s, settings.cost),
+    "gittins": lambda settings, limits: _gittins(settings, limits),
     "hit-groups": lambda settings, limits: HitGroups(limits.max_num_seqs),
     "skip-join-mlfq": lambda settings, limits: SkipJoinMlfq(settings.cost, settings.mlfq),
 }
@@ -116,6 +135,9 @@ ADMISSIONS: dict[str, Callable[[PolicySettings], Admission]] = {
     "oracle": lambda settings: PastFuture(TrueLengths(), reserve_ratio=0.0, max_lists=1),
 }
 
+FORECAST = "forecast"
+"""The admission that asks the Gittins order for the laws of its jobs."""
+
 _MLFQ_KV: dict[str, Callable[[SkipJoinMlfq], KvPolicy]] = {
     "enst-proactive": EnstOffload,
     "enst-defer": Defer,
@@ -123,7 +145,8 @@ _MLFQ_KV: dict[str, Callable[[SkipJoinMlfq], KvPolicy]] = {
     "enst-recompute": Recompute,
 }
 
-KV_POLICIES = ("recompute-newest", "swap-newest", *_MLFQ_KV)
+CHEAPEST_VICTIM = "cheapest-victim"
+"""The KV policy that asks the Gittins order for ranks."""
 
 PLACEMENTS: dict[str, Callable[[PolicySettings], Placement]] = {
     "round-robin": lambda settings: RoundRobin(),
@@ -169,7 +192,7 @@ def build_scheduler(
     if row.max_num_seqs:
         limits = SchedulerLimits(min(limits.max_num_seqs, row.max_num_seqs), limits.standby_slots)
     ranked = _part(ORDERS, "scheduler.order", order or row.order)(settings, limits)
-    admits = _part(ADMISSIONS, "scheduler.admission", admission or row.admission)(settings)
+    admits = _admission(admission or row.admission, ranked, settings)
     return ReplicaScheduler(ReplicaPolicies(ranked, admits, _kv_policy(kv or row.kv, ranked)), limits)
 
 
@@ -184,14 +207,24 @@ def configured_scheduler(config: SchedulerConfig, max_num_seqs: int) -> ReplicaS
     return build_scheduler(config.preset, limits, PolicySettings(watermark=config.watermark), kv=kv)
 
 
+def _admission(name: str, order: Order, settings: PolicySettings) -> Admission:
+    if name != FORECAST:
+        return _part(ADMISSIONS, "scheduler.admission", name, FORECAST)(settings)
+    if not isinstance(order, Gittins):
+        raise ConfigError("scheduler.admission", name, f"one of {', '.join(ADMISSIONS)} where the order is not gittins")
+    rng = np.random.default_rng(settings.seed)
+    return ForecastAdmission(order.lengths, rng, eviction_risk=settings.eviction_risk)
+
+
 def _kv_policy(name: str, order: Order) -> KvPolicy:
-    if name in ("recompute-newest", "swap-newest"):
+    newest = ("recompute-newest", "swap-newest")
+    if name in newest:
         return NewestGiveWay(swaps=name == "swap-newest")
-    make = _part(_MLFQ_KV, "scheduler.kv", name)
+    if name == CHEAPEST_VICTIM and isinstance(order, Gittins):
+        return CheapestVictim(order)
+    make = _part(_MLFQ_KV, "scheduler.kv", name, *newest, CHEAPEST_VICTIM)
     if not isinstance(order, SkipJoinMlfq):
-        raise ConfigError(
-            "scheduler.kv", name, "recompute-newest or swap-newest: it needs the levels of skip-join-mlfq"
-        )
+        raise ConfigError("scheduler.kv", name, f"one of {', '.join(newest)} where the order is not skip-join-mlfq")
     return make(order)
 
 
@@ -214,7 +247,8 @@ def _continuous(preset: str) -> Preset:
     return row
 
 
-def _part(table: Mapping[str, _T], field_name: str, name: str) -> _T:
+def _part(table: Mapping[str, _T], field_name: str, name: str, *others: str) -> _T:
+    """The entry of this name; the error names ``others`` as well, which are made elsewhere."""
     if name not in table:
-        raise ConfigError(field_name, name, f"one of {', '.join(table)}")
+        raise ConfigError(field_name, name, f"one of {', '.join((*table, *others))}")
     return table[name]

@@ -6,8 +6,9 @@ length law of ``policies.length_law`` and a cost that counts the slots or memory
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,7 @@ from core.costs import StepCost
 from core.errors import IntegrityError, InvalidValueError
 from policies import length_law
 from policies.job import Job
+from policies.job_table import JobTable
 from policies.length_history import LengthHistory
 from policies.predictor_gate import PredictorGate
 
@@ -23,8 +25,13 @@ FloatArray = NDArray[np.float64]
 Unit = Literal["volume", "time"]
 
 RERANK_TOKENS = 16
+"""Output tokens after which a running job's rank is worked out anew."""
+
 REFRESH_COMPLETIONS = 50
+"""Finished outputs after which the history's half of all laws is taken anew ..."""
+
 MIN_COMPLETIONS = 20
+"""... the first time after so many: fewer say too little."""
 
 
 def gittins_rank(costs: FloatArray, weights: FloatArray) -> FloatArray:
@@ -36,32 +43,83 @@ def gittins_rank(costs: FloatArray, weights: FloatArray) -> FloatArray:
     """
     below = np.cumsum(weights, axis=1)
     spent = np.cumsum(weights * costs, axis=1)
-    spent += costs * np.maximum(1.0 - below, 0.0)
-    ratio = np.divide(spent, below, out=np.full_like(spent, np.inf), where=below > 0)
-    rank: FloatArray = ratio.min(axis=1)
+    spent += costs * (below[:, -1:] - below)
+    below[below == 0] = 1e-300  # before the first point of positive weight nothing ends: no candidate
+    spent /= below
+    rank: FloatArray = spent.min(axis=1)
     return rank
 
 
-def decode_cost(
-    step: StepCost, max_num_seqs: int, capacity: int, context: FloatArray, tokens: FloatArray, unit: Unit
-) -> FloatArray:
-    """Seconds of the replica used up by ``tokens`` more tokens from ``context`` on, elementwise and in closed form.
+@dataclass(frozen=True, slots=True)
+class DecodePrice:
+    """Seconds of the replica that output tokens use up, in closed form.
 
-    In volume sum over y in [context, context + tokens) of base_s max(1/B, y/M) + decode_seq_s + context_token_s y;
-    in time the maximum is 1. The maximum is flat up to y = M/B and linear from there.
+    A token at context y costs base_s max(1/B, y/M) + decode_seq_s + context_token_s y in volume: the replica's time by
+    the dominant share of what the job holds, slots or memory. In time the maximum is 1: what it would take alone.
 
-    Args:
-        max_num_seqs: B.
+    Attributes:
+        max_num_seqs: B, sequences of a step.
         capacity: M, tokens of KV.
     """
-    contexts = tokens * (context + (tokens - 1.0) / 2.0)
-    seconds = step.decode_seq_s * tokens + step.context_token_s * contexts
-    if unit == "time":
-        return seconds + step.base_s * tokens
-    flat = np.minimum(np.maximum(capacity // max_num_seqs + 1 - context, 0.0), tokens)
-    flat_contexts = flat * (context + (flat - 1.0) / 2.0)
-    cost: FloatArray = seconds + step.base_s * (flat / max_num_seqs + (contexts - flat_contexts) / capacity)
-    return cost
+
+    step: StepCost
+    max_num_seqs: int
+    capacity: int
+    unit: Unit = "volume"
+
+    def __post_init__(self) -> None:
+        if self.max_num_seqs < 1:
+            raise InvalidValueError("max_num_seqs", self.max_num_seqs, "an integer >= 1")
+        if self.capacity < 1:
+            raise InvalidValueError("capacity", self.capacity, "an integer >= 1")
+        if self.unit not in ("volume", "time"):
+            raise InvalidValueError("unit", self.unit, "volume or time")
+
+    def seconds(self, context: FloatArray, tokens: FloatArray) -> FloatArray:
+        """Of ``tokens`` more tokens from ``context`` on, elementwise.
+
+        A sum over y in [context, context + tokens), which of y itself is tokens (context - 1/2 + tokens / 2). The
+        maximum is flat up to y = M/B and linear from there.
+        """
+        step, before = self.step, context - 0.5
+        contexts = 0.5 * tokens
+        contexts += before
+        contexts *= tokens
+        if self.unit == "time":
+            contexts *= step.context_token_s
+            contexts += (step.base_s + step.decode_seq_s) * tokens
+            return contexts
+        memory = step.base_s / self.capacity
+        contexts *= step.context_token_s + memory
+        contexts += step.decode_seq_s * tokens
+        flat = np.minimum(np.maximum(self.capacity // self.max_num_seqs + 1 - context, 0.0), tokens)
+        in_flat = (-0.5 * memory) * flat
+        in_flat += step.base_s / self.max_num_seqs - memory * before
+        in_flat *= flat
+        contexts += in_flat
+        return contexts
+
+
+_ROWS_AT_ONCE = 256
+"""Their arrays fit a core's own cache, which halves the time."""
+
+_COLUMNS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "forecast": (np.float64, (length_law.NUM_POINTS,)),
+    "points": (np.float64, (2 * length_law.NUM_POINTS,)),
+    "from_forecast": (np.bool_, (2 * length_law.NUM_POINTS,)),
+    "history": (np.int64, ()),  # of which history the points are
+    "generated": (np.float64, ()),
+    "limit": (np.float64, ()),
+    "context": (np.float64, ()),
+    "missing": (np.float64, ()),
+    "arrived_at": (np.float64, ()),
+    "priority": (np.int64, ()),
+    "deadline_at": (np.float64, ()),
+    "rank": (np.float64, ()),
+    "expected": (np.float64, ()),
+    "due": (np.bool_, ()),
+    "prefilled": (np.bool_, ()),  # when it was ranked last
+}
 
 
 class Gittins:
@@ -72,13 +130,12 @@ class Gittins:
     divides by 1 + gamma (now - arrived_at) / (expected cost of what remains): a smooth form of the response ratio, 0
     for none.
 
+    ``add``, ``remove`` and ``ran`` cost O(1), ``refresh`` O(64) for each rank that is due, ``ranked`` O(n log n).
+
     Args:
-        step: Prices; base_s is shared by all that run.
-        max_num_seqs: B, sequences of a step.
-        capacity: M, tokens of KV.
+        price: Of tokens; base_s is shared by all that run.
         theta: Hysteresis, >= 1.
         gamma: Ageing, >= 0.
-        unit: Rank by the share of the replica used up, or by seconds that a job alone would take.
 
     Raises:
         InvalidValueError: a parameter out of range.
@@ -86,147 +143,149 @@ class Gittins:
 
     preemptive = True
 
-    def __init__(
-        self,
-        step: StepCost,
-        max_num_seqs: int,
-        capacity: int,
-        *,
-        theta: float = 4.0,
-        gamma: float = 0.0,
-        unit: Unit = "volume",
-    ) -> None:
+    def __init__(self, price: DecodePrice, *, theta: float = 4.0, gamma: float = 0.0) -> None:
         if not theta >= 1:
             raise InvalidValueError("theta", theta, "a number >= 1")
         if not gamma >= 0:
             raise InvalidValueError("gamma", gamma, "a number >= 0")
-        if unit not in ("volume", "time"):
-            raise InvalidValueError("unit", unit, "volume or time")
-        self._theta, self._gamma, self._unit = theta, gamma, unit
+        self._price, self._theta, self._gamma = price, theta, gamma
         self.gate = PredictorGate()
         self._history = LengthHistory(window=1000)
         self._history_points: FloatArray | None = None
+        self._history_version = 0
         self._num_learned = 0
-        self._jobs: dict[str, Job] = {}
-        self._forecasts: dict[str, FloatArray] = {}
-        self._ranks: dict[str, float] = {}
-        self._expected: dict[str, float] = {}
-        self._ranked_at: dict[str, tuple[int, bool]] = {}
-        self._due: set[str] = set()
-        self.reprice(step, max_num_seqs, capacity)
+        self._table = JobTable(_COLUMNS)
 
-    def reprice(self, step: StepCost, max_num_seqs: int, capacity: int) -> None:
-        """The live profile has changed: all ranks are due."""
-        if max_num_seqs < 1:
-            raise InvalidValueError("max_num_seqs", max_num_seqs, "an integer >= 1")
-        if capacity < 1:
-            raise InvalidValueError("capacity", capacity, "an integer >= 1")
-        self._step, self._max_num_seqs, self._capacity = step, max_num_seqs, capacity
-        self._due.update(self._jobs)
+    def price(self, cost: StepCost, capacity: int) -> None:
+        """What steps cost and how much memory there is has changed: all ranks are due."""
+        before = self._price
+        self._price = DecodePrice(cost, before.max_num_seqs, capacity, before.unit)
+        self._column("due")[:] = True
 
     def add(self, job: Job, now: float) -> None:
-        """O(1); its rank is worked out at the next ``refresh`` or ``ranked``."""
-        self._jobs[job.request_id] = job
-        self._forecasts[job.request_id] = _points(job)
-        self._due.add(job.request_id)
+        row = self._table.add(job)
+        self._column("forecast")[row] = _points(job)
+        self._column("limit")[row] = job.max_new_tokens
+        self._column("arrived_at")[row] = job.arrived_at
+        self._column("priority")[row] = job.priority
+        self._column("deadline_at")[row] = job.deadline_at
+        self._column("history")[row] = -1
+        self._look_at([row])
 
     def remove(self, job: Job) -> None:
-        key = job.request_id
-        self._jobs.pop(key, None)
-        for known in (self._forecasts, self._ranks, self._expected, self._ranked_at):
-            known.pop(key, None)
-        self._due.discard(key)
+        self._table.remove(job)
 
     def learn(self, job: Job, *, censored: bool) -> None:
-        """A job has ended; ``censored``: it might have gone on. Call it whether or not the job was removed."""
         points = None if job.forecast is None else length_law.forecast_points(job.forecast)
         if points is not None and self._history_points is not None and not censored:
             self.gate.observe(points, self._history_points, job.output_len)
         self._history.add(job.output_len, censored=censored)
         self._num_learned += 1
-        # Fewer outputs say too little: until then a job without a forecast has the law of an unknown length.
         if self._num_learned == MIN_COMPLETIONS or self._num_learned % REFRESH_COMPLETIONS == 0:
             self._history_points = self._history.quantiles(length_law.LEVELS).astype(np.float64)
-            self._due.update(key for key, other in self._jobs.items() if other.output_len == 0)
+            self._history_version += 1
+            self._column("due")[self._column("generated") == 0] = True
 
     def ran(self, job: Job, duration_s: float, now: float) -> None:
-        """O(1): due if the prefill has ended or 16 tokens have come since its last rank."""
-        generated, had_missing = self._ranked_at.get(job.request_id, (0, True))
-        prefill_ended = had_missing and job.output_len > 0
-        if job.request_id in self._jobs and (prefill_ended or job.output_len - generated >= RERANK_TOKENS):
-            self._due.add(job.request_id)
+        """Due if the prefill has ended or 16 tokens have come since its last rank."""
+        row = self._table.row(job)
+        if row is None:
+            return
+        prefill_has_ended = job.output_len > 0 and not self._column("prefilled")[row]
+        if prefill_has_ended or job.output_len - self._column("generated")[row] >= RERANK_TOKENS:
+            self._look_at([row])
 
     def refresh(self, now: float) -> None:
-        """Works out the ranks that are due; O(64) each, vectorised."""
-        if not self._due:
-            return
-        jobs = [self._jobs[key] for key in self._due]
-        costs, weights = self._cost_laws(jobs)
-        expected = (costs * weights).sum(axis=1)
-        for job, rank, cost in zip(jobs, gittins_rank(costs, weights).tolist(), expected.tolist(), strict=True):
-            self._ranks[job.request_id] = rank
-            self._expected[job.request_id] = cost
-            self._ranked_at[job.request_id] = (job.output_len, job.output_len == 0)
-        self._due.clear()
+        due = np.flatnonzero(self._column("due"))
+        self._look_at([row for row in due.tolist() if self._table.jobs[row].output_len])
+        for first in range(0, len(due), _ROWS_AT_ONCE):
+            rows = due[first : first + _ROWS_AT_ONCE]
+            costs, weights = self._cost_laws(rows)
+            self._column("rank")[rows] = gittins_rank(costs, weights)
+            self._column("expected")[rows] = np.vecdot(costs, weights)
+        self._column("due")[due] = False
 
     def ranked(self, now: float) -> Iterator[Job]:
-        """Best first; O(n log n) at the first answer."""
         self.refresh(now)
-        jobs = list(self._jobs.values())
-        if not jobs:
-            return
-        key = np.array([self._ranks[job.request_id] for job in jobs])
-        arrived_at = np.array([job.arrived_at for job in jobs])
+        jobs, arrived_at = self._table.jobs, self._column("arrived_at")
+        key = self._column("rank").copy()
         if self._gamma:
-            expected = np.array([self._expected[job.request_id] for job in jobs])
-            key = key / (1.0 + self._gamma * np.maximum(now - arrived_at, 0.0) / np.maximum(expected, 1e-12))
-        key = np.where([job.computed_len > 0 for job in jobs], key / self._theta, key)
-        priority = np.array([job.priority for job in jobs])
-        deadline_at = np.array([job.deadline_at for job in jobs])
-        for index in np.lexsort((arrived_at, key, deadline_at, priority)).tolist():
-            yield jobs[index]
+            waited_s = np.maximum(now - arrived_at, 0.0)
+            key /= 1.0 + self._gamma * waited_s / np.maximum(self._column("expected"), 1e-12)
+        key[np.fromiter((job.computed_len > 0 for job in jobs), np.bool_, len(jobs))] /= self._theta
+        keys = [arrived_at, key, self._column("deadline_at"), self._column("priority")]
+        while len(keys) > 2 and len(jobs) and (keys[-1] == keys[-1][0]).all():
+            keys.pop()  # nobody differs in it
+        for row in np.lexsort(keys).tolist():
+            yield jobs[row]
 
     def slice_s(self, job: Job) -> float:
-        """What is missing and 16 tokens, computed alone: earlier its rank does not change."""
-        prefill_s = self._step.prefill_token_s * job.missing_len
-        return prefill_s + RERANK_TOKENS * self._step.decode_s(job.known_len)
+        """Until its rank changes: what is missing and 16 tokens less those that it has had since the last one."""
+        row = self._table.row(job)
+        had = 0.0 if row is None else job.output_len - self._column("generated")[row]
+        prefill_s = 0.0 if job.decodes else self._price.step.prefill_token_s * job.missing_len
+        return prefill_s + max(1.0, RERANK_TOKENS - had) * self._price.step.decode_s(job.known_len)
 
-    def rank(self, jobs: list[Job]) -> FloatArray:
-        """Ranks of jobs as they are now, seconds, shape (n,); without hysteresis and ageing."""
-        return gittins_rank(*self._cost_laws(jobs))
+    def rank(self, jobs: Sequence[Job]) -> FloatArray:
+        """Ranks of jobs of this order, seconds, shape (n,); without hysteresis and ageing."""
+        self.refresh(0.0)
+        ranks: FloatArray = self._column("rank")[[self._known_row(job) for job in jobs]]
+        return ranks
 
-    def _cost_laws(self, jobs: list[Job]) -> tuple[FloatArray, FloatArray]:
-        """Costs of ending at each point of the remaining length, seconds, and their probabilities; shape (n, k)."""
-        points, from_forecast = length_law.merged(np.array([self._forecast(job) for job in jobs]), self._history_points)
-        generated = np.array([job.output_len for job in jobs], np.float64)
-        limit = np.array([job.max_new_tokens for job in jobs], np.float64)
-        tokens, weights = length_law.remaining(
-            points,
-            from_forecast,
-            self.gate.omega,
-            generated,
-            limit,
-        )
-        context = np.array([job.known_len for job in jobs], np.float64)[:, None]
-        costs = decode_cost(self._step, self._max_num_seqs, self._capacity, context, tokens, self._unit)
+    def lengths(self, job: Job) -> FloatArray:
+        """Equiprobable whole output lengths of a job of this order, longer than what it has generated, shape (32,)."""
+        row = self._known_row(job)
+        if job.output_len != self._column("generated")[row]:
+            self._look_at([row])
+        tokens, weights = self._laws(np.array([row]))
+        return job.output_len + length_law.equiprobable(tokens[0], weights[0])
+
+    def _known_row(self, job: Job) -> int:
+        row = self._table.row(job)
+        if row is None:
+            raise IntegrityError(f"{job.request_id} is not in this order")
+        return row
+
+    def _column(self, name: str) -> NDArray[Any]:
+        return self._table.column(name)
+
+    def _look_at(self, rows: list[int]) -> None:
+        """Takes down how far these jobs are; their ranks are due."""
+        jobs = [self._table.jobs[row] for row in rows]
+        self._column("generated")[rows] = [job.output_len for job in jobs]
+        self._column("context")[rows] = [job.known_len for job in jobs]
         # A decoding job always lacks its newest token, which is the decode's own work.
-        missing = np.array([0 if job.decodes else job.missing_len for job in jobs], np.float64)
-        costs += self._step.prefill_token_s * missing[:, None]
+        self._column("missing")[rows] = [0 if job.decodes else job.missing_len for job in jobs]
+        self._column("prefilled")[rows] = [job.output_len > 0 for job in jobs]
+        self._column("due")[rows] = True
+
+    def _laws(self, rows: NDArray[np.int64]) -> tuple[FloatArray, FloatArray]:
+        """Tokens still to come and their probabilities, shape (n, 64)."""
+        old = rows[self._column("history")[rows] != self._history_version]
+        if len(old):
+            merged = length_law.merged(self._column("forecast")[old], self._history_points)
+            self._column("points")[old], self._column("from_forecast")[old] = merged
+            self._column("history")[old] = self._history_version
+        return length_law.remaining(
+            self._column("points")[rows],
+            self._column("from_forecast")[rows],
+            self.gate.omega,
+            self._column("generated")[rows],
+            self._column("limit")[rows],
+        )
+
+    def _cost_laws(self, rows: NDArray[np.int64]) -> tuple[FloatArray, FloatArray]:
+        """Costs of ending at each point of the remaining length, seconds, and their probabilities; shape (n, 64)."""
+        tokens, weights = self._laws(rows)
+        costs = self._price.seconds(self._column("context")[rows, None], tokens)
+        costs += self._price.step.prefill_token_s * self._column("missing")[rows, None]
         return costs, weights
 
     def check_integrity(self) -> None:
-        """Raises:
-        IntegrityError: a job has no rank and is not due, or something is kept of a job that is gone.
-        """
-        known = set(self._jobs)
-        if known - set(self._ranks) - self._due:
+        """Raises IntegrityError unless rows and jobs agree and every rank that is not due has been worked out."""
+        self._table.check_integrity()
+        if not (self._column("due") | (self._column("rank") > 0)).all():
             raise IntegrityError("a job has no rank and none is due")
-        if (set(self._ranks) | set(self._expected) | self._due | set(self._forecasts)) - known:
-            raise IntegrityError("something is kept of a job that is gone")
-
-    def _forecast(self, job: Job) -> FloatArray:
-        points = self._forecasts.get(job.request_id)
-        return _points(job) if points is None else points
 
 
 def _points(job: Job) -> FloatArray:

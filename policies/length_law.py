@@ -70,12 +70,20 @@ def remaining(
     left = points - generated[:, None]
     # Alone, the forecast's half counts in full whatever omega is, so its weight must not be 0.
     weights = np.where(from_forecast, max(omega, 1e-9), 1.0 - omega)
-    weights *= (left > 0) & (left < np.inf)
-    total = weights.sum(axis=1)
-    outlived = total == 0
-    left[outlived] = np.maximum(np.ceil(generated[outlived] / 4), MIN_REMAINING)[:, None]
-    weights[outlived] = 1.0
-    total[outlived] = left.shape[1]
-    weights /= total[:, None]
-    np.clip(left, 1.0, np.maximum(limit - generated, 1.0)[:, None], out=left)
+    weights *= left > 0
+    weights *= points < np.inf
+    outlived = ~weights.any(axis=1)
+    if outlived.any():
+        left[outlived] = np.maximum(np.ceil(generated[outlived] / 4), MIN_REMAINING)[:, None]
+        weights[outlived] = 1.0
+    weights /= weights.sum(axis=1, keepdims=True)
+    np.maximum(left, 1.0, out=left)
+    np.minimum(left, np.maximum(limit - generated, 1.0)[:, None], out=left)
     return left, weights
+
+
+def equiprobable(tokens: FloatArray, weights: FloatArray) -> FloatArray:
+    """32 equiprobable points of a law given by points in rising order, shape (k,), and weights; shape (32,)."""
+    below = np.cumsum(weights)
+    points: FloatArray = tokens[np.searchsorted(below, LEVELS * below[-1])]
+    return points

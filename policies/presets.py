@@ -49,6 +49,7 @@ PRESETS: dict[str, Preset] = {
         Preset("conservative", "continuous", "least-work", "fcfs", "conservative", "recompute-newest"),
         Preset("aggressive", "continuous", "least-work", "fcfs", "watermark", "recompute-newest"),
         Preset("preble", "continuous", "e2", "hit-groups", "watermark", "recompute-newest"),
+        Preset("farsight", "continuous", "e2", "gittins", "watermark", "cheapest-victim"),
     )
 }
 

@@ -1,12 +1,12 @@
 """Targets of the combined policy: mean JCT beside FCFS with Past-Future, skip-join MLFQ and HRRN, one replica.
 
-Set-up: a 7B model on an A100 as a linear profile, prompts in chunks of 512 tokens beside the decodes, 25 GB/s to a host of
-262k tokens. A load of 1 is 0.85 N requests in the time in which FCFS, all N queued at the start, ends 85 % of them. Skip-join
-MLFQ gets the best of three starvation limits in each cell, chosen on the evaluated runs, which favours it.
+Set-up: a 7B model on an A100 as a linear profile, prompts in chunks of 512 tokens beside the decodes, 25 GB/s to a host
+of 262k tokens. A load of 1 is 0.85 N requests in the time in which FCFS, all N queued at the start, ends 85 % of them.
+Skip-join MLFQ gets the best of three starvation limits in each cell, chosen on the evaluated runs, which favours it.
 
 Forecasts: log-normal noise around the truth for the drawn lengths and the text tasks; none for the Azure traces, whose
-prompt lengths say next to nothing of the outputs. No choice of parameters was made on the rows used here: other windows of
-the traces and other seeds than those on which the policy was found.
+prompt lengths say next to nothing of the outputs. The seeds are other ones than those on which the policy was found, and
+so are two of three windows of the conversation trace; the code trace is too short for that.
 """
 
 from __future__ import annotations
@@ -180,7 +180,13 @@ def _row(setting: str, target: Target, runs: list[dict[str, float]]) -> Row:
     ours = math.exp(float(np.mean(np.log(ratios))))
     note = f"target <= {target.target:g}; seeds {min(ratios):.2f} to {max(ratios):.2f}; against {best}"
     return Row(
-        "combined_targets", setting, f"jct / {target.against}", target.measured, ours, holds(ours <= target.target), note
+        "combined_targets",
+        setting,
+        f"jct / {target.against}",
+        target.measured,
+        ours,
+        holds(ours <= target.target),
+        note,
     )
 
 

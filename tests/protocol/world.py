@@ -35,6 +35,7 @@ MAX_OUTPUT = 16
 
 PARTS = [("fcfs", "recompute-newest"), ("fcfs", "swap-newest"), ("hrrn", "swap-newest")]
 PARTS += [("skip-join-mlfq", f"enst-{kind}") for kind in ("proactive", "reactive", "defer", "recompute")]
+PARTS += [("gittins", "cheapest-victim"), ("gittins", "recompute-newest")]
 """(order, KV policy)"""
 
 ADMISSIONS = ["watermark", "conservative", "past-future"]

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from core.costs import StepCost
 from core.forecast import Forecast
-from policies.gittins import Gittins
+from policies.gittins import DecodePrice, Gittins
 from policies.job import Job
 
 LAWS = {
@@ -21,13 +21,14 @@ def draw() -> Figure:
     """Rank over tokens generated so far; a smaller rank goes first."""
     figure = Figure(figsize=(7.5, 4.0), layout="constrained")
     axes = figure.subplots()
-    order = Gittins(StepCost(0.01, 0.00011, 0.00002, 2e-7), 64, 121_000)
+    price = DecodePrice(StepCost(0.01, 0.00011, 0.00002, 2e-7), 64, 121_000)
     generated = np.arange(1, 600, 4)
     for label, quantiles in LAWS.items():
         forecast = Forecast(float(np.mean(quantiles)), quantiles, 1, "example", 0)
-        jobs = [
-            Job("a", 0.0, 200, 4096, forecast=forecast, output_len=int(n), computed_len=199 + int(n)) for n in generated
-        ]
+        order, jobs = Gittins(price), []
+        for n in generated.tolist():
+            jobs.append(Job(str(n), 0.0, 200, 4096, forecast=forecast, output_len=n, computed_len=199 + n))
+            order.add(jobs[-1], 0.0)
         axes.plot(generated, order.rank(jobs) * 1e3, label=label)
     axes.set_xlabel("tokens generated so far")
     axes.set_ylabel("rank (ms of the replica), smaller first")

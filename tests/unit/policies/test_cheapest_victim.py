@@ -6,14 +6,22 @@ import pytest
 
 from core.errors import InvalidValueError
 from policies.cheapest_victim import CheapestVictim
-from policies.gittins import Gittins
+from policies.gittins import DecodePrice, Gittins
 from policies.job import Job
 from policies.protocols import KvMoves, KvView
 from tests.unit.policies.test_gittins import STEP, job
 
 
 def policy(**options: object) -> CheapestVictim:
-    return CheapestVictim(Gittins(STEP, 64, 10_000), **options)  # type: ignore[arg-type]
+    return CheapestVictim(Gittins(DecodePrice(STEP, 64, 10_000)), **options)  # type: ignore[arg-type]
+
+
+def moves_of(seen: KvView) -> KvMoves:
+    """What is moved where the order knows exactly these jobs."""
+    rule = policy()
+    for each in (*seen.running, *seen.idle, *seen.offloaded):
+        rule.order.add(each, 0.0)
+    return rule.moves(seen, 0.0)
 
 
 def view(
@@ -36,37 +44,37 @@ def test_example_swap_or_compute_again() -> None:
     assert round(2000 * 512 * 1024 / 25e9 * 1e3) == 42
     assert round(2000 * 0.1085) == 217
     victim = resident("a", 50, 2000)
-    assert policy().moves(view(idle=[victim], needed=10), 0.0) == KvMoves(offload=(victim,))
+    assert moves_of(view(idle=[victim], needed=10)) == KvMoves(offload=(victim,))
 
 
 def test_worst_idle_first_then_the_tail_of_the_running() -> None:
     short, long = resident("short", 50), resident("long", 900)
     running = [resident("first", 900), resident("last", 10)]
     full = view(running, [long, short], needed=400)
-    assert policy().moves(full, 0.0).offload == (long,)
-    assert policy().moves(view(running, [short, long], needed=1001), 0.0).offload == (long, short, running[1])
+    assert moves_of(full).offload == (long,)
+    assert moves_of(view(running, [short, long], needed=1001)).offload == (long, short, running[1])
 
 
 def test_the_first_of_the_running_stays() -> None:
     only = resident("only", 10)
-    assert policy().moves(view([only], needed=10), 0.0) == KvMoves()
+    assert moves_of(view([only], needed=10)) == KvMoves()
 
 
 def test_urgent_jobs_leave_last() -> None:
     urgent, other = resident("urgent", 900, priority=-1), resident("other", 10)
-    assert policy().moves(view(idle=[urgent, other], needed=10), 0.0).offload == (other,)
+    assert moves_of(view(idle=[urgent, other], needed=10)).offload == (other,)
 
 
 @pytest.mark.parametrize(("computed_len", "host_free", "moved"), [(256, 256, 1), (255, 999, 0), (300, 299, 0)])
 def test_dropped_if_small_or_the_host_is_full(computed_len: int, host_free: int, moved: int) -> None:
-    moves = policy().moves(view(idle=[resident("a", 50, computed_len)], needed=1, host_free=host_free), 0.0)
+    moves = moves_of(view(idle=[resident("a", 50, computed_len)], needed=1, host_free=host_free))
     assert (len(moves.offload), len(moves.drop)) == (moved, 1 - moved)
 
 
 def test_uploads_best_first_while_they_fit() -> None:
     near, far = job("near", 20, host_len=100), job("far", 900, host_len=100)
-    assert policy().moves(view(offloaded=[far, near], free=250, needed=50), 0.0).upload == (near, far)
-    assert policy().moves(view(offloaded=[far, near], free=249, needed=50), 0.0).upload == (near,)
+    assert moves_of(view(offloaded=[far, near], free=250, needed=50)).upload == (near, far)
+    assert moves_of(view(offloaded=[far, near], free=249, needed=50)).upload == (near,)
 
 
 def test_host_guard() -> None:

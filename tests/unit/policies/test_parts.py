@@ -108,5 +108,9 @@ def test_an_unknown_part_names_those_there_are(part: str, named: str) -> None:
 def test_parts_can_be_set_alone_but_must_go_together() -> None:
     mixed = build_scheduler("past-future", SchedulerLimits(4, 4), order="skip-join-mlfq", kv="enst-proactive")
     assert mixed.order.preemptive
-    with pytest.raises(ConfigError, match=r"scheduler\.kv.*skip-join-mlfq"):
-        build_scheduler("fcfs", SchedulerLimits(4, 4), kv="enst-proactive")
+    for kv in ("enst-proactive", "cheapest-victim"):
+        with pytest.raises(ConfigError, match=r"scheduler\.kv.*recompute-newest"):
+            build_scheduler("fcfs", SchedulerLimits(4, 4), kv=kv)
+    with pytest.raises(ConfigError, match=r"scheduler\.admission.*not gittins"):
+        build_scheduler("fcfs", SchedulerLimits(4, 4), admission="forecast")
+    build_scheduler("farsight", SchedulerLimits(4, 4), admission="forecast")
