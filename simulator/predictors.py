@@ -1,0 +1,115 @@
+"""Who foresees output lengths in a simulation: each maps arrivals to the same arrivals with ``forecast`` set.
+
+They bracket what a real predictor can do: the oracle above it, the shuffled one (right law, wrong request) below it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+
+import numpy as np
+
+from core.errors import InvalidValueError
+from core.forecast import QUANTILES, Forecast
+from simulator.workload import Arrival
+
+Foresee = Callable[[Sequence[Arrival]], list[Arrival]]
+"""Sets the forecasts of a workload."""
+
+_NORMAL_QUANTILES = tuple(NormalDist().inv_cdf(q) for q in QUANTILES)
+
+
+def oracle(arrivals: Sequence[Arrival]) -> list[Arrival]:
+    """Forecasts the true length with certainty. O(n)."""
+    return [replace(a, forecast=_certain(a.output_len)) for a in arrivals]
+
+
+def history(arrivals: Sequence[Arrival]) -> list[Arrival]:
+    """Takes forecasts away: policies fall back on their own window of finished requests. O(n)."""
+    return [replace(a, forecast=None) for a in arrivals]
+
+
+def none(arrivals: Sequence[Arrival]) -> list[Arrival]:
+    """Nothing is known: ``num_samples`` 0 and a prior, uniform over what the request may generate. O(n)."""
+    return [replace(a, forecast=_prior(a.max_new_tokens)) for a in arrivals]
+
+
+@dataclass(frozen=True, slots=True)
+class Noisy:
+    """Log-normal noise around the truth, with quantiles as wide as the noise really is.
+
+    The centre is truth·e^(sigma·z); given the centre, the truth is log-normal around it with the same sigma when all
+    lengths were equally likely on a log scale beforehand. Values are kept within [1, max_new_tokens].
+
+    Attributes:
+        sigma: Standard deviation of the logarithm, at least 0; 0.5 misses by a factor of 1.65 or less in 68 %.
+        seed: Of the noise; the same seed gives the same forecasts on every call.
+    """
+
+    sigma: float
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.sigma) and self.sigma >= 0):
+            raise InvalidValueError("sigma", self.sigma, "a finite number of at least 0")
+
+    def __call__(self, arrivals: Sequence[Arrival]) -> list[Arrival]:
+        """O(n)."""
+        noise = np.exp(self.sigma * np.random.default_rng(self.seed).standard_normal(len(arrivals)))
+        return [replace(a, forecast=self._forecast(a, float(x))) for a, x in zip(arrivals, noise, strict=True)]
+
+    def _forecast(self, arrival: Arrival, noise: float) -> Forecast:
+        centre = arrival.output_len * noise
+        spread = [centre * math.exp(self.sigma * z) for z in _NORMAL_QUANTILES]
+        within = [min(max(length, 1.0), float(arrival.max_new_tokens)) for length in spread]
+        mean = min(max(centre * math.exp(self.sigma**2 / 2), 1.0), float(arrival.max_new_tokens))
+        return Forecast(mean, tuple(within), len(QUANTILES), "noisy", 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Shuffled:
+    """Gives each request the forecast of another one drawn at random: right as a law, useless for the request.
+
+    Attributes:
+        foresee: Makes the forecasts that are then permuted.
+        seed: Of the permutation.
+    """
+
+    foresee: Foresee = oracle
+    seed: int = 0
+
+    def __call__(self, arrivals: Sequence[Arrival]) -> list[Arrival]:
+        """O(n)."""
+        foreseen = self.foresee(arrivals)
+        order = np.random.default_rng(self.seed).permutation(len(foreseen))
+        return [replace(a, forecast=foreseen[int(i)].forecast) for a, i in zip(foreseen, order, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A predictor handed in: the simulator does not know what it learnt from.
+
+    Attributes:
+        predict: One forecast for each arrival, in order. It must not look at ``output_len``.
+    """
+
+    predict: Callable[[Sequence[Arrival]], Sequence[Forecast]]
+
+    def __call__(self, arrivals: Sequence[Arrival]) -> list[Arrival]:
+        """Raises ``InvalidValueError`` unless there are as many forecasts as arrivals."""
+        forecasts = self.predict(arrivals)
+        if len(forecasts) != len(arrivals):
+            raise InvalidValueError("forecasts", len(forecasts), f"one for each of {len(arrivals)} arrivals")
+        return [replace(a, forecast=f) for a, f in zip(arrivals, forecasts, strict=True)]
+
+
+def _certain(length: int) -> Forecast:
+    return Forecast(float(length), (float(length),) * len(QUANTILES), 1, "oracle", 1)
+
+
+def _prior(max_new_tokens: int) -> Forecast:
+    quantiles = tuple(max(1.0, q * max_new_tokens) for q in QUANTILES)
+    return Forecast((1 + max_new_tokens) / 2, quantiles, 0, "none", 0)

@@ -1,0 +1,90 @@
+"""What each simulated predictor says."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from core.errors import InvalidValueError
+from core.forecast import QUANTILES, Forecast
+from simulator.predictors import Noisy, Shuffled, Trained, history, none, oracle
+from simulator.workload import Arrival
+
+
+def _arrivals(num: int = 50, output_len: int | None = None, cap: int = 10_000) -> list[Arrival]:
+    return [Arrival(f"r{i}", float(i), 8, output_len or i + 1, cap) for i in range(num)]
+
+
+def _forecasts(arrivals: list[Arrival]) -> list[Forecast]:
+    assert all(a.forecast is not None for a in arrivals)
+    return [a.forecast for a in arrivals if a.forecast is not None]
+
+
+def test_the_oracle_is_certain_of_the_truth() -> None:
+    for arrival, forecast in zip(_arrivals(), _forecasts(oracle(_arrivals())), strict=True):
+        assert forecast.mean == arrival.output_len
+        assert forecast.quantiles == (arrival.output_len,) * len(QUANTILES)
+        assert forecast.num_samples > 0
+
+
+def test_history_takes_forecasts_away() -> None:
+    assert history(oracle(_arrivals())) == _arrivals()
+
+
+def test_none_knows_nothing_but_the_limit() -> None:
+    forecast = _forecasts(none(_arrivals(1, cap=100)))[0]
+    assert forecast.num_samples == 0
+    assert forecast.quantiles == (10, 25, 50, 75, 90, 99)
+    assert forecast.mean == 50.5
+
+
+def test_noisy_quantiles_hold_as_often_as_they_say() -> None:
+    forecasts = _forecasts(Noisy(0.5, seed=3)(_arrivals(20_000, output_len=500)))
+    for place, level in enumerate(QUANTILES):
+        covered = np.mean([f.quantiles[place] >= 500 for f in forecasts])
+        assert covered == pytest.approx(level, abs=0.015)
+
+
+def test_noise_has_the_asked_sigma_and_keeps_the_limits() -> None:
+    medians = [f.quantiles[2] for f in _forecasts(Noisy(0.3, seed=1)(_arrivals(20_000, output_len=500)))]
+    assert np.std(np.log(medians)) == pytest.approx(0.3, rel=0.03)
+    capped = _forecasts(Noisy(2.0)(_arrivals(500, output_len=50, cap=60)))
+    assert all(1 <= q <= 60 for f in capped for q in (*f.quantiles, f.mean))
+    assert all(list(f.quantiles) == sorted(f.quantiles) for f in capped)
+
+
+def test_no_noise_is_the_truth() -> None:
+    assert [f.mean for f in _forecasts(Noisy(0.0)(_arrivals()))] == [a.output_len for a in _arrivals()]
+
+
+def test_shuffled_gives_every_forecast_to_some_request() -> None:
+    shuffled = Shuffled(oracle, seed=1)(_arrivals())
+    means = [f.mean for f in _forecasts(shuffled)]
+    assert Counter(means) == Counter(a.output_len for a in _arrivals())
+    assert sum(m == a.output_len for m, a in zip(means, shuffled, strict=True)) < 10
+    assert [a.request_id for a in shuffled] == [a.request_id for a in _arrivals()]
+
+
+@pytest.mark.parametrize("build", [Noisy, lambda s, seed: Shuffled(Noisy(s), seed)])
+def test_seeds_decide(build: type[Noisy]) -> None:
+    arrivals = _arrivals()
+    assert build(0.5, 1)(arrivals) == build(0.5, 1)(arrivals)
+    assert build(0.5, 1)(arrivals) != build(0.5, 2)(arrivals)
+
+
+def test_a_trained_predictor_is_asked_once_for_all() -> None:
+    said = _forecasts(oracle(_arrivals(3)))[::-1]
+    assert _forecasts(Trained(lambda _: said)(_arrivals(3))) == said
+
+
+def test_a_trained_predictor_must_answer_for_all() -> None:
+    with pytest.raises(InvalidValueError, match="forecasts"):
+        Trained(lambda _: [])(_arrivals(3))
+
+
+@pytest.mark.parametrize("sigma", [-0.1, float("nan"), float("inf")])
+def test_a_bad_sigma_is_refused(sigma: float) -> None:
+    with pytest.raises(InvalidValueError, match="sigma"):
+        Noisy(sigma)
