@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from simulator.reproduce.multi_bin import MULTI_BIN
 from simulator.reproduce.rows import Reproduction
 
-_ALL: tuple[Reproduction, ...] = ()
+_ALL: tuple[Reproduction, ...] = (*MULTI_BIN,)
 
 REPRODUCTIONS: dict[str, Reproduction] = {each.name: each for each in _ALL}
