@@ -31,6 +31,7 @@ from core.messages import (
     SubmitReply,
 )
 from core.request import Request
+from policies.builders import build_router
 from policies.global_scheduler import (
     AbortOnReplica,
     AskReplica,
@@ -47,7 +48,6 @@ from policies.global_scheduler import (
     ReportLost,
     RequestsEnded,
 )
-from policies.presets import build_router
 from policies.replica_scheduler import RefuseRequest, RequestsAborted, RequestsArrived
 
 TICK_S = 1.0

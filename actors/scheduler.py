@@ -29,14 +29,13 @@ from core.messages import (
     WorkerReady,
     WorkerState,
 )
-from policies.presets import build_scheduler
+from policies.builders import configured_scheduler
 from policies.replica_scheduler import (
     Event,
     RefuseRequest,
     RequestEnded,
     RequestsAborted,
     RequestsArrived,
-    SchedulerLimits,
     SendPlan,
     WorkerConnected,
     WorkerLost,
@@ -73,13 +72,7 @@ class Scheduler(Piece):
     def __init__(self, context: PieceContext) -> None:
         super().__init__(context)
         config = context.config
-        limits = SchedulerLimits(config.engine.max_num_seqs, config.scheduler.standby_slots)
-        self._machine = build_scheduler(
-            config.scheduler.preset,
-            watermark=config.scheduler.watermark,
-            limits=limits,
-            offload=config.scheduler.offload,
-        )
+        self._machine = configured_scheduler(config.scheduler, config.engine.max_num_seqs)
         self._replica = context.index
         self._worker = context.peers.peer(worker_name(self._replica))
         self._ready: WorkerReady | None = None

@@ -162,6 +162,8 @@ class Request:
         deadline_s: Of equal priority, the earlier deadline goes first; seconds from when a scheduler gets the request.
         forecast: Of the whole output length; None if nobody has foreseen it in time.
         expected_cached_len: Prompt tokens that its replica is believed to have in its prefix cache.
+        prefix_hashes: Chained hashes of its full blocks as placement counts them, if the ingress has made them; empty
+            if the Router is to.
     """
 
     request_id: str
@@ -174,6 +176,7 @@ class Request:
     deadline_s: float | None = None
     forecast: Forecast | None = None
     expected_cached_len: int = 0
+    prefix_hashes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _require(len(self.prompt_ids) > 0, "prompt", self.prompt_ids, "at least one token")

@@ -17,13 +17,12 @@ from engine.build import build_worker
 from engine.detokenizer import load_tokenizer
 from engine.model_config import resolve_model_dir
 from engine.worker import Worker
-from policies.presets import build_scheduler
+from policies.builders import configured_scheduler
 from policies.replica_scheduler import (
     Event,
     ReplicaScheduler,
     RequestsAborted,
     RequestsArrived,
-    SchedulerLimits,
     SendPlan,
     WorkerConnected,
     WorkerReported,
@@ -68,10 +67,7 @@ class Engine:
         model_dir = resolve_model_dir(str(model))
         self.tokenizer = load_tokenizer(model_dir)
         self.worker: Worker = build_worker(model_dir, dtype, engine, incarnation="engine")
-        limits = SchedulerLimits(engine.max_num_seqs, scheduler.standby_slots)
-        self.scheduler: ReplicaScheduler = build_scheduler(
-            scheduler.preset, watermark=scheduler.watermark, limits=limits, offload=scheduler.offload
-        )
+        self.scheduler: ReplicaScheduler = configured_scheduler(scheduler, engine.max_num_seqs)
         self._clock = clock
         self._ids = itertools.count()
         self._handle(WorkerConnected(self.worker.take_over()))

@@ -1,30 +1,50 @@
+"""Aggressive admission under a watermark (the baseline of Past-Future, section 3; vLLM's rule), in tokens."""
+
+from __future__ import annotations
+
 from collections.abc import Sequence
 
+from core.errors import InvalidValueError
 from policies.job import Job
 
 
 class Aggressive:
-    max_skips = 0
+    """Admits while what is held *now* plus the newcomer stays within a share of the pool; growth is ignored.
 
-    def __init__(self, watermark: float) -> None:
-        self.watermark = watermark
-        self._used = self._limit = self._cap = 0
+    Everything is O(1), but ``begin``, which is O(n).
+
+    Args:
+        watermark: Share of the pool, in (0, 1].
+
+    Raises:
+        InvalidValueError: a watermark out of range.
+    """
+
+    max_skips = 0
+    """The walk stops at the first job that is refused: nobody is overtaken."""
+
+    def __init__(self, watermark: float = 0.95) -> None:
+        if not 0 < watermark <= 1:
+            raise InvalidValueError("watermark", watermark, "a share in (0, 1]")
+        self._watermark = watermark
+        self.begin([], 0)
 
     def begin(self, running: Sequence[Job], capacity: int) -> None:
-        self._used = sum(j.known_len for j in running)
-        self._cap = capacity
+        self._capacity = capacity
         self._limit = capacity - self.reserve(capacity)
+        self._num_jobs = len(running)
+        self._held = sum(job.known_len for job in running)
 
     def admits(self, job: Job) -> bool:
-        if self._used == 0:
-            return job.known_len <= self._cap
-        return self._used + job.known_len <= self._limit
+        """An empty pool takes whatever fits at all."""
+        return self._held + job.known_len <= (self._limit if self._num_jobs else self._capacity)
 
     def add(self, job: Job) -> None:
-        self._used += job.known_len
+        self._num_jobs += 1
+        self._held += job.known_len
 
     def reserve(self, capacity: int) -> int:
-        return capacity - int(self.watermark * capacity)
+        return capacity - int(round(self._watermark * capacity, 6))
 
     def learn(self, output_len: int, *, censored: bool) -> None:
-        pass
+        """The future is not looked at."""

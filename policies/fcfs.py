@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from sortedcontainers import SortedDict
 
+from core.costs import StepCost
 from policies.job import Job
 
 _Key = tuple[tuple[int, float], int]
@@ -35,6 +36,9 @@ class Fcfs:
         key = self._keys.pop(job.request_id, None)
         if key is not None:
             del self._jobs[key]
+
+    def price(self, cost: StepCost, capacity: int) -> None:
+        """Time does not matter."""
 
     def learn(self, job: Job, *, censored: bool) -> None:
         """How long it was does not matter."""

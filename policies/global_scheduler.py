@@ -7,13 +7,14 @@ streams and the Schedulers their replicas, and from both a new Router knows what
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from core.errors import IntegrityError
 from core.messages import FinishedSequence, Key, OpenRequest, Placed, WorkerReady
-from core.request import Request
-from policies.placement import Placement, ReplicaLoad
+from core.request import Request, SequenceStatus
+from kvcache.prefix import hash_blocks
+from policies.placement import Choice, Placement, ReplicaLoad
 from policies.replica_scheduler import RefuseRequest, RequestsAborted, RequestsArrived
 
 
@@ -83,6 +84,39 @@ class MeanOutputLen:
     mean: float
 
 
+@dataclass(frozen=True, slots=True)
+class StartedRequest:
+    """An attempt has run for the first time.
+
+    Attributes:
+        cached_len: Prompt tokens that the replica found cached.
+        queue_s: How long it waited there.
+    """
+
+    request_id: str
+    attempt: int
+    cached_len: int
+    queue_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RequestsStarted:
+    started: tuple[StartedRequest, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixesEvicted:
+    """A worker life no longer caches the last block of each of these, nor what comes after it.
+
+    Attributes:
+        prefixes: Chained hashes of blocks of the placement's ``block_size``, each from the first block on.
+    """
+
+    replica: str
+    worker_incarnation: str
+    prefixes: tuple[tuple[int, ...], ...]
+
+
 GlobalEvent = (
     ReplicaUp
     | ReplicaAway
@@ -95,6 +129,8 @@ GlobalEvent = (
     | IngressLost
     | KeysUnknown
     | MeanOutputLen
+    | RequestsStarted
+    | PrefixesEvicted
 )
 
 
@@ -137,15 +173,26 @@ GlobalInstruction = PlaceRequests | AbortOnReplica | AskReplica | ReportLost | R
 class _Replica:
     """``ready`` is of its latest worker life; ``up`` says whether it takes requests now."""
 
-    name: str
+    load: ReplicaLoad
     ready: WorkerReady | None = None
     up: bool = False
     draining: bool = False
     requests: dict[str, float] = field(default_factory=dict)  # id -> tokens of work
-    work_tokens: float = 0.0
 
-    def load(self) -> ReplicaLoad:
-        return ReplicaLoad(self.name, len(self.requests), self.work_tokens)
+    @property
+    def name(self) -> str:
+        return self.load.name
+
+    def enter(self, request_id: str, work_tokens: float) -> None:
+        self.requests[request_id] = work_tokens
+        self._weigh(work_tokens)
+
+    def remove(self, request_id: str) -> None:
+        self._weigh(-self.requests.pop(request_id))
+
+    def _weigh(self, more_tokens: float) -> None:
+        self.load.num_requests = len(self.requests)
+        self.load.work_tokens += more_tokens
 
     def fits(self, request: Request) -> bool:
         return self.ready is not None and request.max_total_len <= self.ready.max_model_len
@@ -153,12 +200,17 @@ class _Replica:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One line of the in-flight table: an attempt and the worker life that it was placed on."""
+    """One line of the in-flight table: an attempt and the worker life that it was placed on.
+
+    Attributes:
+        choice: Why there; None if an earlier Router placed it.
+    """
 
     attempt: int
     ingress_id: str
     replica: str
     worker_incarnation: str
+    choice: Choice | None = None
 
 
 class GlobalScheduler:
@@ -171,14 +223,21 @@ class GlobalScheduler:
         self._queued: dict[str, Request] = {}  # no replica takes requests: they wait for one
         self._gone: set[str] = set()  # replicas given up: what an ingress still has there is lost
         self._mean_output_len: float | None = None
+        self._open: tuple[ReplicaLoad, ...] | None = None  # replicas that take requests; None if that has changed
+        self._open_max_len = 0  # tokens that a sequence may reach on each of them
+        self._now = 0.0  # of the event in hand
 
     @property
     def num_in_flight(self) -> int:
         return len(self._placed) + len(self._queued)
 
-    def loads(self) -> list[ReplicaLoad]:
-        """Every replica that takes requests, in the order they were heard of."""
-        return [replica.load() for replica in self._replicas.values() if replica.up and not replica.draining]
+    def loads(self) -> tuple[ReplicaLoad, ...]:
+        """Every replica that takes requests, in the order they were heard of; O(1) while they are the same."""
+        if self._open is None:
+            takers = [each for each in self._replicas.values() if each.up and not each.draining]
+            self._open = tuple(each.load for each in takers)
+            self._open_max_len = min((each.ready.max_model_len for each in takers if each.ready), default=0)
+        return self._open
 
     def lives(self) -> list[WorkerReady]:
         """The latest worker life of every replica."""
@@ -195,8 +254,14 @@ class GlobalScheduler:
             return Placed(request_id, attempt, "", "")
         return Placed(request_id, attempt, entry.replica, entry.worker_incarnation)
 
+    def choice(self, request_id: str) -> Choice | None:
+        """Why a request is where it is; None if it is nowhere or an earlier Router placed it."""
+        entry = self._placed.get(request_id)
+        return None if entry is None else entry.choice
+
     def handle(self, event: GlobalEvent, now: float) -> list[GlobalInstruction]:
         """The only mutator. ``now`` is seconds on the caller's monotonic clock."""
+        self._now = now
         match event:
             case RequestsArrived(requests):
                 return self._arrive(requests)
@@ -214,24 +279,33 @@ class GlobalScheduler:
                 return self._bring_up(name, ready)
             case ReplicaAway(name):
                 self._replica(name).up = False
+                self._open = None
             case ReplicaDraining(name):
                 self._replica(name).draining = True
+                self._open = None
             case ReplicaGone(name):
                 self._drop_replica(name)
             case MeanOutputLen(mean):
                 self._mean_output_len = mean
+            case RequestsStarted(started):
+                self._start(started)
+            case PrefixesEvicted(name, worker_incarnation, prefixes):
+                self._evict(name, worker_incarnation, prefixes)
         return []
 
     def _replica(self, name: str) -> _Replica:
-        return self._replicas.setdefault(name, _Replica(name))
+        return self._replicas.setdefault(name, _Replica(ReplicaLoad(name, 0, 0.0)))
 
     def _bring_up(self, name: str, ready: WorkerReady) -> list[GlobalInstruction]:
         replica = self._replica(name)
         self._gone.discard(name)
-        replica.ready, replica.up = ready, True
+        before, replica.ready, replica.up = replica.ready, ready, True
+        self._open = None
         for request_id in list(replica.requests):
             if self._placed[request_id].worker_incarnation != ready.worker_incarnation:
                 self._remove(request_id)  # it went down with the worker; its ingress resumes it
+        if before is None or before.worker_incarnation != ready.worker_incarnation:
+            self._placement.replica_up(name, ready.num_blocks * ready.block_size)
         waiting, self._queued = tuple(self._queued.values()), {}
         return self._place_all(waiting)
 
@@ -240,6 +314,8 @@ class GlobalScheduler:
             self._remove(request_id)
         del self._replicas[name]
         self._gone.add(name)
+        self._open = None
+        self._placement.replica_gone(name)
 
     def _arrive(self, requests: Iterable[Request]) -> list[GlobalInstruction]:
         fresh, superseded = [], []
@@ -264,22 +340,50 @@ class GlobalScheduler:
         refused: list[GlobalInstruction] = []
         for request in requests:
             loads = self.loads()
-            fitting = [load for load in loads if self._replicas[load.name].fits(request)]
+            fitting = self._fitting(request, loads)
             if fitting:
-                placed.setdefault(self._place(request, fitting), []).append(request)
+                choice = self._place(request, fitting)
+                if choice.hit_len:
+                    request = replace(request, expected_cached_len=choice.hit_len)
+                placed.setdefault(choice.replica, []).append(request)
             elif loads and not any(replica.fits(request) for replica in self._replicas.values()):
                 refused.append(self._too_long(request))
             else:
                 self._queued[request.request_id] = request
         return [PlaceRequests(name, tuple(group)) for name, group in placed.items()] + refused
 
-    def _place(self, request: Request, loads: list[ReplicaLoad]) -> str:
-        name = self._placement.choose(request, loads)
-        ready = self._replicas[name].ready
+    def _fitting(self, request: Request, loads: tuple[ReplicaLoad, ...]) -> tuple[ReplicaLoad, ...]:
+        """Those that hold the request when it is as long as it may get; usually all, and then ``loads`` itself."""
+        if request.max_total_len <= self._open_max_len:
+            return loads
+        return tuple(load for load in loads if self._replicas[load.name].fits(request))
+
+    def _place(self, request: Request, loads: tuple[ReplicaLoad, ...]) -> Choice:
+        choice = self._placement.choose(request, self._prefix(request), loads, self._now)
+        ready = self._replicas[choice.replica].ready
         assert ready is not None
-        entry = _Entry(request.attempt, request.ingress_id, name, ready.worker_incarnation)
+        entry = _Entry(request.attempt, request.ingress_id, choice.replica, ready.worker_incarnation, choice)
         self._enter(request.request_id, entry, self._work(request))
-        return name
+        return choice
+
+    def _prefix(self, request: Request) -> Sequence[int]:
+        block_size = self._placement.block_size
+        if not block_size:
+            return ()
+        return request.prefix_hashes or hash_blocks(request.prompt_ids + request.output_ids, block_size)
+
+    def _start(self, started: Iterable[StartedRequest]) -> None:
+        for start in started:
+            entry = self._placed.get(start.request_id)
+            if entry is not None and entry.attempt == start.attempt:
+                self._placement.started(start.request_id, start.cached_len, start.queue_s, self._now)
+
+    def _evict(self, name: str, worker_incarnation: str, prefixes: Iterable[tuple[int, ...]]) -> None:
+        replica = self._replicas.get(name)
+        if replica is None or replica.ready is None or replica.ready.worker_incarnation != worker_incarnation:
+            return  # of a life that is over, with all that it cached
+        for prefix in prefixes:
+            self._placement.evicted(name, prefix)
 
     def _too_long(self, request: Request) -> RefuseRequest:
         limit = max(replica.ready.max_model_len for replica in self._replicas.values() if replica.ready is not None)
@@ -311,7 +415,8 @@ class GlobalScheduler:
         for end in finished:
             entry = self._placed.get(end.request_id)
             if entry is not None and entry.attempt == end.attempt:
-                self._remove(end.request_id)
+                whole = end.status in (SequenceStatus.FINISHED_STOPPED, SequenceStatus.FINISHED_LENGTH)
+                self._remove(end.request_id, end.output_len if whole else None)
 
     def _reconcile(self, ingress_id: str, announced: tuple[OpenRequest, ...]) -> list[GlobalInstruction]:
         """Takes over what an ingress replica has open, and finds out what neither we nor a replica have."""
@@ -360,17 +465,16 @@ class GlobalScheduler:
         return placed + [((rid, request.attempt), request.ingress_id) for rid, request in self._queued.items()]
 
     def _enter(self, request_id: str, entry: _Entry, work_tokens: float) -> None:
-        replica = self._replicas[entry.replica]
-        replica.requests[request_id] = work_tokens
-        replica.work_tokens += work_tokens
+        self._replicas[entry.replica].enter(request_id, work_tokens)
         self._placed[request_id] = entry
 
-    def _remove(self, request_id: str) -> None:
+    def _remove(self, request_id: str, output_len: int | None = None) -> None:
+        """``output_len`` only of an output that has come to its end."""
         self._queued.pop(request_id, None)
         entry = self._placed.pop(request_id, None)
         if entry is not None:
-            replica = self._replicas[entry.replica]
-            replica.work_tokens -= replica.requests.pop(request_id)
+            self._replicas[entry.replica].remove(request_id)
+            self._placement.ended(request_id, output_len, self._now)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless the table, the queue and the replicas' sums agree."""
@@ -380,5 +484,8 @@ class GlobalScheduler:
         if self._queued.keys() & self._placed.keys():
             raise IntegrityError("a request is placed and waits")
         for replica in self._replicas.values():
-            if abs(replica.work_tokens - sum(replica.requests.values())) > 1e-6 * max(1.0, replica.work_tokens):
-                raise IntegrityError(f"{replica.name}: {replica.work_tokens} is not the sum of its work")
+            load, work_tokens = replica.load, sum(replica.requests.values())
+            if load.num_requests != len(replica.requests):
+                raise IntegrityError(f"{load.name}: {load.num_requests} requests are counted")
+            if abs(load.work_tokens - work_tokens) > 1e-6 * max(1.0, work_tokens):
+                raise IntegrityError(f"{load.name}: {load.work_tokens} is not the sum of its work")

@@ -10,6 +10,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 
+from core.costs import StepCost
 from policies.batch_queue import FormedBatch
 from policies.job import Job
 
@@ -50,13 +51,15 @@ class HrrnOrder:
     estimate for each job and O(log n) for each job taken; the rest is O(1).
 
     Args:
-        remaining_s: Estimated seconds of service that a job still needs.
+        remaining_s: Estimated seconds of service that a job still needs where steps cost so much.
+        cost: What steps cost, until it is measured.
     """
 
     preemptive = False
 
-    def __init__(self, remaining_s: Callable[[Job], float]) -> None:
+    def __init__(self, remaining_s: Callable[[StepCost, Job], float], cost: StepCost) -> None:
         self._remaining_s = remaining_s
+        self._cost = cost
         self._jobs: dict[str, Job] = {}
 
     def add(self, job: Job, now: float) -> None:
@@ -64,6 +67,9 @@ class HrrnOrder:
 
     def remove(self, job: Job) -> None:
         self._jobs.pop(job.request_id, None)
+
+    def price(self, cost: StepCost, capacity: int) -> None:
+        self._cost = cost
 
     def learn(self, job: Job, *, censored: bool) -> None:
         """Nothing to learn: the estimate does."""
@@ -77,12 +83,22 @@ class HrrnOrder:
     def ranked(self, now: float) -> Iterator[Job]:
         """By urgency, then the highest R, then arrival."""
         heap = [
-            (job.urgency, -response_ratio(now - job.arrived_at, self._remaining_s(job)), job.arrived_at, place, job)
+            (
+                job.urgency,
+                -response_ratio(now - job.arrived_at, self._remaining_s(self._cost, job)),
+                job.arrived_at,
+                place,
+                job,
+            )
             for place, job in enumerate(self._jobs.values())
         ]
         heapq.heapify(heap)
         while heap:
             yield heapq.heappop(heap)[-1]
+
+    def ratio(self, job: Job, now: float) -> float:
+        """R of the job at this instant."""
+        return response_ratio(now - job.arrived_at, self._remaining_s(self._cost, job))
 
     def slice_s(self, job: Job) -> float:
         return math.inf

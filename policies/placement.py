@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from core.request import Request
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ReplicaLoad:
-    """A replica as placement sees it.
+    """A replica as placement sees it; kept up to date in place.
 
     Attributes:
         work_tokens: Tokens of prompt and expected output of the requests placed there and not ended.
@@ -22,9 +21,50 @@ class ReplicaLoad:
     work_tokens: float
 
 
-class Placement(Protocol):
-    """Picks a replica for a request."""
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A replica and, in a few words, why.
 
-    def choose(self, request: Request, loads: Sequence[ReplicaLoad]) -> str:
-        """The name of one of ``loads``, which is never empty."""
-        ...
+    Attributes:
+        hit_len: Prompt tokens believed to be cached there.
+    """
+
+    replica: str
+    reason: str
+    hit_len: int = 0
+
+
+class Placement:
+    """Picks a replica for each request, and may learn from what becomes of it.
+
+    Who only picks says how in ``choose`` and inherits the rest, which does nothing.
+
+    Attributes:
+        block_size: Tokens that each hash of ``prefix`` stands for; 0 where prefixes are not looked at.
+    """
+
+    block_size: int = 0
+
+    def choose(self, request: Request, prefix: Sequence[int], loads: tuple[ReplicaLoad, ...], now: float) -> Choice:
+        """One of ``loads``, never empty; the request is placed there and counts from now on.
+
+        Args:
+            prefix: Chained hashes of the full blocks of its known tokens; empty without a ``block_size``.
+            loads: The same object from call to call while the same replicas can take requests.
+        """
+        raise NotImplementedError
+
+    def replica_up(self, name: str, capacity: int) -> None:
+        """A worker life begins that holds ``capacity`` KV tokens: what was known of this replica is void."""
+
+    def replica_gone(self, name: str) -> None:
+        """The replica will not come back; unknown ones are fine."""
+
+    def started(self, request_id: str, cached_len: int, queue_s: float, now: float) -> None:
+        """A request has first run, ``queue_s`` after it was placed, and found ``cached_len`` tokens cached."""
+
+    def ended(self, request_id: str, output_len: int | None, now: float) -> None:
+        """A request is not in flight any more; None where its output did not come to its end."""
+
+    def evicted(self, replica: str, prefix: Sequence[int]) -> None:
+        """The replica no longer caches the last block of ``prefix``, nor what comes after it."""

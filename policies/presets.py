@@ -1,39 +1,56 @@
-"""Named compositions of policies (design section 5)."""
+"""Named compositions of policies (design section 5): the table."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from core.errors import ConfigError
-from policies.aggressive import Aggressive
-from policies.fcfs import Fcfs
-from policies.global_scheduler import GlobalScheduler
-from policies.least_work import LeastWork
-from policies.placement import Placement
-from policies.recompute import NewestGiveWay
-from policies.replica_scheduler import ReplicaPolicies, ReplicaScheduler, SchedulerLimits
-from policies.round_robin import RoundRobin
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """One row of the table: which policy fills each part."""
+    """One row of the table: which policy fills each part, by the names of ``policies.builders``.
+
+    Attributes:
+        mode: ``continuous``: each replica has a scheduler, requests join and leave at every step. ``batch``: idle
+            workers pull formed batches from one central queue; ``order`` then says how those are formed and chosen.
+        max_num_seqs: Requests that run at once at most; 0 where the engine's own limit decides.
+    """
 
     name: str
+    mode: Literal["continuous", "batch"]
     placement: str
-    mode: str
     order: str
     admission: str
-    preemption: str
+    kv: str
+    max_num_seqs: int = 0
 
+
+_PULL = "idle-worker"
 
 PRESETS: dict[str, Preset] = {
-    preset.name: preset for preset in (Preset("fcfs", "round-robin", "continuous", "fcfs", "watermark", "recompute"),)
+    preset.name: preset
+    for preset in (
+        Preset("fcfs", "continuous", "round-robin", "fcfs", "watermark", "recompute-newest"),
+        Preset("magnus", "batch", _PULL, "wma-hrrn", "batch-memory", "split"),
+        Preset("magnus-vs", "batch", _PULL, "fcfs-batches", "fixed-size", "split", max_num_seqs=7),
+        Preset("magnus-vsq", "batch", _PULL, "fcfs-batches", "fixed-size", "split", max_num_seqs=10),
+        Preset("magnus-ccb", "continuous", "least-work", "fcfs", "watermark", "recompute-newest", max_num_seqs=7),
+        Preset("magnus-glp", "batch", _PULL, "wma-fcfs", "batch-memory", "split", max_num_seqs=7),
+        Preset("magnus-abp", "batch", _PULL, "wma-fcfs", "batch-memory", "split"),
+        Preset("multi-bin", "batch", _PULL, "multi-bin", "fixed-size", "split", max_num_seqs=8),
+        Preset("fastserve", "continuous", "least-work", "skip-join-mlfq", "whole-pool", "enst-proactive"),
+        Preset("fastserve-defer", "continuous", "least-work", "skip-join-mlfq", "whole-pool", "enst-defer"),
+        Preset("fastserve-reactive", "continuous", "least-work", "skip-join-mlfq", "whole-pool", "enst-reactive"),
+        Preset("fastserve-recompute", "continuous", "least-work", "skip-join-mlfq", "whole-pool", "enst-recompute"),
+        Preset("past-future", "continuous", "least-work", "fcfs", "past-future", "recompute-newest"),
+        Preset("conservative", "continuous", "least-work", "fcfs", "conservative", "recompute-newest"),
+        Preset("aggressive", "continuous", "least-work", "fcfs", "watermark", "recompute-newest"),
+        Preset("preble", "continuous", "e2", "hit-groups", "watermark", "recompute-newest"),
+    )
 }
-
-PLACEMENTS: dict[str, Callable[[], Placement]] = {"round-robin": RoundRobin, "least-work": LeastWork}
 
 
 def find_preset(name: str) -> Preset:
@@ -47,24 +64,3 @@ def find_preset(name: str) -> Preset:
     nearest = difflib.get_close_matches(name, PRESETS, n=1)
     hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
     raise ConfigError("scheduler.preset", name, f"one of {', '.join(PRESETS)}{hint}")
-
-
-def build_router(preset: str, placement: str = "") -> GlobalScheduler:
-    """The scheduler over replicas; ``placement`` overrides the preset's own.
-
-    Raises:
-        ConfigError: there is no such preset or placement.
-    """
-    name = placement or find_preset(preset).placement
-    if name not in PLACEMENTS:
-        raise ConfigError("scheduler.placement", name, f"one of {', '.join(PLACEMENTS)}")
-    return GlobalScheduler(PLACEMENTS[name]())
-
-
-def build_scheduler(
-    preset: str, *, watermark: float, limits: SchedulerLimits, offload: str = "recompute"
-) -> ReplicaScheduler:
-    """The scheduler of one replica under a preset; ``offload`` as in ``SchedulerConfig``."""
-    find_preset(preset)
-    policies = ReplicaPolicies(Fcfs(), Aggressive(watermark), NewestGiveWay(swaps=offload == "reactive"))
-    return ReplicaScheduler(policies, limits)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from core.costs import StepCost
 from policies.job import Job
 
 
@@ -30,6 +31,10 @@ class Order(Protocol):
 
     def remove(self, job: Job) -> None:
         """A job has ended or is gone; unknown ones are fine."""
+        ...
+
+    def price(self, cost: StepCost, capacity: int) -> None:
+        """What steps cost here and how many KV tokens there are; said at the start and whenever it has changed."""
         ...
 
     def learn(self, job: Job, *, censored: bool) -> None:

@@ -55,6 +55,18 @@ class WorkerReported:
 
 
 @dataclass(frozen=True, slots=True)
+class StepsRan:
+    """Each of these has decoded ``num_steps`` tokens in ``duration_s`` seconds since the scheduler last heard of it.
+
+    The short form of a report in which nothing else has changed; a later report says it again.
+    """
+
+    request_ids: tuple[str, ...]
+    num_steps: int
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class ResidencyOrdered:
     """The KV offload manager wants the KV of these there; what is on the host waits until it is called back."""
 
@@ -69,7 +81,14 @@ class CostLearnt:
 
 
 Event = (
-    WorkerConnected | WorkerLost | RequestsArrived | RequestsAborted | WorkerReported | ResidencyOrdered | CostLearnt
+    WorkerConnected
+    | WorkerLost
+    | RequestsArrived
+    | RequestsAborted
+    | WorkerReported
+    | ResidencyOrdered
+    | CostLearnt
+    | StepsRan
 )
 
 
@@ -186,6 +205,8 @@ class ReplicaScheduler:
                 self._abort(event.keys)
             case WorkerReported():
                 out += self._take_report(event.report, now)
+            case StepsRan():
+                self._take_steps(event, now)
             case WorkerConnected():
                 out += self._connect(event.state, now)
             case WorkerLost():
@@ -195,6 +216,7 @@ class ReplicaScheduler:
                     self._order_residency(key, residency)
             case CostLearnt():
                 self._cost = event.cost
+                self._price()
         out += self._replan(now)
         return out
 
@@ -250,6 +272,7 @@ class ReplicaScheduler:
         newcomers = [*self._admitted.values(), *waiting]
         self._lose_worker()
         self._worker, self._lease = state.ready, state.lease
+        self._price()
         for request in state.held:
             adopted = self._track(request, now)
             adopted.shipped_in, adopted.delivered = 0, True
@@ -261,6 +284,10 @@ class ReplicaScheduler:
         refused = [out for known in newcomers for out in self._arrive((known.request,), known.job.arrived_at)]
         self._dirty = True
         return refused + self._take_report(state.report, now)
+
+    def _price(self) -> None:
+        if self._worker is not None and self._cost is not None:
+            self.order.price(self._cost, self._worker.num_blocks * self._worker.block_size)
 
     def _lose_worker(self) -> None:
         self._worker = None
@@ -289,6 +316,14 @@ class ReplicaScheduler:
                 tracked.delivered = True
                 del self._undelivered[tracked.job.request_id]
         return [out for finished in report.finished for out in self._end(finished, now)]
+
+    def _take_steps(self, event: StepsRan, now: float) -> None:
+        assert self._worker is not None
+        for request_id in event.request_ids:
+            tracked = self._tracked[request_id]
+            tracked.decode(event.num_steps, event.duration_s, self._worker.block_size)
+            tracked.job.last_ran_at = now
+            self.order.ran(tracked.job, event.duration_s, now)
 
     def _take_progress(self, progress: SlotProgress, now: float) -> None:
         tracked = self._tracked.get(progress.request_id)
@@ -510,9 +545,14 @@ class ReplicaScheduler:
             lease=self._lease,
             plan_seq=self._plan_seq,
             as_of_report_seq=self._report_seq,
-            reserve_blocks=-(-self.admission.reserve(worker.num_blocks * worker.block_size) // worker.block_size),
+            reserve_blocks=self._reserve_blocks(worker),
             slots=tuple(slots),
         )
+
+    def _reserve_blocks(self, worker: WorkerReady) -> int:
+        """Where KV can be made to leave, room for growth is made when it is needed."""
+        size = worker.block_size
+        return 0 if self.kv.evicts else -(-self.admission.reserve(worker.num_blocks * size) // size)
 
     def _slot(self, tracked: Tracked, *, standby: bool) -> Slot:
         if tracked.shipped_in is None:

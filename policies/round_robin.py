@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from core.request import Request
-from policies.placement import ReplicaLoad
+from policies.placement import Choice, Placement, ReplicaLoad
 
 
-class RoundRobin:
+class RoundRobin(Placement):
     """Each request goes to the next replica. O(1)."""
 
     def __init__(self) -> None:
         self._next = 0
 
-    def choose(self, request: Request, loads: Sequence[ReplicaLoad]) -> str:
+    def choose(self, request: Request, prefix: Sequence[int], loads: tuple[ReplicaLoad, ...], now: float) -> Choice:
         """The replica for this request, of those given (never empty)."""
         chosen = loads[self._next % len(loads)].name
         self._next += 1
-        return chosen
+        return Choice(chosen, "in turn")

@@ -36,6 +36,7 @@ class Selector:
     may_start: Callable[[], bool]
     _used: int = 0
     _untold: list[Job] | None = None
+    _starts_allowed: bool | None = None
 
     def select(
         self, ranked: Iterable[Job], admitted: Collection[str], fixed: Collection[Job] | None = None
@@ -53,12 +54,15 @@ class Selector:
         if fixed is not None:
             self.admission.begin(list(fixed), self.capacity)
             self._untold = None
+        barred = []
         for job in ranked:
             if len(selection.running) >= self.max_num_seqs:
                 break
             if job.request_id in admitted:
                 if fixed is not None or self._keeps(job):
                     selection.running.append(job)
+            elif job.computed_len == job.host_len == 0 and not self._may_start():
+                barred.append(job)  # those that the host holds come first, or it stays full for ever
             elif self._admits(job):
                 selection.running.append(job)
                 selection.newcomers.append(job)
@@ -66,7 +70,15 @@ class Selector:
                 refused += 1
                 if refused > self.admission.max_skips:
                     break
+        if not selection.running:  # those that the host holds do not want to run
+            selection.newcomers = [job for job in barred[: self.max_num_seqs] if self._admits(job)]
+            selection.running = list(selection.newcomers)
         return selection
+
+    def _may_start(self) -> bool:
+        if self._starts_allowed is None:
+            self._starts_allowed = self.may_start()
+        return self._starts_allowed
 
     def _keeps(self, job: Job) -> bool:
         """Of admitted jobs that may be moved out, those stay that fit with one token more each."""
@@ -80,8 +92,6 @@ class Selector:
         return True
 
     def _admits(self, job: Job) -> bool:
-        if job.computed_len == job.host_len == 0 and not self.may_start():
-            return False
         if self._untold is not None:
             self.admission.begin(self._untold, self.capacity)
             self._untold = None

@@ -74,6 +74,14 @@ class Tracked:
         job.host_len = min(progress.computed_len, progress.num_host_blocks * block_size)
         return ran_s
 
+    def decode(self, num_steps: int, duration_s: float, block_size: int) -> None:
+        """It has decoded so many tokens, as the next report will say too."""
+        job = self.job
+        job.output_len += num_steps
+        job.computed_len += num_steps
+        self.num_blocks = max(self.num_blocks, -(-job.computed_len // block_size))
+        self.ran_s += duration_s
+
     def drop_kv(self) -> None:
         """Its KV is ordered dropped."""
         self.num_preemptions += 1

@@ -21,7 +21,7 @@ from core.codec import decode
 from core.config import FarsightConfig
 from core.errors import ConfigError, FarsightError
 from core.messages import PieceCounts
-from policies.presets import build_router
+from policies.builders import build_router
 from services.cluster import ServiceFailed, private_cluster
 from services.haproxy import choose_proxy
 from services.run_file import ADMIN_TOKEN_VARIABLE, published

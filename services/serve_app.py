@@ -12,7 +12,7 @@ from typing import Any
 from actors.site import Site
 from core.config import FarsightConfig, load_config
 from core.errors import ConfigError, FarsightError
-from policies.presets import build_router
+from policies.builders import build_router
 from services.launch import default_ingress_replicas, find_model, find_site, ingress_app, start_pieces
 
 ANSWER_TIMEOUT_S = 10.0

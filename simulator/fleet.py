@@ -10,7 +10,14 @@ from dataclasses import dataclass, replace
 
 from core.messages import FinishedSequence
 from core.request import Request
-from policies.global_scheduler import GlobalScheduler, PlaceRequests, ReplicaUp, RequestsEnded
+from policies.global_scheduler import (
+    GlobalScheduler,
+    PlaceRequests,
+    ReplicaUp,
+    RequestsEnded,
+    RequestsStarted,
+    StartedRequest,
+)
 from policies.replica_scheduler import RefuseRequest, ReplicaScheduler, RequestsArrived
 from simulator.events import Alarms
 from simulator.latency import LatencyModel
@@ -46,16 +53,19 @@ class Fleet:
         clients: int | None = None,
     ) -> None:
         self.recorder = Recorder()
+        self._shape = shape
+        self._num_names = 0
         self.router = router
         self.now = 0.0
         self._alarms = Alarms()
         self._clients = clients
         self._next: deque[Arrival] = deque()
         self._under_way: dict[str, tuple[Request, Record]] = {}
+        self._started: list[StartedRequest] = []
         self._ended: list[FinishedSequence] = []
         self.refused: list[str] = []
         self.replicas = [
-            Replica(str(i), make_scheduler(i), shape.replica, shape.latency, self.recorder, self._end)
+            Replica(str(i), make_scheduler(i), shape.replica, shape.latency, self.recorder, self._start, self._end)
             for i in range(shape.num_replicas)
         ]
         for each in self.replicas:
@@ -103,6 +113,9 @@ class Fleet:
         replica = self.replicas[index]
         replica.wake(self.now)
         self._alarms.set(index, replica.wakes_at)
+        if self._started:
+            self.router.handle(RequestsStarted(tuple(self._started)), self.now)
+            self._started.clear()
         if self._ended:
             self.router.handle(RequestsEnded(tuple(self._ended)), self.now)
             self._ended.clear()
@@ -110,7 +123,7 @@ class Fleet:
                 progress(len(self.recorder.done))
 
     def _arrive(self, arrivals: list[Arrival]) -> None:
-        requests = [as_request(arrival) for arrival in arrivals]
+        requests = [as_request(arrival, self._block_names(arrival)) for arrival in arrivals]
         for request, arrival in zip(requests, arrivals, strict=True):
             self._under_way[request.request_id] = request, Record(arrival)
         for instruction in self.router.handle(RequestsArrived(tuple(requests)), self.now):
@@ -123,6 +136,18 @@ class Fleet:
                 case RefuseRequest(request_id):
                     self.refused.append(request_id)
                     del self._under_way[request_id]
+
+    def _block_names(self, arrival: Arrival) -> tuple[int, ...]:
+        """Of its full blocks: those that others may have, then its own, which are negative."""
+        shape = self._shape.replica
+        if not shape.shares_prefixes:
+            return ()
+        num_own = arrival.prompt_len // shape.block_size - len(arrival.prefix)
+        self._num_names += max(0, num_own)
+        return arrival.prefix + tuple(range(-self._num_names, -self._num_names + num_own))
+
+    def _start(self, record: Record, queue_s: float) -> None:
+        self._started.append(StartedRequest(record.arrival.request_id, 0, record.cached_len, queue_s))
 
     def _end(self, record: Record, finished: FinishedSequence) -> None:
         del self._under_way[finished.request_id]

@@ -22,6 +22,7 @@ from policies.replica_scheduler import (
     RequestEnded,
     RequestsArrived,
     SendPlan,
+    StepsRan,
     WorkerConnected,
     WorkerReported,
 )
@@ -50,7 +51,7 @@ class ReplicaShape:
 
 @dataclass(slots=True)
 class _Run:
-    """Equal steps under way; ``num_done`` of them are booked."""
+    """Equal steps under way, booked when the last is over; of ``num_told`` the scheduler has heard already."""
 
     batch: StepBatch
     began_at: float
@@ -59,13 +60,14 @@ class _Run:
     prefill_tokens: int
     decode_seqs: int
     context_tokens: int
-    num_done: int = 0
+    num_told: int = 0
 
 
 class Replica:
     """A scheduler and its worker in one place.
 
     Args:
+        on_start: Called with each request that has first run, and how long it had waited.
         on_end: Called with each ended request, at the instant of its last token.
     """
 
@@ -76,6 +78,7 @@ class Replica:
         shape: ReplicaShape,
         latency: LatencyModel,
         recorder: Recorder,
+        on_start: Callable[[Record, float], None],
         on_end: Callable[[Record, FinishedSequence], None],
     ) -> None:
         self.name = name
@@ -84,7 +87,7 @@ class Replica:
         self._latency = latency
         self._recorder = recorder
         self._usage = recorder.usage.setdefault(name, Usage())
-        self._on_end = on_end
+        self._on_start, self._on_end = on_start, on_end
         host = BlockManager(shape.num_host_blocks, shape.block_size) if shape.num_host_blocks else None
         blocks = BlockManager(shape.num_blocks, shape.block_size)
         limits = BatchLimits(shape.max_num_seqs, shape.max_batch_tokens)
@@ -95,10 +98,11 @@ class Replica:
         self._hashes: dict[str, list[int]] = {}
         self._run: _Run | None = None
         self._plan: Plan | None = None  # takes effect when the step under way is over
+        self._untold = False  # a run has ended of which the scheduler has not heard
         self._counted_preemptions = 0
         self._copies: list[tuple[float, int]] = []  # (done at, copy id), in order
         self._landed: list[int] = []  # copies that are done and are booked when the step under way is over
-        self._own_names = itertools.count(-1, -1)
+        self._own_names = itertools.count(1 << 62)
         self._link_free_at = {Residency.DEVICE: 0.0, Residency.HOST: 0.0}
         self._connect()
 
@@ -114,8 +118,16 @@ class Replica:
     @property
     def wakes_at(self) -> float:
         """When something happens here by itself; infinity if nothing does."""
-        run_ends = math.inf if self._run is None else self._run.ends_at
-        return min(run_ends, self._copies[0][0]) if self._copies else run_ends
+        run = self._run
+        run_wakes_at = math.inf if run is None else min(run.ends_at, self._looks_at(run))
+        return min(run_wakes_at, self._copies[0][0]) if self._copies else run_wakes_at
+
+    def _looks_at(self, run: _Run) -> float:
+        """When the scheduler wants to look at a run though nothing has ended; infinity if not before its end."""
+        num_steps = run.num_told + self.shape.look_every
+        if not self.shape.look_every or num_steps >= run.num_steps or not self._looks:
+            return math.inf
+        return run.began_at + self._seconds(run, num_steps)
 
     @property
     def used_tokens(self) -> int:
@@ -128,27 +140,40 @@ class Replica:
         for request, record in requests:
             record.replica = self.name
             self._records[request.request_id] = record
+            self._hashes[request.request_id] = list(request.prefix_hashes)
         if self._run is not None and (self.scheduler.num_waiting == 0 or self.scheduler.order.preemptive):
-            self._catch_up(now)
-            self._report(now)
+            self._tell_steps(self._run, self._steps_over(self._run, now), now)
         self._tell(RequestsArrived(tuple(request for request, _ in requests)), now)
         if self._run is None:
             self._begin(now)
-        elif self._looks:
-            self._cut(now)
 
     def wake(self, now: float) -> None:
         """It is ``wakes_at``: steps or copies are over."""
         while self._copies and self._copies[0][0] <= now:
             self._landed.append(self._copies.pop(0)[1])
             self._cut(now)
-        if self._run is not None and self._run.ends_at <= now:
-            ended = self._book(self._run, self._run.num_steps)
+        run = self._run
+        if run is not None and run.ends_at > now >= self._looks_at(run):
+            self._tell_steps(run, run.num_told + self.shape.look_every, now)
+            if self._plan is not None:  # it has an idea: the next step is another one
+                run.num_steps, run.ends_at = run.num_told, now
+        if run is not None and run.ends_at <= now:
             self._run = None
-            if ended or self._looks:
+            self._untold = True
+            if self._book(run) or self._looks:
                 self._report(now)
         if self._run is None:
             self._begin(now)
+
+    def _tell_steps(self, run: _Run, num_steps: int, now: float) -> None:
+        """Tells the scheduler of the first so many steps of a run, and of what it has not heard of before."""
+        if self._untold:
+            self._report(now)
+        new = num_steps - run.num_told
+        if new > 0 and not run.prefill_tokens:
+            seconds = self._seconds(run, num_steps) - self._seconds(run, run.num_told)
+            run.num_told = num_steps
+            self._tell(StepsRan(tuple(item.request_id for item in run.batch.items), new, seconds), now)
 
     @property
     def _looks(self) -> bool:
@@ -184,6 +209,7 @@ class Replica:
         self._on_end(record, finished)
 
     def _report(self, now: float) -> None:
+        self._untold = False
         report = self.executor.report()
         self.executor.acknowledge(report.report_seq)
         self._tell(WorkerReported(report), now)
@@ -223,7 +249,7 @@ class Replica:
 
     def _make_run(self, batch: StepBatch, now: float) -> _Run:
         prefill = decode_seqs = context = 0
-        left = self.shape.look_every if self._looks else math.inf
+        left: float = math.inf
         for item in batch.items:
             if item.num_tokens == 1:
                 decode_seqs += 1
@@ -245,7 +271,7 @@ class Replica:
 
     def _steps_over(self, run: _Run, now: float) -> int:
         """Steps of a run that are over by now."""
-        low, high = run.num_done, run.num_steps
+        low, high = run.num_told, run.num_steps
         while low < high:
             middle = (low + high + 1) // 2
             if run.began_at + self._seconds(run, middle) <= now:
@@ -254,12 +280,6 @@ class Replica:
                 high = middle - 1
         return low
 
-    def _catch_up(self, now: float) -> None:
-        """Books the steps that are over."""
-        run = self._run
-        if run is not None and (num_over := min(self._steps_over(run, now), run.num_steps - 1)) > run.num_done:
-            self._book(run, num_over)
-
     def _cut(self, now: float) -> None:
         """A run ends with the step under way."""
         run = self._run
@@ -267,13 +287,11 @@ class Replica:
             run.num_steps = min(run.num_steps, self._steps_over(run, now) + 1)
             run.ends_at = run.began_at + self._seconds(run, run.num_steps)
 
-    def _book(self, run: _Run, num_steps: int) -> bool:
-        """Books a run's steps up to the given one; returns whether a request ended."""
-        new = num_steps - run.num_done
-        begun = self._seconds(run, run.num_done)
-        first = self._seconds(run, run.num_done + 1)
-        until = self._seconds(run, num_steps)
-        before_last = self._seconds(run, num_steps - 1) if new > 1 else begun
+    def _book(self, run: _Run) -> bool:
+        """Books a run that is over; returns whether a request ended."""
+        seconds = self._seconds(run, run.num_steps)
+        first_at, last_at = run.began_at + self._seconds(run, 1), run.began_at + seconds
+        last_s = seconds - self._seconds(run, run.num_steps - 1)
         stopped = []
         for item in run.batch.items:
             if not item.samples:
@@ -281,16 +299,15 @@ class Replica:
             record = self._records[item.request_id]
             if record.num_tokens == 0:
                 record.cached_len = self.executor.cached_len(item.request_id)
-            self._recorder.tokens(record, new, run.began_at + first, until - before_last, run.began_at + until)
+                self._on_start(record, run.began_at - record.arrival.arrived_at)
+            self._recorder.tokens(record, run.num_steps, first_at, last_s, last_at)
             if record.num_tokens >= record.arrival.output_len < record.arrival.max_new_tokens:
                 stopped.append(item.request_id)
-        self._use(run, new, until - begun)
-        finished = self.executor.commit(run.batch, stopped, duration_s=until - begun, num_steps=new)
-        run.num_done = num_steps
-        return bool(finished)
+        self._use(run, seconds)
+        return bool(self.executor.commit(run.batch, stopped, duration_s=seconds, num_steps=run.num_steps))
 
-    def _use(self, run: _Run, num_steps: int, seconds: float) -> None:
-        usage, num_seqs = self._usage, len(run.batch.items)
+    def _use(self, run: _Run, seconds: float) -> None:
+        usage, num_steps, num_seqs = self._usage, run.num_steps, len(run.batch.items)
         usage.num_steps += num_steps
         usage.num_sequence_steps += num_steps * num_seqs
         usage.busy_s += seconds
@@ -300,10 +317,8 @@ class Replica:
         usage.peak_tokens = max(usage.peak_tokens, used)
 
     def _block_hashes(self, request_id: str, num_blocks: int) -> list[int]:
-        """The names of shared blocks, then names of its own."""
-        hashes = self._hashes.get(request_id)
-        if hashes is None:
-            hashes = self._hashes[request_id] = list(self._records[request_id].arrival.prefix)
+        """The names that the request came with, then names of the blocks of its output."""
+        hashes = self._hashes[request_id]
         while len(hashes) < num_blocks:
             hashes.append(next(self._own_names))
         return hashes

@@ -38,8 +38,12 @@ Workload = Sequence[Arrival]
 """In order of arrival."""
 
 
-def as_request(arrival: Arrival) -> Request:
-    """The request as the policies see it: without its output length. Token values do not matter here."""
+def as_request(arrival: Arrival, prefix_hashes: tuple[int, ...] = ()) -> Request:
+    """The request as the policies see it: without its output length. Token values do not matter here.
+
+    Args:
+        prefix_hashes: Names of all its full blocks, those that nobody shares included.
+    """
     return Request(
         arrival.request_id,
         attempt=0,
@@ -49,6 +53,7 @@ def as_request(arrival: Arrival) -> Request:
         priority=arrival.priority,
         deadline_s=arrival.deadline_s,
         forecast=arrival.forecast,
+        prefix_hashes=prefix_hashes,
     )
 
 

@@ -8,6 +8,7 @@ from itertools import count
 import numpy as np
 
 from benchmarks.decisions.row import Row, median_s
+from core.costs import StepCost
 from policies.hrrn import HighestResponseRatio, HrrnOrder
 from policies.job import Job
 from policies.wma_batcher import WmaBatcher
@@ -31,7 +32,7 @@ def rows() -> list[Row]:
 
     choice = HighestResponseRatio(lambda size, prompt_len, output_len: 0.01 * output_len + 1e-6 * size * prompt_len)
     pulled = full_batcher(choice)
-    order = HrrnOrder(lambda job: 0.01 * (job.max_new_tokens - job.output_len))
+    order = HrrnOrder(lambda cost, job: cost.base_s * (job.max_new_tokens - job.output_len), StepCost(0.01, 0, 0, 0))
     for index in range(1000):
         order.add(Job(f"r{index}", -float(index), 100, 1 + index % 97), 0.0)
     return [

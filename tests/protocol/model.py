@@ -101,7 +101,7 @@ class Device:
         self.resting: frozenset[str] = frozenset()
         self.num_beyond_grants = 0
         self.num_cached_starts = 0
-        self._reached: dict[str, int] = {}
+        self._reached: dict[str, tuple[int, int]] = {}  # position, in which life of its KV
 
     def execute(self, batch: StepBatch, sequences: dict[str, Sequence]) -> list[int | None]:
         assert len(batch.items) <= self._limits.max_num_seqs, f"{len(batch.items)} sequences in a step"
@@ -111,7 +111,7 @@ class Device:
         self._check_shared(batch)
         self.num_cached_starts += sum(item.start > 0 and self._starts(item) for item in batch.items)
         for item in batch.items:
-            self._reached[item.request_id] = item.start + item.num_tokens
+            self._reached[item.request_id] = item.start + item.num_tokens, self._life(item)
             self._fill(item, sequences[item.request_id])
         return [self._sample(item, sequences[item.request_id]) if item.samples else None for item in batch.items]
 
@@ -127,7 +127,10 @@ class Device:
 
     def _starts(self, item: StepItem) -> bool:
         """Whether it does not go on where it was; what it finds in the cache it need not compute."""
-        return item.start != self._reached.get(item.request_id)
+        return (item.start, self._life(item)) != self._reached.get(item.request_id)
+
+    def _life(self, item: StepItem) -> int:
+        return self.slots[item.request_id].num_preemptions
 
     def _check_shared(self, batch: StepBatch) -> None:
         """Nobody writes into a block that another one reads."""

@@ -245,7 +245,7 @@ class WorkerPiece:
             failures = self.worker.fail_step(batch, RuntimeError("device on fire"))
             self.device.ended |= {(output.delta.request_id, output.delta.attempt) for output in failures}
         else:
-            emissions = self.worker.commit_step(batch, tokens)
+            emissions = self.worker.commit_step(batch, tokens, STEP_S)
             self._note_ends(emission.end for emission in emissions)
         self._check()
         if self._looks:

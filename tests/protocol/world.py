@@ -6,13 +6,12 @@ import random
 from collections import Counter
 from typing import Any
 
+from core.costs import StepCost
 from core.messages import Refusal, TokenDelta
 from kvcache import BatchLimits, StepBatch
-from policies.aggressive import Aggressive
-from policies.fcfs import Fcfs
-from policies.presets import build_router
-from policies.recompute import NewestGiveWay
-from policies.replica_scheduler import ReplicaPolicies, ReplicaScheduler, SchedulerLimits
+from policies.builders import PolicySettings, build_router, build_scheduler
+from policies.replica_scheduler import CostLearnt, ReplicaPolicies, SchedulerLimits
+from policies.skip_join_mlfq import MlfqRules
 from tests.protocol.clock import Clock
 from tests.protocol.ingress import IngressPiece
 from tests.protocol.model import BLOCK, Client, make_client, text_of
@@ -33,6 +32,12 @@ PATIENT_S = 20.0
 """Virtual, from the last fault: nobody waits longer for a client that does not read."""
 
 MAX_OUTPUT = 16
+
+PARTS = [("fcfs", "recompute-newest"), ("fcfs", "swap-newest"), ("hrrn", "swap-newest")]
+PARTS += [("skip-join-mlfq", f"enst-{kind}") for kind in ("proactive", "reactive", "defer", "recompute")]
+"""(order, KV policy)"""
+
+ADMISSIONS = ["watermark", "whole-pool", "conservative", "past-future"]
 
 
 class World:
@@ -55,6 +60,9 @@ class World:
         self._draw(rng)
         self.copy_rng = random.Random(seed)
         self.num_host_blocks = self.copy_rng.choice([0, self.copy_rng.randint(1, 16)])
+        policy_rng = random.Random(seed + 1)
+        self.parts = policy_rng.choice(PARTS)
+        self.admission = policy_rng.choice(ADMISSIONS)
         self.network = Network(self.clock, rng, self.faults, thorough=rng.random() < 0.1)
         self._build()
 
@@ -95,9 +103,14 @@ class World:
         return RouterPiece(self, build_router("fcfs", self.placement))
 
     def _make_scheduler(self, replica: str) -> SchedulerPiece:
-        kind = ShortGrants if self.short_grants else ReplicaScheduler
-        policies = ReplicaPolicies(Fcfs(), Aggressive(self.watermark), NewestGiveWay(swaps=self.num_host_blocks > 0))
-        return SchedulerPiece(self, replica, kind(policies, self.limits))
+        order, kv = self.parts
+        settings = PolicySettings(watermark=self.watermark, mlfq=MlfqRules(quantum_s=STEP_S, starve_limit_s=1.0))
+        machine = build_scheduler("fcfs", self.limits, settings, order=order, admission=self.admission, kv=kv)
+        if self.short_grants:
+            parts = ReplicaPolicies(machine.order, machine.admission, machine.kv)
+            machine = ShortGrants(parts, self.limits)
+        machine.handle(CostLearnt(StepCost(STEP_S, 0.0, 0.0, 0.0)), self.clock.now)
+        return SchedulerPiece(self, replica, machine)
 
     def _make_worker(self, replica: str) -> WorkerPiece:
         name = f"worker-{replica}"

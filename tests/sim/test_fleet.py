@@ -10,7 +10,7 @@ import pytest
 
 from core.costs import StepCost
 from kvcache import LeaseExecutor
-from policies.presets import build_router, build_scheduler
+from policies.builders import PolicySettings, build_router, build_scheduler
 from policies.replica_scheduler import ReplicaScheduler, SchedulerLimits
 from simulator.fleet import Fleet, FleetShape
 from simulator.latency import LinearLatency
@@ -23,7 +23,7 @@ PLAIN = LinearLatency(StepCost(base_s=1.0, prefill_token_s=0.1, decode_seq_s=0.0
 
 def fcfs(max_num_seqs: int, watermark: float = 1.0) -> Callable[[int], ReplicaScheduler]:
     limits = SchedulerLimits(max_num_seqs, standby_slots=0)
-    return lambda index: build_scheduler("fcfs", watermark=watermark, limits=limits)
+    return lambda index: build_scheduler("fcfs", limits, PolicySettings(watermark=watermark))
 
 
 def fleet(

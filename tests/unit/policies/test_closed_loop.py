@@ -18,7 +18,7 @@ from core.messages import Key, Plan, StepReport, WorkerReady, WorkerState
 from core.request import Request, SamplingParams
 from kvcache import BatchLimits, BlockManager, LeaseExecutor
 from kvcache.prefix import hash_blocks
-from policies.presets import build_scheduler
+from policies.builders import PolicySettings, build_scheduler
 from policies.replica_scheduler import (
     Event,
     RequestEnded,
@@ -57,7 +57,7 @@ class Loop:
 
     def start_scheduler(self) -> None:
         """The first one, or one in the place of another that died with all it knew and had not said."""
-        self.scheduler = build_scheduler("fcfs", watermark=self.watermark, limits=self.limits)
+        self.scheduler = build_scheduler("fcfs", self.limits, PolicySettings(watermark=self.watermark))
         self.plan: Plan | None = None
         self.reports: list[StepReport] = []
         self.take_over()

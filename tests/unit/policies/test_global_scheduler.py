@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
+from core.costs import StepCost
 from core.errors import ConfigError
 from core.messages import FinishedSequence, Key, OpenRequest, Placed, WorkerReady
 from core.request import Request, SamplingParams, SequenceStatus
+from kvcache.prefix import hash_blocks
+from policies.builders import build_router
+from policies.e2_profiles import from_step_cost
+from policies.e2_router import E2Choice, E2Router
 from policies.global_scheduler import (
     AbortOnReplica,
     AskReplica,
@@ -20,16 +26,18 @@ from policies.global_scheduler import (
     KeysUnknown,
     MeanOutputLen,
     PlaceRequests,
+    PrefixesEvicted,
     ReplicaAway,
     ReplicaDraining,
     ReplicaGone,
     ReplicaUp,
     ReportLost,
     RequestsEnded,
+    RequestsStarted,
+    StartedRequest,
 )
 from policies.least_work import LeastWork
-from policies.placement import Placement, ReplicaLoad
-from policies.presets import build_router
+from policies.placement import Choice, Placement, ReplicaLoad
 from policies.replica_scheduler import RefuseRequest, RequestsAborted, RequestsArrived
 from policies.round_robin import RoundRobin
 
@@ -84,14 +92,14 @@ def announce(scheduler: GlobalScheduler, *streams: OpenRequest, ingress: str = "
 
 
 def test_round_robin_takes_turns() -> None:
-    loads = [ReplicaLoad(name, 0, 0.0) for name in "abc"]
+    loads = tuple(ReplicaLoad(name, 0, 0.0) for name in "abc")
     policy = RoundRobin()
-    assert [policy.choose(request("r"), loads) for _ in range(5)] == ["a", "b", "c", "a", "b"]
+    assert [policy.choose(request("r"), (), loads, 0.0).replica for _ in range(5)] == ["a", "b", "c", "a", "b"]
 
 
 def test_least_work_counts_tokens_not_requests() -> None:
-    loads = [ReplicaLoad("a", 1, 500.0), ReplicaLoad("b", 4, 80.0), ReplicaLoad("c", 2, 80.0)]
-    assert LeastWork().choose(request("r"), loads) == "b", "of equals the first"
+    loads = (ReplicaLoad("a", 1, 500.0), ReplicaLoad("b", 4, 80.0), ReplicaLoad("c", 2, 80.0))
+    assert LeastWork().choose(request("r"), (), loads, 0.0).replica == "b", "of equals the first"
 
 
 def test_work_counts_from_placement_to_the_end() -> None:
@@ -427,3 +435,135 @@ def test_the_preset_names_the_placement_and_the_setting_overrides_it() -> None:
     build_router("fcfs", "least-work").check_integrity()
     with pytest.raises(ConfigError, match=r"scheduler\.placement.*round-robin, least-work"):
         build_router("fcfs", "random")
+
+
+class Listener(Placement):
+    """Places in turn and writes down what it hears."""
+
+    def __init__(self, block_size: int = 0) -> None:
+        self.block_size = block_size
+        self.heard: list[tuple[object, ...]] = []
+        self.loads: list[tuple[ReplicaLoad, ...]] = []
+
+    def choose(self, request: Request, prefix: Sequence[int], loads: tuple[ReplicaLoad, ...], now: float) -> Choice:
+        self.heard.append(("choose", request.request_id, tuple(prefix), now))
+        self.loads.append(loads)
+        return Choice(loads[0].name, "first")
+
+    def replica_up(self, name: str, capacity: int) -> None:
+        self.heard.append(("up", name, capacity))
+
+    def replica_gone(self, name: str) -> None:
+        self.heard.append(("gone", name))
+
+    def started(self, request_id: str, cached_len: int, queue_s: float, now: float) -> None:
+        self.heard.append(("started", request_id, cached_len, queue_s, now))
+
+    def ended(self, request_id: str, output_len: int | None, now: float) -> None:
+        self.heard.append(("ended", request_id, output_len, now))
+
+    def evicted(self, replica: str, prefix: Sequence[int]) -> None:
+        self.heard.append(("evicted", replica, tuple(prefix)))
+
+
+def listener(names: str = "a", block_size: int = 0) -> tuple[GlobalScheduler, Listener]:
+    placement = Listener(block_size)
+    scheduler = router(placement, names)
+    placement.heard.clear()
+    return scheduler, placement
+
+
+def test_placement_hears_of_every_new_life_once() -> None:
+    scheduler, placement = listener("")
+    for incarnation in ("w1", "w1", "w2"):
+        handle(scheduler, ReplicaUp("a", ready(incarnation)))
+    handle(scheduler, ReplicaGone("a"))
+    assert placement.heard == [("up", "a", 400), ("up", "a", 400), ("gone", "a")]
+
+
+def test_placement_gets_hashes_of_all_known_tokens_if_it_wants_them() -> None:
+    scheduler, placement = listener(block_size=4)
+    scheduler.handle(RequestsArrived((request("r", prompt=6, resumed=3),)), 7.0)
+    assert placement.heard == [("choose", "r", tuple(hash_blocks([1] * 6 + [2] * 3, 4)), 7.0)]
+    scheduler, placement = listener(block_size=0)
+    arrive(scheduler, request("r"))
+    assert placement.heard == [("choose", "r", (), 0.0)]
+
+
+def test_placement_hears_how_each_request_ends() -> None:
+    scheduler, placement = listener()
+    arrive(scheduler, *(request(f"r{i}") for i in range(5)))
+    placement.heard.clear()
+    ends = (
+        FinishedSequence("r0", 0, SequenceStatus.FINISHED_STOPPED, 3),
+        FinishedSequence("r1", 0, SequenceStatus.FINISHED_LENGTH, 10),
+        FinishedSequence("r2", 0, SequenceStatus.FINISHED_ABORTED, 2),
+        FinishedSequence("r3", 1, SequenceStatus.FINISHED_STOPPED, 2),
+    )
+    scheduler.handle(RequestsEnded(ends), 9.0)
+    scheduler.handle(RequestsAborted((("r3", 0),)), 10.0)
+    handle(scheduler, ReplicaUp("a", ready("w2")))
+    told = [("r0", 3, 9.0), ("r1", 10, 9.0), ("r2", None, 9.0), ("r3", None, 10.0), ("r4", None, 0.0)]
+    assert placement.heard == [*(("ended", *each) for each in told), ("up", "a", 400)], "before the new life begins"
+
+
+def test_placement_hears_of_starts_of_current_attempts() -> None:
+    scheduler, placement = listener()
+    arrive(scheduler, request("r", attempt=1))
+    placement.heard.clear()
+    started = (StartedRequest("r", 0, 1, 0.1), StartedRequest("r", 1, 8, 0.5), StartedRequest("s", 0, 1, 0.1))
+    assert scheduler.handle(RequestsStarted(started), 3.0) == []
+    assert placement.heard == [("started", "r", 8, 0.5, 3.0)]
+
+
+def test_notices_of_lives_that_are_over_are_dropped() -> None:
+    scheduler, placement = listener()
+    for replica, incarnation in (("a", "w0"), ("a", "w1"), ("unheard of", "w1")):
+        assert handle(scheduler, PrefixesEvicted(replica, incarnation, ((1, 2), (3,)))) == []
+    assert placement.heard == [("evicted", "a", (1, 2)), ("evicted", "a", (3,))]
+
+
+def test_the_loads_are_one_object_while_the_same_replicas_take_requests() -> None:
+    scheduler, placement = listener("ab")
+    arrive(scheduler, request("r0"))
+    arrive(scheduler, request("r1"))
+    assert placement.loads[0] is placement.loads[1] is scheduler.loads()
+    assert placement.loads[0][0].num_requests == 2, "and up to date"
+    for event in (ReplicaAway("a"), ReplicaUp("a", ready()), ReplicaDraining("a"), ReplicaGone("b")):
+        before = scheduler.loads()
+        handle(scheduler, event)
+        assert scheduler.loads() is not before
+
+
+def test_why_a_request_is_where_it_is() -> None:
+    scheduler = router(RoundRobin(), "a")
+    arrive(scheduler, request("r0"))
+    announce(scheduler, stream("r0"), stream("adopted"))
+    assert scheduler.choice("r0") == Choice("a", "in turn")
+    assert scheduler.choice("adopted") is None
+    assert scheduler.choice("nowhere") is None
+    least = router(LeastWork(), "a")
+    arrive(least, request("r0"))
+    assert least.choice("r0") == Choice("a", "least work")
+
+
+def test_requests_that_share_a_prefix_share_a_replica_under_e2() -> None:
+    times = from_step_cost(StepCost(1e-3, 1e-4, 1e-4, 1e-8))
+    scheduler = router(E2Router(times, 4), "abc")
+
+    def tokens(first: int, tail: int) -> tuple[int, ...]:
+        return (*range(first, first + 40), tail, tail, tail, tail)
+
+    groups: dict[int, set[str]] = {100: set(), 200: set(), 300: set()}
+    for i in range(30):
+        first = 100 * (i % 3 + 1)
+        (replica,) = arrive(scheduler, Request(f"r{i}", 0, "i", tokens(first, i), SamplingParams(10)))
+        groups[first].add(replica)
+        choice = scheduler.choice(f"r{i}")
+        assert isinstance(choice, E2Choice)
+        assert (choice.reason, choice.hit_len) == (("explore", 0) if i < 3 else ("exploit", 40))
+        end(scheduler, f"r{i}")
+    assert sorted(map(sorted, groups.values())) == [["a"], ["b"], ["c"]]
+    handle(scheduler, ReplicaGone("b"))
+    (replica,) = arrive(scheduler, Request("late", 0, "i", tokens(200, 99), SamplingParams(10)))
+    assert replica != "b"

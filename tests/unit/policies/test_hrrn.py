@@ -8,6 +8,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
+from core.costs import StepCost
 from policies.batch_queue import BatchQueue, FormedBatch
 from policies.hrrn import HighestResponseRatio, HrrnOrder, response_ratio
 from policies.job import Job
@@ -110,7 +111,9 @@ def test_magnus_runs_the_small_batch_of_figure_6_first() -> None:
 
 
 def _order(jobs: list[Job]) -> HrrnOrder:
-    order = HrrnOrder(lambda job: float(job.max_new_tokens - job.output_len))
+    order = HrrnOrder(
+        lambda cost, job: cost.decode_s(0) * (job.max_new_tokens - job.output_len), StepCost(0.0, 0.0, 1.0, 0.0)
+    )
     for job in jobs:
         order.add(job, job.arrived_at)
     return order

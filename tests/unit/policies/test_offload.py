@@ -6,7 +6,7 @@ import dataclasses
 
 from core.messages import Plan, SlotProgress, StepReport, WorkerReady, WorkerState
 from core.request import Request, Residency, SamplingParams, SequenceStatus
-from policies.presets import build_scheduler
+from policies.builders import PolicySettings, build_scheduler
 from policies.replica_scheduler import (
     Event,
     RequestsArrived,
@@ -25,7 +25,7 @@ class Harness:
 
     def __init__(self, num_host_blocks: int = 10) -> None:
         limits = SchedulerLimits(8, 2)
-        self.scheduler = build_scheduler("fcfs", watermark=1.0, limits=limits, offload="reactive")
+        self.scheduler = build_scheduler("fcfs", limits, PolicySettings(watermark=1.0), kv="swap-newest")
         self.plan: Plan | None = None
         self.seq = 0
         ready = WorkerReady("w", 10, 4, 40, True, 100, num_host_blocks)

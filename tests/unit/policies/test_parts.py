@@ -7,9 +7,10 @@ import math
 import pytest
 
 from core.errors import ConfigError
+from policies.builders import BatchSettings, build_batcher, build_router, build_scheduler
 from policies.fcfs import Fcfs
 from policies.job import Job
-from policies.presets import PRESETS, build_scheduler, find_preset
+from policies.presets import PRESETS, find_preset
 from policies.protocols import KvMoves, KvView
 from policies.recompute import NewestGiveWay
 from policies.replica_scheduler import SchedulerLimits
@@ -72,8 +73,40 @@ def test_a_job_that_holds_nothing_is_no_victim() -> None:
     assert moved(NewestGiveWay().moves(empty, 0.0)) == ("", "b")
 
 
-def test_every_preset_builds_and_an_unknown_one_names_the_nearest() -> None:
-    for name in PRESETS:
-        build_scheduler(name, watermark=0.9, limits=SchedulerLimits(4, 4)).check_integrity()
+@pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if preset.mode == "continuous"])
+def test_every_continuous_preset_builds(name: str) -> None:
+    build_scheduler(name, SchedulerLimits(16, 4)).check_integrity()
+    build_router(name).check_integrity()
+
+
+@pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if preset.mode == "batch"])
+def test_every_preset_of_batch_mode_builds_and_is_no_continuous_one(name: str) -> None:
+    settings = BatchSettings(memory_tokens=1000, serving_time_s=lambda size, prompt, output: float(output))
+    build_batcher(name, settings).check_integrity()
+    with pytest.raises(ConfigError, match=r"scheduler\.preset.*static batches"):
+        build_scheduler(name, SchedulerLimits(16, 4))
+    with pytest.raises(ConfigError, match=r"scheduler\.preset.*batch mode"):
+        build_batcher("fcfs", settings)
+
+
+def test_a_preset_bounds_the_batch() -> None:
+    assert build_scheduler("magnus-ccb", SchedulerLimits(16, 4)).limits.max_num_seqs == 7
+    assert build_scheduler("magnus-ccb", SchedulerLimits(4, 4)).limits.max_num_seqs == 4
+
+
+def test_an_unknown_preset_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"scheduler\.preset.*did you mean 'fcfs'"):
         find_preset("fcf")
+
+
+@pytest.mark.parametrize(("part", "named"), [("order", "fcfs"), ("admission", "oracle"), ("kv", "enst-defer")])
+def test_an_unknown_part_names_those_there_are(part: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=rf"scheduler\.{part}.*{named}"):
+        build_scheduler("fcfs", SchedulerLimits(4, 4), **{part: "none"})
+
+
+def test_parts_can_be_set_alone_but_must_go_together() -> None:
+    mixed = build_scheduler("past-future", SchedulerLimits(4, 4), order="skip-join-mlfq", kv="enst-proactive")
+    assert mixed.order.preemptive
+    with pytest.raises(ConfigError, match=r"scheduler\.kv.*skip-join-mlfq"):
+        build_scheduler("fcfs", SchedulerLimits(4, 4), kv="enst-proactive")

@@ -6,7 +6,7 @@ import pytest
 
 from core.messages import FinishedSequence, Plan, SlotProgress, StepReport, WorkerReady, WorkerState
 from core.request import Request, SamplingParams, SequenceStatus
-from policies.presets import build_scheduler
+from policies.builders import PolicySettings, build_scheduler
 from policies.replica_scheduler import (
     Event,
     RefuseRequest,
@@ -51,7 +51,7 @@ class Harness:
 
     def __init__(self, max_num_seqs: int = 8, standby_slots: int = 2, worker: WorkerState | None = None) -> None:
         limits = SchedulerLimits(max_num_seqs, standby_slots)
-        self.scheduler: ReplicaScheduler = build_scheduler("fcfs", watermark=1.0, limits=limits)
+        self.scheduler: ReplicaScheduler = build_scheduler("fcfs", limits, PolicySettings(watermark=1.0))
         self.plans: list[Plan] = []
         self.ended: list[RequestEnded] = []
         self.refused: list[RefuseRequest] = []

@@ -1,0 +1,221 @@
+"""What the names in the presets table stand for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+
+from core.config import SchedulerConfig
+from core.costs import StepCost
+from core.errors import ConfigError
+from policies.aggressive import Aggressive
+from policies.batch_queue import Batcher, first_arrived
+from policies.conservative import Conservative
+from policies.e2_profiles import from_step_cost
+from policies.e2_router import E2Router
+from policies.enst_offload import EnstOffload
+from policies.fcfs import Fcfs
+from policies.fcfs_batches import FcfsBatches
+from policies.global_scheduler import GlobalScheduler
+from policies.hit_groups import HitGroups
+from policies.hrrn import HighestResponseRatio, HrrnOrder, ServingTime
+from policies.job import Job
+from policies.kv_baselines import Defer, Reactive, Recompute
+from policies.least_work import LeastWork
+from policies.length_history import LengthHistory
+from policies.multi_bin import MultiBinBatcher
+from policies.past_future import HistoryLengths, PastFuture, TrueLengths
+from policies.placement import Placement
+from policies.presets import Preset, find_preset
+from policies.protocols import Admission, KvPolicy, Order
+from policies.recompute import NewestGiveWay
+from policies.replica_scheduler import ReplicaPolicies, ReplicaScheduler, SchedulerLimits
+from policies.round_robin import RoundRobin
+from policies.skip_join_mlfq import MlfqRules, SkipJoinMlfq
+from policies.wma_batcher import WmaBatcher
+
+_T = TypeVar("_T")
+
+PRIOR_COST = StepCost(base_s=0.010, prefill_token_s=0.11e-3, decode_seq_s=0.02e-3, context_token_s=0.2e-6)
+"""What steps are taken to cost until they have been measured: about a 7B model on an A100."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySettings:
+    """Parameters of the parts; each part takes what it needs.
+
+    Attributes:
+        watermark: Share of the KV pool that the watermark admission fills, in (0, 1].
+        overcommit: How many times its memory the conservative admission takes the pool to have.
+        reserve_ratio: Share of the pool that Past-Future keeps free.
+        max_new_tokens: The longest output that Past-Future expects before it has seen any.
+        mlfq: Rules of the skip-join MLFQ.
+        cost: What steps cost; replaced where it is measured.
+        block_size: Tokens of a block as placement by prefixes counts them.
+        seed: Of everything that is drawn.
+    """
+
+    watermark: float = 0.95
+    overcommit: float = 1.0
+    reserve_ratio: float = 0.05
+    max_new_tokens: int = 4096
+    mlfq: MlfqRules = field(default_factory=MlfqRules)
+    cost: StepCost = PRIOR_COST
+    block_size: int = 64
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSettings:
+    """Parameters of batch mode.
+
+    Attributes:
+        memory_tokens: KV tokens of a worker (Theta / Delta of Magnus).
+        serving_time_s: Estimated seconds of a batch of so many jobs, prompt tokens and output tokens.
+        edges: Boundaries of the bins of predicted lengths.
+        wma_threshold: Phi.
+        max_wait_s: Longest wait of a bin for company.
+        batch_size: Jobs of a batch of fixed size; 0 for the preset's own.
+    """
+
+    memory_tokens: float
+    serving_time_s: ServingTime
+    edges: tuple[float, ...] = (0.0, math.inf)
+    wma_threshold: float = 50_000
+    max_wait_s: float = math.inf
+    batch_size: int = 0
+
+
+def remaining_service_s(cost: StepCost, job: Job) -> float:
+    """Seconds until a job would end if it ran alone: what is missing of its KV, then one step a token foreseen."""
+    expected = job.max_new_tokens if job.forecast is None else min(job.forecast.mean, job.max_new_tokens)
+    return cost.prefill_s(job.missing_len) + max(1.0, expected - job.output_len) * cost.decode_s(job.known_len)
+
+
+def _past_future(settings: PolicySettings) -> PastFuture:
+    rng = np.random.default_rng(settings.seed)
+    history = LengthHistory(initial=[settings.max_new_tokens])
+    return PastFuture(HistoryLengths(history, rng), reserve_ratio=settings.reserve_ratio)
+
+
+ORDERS: dict[str, Callable[[PolicySettings, SchedulerLimits], Order]] = {
+    "fcfs": lambda settings, limits: Fcfs(),
+    "hrrn": lambda settings, limits: HrrnOrder(remaining_service_s, settings.cost),
+    "hit-groups": lambda settings, limits: HitGroups(limits.max_num_seqs),
+    "skip-join-mlfq": lambda settings, limits: SkipJoinMlfq(settings.cost, settings.mlfq),
+}
+
+ADMISSIONS: dict[str, Callable[[PolicySettings], Admission]] = {
+    "watermark": lambda settings: Aggressive(settings.watermark),
+    "whole-pool": lambda settings: Aggressive(1.0),
+    "conservative": lambda settings: Conservative(settings.overcommit),
+    "past-future": _past_future,
+    "oracle": lambda settings: PastFuture(TrueLengths(), reserve_ratio=0.0, max_lists=1),
+}
+
+_MLFQ_KV: dict[str, Callable[[SkipJoinMlfq], KvPolicy]] = {
+    "enst-proactive": EnstOffload,
+    "enst-defer": Defer,
+    "enst-reactive": Reactive,
+    "enst-recompute": Recompute,
+}
+
+KV_POLICIES = ("recompute-newest", "swap-newest", *_MLFQ_KV)
+
+PLACEMENTS: dict[str, Callable[[PolicySettings], Placement]] = {
+    "round-robin": lambda settings: RoundRobin(),
+    "least-work": lambda settings: LeastWork(),
+    "e2": lambda settings: E2Router(from_step_cost(settings.cost), settings.block_size),
+}
+
+BATCHERS: dict[str, Callable[[BatchSettings, int | None], Batcher]] = {
+    "fcfs-batches": lambda settings, size: FcfsBatches(size or 1),
+    "wma-hrrn": lambda settings, size: WmaBatcher(
+        settings.memory_tokens, HighestResponseRatio(settings.serving_time_s), settings.wma_threshold, size
+    ),
+    "wma-fcfs": lambda settings, size: WmaBatcher(settings.memory_tokens, first_arrived, settings.wma_threshold, size),
+    "multi-bin": lambda settings, size: MultiBinBatcher(settings.edges, size or 1, settings.max_wait_s),
+}
+
+
+def build_router(preset: str, placement: str = "", settings: PolicySettings | None = None) -> GlobalScheduler:
+    """The scheduler over replicas; ``placement`` overrides the preset's own.
+
+    Raises:
+        ConfigError: there is no such preset or placement.
+    """
+    name = placement or _continuous(preset).placement
+    return GlobalScheduler(_part(PLACEMENTS, "scheduler.placement", name)(settings or PolicySettings()))
+
+
+def build_scheduler(
+    preset: str,
+    limits: SchedulerLimits,
+    settings: PolicySettings | None = None,
+    *,
+    order: str = "",
+    admission: str = "",
+    kv: str = "",
+) -> ReplicaScheduler:
+    """The scheduler of one replica under a preset; a part that is named overrides the preset's own.
+
+    Raises:
+        ConfigError: there is no such preset or part, or the parts do not go together.
+    """
+    row, settings = _continuous(preset), settings or PolicySettings()
+    if row.max_num_seqs:
+        limits = SchedulerLimits(min(limits.max_num_seqs, row.max_num_seqs), limits.standby_slots)
+    ranked = _part(ORDERS, "scheduler.order", order or row.order)(settings, limits)
+    admits = _part(ADMISSIONS, "scheduler.admission", admission or row.admission)(settings)
+    return ReplicaScheduler(ReplicaPolicies(ranked, admits, _kv_policy(kv or row.kv, ranked)), limits)
+
+
+def configured_scheduler(config: SchedulerConfig, max_num_seqs: int) -> ReplicaScheduler:
+    """The scheduler of one replica as the configuration of a server says.
+
+    Raises:
+        ConfigError: there is no such preset, or it is not of continuous batching.
+    """
+    limits = SchedulerLimits(max_num_seqs, config.standby_slots)
+    kv = "swap-newest" if config.offload == "reactive" else ""
+    return build_scheduler(config.preset, limits, PolicySettings(watermark=config.watermark), kv=kv)
+
+
+def _kv_policy(name: str, order: Order) -> KvPolicy:
+    if name in ("recompute-newest", "swap-newest"):
+        return NewestGiveWay(swaps=name == "swap-newest")
+    make = _part(_MLFQ_KV, "scheduler.kv", name)
+    if not isinstance(order, SkipJoinMlfq):
+        raise ConfigError(
+            "scheduler.kv", name, "recompute-newest or swap-newest: it needs the levels of skip-join-mlfq"
+        )
+    return make(order)
+
+
+def build_batcher(preset: str, settings: BatchSettings) -> Batcher:
+    """The central queue of a batch-mode preset.
+
+    Raises:
+        ConfigError: there is no such preset, or it is not of batch mode.
+    """
+    row = find_preset(preset)
+    if row.mode != "batch":
+        raise ConfigError("scheduler.preset", preset, "a preset of batch mode")
+    return BATCHERS[row.order](settings, settings.batch_size or row.max_num_seqs or None)
+
+
+def _continuous(preset: str) -> Preset:
+    row = find_preset(preset)
+    if row.mode != "continuous":
+        raise ConfigError("scheduler.preset", preset, "a preset of continuous batching; this one forms static batches")
+    return row
+
+
+def _part(table: Mapping[str, _T], field_name: str, name: str) -> _T:
+    if name not in table:
+        raise ConfigError(field_name, name, f"one of {', '.join(table)}")
+    return table[name]

@@ -1,0 +1,141 @@
+"""The last output lengths as a distribution, and draws from it (Past-Future, section 3.2, equation 1)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from core.errors import InvalidValueError
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+CDF_TOLERANCE = 1e-9
+"""Far above the rounding of a product of 1000 factors, far below the mass of one entry."""
+
+
+class LengthHistory:
+    """The last output lengths and their law P(l).
+
+    An output that was cut (by its limit, or aborted) is only known to be at least so long. Such censored entries never
+    count as ends: P(l) is the Kaplan-Meier estimate, which without any of them is the plain share of each length
+    (equation 1). The mass that no finished output accounts for lies above everything seen.
+
+    The sorted law is rebuilt on the first question after an ``add``, O(w log w).
+
+    Args:
+        window: Entries that are kept, w in the paper.
+        initial: Finished lengths to start from, oldest first. The paper starts from the longest possible output; one
+            such entry is enough and is outweighed soon, a window full of them holds admission back for 1000 requests.
+        interpolated: Draw as LightLLM does, linearly between [generated] + longer lengths + [limit], rounded to even;
+            some mass then lies above the longest entry. What has generated nothing draws plain entries there as here.
+
+    Raises:
+        InvalidValueError: a window below 1, or a negative length.
+    """
+
+    def __init__(self, window: int = 1000, initial: Sequence[int] = (), *, interpolated: bool = False) -> None:
+        if window < 1:
+            raise InvalidValueError("window", window, "an integer >= 1")
+        self.version = 0
+        """Rises with each ``add``."""
+        self._interpolated = interpolated
+        self._entries: deque[tuple[int, bool]] = deque(maxlen=window)
+        self._lengths: IntArray = np.empty(0, np.int64)
+        self._cdf: FloatArray = np.empty(0)
+        self._is_sorted = True
+        for length in initial:
+            self.add(length)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, length: int, *, censored: bool = False) -> None:
+        """An output of so many tokens has ended; ``censored``: it might have gone on. O(1)."""
+        if length < 0:
+            raise InvalidValueError("length", length, "an integer >= 0")
+        self._entries.append((length, censored))
+        self.version += 1
+        self._is_sorted = False
+
+    def quantiles(self, levels: FloatArray) -> IntArray:
+        """The least lengths l with P(up to l) >= level; O(log w) each.
+
+        Mass above everything seen counts as the longest entry here (Efron's convention).
+
+        Raises:
+            InvalidValueError: the history is empty.
+        """
+        self._sort()
+        if not self._entries:
+            raise InvalidValueError("history", 0, "at least one length")
+        longest = max(length for length, _ in self._entries)
+        index = np.searchsorted(self._cdf, np.asarray(levels) - CDF_TOLERANCE, side="left")
+        return np.append(self._lengths, longest)[index]
+
+    def sample(self, rng: np.random.Generator, n: int) -> IntArray:
+        """n independent lengths of P(l), as ``quantiles`` sees it; shape (n,)."""
+        return self.quantiles(rng.random(n))
+
+    def sample_above(self, rng: np.random.Generator, generated: IntArray, limit: IntArray, num_lists: int) -> IntArray:
+        """Whole output lengths of n running jobs: draws of P(l | l > generated), equation 1; O(num_lists n log w).
+
+        Args:
+            rng: Draws num_lists times n uniform numbers, whatever the history holds.
+            generated: l_t of each job, shape (n,).
+            limit: max_new_tokens of each, shape (n,). It is the answer where no entry is longer than ``generated``
+                (the paper is silent), and no answer is above it.
+            num_lists: Independent lists of draws.
+
+        Returns:
+            Shape (num_lists, n).
+        """
+        return self.lengths_at(rng.random((num_lists, len(generated))), generated, limit)
+
+    def lengths_at(self, levels: FloatArray, generated: IntArray, limit: IntArray) -> IntArray:
+        """Inverse of P(l | l > generated) at levels in [0, 1); shapes (..., n), (n,) and (n,) give (..., n)."""
+        self._sort()
+        first = np.searchsorted(self._lengths, generated, side="right")
+        below = np.append(0.0, self._cdf)[first]
+        target = below + levels * (1.0 - below)
+        lengths = np.append(self._lengths, np.iinfo(np.int64).max)[np.searchsorted(self._cdf, target, side="right")]
+        if self._interpolated:
+            lengths = np.where(generated > 0, self._between(levels, generated, limit, first, below), lengths)
+        bounded: IntArray = np.minimum(lengths, limit)
+        return bounded
+
+    def _between(
+        self, levels: FloatArray, generated: IntArray, limit: IntArray, first: NDArray[np.intp], below: FloatArray
+    ) -> IntArray:
+        """LightLLM's inverse; the limit weighs as much as a mean entry above ``generated``, and all unseen mass."""
+        num_entries = len(self._lengths)
+        seen = self._cdf[-1] if num_entries else 0.0
+        num_longer = num_entries - first
+        mean_mass = np.where(num_longer > 0, (seen - below) / np.maximum(num_longer, 1), 1.0)
+        above = (1.0 - below) + mean_mass
+        target = below + levels * above
+        index = np.maximum(np.searchsorted(self._cdf, target, side="left"), first)
+        # Knots (cdf, length) left and right of the target; [generated] precedes the first, [limit] follows the last.
+        left_cdf = np.where(index == first, below, np.append(self._cdf, seen)[index - 1])
+        left = np.where(index == first, generated, np.append(self._lengths, 0)[index - 1])
+        right_cdf = np.where(index == num_entries, below + above, np.append(self._cdf, 0.0)[index])
+        right = np.where(index == num_entries, limit, np.append(self._lengths, 0)[index])
+        share = (target - left_cdf) / np.maximum(right_cdf - left_cdf, CDF_TOLERANCE)
+        rounded: IntArray = np.rint(np.round(left + share * (right - left), 6)).astype(np.int64)
+        longer: IntArray = np.maximum(rounded, generated + 1)
+        return longer
+
+    def _sort(self) -> None:
+        """Kaplan-Meier: each end takes its share of those at risk, in order of length, ends before cuts."""
+        if self._is_sorted:
+            return
+        ordered = np.array(sorted(self._entries), dtype=np.int64)
+        is_end = ordered[:, 1] == 0
+        at_risk = np.arange(len(ordered), 0, -1)
+        survival = np.cumprod(np.where(is_end, 1.0 - 1.0 / at_risk, 1.0))
+        self._lengths = ordered[is_end, 0]
+        self._cdf = 1.0 - survival[is_end]
+        self._is_sorted = True

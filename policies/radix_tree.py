@@ -1,0 +1,361 @@
+"""The global prefix tree of Preble (section 4.2): which replica caches which prefix, and who has used it lately.
+
+A radix tree over paths of ints, here chained hashes of token blocks; lengths are counted in path elements. It is a
+hint: replicas know the truth, and what they report corrects it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from core.errors import IntegrityError
+
+Path = tuple[int, ...]
+
+
+class Node:
+    """A run of elements that nobody has told apart so far.
+
+    Attributes:
+        span: Its elements; empty at the root alone.
+        end: Elements from the root to the end of the span.
+        replicas: Those that cache the whole span, and so all before it: bit i stands for replica i.
+        assigned: Those that may serve it as well, though they need not cache it yet (prefix autoscaling).
+        copies: By replica, what is known of the node there.
+    """
+
+    __slots__ = ("assigned", "children", "copies", "end", "parent", "replicas", "span")
+
+    def __init__(self, span: Path, parent: Node | None) -> None:
+        self.span = span
+        self.parent = parent
+        self.end: int = len(span) + (parent.end if parent else 0)
+        self.children: dict[int, Node] = {}
+        self.replicas = 0
+        self.assigned = 0
+        self.copies: dict[int, Copy] = {}
+
+
+class Copy:
+    """One node on one replica.
+
+    The copies that are cached and unused form a ring by last access; ``older`` and ``newer`` are None outside of it.
+
+    Attributes:
+        ref_count: Requests in flight there that go through the node.
+        num_recent: Requests placed there within the window that go through the node.
+    """
+
+    __slots__ = ("newer", "node", "num_recent", "older", "ref_count")
+
+    def __init__(self, node: Node, ref_count: int = 0, num_recent: int = 0) -> None:
+        self.node = node
+        self.ref_count = ref_count
+        self.num_recent = num_recent
+        self.older: Copy | None = None
+        self.newer: Copy | None = None
+
+
+class Match(NamedTuple):
+    """The nodes that a path goes through in full, and how many elements it shares with the one after them."""
+
+    nodes: list[Node]
+    partial: int
+
+
+class RadixTree:
+    """Longest-prefix tree with, per node and replica, what caching, requests in flight and a window of requests say.
+
+    A request holds one reference, its last node: whatever is split later, its path is the way from there to the root.
+    On a replica a request's path leaves the last-access order while it is in flight and comes back, deepest node
+    first, when it ends. So children are always older than their parents, and eviction takes leaves first.
+    """
+
+    def __init__(self) -> None:
+        self.root = Node((), None)
+        self._oldest: list[Copy] = []  # by replica: the ring's fixed point, ``newer`` of it is the oldest
+        self.num_cached: list[int] = []  # by replica: elements
+
+    def add_replica(self) -> int:
+        """A new replica, with nothing cached; its number."""
+        ring = Copy(self.root)
+        ring.older = ring.newer = ring
+        self._oldest.append(ring)
+        self.num_cached.append(0)
+        return len(self.num_cached) - 1
+
+    def match_prefix(self, path: Path) -> Match:
+        """The longest prefix of ``path`` in the tree, whoever caches it. O(its length)."""
+        nodes: list[Node] = []
+        node = self.root
+        while node.end < len(path):
+            child = node.children.get(path[node.end])
+            if child is None:
+                break
+            if path[node.end : child.end] != child.span:
+                return Match(nodes, _common_len(path, node.end, child.span))
+            nodes.append(child)
+            node = child
+        return Match(nodes, 0)
+
+    def insert(self, path: Path) -> list[Node]:
+        """The nodes of exactly this path, from the root on; splits the node where it leaves the tree, adds the rest.
+
+        A new node belongs to nobody: call ``hold`` before anything else. O(length).
+        """
+        nodes, partial = self.match_prefix(path)
+        node = nodes[-1] if nodes else self.root
+        if partial:
+            node = self._split(node.children[path[node.end]], partial)
+            nodes.append(node)
+        if node.end < len(path):
+            leaf = node.children[path[node.end]] = Node(path[node.end :], node)
+            nodes.append(leaf)
+        return nodes
+
+    def hold(self, nodes: Sequence[Node], replica: int) -> None:
+        """A request with this path is placed on the replica, which caches all of it from now on. O(nodes)."""
+        bit = 1 << replica
+        for node in nodes:
+            copy = node.copies.get(replica)
+            if copy is None:
+                copy = node.copies[replica] = Copy(node)
+            elif copy.newer is not None:
+                _unlink(copy)
+            if not node.replicas & bit:
+                node.replicas |= bit
+                self.num_cached[replica] += len(node.span)
+            copy.ref_count += 1
+            copy.num_recent += 1
+
+    def release(self, end: Node, replica: int) -> None:
+        """A request whose path ends here is not in flight any more: its last access. O(nodes)."""
+        node: Node | None = end
+        while node is not None and node is not self.root:
+            parent, copy = node.parent, node.copies[replica]
+            copy.ref_count -= 1
+            if copy.ref_count == 0:
+                if node.replicas >> replica & 1:
+                    _link_after(copy, _older(self._oldest[replica]))
+                else:
+                    self._drop_if_unused(copy, replica)
+            node = parent
+
+    def forget(self, end: Node, replica: int) -> None:
+        """A request whose path ends here has left the window. O(nodes)."""
+        node: Node | None = end
+        while node is not None and node is not self.root:
+            parent, copy = node.parent, node.copies[replica]
+            copy.num_recent -= 1
+            if copy.num_recent == 0:
+                self._drop_if_unused(copy, replica)
+            node = parent
+
+    def lru(self, replica: int, num: int, keep: Collection[Node] = ()) -> Iterator[tuple[Copy, int]]:
+        """What the replica would evict for ``num`` elements: (copy, elements from its end), the oldest first.
+
+        Args:
+            keep: Nodes that are about to be used and stay, whenever they were used last.
+        """
+        ring = self._oldest[replica]
+        copy = _newer(ring)
+        while num > 0 and copy is not ring:
+            if copy.node not in keep:
+                taken = min(num, len(copy.node.span))
+                num -= taken
+                yield copy, taken
+            copy = _newer(copy)
+
+    def evict_lru(self, replica: int, num: int) -> None:
+        """The replica makes room for ``num`` elements: what nobody in flight holds goes, the oldest first."""
+        for copy, taken in list(self.lru(replica, num)):
+            node = copy.node
+            if taken < len(node.span):
+                self._split(node, len(node.span) - taken)
+            self._uncache(node, replica)
+
+    def evict(self, path: Path, replica: int) -> None:
+        """The replica does not cache the last element of ``path`` any more, nor anything after it.
+
+        O(length and nodes below); nothing happens where the path is unknown.
+        """
+        if not path:
+            return
+        nodes, partial = self.match_prefix(path)
+        node = nodes[-1] if nodes else self.root
+        if partial:
+            node = node.children[path[node.end]]
+            partial += node.end - len(node.span)
+        if (partial or node.end) != len(path):
+            return
+        before = len(path) - 1 - (node.end - len(node.span))
+        if before:
+            self._split(node, before)
+        self._uncache(node, replica)
+
+    def correct(self, end: Node, replica: int, hit_len: int) -> None:
+        """A request found only ``hit_len`` elements of its path: what hangs off the path later is not there either.
+
+        The request is in flight: its own path it computes now, and what others in flight hold stays. O(nodes that go
+        and their siblings).
+        """
+        node = end
+        while node.parent is not None and node.end > hit_len:
+            for child in list(node.children.values()):
+                if child.replicas >> replica & 1 and not child.copies[replica].ref_count:
+                    self._uncache(child, replica)
+            node = node.parent
+
+    def clear(self, replica: int) -> None:
+        """Nothing is known of the replica any more; references to its requests are void. O(nodes)."""
+        for node in reversed(list(_subtree(self.root))):
+            node.assigned &= ~(1 << replica)
+            copy = node.copies.get(replica)
+            if copy is not None:
+                copy.ref_count = copy.num_recent = 0
+                if node.replicas >> replica & 1:
+                    self._uncache_one(copy, replica)
+                else:
+                    self._drop_if_unused(copy, replica)
+
+    def _split(self, node: Node, num: int) -> Node:
+        """Puts the first ``num`` elements into a node of their own, above: who ends at ``node`` still does."""
+        parent = node.parent
+        assert parent is not None
+        upper = Node(node.span[:num], parent)
+        parent.children[upper.span[0]] = upper
+        node.span, node.parent = node.span[num:], upper
+        upper.children[node.span[0]] = node
+        upper.replicas, upper.assigned = node.replicas, node.assigned
+        for replica, copy in node.copies.items():
+            twin = upper.copies[replica] = Copy(upper, copy.ref_count, copy.num_recent)
+            if copy.newer is not None:
+                _link_after(twin, copy)
+        return upper
+
+    def _uncache(self, node: Node, replica: int) -> None:
+        """The replica caches neither the node nor what is below it."""
+        cached = [each for each in _subtree(node, replica) if each.replicas >> replica & 1]
+        for each in reversed(cached):
+            self._uncache_one(each.copies[replica], replica)
+
+    def _uncache_one(self, copy: Copy, replica: int) -> None:
+        copy.node.replicas &= ~(1 << replica)
+        self.num_cached[replica] -= len(copy.node.span)
+        if copy.newer is not None:
+            _unlink(copy)
+        self._drop_if_unused(copy, replica)
+
+    def _drop_if_unused(self, copy: Copy, replica: int) -> None:
+        """Section 4.2: a node goes when no replica caches it and nobody in the window has used it."""
+        node = copy.node
+        if copy.ref_count or copy.num_recent or node.replicas >> replica & 1:
+            return
+        del node.copies[replica]
+        if not node.copies and node.parent is not None:
+            del node.parent.children[node.span[0]]
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless spans, counts, bits, sizes and rings agree."""
+        num_cached = [0] * len(self.num_cached)
+        idle = [0] * len(self.num_cached)
+        for node in _subtree(self.root):
+            for first, child in node.children.items():
+                _check_child(node, first, child)
+            for replica, copy in node.copies.items():
+                cached = bool(node.replicas >> replica & 1)
+                num_cached[replica] += cached * len(node.span)
+                idle[replica] += copy.newer is not None
+                if (copy.newer is not None) != (cached and not copy.ref_count):
+                    raise IntegrityError(f"replica {replica}: a copy is wrongly in or out of the last-access order")
+        if num_cached != self.num_cached:
+            raise IntegrityError(f"{self.num_cached} elements are cached by the counters, {num_cached} by the nodes")
+        for replica, size in enumerate(idle):
+            self._check_ring(replica, size)
+
+    def check_counts(self, in_flight: Iterable[tuple[Node, int]], recent: Iterable[tuple[Node, int]]) -> None:
+        """Raises IntegrityError unless these are the (last node, replica) of all that is held and not forgotten."""
+        refs, uses = self._paths_through(in_flight), self._paths_through(recent)
+        for node in _subtree(self.root):
+            for replica, copy in node.copies.items():
+                if (copy.ref_count, copy.num_recent) != (refs.pop((node, replica), 0), uses.pop((node, replica), 0)):
+                    raise IntegrityError(f"replica {replica}: a node's requests are miscounted")
+        if refs or uses:
+            raise IntegrityError("a request goes through nodes that the tree does not have")
+
+    def _paths_through(self, ends: Iterable[tuple[Node, int]]) -> Counter[tuple[Node, int]]:
+        counts: Counter[tuple[Node, int]] = Counter()
+        for end, replica in ends:
+            node: Node | None = end
+            while node is not None and node is not self.root:
+                counts[node, replica] += 1
+                node = node.parent
+        return counts
+
+    def _check_ring(self, replica: int, size: int) -> None:
+        order = [copy.node for copy, _ in self.lru(replica, sum(self.num_cached) + 1)]
+        place = {node: i for i, node in enumerate(order)}
+        if len(order) != size:
+            raise IntegrityError(
+                f"replica {replica}: {len(order)} copies in the last-access order, {size} belong there"
+            )
+        for node in order:
+            if node.parent in place and place[node.parent] < place[node]:
+                raise IntegrityError(f"replica {replica}: a node is older than what hangs on it")
+
+
+def _common_len(path: Path, start: int, span: Path) -> int:
+    """Leading elements that ``span`` shares with ``path`` from ``start`` on."""
+    for num, (mine, other) in enumerate(zip(path[start:], span, strict=False)):
+        if mine != other:
+            return num
+    return min(len(path) - start, len(span))
+
+
+def _subtree(node: Node, replica: int | None = None) -> Iterator[Node]:
+    """The node and all below it, parents first; only what the replica caches where one is named."""
+    stack = [node]
+    while stack:
+        node = stack.pop()
+        yield node
+        below = node.children.values()
+        stack.extend(below if replica is None else [child for child in below if child.replicas >> replica & 1])
+
+
+def _newer(copy: Copy) -> Copy:
+    assert copy.newer is not None
+    return copy.newer
+
+
+def _older(copy: Copy) -> Copy:
+    assert copy.older is not None
+    return copy.older
+
+
+def _link_after(copy: Copy, older: Copy) -> None:
+    newer = _newer(older)
+    copy.older, copy.newer = older, newer
+    older.newer = newer.older = copy
+
+
+def _unlink(copy: Copy) -> None:
+    older, newer = _older(copy), _newer(copy)
+    older.newer, newer.older = newer, older
+    copy.older = copy.newer = None
+
+
+def _check_child(node: Node, first: int, child: Node) -> None:
+    if child.parent is not node or not child.span or child.span[0] != first or child.end != node.end + len(child.span):
+        raise IntegrityError(f"a node after {node.end} elements does not fit its parent")
+    if not child.copies:
+        raise IntegrityError(f"a node after {node.end} elements is nobody's")
+    if node.parent is None:
+        return
+    if child.replicas & ~node.replicas:
+        raise IntegrityError("a replica caches a node but not what comes before it")
+    for replica, copy in child.copies.items():
+        above = node.copies.get(replica)
+        if above is None or above.ref_count < copy.ref_count or above.num_recent < copy.num_recent:
+            raise IntegrityError(f"replica {replica}: more requests go through a node than through its parent")

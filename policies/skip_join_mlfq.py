@@ -1,0 +1,303 @@
+"""Skip-join MLFQ (FastServe, section 4.1): who has had least goes first, and no long prefill gets in the way.
+
+Levels 1, 2, ... with quanta q_1 * ratio^(level-1). A job joins at the first level whose quantum holds its first
+iteration, sinks when it has used its quantum up, and comes back to level 1 when it has waited too long.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_left, bisect_right
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sortedcontainers import SortedDict
+
+from core.costs import StepCost
+from core.errors import IntegrityError, InvalidValueError
+from policies.job import Job
+
+Urgency = tuple[int, float]
+Group = tuple[Urgency, int]
+"""(urgency, level): one queue."""
+_Key = tuple[Urgency, int, int]
+_MID_ITERATION = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MlfqRules:
+    """The parameters of the scheduler; the defaults are those of FastServe's artifact where it has one.
+
+    Attributes:
+        quantum_s: q_1, the quantum of level 1; the shortest iteration time of the model.
+        ratio: Of the quanta of neighbouring levels.
+        num_levels: K; the last level is then unbounded. None: levels are made on demand.
+        starve_limit_s: Who has waited so long is promoted to level 1; infinity for never.
+        starve_check_every: Scheduling points from one look at the waiting times to the next (artifact: 1000). Under
+            lasting overload a rare look keeps the promoted from filling level 1.
+        skip_join: Whether prefills are foreseen. Without, every job joins at level 1 and sinks level by level
+            (the paper's MLFQ-no-preemption, and MLFQ-preemption with ``kills``).
+        kills: Whoever carries out an iteration has to cut it off when ``slice_s`` is over: the work of that
+            iteration is lost, its time counts as attained. Without, iterations are never interrupted.
+        strict: Quanta have to be larger than the iteration that joins, and exceeded before a job sinks (the letter of
+            the text, and the artifact). By default equality is enough, which alone gives the numbers of Fig. 6.
+        demotes_to_front: A job that sinks becomes the first of its new queue (artifact) instead of the last.
+
+    Raises:
+        InvalidValueError: a value out of range.
+    """
+
+    quantum_s: float = 0.010
+    ratio: float = 2.0
+    num_levels: int | None = None
+    starve_limit_s: float = 3.0
+    starve_check_every: int = 1
+    skip_join: bool = True
+    kills: bool = False
+    strict: bool = False
+    demotes_to_front: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.quantum_s < math.inf:
+            raise InvalidValueError("quantum_s", self.quantum_s, "a positive number of seconds")
+        if not 1 < self.ratio < math.inf:
+            raise InvalidValueError("ratio", self.ratio, "a number above 1")
+        if self.num_levels is not None and self.num_levels < 1:
+            raise InvalidValueError("num_levels", self.num_levels, "at least 1, or None")
+        if not self.starve_limit_s > 0:
+            raise InvalidValueError("starve_limit_s", self.starve_limit_s, "a positive number of seconds or infinity")
+        if self.starve_check_every < 1:
+            raise InvalidValueError("starve_check_every", self.starve_check_every, "at least 1")
+        if self.kills and self.skip_join:
+            raise InvalidValueError("kills", self.kills, "false with skip_join, whose iterations fit their quanta")
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """Where a job stands; seconds."""
+
+    job: Job
+    urgency: Urgency
+    level: int
+    ticket: int
+    allotment_s: float
+    waits_since: float
+    attained_s: float = 0.0
+    is_mid_iteration: bool = False
+
+    @property
+    def key(self) -> _Key:
+        return self.urgency, _MID_ITERATION if self.is_mid_iteration else self.level, self.ticket
+
+    @property
+    def group(self) -> Group:
+        return self.urgency, self.level
+
+
+class SkipJoinMlfq:
+    """An ``Order`` by (priority, deadline, level, place in the queue).
+
+    ``add``, ``remove`` and a change of level cost O(log n), ``ran`` O(1) otherwise, ``refresh`` O(promoted log n), the
+    first k of ``ranked`` O(k + log n). Instants never go back.
+
+    Attributes:
+        cost: Prices first and next iterations.
+        rules: As constructed.
+    """
+
+    preemptive = True
+
+    def __init__(self, cost: StepCost, rules: MlfqRules | None = None) -> None:
+        self.cost = cost
+        self.rules = rules or MlfqRules()
+        self._quanta_s: list[float] = []
+        self._above_s = [0.0]
+        self._places: dict[str, _Place] = {}
+        self._queue: SortedDict[_Key, _Place] = SortedDict()
+        self._group_sizes: SortedDict[Group, int] = SortedDict()
+        self._level_sizes: Counter[int] = Counter()
+        self._timers: OrderedDict[str, _Place] = OrderedDict()
+        self._tickets = itertools.count(1)
+        self._points = 0
+
+    def add(self, job: Job, now: float) -> None:
+        """Joins at the tail of the first level whose quantum holds its next iteration (getHighestPriority)."""
+        level = self.level_for(self.next_iteration_s(job)) if self.rules.skip_join else 1
+        place = _Place(job, job.urgency, level, next(self._tickets), self.quantum_s(level), now)
+        self._places[job.request_id] = place
+        self._insert(place)
+
+    def remove(self, job: Job) -> None:
+        place = self._places.pop(job.request_id, None)
+        if place is not None:
+            self._take_out(place)
+
+    def price(self, cost: StepCost, capacity: int) -> None:
+        """Jobs keep the levels they have."""
+        self.cost = cost
+
+    def learn(self, job: Job, *, censored: bool) -> None:
+        """How long it was does not matter."""
+
+    def ran(self, job: Job, duration_s: float, now: float) -> None:
+        """Counts the time of the whole batch; who has used its quantum up sinks, the others keep their places.
+
+        A prefill in several steps is one iteration: until it ends the job goes before all of its urgency and does not
+        sink, since taking it out would leave KV that is of no use to anybody.
+        """
+        place = self._places[job.request_id]
+        place.attained_s += duration_s
+        place.waits_since = now
+        if place.level > 1:
+            self._timers.move_to_end(job.request_id)
+        is_mid_iteration = not self.rules.kills and _has_prefill_left(job)
+        if not is_mid_iteration and self._is_used_up(place):
+            self._demote(place)
+        elif is_mid_iteration != place.is_mid_iteration:
+            self._take_out(place)
+            place.is_mid_iteration = is_mid_iteration
+            self._insert(place)
+
+    def refresh(self, now: float) -> None:
+        """Promotes the starving: those below level 1 that neither ran nor were promoted for ``starve_limit_s``."""
+        self._points += 1
+        if self._points % self.rules.starve_check_every:
+            return
+        while self._timers:
+            place = next(iter(self._timers.values()))
+            if now - place.waits_since < self.rules.starve_limit_s:
+                break
+            self._promote(place, now)
+
+    def ranked(self, now: float) -> Iterator[Job]:
+        return (place.job for place in self._queue.values())
+
+    def slice_s(self, job: Job) -> float:
+        """What is left of its quantum; an iteration that has begun goes on beyond, unless ``rules.kills``."""
+        place = self._places[job.request_id]
+        return max(0.0, place.allotment_s - place.attained_s)
+
+    def next_iteration_s(self, job: Job) -> float:
+        """Seconds of the job's next iteration alone: a prefill of what is missing (anew after a drop), or a token."""
+        if _has_prefill_left(job):
+            return self.cost.prefill_s(max(1, job.missing_len))
+        return self.cost.decode_s(job.known_len)
+
+    def quantum_s(self, level: int) -> float:
+        """q_1 * ratio^(level-1); infinity at the last of a given number of levels. Level 1 is the highest."""
+        if level == self.rules.num_levels:
+            return math.inf
+        while len(self._quanta_s) < level:
+            self._add_level()
+        return self._quanta_s[level - 1]
+
+    def above_s(self, level: int) -> float:
+        """Quanta of all levels above this one, in all."""
+        while len(self._above_s) < level:
+            self._add_level()
+        return self._above_s[level - 1]
+
+    def level_for(self, iteration_s: float) -> int:
+        """The first level whose quantum holds an iteration of so many seconds; the last level if none does."""
+        while not self._quanta_s or self._quanta_s[-1] <= iteration_s:
+            self._add_level()
+        find = bisect_right if self.rules.strict else bisect_left
+        return self._bounded(find(self._quanta_s, iteration_s) + 1)
+
+    def level(self, job: Job) -> int:
+        return self._places[job.request_id].level
+
+    def waited_s(self, job: Job, now: float) -> float:
+        """Seconds since it ran, was promoted or came, whatever was last."""
+        return now - self._places[job.request_id].waits_since
+
+    def groups(self) -> Iterator[tuple[Group, int]]:
+        """((urgency, level), number of jobs there), highest first, without the empty ones."""
+        return iter(self._group_sizes.items())
+
+    def num_in_top(self, num_levels: int) -> int:
+        """Jobs in so many of the highest levels. O(num_levels)."""
+        return sum(self._level_sizes[level] for level in range(1, num_levels + 1))
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless queue, counts, timers and levels agree."""
+        if list(self._queue.items()) != sorted(((each.key, each) for each in self._places.values()), key=_first):
+            raise IntegrityError("the queue does not hold every job where it stands")
+        places = self._places.values()
+        if dict(self._group_sizes) != Counter(each.group for each in places):
+            raise IntegrityError("the numbers of jobs by queue are wrong")
+        if +self._level_sizes != Counter(each.level for each in places):
+            raise IntegrityError("the numbers of jobs by level are wrong")
+        if self._timers.keys() != {each.job.request_id for each in places if each.level > 1}:
+            raise IntegrityError("timers do not run for exactly the jobs below level 1")
+        waits = [each.waits_since for each in self._timers.values()]
+        if waits != sorted(waits):
+            raise IntegrityError("timers are out of order")
+        for each in places:
+            if self._bounded(each.level) != each.level or each.level < 1:
+                raise IntegrityError(f"{each.job.request_id}: there is no level {each.level}")
+            if not each.is_mid_iteration and self._is_used_up(each):
+                raise IntegrityError(f"{each.job.request_id}: has used its quantum up and did not sink")
+
+    def _is_used_up(self, place: _Place) -> bool:
+        if self.rules.strict:
+            return place.attained_s > place.allotment_s
+        return place.attained_s >= place.allotment_s
+
+    def _demote(self, place: _Place) -> None:
+        """One level down at least, and to where its next iteration fits (getDemotionPriority)."""
+        level = self._bounded(place.level + 1)
+        if self.rules.skip_join:
+            level = max(level, self.level_for(self.next_iteration_s(place.job)))
+        ticket = next(self._tickets)
+        self._move(place, level, -ticket if self.rules.demotes_to_front else ticket, self.quantum_s(level))
+
+    def _promote(self, place: _Place, now: float) -> None:
+        """To the tail of level 1, with time for one whole iteration.
+
+        The paper gives the extra quantum "if its next iteration time is less than the quantum of Q_1", where none is
+        needed; what it is for, the next iteration without preemption, asks for the longer of the two.
+        """
+        place.waits_since = now
+        allotment_s = max(self.quantum_s(1), self.next_iteration_s(place.job))
+        self._move(place, 1, next(self._tickets), allotment_s)
+
+    def _move(self, place: _Place, level: int, ticket: int, allotment_s: float) -> None:
+        self._take_out(place)
+        place.level, place.ticket, place.allotment_s = level, ticket, allotment_s
+        place.attained_s, place.is_mid_iteration = 0.0, False
+        self._insert(place)
+
+    def _insert(self, place: _Place) -> None:
+        """Its timer becomes the newest: it has just come, run or, at level 1, has none."""
+        self._queue[place.key] = place
+        self._group_sizes[place.group] = self._group_sizes.get(place.group, 0) + 1
+        self._level_sizes[place.level] += 1
+        if place.level > 1:
+            self._timers[place.job.request_id] = place
+
+    def _take_out(self, place: _Place) -> None:
+        del self._queue[place.key]
+        self._group_sizes[place.group] -= 1
+        if not self._group_sizes[place.group]:
+            del self._group_sizes[place.group]
+        self._level_sizes[place.level] -= 1
+        self._timers.pop(place.job.request_id, None)
+
+    def _add_level(self) -> None:
+        quantum_s = self.rules.quantum_s * self.rules.ratio ** len(self._quanta_s)
+        self._quanta_s.append(quantum_s)
+        self._above_s.append(self._above_s[-1] + quantum_s)
+
+    def _bounded(self, level: int) -> int:
+        return level if self.rules.num_levels is None else min(level, self.rules.num_levels)
+
+
+def _has_prefill_left(job: Job) -> bool:
+    return job.output_len == 0 or job.missing_len > 1
+
+
+def _first(item: tuple[_Key, _Place]) -> _Key:
+    return item[0]
