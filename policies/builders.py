@@ -111,7 +111,6 @@ ORDERS: dict[str, Callable[[PolicySettings, SchedulerLimits], Order]] = {
 
 ADMISSIONS: dict[str, Callable[[PolicySettings], Admission]] = {
     "watermark": lambda settings: Aggressive(settings.watermark),
-    "whole-pool": lambda settings: Aggressive(1.0),
     "conservative": lambda settings: Conservative(settings.overcommit),
     "past-future": _past_future,
     "oracle": lambda settings: PastFuture(TrueLengths(), reserve_ratio=0.0, max_lists=1),

@@ -8,13 +8,14 @@ import numpy as np
 
 from core.errors import InvalidValueError
 from policies.job import Job
-from policies.past_future import PeakIndex
+from policies.length_history import IntArray
+from policies.past_future import future_memory
 
 
 class Conservative:
     """Admits while prompts and output limits together, sum of (l_p + max_new), fit o times the pool.
 
-    Nothing is ever evicted at an overcommit of 1. ``admits`` is O(1), O(log n) with releases; ``add`` O(1), O(n log n).
+    Nothing is ever evicted at an overcommit of 1. ``admits`` and ``add`` are O(1); with releases O(n log n) and O(n).
 
     Args:
         overcommit: o, how many times its memory the pool is assumed to have; above 0.
@@ -40,23 +41,22 @@ class Conservative:
         self._limit = self._overcommitted(capacity)
         self._num_jobs = len(running)
         self._reserved = sum(job.prompt_len + job.max_new_tokens for job in running)
-        base = np.array([job.known_len for job in running], np.int64)
-        remaining = np.array([_remaining(job) for job in running], np.int64)
-        self._peaks = PeakIndex(base, remaining)
+        self._base = np.array([job.known_len for job in running], np.int64)
+        self._remaining = np.array([_remaining(job) for job in running], np.int64)
 
     def admits(self, job: Job) -> bool:
         """Into an empty batch goes what can make one step: nothing else helps it."""
         if self._num_jobs == 0:
             return job.known_len + 1 <= self._capacity
         if self._counts_releases:
-            return self._peaks.peak_with(job.known_len, _remaining(job)) <= self._limit
+            return bool(future_memory(*self._with(job)) <= self._limit)
         return self._reserved + job.prompt_len + job.max_new_tokens <= self._limit
 
     def add(self, job: Job) -> None:
         self._num_jobs += 1
         self._reserved += job.prompt_len + job.max_new_tokens
         if self._counts_releases:
-            self._peaks = self._peaks.with_entry(job.known_len, _remaining(job))
+            self._base, self._remaining = self._with(job)
 
     def reserve(self, capacity: int) -> int:
         return max(0, capacity - int(self._overcommitted(capacity)))
@@ -67,7 +67,10 @@ class Conservative:
     @property
     def predicted_peak(self) -> int:
         """Tokens that it takes the batch to need in the end."""
-        return self._peaks.peak if self._counts_releases else self._reserved
+        return int(future_memory(self._base, self._remaining)) if self._counts_releases else self._reserved
+
+    def _with(self, job: Job) -> tuple[IntArray, IntArray]:
+        return np.append(self._base, job.known_len), np.append(self._remaining, _remaining(job))
 
     def _overcommitted(self, capacity: int) -> float:
         return round(self._overcommit * capacity, 6)

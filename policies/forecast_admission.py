@@ -28,6 +28,8 @@ LARGE_BATCH = 30
 NUM_INTERVALS = 140
 """Intervals that the time ahead is cut into for a large batch."""
 
+_MIDDLE = 2 * np.arange(NUM_SCENARIOS) + 1
+
 
 class ForecastAdmission:
     """Admits a job if memory overflows with a probability of at most ``eviction_risk``, by the jobs' own laws.
@@ -38,7 +40,7 @@ class ForecastAdmission:
     Args:
         law: Equiprobable whole output lengths of a job in tokens, longer than what it has generated, shape (any,).
             Asked once per job and point.
-        rng: Decides once which points of the jobs' laws meet in a scenario.
+        rng: Decides when a job is first seen with which points of the others' laws its points meet.
         eviction_risk: delta, in (0, 0.5].
 
     Raises:
@@ -58,30 +60,35 @@ class ForecastAdmission:
         if not 0 < eviction_risk <= 0.5:
             raise InvalidValueError("eviction_risk", eviction_risk, "a probability in (0, 0.5]")
         self._law = law
+        self._rng = rng
         self._num_exceeding = math.floor(eviction_risk * NUM_SCENARIOS)
         self._z = NormalDist().inv_cdf(1 - eviction_risk)
-        # Stratified: over all scenarios every job meets each of its points once, in an order of its own.
-        self._strata = np.stack([rng.permutation(NUM_SCENARIOS) for _ in range(LARGE_BATCH)])
+        self._points: dict[str, IntArray] = {}
+        self._strata: dict[str, IntArray] = {}
         self.begin([], 0)
 
     def begin(self, running: Sequence[Job], capacity: int) -> None:
         self._capacity = capacity
-        self._base = [job.known_len for job in running]
-        self._remaining = [self._remaining_points(job) for job in running]
+        self._strata = {name: strata for name, strata in self._strata.items() if name in self._points}
+        self._points = {}
+        self._jobs = list(running)
+        self._base = np.array([job.known_len for job in running], np.int64)
+        self._remaining = self._remaining_points(running)
         self._spread: MemorySpread | None = None
 
     def admits(self, job: Job) -> bool:
         """Into an empty batch goes what can make one step: nothing else helps it."""
-        if not self._base:
+        if not self._jobs:
             return job.known_len + 1 <= self._capacity
-        return self._peak_with(job.known_len, self._remaining_points(job)) <= self._capacity
+        return self._peak_with(job) <= self._capacity
 
     def add(self, job: Job) -> None:
-        remaining = self._remaining_points(job)
+        remaining = self._remaining_points([job])
         if self._spread is not None:
             self._spread = self._spread_reaching(remaining).with_job(job.known_len, remaining)
-        self._base.append(job.known_len)
-        self._remaining.append(remaining)
+        self._jobs.append(job)
+        self._base = np.append(self._base, job.known_len)
+        self._remaining = np.concatenate([self._remaining, remaining])
 
     def reserve(self, capacity: int) -> int:
         """Nothing beside the risk that is taken."""
@@ -93,9 +100,9 @@ class ForecastAdmission:
     @property
     def predicted_peak(self) -> int:
         """Tokens that the batch as it is stays within, but for the risk."""
-        if len(self._base) < LARGE_BATCH:
-            return self._peak_of_scenarios(self._base, self._remaining)
-        return self._spread_reaching(self._remaining[-1]).peak(self._z)
+        if len(self._jobs) < LARGE_BATCH:
+            return self._peak_of_scenarios(self._jobs, self._base, self._remaining)
+        return self._spread_reaching(self._remaining).peak(self._z)
 
     def check_integrity(self) -> None:
         """Raises:
@@ -104,36 +111,58 @@ class ForecastAdmission:
         if self._spread is not None:
             whole = MemorySpread.of(self._base, self._remaining, self._spread.width)
             if not (np.allclose(whole.mean, self._spread.mean) and np.allclose(whole.variance, self._spread.variance)):
-                raise IntegrityError(f"memory of {len(self._base)} jobs: the running sums have drifted")
+                raise IntegrityError(f"memory of {len(self._jobs)} jobs: the running sums have drifted")
 
-    def _peak_with(self, base: int, remaining: IntArray) -> int:
-        if len(self._base) + 1 < LARGE_BATCH:
-            return self._peak_of_scenarios([*self._base, base], [*self._remaining, remaining])
-        return self._spread_reaching(remaining).with_job(base, remaining).peak(self._z)
+    def _peak_with(self, job: Job) -> int:
+        remaining = self._remaining_points([job])
+        if len(self._jobs) + 1 < LARGE_BATCH:
+            base = np.append(self._base, job.known_len)
+            return self._peak_of_scenarios([*self._jobs, job], base, np.concatenate([self._remaining, remaining]))
+        return self._spread_reaching(remaining).with_job(job.known_len, remaining).peak(self._z)
 
-    def _peak_of_scenarios(self, base: list[int], remaining: list[IntArray]) -> int:
+    def _peak_of_scenarios(self, jobs: Sequence[Job], base: IntArray, remaining: IntArray) -> int:
         """The (1 - delta)-quantile of M*: at most a share delta of the scenarios is above it."""
-        if not base:
+        if not jobs:
             return 0
-        points = np.take_along_axis(np.stack(remaining), self._strata[: len(base)], axis=1)
-        peaks = np.sort(future_memory(np.array(base, np.int64), points.T))
+        strata = np.stack([self._strata_of(job) for job in jobs])
+        peaks = np.sort(future_memory(base, np.take_along_axis(remaining, strata, axis=1).T))
         return int(peaks[-1 - self._num_exceeding])
 
+    def _strata_of(self, job: Job) -> IntArray:
+        """Which of its points it meets in each scenario: every point once, in an order of its own, kept while it is
+        seen at each point: the answer changes with what happens, not with a new shuffle.
+        """
+        strata = self._strata.get(job.request_id)
+        if strata is None:
+            strata = self._strata[job.request_id] = self._rng.permutation(NUM_SCENARIOS)
+        return strata
+
     def _spread_reaching(self, remaining: IntArray) -> MemorySpread:
-        """The batch's sums over a time ahead in which this job ends too; cut anew only for a longer one."""
-        longest = int(remaining[-1])
+        """The batch's sums over a time ahead in which these jobs end too; cut anew only for a longer one."""
+        longest = int(remaining.max())
         if self._spread is None or longest > self._spread.width * NUM_INTERVALS:
-            longest = max(longest, *(int(points[-1]) for points in self._remaining))
+            longest = max(longest, int(self._remaining.max()))
             self._spread = MemorySpread.of(self._base, self._remaining, -(-longest // NUM_INTERVALS))
         return self._spread
 
-    def _remaining_points(self, job: Job) -> IntArray:
-        """The middle points of 32 strata of the job's law, less what it has generated; rising, at least one token."""
-        lengths = np.sort(np.asarray(self._law(job)))
-        middle = (np.arange(NUM_SCENARIOS) + 0.5) * len(lengths) / NUM_SCENARIOS
-        most = max(1, job.max_new_tokens - job.output_len)
-        points: IntArray = np.ceil(lengths[middle.astype(np.int64)] - job.output_len).astype(np.int64).clip(1, most)
-        return points
+    def _remaining_points(self, jobs: Sequence[Job]) -> IntArray:
+        """The middle points of 32 strata of each job's law, less what it has generated; rising, at least one token.
+
+        Shape (jobs, 32). A law is asked for once a point.
+        """
+        new = [job for job in jobs if job.request_id not in self._points]
+        if new:
+            lengths = np.stack([_middle_points(self._law(job)) for job in new])
+            generated = np.array([[job.output_len] for job in new])
+            most = np.maximum(1, np.array([[job.max_new_tokens] for job in new]) - generated)
+            points = np.ceil(lengths - generated).astype(np.int64).clip(1, most)
+            self._points.update(zip([job.request_id for job in new], points, strict=True))
+        return np.array([self._points[job.request_id] for job in jobs], np.int64).reshape(-1, NUM_SCENARIOS)
+
+
+def _middle_points(lengths: FloatArray | IntArray) -> FloatArray:
+    """The middle points of 32 strata of equal mass, rising."""
+    return np.sort(lengths).astype(np.float64)[_MIDDLE * len(lengths) // (2 * NUM_SCENARIOS)]
 
 
 class MemorySpread:
@@ -147,17 +176,18 @@ class MemorySpread:
         self.mean, self.variance, self.width = mean, variance, width
 
     @classmethod
-    def of(cls, base: Sequence[int], remaining: Sequence[IntArray], width: int) -> MemorySpread:
-        ends = np.arange(1, NUM_INTERVALS + 1) * width
-        size = np.array(base)[:, None] + ends
-        ended = -(-np.stack(remaining) // width) + np.arange(len(base))[:, None] * NUM_INTERVALS
-        num_ended = np.bincount(ended.ravel() - 1, minlength=len(base) * NUM_INTERVALS)
-        num_left = num_ended.reshape(len(base), -1)[:, ::-1].cumsum(axis=1)[:, ::-1]
-        alive = num_left / NUM_SCENARIOS
-        return cls((size * alive).sum(axis=0), (size**2 * alive * (1 - alive)).sum(axis=0), width)
+    def of(cls, base: IntArray, remaining: IntArray, width: int) -> MemorySpread:
+        """Of jobs that hold ``base`` tokens, shape (n,), with points ``remaining``, shape (n, 32)."""
+        num_jobs = len(base)
+        ended = -(-remaining // width) - 1 + np.arange(num_jobs)[:, None] * NUM_INTERVALS
+        num_ended = np.bincount(ended.ravel(), minlength=num_jobs * NUM_INTERVALS).reshape(num_jobs, -1)
+        alive = num_ended[:, ::-1].cumsum(axis=1)[:, ::-1] / NUM_SCENARIOS
+        size = base[:, None] + np.arange(1, NUM_INTERVALS + 1) * width
+        held = size * alive
+        return cls(held.sum(axis=0), (held * (size - held)).sum(axis=0), width)
 
     def with_job(self, base: int, remaining: IntArray) -> MemorySpread:
-        job = MemorySpread.of([base], [remaining], self.width)
+        job = MemorySpread.of(np.array([base]), remaining, self.width)
         return MemorySpread(self.mean + job.mean, self.variance + job.variance, self.width)
 
     def peak(self, z: float) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -43,21 +42,24 @@ class LengthHistory:
         self.version = 0
         """Rises with each ``add``."""
         self._interpolated = interpolated
-        self._entries: deque[tuple[int, bool]] = deque(maxlen=window)
-        self._lengths: IntArray = np.empty(0, np.int64)
-        self._cdf: FloatArray = np.empty(0)
-        self._is_sorted = True
+        self._window = window
+        self._codes: list[int] = []  # twice the length, and one more for a cut: sorted, ends come before cuts
+        self._is_sorted = False
         for length in initial:
             self.add(length)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._codes)
 
     def add(self, length: int, *, censored: bool = False) -> None:
         """An output of so many tokens has ended; ``censored``: it might have gone on. O(1)."""
         if length < 0:
             raise InvalidValueError("length", length, "an integer >= 0")
-        self._entries.append((length, censored))
+        code = 2 * length + censored
+        if len(self._codes) < self._window:
+            self._codes.append(code)
+        else:
+            self._codes[self.version % self._window] = code
         self.version += 1
         self._is_sorted = False
 
@@ -70,11 +72,10 @@ class LengthHistory:
             InvalidValueError: the history is empty.
         """
         self._sort()
-        if not self._entries:
+        if not self._codes:
             raise InvalidValueError("history", 0, "at least one length")
-        longest = max(length for length, _ in self._entries)
         index = np.searchsorted(self._cdf, np.asarray(levels) - CDF_TOLERANCE, side="left")
-        return np.append(self._lengths, longest)[index]
+        return np.append(self._lengths, max(self._codes) // 2)[index]
 
     def sample(self, rng: np.random.Generator, n: int) -> IntArray:
         """n independent lengths of P(l), as ``quantiles`` sees it; shape (n,)."""
@@ -99,9 +100,9 @@ class LengthHistory:
         """Inverse of P(l | l > generated) at levels in [0, 1); shapes (..., n), (n,) and (n,) give (..., n)."""
         self._sort()
         first = np.searchsorted(self._lengths, generated, side="right")
-        below = np.append(0.0, self._cdf)[first]
+        below = self._cdf_from_zero[first]
         target = below + levels * (1.0 - below)
-        lengths = np.append(self._lengths, np.iinfo(np.int64).max)[np.searchsorted(self._cdf, target, side="right")]
+        lengths = self._lengths_to_infinity[np.searchsorted(self._cdf, target, side="right")]
         if self._interpolated:
             lengths = np.where(generated > 0, self._between(levels, generated, limit, first, below), lengths)
         bounded: IntArray = np.minimum(lengths, limit)
@@ -132,10 +133,11 @@ class LengthHistory:
         """Kaplan-Meier: each end takes its share of those at risk, in order of length, ends before cuts."""
         if self._is_sorted:
             return
-        ordered = np.array(sorted(self._entries), dtype=np.int64)
-        is_end = ordered[:, 1] == 0
+        ordered = np.sort(np.array(self._codes, np.int64))
+        is_end = ordered % 2 == 0
         at_risk = np.arange(len(ordered), 0, -1)
         survival = np.cumprod(np.where(is_end, 1.0 - 1.0 / at_risk, 1.0))
-        self._lengths = ordered[is_end, 0]
-        self._cdf = 1.0 - survival[is_end]
+        self._lengths_to_infinity = np.append(ordered[is_end] // 2, np.iinfo(np.int64).max)
+        self._cdf_from_zero = np.append(0.0, 1.0 - survival[is_end])
+        self._lengths, self._cdf = self._lengths_to_infinity[:-1], self._cdf_from_zero[1:]
         self._is_sorted = True

@@ -5,14 +5,13 @@ The past gives a law of output lengths (section 3.2), the future is the batch ru
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from core.errors import IntegrityError, InvalidValueError
+from core.errors import InvalidValueError
 from policies.job import Job
 from policies.length_history import IntArray, LengthHistory
 
@@ -22,23 +21,27 @@ ENTRIES_PER_POINT = 200
 FRESH_DRAWS = 64
 """Candidates drawn for at once; a draw alone costs as much as all of them."""
 
+ROW_KEY = 1 << 40
+"""Far above any length: sets the rows of several lists apart in one sorted array."""
+
 
 def peak_profile(base: IntArray, remaining: IntArray) -> tuple[IntArray, IntArray]:
     """Memory at each completion, equations (2) and (3): entries by remaining length, the longest first.
 
     Args:
-        base: b_i = l_p + l_t, tokens held now, shape (n,), or (lists, n) like ``remaining``.
-        remaining: r_i = predicted length - l_t, shape (..., n).
+        base: b_i = l_p + l_t, tokens held now, shape (n,).
+        remaining: r_i = predicted length - l_t, shape (n,), or (lists, n) for several predictions.
 
     Returns:
         Decoding steps ahead (r_i, not rising) and tokens in use then (M_i, the one that completes still counted), both
         of the shape of ``remaining``. O(n log n) each list.
     """
-    order = np.argsort(-remaining, axis=-1, kind="stable")
-    steps = np.take_along_axis(remaining, order, axis=-1)
-    held = np.take_along_axis(np.broadcast_to(base, remaining.shape), order, axis=-1)
-    rank = np.arange(1, remaining.shape[-1] + 1, dtype=np.int64)
-    return steps, held.cumsum(axis=-1, dtype=np.int64) + rank * steps
+    negated = -remaining
+    order = negated.argsort(axis=-1, kind="stable")
+    negated.sort(axis=-1)
+    steps = -negated
+    rank = np.arange(1, len(base) + 1)
+    return steps, base[order].cumsum(axis=-1) + rank * steps
 
 
 def future_memory(base: IntArray, remaining: IntArray) -> IntArray:
@@ -55,38 +58,41 @@ class PeakIndex:
 
     With the entries by remaining length, longest first, an entry (b, r) that comes behind k of them leaves M_1 ... M_k
     as they are and adds b + r_j to each M_j behind it. Maxima of M_j up to k and of M_j + r_j from k + 1 do the rest.
+
+    Args:
+        base: Shape (n,).
+        remaining: Shape (lists, n): several predictions, of which the worst counts.
     """
 
     def __init__(self, base: IntArray, remaining: IntArray) -> None:
-        self._base, self._remaining = base, remaining
+        num_lists, num_entries = remaining.shape
         steps, memory = peak_profile(base, remaining)
-        self._negated_steps: list[int] = (-steps).tolist()
-        self._held_before: list[int] = [0, *(memory - np.arange(1, len(steps) + 1) * steps).tolist()]
-        self._peak_before: list[int] = [0, *np.maximum.accumulate(memory).tolist()]
-        self._grown_after: list[int] = [*np.maximum.accumulate((memory + steps)[::-1])[::-1].tolist(), 0]
+        # Tables of k = 0 ... n, one row each list, read by the place in all rows together.
+        self._held_before, self._peak_before, self._grown_after = np.zeros((3, num_lists, num_entries + 1), np.int64)
+        np.subtract(memory, np.arange(1, num_entries + 1) * steps, out=self._held_before[:, 1:])
+        np.maximum.accumulate(memory, axis=1, out=self._peak_before[:, 1:])
+        np.maximum.accumulate((memory + steps)[:, ::-1], axis=1, out=self._grown_after[:, -2::-1])
+        self._rows = np.arange(num_lists)[:, None]
+        self._num_entries = num_entries
+        self._sorted_keys = (self._rows * ROW_KEY - steps).ravel()
 
-    @property
-    def peak(self) -> int:
-        """M* as it is."""
-        return self._peak_before[-1]
+    def peaks_with(self, base: IntArray, remaining: IntArray) -> IntArray:
+        """M* if one entry joins, for each of m: max(P_k, S_k + b + (k + 1) r, b + Q_(k+1)).
 
-    def peak_with(self, base: int, remaining: int) -> int:
-        """M* if the entry joins: max(P_k, S_k + b + (k + 1) r, b + Q_(k+1))."""
-        k = bisect_right(self._negated_steps, -remaining)
-        at_its_end = self._held_before[k] + base + (k + 1) * remaining
-        return max(self._peak_before[k], at_its_end, base + self._grown_after[k])
+        Args:
+            base: Shape (m,).
+            remaining: Shape (lists, m).
 
-    def with_entry(self, base: int, remaining: int) -> PeakIndex:
-        """The index of the batch with the entry in it."""
-        return PeakIndex(np.append(self._base, base), np.append(self._remaining, remaining))
-
-    def check_integrity(self) -> None:
-        """Raises:
-        IntegrityError: M* is not what all entries together give.
+        Returns:
+            Shape (m,).
         """
-        expected = future_memory(self._base, self._remaining)
-        if self.peak != expected:
-            raise IntegrityError(f"peak of {len(self._base)} entries is {expected}, not {self.peak}")
+        index = np.searchsorted(self._sorted_keys, self._rows * ROW_KEY - remaining, side="right")
+        rank = index - self._rows * self._num_entries
+        index += self._rows
+        at_its_end = self._held_before.take(index) + base + (rank + 1) * remaining
+        peaks = np.maximum(self._peak_before.take(index), base + self._grown_after.take(index))
+        worst: IntArray = np.maximum(peaks, at_its_end).max(axis=0)
+        return worst
 
 
 class Lengths(Protocol):
@@ -120,7 +126,10 @@ class HistoryLengths:
         self._fresh_of = (0, 0)
 
     def draw(self, jobs: Sequence[Job], num_lists: int) -> IntArray:
-        generated, limit = _int_array(job.output_len for job in jobs), _int_array(job.max_new_tokens for job in jobs)
+        generated, limit = (
+            _int_array([job.output_len for job in jobs]),
+            _int_array([job.max_new_tokens for job in jobs]),
+        )
         return self.history.sample_above(self._rng, generated, limit, num_lists)
 
     def draw_one(self, job: Job, num_lists: int) -> Sequence[int]:
@@ -171,7 +180,7 @@ class TrueLengths:
     """
 
     def draw(self, jobs: Sequence[Job], num_lists: int) -> IntArray:
-        return _int_array(length for _ in range(num_lists) for length in map(_true_len, jobs)).reshape(num_lists, -1)
+        return np.tile(_int_array([_true_len(job) for job in jobs]), (num_lists, 1))
 
     def draw_one(self, job: Job, num_lists: int) -> Sequence[int]:
         return [_true_len(job)] * num_lists
@@ -217,11 +226,11 @@ class PastFuture:
         self._capacity = capacity
         self._limit = round((1 - self._reserve_ratio) * capacity, 6)  # 0.9 * 30 is 27, not a bit more or less
         self._num_jobs = len(running)
+        self._num_lists = self._lists_for(len(running))
         self._drawn: dict[str, Sequence[int]] = {}
-        lists = self._lengths.draw(running, self._num_lists(len(running)))
-        base = _int_array(job.known_len for job in running)
-        generated = _int_array(job.output_len for job in running)
-        self._peaks = [PeakIndex(base, lengths - generated) for lengths in lists]
+        generated = _int_array([job.output_len for job in running])
+        self._base = _int_array([job.prompt_len for job in running]) + generated
+        self._remaining = self._lengths.draw(running, self._num_lists) - generated
 
     def admits(self, job: Job) -> bool:
         """Lines 9 to 13. Into an empty batch goes what can make one step (the paper is silent): nothing else helps it.
@@ -230,18 +239,20 @@ class PastFuture:
         """
         if self._num_jobs == 0:
             return job.known_len + 1 <= self._capacity
-        base, generated = job.known_len, job.output_len
-        peak = 0
-        for peaks, length in zip(self._peaks, self._draw(job), strict=True):
-            peak = max(peak, peaks.peak_with(base, length - generated))
+        peak = int(future_memory(*self._with(job)).max())
         return peak < self._limit if self._strict else peak <= self._limit
+
+    def fits(self, jobs: Sequence[Job]) -> NDArray[np.bool_]:
+        """What ``admits`` says of each of them, alone beside the batch, at O(log n) each; shape (jobs,)."""
+        base = _int_array([job.known_len for job in jobs])
+        if self._num_jobs == 0:
+            return base + 1 <= self._capacity
+        peaks = PeakIndex(self._base, self._remaining).peaks_with(base, self._remaining_of(jobs))
+        return peaks < self._limit if self._strict else peaks <= self._limit
 
     def add(self, job: Job) -> None:
         self._num_jobs += 1
-        self._peaks = [
-            peaks.with_entry(job.known_len, length - job.output_len)
-            for peaks, length in zip(self._peaks, self._draw(job), strict=True)
-        ]
+        self._base, self._remaining = self._with(job)
 
     def reserve(self, capacity: int) -> int:
         return capacity - int(round((1 - self._reserve_ratio) * capacity, 6))
@@ -252,19 +263,25 @@ class PastFuture:
     @property
     def predicted_peak(self) -> int:
         """M* of the batch as it is now, in tokens; the highest of all lists."""
-        return max(peaks.peak for peaks in self._peaks)
+        return int(future_memory(self._base, self._remaining).max())
 
-    def check_integrity(self) -> None:
-        for peaks in self._peaks:
-            peaks.check_integrity()
+    def _with(self, job: Job) -> tuple[IntArray, IntArray]:
+        """The batch with the job in it: b_i, shape (n + 1,), and r_i by each list, shape (lists, n + 1)."""
+        column = self._remaining_of([job])
+        return np.append(self._base, job.known_len), np.concatenate([self._remaining, column], axis=1)
 
-    def _draw(self, job: Job) -> Sequence[int]:
-        drawn = self._drawn.get(job.request_id)
-        if drawn is None:
-            drawn = self._drawn[job.request_id] = self._lengths.draw_one(job, len(self._peaks))
-        return drawn
+    def _remaining_of(self, jobs: Sequence[Job]) -> IntArray:
+        """By the draws of this point, made when a job is first asked for; shape (lists, jobs)."""
+        new = [job for job in jobs if job.request_id not in self._drawn]
+        if len(new) == 1:
+            self._drawn[new[0].request_id] = self._lengths.draw_one(new[0], self._num_lists)
+        elif new:
+            lengths = self._lengths.draw(new, self._num_lists).T.tolist()
+            self._drawn.update(zip([job.request_id for job in new], lengths, strict=True))
+        drawn = _int_array([self._drawn[job.request_id] for job in jobs])
+        return drawn.T - _int_array([job.output_len for job in jobs])
 
-    def _num_lists(self, num_running: int) -> int:
+    def _lists_for(self, num_running: int) -> int:
         return min(self._max_lists, ENTRIES_PER_POINT // num_running + 1) if num_running else 1
 
 
@@ -273,5 +290,5 @@ def _true_len(job: Job) -> int:
     return min(foreseen, job.max_new_tokens) if foreseen > job.output_len else job.max_new_tokens
 
 
-def _int_array(values: Iterable[int]) -> IntArray:
-    return np.fromiter(values, np.int64)
+def _int_array(values: Sequence[int] | Sequence[Sequence[int]]) -> IntArray:
+    return np.array(values, np.int64)

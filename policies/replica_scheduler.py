@@ -187,6 +187,11 @@ class ReplicaScheduler:
         """Admitted requests that are to execute next."""
         return len(self._running)
 
+    @property
+    def num_offloaded(self) -> int:
+        """Requests with KV on the host, or on its way there."""
+        return len(self._hosted)
+
     def unknown(self, keys: Iterable[Key]) -> tuple[Key, ...]:
         """Those of these attempts that are neither here nor ended lately."""
         return tuple(key for key in keys if key not in self._recent and not self._knows(*key))

@@ -14,6 +14,7 @@ import typer
 from core.config import load_config
 from core.errors import FarsightError
 from services.bench.command import bench
+from services.simulate import compare, simulate
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -175,6 +176,8 @@ def batch(
 
 
 app.command()(bench)
+app.command()(simulate)
+app.command()(compare)
 
 if __name__ == "__main__":
     app()

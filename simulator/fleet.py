@@ -23,6 +23,7 @@ from simulator.events import Alarms
 from simulator.latency import LatencyModel
 from simulator.records import Record, Recorder
 from simulator.replica import Replica, ReplicaShape
+from simulator.timeline import Timeline
 from simulator.workload import Arrival, as_request
 
 
@@ -42,6 +43,7 @@ class Fleet:
         make_scheduler: A new scheduler for each replica.
         clients: Closed loop: so many requests are under way at any time, each following one that has ended, whatever
             their arrival times; None for an open loop.
+        timeline: Samples the replicas as time goes on.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Fleet:
         make_scheduler: Callable[[int], ReplicaScheduler],
         *,
         clients: int | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         self.recorder = Recorder()
         self._shape = shape
@@ -59,6 +62,7 @@ class Fleet:
         self.now = 0.0
         self._alarms = Alarms()
         self._clients = clients
+        self._timeline = timeline
         self._next: deque[Arrival] = deque()
         self._under_way: dict[str, tuple[Request, Record]] = {}
         self._started: list[StartedRequest] = []
@@ -89,6 +93,7 @@ class Fleet:
             self.now = min(arrives_at, wakes_at)
             if self.now == math.inf:
                 return self.recorder
+            self._look()
             if wakes_at <= arrives_at:
                 self._wake(progress)
             else:
@@ -103,10 +108,19 @@ class Fleet:
             free = (self._clients or 0) - len(self._under_way)
             if arrivals := [replace(each, arrived_at=self.now) for each in itertools.islice(source, free)]:
                 self._arrive(arrivals)
-            self.now = self._alarms.next_at
-            if self.now == math.inf:
+            wakes_at = self._alarms.next_at
+            if wakes_at == math.inf:
+                if arrivals:
+                    continue  # all of them were refused
                 return
+            self.now = wakes_at
+            self._look()
             self._wake(progress)
+
+    def _look(self) -> None:
+        """Between events."""
+        if self._timeline is not None:
+            self._timeline.advance(self.now, self.replicas)
 
     def _wake(self, progress: Callable[[int], None] | None) -> None:
         index = self._alarms.pop()

@@ -135,6 +135,11 @@ class Replica:
         blocks = self.executor.blocks
         return (blocks.num_blocks - blocks.num_free) * blocks.block_size
 
+    def used_tokens_at(self, now: float) -> int:
+        """The same with the steps of the run under way that are over by ``now``."""
+        run = self._run
+        return self.used_tokens + (0 if run is None else run.decode_seqs * self._steps_over(run, now))
+
     def submit(self, requests: list[tuple[Request, Record]], now: float) -> None:
         """Requests arrive."""
         for request, record in requests:

@@ -31,8 +31,7 @@ def rows() -> list[Row]:
 
     def ask_all() -> None:
         admission.begin(running, room)
-        for each in queue:
-            admission.admits(each)
+        admission.fits(queue)
 
     what = f"Past-Future, {RUNNING} running, {QUEUED} queued"
     return [

@@ -37,7 +37,7 @@ PARTS = [("fcfs", "recompute-newest"), ("fcfs", "swap-newest"), ("hrrn", "swap-n
 PARTS += [("skip-join-mlfq", f"enst-{kind}") for kind in ("proactive", "reactive", "defer", "recompute")]
 """(order, KV policy)"""
 
-ADMISSIONS = ["watermark", "whole-pool", "conservative", "past-future"]
+ADMISSIONS = ["watermark", "conservative", "past-future"]
 
 
 class World:

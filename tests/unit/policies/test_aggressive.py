@@ -48,3 +48,8 @@ def test_an_empty_pool_takes_what_fits_and_added_jobs_count() -> None:
 def test_bad_parameters_are_refused(watermark: float) -> None:
     with pytest.raises(InvalidValueError, match="watermark"):
         Aggressive(watermark)
+
+
+def test_the_watermark_is_exact() -> None:
+    """0.29 * 100 is a little less than 29 in floating point."""
+    assert Aggressive(0.29).reserve(100) == 71

@@ -81,3 +81,11 @@ def test_it_learns_nothing_and_refuses_bad_parameters() -> None:
     for overcommit in (0.0, -1.0, float("nan")):
         with pytest.raises(InvalidValueError, match="overcommit"):
             Conservative(overcommit)
+
+
+def test_the_overcommit_is_exact() -> None:
+    """1.15 * 100 is a little less than 115 in floating point."""
+    admission = Conservative(1.15)
+    admission.begin([Job("a", 0.0, 10, 5)], 100)
+    assert admission.admits(Job("new", 0.0, 50, 50))
+    assert not admission.admits(Job("larger", 0.0, 51, 50))

@@ -16,6 +16,7 @@ from policies.forecast_admission import (
     MemorySpread,
 )
 from policies.job import Job
+from policies.length_history import FloatArray
 from policies.past_future import future_memory
 
 LAWS: dict[str, list[float]] = {"A": [2, 6], "B": [3]}
@@ -46,7 +47,7 @@ def test_example_two_jobs(risk: float, capacity: int, admitted: bool) -> None:
 def test_example_normal_bound_of_two_jobs() -> None:
     """At 3 steps the mean is 11 and the deviation 4: 17.58, the highest; too wide for so few."""
     half = NUM_SCENARIOS // 2
-    spread = MemorySpread.of([5, 4], [np.repeat([2, 6], half), np.full(NUM_SCENARIOS, 3)], 1)
+    spread = MemorySpread.of(np.array([5, 4]), np.stack([np.repeat([2, 6], half), np.full(NUM_SCENARIOS, 3)]), 1)
     assert spread.mean[2] == 11
     assert spread.variance[2] == 16
     bound = spread.mean + 1.645 * np.sqrt(spread.variance)
@@ -62,13 +63,13 @@ def test_example_normal_bound_of_two_jobs() -> None:
 def test_intervals_never_hide_memory(laws: list[list[int]], width: int) -> None:
     """Mean by intervals is at least the mean at every step inside them; of one step each it is exact."""
     rng = np.random.default_rng(len(laws))
-    base = rng.integers(1, 50, len(laws)).tolist()
-    points = [np.sort(rng.choice(law, NUM_SCENARIOS)) for law in laws]
+    base = rng.integers(1, 50, len(laws))
+    points = np.stack([np.sort(rng.choice(law, NUM_SCENARIOS)) for law in laws])
     spread = MemorySpread.of(base, points, width)
     for t in range(1, 301):
         exact = sum(float((b + t) * (r >= t).mean()) for b, r in zip(base, points, strict=True))
         assert spread.mean[(t - 1) // width] >= exact - 1e-9
-    short = [np.minimum(each, NUM_INTERVALS) for each in points]
+    short = np.minimum(points, NUM_INTERVALS)
     spread = MemorySpread.of(base, short, 1)
     for t in range(1, NUM_INTERVALS + 1):
         alive = [float((r >= t).mean()) for r in short]
@@ -145,6 +146,30 @@ def test_laws_are_read_beyond_what_is_generated_and_up_to_the_limit() -> None:
     assert certain.predicted_peak == 5 + 50
 
 
+@pytest.mark.parametrize(("risk", "num_above"), [(0.02, 0), (0.05, 1), (0.0625, 2), (0.5, 16)])
+def test_at_most_the_risk_is_above_the_bound(risk: float, num_above: int) -> None:
+    by_forecast = admission({"A": list(range(1, NUM_SCENARIOS + 1))}, risk)
+    by_forecast.begin([job("A", 100)], 1000)
+    assert by_forecast.predicted_peak == 100 + NUM_SCENARIOS - num_above
+
+
+@pytest.mark.parametrize(
+    ("law", "generated", "limit", "remaining"),
+    [(list(range(1, 65)), 0, 100, 64), ([5], 20, 50, 1), ([90], 50, 50, 1), ([7.2], 0, 50, 8), ([30], 10, 25, 15)],
+)
+def test_the_longest_that_a_law_leaves(law: list[float], generated: int, limit: int, remaining: int) -> None:
+    by_forecast = admission({"A": law}, risk=0.01)
+    by_forecast.begin([job("A", 100, generated, limit)], 1000)
+    assert by_forecast.predicted_peak == 100 + generated + remaining
+
+
+def test_intervals_are_no_wider_than_needed() -> None:
+    names = [str(i) for i in range(LARGE_BATCH)]
+    by_forecast = admission({name: [2.0 * NUM_INTERVALS - 1] for name in names})
+    by_forecast.begin([job(name, 10) for name in names], 10**6)
+    assert by_forecast.predicted_peak == LARGE_BATCH * (10 + 2 * NUM_INTERVALS)
+
+
 def test_less_risk_asks_for_more_room() -> None:
     laws, jobs = random_batch(1, 60)
     for n in (20, 60):
@@ -166,6 +191,50 @@ def test_same_seed_same_scenarios() -> None:
         peaks.append(by_forecast.predicted_peak)
     assert peaks[0] == peaks[1]
     assert len(set(peaks)) > 1
+
+
+def test_each_law_is_asked_for_once_a_point() -> None:
+    laws, jobs = random_batch(4, 40)
+    asked: list[str] = []
+
+    def law(each: Job) -> FloatArray:
+        asked.append(each.request_id)
+        return np.array(laws[each.request_id])
+
+    by_forecast = ForecastAdmission(law, np.random.default_rng(0))
+    for num_running in (3, 29, 35):
+        by_forecast.begin(jobs[:num_running], 10**6)
+        for _ in range(2):
+            by_forecast.admits(jobs[-2])
+            by_forecast.admits(jobs[-1])
+        by_forecast.add(jobs[-2])
+        by_forecast.admits(jobs[-1])
+        assert by_forecast.predicted_peak > 0
+        assert asked == [each.request_id for each in (*jobs[:num_running], *jobs[-2:])]
+        asked.clear()
+
+
+def test_a_job_keeps_its_scenarios_while_it_is_seen() -> None:
+    """Whatever its place in the batch: the same jobs in another order, or after others have left, give the same."""
+    laws, jobs = random_batch(6, 15)
+    by_forecast = admission(laws)
+    by_forecast.begin(jobs, 10**6)
+    peak = by_forecast.predicted_peak
+    by_forecast.begin(jobs[::-1], 10**6)
+    assert by_forecast.predicted_peak == peak
+    by_forecast.begin(jobs[:5], 10**6)
+    for each in jobs[5:]:
+        by_forecast.add(each)
+    assert by_forecast.predicted_peak == peak
+    by_forecast.begin([], 10**6)
+    by_forecast.begin([], 10**6)  # nobody is remembered for ever
+    peaks = set()
+    for _ in range(6):
+        by_forecast.begin([], 10**6)
+        by_forecast.begin([], 10**6)
+        by_forecast.begin(jobs, 10**6)
+        peaks.add(by_forecast.predicted_peak)
+    assert len(peaks) > 1
 
 
 def test_nothing_is_reserved_and_four_may_be_passed_over() -> None:

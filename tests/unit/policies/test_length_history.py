@@ -138,6 +138,22 @@ def test_the_window_forgets_and_the_version_rises() -> None:
     assert history.quantiles(np.array([0.5, 1.0])).tolist() == [5, 6]
 
 
+def test_the_oldest_make_way_one_by_one() -> None:
+    history = LengthHistory(3, initial=[1, 2, 3])
+    for new in range(4, 9):
+        history.add(new)
+        assert history.quantiles(np.array([0.3, 0.6, 0.9])).tolist() == [new - 2, new - 1, new]
+        assert len(history) == 3
+
+
+def test_interpolation_puts_unseen_mass_between_the_longest_entry_and_the_limit() -> None:
+    """An end at 10 and a cut at 20: half of the mass is above 10, and the limit gets half, a mean entry's, more."""
+    history = LengthHistory(interpolated=True, initial=[10])
+    history.add(20, censored=True)
+    drawn = history.lengths_at(np.array([[1 / 3], [2 / 3]]), np.array([5]), np.array([100]))
+    assert drawn.ravel().tolist() == [10, 55]
+
+
 def test_same_seed_same_draws() -> None:
     history = LengthHistory(initial=range(1, 100))
     first, second, other = (

@@ -1,0 +1,49 @@
+"""What the Gittins order costs a scheduling point."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from benchmarks.decisions.row import Row, median_s
+from core.costs import StepCost
+from core.forecast import Forecast
+from policies.gittins import Gittins
+from policies.job import Job
+
+NUM_RUNNING, NUM_QUEUED = 256, 1000
+
+
+def rows() -> list[Row]:
+    """All ranks anew for a full replica, the order without a change, and a completion."""
+    rng = np.random.default_rng(0)
+    step = StepCost(0.01, 0.00011, 0.00002, 2e-7)
+    order = Gittins(step, NUM_RUNNING, 121_000)
+    jobs = []
+    for index in range(NUM_RUNNING + NUM_QUEUED):
+        quantiles = tuple(np.sort(rng.lognormal(5.0, 1.0, 6)).tolist())
+        job = Job(str(index), float(index), 200, 4096, forecast=Forecast(150.0, quantiles, 1, "test", 0))
+        if index < NUM_RUNNING:
+            job.output_len, job.computed_len = 40, 239
+        jobs.append(job)
+        order.add(job, 0.0)
+    done = Job("done", 0.0, 200, 4096, forecast=jobs[0].forecast, output_len=120)
+    for _ in range(300):
+        order.learn(done, censored=False)
+    order.refresh(0.0)
+    sixteenth = jobs[: NUM_RUNNING // 16]
+
+    def all_anew() -> None:
+        order.reprice(step, NUM_RUNNING, 121_000)
+        order.refresh(0.0)
+
+    def some_anew() -> None:
+        for job in sixteenth:
+            order.add(job, 0.0)
+        order.refresh(0.0)
+
+    return [
+        Row("gittins: rank 256 running and 1000 queued anew", median_s(all_anew) * 1e3, 2.0, "ms"),
+        Row("gittins: rank the 16 running that are due in a step", median_s(some_anew) * 1e3, 2.0, "ms"),
+        Row("gittins: best of 1256", median_s(lambda: next(order.ranked(0.0))) * 1e3, 2.0, "ms"),
+        Row("gittins: one completion", median_s(lambda: order.learn(done, censored=False)) * 1e3, 2.0, "ms"),
+    ]

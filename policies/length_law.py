@@ -1,0 +1,81 @@
+"""What is known of a job's whole output length: a mixture of its own forecast and of what others produced.
+
+A law is 64 points: 32 equiprobable ones of the forecast with weight omega in all, 32 quantiles of the last finished
+outputs with the rest. Everything is vectorised over jobs.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from core.forecast import QUANTILES, Forecast
+
+FloatArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
+
+NUM_POINTS = 32
+"""Of each of the two halves."""
+LEVELS: FloatArray = (np.arange(NUM_POINTS) + 0.5) / NUM_POINTS
+"""Middles of 32 equal shares of probability."""
+UNKNOWN: FloatArray = np.full(NUM_POINTS, np.inf)
+"""Points of a half that is missing."""
+MIN_REMAINING = 16
+"""Tokens still expected, at least, from a job that has outlived its law."""
+
+
+def forecast_points(forecast: Forecast) -> FloatArray:
+    """Equiprobable output lengths, not falling, shape (32,); equal quantiles give a deterministic law.
+
+    Between the levels of ``QUANTILES`` linear, flat outside; rounded up to whole tokens.
+    """
+    return np.ceil(np.interp(LEVELS, QUANTILES, forecast.quantiles))
+
+
+def merged(forecasts: FloatArray, history: FloatArray | None) -> tuple[FloatArray, BoolArray]:
+    """Points of both halves in rising order, and which of them the forecast gave; shapes (n, 64). O(n).
+
+    Args:
+        forecasts: Points of each job, shape (n, 32), rising; infinite for a job without a forecast.
+        history: Shape (32,), rising; None where nothing has finished, which gives infinite points.
+    """
+    common = UNKNOWN if history is None else history
+    # A merge, since both halves are sorted: a point stands behind its own half's and the other's smaller ones.
+    at = np.searchsorted(common, forecasts) + np.arange(NUM_POINTS)
+    from_forecast = np.zeros((len(forecasts), 2 * NUM_POINTS), np.bool_)
+    np.put_along_axis(from_forecast, at, True, axis=1)
+    points = np.empty(from_forecast.shape)
+    points[from_forecast] = forecasts.ravel()
+    points[~from_forecast] = np.tile(common, len(forecasts))
+    return points, from_forecast
+
+
+def remaining(
+    points: FloatArray, from_forecast: BoolArray, omega: float, generated: FloatArray, limit: FloatArray
+) -> tuple[FloatArray, FloatArray]:
+    """Law of the tokens still to come given that the output is longer than ``generated``; O(64 n).
+
+    Where no point is left, all mass is on max(generated / 4, 16). No answer exceeds limit - generated, none is below 1.
+
+    Args:
+        points: Shape (n, 64), rising in each row; infinite ones do not count.
+        from_forecast: Shape (n, 64).
+        omega: Weight of the forecast's half, in [0, 1).
+        generated: Shape (n,).
+        limit: max_new_tokens, shape (n,).
+
+    Returns:
+        Tokens and probabilities, shapes (n, 64); tokens do not fall within a row, save where the probability is 0.
+    """
+    left = points - generated[:, None]
+    # Alone, the forecast's half counts in full whatever omega is, so its weight must not be 0.
+    weights = np.where(from_forecast, max(omega, 1e-9), 1.0 - omega)
+    weights *= (left > 0) & (left < np.inf)
+    total = weights.sum(axis=1)
+    outlived = total == 0
+    left[outlived] = np.maximum(np.ceil(generated[outlived] / 4), MIN_REMAINING)[:, None]
+    weights[outlived] = 1.0
+    total[outlived] = left.shape[1]
+    weights /= total[:, None]
+    np.clip(left, 1.0, np.maximum(limit - generated, 1.0)[:, None], out=left)
+    return left, weights

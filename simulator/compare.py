@@ -1,0 +1,186 @@
+"""Presets side by side: every preset runs the same workloads, one for each seed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist, fmean, stdev
+from typing import TYPE_CHECKING, Any
+
+from core.errors import InvalidValueError
+from simulator.experiment import Experiment, make_arrivals, run
+from simulator.summary import Summary, show
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+CONFIDENCE = 0.95
+_T_TABLE = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
+"""Student's t at 97.5 % for 1 to 10 degrees of freedom."""
+
+SHOWN = {
+    "JCT s, mean": "jct_s_mean",
+    "JCT s, p99": "jct_s_p99",
+    "TTFT s, mean": "ttft_s_mean",
+    "TTFT s, p99": "ttft_s_p99",
+    "TPOT s, mean": "tpot_s_mean",
+    "MTPOT s, p99": "mtpot_s_p99",
+    "slowdown, mean": "slowdown_mean",
+    "slowdown, p99": "slowdown_p99",
+    "good, share": "goodput_share",
+    "good, requests/s": "goodput_requests_per_s",
+    "output tokens/s": "output_tokens_per_s",
+    "evictions per 100": "evictions_per_100_requests",
+    "swaps per 100": "swaps_per_100_requests",
+    "KV memory, mean share": "memory_mean_share",
+    "steps": "num_steps",
+}
+"""A heading and the number that it shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Of two presets over paired seeds: the geometric mean of the seeds' ratios and its 95 % confidence interval.
+
+    Attributes:
+        low: Of the interval; None, as ``high``, where there is one seed only.
+    """
+
+    mean: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One preset and how it does beside the first.
+
+    Attributes:
+        runs: A summary for each seed.
+    """
+
+    preset: str
+    base: str
+    seeds: tuple[int, ...]
+    runs: tuple[Summary, ...]
+    ratios: Mapping[str, Ratio | None]
+
+    def mean(self, metric: str) -> float | None:
+        """Over the seeds; None if a run does not give the number."""
+        values = [run.to_dict()[metric] for run in self.runs]
+        return None if any(value is None for value in values) else fmean(value for value in values if value is not None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """One row: of each metric the values by seed, their mean, the ratio to the base. The keys are a contract."""
+        return {
+            "preset": self.preset,
+            "base": self.base,
+            "seeds": list(self.seeds),
+            "metrics": {name: self._metric(name) for name in self.ratios},
+        }
+
+    def _metric(self, name: str) -> dict[str, Any]:
+        ratio = self.ratios[name]
+        return {
+            "values": [run.to_dict()[name] for run in self.runs],
+            "mean": self.mean(name),
+            "ratio": None if ratio is None else ratio.mean,
+            "ratio_low": None if ratio is None else ratio.low,
+            "ratio_high": None if ratio is None else ratio.high,
+        }
+
+
+def compare(
+    experiment: Experiment,
+    presets: Sequence[str],
+    seeds: Sequence[int],
+    progress: Callable[[int], None] | None = None,
+) -> list[Compared]:
+    """Runs each preset on the workload of each seed; ratios are taken to the first preset.
+
+    Args:
+        experiment: Everything but preset and seed.
+        progress: Told how many requests have ended, of all runs, now and then.
+
+    Raises:
+        InvalidValueError: No preset or no seed, or one of them twice.
+    """
+    for name, values in (("presets", presets), ("seeds", seeds)):
+        if not values or len(set(values)) != len(values):
+            raise InvalidValueError(name, list(values), "at least one, each once")
+    runs: dict[str, list[Summary]] = {preset: [] for preset in presets}
+    num_ended = 0
+    for seed in seeds:
+        arrivals = make_arrivals(replace(experiment, seed=seed))
+        for preset in presets:
+            begun = num_ended
+            tell = None if progress is None else _shifted(progress, begun)
+            outcome = run(replace(experiment, seed=seed, preset=preset), arrivals, progress=tell)
+            runs[preset].append(outcome.summary)
+            num_ended = begun + len(arrivals)
+    base = presets[0]
+    return [
+        Compared(preset, base, tuple(seeds), tuple(runs[preset]), paired_ratios(runs[preset], runs[base]))
+        for preset in presets
+    ]
+
+
+def _shifted(progress: Callable[[int], None], begun: int) -> Callable[[int], None]:
+    return lambda num_ended: progress(begun + num_ended)
+
+
+def paired_ratios(runs: Sequence[Summary], base_runs: Sequence[Summary]) -> dict[str, Ratio | None]:
+    """For each metric the ratio to the base; None unless all values on both sides are above 0."""
+    pairs = [(run.to_dict(), base.to_dict()) for run, base in zip(runs, base_runs, strict=True)]
+    return {name: paired_ratio([(ours[name], theirs[name]) for ours, theirs in pairs]) for name in pairs[0][0]}
+
+
+def paired_ratio(pairs: Sequence[tuple[float | None, float | None]]) -> Ratio | None:
+    """Over seeds, (value, base value): a paired t interval on the logarithms of the ratios, which are nearer to a
+    normal law than the ratios and treat a half and a double alike."""
+    logs = [math.log(ours / theirs) for ours, theirs in pairs if ours and theirs and ours > 0 and theirs > 0]
+    if len(logs) < len(pairs):
+        return None
+    middle = fmean(logs)
+    if len(logs) == 1:
+        return Ratio(math.exp(middle), None, None)
+    margin = student_t(len(logs) - 1) * stdev(logs) / math.sqrt(len(logs))
+    return Ratio(math.exp(middle), math.exp(middle - margin), math.exp(middle + margin))
+
+
+def student_t(degrees: int) -> float:
+    """Student's t that ``CONFIDENCE`` lies within, on both sides; beyond the table by its expansion around the normal
+    law (Abramowitz and Stegun 26.7.5), to 1e-4."""
+    if degrees <= len(_T_TABLE):
+        return _T_TABLE[degrees - 1]
+    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / degrees + second / degrees**2 + third / degrees**3
+
+
+def comparison_table(compared: Sequence[Compared]) -> Table:
+    """Means over seeds, under each preset but the first the ratio to it with its interval."""
+    from rich.table import Table
+
+    base, *others = compared
+    table = Table("", base.preset)
+    for each in others:
+        table.add_column(each.preset)
+        table.add_column(f"{each.preset} / {base.preset}")
+    for heading, name in SHOWN.items():
+        cells = [cell for each in others for cell in (show(each.mean(name)), _show_ratio(each.ratios[name]))]
+        table.add_row(heading, show(base.mean(name)), *cells)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    return table
+
+
+def _show_ratio(ratio: Ratio | None) -> str:
+    if ratio is None:
+        return "-"
+    if ratio.low is None or ratio.high is None:
+        return f"{ratio.mean:.3f}"
+    return f"{ratio.mean:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"

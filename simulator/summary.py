@@ -1,0 +1,264 @@
+"""What a run comes to: latencies, goodput under an SLA, throughput, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from core.errors import InvalidValueError
+from simulator.latency import LatencyModel
+from simulator.records import Record, Recorder
+from simulator.replica import ReplicaShape
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Number = int | float | None
+"""None where a run does not give the number, such as TPOT where no request has two tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sla:
+    """What a request must keep to count as good; the limits are those of Past-Future for models up to 13B (section 5).
+
+    Attributes:
+        ttft_s: Its first token comes within this time.
+        mtpot_s: No two tokens of it are further apart.
+    """
+
+    ttft_s: float = 10.0
+    mtpot_s: float = 1.5
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_s", "mtpot_s"):
+            if not getattr(self, name) > 0:
+                raise InvalidValueError(name, getattr(self, name), "seconds above 0")
+
+    def meets(self, record: Record) -> bool:
+        """Whether an ended request kept both; that of a single token has no gaps."""
+        return record.ttft_s <= self.ttft_s and record.max_gap_s <= self.mtpot_s
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Over requests, or over gaps between tokens; percentiles by nearest rank."""
+
+    mean: Number = None
+    p50: Number = None
+    p99: Number = None
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The numbers of one run.
+
+    Rates are per second of the makespan, from the first arrival to the last token. Slowdown is the JCT of a request in
+    times of what it takes alone on an idle replica without any cached prefix; below 1 where a prefix was cached.
+    Memory means are over steps, of all replicas; the peak is that of one replica. Where outputs are returned whole, as
+    in batch mode, there are no times between tokens, good is who came in time, and memory is not counted.
+
+    Attributes:
+        num_failed: Requests that were refused, or that no replica could hold.
+        num_preempted: Requests whose KV was dropped or moved at least once.
+        goodput_share: Of all requests, failed ones included, those that kept the SLA.
+        total_tokens_per_s: Prompts and outputs, with the tokens that padding computes and throws away.
+        num_evictions: How often KV was dropped, to be computed again.
+        num_swaps: How often KV was moved to the host.
+        num_steps: Forward passes, of all replicas.
+        prefix_hit_rate: Share of the prompt tokens that were found in the prefix cache.
+    """
+
+    num_requests: int
+    num_failed: int
+    num_preempted: int
+    ttft_s: Distribution
+    tpot_s: Distribution
+    itl_s: Distribution
+    mtpot_s: Distribution
+    jct_s: Distribution
+    slowdown: Distribution
+    goodput_share: float
+    goodput_requests_per_s: float
+    requests_per_s: float
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    num_evictions: int
+    evictions_per_100_requests: float
+    num_swaps: int
+    swaps_per_100_requests: float
+    memory_mean_tokens: Number
+    memory_mean_share: Number
+    memory_peak_tokens: Number
+    memory_peak_share: Number
+    num_steps: int
+    makespan_s: float
+    prefix_hit_rate: float
+
+    def to_dict(self) -> dict[str, Number]:
+        """Flat: a distribution as ``jct_s_mean``, ``jct_s_p50``, ``jct_s_p99``. The keys are a contract."""
+        flat: dict[str, Number] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Distribution):
+                flat |= {f"{field.name}_{each.name}": getattr(value, each.name) for each in fields(Distribution)}
+            else:
+                flat[field.name] = value
+        return flat
+
+
+def summarize(
+    recorder: Recorder,
+    shape: ReplicaShape,
+    latency: LatencyModel,
+    sla: Sla,
+    *,
+    num_failed: int = 0,
+    num_padding_tokens: int = 0,
+) -> Summary:
+    """The numbers of a run that has ended; O(n log n) in its requests.
+
+    Args:
+        num_failed: Requests that never ran to their end.
+        num_padding_tokens: Tokens that were computed for nobody.
+    """
+    done, usage = recorder.done, recorder.usage.values()
+    num_good = sum(map(sla.meets, done))
+    streamed = [record for record in done if record.num_tokens > 1] if recorder.gaps else []
+    num_outputs = sum(record.num_tokens for record in done)
+    num_prompts = sum(record.arrival.prompt_len for record in done)
+    begin = min((record.arrival.arrived_at for record in done), default=0.0)
+    makespan_s = max((record.finished_at for record in done), default=0.0) - begin
+    num_steps = sum(each.num_steps for each in usage)
+    mean_tokens = _ratio(sum(each.token_steps for each in usage), num_steps)
+    peak_tokens = max((each.peak_tokens for each in usage), default=0)
+    capacity = shape.num_blocks * shape.block_size
+    num_evictions, num_swaps = sum(each.num_evictions for each in done), sum(each.num_swaps for each in done)
+    return Summary(
+        num_requests=len(done),
+        num_failed=num_failed,
+        num_preempted=sum(record.num_evictions + record.num_swaps > 0 for record in done),
+        ttft_s=_distribution([record.ttft_s for record in done]),
+        tpot_s=_distribution([record.tpot_s for record in streamed]),
+        itl_s=_inter_token(recorder, streamed),
+        mtpot_s=_distribution([record.max_gap_s for record in streamed]),
+        jct_s=_distribution([record.jct_s for record in done]),
+        slowdown=_distribution(_slowdowns(done, shape, latency)),
+        goodput_share=_ratio(num_good, len(done) + num_failed),
+        goodput_requests_per_s=_ratio(num_good, makespan_s),
+        requests_per_s=_ratio(len(done), makespan_s),
+        output_tokens_per_s=_ratio(num_outputs, makespan_s),
+        total_tokens_per_s=_ratio(num_prompts + num_outputs + num_padding_tokens, makespan_s),
+        num_evictions=num_evictions,
+        evictions_per_100_requests=_ratio(100 * num_evictions, len(done)),
+        num_swaps=num_swaps,
+        swaps_per_100_requests=_ratio(100 * num_swaps, len(done)),
+        memory_mean_tokens=mean_tokens if peak_tokens else None,
+        memory_mean_share=mean_tokens / capacity if peak_tokens else None,
+        memory_peak_tokens=peak_tokens or None,
+        memory_peak_share=peak_tokens / capacity if peak_tokens else None,
+        num_steps=num_steps,
+        makespan_s=makespan_s,
+        prefix_hit_rate=_ratio(sum(record.cached_len for record in done), num_prompts),
+    )
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _distribution(values: Sequence[float]) -> Distribution:
+    if not values:
+        return Distribution()
+    ordered = np.sort(np.asarray(values))
+    p50, p99 = np.percentile(ordered, (50, 99), method="inverted_cdf")
+    return Distribution(float(ordered.mean()), float(p50), float(p99))
+
+
+def _inter_token(recorder: Recorder, streamed: Sequence[Record]) -> Distribution:
+    """The mean exactly, the percentiles to 1 % from the histogram of gaps."""
+    if not streamed:
+        return Distribution()
+    total_s = sum(record.last_token_at - record.first_token_at for record in streamed)
+    num_gaps = sum(record.num_tokens - 1 for record in streamed)
+    return Distribution(total_s / num_gaps, recorder.itl_s(0.5), recorder.itl_s(0.99))
+
+
+def _slowdowns(done: Sequence[Record], shape: ReplicaShape, latency: LatencyModel) -> list[float]:
+    """By lengths: requests that are alike take alike."""
+    alone: dict[tuple[int, int], float] = {}
+    found = []
+    for record in done:
+        lengths = record.arrival.prompt_len, record.num_tokens
+        if lengths not in alone:
+            alone[lengths] = alone_s(*lengths, shape.max_batch_tokens, latency)
+        found.append(record.jct_s / alone[lengths])
+    return found
+
+
+def alone_s(prompt_len: int, output_len: int, max_batch_tokens: int, latency: LatencyModel) -> float:
+    """What a request takes on an idle replica: its prompt in chunks, the last of which gives the first token, and a
+    step for each other token."""
+    whole, rest = divmod(prompt_len, max_batch_tokens)
+    seconds = whole * latency.step_s(max_batch_tokens, 0, 0)
+    if rest == 1:
+        seconds += latency.step_s(0, 1, prompt_len)  # a single token is computed as a decode is
+    elif rest:
+        seconds += latency.step_s(rest, 0, 0)
+    return seconds + latency.decode_run_s(1, prompt_len + 1, output_len - 1)
+
+
+_LATENCIES = {
+    "TTFT s": "ttft_s",
+    "TPOT s": "tpot_s",
+    "ITL s": "itl_s",
+    "MTPOT s": "mtpot_s",
+    "JCT s": "jct_s",
+    "slowdown": "slowdown",
+}
+_COUNTS = {
+    "requests": "num_requests",
+    "failed": "num_failed",
+    "preempted": "num_preempted",
+    "good, share": "goodput_share",
+    "good, requests/s": "goodput_requests_per_s",
+    "requests/s": "requests_per_s",
+    "output tokens/s": "output_tokens_per_s",
+    "all tokens/s": "total_tokens_per_s",
+    "evictions": "num_evictions",
+    "evictions per 100 requests": "evictions_per_100_requests",
+    "swaps": "num_swaps",
+    "swaps per 100 requests": "swaps_per_100_requests",
+    "KV memory, mean share": "memory_mean_share",
+    "KV memory, peak share": "memory_peak_share",
+    "prefix hit rate": "prefix_hit_rate",
+    "steps": "num_steps",
+    "makespan s": "makespan_s",
+}
+
+
+def tables(summary: Summary) -> list[Table]:
+    """For people: the latencies, then all else."""
+    from rich.table import Table
+
+    latencies = Table("latency", *(field.name for field in fields(Distribution)))
+    for heading, name in _LATENCIES.items():
+        value = getattr(summary, name)
+        latencies.add_row(heading, *(show(getattr(value, field.name)) for field in fields(Distribution)))
+    counts = Table("run", "")
+    for heading, name in _COUNTS.items():
+        counts.add_row(heading, show(getattr(summary, name)))
+    for column in (*latencies.columns[1:], counts.columns[1]):
+        column.justify = "right"
+    return [latencies, counts]
+
+
+def show(value: Number) -> str:
+    """Three digits that matter, and all those before the point; a dash for none."""
+    if value is None:
+        return "-"
+    if value == 0 or abs(value) >= 100 or float(value).is_integer():
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if abs(value) >= 1e-3 else f"{value:.1e}"

@@ -1,0 +1,49 @@
+"""Runs for tests: steps of one second, so that every number can be had by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from core.costs import StepCost
+from policies.builders import PolicySettings, build_router, build_scheduler
+from policies.replica_scheduler import SchedulerLimits
+from simulator.fleet import Fleet, FleetShape
+from simulator.latency import LinearLatency
+from simulator.replica import ReplicaShape
+from simulator.timeline import Timeline
+from simulator.workload import Arrival
+
+STEP = LinearLatency(StepCost(1.0, 0.0, 0.0, 0.0))
+"""Every step takes a second, whatever is in it."""
+
+
+def make_fleet(
+    num_tokens: int = 1000,
+    *,
+    num_replicas: int = 1,
+    max_num_seqs: int = 256,
+    max_batch_tokens: int = 2048,
+    watermark: float = 1.0,
+    kv: str = "recompute-newest",
+    timeline: Timeline | None = None,
+    clients: int | None = None,
+    latency: LinearLatency = STEP,
+) -> tuple[Fleet, ReplicaShape]:
+    """Replicas of ``fcfs`` with KV blocks of one token."""
+    shape = ReplicaShape(
+        num_tokens, 1, num_host_blocks=1000, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens
+    )
+    limits = SchedulerLimits(max_num_seqs, 0)
+    fleet = Fleet(
+        FleetShape(shape, latency, num_replicas),
+        build_router("fcfs"),
+        lambda _: build_scheduler("fcfs", limits, PolicySettings(watermark=watermark), kv=kv),
+        timeline=timeline,
+        clients=clients,
+    )
+    return fleet, shape
+
+
+def arrivals(*requests: tuple[float, int, int]) -> Sequence[Arrival]:
+    """Of (instant, prompt tokens, output tokens)."""
+    return [Arrival(f"r{i}", at, prompt, output, output) for i, (at, prompt, output) in enumerate(requests)]

@@ -1,0 +1,132 @@
+"""Presets side by side: pairing and intervals."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from core.errors import InvalidValueError
+from simulator.compare import Compared, compare, comparison_table, paired_ratio, paired_ratios, student_t
+from simulator.experiment import Experiment, Outcome, make_arrivals, run
+from simulator.results import to_json
+
+SMALL = Experiment(num_requests=40, kv_tokens=4000)
+
+
+def student_cdf(t: float, degrees: int) -> float:
+    """By the density, midpoints of 200,000 intervals."""
+    x = (np.arange(200_000) + 0.5) * t / 200_000
+    log_scale = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2) - math.log(degrees * math.pi) / 2
+    density = np.exp(log_scale - (degrees + 1) / 2 * np.log1p(x**2 / degrees))
+    return 0.5 + float(density.sum() * t / 200_000)
+
+
+@pytest.mark.parametrize("degrees", [*range(1, 13), 20, 30, 100])
+def test_student_t(degrees: int) -> None:
+    assert student_cdf(student_t(degrees), degrees) == pytest.approx(0.975, abs=2e-5)
+
+
+def test_a_ratio_by_hand() -> None:
+    """Logs of 2, 4, 8: mean log 4, sd log 2, t = 4.3027 for two degrees of freedom."""
+    ratio = paired_ratio([(2.0, 1.0), (8.0, 2.0), (4.0, 0.5)])
+    assert ratio is not None and ratio.low is not None and ratio.high is not None
+    margin = 4.3027 * math.log(2) / math.sqrt(3)
+    assert ratio.mean == pytest.approx(4)
+    assert (ratio.low, ratio.high) == pytest.approx((4 * math.exp(-margin), 4 * math.exp(margin)))
+
+
+def test_the_interval_covers_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(0)
+    covered = 0
+    for _ in range(2000):
+        base = np.exp(rng.normal(0, 1.0, 5))
+        ours = base * np.exp(rng.normal(math.log(0.7), 0.2, 5))
+        ratio = paired_ratio(list(zip(ours.tolist(), base.tolist(), strict=True)))
+        assert ratio is not None and ratio.low is not None and ratio.high is not None
+        covered += ratio.low <= 0.7 <= ratio.high
+    assert covered / 2000 == pytest.approx(0.95, abs=0.015)
+
+
+@pytest.mark.parametrize("pairs", [[(1.0, 0.0)], [(0.0, 1.0)], [(None, 1.0)], [(1.0, None)], [(1.0, 1.0), (0.0, 1.0)]])
+def test_no_ratio_without_a_value_above_0(pairs: list[tuple[float | None, float | None]]) -> None:
+    assert paired_ratio(pairs) is None
+
+
+def test_one_seed_has_no_interval() -> None:
+    ratio = paired_ratio([(3.0, 2.0)])
+    assert ratio is not None and (ratio.mean, ratio.low, ratio.high) == (pytest.approx(1.5), None, None)
+
+
+def test_every_preset_has_the_workload_of_each_seed() -> None:
+    """Beside itself a preset is the same, to the last digit."""
+    (got,) = compare(SMALL, ["fcfs"], [3, 5])
+    assert got.preset == got.base == "fcfs" and got.seeds == (3, 5)
+    for seed, summary in zip(got.seeds, got.runs, strict=True):
+        experiment = Experiment(num_requests=40, kv_tokens=4000, seed=seed)
+        assert summary == run(experiment, make_arrivals(experiment)).summary
+    assert got.runs[0] != got.runs[1]
+    ratio = got.ratios["jct_s_mean"]
+    assert ratio is not None and (ratio.mean, ratio.low, ratio.high) == (1, 1, 1)
+    assert got.mean("jct_s_mean") == statistics.fmean(each.to_dict()["jct_s_mean"] or 0 for each in got.runs)
+
+
+def test_every_run_has_its_seed_and_preset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Policies may draw as well as workloads."""
+    ran: list[tuple[str, int]] = []
+
+    def note(experiment: Experiment, *args: Any, **kwargs: Any) -> Outcome:
+        ran.append((experiment.preset, experiment.seed))
+        return run(experiment, *args, **kwargs)
+
+    monkeypatch.setattr("simulator.compare.run", note)
+    compare(SMALL, ["fcfs"], [4, 2])
+    assert ran == [("fcfs", 4), ("fcfs", 2)]
+
+
+def two_settings() -> list[Compared]:
+    """The same workloads on a small and a large pool."""
+    runs = {}
+    for name, kv_tokens in (("large", 40_000), ("small", 2500)):
+        experiments = [Experiment(num_requests=40, kv_tokens=kv_tokens, rate=20.0, seed=seed) for seed in range(3)]
+        runs[name] = tuple(run(each, make_arrivals(each)).summary for each in experiments)
+    base = runs["large"]
+    return [Compared(name, "large", (0, 1, 2), each, paired_ratios(each, base)) for name, each in runs.items()]
+
+
+def test_pairing_finds_what_differs() -> None:
+    _, small = two_settings()
+    ratio = small.ratios["ttft_s_mean"]
+    assert ratio is not None and ratio.low is not None and ratio.low > 1
+
+
+def test_rows_are_a_contract() -> None:
+    row = two_settings()[1].to_dict()
+    assert sorted(row) == ["base", "metrics", "preset", "seeds"]
+    assert sorted(row["metrics"]["jct_s_mean"]) == ["mean", "ratio", "ratio_high", "ratio_low", "values"]
+    assert len(row["metrics"]["jct_s_mean"]["values"]) == 3
+    assert row["metrics"]["prefix_hit_rate"]["ratio"] is None
+    assert to_json(row) == to_json(two_settings()[1].to_dict())
+
+
+def test_table() -> None:
+    console = Console(width=120)
+    with console.capture() as captured:
+        console.print(comparison_table(two_settings()))
+    assert "small / large" in captured.get() and " to " in captured.get()
+
+
+@pytest.mark.parametrize(("presets", "seeds"), [([], [0]), (["fcfs"], []), (["fcfs", "fcfs"], [0]), (["fcfs"], [1, 1])])
+def test_bad_lists(presets: list[str], seeds: list[int]) -> None:
+    with pytest.raises(InvalidValueError, match="each once"):
+        compare(SMALL, presets, seeds)
+
+
+def test_progress_counts_the_requests_of_all_runs() -> None:
+    told: list[int] = []
+    compare(SMALL, ["fcfs"], [0, 1], told.append)
+    assert told == sorted(told) and told[-1] == 80

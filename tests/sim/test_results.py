@@ -1,0 +1,209 @@
+"""One run from its experiment to its files: the same seed, the same bytes."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from core.errors import ConfigError, IntegrityError, InvalidValueError
+from policies.presets import PRESETS
+from simulator.experiment import DEFAULT_RATE, PREDICTORS, Experiment, Outcome, free_kv_tokens, make_arrivals, run
+from simulator.latency import GPUS, MODELS, Roofline
+from simulator.results import config_of, request_row, to_json, write_results
+from simulator.timeline import Timeline
+from simulator.workload import Arrival
+
+SMALL = Experiment(num_requests=60, kv_tokens=4000, rate=20.0, seed=7)
+
+
+def written(directory: Path, experiment: Experiment = SMALL) -> tuple[Outcome, dict[str, bytes]]:
+    outcome = run(experiment, make_arrivals(experiment))
+    paths = write_results(directory, experiment, outcome.summary, outcome.recorder.done)
+    return outcome, {path.name: path.read_bytes() for path in paths}
+
+
+def test_same_seed_same_bytes(tmp_path: Path) -> None:
+    """Nothing of a run is left over for the next one in the process, whatever ran in between."""
+    _, first = written(tmp_path / "first")
+    written(tmp_path / "between", replace(SMALL, seed=8, num_replicas=2, kv_tokens=2000))
+    _, second = written(tmp_path / "second")
+    assert first == second and sorted(first) == ["config.json", "requests.jsonl", "summary.json"]
+
+
+def test_another_seed_other_bytes(tmp_path: Path) -> None:
+    _, first = written(tmp_path / "first")
+    _, second = written(tmp_path / "second", replace(SMALL, seed=8))
+    assert all(first[name] != second[name] for name in first)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_gives_the_same_bytes_again(tmp_path: Path, preset: str) -> None:
+    experiment = replace(SMALL, preset=preset, num_replicas=2, predictor="noisy", num_requests=16)
+    _, first = written(tmp_path / "first", experiment)
+    _, second = written(tmp_path / "second", experiment)
+    assert first == second
+
+
+def test_a_timeline_changes_no_byte(tmp_path: Path) -> None:
+    outcome, _ = written(tmp_path)
+    watched = run(SMALL, make_arrivals(SMALL), timeline=Timeline())
+    assert watched.summary == outcome.summary
+    assert list(map(request_row, watched.recorder.done)) == list(map(request_row, outcome.recorder.done))
+
+
+def test_a_line_for_each_request(tmp_path: Path) -> None:
+    outcome, files = written(tmp_path)
+    rows = [json.loads(line) for line in files["requests.jsonl"].decode().splitlines()]
+    assert len(rows) == 60 and sorted(rows[0]) == sorted(request_row(outcome.recorder.done[0]))
+    assert [row["finished_at"] for row in rows] == [record.finished_at for record in outcome.recorder.done]
+    assert json.loads(files["summary.json"]) == outcome.summary.to_dict()
+    for row in rows:
+        assert row["jct_s"] == pytest.approx(row["finished_at"] - row["arrived_at"])
+
+
+def test_keys_of_a_request_are_a_contract(tmp_path: Path) -> None:
+    outcome, _ = written(tmp_path)
+    keys = ["app", "arrived_at", "cached_len", "finished_at", "first_token_at", "jct_s", "mtpot_s", "num_evictions"]
+    keys += ["num_swaps", "output_len", "predicted_len", "prompt_len", "replica", "request_id", "tpot_s", "ttft_s"]
+    assert sorted(request_row(outcome.recorder.done[0])) == keys
+
+
+def test_requests_are_written_only_if_given(tmp_path: Path) -> None:
+    outcome = run(SMALL, make_arrivals(SMALL))
+    paths = write_results(tmp_path / "new" / "deep", SMALL, outcome.summary)
+    assert [path.name for path in paths] == ["config.json", "summary.json"]
+
+
+def test_the_config_has_every_field_and_the_version(tmp_path: Path) -> None:
+    config = config_of(replace(SMALL, latency=Roofline(GPUS["h100"], MODELS["opt-13b"])))
+    assert config["farsight_version"] and config["seed"] == 7 and config["latency"]["gpu"]["name"] == "h100"
+    assert config.keys() - {"farsight_version"} == set(Experiment.__dataclass_fields__)
+
+
+def test_json_has_no_nan() -> None:
+    assert to_json({"b": math.nan, "a": [math.inf, 0.1], "c": {"d": -math.inf}}) == (
+        '{"a": [null, 0.1], "b": null, "c": {"d": null}}'
+    )
+
+
+def test_what_never_fits_is_refused_and_counted() -> None:
+    """Also in a closed loop whose every client has one: the next ones come all the same."""
+    arrivals = [Arrival(f"r{i}", 0.0, 5000 if i < 3 else 10, 2, 2) for i in range(5)]
+    for clients in (None, 1, 2):
+        outcome = run(replace(SMALL, rate=None, clients=clients), arrivals)
+        assert outcome.failed == ("r0", "r1", "r2")
+        assert (outcome.summary.num_requests, outcome.summary.num_failed) == (2, 3)
+
+
+def test_requests_that_never_end_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("policies.aggressive.Aggressive.admits", lambda *_: False)
+    with pytest.raises(IntegrityError, match="preset fcfs: 60 of 60 requests never ended"):
+        run(SMALL, make_arrivals(SMALL))
+
+
+def write_trace(path: Path, num_requests: int) -> Path:
+    lines = [
+        {"timestamp": 500 * i, "input_length": 600 + i, "output_length": 5 + i, "hash_ids": [1, 100 + i]}
+        for i in range(num_requests)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_a_trace_is_read_at_its_pace_or_at_another(tmp_path: Path) -> None:
+    trace = Experiment(workload=str(write_trace(tmp_path / "trace.jsonl", 12)))
+    arrivals = make_arrivals(trace)
+    assert [arrival.arrived_at for arrival in arrivals] == pytest.approx([0.5 * i for i in range(12)])
+    assert [arrival.output_len for arrival in arrivals] == list(range(5, 17))
+    assert arrivals[0].prefix[:32] == arrivals[1].prefix[:32] and len(arrivals[0].prefix) == 600 // 16
+    faster = make_arrivals(replace(trace, rate=4.0))
+    assert [arrival.arrived_at for arrival in faster] == pytest.approx([0.25 * i for i in range(12)])
+    assert {arrival.arrived_at for arrival in make_arrivals(replace(trace, rate=math.inf))} == {0.0}
+    assert run(trace, arrivals).summary.prefix_hit_rate > 0.5
+
+
+def test_each_seed_has_its_window_of_a_trace(tmp_path: Path) -> None:
+    """Twelve requests have two windows of five; the third seed has the first one again."""
+    trace = Experiment(workload=str(write_trace(tmp_path / "trace.jsonl", 12)), num_requests=5)
+    lengths = [[each.output_len for each in make_arrivals(replace(trace, seed=seed))] for seed in range(3)]
+    assert lengths == [list(range(5, 10)), list(range(10, 15)), list(range(5, 10))]
+    assert make_arrivals(replace(trace, seed=1))[0].arrived_at == 0
+    with pytest.raises(InvalidValueError, match=r"^num_requests: got 13, expected at most the 12 of trace\.jsonl"):
+        make_arrivals(replace(trace, num_requests=13))
+
+
+def test_a_drawn_workload_has_a_pace_of_so_many_a_replica() -> None:
+    for rate, expected in ((None, 3 * DEFAULT_RATE), (2.0, 2.0)):
+        last = make_arrivals(Experiment(num_requests=2000, num_replicas=3, rate=rate))[-1]
+        assert 2000 / last.arrived_at == pytest.approx(expected, rel=0.1)
+    at_once = replace(SMALL, rate=math.inf)
+    assert {arrival.arrived_at for arrival in make_arrivals(at_once)} == {0.0}
+    assert config_of(at_once)["rate"] == "inf"
+
+
+@pytest.mark.parametrize("predictor", PREDICTORS)
+def test_every_predictor_foresees(predictor: str) -> None:
+    """One seed, one forecast; only the history has none: policies look at theirs."""
+    experiment = replace(SMALL, predictor=predictor)
+    forecasts = [arrival.forecast for arrival in make_arrivals(experiment)]
+    assert forecasts == [arrival.forecast for arrival in make_arrivals(experiment)]
+    assert all((forecast is None) == (predictor == "history") for forecast in forecasts)
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(InvalidValueError, match=r"^workload: got 'zpif', expected a file that is there, or one of "):
+        make_arrivals(replace(SMALL, workload="zpif"))
+    with pytest.raises(InvalidValueError, match=r"\(did you mean 'zipf'\?\)"):
+        make_arrivals(replace(SMALL, workload="zpif"))
+    with pytest.raises(InvalidValueError, match=r"^predictor: got 'x', expected one of none, history"):
+        make_arrivals(replace(SMALL, predictor="x"))
+
+
+def test_progress() -> None:
+    told: list[int] = []
+    run(SMALL, make_arrivals(SMALL), progress=told.append)
+    assert told == sorted(told) and told[-1] == 60
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_replicas", 0),
+        ("max_num_seqs", 0),
+        ("kv_tokens", 15),
+        ("num_requests", 0),
+        ("clients", 0),
+        ("rate", 0.0),
+        ("rate", math.nan),
+        ("seed", -1),
+    ],
+)
+def test_bad_values(name: str, value: float) -> None:
+    with pytest.raises(InvalidValueError, match=f"^{name}: got "):
+        Experiment(**{name: value})  # type: ignore[arg-type]
+
+
+def test_a_load_is_open_or_closed() -> None:
+    with pytest.raises(InvalidValueError, match=r"^rate: got 2\.0, expected none beside clients"):
+        Experiment(rate=2.0, clients=3)
+
+
+def test_an_unknown_preset_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'fcfs'"):
+        Experiment(preset="fcsf")
+
+
+def test_kv_tokens_of_a_gpu() -> None:
+    """90 % of 80 GB less 13.4 GB of weights, 512 KiB a token; two GPUs hold the weights once."""
+    one = Roofline(GPUS["a100-80g"], MODELS["llama-2-7b"])
+    assert free_kv_tokens(one) == int((72e9 - 13.4e9) / (512 * 1024))
+    assert free_kv_tokens(replace(one, tensor_parallel=2)) == int((144e9 - 13.4e9) / (512 * 1024))
+    with pytest.raises(
+        InvalidValueError,
+        match=r"^model: got 'opt-66b', expected weights below the 72 GB that 1 x a100-80g have for them, not 132 GB",
+    ):
+        free_kv_tokens(replace(one, model=MODELS["opt-66b"]))
