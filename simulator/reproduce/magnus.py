@@ -28,7 +28,7 @@ from simulator.reproduce.magnus_systems import (
     load_pool,
     serve,
 )
-from simulator.reproduce.rows import Reproduction, Row, close, holds
+from simulator.reproduce.rows import Reproduction, Row, Verdict, close, holds
 from simulator.traces import MissingTraceError
 from simulator.workload import Arrival
 
@@ -79,83 +79,111 @@ def curves(pool: Pool, systems: tuple[str, ...], loads: tuple[float, ...] = LOAD
     return lines
 
 
-def _order(name: str, lines: Lines, metric: str, best_first: tuple[str, ...], note: str = "") -> list[Row]:
+def _order(name: str, lines: Lines, metric: str, best_first: tuple[str, ...], cause: str = "") -> list[Row]:
     """The order of systems at every load; ours is the first over the last."""
     rows = []
-    for load in sorted({load for _, load in lines}):
+    for load in _loads(lines):
         values = [getattr(lines[system, load], metric) for system in best_first]
         falling = values if _METRICS[metric] else values[::-1]
-        good = holds(all(more > less for more, less in pairwise(falling)))
+        verdict = holds(all(more > less for more, less in pairwise(falling)))
         shown = ", ".join(f"{system} {value:.4g}" for system, value in zip(best_first, values, strict=True))
         setting = f"load {load:g}: {(' > ' if _METRICS[metric] else ' < ').join(best_first)}"
-        rows.append(Row(name, setting, f"{metric} ratio", math.nan, values[0] / values[-1], good, note + shown))
+        note = _with_cause(shown, cause, verdict)
+        rows.append(Row(name, setting, f"{metric} ratio", math.nan, values[0] / values[-1], verdict, note))
     return rows
 
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """A change that the paper gives as a range over the rates: per cent more, or per cent less where less is better."""
+    """A change that the paper gives as a range over the rates: per cent more, or per cent less where less is better.
+
+    Attributes:
+        against: One system, or the ends of the range over all of these.
+        cause: Why it does not come out, if it does not.
+        exempt: Why it is no test.
+    """
 
     system: str
-    against: str
+    against: tuple[str, ...]
     metric: str
     low: float
     high: float
+    cause: str = ""
     exempt: str = ""
 
     def rows(self, name: str, lines: Lines) -> list[Row]:
-        loads = sorted({load for _, load in lines})
-        pairs = [(lines[self.system, load], lines[self.against, load]) for load in loads]
-        ratios = [getattr(ours, self.metric) / getattr(theirs, self.metric) for ours, theirs in pairs]
-        changes = [100 * (ratio - 1 if _METRICS[self.metric] else 1 - ratio) for ratio in ratios]
-        setting = f"{self.system} against {self.against}"
-        metric = f"{self.metric} {'gain' if _METRICS[self.metric] else 'cut'} %"
+        changes = [self._change(lines, load, other) for load in _loads(lines) for other in self.against]
+        setting = f"{self.system} against {' or '.join(self.against)}"
         return [
-            self._row(name, f"{setting}, least", metric, self.low, min(changes)),
-            self._row(name, f"{setting}, most", metric, self.high, max(changes)),
+            self._row(name, f"{setting}, least", self.low, min(changes)),
+            self._row(name, f"{setting}, most", self.high, max(changes)),
         ]
 
-    def _row(self, name: str, setting: str, metric: str, reported: float, ours: float) -> Row:
+    def _change(self, lines: Lines, load: float, other: str) -> float:
+        ratio = getattr(lines[self.system, load], self.metric) / getattr(lines[other, load], self.metric)
+        return float(100 * (ratio - 1 if _METRICS[self.metric] else 1 - ratio))
+
+    def _row(self, name: str, setting: str, reported: float, ours: float) -> Row:
+        if _METRICS[self.metric]:
+            metric, tolerance = f"{self.metric} gain %", "factor within 0.8 to 1.25"
+            verdict = holds(0.8 <= (100 + ours) / (100 + reported) <= 1.25)
+        else:
+            metric, tolerance = f"{self.metric} cut %", "within 15 points"
+            verdict = close(ours, reported, 15.0)
         if self.exempt:
             return Row(name, setting, metric, reported, ours, "exempt", self.exempt)
-        if _METRICS[self.metric]:
-            factor = (100 + ours) / (100 + reported)
-            return Row(name, setting, metric, reported, ours, holds(0.8 <= factor <= 1.25), "factor within 0.8 to 1.25")
-        return Row(name, setting, metric, reported, ours, close(ours, reported, 15.0), "within 15 points")
+        return Row(name, setting, metric, reported, ours, verdict, _with_cause(tolerance, self.cause, verdict))
 
 
+def _loads(lines: Lines) -> list[float]:
+    return sorted({load for _, load in lines})
+
+
+def _with_cause(note: str, cause: str, verdict: Verdict) -> str:
+    return f"{note}; {cause}" if cause and verdict == "off" else note
+
+
+_SLOW = "CCB, slow joins"
+_BASELINES = (_SLOW, "VS", "VSQ")
 _CALIBRATED = "what the speed of this system was set by"
+_CCB_CAUSE = (
+    "the stall at a join is all that the paper says of its cost; it leaves CCB with few wasted tokens far ahead, while "
+    "its own CCB computes fewer tokens a second than VS"
+)
+_TAIL_CAUSE = "all wait in overload, so the tail is set by how long arrivals go on, which is not given (600 s here)"
 _OVERALL = (
-    _Range("Magnus", "CCB", "throughput", 66.0, 85.3),
-    _Range("Magnus", "CCB", "mean_s", 60.3, 73.5),
-    _Range("Magnus", "CCB", "tail_s", 53.2, 77.5),
-    _Range("Magnus", "CCB, slow joins", "throughput", 66.0, 85.3, _CALIBRATED),
-    _Range("Magnus", "CCB, slow joins", "mean_s", 60.3, 73.5),
-    _Range("Magnus", "CCB, slow joins", "tail_s", 53.2, 77.5),
-    _Range("Magnus", "VSQ", "throughput", 193.0, 234.0, _CALIBRATED),
-    _Range("Magnus", "VSQ", "mean_s", 80.4, 89.7),
-    _Range("Magnus", "VSQ", "tail_s", 76.9, 91.7),
+    _Range("Magnus", ("CCB",), "throughput", 66.0, 85.3, _CCB_CAUSE),
+    _Range("Magnus", ("CCB",), "mean_s", 60.3, 73.5, _CCB_CAUSE),
+    _Range("Magnus", ("CCB",), "tail_s", 53.2, 77.5, _CCB_CAUSE),
+    _Range("Magnus", (_SLOW,), "throughput", 66.0, 85.3, exempt=_CALIBRATED),
+    _Range("Magnus", (_SLOW,), "mean_s", 60.3, 73.5, _TAIL_CAUSE),
+    _Range("Magnus", (_SLOW,), "tail_s", 53.2, 77.5, _TAIL_CAUSE),
+    _Range("Magnus", ("VSQ",), "throughput", 193.0, 234.0, exempt=_CALIBRATED),
+    _Range("Magnus", ("VSQ",), "mean_s", 80.4, 89.7, _TAIL_CAUSE),
+    _Range("Magnus", ("VSQ",), "tail_s", 76.9, 91.7, _TAIL_CAUSE),
+    _Range("Magnus", _BASELINES, "valid", 70.0, 240.0),
+    _Range("Magnus", _BASELINES, "total", 115.0, 489.0),
 )
 _ABLATION = (
-    _Range("GLP", "VS", "valid", 35.7, 36.8),
-    _Range("GLP", "VS", "total", 0.0, 0.0),
-    _Range("ABP", "GLP", "total", 106.0, 145.0),
-    _Range("ABP", "GLP", "throughput", 42.7, 74.3),
-    _Range("ABP", "GLP", "mean_s", 46.4, 63.5),
-    _Range("ABP", "GLP", "tail_s", 42.2, 54.3),
-    _Range("Magnus", "ABP", "throughput", 0.0, 0.0),
-    _Range("Magnus", "ABP", "mean_s", 5.1, 21.8),
-    _Range("Magnus", "ABP", "tail_s", 13.7, 41.9),
+    _Range("GLP", ("VS",), "valid", 35.7, 36.8),
+    _Range("GLP", ("VS",), "total", 0.0, 0.0),
+    _Range("ABP", ("GLP",), "total", 106.0, 145.0),
+    _Range("ABP", ("GLP",), "throughput", 42.7, 74.3),
+    _Range("ABP", ("GLP",), "mean_s", 46.4, 63.5, _TAIL_CAUSE),
+    _Range("ABP", ("GLP",), "tail_s", 42.2, 54.3, _TAIL_CAUSE),
+    _Range("Magnus", ("ABP",), "throughput", 0.0, 0.0),
+    _Range("Magnus", ("ABP",), "mean_s", 5.1, 21.8, _TAIL_CAUSE),
+    _Range("Magnus", ("ABP",), "tail_s", 13.7, 41.9, _TAIL_CAUSE),
 )
 
 
 def overall_rows(lines: Lines) -> list[Row]:
     """Figures 10 and 11."""
     name, rows = "magnus_overall", []
-    for ccb in ("CCB", "CCB, slow joins"):
+    for ccb, cause in (("CCB", _CCB_CAUSE), (_SLOW, "")):
         for metric in ("throughput", "mean_s", "tail_s", "valid"):
-            rows += _order(name, lines, metric, ("Magnus", ccb, "VS", "VSQ"))
-        rows += _order(name, lines, "total", ("Magnus", "VS", "VSQ", ccb))
+            rows += _order(name, lines, metric, ("Magnus", ccb, "VS", "VSQ"), cause)
+        rows += _order(name, lines, "total", ("Magnus", "VS", "VSQ", ccb), cause)
     return [*rows, *(row for each in _OVERALL for row in each.rows(name, lines))]
 
 
@@ -177,7 +205,7 @@ def _figures(name: str, systems: tuple[str, ...], rows: Callable[[Lines], list[R
     return rows(curves(pool, systems))
 
 
-_overall = partial(_figures, "magnus_overall", ("Magnus", "CCB", "CCB, slow joins", "VS", "VSQ"), overall_rows)
+_overall = partial(_figures, "magnus_overall", ("Magnus", "CCB", _SLOW, "VS", "VSQ"), overall_rows)
 _ablation = partial(_figures, "magnus_ablation", ("Magnus", "ABP", "GLP", "VS"), ablation_rows)
 
 MAGNUS = (
