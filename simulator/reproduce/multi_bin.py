@@ -261,7 +261,7 @@ def _predictor() -> list[Row]:
     law = "LMSYS-Chat is not at hand: log-normal lengths, their spread set by the oracle's 45 %"
     errors = (
         "within 4 points; errors drawn evenly with the published accuracies; drawn where they hurt most, long answers "
-        "foreseen short, they take a third of the gain: the rest lies in the lengths, which are not at hand"
+        "foreseen short, they take a third of the gain: the rest may lie in the lengths, which are not at hand"
     )
     rows = [
         Row(name, "4 bins, oracle", "gain %", 45.0, gains[4, True], "exempt", f"set by this figure; {law}"),
