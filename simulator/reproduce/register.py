@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from simulator.reproduce.magnus import MAGNUS
+from simulator.reproduce.multi_bin import MULTI_BIN
 from simulator.reproduce.rows import Reproduction
 
-_ALL: tuple[Reproduction, ...] = ()
+_ALL: tuple[Reproduction, ...] = (*MAGNUS, *MULTI_BIN)
 
 REPRODUCTIONS: dict[str, Reproduction] = {each.name: each for each in _ALL}
