@@ -162,6 +162,7 @@ class ReplicaScheduler:
         self._running: list[Job] = []  # those of the admitted that are to execute, best first
         self._standby: list[str] = []
         self._sent: list[str] = []  # those that the latest plan lets execute
+        self._contended = False  # whether anybody else wanted to execute by then
         self._recent: dict[Key, None] = {}  # ended lately, oldest first
         self._worker: WorkerReady | None = None
         self._lease = 0
@@ -401,9 +402,11 @@ class ReplicaScheduler:
         standby = [job.request_id for job in itertools.islice(self._waiting(now), self.limits.standby_slots)]
         running = [job.request_id for job in self._running]
         said = [request_id for request_id in self._sent if request_id in self._admitted]
-        if not (self._dirty or standby != self._standby or running != said or self._grants_are_used_up()):
+        contended = len(running) < len(self._tracked)
+        changed = standby != self._standby or running != said or contended > self._contended
+        if not (self._dirty or changed or self._grants_are_used_up()):
             return []
-        self._standby, self._sent, self._dirty = standby, running, False
+        self._standby, self._sent, self._contended, self._dirty = standby, running, contended, False
         return [SendPlan(self._plan(worker))]
 
     def _select(self, worker: WorkerReady, now: float) -> Selection:
@@ -533,15 +536,16 @@ class ReplicaScheduler:
 
     def _plan(self, worker: WorkerReady) -> Plan:
         self._plan_seq += 1
+        decode_s = self._decode_s()
         running = [self._tracked[job.request_id] for job in self._running]
         taken = set(self._sent)
-        slots = [self._slot(each, standby=False) for each in running]
-        slots += [self._slot(each, standby=False) for rid, each in self._admitted.items() if rid not in taken]
-        slots += [self._slot(self._tracked[rid], standby=True) for rid in self._standby]
+        slots = [self._slot(each, decode_s, standby=False) for each in running]
+        slots += [self._slot(each, decode_s, standby=False) for rid, each in self._admitted.items() if rid not in taken]
+        slots += [self._slot(self._tracked[rid], decode_s, standby=True) for rid in self._standby]
         named = {slot.request_id for slot in slots}
         # Shipped earlier and pushed out of the standby window by preempted ones: still the worker's to keep.
         slots += [
-            self._slot(each, standby=True)
+            self._slot(each, decode_s, standby=True)
             for rid, each in self._tracked.items()
             if rid not in named and each.shipped_in is not None
         ]
@@ -559,11 +563,11 @@ class ReplicaScheduler:
         size = worker.block_size
         return 0 if self.kv.evicts else -(-self.admission.reserve(worker.num_blocks * size) // size)
 
-    def _slot(self, tracked: Tracked, *, standby: bool) -> Slot:
+    def _slot(self, tracked: Tracked, decode_s: float | None, *, standby: bool) -> Slot:
         if tracked.shipped_in is None:
             tracked.shipped_in = self._plan_seq
             self._undelivered[tracked.job.request_id] = tracked
-        tracked.granted_len = self._grant(tracked)
+        tracked.granted_len = self._grant(tracked, decode_s)
         return Slot(
             request_id=tracked.request.request_id,
             attempt=tracked.request.attempt,
@@ -576,13 +580,22 @@ class ReplicaScheduler:
             num_moves=tracked.num_moves,
         )
 
-    def _grant(self, tracked: Tracked) -> int:
-        """Total length up to which it may go on before the order looks at it again; its next step at least."""
-        slice_s = self.order.slice_s(tracked.job)
-        if slice_s == math.inf or self._cost is None:
+    def _decode_s(self) -> float | None:
+        """Seconds of a step of all that are to execute; None before anything has been measured."""
+        if self._cost is None:
+            return None
+        return self._cost.step_s(0, max(1, len(self._running)), sum(job.known_len for job in self._running))
+
+    def _grant(self, tracked: Tracked, decode_s: float | None) -> int:
+        """Total length up to which it may go on before the order looks at it again; its next step at least.
+
+        Where nobody else wants its place there is nothing to look at: whoever comes brings a new plan.
+        """
+        if decode_s is None or self._cost is None or not self._contended:
             return tracked.max_total_len
-        context = sum(job.known_len for job in self._running)
-        decode_s = self._cost.step_s(0, max(1, len(self._running)), context)
+        slice_s = self.order.slice_s(tracked.job)
+        if slice_s == math.inf:
+            return tracked.max_total_len
         missing = tracked.job.missing_len
         first_s = 0.0 if missing <= 1 else self._cost.prefill_s(missing) - decode_s
         num_tokens = max(1, math.ceil((slice_s - first_s) / decode_s))

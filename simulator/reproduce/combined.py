@@ -5,8 +5,8 @@ of 262k tokens. A load of 1 is 0.85 N requests in the time in which FCFS, all N 
 Skip-join MLFQ gets the best of three starvation limits in each cell, chosen on the evaluated runs, which favours it.
 
 Forecasts: log-normal noise around the truth for the drawn lengths and the text tasks; none for the Azure traces, whose
-prompt lengths say next to nothing of the outputs. The seeds are other ones than those on which the policy was found, and
-so are two of three windows of the conversation trace; the code trace is too short for that.
+prompt lengths say next to nothing of the outputs. The seeds are other ones than those on which the policy was found,
+and so are two of three windows of the conversation trace; the code trace is too short for that.
 """
 
 from __future__ import annotations

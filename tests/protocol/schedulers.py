@@ -80,8 +80,8 @@ class ShortGrants(ReplicaScheduler):
         super()._take_progress(progress, now)
         self._computed[progress.request_id] = progress.computed_len
 
-    def _slot(self, tracked: Tracked, *, standby: bool) -> Slot:
-        slot = super()._slot(tracked, standby=standby)
+    def _slot(self, tracked: Tracked, decode_s: float | None, *, standby: bool) -> Slot:
+        slot = super()._slot(tracked, decode_s, standby=standby)
         computed = self._computed.get(slot.request_id, 0)
         known = tracked.job.known_len
         prefill_to, length_to = computed + 2 * self.quantum, known + self.quantum
