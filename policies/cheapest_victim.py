@@ -47,10 +47,10 @@ class CheapestVictim:
             raise InvalidValueError("min_host_share", self.min_host_share, "a number in [0, 1]")
 
     def moves(self, view: KvView, now: float) -> KvMoves:
-        """Frees what the running jobs lack; brings back, best rank first, only if nothing has to leave."""
+        """Frees what the running jobs lack. Who is on the host comes back when admission lets it execute again:
+        brought back ahead of that, it would take the room in which the others grow, and leave again.
+        """
         short = view.needed - view.free
-        if short <= 0:
-            return KvMoves(upload=self._uploads(view, -short))
         offload: list[Job] = []
         drop: list[Job] = []
         host_free = view.host_free
@@ -70,16 +70,6 @@ class CheapestVictim:
     def may_start(self, view: KvView) -> bool:
         """Whether the host could take more; true where there is none, since nothing is ever moved there."""
         return view.host_free >= self.min_host_share * view.host_capacity
-
-    def _uploads(self, view: KvView, spare: int) -> tuple[Job, ...]:
-        """As many of the best as fit; stops at the first that does not, so that small ones do not starve it."""
-        uploads = []
-        for job in self._by_rank(view.offloaded):
-            spare -= job.host_len
-            if spare < 0:
-                break
-            uploads.append(job)
-        return tuple(uploads)
 
     def _by_rank(self, jobs: Sequence[Job]) -> list[Job]:
         """Best first; urgency before rank."""

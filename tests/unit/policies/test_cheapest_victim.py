@@ -71,10 +71,9 @@ def test_dropped_if_small_or_the_host_is_full(computed_len: int, host_free: int,
     assert (len(moves.offload), len(moves.drop)) == (moved, 1 - moved)
 
 
-def test_uploads_best_first_while_they_fit() -> None:
-    near, far = job("near", 20, host_len=100), job("far", 900, host_len=100)
-    assert moves_of(view(offloaded=[far, near], free=250, needed=50)).upload == (near, far)
-    assert moves_of(view(offloaded=[far, near], free=249, needed=50)).upload == (near,)
+def test_nothing_moves_without_need() -> None:
+    idle, far = resident("idle", 20), job("far", 900, host_len=100)
+    assert moves_of(view(idle=[idle], offloaded=[far], free=250, needed=250)) == KvMoves()
 
 
 def test_host_guard() -> None:
