@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from simulator.reproduce.past_future import PAST_FUTURE
 from simulator.reproduce.rows import Reproduction
 
-_ALL: tuple[Reproduction, ...] = ()
+_ALL: tuple[Reproduction, ...] = (*PAST_FUTURE,)
 
 REPRODUCTIONS: dict[str, Reproduction] = {each.name: each for each in _ALL}
