@@ -18,173 +18,30 @@ the capacity.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from core.forecast import QUANTILES, Forecast
-from policies.aggressive import Aggressive
-from policies.builders import build_router
-from policies.conservative import Conservative
-from policies.fcfs import Fcfs
-from policies.job import Job
-from policies.length_history import LengthHistory
-from policies.past_future import HistoryLengths, PastFuture, TrueLengths, future_memory
-from policies.protocols import Admission
-from policies.recompute import NewestGiveWay
-from policies.replica_scheduler import ReplicaPolicies, ReplicaScheduler, SchedulerLimits
-from simulator.fleet import Fleet, FleetShape
-from simulator.latency import A100_7B, GPUS, MODELS, LatencyModel, Roofline
-from simulator.lengths import D1, D2, D3, LengthPair, LogNormal
-from simulator.records import Record
-from simulator.replica import ReplicaShape
+from simulator.latency import GPUS, MODELS, Roofline
+from simulator.lengths import D1, D2, D3
+from simulator.reproduce.past_future_runs import (
+    DISTRIBUTIONS,
+    ORACLE,
+    SHAREGPT_O1_LIKE,
+    Outcome,
+    aggressive,
+    conservative,
+    past_future,
+    requests,
+    serve,
+)
+from simulator.reproduce.past_future_windows import figure_3, figure_4
 from simulator.reproduce.rows import Reproduction, Row, Verdict, close, holds, within
 from simulator.summary import Sla
-from simulator.traces import MissingTraceError, find_data, read_trace
-from simulator.workload import Arrival
 
-CAPACITY = 121_060
 NUM_REQUESTS = 3000
-UNBOUNDED = 10**6
 NAN = math.nan
-
-
-DISTRIBUTIONS = {"D1": D1, "D2": D2, "D3": D3}
-
-# ASSUMED: prompts as in ShareGPT, outputs of a reasoning model as long as in the paper's decode-heavy distribution allows;
-# the paper gives no numbers.
-SHAREGPT_O1_LIKE = LengthPair(LogNormal(161, 1.2, 2048), LogNormal(1500, 0.7, 4096), 4096, fitted=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Method:
-    """An admission as a line of the table names it.
-
-    Attributes:
-        make: From ``max_new_tokens``.
-        draws: Whether its answer may change from step to step though nothing has ended.
-    """
-
-    name: str
-    make: Callable[[int], Admission]
-    draws: bool = False
-
-
-def past_future(reserve_ratio: float) -> Method:
-    def make(max_new_tokens: int) -> Admission:
-        history = LengthHistory(initial=[max_new_tokens])
-        return PastFuture(HistoryLengths(history, np.random.default_rng(1)), reserve_ratio=reserve_ratio)
-
-    return Method(f"Past-Future {reserve_ratio:.0%}", make, draws=True)
-
-
-def aggressive(watermark: float) -> Method:
-    return Method(f"Aggressive {watermark:.0%}", lambda _: Aggressive(watermark))
-
-
-def conservative(overcommit: float = 1.0) -> Method:
-    name = "Conservative" if overcommit == 1 else f"Conservative, overcommit {overcommit:.0%}"
-    return Method(name, lambda _: Conservative(overcommit))
-
-
-ORACLE = Method("Oracle", lambda _: PastFuture(TrueLengths(), reserve_ratio=0.0, max_lists=1))
-
-
-class Watched:
-    """An admission, and what its batches will really need: M* with true lengths whenever something has been added.
-
-    The forecasts of the jobs must be their true lengths.
-    """
-
-    def __init__(self, admission: Admission) -> None:
-        self._admission = admission
-        self._truth = TrueLengths()
-        self._jobs: list[Job] = []
-        self._has_added = False
-        self.peaks: list[int] = []
-
-    @property
-    def max_skips(self) -> int:
-        return self._admission.max_skips
-
-    def begin(self, running: Sequence[Job], capacity: int) -> None:
-        self._has_added = False
-        self._jobs = list(running)
-        self._admission.begin(running, capacity)
-
-    def admits(self, job: Job) -> bool:
-        return self._admission.admits(job)
-
-    def add(self, job: Job) -> None:
-        self._admission.add(job)
-        self._jobs.append(job)
-        lengths = self._truth.draw(self._jobs, 1)[0]
-        generated = np.array([each.output_len for each in self._jobs])
-        peak = int(future_memory(np.array([each.known_len for each in self._jobs]), lengths - generated))
-        if self._has_added:
-            self.peaks[-1] = peak
-        else:
-            self.peaks.append(peak)
-        self._has_added = True
-
-    def reserve(self, capacity: int) -> int:
-        return self._admission.reserve(capacity)
-
-    def learn(self, output_len: int, *, censored: bool) -> None:
-        self._admission.learn(output_len, censored=censored)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What Table 1 says of a run; shares in percent."""
-
-    num_steps: int
-    current_memory: float
-    future_required: float
-    evictions: float
-    done: list[Record]
-
-
-def serve(
-    arrivals: Sequence[Arrival],
-    method: Method,
-    *,
-    capacity: int = CAPACITY,
-    latency: LatencyModel = A100_7B,
-    clients: int | None = None,
-) -> Outcome:
-    """One replica under FCFS, with blocks of one token and whole prompts in one step."""
-    admission = Watched(method.make(arrivals[0].max_new_tokens))
-    shape = ReplicaShape(capacity, 1, 0, UNBOUNDED, UNBOUNDED, look_every=1 if method.draws else 0)
-    policies = ReplicaPolicies(Fcfs(), admission, NewestGiveWay())
-    scheduler = ReplicaScheduler(policies, SchedulerLimits(UNBOUNDED, 0))
-    fleet = Fleet(FleetShape(shape, latency), build_router("fcfs"), lambda _: scheduler, clients=clients)
-    recorder = fleet.run(arrivals)
-    usage = recorder.usage["0"]
-    return Outcome(
-        usage.num_steps,
-        100 * usage.token_steps / usage.num_steps / capacity,
-        100 * float(np.mean(admission.peaks)) / capacity,
-        100 * sum(record.num_evictions for record in recorder.done) / len(arrivals),
-        recorder.done,
-    )
-
-
-def requests(lengths: LengthPair, num: int, seed: int = 0, name: str = "r") -> list[Arrival]:
-    """All at the start, each with its true length for a forecast."""
-    rng = np.random.default_rng(seed)
-    prompts, outputs = lengths.prompt.sample(rng, num).tolist(), lengths.output.sample(rng, num).tolist()
-    return [
-        Arrival(f"{name}{i}", 0.0, prompt, output, lengths.max_new_tokens, forecast=_certain(output))
-        for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
-    ]
-
-
-def _certain(length: float) -> Forecast:
-    return Forecast(length, (length,) * len(QUANTILES), 1, "given", 1)
-
 
 METHODS = (
     ORACLE,
@@ -290,67 +147,6 @@ def figure_1(distribution: str, num_requests: int = 600) -> list[Row]:
     ]
     note = f"order only; {num_requests} requests, watermark 99 %, reserve 5 %"
     return [Row("past_future_fig1", distribution, metric, NAN, value, holds(ok), note) for metric, value, ok in claims]
-
-
-def similarity(some: Sequence[int], others: Sequence[int], width: int = 16) -> float:
-    """Cosine of two histograms of lengths, in bins of so many tokens; 1 for the same distribution."""
-    num_bins = max(*some, *others) // width + 1
-    a, b = (np.bincount(np.asarray(each) // width, minlength=num_bins).astype(float) for each in (some, others))
-    return float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)))
-
-
-def adjacent_similarity(lengths: Sequence[int], history: int, running: int, first: int) -> float:
-    """Mean similarity of windows of ``running`` requests, from ``first`` on, with the ``history`` just before each."""
-    starts = range(first, len(lengths) - running + 1, running)
-    return float(np.mean([similarity(lengths[i : i + running], lengths[i - history : i]) for i in starts]))
-
-
-def distant_similarity(lengths: Sequence[int], size: int) -> float:
-    """Mean similarity of windows of this size that are neither equal nor neighbours."""
-    windows = [lengths[i : i + size] for i in range(0, len(lengths) - size + 1, size)]
-    pairs = [(a, b) for i, a in enumerate(windows) for b in windows[i + 2 :]]
-    return float(np.mean([similarity(a, b) for a, b in pairs]))
-
-
-TRACES = ("azure2023_conv.csv.gz", "azure2023_code.csv.gz", "mooncake_conversation.jsonl.gz")
-
-
-def figure_3() -> list[Row]:
-    """Windows of 1,000 requests: those next to each other are alike, and at least as much as others are."""
-    name, rows = "past_future_window", []
-    for file in TRACES:
-        setting = f"Fig. 3, {file.split('.')[0]}"
-        try:
-            lengths = [arrival.output_len for arrival in read_trace(find_data(file))]
-        except MissingTraceError as problem:
-            rows.append(Row(name, setting, "similarity of adjacent windows", NAN, NAN, "exempt", str(problem)))
-            continue
-        adjacent, apart = adjacent_similarity(lengths, 1000, 1000, 1000), distant_similarity(lengths, 1000)
-        note = "the paper's figure has no numbers; high is taken as 0.9; bins of 16 tokens"
-        rows.append(Row(name, setting, "similarity of adjacent windows", NAN, adjacent, holds(adjacent > 0.9), note))
-        rows.append(
-            Row(name, setting, "adjacent less apart", NAN, adjacent - apart, holds(adjacent > apart - 0.01), note)
-        )
-    return rows
-
-
-def figure_4() -> list[Row]:
-    """A history of 1,000 does about as well as any other, whatever the size of the batch."""
-    name, metric = "past_future_window", "similarity of a history of 1000, of the best"
-    rows = [Row(name, "Fig. 4, BurstGPT", metric, NAN, NAN, "exempt", "get it from https://github.com/HPMLL/BurstGPT")]
-    try:
-        lengths = [arrival.output_len for arrival in read_trace(find_data(TRACES[0]))]
-    except MissingTraceError as problem:
-        return [*rows, Row(name, "Fig. 4, azure2023_conv", metric, NAN, NAN, "exempt", str(problem))]
-    note = "histories of 100, 200, 500, 1000, 2000 and 4000; at least 0.97 of the best"
-    sizes = (100, 200, 500, 1000, 2000, 4000)
-    for running in (50, 200, 1000):
-        similarities = {size: adjacent_similarity(lengths, size, running, max(sizes)) for size in sizes}
-        ours = similarities[1000] / max(similarities.values())
-        rows.append(
-            Row(name, f"Fig. 4, azure2023_conv, {running} running", metric, NAN, ours, holds(ours >= 0.97), note)
-        )
-    return rows
 
 
 SATURATING = {
