@@ -8,6 +8,8 @@ Unknown of the testbed, and chosen once for all of it:
   swapped. ``max_new_tokens`` is the upper end.
 - The history begins with one entry of ``max_new_tokens``. The paper begins with the longest output and does not say how
   many entries.
+- Evictions of the aggressive scheduler vary most from workload to workload (86 to 90 for 100 requests on D1 at 99 %),
+  and its lines are cheap: they are means of three workloads. All other lines are single runs.
 - An eviction drops the KV of the newest, which waits at the head of the queue and computes it again.
 
 "Evicted" is the number of evictions for each 100 requests. "Current memory" is the mean over steps of the tokens held,
@@ -90,36 +92,37 @@ TABLE_1 = {
 }
 """Methods and, line by line, steps, current memory, future required (both in %) and evictions for 100 requests."""
 
+COUNTS_4096 = (
+    "; off: the paper's line fits a scheduler that counts 4,096 output tokens each (833,763 steps, 71.6 %), which is"
+    " less than outputs of up to 5,000 may need; no one limit fits this line and the others"
+)
 EXEMPT_STEPS = {("D3", "Past-Future 3%"), ("D3", "Past-Future 10%")}
 
 
 def table_1_line(distribution: str, line: int, num_requests: int = NUM_REQUESTS) -> list[Row]:
     methods, *reported = TABLE_1[distribution]
     method = methods[line]
-    outcome = serve(requests(DISTRIBUTIONS[distribution], num_requests), method)
-    is_exempt = "overcommit" in method.name or (distribution, method.name) == ("D2", "Aggressive 99%")
+    seeds = range(3 if method.name.startswith("Aggressive") else 1)
+    outcomes = [serve(requests(DISTRIBUTIONS[distribution], num_requests, seed), method) for seed in seeds]
+    ours = [float(np.mean(values)) for values in zip(*map(Outcome.numbers, outcomes), strict=True)]
     points = 7.0 if method.name == "Aggressive 99%" else 3.0
-    steps, current, future, evictions = reported[line]
-
-    def row(metric: str, reported: float, ours: float, verdict: Verdict, tolerance: str) -> Row:
-        note = "no tolerance promised" if verdict == "exempt" else f"tolerance {tolerance}"
-        return Row("past_future_table1", f"{distribution}, {method.name}", metric, reported, ours, verdict, note)
-
-    no_steps = is_exempt or (distribution, method.name) in EXEMPT_STEPS
-    ours = outcome.num_steps, outcome.current_memory, outcome.evictions
-    verdicts: list[Verdict] = [
-        within(ours[0], steps, 0.02),
-        close(ours[1], current, 1.5),
-        close(ours[2], evictions, points),
+    steps, current, _, evictions = reported[line]
+    checks: list[tuple[str, Verdict, str, bool]] = [
+        ("decoding steps", within(ours[0], steps, 0.02), "2 %", (distribution, method.name) in EXEMPT_STEPS),
+        ("current memory, %", close(ours[1], current, 1.5), "1.5 points", False),
+        ("future required, %", "exempt", "", True),
+        ("evictions for 100 requests", close(ours[3], evictions, points), f"{points:g} points", False),
     ]
-    if is_exempt:
-        verdicts = ["exempt"] * 3
-    return [
-        row("decoding steps", steps, ours[0], "exempt" if no_steps else verdicts[0], "2 %"),
-        row("current memory, %", current, ours[1], verdicts[1], "1.5 points"),
-        row("future required, %", future, outcome.future_required, "exempt", ""),
-        row("evictions for 100 requests", evictions, ours[2], verdicts[2], f"{points:g} points"),
-    ]
+    is_exempt = "overcommit" in method.name or (distribution, method.name) == ("D2", "Aggressive 99%")
+    rows = []
+    for (metric, verdict, tolerance, exempt), there, here in zip(checks, reported[line], ours, strict=True):
+        note = f"tolerance {tolerance}"
+        if is_exempt or exempt:
+            verdict, note = "exempt", "no tolerance promised"
+        elif verdict == "off" and (distribution, method.name) == ("D2", "Conservative"):
+            note += COUNTS_4096
+        rows.append(Row("past_future_table1", f"{distribution}, {method.name}", metric, there, here, verdict, note))
+    return rows
 
 
 def figure_1(distribution: str, num_requests: int = 600) -> list[Row]:

@@ -123,6 +123,10 @@ class Outcome:
     evictions: float
     done: list[Record]
 
+    def numbers(self) -> tuple[float, float, float, float]:
+        """In the order of the table's columns."""
+        return self.num_steps, self.current_memory, self.future_required, self.evictions
+
 
 def serve(
     arrivals: Sequence[Arrival],

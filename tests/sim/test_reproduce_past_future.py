@@ -150,10 +150,10 @@ def test_goodput_counts_what_keeps_both_limits() -> None:
 
 
 def test_the_figures_run_and_state_their_claims() -> None:
-    rows = figure_1("D3", num_requests=60)
+    rows = figure_1("D3", num_requests=40)
     assert len(rows) == 9
     assert all(math.isnan(row.reported) for row in rows)
-    rows = figure_8(num_each=12)
+    rows = figure_8(num_each=6)
     assert sum(row.verdict == "exempt" for row in rows) == 22
     assert sum("equal steps" in row.metric for row in rows) == 6
 
