@@ -68,10 +68,13 @@ class BlockManager:
             table = []
             if needed > 0:
                 self._tables[sequence_id] = table
-        for _ in range(needed):
-            block = self._free.pop() if self._free else self._evict()
-            self._ref_counts[block] = 1
-            table.append(block)
+        if needed > 0:
+            blocks = self._free[: -needed - 1 : -1]
+            del self._free[len(self._free) - len(blocks) :]
+            blocks += [self._evict() for _ in range(needed - len(blocks))]
+            for block in blocks:
+                self._ref_counts[block] = 1
+            table += blocks
         return table
 
     def _evict(self) -> int:
@@ -129,8 +132,13 @@ class BlockManager:
     def release(self, sequence_id: str) -> int:
         """Takes back all blocks of the sequence; returns how many."""
         blocks = self._tables.pop(sequence_id, [])
-        for block in reversed(blocks):
-            self._drop(block)
+        if self._names:
+            for block in reversed(blocks):
+                self._drop(block)
+        else:  # nothing is cached, so nothing is shared
+            for block in blocks:
+                self._ref_counts[block] = 0
+            self._free += reversed(blocks)
         return len(blocks)
 
     def _drop(self, block: int) -> None:

@@ -193,7 +193,7 @@ class PastFuture:
     """Algorithm 1: admits a job if the peak M* of the batch with it fits, for fresh draws at each scheduling point.
 
     A small batch gets several lists of draws and all of them must fit ("the sampling prediction is repeated several
-    times", section 4). ``begin`` is O(n log n), ``admits`` O(log n), ``add`` O(n log n), each times the lists.
+    times", section 4). ``begin`` and ``add`` are O(n), ``admits`` is O(n log n), each times the lists.
 
     Args:
         lengths: Where predicted lengths come from.

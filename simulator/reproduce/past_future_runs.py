@@ -1,0 +1,167 @@
+"""What the Past-Future reproductions have in common: the distributions, the methods, and how a run is served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from core.forecast import QUANTILES, Forecast
+from policies.aggressive import Aggressive
+from policies.builders import build_router
+from policies.conservative import Conservative
+from policies.fcfs import Fcfs
+from policies.job import Job
+from policies.length_history import LengthHistory
+from policies.past_future import HistoryLengths, PastFuture, TrueLengths, future_memory
+from policies.protocols import Admission
+from policies.recompute import NewestGiveWay
+from policies.replica_scheduler import ReplicaPolicies, ReplicaScheduler, SchedulerLimits
+from simulator.fleet import Fleet, FleetShape
+from simulator.latency import A100_7B, LatencyModel
+from simulator.lengths import D1, D2, D3, LengthPair, LogNormal
+from simulator.records import Record
+from simulator.replica import ReplicaShape
+from simulator.workload import Arrival
+
+CAPACITY = 121_060
+UNBOUNDED = 10**6
+
+
+DISTRIBUTIONS = {"D1": D1, "D2": D2, "D3": D3}
+
+# ASSUMED: prompts as in ShareGPT, long outputs as of a reasoning model; the paper gives no numbers.
+SHAREGPT_O1_LIKE = LengthPair(LogNormal(161, 1.2, 2048), LogNormal(1500, 0.7, 4096), 4096, fitted=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """An admission as a line of the table names it.
+
+    Attributes:
+        make: From ``max_new_tokens``.
+        draws: Whether its answer may change from step to step though nothing has ended.
+    """
+
+    name: str
+    make: Callable[[int], Admission]
+    draws: bool = False
+
+
+def past_future(reserve_ratio: float) -> Method:
+    def make(max_new_tokens: int) -> Admission:
+        history = LengthHistory(initial=[max_new_tokens])
+        return PastFuture(HistoryLengths(history, np.random.default_rng(1)), reserve_ratio=reserve_ratio)
+
+    return Method(f"Past-Future {reserve_ratio:.0%}", make, draws=True)
+
+
+def aggressive(watermark: float) -> Method:
+    return Method(f"Aggressive {watermark:.0%}", lambda _: Aggressive(watermark))
+
+
+def conservative(overcommit: float = 1.0) -> Method:
+    name = "Conservative" if overcommit == 1 else f"Conservative, overcommit {overcommit:.0%}"
+    return Method(name, lambda _: Conservative(overcommit))
+
+
+ORACLE = Method("Oracle", lambda _: PastFuture(TrueLengths(), reserve_ratio=0.0, max_lists=1))
+
+
+class Watched:
+    """An admission, and what its batches will really need: M* with true lengths whenever something has been added.
+
+    The forecasts of the jobs must be their true lengths.
+    """
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self._truth = TrueLengths()
+        self._jobs: list[Job] = []
+        self._has_added = False
+        self.peaks: list[int] = []
+
+    @property
+    def max_skips(self) -> int:
+        return self._admission.max_skips
+
+    def begin(self, running: Sequence[Job], capacity: int) -> None:
+        self._has_added = False
+        self._jobs = list(running)
+        self._admission.begin(running, capacity)
+
+    def admits(self, job: Job) -> bool:
+        return self._admission.admits(job)
+
+    def add(self, job: Job) -> None:
+        self._admission.add(job)
+        self._jobs.append(job)
+        lengths = self._truth.draw(self._jobs, 1)[0]
+        generated = np.array([each.output_len for each in self._jobs])
+        peak = int(future_memory(np.array([each.known_len for each in self._jobs]), lengths - generated))
+        if self._has_added:
+            self.peaks[-1] = peak
+        else:
+            self.peaks.append(peak)
+        self._has_added = True
+
+    def reserve(self, capacity: int) -> int:
+        return self._admission.reserve(capacity)
+
+    def learn(self, output_len: int, *, censored: bool) -> None:
+        self._admission.learn(output_len, censored=censored)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What Table 1 says of a run; shares in percent."""
+
+    num_steps: int
+    current_memory: float
+    future_required: float
+    evictions: float
+    done: list[Record]
+
+    def numbers(self) -> tuple[float, float, float, float]:
+        """In the order of the table's columns."""
+        return self.num_steps, self.current_memory, self.future_required, self.evictions
+
+
+def serve(
+    arrivals: Sequence[Arrival],
+    method: Method,
+    *,
+    capacity: int = CAPACITY,
+    latency: LatencyModel = A100_7B,
+    clients: int | None = None,
+) -> Outcome:
+    """One replica under FCFS, with blocks of one token and whole prompts in one step."""
+    admission = Watched(method.make(arrivals[0].max_new_tokens))
+    shape = ReplicaShape(capacity, 1, 0, UNBOUNDED, UNBOUNDED, look_every=1 if method.draws else 0)
+    policies = ReplicaPolicies(Fcfs(), admission, NewestGiveWay())
+    scheduler = ReplicaScheduler(policies, SchedulerLimits(UNBOUNDED, 0))
+    fleet = Fleet(FleetShape(shape, latency), build_router("fcfs"), lambda _: scheduler, clients=clients)
+    recorder = fleet.run(arrivals)
+    usage = recorder.usage["0"]
+    return Outcome(
+        usage.num_steps,
+        100 * usage.token_steps / usage.num_steps / capacity,
+        100 * float(np.mean(admission.peaks)) / capacity,
+        100 * sum(record.num_evictions for record in recorder.done) / len(arrivals),
+        recorder.done,
+    )
+
+
+def requests(lengths: LengthPair, num: int, seed: int = 0, name: str = "r") -> list[Arrival]:
+    """All at the start, each with its true length for a forecast."""
+    rng = np.random.default_rng(seed)
+    prompts, outputs = lengths.prompt.sample(rng, num).tolist(), lengths.output.sample(rng, num).tolist()
+    return [
+        Arrival(f"{name}{i}", 0.0, prompt, output, lengths.max_new_tokens, forecast=_certain(output))
+        for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
+    ]
+
+
+def _certain(length: float) -> Forecast:
+    return Forecast(length, (length,) * len(QUANTILES), 1, "given", 1)
