@@ -30,7 +30,7 @@ _BATCH_SIZE = 16
 _FACTOR = "within 25 %; bounds, batch and Orca's reservation calibrated once for all figures"
 
 
-def testbed(model: str, num_gpus: int = 1, stages: int = 1) -> Testbed:
+def a100s(model: str, num_gpus: int = 1, stages: int = 1) -> Testbed:
     """A100-40G devices with this model."""
     device = Roofline(GPUS["a100-40g"], MODELS[model], num_gpus // stages, stages)
     kv_bytes = 0.9 * num_gpus * device.gpu.memory_bytes - 2 * device.model.num_params
@@ -81,7 +81,7 @@ def _fig6() -> list[Row]:
 def _overall(
     name: str, what: str, loads: dict[float, Load], orca: tuple[float, float], ft: tuple[float, float]
 ) -> list[Row]:
-    bed = testbed("gpt-3-175b", 16, 2)
+    bed = a100s("gpt-3-175b", 16, 2)
     return _against_baselines(name, {f"{what} {value:g}": (bed, load) for value, load in loads.items()}, orca, ft)
 
 
@@ -137,12 +137,12 @@ def _zipf_rows() -> list[Row]:
 
 
 def _scaling() -> list[Row]:
-    points = {f"{num} GPUs": (testbed("opt-66b", num, 2), _load(1.5)) for num in (6, 8, 12, 16)}
+    points = {f"{num} GPUs": (a100s("opt-66b", num, 2), _load(1.5)) for num in (6, 8, 12, 16)}
     return _against_baselines("fastserve_scaling", points, (3.5, 4.0), (9.2, 11.1), ((2.2, 6.4), (4.3, 12.5)))
 
 
 def _variants() -> list[Row]:
-    bed, name, ratios = testbed("opt-2.7b"), "fastserve_variants", []
+    bed, name, ratios = a100s("opt-2.7b"), "fastserve_variants", []
     rows: list[Row] = []
     for rate in (4.0, 8.0, 16.0):
         ours = _mean_s(serve(bed, _load(rate), "fastserve"))
@@ -163,7 +163,7 @@ def _kv() -> list[Row]:
     gib = model.kv_bytes * 513 / 2**30
     note = "exact to 0.01: 512 prompt tokens and one more"
     rows = [Row(name, "GPT-3 175B, one job", "KV, GiB", 2.25, gib, close(gib, 2.25, 0.01), note)]
-    bed, short = testbed("opt-2.7b"), _load(64.0, longest_output=20)
+    bed, short = a100s("opt-2.7b"), _load(64.0, longest_output=20)
     peaks = [serve(bed, short, preset).usage["0"].peak_tokens for preset in ("fastserve", "fcfs")]
     ratio = peaks[0] / peaks[1]
     note = "within 25 %; rate 64, CV 4, at most 20 output tokens"

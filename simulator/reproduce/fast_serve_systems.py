@@ -16,7 +16,7 @@ from policies.skip_join_mlfq import MlfqRules
 from simulator.arrivals import Gamma
 from simulator.batch_fleet import BatchFleet, StaticExecution
 from simulator.fleet import Fleet, FleetShape
-from simulator.latency import GPUS, MODELS, Roofline
+from simulator.latency import Roofline
 from simulator.lengths import LengthPair, Zipf
 from simulator.records import Recorder
 from simulator.replica import ReplicaShape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from simulator.reproduce.fast_serve import fig6_jct_s, testbed
+from simulator.reproduce.fast_serve import a100s, fig6_jct_s
 from simulator.reproduce.fast_serve_systems import Load, serve
 from simulator.reproduce.register import REPRODUCTIONS
 
@@ -22,7 +22,7 @@ def test_figure_6_rows_are_all_ok() -> None:
 
 
 def test_preemption_helps_where_orca_has_to_queue() -> None:
-    bed, load = testbed("gpt-3-175b", 16, 2), Load(2.0, 4.0, 0.9, 2048, 2048, 150)
+    bed, load = a100s("gpt-3-175b", 16, 2), Load(2.0, 4.0, 0.9, 2048, 2048, 150)
     ours, orca = serve(bed, load, "fastserve"), serve(bed, load, "fcfs", admission="conservative")
     assert len(ours.done) == len(orca.done) == 150
     assert sum(r.jct_s for r in ours.done) < 0.8 * sum(r.jct_s for r in orca.done)
