@@ -1,6 +1,6 @@
 """FastServe (arXiv 2305.05920): Figure 6, the sweeps of section 6, peak memory and scaling.
 
-Unknown in the paper and chosen once for all figures: prompts and outputs up to 2048 tokens (Zipf), 16 sequences a batch,
+Unknown in the paper and chosen once for all figures: prompts and outputs up to 2048 tokens (Zipf), batches of 16,
 no starvation limit, KV in what the model leaves of 90 % of the memory, 400 requests, one seed. Orca reserves prompt and
 output limit of each request; FasterTransformer pads, and takes as many requests as fit at their limits.
 """
