@@ -1,0 +1,101 @@
+"""The systems that FastServe (arXiv 2305.05920) compares, on its testbeds as far as those are known."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from policies.batch_queue import Batcher
+from policies.builders import PolicySettings, build_router, build_scheduler
+from policies.fcfs_batches import FcfsBatches
+from policies.replica_scheduler import SchedulerLimits
+from policies.skip_join_mlfq import MlfqRules
+from simulator.arrivals import Gamma
+from simulator.batch_fleet import BatchFleet, StaticExecution
+from simulator.fleet import Fleet, FleetShape
+from simulator.latency import Roofline
+from simulator.lengths import LengthPair, Zipf
+from simulator.records import Recorder
+from simulator.replica import ReplicaShape
+from simulator.workload import Arrival
+from simulator.workloads import draw
+
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Gamma arrivals of requests whose prompt and output lengths follow one Zipf law."""
+
+    rate: float
+    cv: float
+    theta: float
+    longest_prompt: int
+    longest_output: int
+    num_requests: int
+    seed: int = 1
+
+    def arrivals(self) -> list[Arrival]:
+        rng = np.random.default_rng(self.seed)
+        lengths = LengthPair(
+            Zipf(self.theta, self.longest_prompt), Zipf(self.theta, self.longest_output), self.longest_output
+        )
+        return draw("zipf", lengths, Gamma(self.rate, self.cv), rng, self.num_requests)
+
+
+@dataclass(frozen=True)
+class Testbed:
+    """Devices with a model, and the limits of a batch.
+
+    Attributes:
+        batch_size: Sequences of one batch; as many batches as pipeline stages are in flight.
+        kv_tokens: KV of the device.
+        host_tokens: KV of the host.
+    """
+
+    device: Roofline
+    batch_size: int
+    kv_tokens: int
+    host_tokens: int
+    starve_limit_s: float = math.inf
+    ratio: float = 2.0
+
+    @cached_property
+    def quantum_s(self) -> float:
+        """q_1, the shortest iteration time."""
+        return self.device.cost.prefill_s(1)
+
+    @property
+    def rules(self) -> MlfqRules:
+        return MlfqRules(self.quantum_s, self.ratio, starve_limit_s=self.starve_limit_s)
+
+
+def serve(bed: Testbed, load: Load, preset: str, rules: MlfqRules | None = None, **parts: str) -> Recorder:
+    num_seqs = bed.batch_size * bed.device.pipeline_parallel
+    preemptive = preset.startswith("fastserve")
+    shape = ReplicaShape(
+        bed.kv_tokens // BLOCK_SIZE,
+        BLOCK_SIZE,
+        bed.host_tokens // BLOCK_SIZE,
+        max_num_seqs=num_seqs,
+        max_batch_tokens=2048,
+        look_every=1 if preemptive else 0,
+    )
+    settings = PolicySettings(mlfq=rules or bed.rules, cost=bed.device.cost)
+    limits = SchedulerLimits(num_seqs, 0)
+    fleet = Fleet(
+        FleetShape(shape, bed.device),
+        build_router("fcfs"),
+        lambda _: build_scheduler(preset, limits, settings, **parts),
+    )
+    return fleet.run(load.arrivals())
+
+
+def serve_batches(bed: Testbed, load: Load) -> Recorder:
+    """FasterTransformer: a batch runs until its longest output ends, and the stages of the pipeline take turns."""
+    alone = replace(bed.device, pipeline_parallel=1)
+    batcher: Batcher = FcfsBatches(bed.batch_size)
+    return BatchFleet(batcher, StaticExecution(alone)).run(load.arrivals())
