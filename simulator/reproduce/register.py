@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from simulator.reproduce.magnus import MAGNUS
 from simulator.reproduce.multi_bin import MULTI_BIN
+from simulator.reproduce.preble import PREBLE_RESULTS
 from simulator.reproduce.rows import Reproduction
 
-_ALL: tuple[Reproduction, ...] = (*MAGNUS, *MULTI_BIN)
+_ALL: tuple[Reproduction, ...] = (*MAGNUS, *MULTI_BIN, *PREBLE_RESULTS)
 
 REPRODUCTIONS: dict[str, Reproduction] = {each.name: each for each in _ALL}
