@@ -6,6 +6,7 @@ a load of 1 is what round-robin completes a second when all requests are there a
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import deque
@@ -145,7 +146,7 @@ def ablation(num_requests: int = ABLATION_REQUESTS, seeds: Sequence[int] = SEEDS
         for system in ABLATION:
             runs[system.name].append(simulate(FOUR_A6000, system, arrivals))
     rows = []
-    for before, system in zip(ABLATION, ABLATION[1:], strict=False):
+    for before, system in itertools.pairwise(ABLATION):
         for metric in ("mean", "p99"):
             ours = _mean_s(runs[system.name], metric) / _mean_s(runs[before.name], metric)
             setting, name = f"tool, Zipf 1.1, {system.name}", f"{metric} / that of {before.name}"
