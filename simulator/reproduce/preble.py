@@ -55,7 +55,7 @@ PROGRAM_RANGES = {"mean": (1.56, 1.8), "p99": (3.0, 4.0)}
 
 _PROGRAM_CAUSE = (
     "; all programs begin with one system prompt, the longest node of their match, so that E2 sends them to the one "
-    "replica that has it until loads are compared (after 50 requests a replica)"
+    "replica that has it until loads are compared (after 50 requests a replica), and later to the second that has it"
 )
 
 
@@ -115,8 +115,8 @@ def _coin_mix(rng: np.random.Generator, at: Sequence[float]) -> list[Arrival]:
     is_tool = rng.random(len(at)) < 0.5
     tool_at = [each for each, tool in zip(at, is_tool, strict=True) if tool]
     video_at = [each for each, tool in zip(at, is_tool, strict=True) if not tool]
-    tools = STUDIES["tool"].draw(rng, np.asarray(tool_at))
-    videos = STUDIES["video"].draw(rng, np.asarray(video_at))
+    tools = STUDIES["tool"].draw(rng, tool_at)
+    videos = STUDIES["video"].draw(rng, video_at)
     first = 1 + max(name for each in tools for name in each.prefix)
     videos = [replace(each, prefix=tuple(name + first for name in each.prefix)) for each in videos]
     return sorted(tools + videos, key=lambda each: each.arrived_at)

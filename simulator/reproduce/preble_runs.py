@@ -17,7 +17,7 @@ from policies.oracle_partition import OraclePartition
 from policies.placement import Placement
 from policies.replica_scheduler import SchedulerLimits
 from policies.round_robin import RoundRobin
-from simulator.arrivals import Instants, Poisson
+from simulator.arrivals import Poisson
 from simulator.fleet import Fleet, FleetShape
 from simulator.latency import LinearLatency
 from simulator.prefixes import (
@@ -81,7 +81,7 @@ class Study:
     law: PrefixLaw
     requests_per_prefix: int
 
-    def draw(self, rng: np.random.Generator, instants: Instants) -> list[Arrival]:
+    def draw(self, rng: np.random.Generator, instants: Sequence[float]) -> list[Arrival]:
         num_prefixes = max(1, len(instants) // self.requests_per_prefix)
         return prefix_workload(rng, instants, self.law, num_prefixes, BLOCK, popularity=EVEN)
 
@@ -150,8 +150,8 @@ def saturation(cluster: Cluster, arrivals: Sequence[Arrival]) -> float:
     return len(arrivals) / simulate(cluster, ROUND_ROBIN, at_once).ends_at
 
 
-def instants(rng: np.random.Generator, num_requests: int, rate: float) -> Instants:
-    return Poisson(rate).sample(rng, num_requests)
+def instants(rng: np.random.Generator, num_requests: int, rate: float) -> list[float]:
+    return [float(at) for at in Poisson(rate).sample(rng, num_requests)]
 
 
 def slowed(arrivals: Sequence[Arrival], factor: float) -> list[Arrival]:
