@@ -1,0 +1,182 @@
+"""The clusters and workloads of Preble's evaluation, and one run of a system on one of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from core.costs import StepCost
+from policies.builders import build_scheduler
+from policies.e2_profiles import from_step_cost
+from policies.e2_router import E2Config, E2Router
+from policies.global_scheduler import GlobalScheduler
+from policies.oracle_partition import OraclePartition
+from policies.placement import Placement
+from policies.replica_scheduler import SchedulerLimits
+from policies.round_robin import RoundRobin
+from simulator.arrivals import Poisson
+from simulator.fleet import Fleet, FleetShape
+from simulator.latency import LinearLatency
+from simulator.prefixes import (
+    AGENT,
+    LONG_DOCUMENT,
+    PROGRAMMING,
+    TOOL_USE,
+    VIDEO_QA,
+    PrefixLaw,
+    prefix_workload,
+)
+from simulator.records import Record
+from simulator.replica import ReplicaShape
+from simulator.workload import Arrival
+
+BLOCK = 64
+SEATS = 256
+
+MISTRAL_7B_A6000 = LinearLatency(
+    StepCost(base_s=24.8e-3, prefill_token_s=0.1205e-3, decode_seq_s=0.02e-3, context_token_s=0.2e-6)
+)
+"""The authors' constants (WukLab/preble), made linear: 24.8 ms is their smallest step, 0.1084 / 0.9 ms a prompt token,
+1.86e-4 / 0.9 us a token of context."""
+
+LLAMA_3_70B_H100 = LinearLatency(
+    StepCost(base_s=9.4e-3, prefill_token_s=0.04e-3, decode_seq_s=0.02e-3, context_token_s=0.04e-6)
+)
+"""The authors' constants for two H100 of a tensor-parallel group, halved for four; the time for context is assumed:
+160 KiB of KV a token over four memories of 3.35 TB/s at a third of their peak."""
+
+A6000_TOKENS = 198_516
+"""KV tokens of one replica in the authors' implementation."""
+H100_TOKENS = 700_000
+"""Four devices of 80 GB less 140 GB of weights and a tenth for activations, over 320 KiB of KV a token; rounded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Equal replicas of one model."""
+
+    name: str
+    num_replicas: int
+    latency: LinearLatency
+    capacity: int
+
+    @property
+    def shape(self) -> FleetShape:
+        replica = ReplicaShape(self.capacity // BLOCK, BLOCK, max_num_seqs=SEATS, shares_prefixes=True)
+        return FleetShape(replica, self.latency, self.num_replicas)
+
+
+TWO_A6000 = Cluster("mistral-7b, 2 a6000", 2, MISTRAL_7B_A6000, A6000_TOKENS)
+FOUR_A6000 = Cluster("mistral-7b, 4 a6000", 4, MISTRAL_7B_A6000, A6000_TOKENS)
+EIGHT_H100 = Cluster("llama-3-70b, 8 h100 (TP 4, DP 2)", 2, LLAMA_3_70B_H100, H100_TOKENS)
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """A workload of the paper; how many requests share a prefix is assumed, and alike for all prefixes."""
+
+    law: PrefixLaw
+    requests_per_prefix: int
+
+    def draw(self, rng: np.random.Generator, instants: Sequence[float]) -> list[Arrival]:
+        num_prefixes = max(1, len(instants) // self.requests_per_prefix)
+        return prefix_workload(rng, instants, self.law, num_prefixes, BLOCK, popularity=EVEN)
+
+
+EVEN = 1e-9
+"""Exponent of a Zipf law that is even: only the ablation of the paper has skewed prefixes."""
+
+STUDIES = {
+    study.law.app: study
+    for study in (
+        Study(TOOL_USE, 8),
+        Study(AGENT, 40),
+        Study(PROGRAMMING, 20),
+        Study(VIDEO_QA, 8),
+        Study(LONG_DOCUMENT, 16),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """What is compared: a placement and the order of the waiting queues.
+
+    Attributes:
+        e2: E2 with these switches; None for the other placements.
+        partition: The oracle partition instead of round-robin, if not E2.
+    """
+
+    name: str
+    e2: E2Config | None = None
+    partition: bool = False
+    order: str = "fcfs"
+
+
+ROUND_ROBIN = System("round-robin")
+ORACLE = System("oracle partition", partition=True)
+E2_ALONE = System("E2", E2Config(balance=False, rebalance=False, autoscale=False))
+E2_REBALANCED = System("+ rebalance, autoscale", E2Config(balance=False))
+E2_WHOLE = System("+ prefill/decode balance", E2Config())
+PREBLE = System("+ priority groups", E2Config(), order="hit-groups")
+
+
+@dataclass(frozen=True, slots=True)
+class Latencies:
+    """Seconds over all requests of a run, and the part of the prompt tokens that was cached."""
+
+    mean_s: float
+    p99_s: float
+    ttft_s: float
+    tpot_s: float
+    hit_ratio: float
+    ends_at: float
+
+
+def simulate(cluster: Cluster, system: System, arrivals: Sequence[Arrival]) -> Latencies:
+    """A run to its last token."""
+    limits = SchedulerLimits(SEATS, standby_slots=0)
+    router = GlobalScheduler(_placement(cluster, system, arrivals))
+    fleet = Fleet(cluster.shape, router, lambda index: build_scheduler("fcfs", limits, order=system.order))
+    return _latencies(fleet.run(arrivals).done)
+
+
+def saturation(cluster: Cluster, arrivals: Sequence[Arrival]) -> float:
+    """Requests a second that round-robin completes if all are there at the start."""
+    at_once = [replace(each, arrived_at=0.0) for each in arrivals]
+    return len(arrivals) / simulate(cluster, ROUND_ROBIN, at_once).ends_at
+
+
+def instants(rng: np.random.Generator, num_requests: int, rate: float) -> list[float]:
+    return [float(at) for at in Poisson(rate).sample(rng, num_requests)]
+
+
+def slowed(arrivals: Sequence[Arrival], factor: float) -> list[Arrival]:
+    """The same requests with all gaps so many times as long."""
+    return [replace(each, arrived_at=each.arrived_at * factor) for each in arrivals]
+
+
+def _placement(cluster: Cluster, system: System, arrivals: Sequence[Arrival]) -> Placement:
+    if system.e2 is not None:
+        return E2Router(from_step_cost(cluster.latency.cost), BLOCK, system.e2)
+    if not system.partition:
+        return RoundRobin()
+    # "Evenly" means as many prefixes everywhere: how popular each will be is not what a partition knows.
+    heads = dict.fromkeys((each.prefix[0] for each in arrivals if each.prefix), 1.0)
+    return OraclePartition(heads, cluster.num_replicas, BLOCK)
+
+
+def _latencies(done: Sequence[Record]) -> Latencies:
+    jcts = [record.jct_s for record in done]
+    tpots = [record.tpot_s for record in done if not math.isnan(record.tpot_s)]
+    return Latencies(
+        mean_s=float(np.mean(jcts)),
+        p99_s=float(np.quantile(jcts, 0.99)),
+        ttft_s=float(np.mean([record.ttft_s for record in done])),
+        tpot_s=float(np.mean(tpots)),
+        hit_ratio=sum(record.cached_len for record in done) / sum(record.arrival.prompt_len for record in done),
+        ends_at=max(record.finished_at for record in done),
+    )

@@ -1,0 +1,48 @@
+"""Preble's reproductions, reduced: what must come out at any size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from simulator.reproduce import preble
+from simulator.reproduce.preble_runs import FOUR_A6000, PREBLE, ROUND_ROBIN, STUDIES, instants, saturation, simulate
+
+
+def test_e2_finds_more_cached_than_round_robin() -> None:
+    rng = np.random.default_rng(1)
+    arrivals = STUDIES["video"].draw(rng, instants(rng, 200, 4.0))
+    ours, baseline = (simulate(FOUR_A6000, system, arrivals) for system in (PREBLE, ROUND_ROBIN))
+    assert ours.hit_ratio > 1.5 * baseline.hit_ratio
+    assert ours.mean_s < baseline.mean_s
+
+
+def test_a_run_repeats_itself() -> None:
+    first, second = (preble.workloads("video", FOUR_A6000, num_requests=60) for _ in range(2))
+    assert first == second
+    assert len(first) == 2 * len(preble.LOADS) + 2
+
+
+def test_saturation_is_above_what_one_replica_could_do_alone() -> None:
+    rng = np.random.default_rng(2)
+    arrivals = STUDIES["tool"].draw(rng, instants(rng, 100, 1.0))
+    last_s = simulate(FOUR_A6000, ROUND_ROBIN, arrivals).ends_at
+    assert saturation(FOUR_A6000, arrivals) > 100 / last_s
+
+
+def test_the_ablation_has_two_rows_for_each_step() -> None:
+    rows = preble.ablation(num_requests=60, seeds=(0,))
+    assert len(rows) == 2 * (len(preble.ABLATION) - 1)
+    assert all(row.ours > 0 for row in rows)
+
+
+def test_without_the_trace_it_says_where_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FARSIGHT_DATA", str(tmp_path))
+    (row,) = preble.mixed()
+    assert row.verdict == "exempt" and "AzurePublicDataset" in row.note
+
+
+def test_the_scheduler_is_faster_than_the_authors_whole_server() -> None:
+    assert {row.verdict for row in preble.scheduler_rate(num_requests=300)} == {"ok"}
