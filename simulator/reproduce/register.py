@@ -9,6 +9,12 @@ from simulator.reproduce.past_future import PAST_FUTURE
 from simulator.reproduce.preble import PREBLE_RESULTS
 from simulator.reproduce.rows import Reproduction
 
-_ALL: tuple[Reproduction, ...] = (*MAGNUS, *MULTI_BIN, *FAST_SERVE, *PAST_FUTURE, *PREBLE_RESULTS,)
+_ALL: tuple[Reproduction, ...] = (
+    *MAGNUS,
+    *MULTI_BIN,
+    *FAST_SERVE,
+    *PAST_FUTURE,
+    *PREBLE_RESULTS,
+)
 
 REPRODUCTIONS: dict[str, Reproduction] = {each.name: each for each in _ALL}
