@@ -32,7 +32,7 @@ from core.messages import (
 )
 from core.request import Request
 from policies.builders import build_router
-from policies.global_scheduler import (
+from policies.global_events import (
     AbortOnReplica,
     AskReplica,
     GlobalEvent,
@@ -48,7 +48,7 @@ from policies.global_scheduler import (
     ReportLost,
     RequestsEnded,
 )
-from policies.replica_scheduler import RefuseRequest, RequestsAborted, RequestsArrived
+from policies.replica_events import RefuseRequest, RequestsAborted, RequestsArrived
 
 TICK_S = 1.0
 """How often the forecast is read and silent ingress replicas are looked for."""

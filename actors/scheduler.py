@@ -30,7 +30,7 @@ from core.messages import (
     WorkerState,
 )
 from policies.builders import configured_scheduler
-from policies.replica_scheduler import (
+from policies.replica_events import (
     Event,
     RefuseRequest,
     RequestEnded,

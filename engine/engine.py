@@ -18,15 +18,8 @@ from engine.detokenizer import load_tokenizer
 from engine.model_config import resolve_model_dir
 from engine.worker import Worker
 from policies.builders import configured_scheduler
-from policies.replica_scheduler import (
-    Event,
-    ReplicaScheduler,
-    RequestsAborted,
-    RequestsArrived,
-    SendPlan,
-    WorkerConnected,
-    WorkerReported,
-)
+from policies.replica_events import Event, RequestsAborted, RequestsArrived, SendPlan, WorkerConnected, WorkerReported
+from policies.replica_scheduler import ReplicaScheduler
 
 Prompt = str | list[int] | tuple[int, ...]
 """Text, or token ids as the model sees them."""

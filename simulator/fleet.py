@@ -10,15 +10,10 @@ from dataclasses import dataclass, replace
 
 from core.messages import FinishedSequence
 from core.request import Request
-from policies.global_scheduler import (
-    GlobalScheduler,
-    PlaceRequests,
-    ReplicaUp,
-    RequestsEnded,
-    RequestsStarted,
-    StartedRequest,
-)
-from policies.replica_scheduler import RefuseRequest, ReplicaScheduler, RequestsArrived
+from policies.global_events import PlaceRequests, ReplicaUp, RequestsEnded, RequestsStarted, StartedRequest
+from policies.global_scheduler import GlobalScheduler
+from policies.replica_events import RefuseRequest, RequestsArrived
+from policies.replica_scheduler import ReplicaScheduler
 from simulator.events import Alarms
 from simulator.latency import LatencyModel
 from simulator.records import Record, Recorder

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from core.messages import FinishedSequence, Plan, WorkerReady, WorkerState
 from core.request import Request, Residency
 from kvcache import BatchLimits, BlockManager, LeaseExecutor, StepBatch
-from policies.replica_scheduler import (
+from policies.replica_events import (
     CostLearnt,
     Event,
-    ReplicaScheduler,
     RequestEnded,
     RequestsArrived,
     SendPlan,
@@ -26,6 +25,7 @@ from policies.replica_scheduler import (
     WorkerConnected,
     WorkerReported,
 )
+from policies.replica_scheduler import ReplicaScheduler
 from simulator.latency import LatencyModel
 from simulator.records import Record, Recorder, Usage
 

@@ -26,11 +26,10 @@ from core.messages import (
     WorkerReady,
     WorkerState,
 )
-from policies.global_scheduler import (
+from policies.global_events import (
     AbortOnReplica,
     AskReplica,
     GlobalEvent,
-    GlobalScheduler,
     IngressAnnounced,
     IngressLost,
     KeysUnknown,
@@ -40,10 +39,10 @@ from policies.global_scheduler import (
     ReportLost,
     RequestsEnded,
 )
-from policies.replica_scheduler import (
+from policies.global_scheduler import GlobalScheduler
+from policies.replica_events import (
     Event,
     RefuseRequest,
-    ReplicaScheduler,
     RequestEnded,
     RequestsAborted,
     RequestsArrived,
@@ -52,6 +51,7 @@ from policies.replica_scheduler import (
     WorkerLost,
     WorkerReported,
 )
+from policies.replica_scheduler import ReplicaScheduler
 from policies.tracked import Tracked
 from tests.protocol.network import Life, attempts
 

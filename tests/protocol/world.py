@@ -10,7 +10,8 @@ from core.costs import StepCost
 from core.messages import Refusal, TokenDelta
 from kvcache import BatchLimits, StepBatch
 from policies.builders import PolicySettings, build_router, build_scheduler
-from policies.replica_scheduler import CostLearnt, ReplicaPolicies, SchedulerLimits
+from policies.replica_events import CostLearnt
+from policies.replica_scheduler import ReplicaPolicies, SchedulerLimits
 from policies.skip_join_mlfq import MlfqRules
 from tests.protocol.clock import Clock
 from tests.protocol.ingress import IngressPiece

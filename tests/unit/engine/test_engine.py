@@ -15,7 +15,7 @@ from core.request import Residency, SamplingParams, SequenceStatus
 from engine import Completion, Engine
 from engine.sequence import Sequence
 from kvcache import StepBatch
-from policies.replica_scheduler import ResidencyOrdered
+from policies.replica_events import ResidencyOrdered
 
 from .models import SHAPES, assert_greedy, load_reference
 

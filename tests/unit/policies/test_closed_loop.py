@@ -19,16 +19,16 @@ from core.request import Request, SamplingParams
 from kvcache import BatchLimits, BlockManager, LeaseExecutor
 from kvcache.prefix import hash_blocks
 from policies.builders import PolicySettings, build_scheduler
-from policies.replica_scheduler import (
+from policies.replica_events import (
     Event,
     RequestEnded,
     RequestsAborted,
     RequestsArrived,
-    SchedulerLimits,
     SendPlan,
     WorkerConnected,
     WorkerReported,
 )
+from policies.replica_scheduler import SchedulerLimits
 
 BLOCK = 4
 

@@ -15,12 +15,11 @@ from kvcache.prefix import hash_blocks
 from policies.builders import build_router
 from policies.e2_profiles import from_step_cost
 from policies.e2_router import E2Choice, E2Router
-from policies.global_scheduler import (
+from policies.global_events import (
     AbortOnReplica,
     AskReplica,
     GlobalEvent,
     GlobalInstruction,
-    GlobalScheduler,
     IngressAnnounced,
     IngressLost,
     KeysUnknown,
@@ -36,9 +35,10 @@ from policies.global_scheduler import (
     RequestsStarted,
     StartedRequest,
 )
+from policies.global_scheduler import GlobalScheduler
 from policies.least_work import LeastWork
 from policies.placement import Choice, Placement, ReplicaLoad
-from policies.replica_scheduler import RefuseRequest, RequestsAborted, RequestsArrived
+from policies.replica_events import RefuseRequest, RequestsAborted, RequestsArrived
 from policies.round_robin import RoundRobin
 
 

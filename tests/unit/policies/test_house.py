@@ -13,11 +13,10 @@ import pytest
 
 from core.messages import FinishedSequence, Key, OpenRequest, Placed, WorkerReady
 from core.request import Request, SamplingParams, SequenceStatus
-from policies.global_scheduler import (
+from policies.global_events import (
     AbortOnReplica,
     AskReplica,
     GlobalEvent,
-    GlobalScheduler,
     IngressAnnounced,
     KeysUnknown,
     PlaceRequests,
@@ -28,8 +27,9 @@ from policies.global_scheduler import (
     ReportLost,
     RequestsEnded,
 )
+from policies.global_scheduler import GlobalScheduler
 from policies.least_work import LeastWork
-from policies.replica_scheduler import RequestsAborted, RequestsArrived
+from policies.replica_events import RequestsAborted, RequestsArrived
 
 
 @dataclass

@@ -7,15 +7,8 @@ import dataclasses
 from core.messages import Plan, SlotProgress, StepReport, WorkerReady, WorkerState
 from core.request import Request, Residency, SamplingParams, SequenceStatus
 from policies.builders import PolicySettings, build_scheduler
-from policies.replica_scheduler import (
-    Event,
-    RequestsArrived,
-    ResidencyOrdered,
-    SchedulerLimits,
-    SendPlan,
-    WorkerConnected,
-    WorkerReported,
-)
+from policies.replica_events import Event, RequestsArrived, ResidencyOrdered, SendPlan, WorkerConnected, WorkerReported
+from policies.replica_scheduler import SchedulerLimits
 
 DEVICE, HOST = Residency.DEVICE, Residency.HOST
 

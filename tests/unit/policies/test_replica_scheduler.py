@@ -7,19 +7,18 @@ import pytest
 from core.messages import FinishedSequence, Plan, SlotProgress, StepReport, WorkerReady, WorkerState
 from core.request import Request, SamplingParams, SequenceStatus
 from policies.builders import PolicySettings, build_scheduler
-from policies.replica_scheduler import (
+from policies.replica_events import (
     Event,
     RefuseRequest,
-    ReplicaScheduler,
     RequestEnded,
     RequestsAborted,
     RequestsArrived,
-    SchedulerLimits,
     SendPlan,
     WorkerConnected,
     WorkerLost,
     WorkerReported,
 )
+from policies.replica_scheduler import ReplicaScheduler, SchedulerLimits
 
 READY = WorkerReady("w", num_blocks=10, block_size=4, max_model_len=40, pool_limited=True, vocab_size=100)
 

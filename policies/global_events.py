@@ -1,0 +1,160 @@
+"""What the scheduler over replicas hears, and what it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from core.messages import FinishedSequence, Key, OpenRequest, WorkerReady
+from core.request import Request
+from policies.replica_events import RefuseRequest, RequestsAborted, RequestsArrived
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaUp:
+    """A replica takes requests; said again and again while it does."""
+
+    name: str
+    ready: WorkerReady
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaAway:
+    """A replica takes no requests for now; what it runs may well go on."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaDraining:
+    """A replica is to be given up: nothing new goes there."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaGone:
+    """A replica will not come back."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestsEnded:
+    """A replica is done with these."""
+
+    finished: tuple[FinishedSequence, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class IngressAnnounced:
+    """All open streams of one ingress replica; it comes after every request that the replica has sent before."""
+
+    ingress_id: str
+    open: tuple[OpenRequest, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class IngressLost:
+    """An ingress replica is gone, and its clients with it."""
+
+    ingress_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class KeysUnknown:
+    """A replica's Scheduler, asked by ``AskReplica``, does not know these attempts."""
+
+    replica: str
+    keys: tuple[Key, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MeanOutputLen:
+    """What the length predictor expects of a request that it knows nothing about; tokens."""
+
+    mean: float
+
+
+@dataclass(frozen=True, slots=True)
+class StartedRequest:
+    """An attempt has run for the first time.
+
+    Attributes:
+        cached_len: Prompt tokens that the replica found cached.
+        queue_s: How long it waited there.
+    """
+
+    request_id: str
+    attempt: int
+    cached_len: int
+    queue_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RequestsStarted:
+    started: tuple[StartedRequest, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixesEvicted:
+    """A worker life no longer caches the last block of each of these, nor what comes after it.
+
+    Attributes:
+        prefixes: Chained hashes of blocks of the placement's ``block_size``, each from the first block on.
+    """
+
+    replica: str
+    worker_incarnation: str
+    prefixes: tuple[tuple[int, ...], ...]
+
+
+GlobalEvent = (
+    ReplicaUp
+    | ReplicaAway
+    | ReplicaDraining
+    | ReplicaGone
+    | RequestsArrived
+    | RequestsAborted
+    | RequestsEnded
+    | IngressAnnounced
+    | IngressLost
+    | KeysUnknown
+    | MeanOutputLen
+    | RequestsStarted
+    | PrefixesEvicted
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceRequests:
+    """These go to this replica, in this order."""
+
+    replica: str
+    requests: tuple[Request, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AbortOnReplica:
+    """This replica must forget these attempts and earlier ones of the same requests."""
+
+    replica: str
+    keys: tuple[Key, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AskReplica:
+    """Which of these attempts does this replica's Scheduler not know? It has had all that was placed there."""
+
+    replica: str
+    keys: tuple[Key, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReportLost:
+    """Nobody runs these attempts; their ingress replica is to resume them."""
+
+    ingress_id: str
+    keys: tuple[Key, ...]
+
+
+GlobalInstruction = PlaceRequests | AbortOnReplica | AskReplica | ReportLost | RefuseRequest

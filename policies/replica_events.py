@@ -1,0 +1,105 @@
+"""What a replica's scheduler hears, and what it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from core.costs import StepCost
+from core.messages import FinishedSequence, Key, Plan, StepReport, WorkerState
+from core.request import Request, Residency
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConnected:
+    """A worker has granted a lease: a new one that holds nothing, or one that outlived another Scheduler."""
+
+    state: WorkerState
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """The worker is gone, and everything shipped to it; their ingress replicas resume them elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestsArrived:
+    requests: tuple[Request, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestsAborted:
+    """The clients of these (request id, attempt) pairs are gone."""
+
+    keys: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReported:
+    report: StepReport
+
+
+@dataclass(frozen=True, slots=True)
+class StepsRan:
+    """Each of these has decoded ``num_steps`` tokens in ``duration_s`` seconds since the scheduler last heard of it.
+
+    The short form of a report in which nothing else has changed; a later report says it again.
+    """
+
+    request_ids: tuple[str, ...]
+    num_steps: int
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ResidencyOrdered:
+    """The KV offload manager wants the KV of these there; what is on the host waits until it is called back."""
+
+    orders: tuple[tuple[Key, Residency], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CostLearnt:
+    """What steps cost on this replica, as measured by now."""
+
+    cost: StepCost
+
+
+Event = (
+    WorkerConnected
+    | WorkerLost
+    | RequestsArrived
+    | RequestsAborted
+    | WorkerReported
+    | ResidencyOrdered
+    | CostLearnt
+    | StepsRan
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SendPlan:
+    """Send this to the worker; a newer one supersedes it."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseRequest:
+    """Tell the ingress that this request will never run."""
+
+    request_id: str
+    attempt: int
+    field: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEnded:
+    """A request reached its end in the worker; said once."""
+
+    finished: FinishedSequence
+    arrived_at: float
+    ended_at: float
+
+
+Instruction = SendPlan | RefuseRequest | RequestEnded
