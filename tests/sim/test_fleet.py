@@ -73,6 +73,22 @@ def test_the_newest_is_evicted_when_memory_runs_out_and_computed_again() -> None
     assert records["b"].finished_at == pytest.approx(10.5)
 
 
+def test_a_swapped_request_waits_for_its_copies_and_computes_nothing_twice() -> None:
+    """As before, but b moves: 6 tokens at 10 a second each way, and a needs the room that the copy frees."""
+    latency = LinearLatency(PLAIN.cost, kv_bytes=1, copy_bandwidth=10)
+    shape = ReplicaShape(12, block_size=1, num_host_blocks=20)
+    limits = SchedulerLimits(shape.max_num_seqs, standby_slots=0)
+
+    def swapping(index: int) -> ReplicaScheduler:
+        return build_scheduler("fcfs", limits, PolicySettings(watermark=1.0), kv="swap-newest")
+
+    swaps = Fleet(FleetShape(shape, latency), build_router("fcfs"), swapping)
+    records = by_id(swaps.run([Arrival("a", 0.0, 4, 6, 6), Arrival("b", 0.0, 4, 6, 6)]).done)
+    assert (records["b"].num_evictions, records["b"].num_swaps) == (0, 1)
+    assert records["a"].finished_at == pytest.approx(3.8 + 0.6 + 3)
+    assert records["b"].finished_at == pytest.approx(3.8 + 0.6 + 3 + 0.6 + 3)
+
+
 def test_a_closed_loop_keeps_so_many_under_way() -> None:
     arrivals = [Arrival(f"r{i}", 0.0, 10, 3, 10) for i in range(4)]
     records = by_id(fleet(ReplicaShape(100), clients=1).run(arrivals).done)
