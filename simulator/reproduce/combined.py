@@ -222,7 +222,7 @@ CELLS: tuple[tuple[Cell, tuple[Target, ...]], ...] = (
     ),
 )
 
-REPRODUCTIONS = (
+COMBINED = (
     Reproduction(
         "combined_targets",
         "the combined policy beside FCFS with Past-Future, skip-join MLFQ and HRRN",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from simulator.reproduce.combined import COMBINED
 from simulator.reproduce.fast_serve import FAST_SERVE
 from simulator.reproduce.magnus import MAGNUS
 from simulator.reproduce.multi_bin import MULTI_BIN
@@ -15,6 +16,7 @@ _ALL: tuple[Reproduction, ...] = (
     *FAST_SERVE,
     *PAST_FUTURE,
     *PREBLE_RESULTS,
+    *COMBINED,
 )
 
 REPRODUCTIONS: dict[str, Reproduction] = {each.name: each for each in _ALL}
