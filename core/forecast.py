@@ -20,6 +20,7 @@ class Forecast:
         num_samples: Finished requests it rests on; 0 means that nothing is known yet and the rest is a prior.
         source: Who made it, such as ``history``.
         version: Of the model behind it; rises when it learns.
+        rank: Orders the requests of one version, those that are expected to be short first; None: by ``mean``.
     """
 
     mean: float
@@ -27,6 +28,41 @@ class Forecast:
     num_samples: int
     source: str
     version: int
+    rank: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ForecastQuestion:
+    """What is known of a request before it runs.
+
+    Attributes:
+        instruction: What its application says to the model each time.
+        user_input: What is its own.
+        user_input_len: Of ``user_input``, in tokens of the served model.
+        prompt_len: In tokens, all of it.
+        max_new_tokens: No output is longer.
+    """
+
+    request_id: str
+    instruction: str
+    user_input: str
+    user_input_len: int
+    prompt_len: int
+    max_new_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A request that ended, to learn from.
+
+    Attributes:
+        output_len: In tokens.
+        censored: The output was cut off, by its limit or by its client: it would have been longer.
+    """
+
+    question: ForecastQuestion
+    output_len: int
+    censored: bool = False
 
 
 class Predictor(Protocol):
