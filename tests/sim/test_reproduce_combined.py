@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from simulator.reproduce.combined import Cell, Target, cell_rows
+from simulator.reproduce.combined import Target, cell_rows
+from simulator.reproduce.combined_runs import Cell
 
 
 def test_each_target_is_a_row_against_the_best_setting_of_its_policy() -> None:
@@ -12,8 +13,8 @@ def test_each_target_is_a_row_against_the_best_setting_of_its_policy() -> None:
     targets = (Target("past-future", 0.5, 10.0), Target("mlfq", 0.5, 0.01))
     rows = cell_rows(cell, targets, num_seeds=1)
     assert [(row.setting, row.metric) for row in rows] == [
-        ("small 1.1", "jct / past-future"),
-        ("small 1.1", "jct / mlfq"),
+        ("small 1.1", "farsight: jct / past-future"),
+        ("small 1.1", "farsight: jct / mlfq"),
     ]
     assert [row.verdict for row in rows] == ["ok", "off"]
     assert all(math.isfinite(row.ours) and row.ours > 0 for row in rows)
