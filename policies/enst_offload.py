@@ -205,7 +205,7 @@ class EnstOffload:
         """In ascending ENST while the idle target stays free, or the next point would offload them again."""
         uploads: list[Job] = []
         for job in by_enst(self.order, view.offloaded, now)[: self.lookahead]:
-            spare -= job.known_len
+            spare -= -(-job.known_len // view.block_size) * view.block_size
             if spare < 0:
                 break
             uploads.append(job)

@@ -106,6 +106,7 @@ class KvView:
         needed: Device tokens that ``running`` lack for their next step (newcomers: for all their known tokens).
         host_free: Host tokens that nobody holds.
         host_capacity: Host tokens in all; 0 where there is no host pool.
+        block_size: Memory goes in units of so many tokens.
     """
 
     running: Sequence[Job]
@@ -115,6 +116,7 @@ class KvView:
     needed: int
     host_free: int
     host_capacity: int
+    block_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -388,6 +388,7 @@ class ReplicaScheduler:
             needed=(sum(-(-known_len // size) for known_len in starting) + short) * size,
             host_free=(worker.num_host_blocks - on_host) * size,
             host_capacity=worker.num_host_blocks * size,
+            block_size=size,
         )
 
     def _carry_out(self, moves: KvMoves) -> None:

@@ -50,11 +50,12 @@ class Cell:
     def arrivals(self, seed: int, index: int) -> list[Arrival]:
         """The requests of a seed at the rate that makes the load; a trace gives another window for each index.
 
-        A load of 1 is 0.85 N requests in the time in which FCFS, all N queued at the start, ends 85 % of them.
+        A load of 1 is 0.85 N requests in the time in which FCFS that knows all lengths, all N queued at the start,
+        ends 85 % of them.
         """
         requests = self._requests(seed, index)
-        at_once = retime(requests, np.zeros(len(requests)))
-        ends = sorted(record.finished_at for record in run(self, at_once, FCFS))
+        at_once = predictors.oracle(retime(requests, np.zeros(len(requests))))
+        ends = sorted(record.finished_at for record in run(self, at_once, _OMNISCIENT))
         num_done = int(0.85 * len(ends))
         rate = self.load * num_done / ends[num_done - 1]
         if self.first_rows:
@@ -106,7 +107,7 @@ def _farsight(gamma: float, limits: SchedulerLimits) -> ReplicaScheduler:
     return build_scheduler("farsight", limits, PolicySettings(cost=A100_7B.cost, gamma=gamma))
 
 
-FCFS = Policy(partial(build_scheduler, "aggressive"))
+_OMNISCIENT = Policy(partial(build_scheduler, "past-future", admission="oracle"), look_every=1)
 
 POLICIES: dict[str, Policy] = {
     "past-future": Policy(partial(build_scheduler, "past-future"), look_every=1),

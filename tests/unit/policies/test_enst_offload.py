@@ -174,6 +174,17 @@ def test_the_first_to_come_back_are_uploaded_while_the_target_stays_free() -> No
     assert replace(policy, lookahead=1).moves(view, 0.0) == KvMoves(upload=(jobs[2],))
 
 
+def test_an_upload_takes_whole_blocks() -> None:
+    """Or it would be offloaded again at the next point, and so on for ever."""
+    order, jobs = order_with(1, 4)
+    view = view_of(running=jobs[:1], offloaded=[on_host(jobs[1])], block_size=16)
+    policy = EnstOffload(order)
+    target, known = policy.idle_target(view), jobs[1].known_len
+    assert known % 16
+    assert policy.moves(replace(view, free=target + known), 0.0) == KvMoves()
+    assert policy.moves(replace(view, free=target + 16), 0.0) == KvMoves(upload=(jobs[1],))
+
+
 def test_nothing_is_uploaded_at_a_point_that_offloads() -> None:
     order, jobs = order_with(1, 5, 2)
     jobs[1].output_len, jobs[1].computed_len = 92, 100
