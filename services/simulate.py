@@ -66,7 +66,11 @@ SlaMtpotOption = Annotated[float, typer.Option("--sla-mtpot", help="Seconds betw
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
+_WITH_CONFIG = ("config", "out", "plot", "as_json")
+
+
 def simulate(
+    context: typer.Context,
     preset: Annotated[str, typer.Option(help="Composition of policies.")] = "fcfs",
     trace: TraceOption = "sharegpt-like",
     requests: RequestsOption = None,
@@ -87,12 +91,15 @@ def simulate(
         Path | None, typer.Option(help="Write config.json, summary.json and requests.jsonl into this directory.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Write pictures into this directory.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="Run again what this config.json of --out says; no flags but the outputs'.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run a workload through a preset under virtual time: no GPU, the same policies as live."""
     given = dict(locals())
     with _one_line_errors():
-        experiment = _experiment(given, preset, seed)
+        experiment = _experiment(given, preset, seed) if config is None else _saved(context, config)
         if plot is not None:
             from simulator.plots import check_matplotlib
 
@@ -167,6 +174,18 @@ def _make_directory(flag: str, path: Path | None) -> None:
         raise ConfigError(flag, str(path), f"a directory, new or not ({error.strerror})") from error
 
 
+def _saved(context: typer.Context, path: Path) -> Experiment:
+    """What a config.json says; a flag that says something else would be a riddle."""
+    from simulator.results import read_config
+
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        if name not in _WITH_CONFIG and source is not None and source.name == "COMMANDLINE":
+            raise ConfigError(parameter.opts[0], context.params[name], "nothing beside --config")
+    return read_config(path)
+
+
 def _experiment(given: dict[str, Any], preset: str, seed: int) -> Experiment:
     from simulator.experiment import Experiment
     from simulator.summary import Sla
@@ -238,9 +257,10 @@ def _read_profile(path: Path) -> LinearLatency:
 
 
 def _simulate(experiment: Experiment, out: Path | None, plot: Path | None, as_json: bool) -> None:
-    from simulator.experiment import make_arrivals, run
+    from simulator.experiment import make_arrivals
     from simulator.plots import write_plots
     from simulator.results import config_of, to_json, write_results
+    from simulator.run import run
     from simulator.summary import tables
     from simulator.timeline import Timeline
 

@@ -9,7 +9,8 @@ from statistics import NormalDist, fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from core.errors import InvalidValueError
-from simulator.experiment import Experiment, make_arrivals, run
+from simulator.experiment import Experiment, make_arrivals
+from simulator.run import run
 from simulator.summary import Summary, show
 
 if TYPE_CHECKING:

@@ -6,11 +6,14 @@ import dataclasses
 import importlib.metadata
 import json
 import math
+import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from core.errors import ConfigError, InvalidValueError
 from simulator.experiment import Experiment
+from simulator.latency import LinearLatency, Roofline
 from simulator.records import Record
 from simulator.summary import Summary
 
@@ -36,6 +39,58 @@ def config_of(experiment: Experiment) -> dict[str, Any]:
     """Everything that is needed to run it again, the version of Farsight included."""
     config = {**dataclasses.asdict(experiment), "farsight_version": importlib.metadata.version("farsight")}
     return config | ({"rate": "inf"} if experiment.rate == math.inf else {})
+
+
+def read_config(path: Path) -> Experiment:
+    """The experiment of a file that ``write_results`` wrote, perhaps by another version of Farsight.
+
+    Raises:
+        ConfigError: It cannot be read, or a field is missing, unknown or of the wrong kind.
+        InvalidValueError: A field has a value that no experiment has.
+    """
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError("--config", str(path), f"a config.json that simulate --out wrote ({error})") from error
+    if not isinstance(config, dict):
+        raise ConfigError("--config", str(path), "a JSON object")
+    config.pop("farsight_version", None)
+    if config.get("rate") == "inf":
+        config["rate"] = math.inf
+    latency = config.get("latency")
+    kind = Roofline if isinstance(latency, dict) and "gpu" in latency else LinearLatency
+    return _built(Experiment, config, "config", {"latency": kind})
+
+
+_Built = typing.TypeVar("_Built")
+
+
+def _built(kind: type[_Built], values: Any, where: str, chosen: Mapping[str, type] | None = None) -> _Built:
+    """A dataclass from its fields, all of which must be there."""
+    if not isinstance(values, dict):
+        raise InvalidValueError(where, values, "a JSON object")
+    hints = {**typing.get_type_hints(kind), **(chosen or {})}
+    for name in values:
+        if name not in hints:
+            raise InvalidValueError(f"{where}.{name}", values[name], f"no such field, but {', '.join(hints)}")
+    for name in hints:
+        if name not in values:
+            raise InvalidValueError(f"{where}.{name}", None, "a value")
+    return kind(**{name: _typed(hint, values[name], f"{where}.{name}") for name, hint in hints.items()})
+
+
+def _typed(hint: Any, value: Any, where: str) -> Any:
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return _built(hint, value, where)
+    kinds = typing.get_args(hint) or (hint,)
+    if type(value) is int and float in kinds:
+        return float(value)
+    if value is None and type(None) in kinds:
+        return None
+    if type(value) not in kinds:
+        expected = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+        raise InvalidValueError(where, value, f"a value of type {expected}")
+    return value
 
 
 def request_row(record: Record) -> dict[str, Any]:

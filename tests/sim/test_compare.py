@@ -12,8 +12,9 @@ from rich.console import Console
 
 from core.errors import InvalidValueError
 from simulator.compare import Compared, compare, comparison_table, paired_ratio, paired_ratios, student_t
-from simulator.experiment import Experiment, Outcome, make_arrivals, run
+from simulator.experiment import Experiment, make_arrivals
 from simulator.results import to_json
+from simulator.run import Outcome, run
 
 SMALL = Experiment(num_requests=40, kv_tokens=4000)
 

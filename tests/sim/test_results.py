@@ -11,9 +11,10 @@ import pytest
 
 from core.errors import ConfigError, IntegrityError, InvalidValueError
 from policies.presets import PRESETS
-from simulator.experiment import DEFAULT_RATE, PREDICTORS, Experiment, Outcome, free_kv_tokens, make_arrivals, run
+from simulator.experiment import DEFAULT_RATE, PREDICTORS, Experiment, free_kv_tokens, make_arrivals
 from simulator.latency import GPUS, MODELS, Roofline
-from simulator.results import config_of, request_row, to_json, write_results
+from simulator.results import config_of, read_config, request_row, to_json, write_results
+from simulator.run import Outcome, run
 from simulator.timeline import Timeline
 from simulator.workload import Arrival
 
@@ -207,3 +208,43 @@ def test_kv_tokens_of_a_gpu() -> None:
         match=r"^model: got 'opt-66b', expected weights below the 72 GB that 1 x a100-80g have for them, not 132 GB",
     ):
         free_kv_tokens(replace(one, model=MODELS["opt-66b"]))
+
+
+@pytest.mark.parametrize(
+    "experiment",
+    [
+        SMALL,
+        replace(SMALL, rate=math.inf, latency=Roofline(GPUS["h100"], MODELS["opt-13b"], 2)),
+        replace(SMALL, rate=None, clients=3, num_requests=None),
+    ],
+)
+def test_a_saved_config_is_the_same_experiment(tmp_path: Path, experiment: Experiment) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(to_json(config_of(experiment)))
+    assert read_config(path) == experiment
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"seed": "x"}, "config.seed: got 'x', expected a value of type int"),
+        ({"sed": 0}, "config.sed: got 0, expected no such field, but preset"),
+        ({"rate": []}, "config.rate: got [], expected a value of type float or null"),
+        ({"latency": None}, "config.latency: got None, expected a JSON object"),
+        ({"sla": {"ttft_s": 1.0}}, "config.sla.mtpot_s: got None, expected a value"),
+        ({"max_num_seqs": 0}, "max_num_seqs: got 0"),
+    ],
+)
+def test_what_is_wrong_with_a_config_is_named(tmp_path: Path, change: dict[str, object], told: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config_of(SMALL) | change))
+    with pytest.raises(InvalidValueError, match=r"config|max_num_seqs") as caught:
+        read_config(path)
+    assert told in str(caught.value)
+
+
+def test_a_config_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "list.json").write_text("[]")
+    for name in ("none.json", "list.json"):
+        with pytest.raises(ConfigError, match=name):
+            read_config(tmp_path / name)

@@ -255,3 +255,15 @@ def test_the_command_line_stays_light() -> None:
     """Nothing of the simulator is imported before it is used."""
     code = "import sys, services.cli; print({'simulator', 'numpy', 'matplotlib'} & sys.modules.keys())"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+def test_a_saved_run_again(tmp_path: Path) -> None:
+    first = invoke("simulate", "--preset", "past-future", "--rate", "inf", "--out", str(tmp_path / "a"))
+    assert first.exit_code == 0, first.output
+    words = ["simulate", "--config", str(tmp_path / "a" / "config.json")]
+    again = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "b")])
+    assert again.exit_code == 0, again.output
+    for name in ("config.json", "summary.json", "requests.jsonl"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    other = CliRunner().invoke(app, [*words, "--rate", "3"])
+    assert other.exit_code == 1 and "--rate: got 3.0, expected nothing beside --config" in other.stderr
