@@ -457,7 +457,8 @@ class ReplicaScheduler:
     def _plan(self, worker: WorkerReady) -> Plan:
         self._plan_seq += 1
         decode_s = self._decode_s()
-        running = [self._tracked[job.request_id] for job in self._running]
+        # All of them take part in the next step, so no prefill may use up its tokens before the decodes have theirs.
+        running = [self._tracked[job.request_id] for job in sorted(self._running, key=lambda job: not job.decodes)]
         taken = set(self._sent)
         slots = [self._slot(each, decode_s, standby=False) for each in running]
         slots += [self._slot(each, decode_s, standby=False) for rid, each in self._admitted.items() if rid not in taken]

@@ -6,6 +6,7 @@ iteration, sinks when it has used its quantum up, and comes back to level 1 when
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from bisect import bisect_left, bisect_right
@@ -22,7 +23,8 @@ from policies.job import Job
 Urgency = tuple[int, float]
 Group = tuple[Urgency, int]
 """(urgency, level): one queue."""
-_Key = tuple[Urgency, int, int]
+_Key = tuple[Urgency, bool, int, int]
+"""(urgency, whether its prefill is beyond the budget, level, ticket)."""
 _MID_ITERATION = 0
 
 
@@ -37,6 +39,8 @@ class MlfqRules:
         starve_limit_s: Who has waited so long is promoted to level 1; infinity for never.
         starve_check_every: Scheduling points from one look at the waiting times to the next (artifact: 1000). Under
             lasting overload a rare look keeps the promoted from filling level 1.
+        max_prompt_tokens: Prompt tokens of one iteration (artifact: 2048). Who lacks a prefill beyond that goes after
+            all others of its urgency: it could not compute yet, and would only take the memory of those that can.
         skip_join: Whether prefills are foreseen. Without, every job joins at level 1 and sinks level by level
             (the paper's MLFQ-no-preemption, and MLFQ-preemption with ``kills``).
         kills: Whoever carries out an iteration has to cut it off when ``slice_s`` is over: the work of that
@@ -54,6 +58,7 @@ class MlfqRules:
     num_levels: int | None = None
     starve_limit_s: float = 3.0
     starve_check_every: int = 1
+    max_prompt_tokens: int = 2048
     skip_join: bool = True
     kills: bool = False
     strict: bool = False
@@ -70,6 +75,8 @@ class MlfqRules:
             raise InvalidValueError("starve_limit_s", self.starve_limit_s, "a positive number of seconds or infinity")
         if self.starve_check_every < 1:
             raise InvalidValueError("starve_check_every", self.starve_check_every, "at least 1")
+        if self.max_prompt_tokens < 1:
+            raise InvalidValueError("max_prompt_tokens", self.max_prompt_tokens, "at least 1")
         if self.kills and self.skip_join:
             raise InvalidValueError("kills", self.kills, "false with skip_join, whose iterations fit their quanta")
 
@@ -86,10 +93,10 @@ class _Place:
     waits_since: float
     attained_s: float = 0.0
     is_mid_iteration: bool = False
+    lacks_prefill: bool = True
 
-    @property
-    def key(self) -> _Key:
-        return self.urgency, _MID_ITERATION if self.is_mid_iteration else self.level, self.ticket
+    def key(self, *, is_late: bool = False) -> _Key:
+        return self.urgency, is_late, _MID_ITERATION if self.is_mid_iteration else self.level, self.ticket
 
     @property
     def group(self) -> Group:
@@ -115,7 +122,8 @@ class SkipJoinMlfq:
         self._quanta_s: list[float] = []
         self._above_s = [0.0]
         self._places: dict[str, _Place] = {}
-        self._queue: SortedDict[_Key, _Place] = SortedDict()
+        self._prefills: SortedDict[_Key, _Place] = SortedDict()
+        self._decodes: SortedDict[_Key, _Place] = SortedDict()
         self._group_sizes: SortedDict[Group, int] = SortedDict()
         self._level_sizes: Counter[int] = Counter()
         self._timers: OrderedDict[str, _Place] = OrderedDict()
@@ -152,10 +160,11 @@ class SkipJoinMlfq:
         place.waits_since = now
         if place.level > 1:
             self._timers.move_to_end(job.request_id)
-        is_mid_iteration = not self.rules.kills and _has_prefill_left(job)
+        lacks_prefill = _has_prefill_left(job)
+        is_mid_iteration = lacks_prefill and not self.rules.kills
         if not is_mid_iteration and self._is_used_up(place):
             self._demote(place)
-        elif is_mid_iteration != place.is_mid_iteration:
+        elif is_mid_iteration != place.is_mid_iteration or lacks_prefill != place.lacks_prefill:
             self._take_out(place)
             place.is_mid_iteration = is_mid_iteration
             self._insert(place)
@@ -172,7 +181,12 @@ class SkipJoinMlfq:
             self._promote(place, now)
 
     def ranked(self, now: float) -> Iterator[Job]:
-        return (place.job for place in self._queue.values())
+        """Queue by queue, from head to tail; within an urgency, prefills beyond ``max_prompt_tokens`` come last.
+
+        A job that has lost its KV counts as one that decodes until its new prefill begins.
+        """
+        decodes = ((place.key(), place.job) for place in self._decodes.values())
+        return (job for _, job in heapq.merge(self._budgeted(), decodes, key=_first))
 
     def slice_s(self, job: Job) -> float:
         """What is left of its quantum; an iteration that has begun goes on beyond, unless ``rules.kills``."""
@@ -223,9 +237,11 @@ class SkipJoinMlfq:
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless queue, counts, timers and levels agree."""
-        if list(self._queue.items()) != sorted(((each.key, each) for each in self._places.values()), key=_first):
-            raise IntegrityError("the queue does not hold every job where it stands")
         places = self._places.values()
+        for queue, lacks_prefill in ((self._prefills, True), (self._decodes, False)):
+            wanted = ((each.key(), each) for each in places if each.lacks_prefill is lacks_prefill)
+            if list(queue.items()) != sorted(wanted, key=_first):
+                raise IntegrityError("the queue does not hold every job where it stands")
         if dict(self._group_sizes) != Counter(each.group for each in places):
             raise IntegrityError("the numbers of jobs by queue are wrong")
         if +self._level_sizes != Counter(each.level for each in places):
@@ -240,6 +256,13 @@ class SkipJoinMlfq:
                 raise IntegrityError(f"{each.job.request_id}: there is no level {each.level}")
             if not each.is_mid_iteration and self._is_used_up(each):
                 raise IntegrityError(f"{each.job.request_id}: has used its quantum up and did not sink")
+
+    def _budgeted(self) -> Iterator[tuple[_Key, Job]]:
+        """Jobs that lack a prefill, ascending."""
+        left = self.rules.max_prompt_tokens
+        for place in self._prefills.values():
+            yield place.key(is_late=left <= 0), place.job
+            left -= place.job.missing_len
 
     def _is_used_up(self, place: _Place) -> bool:
         if self.rules.strict:
@@ -272,19 +295,23 @@ class SkipJoinMlfq:
 
     def _insert(self, place: _Place) -> None:
         """Its timer becomes the newest: it has just come, run or, at level 1, has none."""
-        self._queue[place.key] = place
+        place.lacks_prefill = _has_prefill_left(place.job)
+        self._queue_of(place)[place.key()] = place
         self._group_sizes[place.group] = self._group_sizes.get(place.group, 0) + 1
         self._level_sizes[place.level] += 1
         if place.level > 1:
             self._timers[place.job.request_id] = place
 
     def _take_out(self, place: _Place) -> None:
-        del self._queue[place.key]
+        del self._queue_of(place)[place.key()]
         self._group_sizes[place.group] -= 1
         if not self._group_sizes[place.group]:
             del self._group_sizes[place.group]
         self._level_sizes[place.level] -= 1
         self._timers.pop(place.job.request_id, None)
+
+    def _queue_of(self, place: _Place) -> SortedDict[_Key, _Place]:
+        return self._prefills if place.lacks_prefill else self._decodes
 
     def _add_level(self) -> None:
         quantum_s = self.rules.quantum_s * self.rules.ratio ** len(self._quanta_s)
@@ -299,5 +326,5 @@ def _has_prefill_left(job: Job) -> bool:
     return job.output_len == 0 or job.missing_len > 1
 
 
-def _first(item: tuple[_Key, _Place]) -> _Key:
+def _first(item: tuple[_Key, object]) -> _Key:
     return item[0]

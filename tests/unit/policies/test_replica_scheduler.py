@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from core.messages import FinishedSequence, Plan, SlotProgress, StepReport, WorkerReady, WorkerState
@@ -459,3 +461,15 @@ def test_a_duplicate_that_comes_after_the_end_does_not_run_again() -> None:
     h.report(1, ended=("a",))
     h.arrive(request("a"))
     assert h.scheduler.num_waiting + h.scheduler.num_admitted == 0
+
+
+def test_in_a_plan_decodes_come_before_prefills_whatever_their_rank() -> None:
+    """They need one token of the step's budget each, which a prefill before them would use up."""
+    h = Harness()
+    h.scheduler = build_scheduler("fastserve", SchedulerLimits(8, 0), PolicySettings(watermark=1.0))
+    h.handle(WorkerConnected(state()))
+    h.arrive(request("old", out=16))
+    h.report(1, dataclasses.replace(running("old", 1, 2), ran_s=100.0))
+    h.arrive(request("new"))
+    assert [job.request_id for job in h.scheduler.order.ranked(h.now)] == ["new", "old"]
+    assert h.admitted == ["old", "new"]

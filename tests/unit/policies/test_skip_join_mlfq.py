@@ -329,6 +329,75 @@ def test_bookkeeping_and_ranks_hold_under_random_use(
         assert order.num_in_top(2) == sum(order.level(job) <= 2 for job in known)
 
 
+def prefilled(job: Job, order: SkipJoinMlfq, duration_s: float = 1.0, now: float = 0.0) -> None:
+    """Its first iteration is over."""
+    job.computed_len, job.output_len = job.prompt_len, 1
+    order.ran(job, duration_s, now)
+
+
+def test_prefills_beyond_the_budget_go_after_those_that_decode() -> None:
+    order = unit_mlfq(max_prompt_tokens=6)
+    first, second, third, low = jobs((4, 9), (4, 9), (4, 9), (16, 9))
+    order.add(low, 0.0)
+    prefilled(low, order, duration_s=16.0)
+    assert order.level(low) > order.level_for(4)
+    for job in (first, second, third):
+        order.add(job, 0.0)
+    assert ids(order) == ["J1", "J2", "J4", "J3"], "4 tokens leave room for a part of the second, none for the third"
+    prefilled(first, order)
+    assert ids(order) == ["J1", "J2", "J3", "J4"], "one that decodes takes nothing of the budget"
+
+
+def test_a_prefill_under_way_takes_its_part_of_the_budget() -> None:
+    order = unit_mlfq(max_prompt_tokens=6)
+    long, short, low = jobs((16, 9), (4, 9), (16, 9))
+    order.add(low, 0.0)
+    prefilled(low, order, duration_s=16.0)
+    order.add(long, 0.0)
+    order.add(short, 0.0)
+    long.computed_len = 8
+    order.ran(long, 8.0, 8.0)
+    assert ids(order) == ["J1", "J3", "J2"], "8 tokens are left of the first"
+    long.computed_len = 12
+    order.ran(long, 4.0, 12.0)
+    assert ids(order) == ["J1", "J2", "J3"], "4 tokens are left of it"
+
+
+def test_the_budget_does_not_set_a_less_urgent_job_before_a_more_urgent_one() -> None:
+    order = unit_mlfq(max_prompt_tokens=1)
+    running, urgent, other = jobs((4, 9), (4, 9), (4, 9))
+    urgent.priority = other.priority = -1
+    order.add(running, 0.0)
+    prefilled(running, order)
+    order.add(urgent, 0.0)
+    order.add(other, 0.0)
+    assert ids(order) == ["J2", "J3", "J1"]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 10, 40]))
+def test_ranks_are_those_of_a_sort_by_budget_and_level(seed: int, budget: int) -> None:
+    rng = np.random.default_rng(seed)
+    order = unit_mlfq(max_prompt_tokens=budget)
+    known: list[Job] = []
+    for i in range(30):
+        job = Job(f"J{i}", float(i), int(rng.integers(1, 30)), 99, priority=int(rng.integers(2)))
+        order.add(job, float(i))
+        known.append(job)
+        job = known[int(rng.integers(len(known)))]
+        if job.output_len or rng.integers(2):
+            job.computed_len = job.known_len
+            job.output_len += 1
+            order.ran(job, float(rng.integers(1, 20)), float(i))
+        order.check_integrity()
+    left, keys = budget, []
+    for job in order.ranked(30.0):
+        keys.append((job.urgency, job.output_len == 0 and left <= 0, order.level(job)))
+        left -= 0 if job.output_len else job.prompt_len
+    assert keys == sorted(keys)
+    assert any(is_late for _, is_late, _ in keys), "or nothing was tried"
+
+
 def test_the_cost_used_here_is_the_paper_s() -> None:
     assert (UNIT_COST.prefill_s(5), UNIT_COST.decode_s(100)) == (5, 1)
 
