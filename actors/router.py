@@ -18,6 +18,8 @@ from core.messages import (
     Announce,
     AnnounceReply,
     Ended,
+    ForecastMade,
+    ForecastsMade,
     InFlight,
     Key,
     Keys,
@@ -97,6 +99,16 @@ class Router(Piece):
         answers = await self._handle(RequestsArrived(requests))
         placed = tuple(self._machine.placed(request.request_id, request.attempt) for request in requests)
         return encode(SubmitReply(placed, tuple(answers.refusals)))
+
+    async def foresee(self, data: bytes) -> bytes:
+        """Takes ``ForecastsMade`` and passes them on to where the requests are; whoever is nowhere goes without."""
+        by_replica: dict[str, list[ForecastMade]] = {}
+        for made in decode(data, ForecastsMade).made:
+            replica = self._machine.placed(made.request_id, made.attempt).replica
+            if replica:
+                by_replica.setdefault(replica, []).append(made)
+        await asyncio.gather(*(self._foresee_on(name, made) for name, made in by_replica.items()))
+        return b""
 
     async def abort(self, data: bytes) -> bytes:
         """Takes ``Keys`` of attempts whose clients are gone."""
@@ -200,6 +212,12 @@ class Router(Piece):
             self._lose_scheduler(name)  # whoever was placed there is found missing at the next announcement
             return
         answers.refusals += decode(reply, Refusals).refusals
+
+    async def _foresee_on(self, name: str, made: list[ForecastMade]) -> None:
+        try:
+            await self._scheduler(name).call("foresee", encode(ForecastsMade(tuple(made))))
+        except PeerLost:
+            self._lose_scheduler(name)
 
     async def _abort_on(self, name: str, keys: tuple[Key, ...]) -> None:
         try:

@@ -16,6 +16,7 @@ from core.codec import decode, encode
 from core.messages import (
     Ended,
     FinishedSequence,
+    ForecastsMade,
     Keys,
     Plan,
     Refusal,
@@ -32,6 +33,7 @@ from core.messages import (
 from policies.builders import configured_scheduler
 from policies.replica_events import (
     Event,
+    ForecastsArrived,
     RefuseRequest,
     RequestEnded,
     RequestsAborted,
@@ -99,6 +101,11 @@ class Scheduler(Piece):
     async def submit(self, data: bytes) -> bytes:
         """Takes ``Submit``; answers with ``Refusals``, usually none."""
         return encode(Refusals(tuple(self._handle(RequestsArrived(decode(data, Submit).requests)))))
+
+    async def foresee(self, data: bytes) -> bytes:
+        """Takes ``ForecastsMade``."""
+        self._handle(ForecastsArrived(decode(data, ForecastsMade).made))
+        return b""
 
     async def abort(self, data: bytes) -> bytes:
         """Takes ``Keys``: these attempts and earlier ones are forgotten."""

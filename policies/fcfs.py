@@ -37,6 +37,9 @@ class Fcfs:
         if key is not None:
             del self._jobs[key]
 
+    def foreseen(self, job: Job) -> None:
+        """Nothing to do: nobody is foreseen."""
+
     def price(self, cost: StepCost, capacity: int) -> None:
         """Time does not matter."""
 

@@ -156,6 +156,13 @@ class Gittins:
         self._num_learned = 0
         self._table = JobTable(_COLUMNS)
 
+    def foreseen(self, job: Job) -> None:
+        row = self._table.row(job)
+        if row is not None:
+            self._column("forecast")[row] = _points(job)
+            self._column("history")[row] = -1
+            self._look_at([row])
+
     def price(self, cost: StepCost, capacity: int) -> None:
         """What steps cost and how much memory there is has changed: all ranks are due."""
         before = self._price

@@ -55,6 +55,9 @@ class HitGroups:
             self._members.remove(job)
             self._jobs.remove(job)
 
+    def foreseen(self, job: Job) -> None:
+        """Nothing to do: nobody is foreseen."""
+
     def price(self, cost: StepCost, capacity: int) -> None:
         """Time does not matter."""
 

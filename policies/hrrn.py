@@ -68,6 +68,9 @@ class HrrnOrder:
     def remove(self, job: Job) -> None:
         self._jobs.pop(job.request_id, None)
 
+    def foreseen(self, job: Job) -> None:
+        """Nothing to do: the estimate looks at the job itself."""
+
     def price(self, cost: StepCost, capacity: int) -> None:
         self._cost = cost
 

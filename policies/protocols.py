@@ -33,6 +33,10 @@ class Order(Protocol):
         """A job has ended or is gone; unknown ones are fine."""
         ...
 
+    def foreseen(self, job: Job) -> None:
+        """Its ``forecast``, which it may have lacked until now, is another one."""
+        ...
+
     def price(self, cost: StepCost, capacity: int) -> None:
         """What steps cost here and how many KV tokens there are; said at the start and whenever it has changed."""
         ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from core.costs import StepCost
-from core.messages import FinishedSequence, Key, Plan, StepReport, WorkerState
+from core.messages import FinishedSequence, ForecastMade, Key, Plan, StepReport, WorkerState
 from core.request import Request, Residency
 
 
@@ -58,6 +58,13 @@ class ResidencyOrdered:
 
 
 @dataclass(frozen=True, slots=True)
+class ForecastsArrived:
+    """Output lengths of requests that came without; those that are not here any more are passed over."""
+
+    made: tuple[ForecastMade, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class CostLearnt:
     """What steps cost on this replica, as measured by now."""
 
@@ -72,6 +79,7 @@ Event = (
     | WorkerReported
     | ResidencyOrdered
     | CostLearnt
+    | ForecastsArrived
     | StepsRan
 )
 

@@ -10,17 +10,28 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from core.costs import StepCost
 from core.errors import IntegrityError
-from core.messages import FinishedSequence, Key, Plan, Slot, SlotProgress, StepReport, WorkerReady, WorkerState
+from core.messages import (
+    FinishedSequence,
+    ForecastMade,
+    Key,
+    Plan,
+    Slot,
+    SlotProgress,
+    StepReport,
+    WorkerReady,
+    WorkerState,
+)
 from core.request import Request, Residency, SequenceStatus
 from policies.job import Job
 from policies.protocols import Admission, KvMoves, KvPolicy, KvView, Order
 from policies.replica_events import (
     CostLearnt,
     Event,
+    ForecastsArrived,
     Instruction,
     RefuseRequest,
     RequestEnded,
@@ -139,6 +150,8 @@ class ReplicaScheduler:
             case ResidencyOrdered():
                 for key, residency in event.orders:
                     self._order_residency(key, residency)
+            case ForecastsArrived():
+                self._foresee(event.made)
             case CostLearnt():
                 self._cost = event.cost
                 self._price()
@@ -173,6 +186,14 @@ class ReplicaScheduler:
         limit = self._worker.max_model_len
         message = f"prompt and max_tokens make {request.max_total_len} tokens, the worker holds at most {limit}"
         return RefuseRequest(request.request_id, request.attempt, "max_tokens", message)
+
+    def _foresee(self, made: Iterable[ForecastMade]) -> None:
+        for each in made:
+            tracked = self._tracked.get(each.request_id)
+            if tracked is not None and tracked.request.attempt == each.attempt:
+                tracked.request = replace(tracked.request, forecast=each.forecast)
+                tracked.job.forecast = each.forecast
+                self.order.foreseen(tracked.job)
 
     def _abort(self, keys: tuple[tuple[str, int], ...]) -> None:
         for request_id, attempt in keys:

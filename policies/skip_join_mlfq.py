@@ -142,6 +142,9 @@ class SkipJoinMlfq:
         if place is not None:
             self._take_out(place)
 
+    def foreseen(self, job: Job) -> None:
+        """Nothing to do: only prompts are foreseen."""
+
     def price(self, cost: StepCost, capacity: int) -> None:
         """Jobs keep the levels they have."""
         self.cost = cost

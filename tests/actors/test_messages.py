@@ -19,6 +19,7 @@ from core.messages import (
     Announce,
     Ended,
     FinishedRequests,
+    ForecastsMade,
     Keys,
     LogQuery,
     PieceStatus,
@@ -38,6 +39,7 @@ from tests.actors.house import House, Truth, read, rows
 TAKES: dict[str, dict[str, Any]] = {
     "router": {
         "submit": Submit,
+        "foresee": ForecastsMade,
         "abort": Keys,
         "announce": Announce,
         "introduce": PieceStatus,
@@ -46,7 +48,7 @@ TAKES: dict[str, dict[str, Any]] = {
         "drain": ReplicaName,
         "forget": ReplicaName,
     },
-    "scheduler-0": {"submit": Submit, "abort": Keys, "unknown": Keys},
+    "scheduler-0": {"submit": Submit, "foresee": ForecastsMade, "abort": Keys, "unknown": Keys},
     "kv-offload-manager-0": {"observe": StepReport},
     "worker-0": {"push_plan": Plan, "poll_report": ReportPoll, "poll_tokens": TokenPoll},
     "length-predictor-0": {},

@@ -241,3 +241,15 @@ def test_ageing_counts_waiting_in_expected_cost() -> None:
     wide = Forecast(mean=1300, quantiles=(5, 5, 5, 5, 4000, 4000), num_samples=1, source="test", version=0)
     old, new = job("old", 0, forecast=wide), job("new", 5, arrived_at=0.2)
     assert names(order_of(old, new, gamma=0.5), 0.2) == ["new", "old"]
+
+
+def test_a_forecast_that_comes_late_counts_like_one_that_was_there() -> None:
+    late, early = job("late", 50, forecast=None), job("early", 50)
+    order = order_of(late, early, job("longer", 80))
+    assert order.rank([late])[0] != order.rank([early])[0]
+    late.forecast = exact(50)
+    order.foreseen(late)
+    assert order.rank([late])[0] == order.rank([early])[0]
+    order.remove(late)
+    order.foreseen(late)  # it has ended meanwhile
+    order.check_integrity()

@@ -6,11 +6,13 @@ import dataclasses
 
 import pytest
 
-from core.messages import FinishedSequence, Plan, SlotProgress, StepReport, WorkerReady, WorkerState
+from core.forecast import QUANTILES, Forecast
+from core.messages import FinishedSequence, ForecastMade, Plan, SlotProgress, StepReport, WorkerReady, WorkerState
 from core.request import Request, SamplingParams, SequenceStatus
 from policies.builders import PolicySettings, build_scheduler
 from policies.replica_events import (
     Event,
+    ForecastsArrived,
     RefuseRequest,
     RequestEnded,
     RequestsAborted,
@@ -473,3 +475,19 @@ def test_in_a_plan_decodes_come_before_prefills_whatever_their_rank() -> None:
     h.arrive(request("new"))
     assert [job.request_id for job in h.scheduler.order.ranked(h.now)] == ["new", "old"]
     assert h.admitted == ["old", "new"]
+
+
+def test_a_forecast_changes_the_order_of_those_that_wait() -> None:
+    scheduler = build_scheduler("farsight", SchedulerLimits(1, standby_slots=0))
+    scheduler.handle(WorkerConnected(state()), 0.0)
+    scheduler.handle(RequestsArrived((request("long", out=30), request("short", out=30))), 1.0)
+
+    def foresee(name: str, attempt: int, length: float) -> list[str]:
+        forecast = Forecast(length, (length,) * len(QUANTILES), 1, "test", 1)
+        out = scheduler.handle(ForecastsArrived((ForecastMade(name, attempt, forecast),)), 2.0)
+        scheduler.check_integrity()
+        return [slot.request_id for each in out if isinstance(each, SendPlan) for slot in each.plan.slots]
+
+    assert foresee("long", 1, 1.0) == foresee("unknown", 0, 1.0) == []  # another attempt, another request
+    foresee("long", 0, 30.0)
+    assert foresee("short", 0, 2.0)[0] == "short"
