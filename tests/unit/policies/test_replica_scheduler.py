@@ -489,5 +489,5 @@ def test_a_forecast_changes_the_order_of_those_that_wait() -> None:
         return [slot.request_id for each in out if isinstance(each, SendPlan) for slot in each.plan.slots]
 
     assert foresee("long", 1, 1.0) == foresee("unknown", 0, 1.0) == []  # another attempt, another request
-    foresee("long", 0, 30.0)
-    assert foresee("short", 0, 2.0)[0] == "short"
+    assert foresee("long", 0, 30.0)[0] == "short"
+    assert foresee("long", 0, 1.0)[0] == "long"
