@@ -12,7 +12,17 @@ from actors.piece import PieceContext
 from actors.site import Site
 from core.codec import decode, encode
 from core.config import FarsightConfig, LogConfig
-from core.messages import FinishedRequest, FinishedRequests, LogPage, LogQuery
+from core.forecast import QUANTILES
+from core.messages import (
+    Artefact,
+    FinishedBatch,
+    FinishedRequest,
+    FinishedRequests,
+    ForecastRecord,
+    ForecastRecords,
+    LogPage,
+    LogQuery,
+)
 
 LONG_S = 30.0
 
@@ -28,8 +38,25 @@ def finished(request_id: str, output_len: int = 7, finish_reason: str = "stop") 
     return FinishedRequest(request_id, "0", 1, 5, output_len, 100, finish_reason, 1.7e9 + 0.1, 0.1 + 0.2, 1.5)
 
 
+def forecast_record(request_id: str, mean: float = 7.5, features: bytes = b"\0\xff") -> ForecastRecord:
+    quantiles = tuple(mean + level for level in QUANTILES)
+    return ForecastRecord(request_id, 1.7e9 - 0.1, "forest", 3, mean, quantiles, None, "v1", features)
+
+
+def finished_batch(batch_id: str, generation_len: int = 30) -> FinishedBatch:
+    return FinishedBatch(batch_id, "0", 4, 17, generation_len, 28, 0.1 + 0.2, 0.7, 1.7e9 + 0.3)
+
+
+def artefact(version: int, data: bytes = b"\0tree\xff", kind: str = "forest") -> Artefact:
+    return Artefact(kind, version, 1.7e9 + 0.1, 0.1 + 0.2, 500, "of tests", data)
+
+
 async def append(store: Any, *records: FinishedRequest) -> None:
     assert await store.append(encode(FinishedRequests(records))) == b""
+
+
+async def append_forecasts(store: Any, *records: ForecastRecord) -> None:
+    assert await store.append_forecasts(encode(ForecastRecords(records))) == b""
 
 
 async def read(store: Any, after_row: int = 0, limit: int = 1000) -> LogPage:
