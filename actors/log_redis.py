@@ -231,7 +231,7 @@ class RedisLog:
 
     async def open(self) -> None:
         try:
-            await self._redis.ping()
+            await self._redis.execute_command("PING")
         except self.errors as error:
             absent = isinstance(error, RedisConnectionError | RedisTimeoutError | OSError)
             if absent and self._patient:
@@ -289,17 +289,19 @@ class RedisLog:
         if found is None:
             return None
         stored_version, info, data = found
-        *fields, _ = msgpack.unpackb(info)
-        return Artefact(kind, int(stored_version), *fields, data)
+        created_at, score, num_examples, note, _ = msgpack.unpackb(info)
+        return Artefact(kind, int(stored_version), created_at, score, num_examples, note, data)
 
     async def artefacts(self) -> tuple[ArtefactInfo, ...]:
         async with self._redis.pipeline(transaction=True) as pipeline:
-            infos, current = await pipeline.hgetall(_INFO).hgetall(_CURRENT).execute()
+            pipeline.hgetall(_INFO)
+            pipeline.hgetall(_CURRENT)
+            infos, current = await pipeline.execute()
         found = []
         for field, info in infos.items():
             kind, _, version = field.rpartition(b":")
-            in_use = current.get(kind) == version
-            found.append(ArtefactInfo(kind.decode(), int(version), *msgpack.unpackb(info), current=in_use))
+            known = (kind.decode(), int(version), *msgpack.unpackb(info), current.get(kind) == version)
+            found.append(ArtefactInfo(*known))
         return tuple(sorted(found, key=lambda each: (each.kind, each.version)))
 
     async def num_bytes(self) -> None:

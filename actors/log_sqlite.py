@@ -246,7 +246,7 @@ class SqliteLog:
     async def artefacts(self) -> tuple[ArtefactInfo, ...]:
         async with self._reading() as connection:
             rows = await connection.execute_fetchall(_LIST_ARTEFACTS)
-        return tuple(ArtefactInfo(*info, current=bool(current)) for *info, current in rows)
+        return tuple(ArtefactInfo(*(*row[:-1], bool(row[-1]))) for row in map(tuple, rows))
 
     async def num_bytes(self) -> int:
         async with self._reading() as connection:

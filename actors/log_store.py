@@ -177,7 +177,7 @@ class LogStore(Piece):
         try:
             from actors.log_redis import RedisLog
         except ModuleNotFoundError as error:
-            if error.name != "redis":
+            if (error.name or "").partition(".")[0] != "redis":
                 raise
             expected = "a file, or the extra 'redis' installed: pip install 'farsight[redis]'"
             raise ConfigError("log.path", log.path.partition("://")[0] + "://", expected) from error

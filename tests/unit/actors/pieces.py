@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from actors.log_store import LogStore
 from actors.piece import PieceContext
 from actors.site import Site
 from core.codec import decode, encode
@@ -15,6 +17,11 @@ from core.config import FarsightConfig, LogConfig
 from core.forecast import QUANTILES
 from core.messages import (
     Artefact,
+    ArtefactInfo,
+    ArtefactList,
+    ArtefactName,
+    ArtefactReply,
+    ExamplePage,
     FinishedBatch,
     FinishedRequest,
     FinishedRequests,
@@ -27,11 +34,22 @@ from core.messages import (
 LONG_S = 30.0
 
 
-def piece_context(name: str, local: dict[str, Any] | None = None, **log: Any) -> PieceContext:
+def piece_context(name: str, local: dict[str, Any] | None = None, *, restarts: int = 0, **log: Any) -> PieceContext:
     """For the piece ``name``; ``log`` are settings of the log."""
     config = FarsightConfig(log=LogConfig(**log))
     site = Site(config, "", "fused")
-    return PieceContext(name, site, 0, site.peers(local), CollectorRegistry())
+    return PieceContext(name, site, restarts, site.peers(local), CollectorRegistry())
+
+
+@asynccontextmanager
+async def opened(**log: Any) -> AsyncIterator[LogStore]:
+    """A log store that has started; ``log`` are its settings."""
+    store = LogStore(piece_context("log-store", **log))
+    await store.start()
+    try:
+        yield store
+    finally:
+        await store.stop()
 
 
 def finished(request_id: str, output_len: int = 7, finish_reason: str = "stop") -> FinishedRequest:
@@ -65,6 +83,37 @@ async def read(store: Any, after_row: int = 0, limit: int = 1000) -> LogPage:
 
 async def read_ids(store: Any, after_row: int = 0, limit: int = 1000) -> list[str]:
     return [each.request_id for each in (await read(store, after_row, limit)).records]
+
+
+async def read_examples(store: Any, after_row: int = 0, limit: int = 1000) -> ExamplePage:
+    return decode(await store.read_examples(encode(LogQuery(after_row, limit))), ExamplePage)
+
+
+async def example_ids(store: Any, after_row: int = 0, limit: int = 1000) -> list[str]:
+    return [each.finished.request_id for each in (await read_examples(store, after_row, limit)).examples]
+
+
+async def put(store: Any, *artefacts: Artefact) -> None:
+    for each in artefacts:
+        assert await store.put_artefact(encode(each)) == b""
+
+
+async def set_current(store: Any, version: int | None, kind: str = "forest") -> None:
+    assert await store.set_current(encode(ArtefactName(kind, version))) == b""
+
+
+async def read_artefact(store: Any, version: int | None = None, kind: str = "forest") -> Artefact | None:
+    return decode(await store.read_artefact(encode(ArtefactName(kind, version))), ArtefactReply).artefact
+
+
+async def list_artefacts(store: Any) -> tuple[ArtefactInfo, ...]:
+    return decode(await store.artefacts(), ArtefactList).artefacts
+
+
+async def versions(store: Any, kind: str = "forest") -> tuple[list[int], int | None]:
+    """Those that are kept, and the current one."""
+    infos = [each for each in await list_artefacts(store) if each.kind == kind]
+    return [each.version for each in infos], next((each.version for each in infos if each.current), None)
 
 
 async def until(condition: Callable[[], bool]) -> None:

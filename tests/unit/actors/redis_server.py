@@ -35,7 +35,11 @@ class RedisServer:
     def start(self) -> None:
         """Returns when it answers; its append-only file has been read by then."""
         settings = {"port": str(self.port), "bind": "127.0.0.1", "dir": str(self._directory), "save": ""}
-        flags = [part for name, value in (settings | self._settings).items() for part in (f"--{name}", value)]
+        flags = [
+            part
+            for name, value in (settings | self._settings).items()
+            for part in (f"--{name}", *(value.split() or [""]))
+        ]
         self._process = subprocess.Popen([self._command, *flags], stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + LONG_S
         while self._ask("PING") != "+PONG":
@@ -68,7 +72,9 @@ def redis_server(directory: Path, **settings: str) -> Iterator[RedisServer]:
     if command is None:
         message = "redis-server is not installed (apt-get install redis-server)"
         pytest.fail(message) if os.environ.get("CI") else pytest.skip(message)
-    server = RedisServer(command, directory, DURABLE | {name.replace("_", "-"): each for name, each in settings.items()})
+    server = RedisServer(
+        command, directory, DURABLE | {name.replace("_", "-"): each for name, each in settings.items()}
+    )
     server.start()
     try:
         yield server
