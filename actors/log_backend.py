@@ -29,7 +29,8 @@ RECORD_KINDS: dict[type[Record], str] = {
     FinishedRequest: "requests",
     FinishedBatch: "batches",
 }
-"""Names of the kinds, in the order in which one commit writes them: forecasts stand before the requests that end."""
+"""Names of the kinds, in the order in which a commit writes them: forecasts before the requests they were made of, so
+that the examples of one commit come in order of finishing."""
 
 MAX_INT = 2**63 - 1
 """The largest integer, and row, of a log."""

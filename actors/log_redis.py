@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit, urlunsplit
 
 import msgpack
@@ -231,7 +231,7 @@ class RedisLog:
 
     async def open(self) -> None:
         try:
-            await self._redis.execute_command("PING")
+            await cast(Awaitable[bool], self._redis.ping())
         except self.errors as error:
             absent = isinstance(error, RedisConnectionError | RedisTimeoutError | OSError)
             if absent and self._patient:

@@ -39,8 +39,8 @@ RUN_DIR_VARIABLE = "FARSIGHT_RUN_DIR"
 MAX_PAGE = 10_000
 """Records in one page, whatever was asked for."""
 
-MAX_EXAMPLES = 1_000
-"""Examples in one ``ExamplePage``: they carry features."""
+MAX_EXAMPLES = 250
+"""Examples in one ``ExamplePage``: to decode and encode them holds up the event loop for about 6 ms."""
 
 MAX_COMMIT = 10_000
 """Records after which a commit takes no further message."""

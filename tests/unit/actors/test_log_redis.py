@@ -78,6 +78,19 @@ async def test_every_key_has_the_prefix_and_databases_are_apart(tmp_path: Path) 
             assert all(key.startswith(PREFIX.encode()) for key in client.scan_iter())
 
 
+async def test_nothing_grows_beyond_the_limit(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as server:
+        async with opened(path=server.url, max_rows=5) as store:
+            for i in range(30):
+                await append_forecasts(store, forecast_record(f"{i}"), forecast_record(f"never-{i}"))
+                await append(store, finished(f"{i}"), finished(f"unforeseen-{i}"))
+        with redis.Redis.from_url(server.url) as client:
+            for kind, at_most in (("requests", 5), ("forecasts", 5), ("examples", 3)):
+                assert 0 < client.xlen(PREFIX + kind) <= at_most
+                assert client.hlen(f"{PREFIX}{kind}:rows") == client.xlen(PREFIX + kind)
+            assert len(list(client.scan_iter())) == 8, "three streams, three hashes, the last rows and the version"
+
+
 async def test_two_stores_share_one_log(tmp_path: Path) -> None:
     with redis_server(tmp_path) as server:
         async with opened(path=server.url, max_rows=5) as store, opened(path=server.url, max_rows=5) as other:
