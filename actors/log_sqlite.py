@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import aiosqlite
 
 from actors.log_backend import MAX_INT, RECORD_KINDS, Record, Retention, values, version_refused, version_unknown
+from actors.log_sqlite_schema import APPLICATION_ID, SQL_SCHEMA_VERSION, STEPS
 from core.errors import ConfigError
 from core.messages import (
     Artefact,
@@ -27,93 +28,6 @@ from core.messages import (
     LogPage,
     LogQuery,
 )
-
-APPLICATION_ID = 0x46415253
-"""``PRAGMA application_id`` of the file: "FARS"."""
-
-# AUTOINCREMENT: a row number is never given twice, also after the newest rows have been deleted.
-_VERSION_1 = (
-    """
-CREATE TABLE finished_requests (
-    row INTEGER PRIMARY KEY AUTOINCREMENT,
-    request_id TEXT NOT NULL UNIQUE,
-    replica TEXT NOT NULL,
-    attempts INTEGER NOT NULL,
-    prompt_len INTEGER NOT NULL,
-    output_len INTEGER NOT NULL,
-    max_new_tokens INTEGER NOT NULL,
-    finish_reason TEXT NOT NULL,
-    received_at REAL NOT NULL,
-    ttft_s REAL,
-    jct_s REAL NOT NULL
-)""",
-    f"PRAGMA application_id = {APPLICATION_ID}",
-)
-
-# A row of ``examples`` stands for a request of which both the end and the forecast are known. It gets its number when
-# the second of them is written, so that a reader that goes on from its last row also finds what became known late.
-_VERSION_2 = (
-    """
-CREATE TABLE forecasts (
-    row INTEGER PRIMARY KEY AUTOINCREMENT,
-    request_id TEXT NOT NULL UNIQUE,
-    made_at REAL NOT NULL,
-    source TEXT NOT NULL,
-    version INTEGER NOT NULL,
-    mean REAL NOT NULL,
-    quantiles TEXT NOT NULL,
-    rank REAL,
-    feature_set TEXT NOT NULL,
-    features BLOB NOT NULL
-)""",
-    """
-CREATE TABLE finished_batches (
-    row INTEGER PRIMARY KEY AUTOINCREMENT,
-    batch_id TEXT NOT NULL UNIQUE,
-    worker TEXT NOT NULL,
-    num_requests INTEGER NOT NULL,
-    batch_len INTEGER NOT NULL,
-    generation_len INTEGER NOT NULL,
-    predicted_len INTEGER NOT NULL,
-    estimated_time_s REAL NOT NULL,
-    serving_time_s REAL NOT NULL,
-    finished_at REAL NOT NULL
-)""",
-    "CREATE TABLE examples (row INTEGER PRIMARY KEY AUTOINCREMENT, request_id TEXT NOT NULL UNIQUE)",
-    """
-CREATE TRIGGER forecast_of_finished AFTER INSERT ON forecasts
-WHEN EXISTS (SELECT 1 FROM finished_requests WHERE request_id = NEW.request_id)
-BEGIN INSERT INTO examples (request_id) VALUES (NEW.request_id); END""",
-    """
-CREATE TRIGGER finished_with_forecast AFTER INSERT ON finished_requests
-WHEN EXISTS (SELECT 1 FROM forecasts WHERE request_id = NEW.request_id)
-BEGIN INSERT INTO examples (request_id) VALUES (NEW.request_id); END""",
-    """
-CREATE TRIGGER forecast_dropped AFTER DELETE ON forecasts
-BEGIN DELETE FROM examples WHERE request_id = OLD.request_id; END""",
-    """
-CREATE TRIGGER finished_dropped AFTER DELETE ON finished_requests
-BEGIN DELETE FROM examples WHERE request_id = OLD.request_id; END""",
-    """
-CREATE TABLE artefact_kinds (kind TEXT PRIMARY KEY, last_version INTEGER NOT NULL, current_version INTEGER)""",
-    """
-CREATE TABLE artefacts (
-    kind TEXT NOT NULL,
-    version INTEGER NOT NULL,
-    created_at REAL NOT NULL,
-    score REAL,
-    num_examples INTEGER NOT NULL,
-    note TEXT NOT NULL,
-    data BLOB NOT NULL,
-    PRIMARY KEY (kind, version)
-)""",
-)
-
-_STEPS = (_VERSION_1, _VERSION_2)
-"""What takes a file from each version to the next; an empty file is of version 0."""
-
-SQL_SCHEMA_VERSION = len(_STEPS)
-"""``PRAGMA user_version`` of the file."""
 
 _TABLES: dict[type[Record], str] = {
     ForecastRecord: "forecasts",
@@ -176,11 +90,12 @@ class SqliteLog:
     async def open(self) -> None:
         try:
             self._connection = await _open(self._path)
+            for kind, table in _TABLES.items():
+                self._num_rows[kind] = await _scalar(self._connection, f"SELECT COUNT(*) FROM {table}")
         except sqlite3.Error as error:
+            await self.close()
             expected = f"a log of Farsight or a path for a new one ({error})"
             raise ConfigError("log.path", str(self._path), expected) from error
-        for kind, table in _TABLES.items():
-            self._num_rows[kind] = await _scalar(self._connection, f"SELECT COUNT(*) FROM {table}")
 
     async def close(self) -> None:
         async with self._lock:
@@ -322,10 +237,9 @@ async def _prepare(connection: aiosqlite.Connection, path: Path) -> None:
         if not 1 <= version <= SQL_SCHEMA_VERSION:
             expected = f"a log of version {SQL_SCHEMA_VERSION} or earlier, but this is of {version}"
             raise ConfigError("log.path", str(path), expected)
-    for statements in _STEPS[version:]:
-        for statement in statements:
+    for version_made, statements in enumerate(STEPS[version:], version + 1):
+        for statement in (*statements, f"PRAGMA user_version = {version_made}"):
             await connection.execute(statement)
-    await connection.execute(f"PRAGMA user_version = {SQL_SCHEMA_VERSION}")
     await connection.execute("COMMIT")
 
 

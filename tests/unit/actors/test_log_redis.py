@@ -167,6 +167,8 @@ async def test_a_full_server_refuses_a_message_as_a_whole(tmp_path: Path) -> Non
                 client.config_set("maxmemory", 1000)
             with pytest.raises(FarsightError, match=r"cannot write: .*memory"):
                 await append(store, finished("b"), finished("c"))
+            async with opened(path=server.url) as reader:
+                assert await read_ids(reader) == ["a"]
             with redis.Redis.from_url(server.url) as client:
                 client.config_set("maxmemory", 0)
             await append_forecasts(store, forecast_record("b"))
@@ -178,6 +180,14 @@ async def test_without_the_client_library_the_extra_is_named(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "redis", None)
     monkeypatch.delitem(sys.modules, "redis.asyncio")
     assert "farsight[redis]" in str(await refusal("redis://:secret@127.0.0.1:1/0"))
+
+
+def test_where_tests_count_a_missing_server_is_no_excuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for value, outcome in (("1", pytest.fail.Exception), ("", pytest.skip.Exception)):
+        monkeypatch.setenv("CI", value)
+        with pytest.raises(outcome, match="apt-get install redis-server"), redis_server(tmp_path):
+            pass
 
 
 async def test_no_error_shows_a_password() -> None:

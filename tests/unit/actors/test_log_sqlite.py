@@ -13,7 +13,8 @@ from typing import Any
 import aiosqlite
 import pytest
 
-from actors.log_sqlite import _VERSION_1, APPLICATION_ID, SQL_SCHEMA_VERSION, SqliteLog
+from actors.log_sqlite import SqliteLog
+from actors.log_sqlite_schema import APPLICATION_ID, SQL_SCHEMA_VERSION, VERSION_1
 from actors.log_store import FILE_NAME, LogStore
 from core.errors import ConfigError, FarsightError
 from tests.unit.actors.pieces import (
@@ -120,6 +121,15 @@ def other_version(path: Path) -> None:
     connection.close()
 
 
+def damaged(path: Path) -> None:
+    connection = sqlite3.connect(path)
+    connection.executescript(
+        f"PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {SQL_SCHEMA_VERSION};"
+        "PRAGMA journal_mode = WAL;"
+    )
+    connection.close()
+
+
 def empty_file(path: Path) -> None:
     path.touch()
 
@@ -136,6 +146,7 @@ def contents(path: str) -> dict[str, bytes | None]:
         (foreign_database, "another program's database"),
         (other_version, f"this is of {SQL_SCHEMA_VERSION + 1}"),
         (Path.mkdir, "unable to open"),
+        (damaged, "no such table"),
     ],
 )
 async def test_a_file_that_is_no_log_is_refused_and_left_alone(
@@ -193,7 +204,7 @@ async def test_without_a_run_directory_it_is_private_and_goes_with_the_store(
 def previous_version(path: str) -> None:
     """A log of version 1, as that version wrote it."""
     connection = sqlite3.connect(path)
-    for statement in _VERSION_1:
+    for statement in VERSION_1:
         connection.execute(statement)
     connection.execute("PRAGMA user_version = 1")
     connection.execute("PRAGMA journal_mode = WAL")
@@ -222,9 +233,9 @@ async def test_a_log_of_the_previous_version_goes_on(path: str) -> None:
 
 async def test_an_upgrade_that_fails_leaves_the_log_as_it_was(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     previous_version(path)
-    steps = (_VERSION_1, ("CREATE TABLE forecasts (row)", "CREATE TABLE finished_requests (row)"))
+    steps = (VERSION_1, ("CREATE TABLE forecasts (row)", "CREATE TABLE finished_requests (row)"))
     with monkeypatch.context() as patched:
-        patched.setattr("actors.log_sqlite._STEPS", steps)
+        patched.setattr("actors.log_sqlite.STEPS", steps)
         with pytest.raises(ConfigError, match="already exists"):
             await LogStore(piece_context("log-store", path=path)).start()
     connection = sqlite3.connect(path)
