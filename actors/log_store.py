@@ -1,119 +1,94 @@
-"""The log of finished requests: a SQLite file that loses nothing it has acknowledged."""
+"""The log: what finished, what had been forecast of it, and what was learnt; it loses nothing it has acknowledged."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
+import logging
 import os
 import shutil
-import sqlite3
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import aiosqlite
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from actors.log_backend import LogBackend, Record, Retention, check_integers
+from actors.log_sqlite import SqliteLog
 from actors.piece import Piece, PieceContext
 from core.codec import decode, encode
 from core.errors import ConfigError, FarsightError, MessageError
-from core.messages import FinishedRequest, FinishedRequests, LogPage, LogQuery
+from core.messages import (
+    Artefact,
+    ArtefactList,
+    ArtefactName,
+    ArtefactReply,
+    FinishedBatches,
+    FinishedRequests,
+    ForecastRecords,
+    LogQuery,
+)
 
-SQL_SCHEMA_VERSION = 1
-"""``PRAGMA user_version`` of the file; raised when the table changes."""
-
-APPLICATION_ID = 0x46415253
-"""``PRAGMA application_id`` of the file: "FARS"."""
+logger = logging.getLogger(__name__)
 
 FILE_NAME = "farsight-log.sqlite"
 RUN_DIR_VARIABLE = "FARSIGHT_RUN_DIR"
 
 MAX_PAGE = 10_000
-"""Records in one ``LogPage``, whatever was asked for."""
+"""Records in one page, whatever was asked for."""
 
-_MAX_INT = 2**63 - 1
-"""The largest integer of SQLite."""
+MAX_EXAMPLES = 250
+"""Examples in one ``ExamplePage``: to decode and encode them holds up the event loop for about 6 ms."""
 
-# AUTOINCREMENT: a row number is never given twice, also after the newest rows have been deleted.
-_CREATE = """
-CREATE TABLE finished_requests (
-    row INTEGER PRIMARY KEY AUTOINCREMENT,
-    request_id TEXT NOT NULL UNIQUE,
-    replica TEXT NOT NULL,
-    attempts INTEGER NOT NULL,
-    prompt_len INTEGER NOT NULL,
-    output_len INTEGER NOT NULL,
-    max_new_tokens INTEGER NOT NULL,
-    finish_reason TEXT NOT NULL,
-    received_at REAL NOT NULL,
-    ttft_s REAL,
-    jct_s REAL NOT NULL
-)"""
-
-_FIELDS = tuple(field.name for field in dataclasses.fields(FinishedRequest))
-_COLUMNS = ", ".join(_FIELDS)
-_INSERT = f"INSERT OR IGNORE INTO finished_requests ({_COLUMNS}) VALUES ({', '.join('?' * len(_FIELDS))})"
-_SELECT = f"SELECT row, {_COLUMNS} FROM finished_requests WHERE row > ? ORDER BY row LIMIT ?"
-_LAST_ROW = "SELECT seq FROM sqlite_sequence WHERE name = 'finished_requests'"
-_COUNT = "SELECT COUNT(*) FROM finished_requests"
-_DROP_OLDEST = "DELETE FROM finished_requests WHERE row IN (SELECT row FROM finished_requests ORDER BY row LIMIT ?)"
-
-_Values = tuple[Any, ...]
-"""A record as the parameters of ``_INSERT``."""
+MAX_COMMIT = 10_000
+"""Records after which a commit takes no further message."""
 
 
 class LogStore(Piece):
-    """Writes finished requests and gives them to the learners in order of writing.
+    """Writes records of what was served, and artefacts of what was learnt from them, and gives them to the learners.
 
-    One connection, one writer: what arrives while a commit is under way goes into the next one together, so many
-    ingress replicas share the price of a sync to disk. WAL with ``synchronous=FULL`` syncs at every commit: neither
-    ``kill -9`` nor a power cut loses a record that was acknowledged.
+    One writer: what arrives while a commit is under way goes into the next one together, so many ingress replicas share
+    the price of a sync to disk. Records are known by their ids and artefacts by their versions: a message whose answer
+    was lost may be repeated and changes nothing.
 
-    Two stores may not write to one file: each would count its own rows only, and drop too few.
+    Every method raises MessageError for a message it does not understand, and FarsightError when the log cannot be had
+    or the store is closed; then nothing of the message is written, as far as is known, and it may be repeated.
     """
 
     kind = "LogStore"
 
     def __init__(self, context: PieceContext) -> None:
         super().__init__(context)
-        self._max_rows = context.config.log.max_rows
         self._private_dir: str | None = None
-        self._connection: aiosqlite.Connection | None = None
-        self._lock = asyncio.Lock()
-        self._inbox: asyncio.Queue[tuple[list[_Values], asyncio.Future[None]]] = asyncio.Queue()
+        self._backend: LogBackend | None = None
+        self._inbox: asyncio.Queue[tuple[Sequence[Record], asyncio.Future[None]]] = asyncio.Queue()
         self._closing = False
-        self._num_rows = 0
         self._queue = 0
-        self._appended_at: float | None = None
-        self._counter = _counter(context.registry)
+        self._written_at: float | None = None
+        self._num_records = _num_records(context.registry)
+        self._num_bytes = _num_bytes(context.registry)
 
     async def start(self) -> None:
-        """Opens the file, or makes it.
+        """Opens the log, or makes it.
 
         Raises:
-            ConfigError: the path cannot be opened or is not a log of this version.
+            ConfigError: it cannot be opened, or what is there is not a log of this version or an earlier one.
         """
-        path = self._path()
-        try:
-            self._connection = await _open(path)
-        except sqlite3.Error as error:
-            raise ConfigError("log.path", str(path), f"a log of Farsight or a path for a new one ({error})") from error
-        self._num_rows = await _scalar(self._connection, _COUNT)
+        backend = self._make_backend()
+        await backend.open()
+        self._backend = backend
         self.spawn(self._write())
 
     async def stop(self) -> None:
-        """Writes what it has been given and closes the file."""
+        """Writes what it has been given and closes the log."""
         self._closing = True
         await self._inbox.join()
         await super().stop()
-        if self._connection is not None:
-            async with self._lock:
-                await self._connection.close()
-                self._connection = None
+        if self._backend is not None:
+            await self._backend.close()
+            self._backend = None
         if self._private_dir is not None:
             shutil.rmtree(self._private_dir, ignore_errors=True)
 
@@ -123,26 +98,19 @@ class LogStore(Piece):
 
     @property
     def last_step_age_s(self) -> float | None:
-        return None if self._appended_at is None else time.monotonic() - self._appended_at
+        return None if self._written_at is None else time.monotonic() - self._written_at
 
     async def append(self, data: bytes) -> bytes:
-        """Takes ``FinishedRequests``; answers, with nothing, when they are on disk.
+        """Takes ``FinishedRequests``; answers, with nothing, when they are on disk."""
+        return await self._append(decode(data, FinishedRequests).records, "FinishedRequests")
 
-        A request that is already in the log is passed over, so a message whose answer was lost may be repeated.
+    async def append_forecasts(self, data: bytes) -> bytes:
+        """Takes ``ForecastRecords``; answers, with nothing, when they are on disk."""
+        return await self._append(decode(data, ForecastRecords).records, "ForecastRecords")
 
-        Raises:
-            MessageError: a number that SQLite cannot hold; nothing of the message is written.
-            FarsightError: the disk refuses, or the store is closed; nothing of the message is written.
-        """
-        rows = [_values(record) for record in decode(data, FinishedRequests).records]
-        if self._connection is None or self._closing:
-            raise FarsightError(f"{self.name} is closed")
-        if rows:
-            done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._inbox.put_nowait((rows, done))
-            self._queue += len(rows)
-            await done
-        return b""
+    async def append_batches(self, data: bytes) -> bytes:
+        """Takes ``FinishedBatches``; answers, with nothing, when they are on disk."""
+        return await self._append(decode(data, FinishedBatches).records, "FinishedBatches")
 
     async def read(self, data: bytes) -> bytes:
         """Takes ``LogQuery``; answers with ``LogPage``, of at most ``MAX_PAGE`` records.
@@ -150,50 +118,122 @@ class LogStore(Piece):
         Where there is nothing after ``after_row``, ``last_row`` is ``after_row``, but never beyond the last row ever
         written: a reader that is ahead of the log sees so that the log has lost rows, and one that asks from
         ``2**63 - 1`` learns where the log ends.
+        """
+        with self._open("read") as backend:
+            return encode(await backend.read_requests(_query(data, MAX_PAGE)))
+
+    async def read_examples(self, data: bytes) -> bytes:
+        """Takes ``LogQuery``; answers with ``ExamplePage``, of at most ``MAX_EXAMPLES``; rows count examples."""
+        with self._open("read") as backend:
+            return encode(await backend.read_examples(_query(data, MAX_EXAMPLES)))
+
+    async def read_batches(self, data: bytes) -> bytes:
+        """Takes ``LogQuery``; answers with ``BatchPage``, of at most ``MAX_PAGE`` records; rows count batches."""
+        with self._open("read") as backend:
+            return encode(await backend.read_batches(_query(data, MAX_PAGE)))
+
+    async def put_artefact(self, data: bytes) -> bytes:
+        """Takes ``Artefact``; answers, with nothing, when it is on disk; it is not current by that.
 
         Raises:
-            FarsightError: the file cannot be read, or the store is closed.
+            MessageError: its version is not above every earlier one of its kind.
         """
-        query = decode(data, LogQuery)
-        limit = min(max(query.limit, 0), MAX_PAGE)
-        async with self._lock, self._database("read") as connection:  # the lock: no row before its commit
-            rows = list(await connection.execute_fetchall(_SELECT, (min(query.after_row, _MAX_INT), limit)))
-            written = await _scalar(connection, _LAST_ROW)
-        last_row = rows[-1][0] if rows else min(query.after_row, written)
-        return encode(LogPage(last_row, tuple(FinishedRequest(*row[1:]) for row in rows)))
+        artefact = decode(data, Artefact)
+        check_integers(artefact, "Artefact")
+        with self._open("write") as backend:
+            if await backend.put_artefact(artefact):
+                await self._note({"artefacts": 1}, backend)
+        return b""
+
+    async def set_current(self, data: bytes) -> bytes:
+        """Takes ``ArtefactName``; answers, with nothing, when that version, and no other of its kind, is current.
+
+        Raises:
+            MessageError: no version is named, or one that is not kept.
+        """
+        name = decode(data, ArtefactName)
+        if name.version is None:
+            raise MessageError("ArtefactName.version", None, "a version")
+        with self._open("write") as backend:
+            await backend.set_current(name.kind, name.version)
+        return b""
+
+    async def read_artefact(self, data: bytes) -> bytes:
+        """Takes ``ArtefactName``; answers with ``ArtefactReply``."""
+        name = decode(data, ArtefactName)
+        with self._open("read") as backend:
+            return encode(ArtefactReply(await backend.artefact(name.kind, name.version)))
+
+    async def artefacts(self, data: bytes = b"") -> bytes:
+        """Takes nothing; answers with ``ArtefactList``."""
+        with self._open("read") as backend:
+            return encode(ArtefactList(await backend.artefacts()))
+
+    def _make_backend(self) -> LogBackend:
+        log = self.context.config.log
+        retention = Retention(log.max_rows, log.max_artefacts)
+        if not log.on_redis:
+            return SqliteLog(self._path(), retention)
+        try:
+            from actors.log_redis import RedisLog
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "redis":
+                raise
+            expected = "a file, or the extra 'redis' installed: pip install 'farsight[redis]'"
+            raise ConfigError("log.path", log.path.partition("://")[0] + "://", expected) from error
+        # At the first start an absent server is a mistake. Later it is an outage that the rest of the service survives.
+        return RedisLog(log.path, retention, patient=self.context.restarts > 0)
 
     def _path(self) -> Path:
         if self.context.config.log.path:
-            # absolute: ":memory:" and "" mean something else to SQLite
-            return Path(self.context.config.log.path).absolute()
+            return Path(self.context.config.log.path)
         directory = os.environ.get(RUN_DIR_VARIABLE)
         if not directory:
             directory = self._private_dir = tempfile.mkdtemp(prefix="farsight-")
         return Path(directory) / FILE_NAME
 
-    @contextlib.asynccontextmanager
-    async def _database(self, verb: str) -> AsyncIterator[aiosqlite.Connection]:
-        """The connection; what goes wrong with it is told as a FarsightError."""
-        if self._connection is None:
+    @contextlib.contextmanager
+    def _open(self, verb: str) -> Iterator[LogBackend]:
+        """The log; what goes wrong with it is told as a FarsightError."""
+        if self._backend is None or self._closing:
             raise FarsightError(f"{self.name} is closed")
+        with self._telling(verb, self._backend):
+            yield self._backend
+
+    @contextlib.contextmanager
+    def _telling(self, verb: str, backend: LogBackend) -> Iterator[None]:
         try:
-            yield self._connection
-        except sqlite3.Error as error:
+            yield
+        except backend.errors as error:
             raise FarsightError(f"{self.name} cannot {verb}: {error}") from error
+
+    async def _append(self, records: Sequence[Record], message: str) -> bytes:
+        for i, record in enumerate(records):
+            check_integers(record, f"{message}.records[{i}]")
+        if self._backend is None or self._closing:
+            raise FarsightError(f"{self.name} is closed")
+        if records:
+            done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._inbox.put_nowait((records, done))
+            self._queue += len(records)
+            await done
+        return b""
 
     async def _write(self) -> None:
         """Commits what has come in, all of it at once, again and again."""
         while True:
             batch = [await self._inbox.get()]
-            while not self._inbox.empty():
+            num_records = len(batch[0][0])
+            while num_records < MAX_COMMIT and not self._inbox.empty():
                 batch.append(self._inbox.get_nowait())
+                num_records += len(batch[-1][0])
             failure: str | None = None
             try:
-                await self._commit([row for rows, _ in batch for row in rows])
+                await self._commit([record for records, _ in batch for record in records])
             except Exception as error:  # whatever it is: the writer lives on, and those who wait hear of it
                 failure = str(error)
-            for rows, done in batch:
-                self._queue -= len(rows)
+            for records, done in batch:
+                self._queue -= len(records)
                 self._inbox.task_done()
                 if done.done():  # its caller has been cancelled
                     continue
@@ -202,69 +242,34 @@ class LogStore(Piece):
                 else:
                     done.set_exception(FarsightError(failure))
 
-    async def _commit(self, rows: list[_Values]) -> None:
-        async with self._lock, self._database("write") as connection:
-            try:
-                await connection.execute("BEGIN IMMEDIATE")
-                inserted = (await connection.executemany(_INSERT, rows)).rowcount
-                surplus = max(self._num_rows + inserted - self._max_rows, 0)
-                if surplus:
-                    await connection.execute(_DROP_OLDEST, (surplus,))
-                await connection.execute("COMMIT")
-            except BaseException:
-                with contextlib.suppress(sqlite3.Error):
-                    await connection.rollback()
-                raise
-        self._num_rows += inserted - surplus
-        self._appended_at = time.monotonic()
-        self._counter.inc(inserted)
+    async def _commit(self, records: Sequence[Record]) -> None:
+        assert self._backend is not None
+        with self._telling("write", self._backend):
+            added = await self._backend.write(records)
+        await self._note(added, self._backend)
+
+    async def _note(self, added: dict[str, int], backend: LogBackend) -> None:
+        """For those who watch; what is written is written, even if its size cannot be told."""
+        self._written_at = time.monotonic()
+        for kind, count in added.items():
+            self._num_records.labels(kind).inc(count)
+        with contextlib.suppress(*backend.errors):
+            num_bytes = await backend.num_bytes()
+            if num_bytes is not None:
+                self._num_bytes.set(num_bytes)
+
+
+def _query(data: bytes, max_limit: int) -> LogQuery:
+    query = decode(data, LogQuery)
+    return LogQuery(query.after_row, min(max(query.limit, 0), max_limit))
 
 
 @functools.cache
-def _counter(registry: CollectorRegistry) -> Counter:
+def _num_records(registry: CollectorRegistry) -> Counter:
     """One a registry: a store may be stopped and another one started in the same process."""
-    return Counter("farsight:log_records", "Finished requests written.", registry=registry)
+    return Counter("farsight:log_records", "Records written.", ["kind"], registry=registry)
 
 
-async def _open(path: Path) -> aiosqlite.Connection:
-    """A connection to the log at ``path``, which is made if it is not there; a foreign file stays as it is."""
-    connection = await aiosqlite.connect(path, isolation_level=None)
-    try:
-        await _prepare(connection, path)
-        await connection.execute("PRAGMA journal_mode = WAL")
-        await connection.execute("PRAGMA synchronous = FULL")
-    except BaseException:
-        await connection.close()  # its thread would keep the process alive
-        raise
-    return connection
-
-
-async def _prepare(connection: aiosqlite.Connection, path: Path) -> None:
-    """Makes the table in an empty file and refuses what is not ours, in one transaction."""
-    await connection.execute("BEGIN IMMEDIATE")
-    application_id = await _scalar(connection, "PRAGMA application_id")
-    version = await _scalar(connection, "PRAGMA user_version")
-    empty = await _scalar(connection, "SELECT COUNT(*) FROM sqlite_schema") == 0
-    if empty and application_id == 0 and version == 0:
-        await connection.execute(_CREATE)
-        await connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-        await connection.execute(f"PRAGMA user_version = {SQL_SCHEMA_VERSION}")
-    elif application_id != APPLICATION_ID:
-        raise ConfigError("log.path", str(path), "a log of Farsight, but this is another program's database")
-    elif version != SQL_SCHEMA_VERSION:
-        raise ConfigError("log.path", str(path), f"a log of version {SQL_SCHEMA_VERSION}, but this is of {version}")
-    await connection.execute("COMMIT")
-
-
-async def _scalar(connection: aiosqlite.Connection, sql: str) -> int:
-    """The one number that ``sql`` selects; 0 if there is no row."""
-    rows = list(await connection.execute_fetchall(sql))
-    return int(rows[0][0]) if rows else 0
-
-
-def _values(record: FinishedRequest) -> _Values:
-    values = tuple(getattr(record, name) for name in _FIELDS)
-    for name, value in zip(_FIELDS, values, strict=True):
-        if type(value) is int and abs(value) > _MAX_INT:
-            raise MessageError(f"FinishedRequests.records.{name}", value, "an integer of 64 bits")
-    return values
+@functools.cache
+def _num_bytes(registry: CollectorRegistry) -> Gauge:
+    return Gauge("farsight:log_bytes", "Size of the log file; 0 on Redis.", registry=registry)

@@ -65,7 +65,8 @@ def find_model(config: FarsightConfig) -> ServedModel:
 
 def find_site(config: FarsightConfig, model: ServedModel) -> Site:
     """The service as configured, with what the configuration leaves open filled in."""
-    log = dataclasses.replace(config.log, path=str(Path(config.log.path).absolute()) if config.log.path else "")
+    is_file = config.log.path and not config.log.on_redis
+    log = dataclasses.replace(config.log, path=str(Path(config.log.path).absolute())) if is_file else config.log
     named = dataclasses.replace(config, model=dataclasses.replace(config.model, name=model.name), log=log)
     return Site(named, str(model.directory), resolve_placement(config.actors.placement))
 

@@ -17,8 +17,12 @@ from core.errors import MessageError
 from core.messages import (
     SCHEMA_VERSION,
     Announce,
+    Artefact,
+    ArtefactName,
     Ended,
+    FinishedBatches,
     FinishedRequests,
+    ForecastRecords,
     ForecastsMade,
     Keys,
     LogQuery,
@@ -53,7 +57,17 @@ TAKES: dict[str, dict[str, Any]] = {
     "worker-0": {"push_plan": Plan, "poll_report": ReportPoll, "poll_tokens": TokenPoll},
     "length-predictor-0": {},
     "serving-time-estimator-0": {"observe": StepSamples},
-    "log-store": {"append": FinishedRequests, "read": LogQuery},
+    "log-store": {
+        "append": FinishedRequests,
+        "append_forecasts": ForecastRecords,
+        "append_batches": FinishedBatches,
+        "read": LogQuery,
+        "read_examples": LogQuery,
+        "read_batches": LogQuery,
+        "put_artefact": Artefact,
+        "set_current": ArtefactName,
+        "read_artefact": ArtefactName,
+    },
     "supervisor": {"scale": Scale},
 }
 """What each piece takes, by method."""
@@ -65,7 +79,7 @@ TAKES_NOTHING = {
     "worker-0": {"connect"},
     "length-predictor-0": {"forecast"},
     "serving-time-estimator-0": {"profile"},
-    "log-store": set(),
+    "log-store": {"artefacts"},
     "supervisor": {"counts", "started"},
 }
 

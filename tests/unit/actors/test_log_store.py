@@ -1,74 +1,79 @@
-"""What the log has acknowledged, it keeps; what is not its own, it leaves alone."""
+"""What every log store does, wherever it keeps its log."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import sqlite3
-import subprocess
-import sys
-import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import dataclasses
+import random
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from actors.log_store import APPLICATION_ID, FILE_NAME, MAX_PAGE, SQL_SCHEMA_VERSION, LogStore
-from core.codec import encode
-from core.errors import ConfigError, FarsightError, MessageError
-from core.messages import FinishedRequest, FinishedRequests
-from tests.unit.actors.pieces import append, finished, piece_context, read, read_ids, until
-
-ROOT = Path(__file__).resolve().parents[3]
-
-APPENDER = """
-import asyncio, sys
-from actors.log_store import LogStore
-from tests.unit.actors.pieces import append, finished, piece_context
-
-async def loop(store, name):
-    for i in range(10**9):
-        await append(store, finished(f"{name}-{i}a"), finished(f"{name}-{i}b"))
-        print(f"{name}-{i}a {name}-{i}b.", flush=True)
-
-async def main():
-    store = LogStore(piece_context("log-store", path=sys.argv[1]))
-    await store.start()
-    await asyncio.gather(*(loop(store, name) for name in sys.argv[2].split()))
-
-asyncio.run(main())
-"""
-
-
-@asynccontextmanager
-async def opened(**log: Any) -> AsyncIterator[LogStore]:
-    store = LogStore(piece_context("log-store", **log))
-    await store.start()
-    try:
-        yield store
-    finally:
-        await store.stop()
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> str:
-    return str(tmp_path / "log.sqlite")
+from actors.log_store import MAX_EXAMPLES, MAX_PAGE, LogStore
+from core.codec import decode, encode
+from core.errors import FarsightError, MessageError
+from core.messages import (
+    MAX_FEATURE_BYTES,
+    ArtefactInfo,
+    ArtefactName,
+    BatchPage,
+    FinishedBatch,
+    FinishedBatches,
+    FinishedRequest,
+    FinishedRequests,
+    ForecastRecord,
+    ForecastRecords,
+    LogQuery,
+)
+from tests.unit.actors.pieces import (
+    append,
+    append_forecasts,
+    artefact,
+    example_ids,
+    finished,
+    finished_batch,
+    forecast_record,
+    list_artefacts,
+    opened,
+    piece_context,
+    put,
+    read,
+    read_artefact,
+    read_examples,
+    read_ids,
+    set_current,
+    versions,
+)
+from tests.unit.actors.redis_server import RedisServer, redis_server
 
 
-async def all_ids(store: LogStore) -> list[str]:
-    """However many pages that takes."""
-    ids: list[str] = []
-    page = await read(store)
-    while page.records:
-        ids += [each.request_id for each in page.records]
-        page = await read(store, page.last_row)
-    return ids
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as running:
+        yield running
 
 
-def num_counted(store: LogStore) -> float | None:
-    return store.context.registry.get_sample_value("farsight:log_records_total")
+@pytest.fixture(params=["sqlite", "redis"])
+def path(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Of a new log."""
+    if request.param == "sqlite":
+        return str(tmp_path / "log.sqlite")
+    running: RedisServer = request.getfixturevalue("server")
+    running.empty()
+    return running.url
+
+
+def num_counted(store: LogStore, kind: str = "requests") -> float | None:
+    return store.context.registry.get_sample_value("farsight:log_records_total", {"kind": kind})
+
+
+async def append_batches(store: LogStore, *records: FinishedBatch) -> None:
+    assert await store.append_batches(encode(FinishedBatches(records))) == b""
+
+
+async def read_batches(store: LogStore, after_row: int = 0, limit: int = 1000) -> BatchPage:
+    return decode(await store.read_batches(encode(LogQuery(after_row, limit))), BatchPage)
 
 
 async def test_what_goes_in_comes_out_in_order(path: str) -> None:
@@ -129,7 +134,7 @@ async def test_the_oldest_go_when_there_are_too_many_and_duplicates_do_not_count
         assert await read_ids(store) == [f"big-{i}" for i in range(3, 8)]
 
 
-async def test_a_restart_goes_on_where_the_file_ends(path: str) -> None:
+async def test_a_restart_goes_on_where_the_log_ends(path: str) -> None:
     async with opened(path=path, max_rows=4) as store:
         await append(store, finished("a"), finished("b"), finished("c"))
         last_row = (await read(store)).last_row
@@ -142,45 +147,6 @@ async def test_a_restart_goes_on_where_the_file_ends(path: str) -> None:
         assert await read_ids(store) == ["e", "f"], "a limit that was lowered holds"
 
 
-async def test_many_appends_at_once_share_commits_and_none_is_lost(path: str) -> None:
-    commits: list[str] = []
-    async with opened(path=path) as store:
-        assert store._connection is not None
-        await store._connection.set_trace_callback(lambda sql: commits.append(sql) if sql == "COMMIT" else None)
-        tasks = [asyncio.create_task(append(store, finished(f"{i}"), finished(f"{i}-b"))) for i in range(100)]
-        await asyncio.sleep(0)  # one turn of the loop: all of them have been given to the store
-        assert store.queue == 200
-        await asyncio.gather(*tasks)
-        assert store.queue == 0
-        assert len(set(await read_ids(store))) == 200
-    assert len(commits) == 1
-
-
-async def test_readers_see_nothing_before_its_commit(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with opened(path=path) as store:
-        await append(store, finished("a"))
-        about_to_commit, go_on = asyncio.Event(), asyncio.Event()
-        assert store._connection is not None
-        execute = store._connection.execute
-
-        async def held_back(sql: str, *args: Any) -> Any:
-            if sql == "COMMIT":
-                about_to_commit.set()
-                await go_on.wait()
-            return await execute(sql, *args)
-
-        monkeypatch.setattr(store._connection, "execute", held_back)
-        writing = asyncio.create_task(append(store, finished("b")))
-        await about_to_commit.wait()
-        reading = asyncio.create_task(read_ids(store))
-        await asyncio.wait([reading], timeout=0.1)
-        too_early = reading.done()
-        go_on.set()
-        await writing
-        assert not too_early
-        assert await reading == ["a", "b"]
-
-
 async def test_a_caller_that_gave_up_harms_nobody(path: str) -> None:
     async with opened(path=path) as store:
         tasks = [asyncio.create_task(append(store, finished(name))) for name in "abc"]
@@ -190,20 +156,6 @@ async def test_a_caller_that_gave_up_harms_nobody(path: str) -> None:
         await asyncio.wait(tasks)
         await append(store, finished("d"))
         assert {"a", "c", "d"} <= set(await read_ids(store))
-
-
-async def test_what_the_disk_refuses_is_told_and_not_counted_and_later_appends_work(path: str) -> None:
-    async with opened(path=path) as store:
-        await append(store, finished("a"))
-        assert store._connection is not None
-        await store._connection.execute("PRAGMA query_only = ON")
-        with pytest.raises(FarsightError, match=r"log-store cannot write: .*readonly"):
-            await append(store, finished("b"))
-        await store._connection.execute("PRAGMA query_only = OFF")
-        assert store.queue == 0
-        await append(store, finished("c"))
-        assert await read_ids(store) == ["a", "c"]
-        assert num_counted(store) == 2
 
 
 async def test_a_number_too_large_is_refused_by_name_and_spoils_no_other_append(path: str) -> None:
@@ -229,132 +181,6 @@ async def test_closing_writes_what_was_given_and_then_refuses(path: str) -> None
         assert len(await read_ids(store)) == 10
 
 
-async def test_every_commit_is_synced_to_a_write_ahead_log(path: str) -> None:
-    async with opened(path=path) as store:
-        assert store._connection is not None
-        for pragma, value in (("journal_mode", "wal"), ("synchronous", 2), ("user_version", SQL_SCHEMA_VERSION)):
-            (row,) = await store._connection.execute_fetchall(f"PRAGMA {pragma}")
-            assert row[0] == value
-
-
-def killed_while_it_appends(path: str, round_: int, num_acknowledged: int) -> set[str]:
-    """The ids that a store in another process acknowledged until ``kill -9``, which hits it in the middle of work."""
-    command = [sys.executable, "-c", APPENDER, path, " ".join(f"{name}-{round_}" for name in "wxyz")]
-    acknowledged: list[str] = []
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if len(acknowledged) >= num_acknowledged:
-                process.kill()  # the rest of the pipe is read to its end
-            if line.endswith(".\n"):  # the last line may be cut
-                acknowledged += line.removesuffix(".\n").split()
-    assert process.returncode == -9
-    return set(acknowledged)
-
-
-async def test_kill_9_loses_nothing_that_was_acknowledged(path: str) -> None:
-    acknowledged: set[str] = set()
-    for round_ in range(3):
-        new = killed_while_it_appends(path, round_, 100 + 37 * round_)
-        assert len(new) >= 100
-        acknowledged |= new
-        async with opened(path=path) as store:
-            ids = await all_ids(store)
-            assert acknowledged <= set(ids)
-            assert len(set(ids)) == len(ids)
-            pairs = [each[:-1] for each in ids]
-            assert pairs[::2] == pairs[1::2], "a message is in the log as a whole or not at all"
-
-
-def no_database(path: Path) -> None:
-    path.write_bytes(b"not a database, but someone's letter\n" * 100)
-
-
-def foreign_database(path: Path) -> None:
-    connection = sqlite3.connect(path)
-    connection.executescript(f"CREATE TABLE bookmarks (url); PRAGMA user_version = {SQL_SCHEMA_VERSION};")
-    connection.close()
-
-
-def other_version(path: Path) -> None:
-    connection = sqlite3.connect(path)
-    connection.executescript(
-        f"CREATE TABLE finished_requests (row); PRAGMA application_id = {APPLICATION_ID};"
-        f"PRAGMA user_version = {SQL_SCHEMA_VERSION + 1};"
-    )
-    connection.close()
-
-
-def empty_file(path: Path) -> None:
-    path.touch()
-
-
-def contents(path: str) -> dict[str, bytes | None]:
-    """Everything in the folder of ``path``."""
-    return {each.name: each.read_bytes() if each.is_file() else None for each in Path(path).parent.iterdir()}
-
-
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (no_database, "file is not a database"),
-        (foreign_database, "another program's database"),
-        (other_version, f"this is of {SQL_SCHEMA_VERSION + 1}"),
-        (Path.mkdir, "unable to open"),
-    ],
-)
-async def test_a_file_that_is_no_log_is_refused_and_left_alone(
-    path: str, make: Callable[[Path], None], reason: str
-) -> None:
-    make(Path(path))
-    before = contents(path)
-    num_threads = threading.active_count()
-    store = LogStore(piece_context("log-store", path=path))
-    with pytest.raises(ConfigError, match=reason) as caught:
-        await store.start()
-    assert (caught.value.field, caught.value.value) == ("log.path", path)
-    await store.stop()
-    await until(lambda: threading.active_count() <= num_threads)
-    assert contents(path) == before
-
-
-async def test_an_empty_file_becomes_a_log(path: str) -> None:
-    empty_file(Path(path))
-    async with opened(path=path) as store:
-        await append(store, finished("a"))
-        assert await read_ids(store) == ["a"]
-
-
-async def test_a_name_that_sqlite_would_keep_in_memory_is_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    async with opened(path=":memory:"):
-        assert (tmp_path / ":memory:").is_file()
-
-
-async def test_without_a_path_it_lies_in_the_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FARSIGHT_RUN_DIR", str(tmp_path))
-    for names in (["a"], ["a", "b"]):
-        async with opened() as store:
-            await append(store, finished(names[-1]))
-            assert await read_ids(store) == names
-    assert (tmp_path / FILE_NAME).is_file()
-
-
-async def test_without_a_run_directory_it_is_private_and_goes_with_the_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("FARSIGHT_RUN_DIR", raising=False)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    async with opened() as store:
-        await append(store, finished("a"))
-        (directory,) = os.listdir(tmp_path)
-        assert os.stat(tmp_path / directory).st_mode & 0o077 == 0
-        assert FILE_NAME in os.listdir(tmp_path / directory)
-    assert os.listdir(tmp_path) == []
-
-
 async def test_another_store_may_follow_in_the_same_process(path: str) -> None:
     context = piece_context("log-store", path=path)
     for name in "ab":
@@ -363,7 +189,7 @@ async def test_another_store_may_follow_in_the_same_process(path: str) -> None:
         await append(store, finished(name))
         await store.stop()
         assert not store.failed.done()
-    assert context.registry.get_sample_value("farsight:log_records_total") == 2
+    assert num_counted(store) == 2
 
 
 async def test_a_message_of_another_kind_is_refused(path: str) -> None:
@@ -372,3 +198,295 @@ async def test_a_message_of_another_kind_is_refused(path: str) -> None:
             await store.append(b"\xc1")
         with pytest.raises(MessageError, match="LogQuery"):
             await store.read(encode(FinishedRequests(())))
+
+
+async def test_examples_are_requests_with_an_end_and_a_forecast_in_order_of_finishing(path: str) -> None:
+    async with opened(path=path) as store:
+        assert (await read_examples(store)).last_row == 0
+        await append_forecasts(store, *(forecast_record(each) for each in "abcde"))
+        await append(store, finished("d", 4), finished("stranger"), finished("b", 2))
+        await append(store, finished("a", 1))
+        page = await read_examples(store)
+        assert [(each.finished, each.forecast) for each in page.examples] == [
+            (finished(name, length), forecast_record(name)) for name, length in (("d", 4), ("b", 2), ("a", 1))
+        ]
+        first = await read_examples(store, 0, 2)
+        assert [each.finished.request_id for each in first.examples] == ["d", "b"]
+        assert await example_ids(store, first.last_row, 2) == ["a"]
+        assert await read_examples(store, page.last_row) == await read_examples(store, 2**63 - 1, 0)
+        assert (await read_examples(store, page.last_row)).last_row == page.last_row
+        assert num_counted(store, "forecasts") == 5
+
+
+async def test_what_was_forecast_comes_back_bit_by_bit(path: str) -> None:
+    odd = ForecastRecord("ü\0", 0.1 + 0.2, "", -1, 1e-300, (-0.0, 0, 0.1, 1e300, 1e300, 1e301), -5e-324, "v", b"")
+    large = forecast_record("large", features=bytes(range(256)) * (MAX_FEATURE_BYTES // 256))
+    async with opened(path=path) as store:
+        await append_forecasts(store, odd, large)
+        await append(store, finished(odd.request_id), finished("large"))
+        assert [each.forecast for each in (await read_examples(store)).examples] == [odd, large]
+
+
+async def test_a_forecast_that_comes_late_is_found_by_who_has_read_on(path: str) -> None:
+    async with opened(path=path) as store:
+        await append_forecasts(store, forecast_record("b"))
+        await append(store, finished("a"), finished("b"))
+        page = await read_examples(store)
+        assert [each.finished.request_id for each in page.examples] == ["b"]
+        await append_forecasts(store, forecast_record("a"))
+        assert await example_ids(store, page.last_row) == ["a"]
+    async with opened(path=path) as store:
+        assert await example_ids(store) == ["b", "a"]
+
+
+async def test_what_comes_together_is_one_commit_with_forecasts_first(path: str) -> None:
+    async with opened(path=path) as store:
+        tasks = [
+            asyncio.create_task(each)
+            for each in (
+                append(store, finished("b"), finished("a")),
+                append_forecasts(store, forecast_record("a"), forecast_record("b")),
+                append_batches(store, finished_batch("0")),
+            )
+        ]
+        await asyncio.gather(*tasks)
+        assert await example_ids(store) == ["b", "a"]
+        assert (await read_batches(store)).records == (finished_batch("0"),)
+
+
+async def test_the_first_forecast_of_a_request_is_kept(path: str) -> None:
+    async with opened(path=path) as store:
+        await append_forecasts(store, forecast_record("a", 1.0), forecast_record("a", 2.0))
+        await append_forecasts(store, forecast_record("a", 3.0))
+        await append(store, finished("a"))
+        await append(store, finished("a"))
+        await append_forecasts(store, forecast_record("a", 4.0))
+        assert [each.forecast.mean for each in (await read_examples(store)).examples] == [1.0]
+        assert num_counted(store, "forecasts") == 1
+
+
+async def test_an_example_goes_with_its_forecast_or_its_request_and_pages_stay_full(path: str) -> None:
+    async with opened(path=path, max_rows=4) as store:
+        await append_forecasts(store, *(forecast_record(each) for each in "abcd"))
+        await append(store, *(finished(each) for each in "abcd"))
+        await append(store, finished("without"))
+        assert await example_ids(store) == ["b", "c", "d"]
+        await append_forecasts(store, forecast_record("never-1"), forecast_record("never-2"))
+        assert await example_ids(store, limit=1) == ["c"]
+        assert await example_ids(store) == ["c", "d"]
+        last_row = (await read_examples(store)).last_row
+        await append_forecasts(store, *(forecast_record(f"never-{i}") for i in range(3, 9)))
+        assert await read_examples(store, 0) == await read_examples(store, 0, 0)
+        assert (await read_examples(store, last_row)).last_row == last_row, "row numbers are not given again"
+        await append_forecasts(store, forecast_record("without"))
+        assert await example_ids(store, last_row) == ["without"]
+
+
+async def test_a_limit_that_was_lowered_holds_for_all_kinds(path: str) -> None:
+    async with opened(path=path) as store:
+        await append(store, *(finished(f"{i}") for i in range(9)))
+        await append_forecasts(store, *(forecast_record(f"{i}") for i in range(9)))
+        await append_batches(store, *(finished_batch(f"{i}") for i in range(9)))
+    async with opened(path=path, max_rows=3) as store:
+        await append_batches(store, finished_batch("new"))
+        assert [each.batch_id for each in (await read_batches(store)).records] == ["7", "8", "new"]
+        assert await read_ids(store) == await example_ids(store) == ["6", "7", "8"]
+
+
+async def test_examples_are_what_a_plain_list_says(path: str) -> None:
+    """Against a model of lists, over messages at random, repeated ids and a small limit."""
+    rng = random.Random(7)
+    kept: dict[str, list[str]] = {"requests": [], "forecasts": []}
+    examples: list[str] = []
+    made: list[str] = []
+    seen: list[str] = []
+    last_row = 0
+    async with opened(path=path, max_rows=6) as store:
+        for _ in range(120):
+            ids = [f"{rng.randrange(25)}" for _ in range(rng.randrange(1, 5))]
+            kind, other = rng.sample(["requests", "forecasts"], 2)
+            if kind == "requests":
+                await append(store, *(finished(each) for each in ids))
+            else:
+                await append_forecasts(store, *(forecast_record(each) for each in ids))
+            num_before = len(examples)
+            for each in ids:
+                if each not in kept[kind]:
+                    kept[kind].append(each)
+                    examples += [each] * (each in kept[other])
+            new = examples[num_before:]
+            kept[kind] = kept[kind][-6:]
+            gone = set(examples) - (set(kept["requests"]) & set(kept["forecasts"]))
+            examples = [each for each in examples if each not in gone]
+            made += [each for each in new if each not in gone]
+            assert await example_ids(store) == examples
+            assert await read_ids(store) == kept["requests"]
+            page = await read_examples(store, last_row)
+            seen += [each.finished.request_id for each in page.examples]
+            last_row = page.last_row
+            assert seen == made, "a reader that goes on misses nothing and sees nothing twice"
+    assert len(seen) > 30
+
+
+async def test_batches_come_back_in_pages_each_once(path: str) -> None:
+    batches = [finished_batch(f"{i}", i) for i in range(5)]
+    async with opened(path=path) as store:
+        assert await read_batches(store, 7) == BatchPage(0, ())
+        await append_batches(store, *batches[:3])
+        await append_batches(store, *batches[2:], batches[0])
+        first = await read_batches(store, 0, 3)
+        rest = await read_batches(store, first.last_row, 3)
+        assert [*first.records, *rest.records] == batches
+        assert num_counted(store, "batches") == 5
+        assert (await read(store)).last_row == 0, "each kind has rows of its own"
+
+
+async def test_pages_of_examples_and_batches_have_their_limits(path: str) -> None:
+    async with opened(path=path) as store:
+        await append_forecasts(store, *(forecast_record(f"{i}") for i in range(MAX_EXAMPLES + 1)))
+        await append(store, *(finished(f"{i}") for i in range(MAX_EXAMPLES + 1)))
+        assert len((await read_examples(store, 0, 10**9)).examples) == MAX_EXAMPLES
+        assert (await read_examples(store, 0, -1)).examples == ()
+        await append_batches(store, *(finished_batch(f"{i}") for i in range(MAX_PAGE + 1)))
+        assert len((await read_batches(store, 0, 10**9)).records) == MAX_PAGE
+
+
+async def test_an_artefact_is_read_by_version_and_listed_without_its_data(path: str) -> None:
+    first, second = artefact(1), dataclasses.replace(artefact(7, bytes(5_000_000)), score=None, note="ü: 'x'\0")
+    async with opened(path=path) as store:
+        assert await list_artefacts(store) == ()
+        await put(store, first, second, artefact(3, kind="knn:all"))
+        assert (await read_artefact(store, 1), await read_artefact(store, 7)) == (first, second)
+        assert (
+            await read_artefact(store, 2) is await read_artefact(store) is await read_artefact(store, 1, "none") is None
+        )
+        assert await read_artefact(store, 3, "knn:all") == artefact(3, kind="knn:all")
+        assert num_counted(store, "artefacts") == 3
+        assert store.last_step_age_s is not None
+        await set_current(store, 7)
+    async with opened(path=path) as store:
+        assert await read_artefact(store) == second
+        assert await read_artefact(store, kind="knn:all") is None
+        assert await list_artefacts(store) == (
+            ArtefactInfo("forest", 1, 1.7e9 + 0.1, 0.1 + 0.2, 500, "of tests", len(first.data), False),
+            ArtefactInfo("forest", 7, 1.7e9 + 0.1, None, 500, "ü: 'x'\0", 5_000_000, True),
+            ArtefactInfo("knn:all", 3, 1.7e9 + 0.1, 0.1 + 0.2, 500, "of tests", len(first.data), False),
+        )
+
+
+async def test_a_version_is_never_changed_and_may_be_repeated(path: str) -> None:
+    async with opened(path=path, max_artefacts=2) as store:
+        await put(store, artefact(2), artefact(3), artefact(3), artefact(2))
+        assert num_counted(store, "artefacts") == 2
+        for refused in (artefact(3, b"other"), dataclasses.replace(artefact(3), score=0.5), artefact(1)):
+            with pytest.raises(MessageError, match=r"Artefact.version: got \d, expected a version above 3"):
+                await put(store, refused)
+        await put(store, artefact(10))
+        assert (await versions(store))[0] == [3, 10]
+        with pytest.raises(MessageError, match="above 10"):  # it is gone and does not come back
+            await put(store, artefact(2))
+        assert await read_artefact(store, 3) == artefact(3)
+        await put(store, artefact(1, kind="another"))
+
+
+async def test_the_newest_artefacts_stay_and_the_current_one(path: str) -> None:
+    async with opened(path=path, max_artefacts=2) as store:
+        await put(store, artefact(1), artefact(1, kind="another"))
+        await set_current(store, 1)
+        await put(store, artefact(2), artefact(3), artefact(4))
+        assert await versions(store) == ([1, 3, 4], 1)
+        await set_current(store, 4)
+        assert await versions(store) == ([3, 4], 4)
+        await set_current(store, 3)
+        assert await versions(store) == ([3, 4], 3), "an earlier one may be used again"
+        for unknown in (1, 5):
+            with pytest.raises(MessageError, match=rf"ArtefactName.version: got {unknown}, expected .*kept"):
+                await set_current(store, unknown)
+        with pytest.raises(MessageError, match=r"ArtefactName.version: got None"):
+            await set_current(store, None)
+        assert await versions(store) == ([3, 4], 3)
+        assert await versions(store, "another") == ([1], None)
+    async with opened(path=path, max_artefacts=1) as store:
+        await put(store, artefact(2**53))
+        assert await versions(store) == ([3, 2**53], 3)
+        await set_current(store, 2**53)
+        assert await versions(store) == ([2**53], 2**53)
+
+
+BAD_FORECASTS = {
+    "quantiles": [(), (1.0,) * 5, (1.0, 2.0, 3.0, 2.9, 5.0, 6.0)],
+    "features": [bytes(MAX_FEATURE_BYTES + 1)],
+    "version": [2**63],
+    "mean": [float("nan"), float("inf")],
+    "request_id": [7],
+}
+BAD_BATCHES = {
+    "num_requests": [0, 2**63],
+    "batch_len": [-1],
+    "generation_len": [-1, 2**64 - 1],
+    "predicted_len": [-1],
+    "estimated_time_s": [-0.1],
+    "serving_time_s": [-0.1, "long"],
+    "finished_at": [float("inf")],
+}
+BAD_ARTEFACTS = {
+    "kind": [""],
+    "version": [0, -1, 2**53 + 1],
+    "num_examples": [-1, 2**63],
+    "data": [bytes(1001), "text"],
+    "score": [float("nan")],
+}
+
+
+def unchecked(record: object, field: str, value: object) -> object:
+    """A record as another sender might make it."""
+    changed = object.__new__(type(record))
+    for each in dataclasses.fields(record):  # type: ignore[arg-type]
+        object.__setattr__(changed, each.name, value if each.name == field else getattr(record, each.name))
+    return changed
+
+
+async def test_what_is_wrong_is_refused_by_the_name_of_its_field_and_nothing_is_written(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("core.messages.MAX_ARTEFACT_BYTES", 1000)
+    async with opened(path=path) as store:
+        for message, make, method, fields in (
+            (ForecastRecords, forecast_record, store.append_forecasts, BAD_FORECASTS),
+            (FinishedBatches, finished_batch, store.append_batches, BAD_BATCHES),
+        ):
+            for field, value in ((field, value) for field, values in fields.items() for value in values):
+                bad = unchecked(make("b"), field, value)  # type: ignore[operator]
+                with pytest.raises(MessageError) as caught:
+                    await method(encode(message((make("a"), bad))))  # type: ignore[operator, arg-type]
+                assert caught.value.field.startswith(f"{message.__name__}.records[1].{field}")
+        for field, value in ((field, value) for field, values in BAD_ARTEFACTS.items() for value in values):
+            with pytest.raises(MessageError) as caught:
+                await store.put_artefact(encode(unchecked(artefact(1), field, value)))
+            assert caught.value.field == f"Artefact.{field}"
+        for version in (0, 2**53 + 1):
+            for method in (store.read_artefact, store.set_current):
+                with pytest.raises(MessageError) as caught:
+                    await method(encode(unchecked(ArtefactName("forest", 1), "version", version)))
+                assert caught.value.field == "ArtefactName.version"
+        await append(store, finished("a"), finished("b"))
+        assert await example_ids(store) == []
+        assert (await read_batches(store)).records == ()
+        assert await list_artefacts(store) == ()
+
+
+async def test_after_closing_everything_is_refused(path: str) -> None:
+    async with opened(path=path) as store:
+        await store.stop()
+        for late in (
+            append_forecasts(store, forecast_record("a")),
+            append_batches(store, finished_batch("a")),
+            put(store, artefact(1)),
+            set_current(store, 1),
+            read_artefact(store),
+            list_artefacts(store),
+            read_examples(store),
+            read_batches(store),
+        ):
+            with pytest.raises(FarsightError, match="log-store is closed"):
+                await late

@@ -55,6 +55,27 @@ st.register_type_strategy(Request, REQUEST)
 st.register_type_strategy(int, st.integers(-(2**63), 2**63 - 1))
 st.register_type_strategy(float, st.floats(allow_nan=False, allow_infinity=False))
 
+ROW = st.integers(0, 2**63 - 1)
+VERSION = st.integers(1, 2**53)
+SECONDS = st.floats(0, 1e9)
+TIME = st.floats(allow_nan=False, allow_infinity=False)
+SCORE = st.none() | TIME
+QUANTILES = st.lists(TIME, min_size=6, max_size=6).map(lambda numbers: tuple(sorted(numbers)))
+
+st.register_type_strategy(
+    messages.ForecastRecord,
+    st.builds(messages.ForecastRecord, TEXT, TIME, TEXT, ROW, TIME, QUANTILES, SCORE, TEXT, st.binary(max_size=9)),
+)
+st.register_type_strategy(
+    messages.FinishedBatch,
+    st.builds(messages.FinishedBatch, TEXT, TEXT, VERSION, ROW, ROW, ROW, SECONDS, SECONDS, TIME),
+)
+NAME = st.text(min_size=1, max_size=8)
+st.register_type_strategy(
+    messages.Artefact, st.builds(messages.Artefact, NAME, VERSION, TIME, SCORE, ROW, TEXT, st.binary(max_size=9))
+)
+st.register_type_strategy(messages.ArtefactName, st.builds(messages.ArtefactName, TEXT, st.none() | VERSION))
+
 
 MESSAGES = list(
     dict.fromkeys(

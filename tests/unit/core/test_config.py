@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from core.config import FarsightConfig, load_config
+from core.config import FarsightConfig, LogConfig, load_config
 from core.errors import CapacityError, ConfigError
 
 
@@ -53,6 +53,8 @@ WRONG = [
     ("[actors]\nplacment = 1", "actors.placment", "did you mean 'placement'?"),
     ("[log]\nmax_rows = 0", "log.max_rows", ">= 1"),
     ("[log]\npath = 3", "log.path", "type str"),
+    ("[log]\nmax_artefacts = 0", "log.max_artefacts", ">= 1"),
+    ('[log]\npath = "http://127.0.0.1"', "log.path", "redis://"),
     ("[log]\nmax_row = 3", "log.max_row", "did you mean 'max_rows'?"),
     ("[server\n", "--config", "valid TOML"),
 ]
@@ -71,6 +73,13 @@ def test_actors_and_log_are_read(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, text), {})
     assert (config.actors.placement, config.actors.scheduler_delay_s) == ("split", 1.0)
     assert (config.log.path, config.log.max_rows) == ("log.sqlite", 5)
+
+
+@pytest.mark.parametrize(
+    ("path", "on_redis"), [("", False), ("redis", False), ("redis://h", True), ("rediss://h", True)]
+)
+def test_a_log_on_redis_is_told_from_a_file(path: str, on_redis: bool) -> None:
+    assert LogConfig(path).on_redis == on_redis
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,90 @@
+"""The tables of a log in SQLite, and how a file of an earlier version gets them."""
+
+from __future__ import annotations
+
+APPLICATION_ID = 0x46415253
+"""``PRAGMA application_id`` of the file: "FARS"."""
+
+# AUTOINCREMENT: a row number is never given twice, also after the newest rows have been deleted.
+VERSION_1 = (
+    """
+CREATE TABLE finished_requests (
+    row INTEGER PRIMARY KEY AUTOINCREMENT,
+    request_id TEXT NOT NULL UNIQUE,
+    replica TEXT NOT NULL,
+    attempts INTEGER NOT NULL,
+    prompt_len INTEGER NOT NULL,
+    output_len INTEGER NOT NULL,
+    max_new_tokens INTEGER NOT NULL,
+    finish_reason TEXT NOT NULL,
+    received_at REAL NOT NULL,
+    ttft_s REAL,
+    jct_s REAL NOT NULL
+)""",
+    f"PRAGMA application_id = {APPLICATION_ID}",
+)
+
+# A row of ``examples`` stands for a request of which both the end and the forecast are known. It gets its number when
+# the second of them is written, so that a reader that goes on from its last row also finds what became known late.
+VERSION_2 = (
+    """
+CREATE TABLE forecasts (
+    row INTEGER PRIMARY KEY AUTOINCREMENT,
+    request_id TEXT NOT NULL UNIQUE,
+    made_at REAL NOT NULL,
+    source TEXT NOT NULL,
+    version INTEGER NOT NULL,
+    mean REAL NOT NULL,
+    quantiles TEXT NOT NULL,
+    rank REAL,
+    feature_set TEXT NOT NULL,
+    features BLOB NOT NULL
+)""",
+    """
+CREATE TABLE finished_batches (
+    row INTEGER PRIMARY KEY AUTOINCREMENT,
+    batch_id TEXT NOT NULL UNIQUE,
+    worker TEXT NOT NULL,
+    num_requests INTEGER NOT NULL,
+    batch_len INTEGER NOT NULL,
+    generation_len INTEGER NOT NULL,
+    predicted_len INTEGER NOT NULL,
+    estimated_time_s REAL NOT NULL,
+    serving_time_s REAL NOT NULL,
+    finished_at REAL NOT NULL
+)""",
+    "CREATE TABLE examples (row INTEGER PRIMARY KEY AUTOINCREMENT, request_id TEXT NOT NULL UNIQUE)",
+    """
+CREATE TRIGGER forecast_of_finished AFTER INSERT ON forecasts
+WHEN EXISTS (SELECT 1 FROM finished_requests WHERE request_id = NEW.request_id)
+BEGIN INSERT INTO examples (request_id) VALUES (NEW.request_id); END""",
+    """
+CREATE TRIGGER finished_with_forecast AFTER INSERT ON finished_requests
+WHEN EXISTS (SELECT 1 FROM forecasts WHERE request_id = NEW.request_id)
+BEGIN INSERT INTO examples (request_id) VALUES (NEW.request_id); END""",
+    """
+CREATE TRIGGER forecast_dropped AFTER DELETE ON forecasts
+BEGIN DELETE FROM examples WHERE request_id = OLD.request_id; END""",
+    """
+CREATE TRIGGER finished_dropped AFTER DELETE ON finished_requests
+BEGIN DELETE FROM examples WHERE request_id = OLD.request_id; END""",
+    """
+CREATE TABLE artefact_kinds (kind TEXT PRIMARY KEY, last_version INTEGER NOT NULL, current_version INTEGER)""",
+    """
+CREATE TABLE artefacts (
+    kind TEXT NOT NULL,
+    version INTEGER NOT NULL,
+    created_at REAL NOT NULL,
+    score REAL,
+    num_examples INTEGER NOT NULL,
+    note TEXT NOT NULL,
+    data BLOB NOT NULL,
+    PRIMARY KEY (kind, version)
+)""",
+)
+
+STEPS = (VERSION_1, VERSION_2)
+"""What takes a file from each version to the next; an empty file is of version 0."""
+
+SQL_SCHEMA_VERSION = len(STEPS)
+"""``PRAGMA user_version`` of the file."""
