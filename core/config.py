@@ -188,6 +188,29 @@ class ActorsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class PredictorConfig:
+    """Who foresees output lengths.
+
+    Attributes:
+        artefact: What ``farsight train`` wrote; empty: the lengths of the last outputs, whatever is asked.
+        device: Where an encoder runs, as torch names it.
+        cpu_share: Of one core that forecasts may take; beyond it they look at less.
+        wait_s: A request waits so long for its forecast before it goes its way; one that comes later follows it.
+        learn: Train anew while serving, on what was foreseen badly.
+    """
+
+    artefact: str = ""
+    device: str = "cpu"
+    cpu_share: float = 0.1
+    wait_s: float = 0.0
+    learn: bool = True
+
+    def __post_init__(self) -> None:
+        _require(self.cpu_share > 0, "predictor.cpu_share", self.cpu_share, "a number > 0")
+        _require(self.wait_s >= 0, "predictor.wait_s", self.wait_s, "a number >= 0")
+
+
+@dataclass(frozen=True, slots=True)
 class LogConfig:
     """The log of finished requests, forecasts and batches, and of what was learnt from them.
 
@@ -224,6 +247,7 @@ class FarsightConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     actors: ActorsConfig = field(default_factory=ActorsConfig)
+    predictor: PredictorConfig = field(default_factory=PredictorConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
 

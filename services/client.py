@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import itertools
 import logging
@@ -10,7 +11,6 @@ import os
 import socket
 import time
 import uuid
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,10 +25,12 @@ from actors.peer import LOOK_AGAIN_S, PeerLost
 from actors.site import Site
 from core.codec import decode, encode
 from core.errors import CapacityError, InvalidValueError
+from core.forecast import Forecast, ForecastQuestion
 from core.messages import (
     AnnounceReply,
     FinishedRequest,
-    FinishedRequests,
+    ForecastMade,
+    ForecastsMade,
     Keys,
     PieceCounts,
     PieceStatus,
@@ -43,10 +45,13 @@ from core.messages import (
 )
 from core.request import Request, SamplingParams
 from services.api.backend import ModelInfo
+from services.api.prompt_text import PromptText
+from services.forecaster import Forecaster
 from services.inbox import TokenInbox
 from services.ledger import RequestLedger
 from services.mailbox import Mailbox
 from services.overview import Overview
+from services.request_log import RequestLog
 
 ANNOUNCE_S = 0.5
 """How often the Router hears what is open here, and says what is lost."""
@@ -61,12 +66,6 @@ SLOW_DELTAS = 256
 
 READING_DELTAS = 64
 """... until no more than these are left."""
-
-LOG_S = 0.2
-"""How often finished requests go to the log ..."""
-
-MAX_UNLOGGED = 20_000
-"""... and how many may wait for it; beyond them the oldest are lost."""
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +84,7 @@ class _Stream:
     attempts: int = 1
     replica: str = ""
     reason: str = "abort"
+    foreseen: asyncio.Event = field(default_factory=asyncio.Event)
 
     def record(self, now: float) -> FinishedRequest:
         return FinishedRequest(
@@ -128,7 +128,12 @@ class EngineClient:
         self._slow: set[str] = set()
         self._open_tokens = 0
         self._outgoing_due = asyncio.Event()
-        self._records: deque[FinishedRequest] = deque(maxlen=MAX_UNLOGGED)
+        self._log = RequestLog(self._peers.peer(LOG_STORE))
+        self._made: list[ForecastMade] = []
+        self._forecaster: Forecaster | None = None
+        if site.config.predictor.artefact:
+            self._forecaster = Forecaster(self._peers, site.config, self._foresee)
+        self._predictor_wait_s = site.config.predictor.wait_s
         self._pumps: dict[str, asyncio.Task[None]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._heard_at: float | None = None
@@ -141,12 +146,16 @@ class EngineClient:
     async def start(self) -> None:
         """Starts the background pumps, on the event loop that serves requests."""
         self._port = await self._health.start()
-        work = [self._pump_outgoing, self._pump_announcements, self._pump_records]
+        work = [self._pump_outgoing, self._pump_announcements, self._log.run]
         if self._keep is not None:
             work.append(self._keep)
+        if self._forecaster is not None:
+            work.append(self._forecaster.run)
         self._tasks = [asyncio.create_task(_again_and_again(each)) for each in work]
 
-    async def stream(self, prompt_ids: tuple[int, ...], sampling: SamplingParams) -> AsyncGenerator[TokenDelta, None]:
+    async def stream(
+        self, prompt_ids: tuple[int, ...], sampling: SamplingParams, text: PromptText | None = None
+    ) -> AsyncGenerator[TokenDelta, None]:
         """Deltas of one request, the last with a finish reason; closing early aborts it.
 
         Raises:
@@ -155,6 +164,10 @@ class EngineClient:
         """
         stream = self._open(prompt_ids, sampling)
         try:
+            if text is not None and self._forecaster is not None:
+                await self._ask(stream, text, self._forecaster)
+            self._ledger.open(stream.request)
+            self._outgoing_due.set()
             reason = None
             while reason is None:
                 delta = await stream.deltas.take()
@@ -170,9 +183,37 @@ class EngineClient:
         stream = _Stream(Request(request_id, 0, self._ingress_id, prompt_ids, sampling))
         self._streams[request_id] = stream
         self._open_tokens += len(prompt_ids)
-        self._ledger.open(stream.request)
-        self._outgoing_due.set()
         return stream
+
+    async def _ask(self, stream: _Stream, text: PromptText, forecaster: Forecaster) -> None:
+        """Asks how long it will be, and waits for the answer as long as the settings allow."""
+        request = stream.request
+        question = ForecastQuestion(
+            request.request_id,
+            text.instruction,
+            text.user_input,
+            text.user_input_len(request.prompt_len),
+            request.prompt_len,
+            request.sampling.max_new_tokens,
+        )
+        wait_s = self._predictor_wait_s
+        if forecaster.ask(question) and wait_s > 0:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(stream.foreseen.wait(), wait_s)
+
+    def _foresee(self, answers: list[tuple[str, Forecast]]) -> None:
+        """Forecasts have come: those of requests that are on their way follow them."""
+        for request_id, forecast in answers:
+            stream = self._streams.get(request_id)
+            if stream is None:
+                continue  # it has ended already
+            stream.request = dataclasses.replace(stream.request, forecast=forecast)
+            stream.foreseen.set()
+            attempt = self._ledger.foresee(request_id, forecast)
+            if attempt is not None:
+                self._made.append(ForecastMade(request_id, attempt, forecast))
+        if self._made:
+            self._outgoing_due.set()
 
     def _admit(self, num_tokens: int) -> None:
         limits = self._limits
@@ -195,7 +236,7 @@ class EngineClient:
         if self._ledger.has_outgoing:
             self._outgoing_due.set()
         record = stream.record(now)
-        self._records.append(record)
+        self._log.add(record)
         self._metrics.finished(
             record.finish_reason, record.jct_s, record.prompt_len, record.output_len, record.max_new_tokens
         )
@@ -206,12 +247,16 @@ class EngineClient:
             await self._outgoing_due.wait()
             self._outgoing_due.clear()
             requests, aborts = self._ledger.take_outgoing()
+            made, self._made = tuple(self._made), []
             try:
                 if requests:
                     await self._submit(requests)
             except PeerLost:
                 self._ledger.submit_failed(requests)
                 await asyncio.sleep(LOOK_AGAIN_S)
+            if made:
+                with suppress(PeerLost):  # the requests go on without
+                    await self._router.call("foresee", encode(ForecastsMade(made)))
             if aborts:
                 with suppress(PeerLost):  # if it still sends tokens, it is aborted again
                     await self._router.call("abort", encode(Keys(aborts)))
@@ -314,21 +359,6 @@ class EngineClient:
     def _note_read(self, stream: _Stream) -> None:
         if len(stream.deltas) <= READING_DELTAS:
             self._slow.discard(stream.request.request_id)
-
-    async def _pump_records(self) -> None:
-        log = self._peers.peer(LOG_STORE)
-        while True:
-            await asyncio.sleep(LOG_S)
-            records = tuple(self._records)
-            if not records:
-                continue
-            try:
-                await log.call("append", encode(FinishedRequests(records)))
-            except PeerLost:
-                continue
-            for record in records:
-                if self._records and self._records[0] is record:  # else it fell out at the end of the queue
-                    self._records.popleft()
 
     def _row(self) -> PieceStatus:
         return PieceStatus(

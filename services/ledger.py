@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from core.forecast import Forecast
 from core.messages import (
     Announce,
     AnnounceReply,
@@ -76,6 +77,14 @@ class RequestLedger:
         """A client wants this; it goes out with the next ``take_outgoing``."""
         self._open[request.request_id] = _Open(request)
         self._outgoing[request.request_id] = None
+
+    def foresee(self, request_id: str, forecast: Forecast) -> int | None:
+        """Its next attempts carry the forecast; returns the attempt that is on its way without, if one is."""
+        stream = self._open.get(request_id)
+        if stream is None:
+            return None
+        stream.request = dataclasses.replace(stream.request, forecast=forecast)
+        return stream.request.attempt if stream.sent else None
 
     def close(self, request_id: str, now: float) -> None:
         """The client has left, or was answered by other means; a request that has ended is closed already."""

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from core.messages import PieceCounts, StatusReply, TokenDelta
 from core.request import SamplingParams
+from services.api.prompt_text import PromptText
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +38,10 @@ class GenerationBackend(Protocol):
     @property
     def model(self) -> ModelInfo: ...
 
-    def stream(self, prompt_ids: tuple[int, ...], sampling: SamplingParams) -> AsyncGenerator[TokenDelta, None]:
-        """The deltas of one request; the last has ``finish_reason`` set.
+    def stream(
+        self, prompt_ids: tuple[int, ...], sampling: SamplingParams, text: PromptText | None = None
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """The deltas of one request; the last has ``finish_reason`` set. ``text`` is for forecasts.
 
         Closing the generator early, or cancelling the task that iterates over it, aborts the request;
         after the last delta it is closed as well, which aborts nothing.

@@ -13,6 +13,7 @@ from core.errors import InvalidValueError
 from core.request import SamplingParams
 from services.api.backend import ModelInfo
 from services.api.errors import ApiError
+from services.api.prompt_text import PromptText, of_chat, of_completion
 from services.api.prompts import PromptEncoder
 from services.api.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
 
@@ -25,10 +26,15 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One call of the backend; a request with several prompts or choices makes several."""
+    """One call of the backend; a request with several prompts or choices makes several.
+
+    Attributes:
+        text: None of a prompt that came as token ids.
+    """
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
+    text: PromptText | None = None
 
     @property
     def prompt_len(self) -> int:
@@ -90,7 +96,8 @@ async def completion_jobs(body: CompletionRequest, model: ModelInfo, encoder: Pr
             prompt_ids = tuple(prompt)
             _check_ids(field, prompt_ids, model)
         room = _check_prompt_len(field, len(prompt_ids), model)
-        job = _job(body, prompt_ids, limit, min(DEFAULT_MAX_TOKENS, room), model)
+        text = of_completion(prompt, body.instruction) if isinstance(prompt, str) else None
+        job = _job(body, prompt_ids, text, limit, min(DEFAULT_MAX_TOKENS, room), model)
         jobs += _tries(job, body.num_tries, logprobs, bool(body.echo and body.logprobs is not None))
         if body.echo:
             echoes.append(prompt if isinstance(prompt, str) else encoder.decode(prompt_ids))
@@ -121,7 +128,7 @@ async def chat_jobs(body: ChatCompletionRequest, model: ModelInfo, encoder: Prom
     elif body.max_tokens is not None:
         limit = _Limit("max_tokens", body.max_tokens)
     logprobs = body.num_top_logprobs
-    jobs = _tries(_job(body, prompt_ids, limit, room, model), body.n or 1, logprobs, False)
+    jobs = _tries(_job(body, prompt_ids, of_chat(messages), limit, room, model), body.n or 1, logprobs, False)
     return Generation(jobs, n=len(jobs), shows_logprobs=logprobs is not None)
 
 
@@ -131,7 +138,7 @@ def _tries(job: Job, count: int, logprobs: int | None, prompt_logprobs: bool) ->
         return [job]
     first = dataclasses.replace(job.sampling, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
     each = [dataclasses.replace(first, seed=(first.seed + i) % 2**64) for i in range(count)]
-    return [Job(job.prompt_ids, sampling) for sampling in each]
+    return [dataclasses.replace(job, sampling=sampling) for sampling in each]
 
 
 def check_model(name: str, model: ModelInfo) -> None:
@@ -176,13 +183,18 @@ def _too_long(field: str, found: str, limit: int, why: str, model: ModelInfo) ->
 
 
 def _job(
-    body: SamplingFields, prompt_ids: tuple[int, ...], limit: _Limit | None, default: int, model: ModelInfo
+    body: SamplingFields,
+    prompt_ids: tuple[int, ...],
+    text: PromptText | None,
+    limit: _Limit | None,
+    default: int,
+    model: ModelInfo,
 ) -> Job:
     room = model.max_model_len - len(prompt_ids)
     if limit is not None and limit.max_new_tokens > room:
         why = f"a prompt of {len(prompt_ids)} tokens and the output must fit"
         raise _too_long(limit.field, str(limit.max_new_tokens), room, why, model)
-    return Job(prompt_ids, _sampling(body, default if limit is None else limit.max_new_tokens, model))
+    return Job(prompt_ids, _sampling(body, default if limit is None else limit.max_new_tokens, model), text)
 
 
 def _sampling(body: SamplingFields, max_new_tokens: int, model: ModelInfo) -> SamplingParams:

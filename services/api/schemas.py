@@ -213,6 +213,9 @@ class CompletionRequest(SamplingFields):
     best_of: int | None = Field(None, ge=1, le=MAX_N, description="Outputs run a prompt; the n likeliest are shown.")
     echo: bool | None = Field(None, description="Put the prompt before the output.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    instruction: str | None = Field(
+        None, description="Extension; what your prompts have in common, for forecasts of output lengths. Not sent on."
+    )
 
     @model_validator(mode="after")
     def _check_max_tokens(self) -> CompletionRequest:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.forecast import QUANTILES, Forecast
 from core.messages import AnnounceReply, DeltaLogprobs, Key, OpenRequest, Placed, Refusal, SubmitReply, TokenDelta
 from core.request import Request, SamplingParams
 from services.ledger import ABORT_AGAIN_S, MAX_ATTEMPTS, RequestLedger
@@ -599,3 +600,20 @@ def test_over_any_network_a_client_sees_an_exact_sequence_and_one_end(seed: int)
     assert len(network.ledger) == 0
     assert network.ledger.announce().open == ()
     assert network.runs == {}, "a worker runs on for nobody"
+
+
+def test_a_forecast_goes_out_with_its_request_or_after_it() -> None:
+    forecast = Forecast(5.0, (5.0,) * len(QUANTILES), 1, "test", 1)
+    ledger = RequestLedger("i")
+    ledger.open(request("early"))
+    assert ledger.foresee("early", forecast) is None
+    assert ledger.foresee("unknown", forecast) is None
+    (sent,), _ = ledger.take_outgoing()
+    assert sent.forecast == forecast
+
+    ledger = running("late")
+    assert ledger.foresee("late", forecast) == 0
+    ledger.worker_lost("a")
+    assert ledger.foresee("late", forecast) is None
+    (again,), _ = ledger.take_outgoing()
+    assert (again.attempt, again.forecast) == (1, forecast)

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from core.messages import PieceCounts, PieceStatus, StatusReply, TokenDelta
 from core.request import SamplingParams
 from services.api.backend import ModelInfo
+from services.api.prompt_text import PromptText
 
 MODEL = "tiny"
 MAX_MODEL_LEN = 64
@@ -45,6 +46,7 @@ class ScriptedBackend:
     def __init__(self, script: Callable[[tuple[int, ...]], Sequence[Step]] | Sequence[Step] = HELLO) -> None:
         self.model = ModelInfo(MODEL, 1_700_000_000, MAX_MODEL_LEN, False, VOCAB_SIZE)
         self.calls: list[tuple[tuple[int, ...], SamplingParams]] = []
+        self.texts: list[PromptText | None] = []
         self.is_healthy = True
         self.scaled: list[tuple[str, int]] = []
         self.scale_error: Exception | None = None
@@ -54,8 +56,11 @@ class ScriptedBackend:
         self.num_completed = 0
         self._script = script
 
-    async def stream(self, prompt_ids: tuple[int, ...], sampling: SamplingParams) -> AsyncGenerator[TokenDelta, None]:
+    async def stream(
+        self, prompt_ids: tuple[int, ...], sampling: SamplingParams, text: PromptText | None = None
+    ) -> AsyncGenerator[TokenDelta, None]:
         self.calls.append((prompt_ids, sampling))
+        self.texts.append(text)
         self.num_opened += 1
         try:
             for step in self._script(prompt_ids) if callable(self._script) else self._script:

@@ -15,6 +15,7 @@ from core.config import EngineConfig
 from core.messages import TokenDelta
 from core.request import SamplingParams
 from engine.engine import Engine
+from services.api.prompt_text import PromptText
 
 
 def write_checkpoint(folder: Path) -> Path:
@@ -53,7 +54,9 @@ class EngineBackend(ScriptedBackend):
         self._queues: dict[str, asyncio.Queue[TokenDelta]] = {}
         self._stepping: asyncio.Task[None] | None = None
 
-    async def stream(self, prompt_ids: tuple[int, ...], sampling: SamplingParams) -> AsyncGenerator[TokenDelta, None]:
+    async def stream(
+        self, prompt_ids: tuple[int, ...], sampling: SamplingParams, text: PromptText | None = None
+    ) -> AsyncGenerator[TokenDelta, None]:
         self.calls.append((prompt_ids, sampling))
         request_id = self.engine.submit(prompt_ids, sampling)
         queue = self._queues[request_id] = asyncio.Queue()
