@@ -14,8 +14,10 @@ from policies.replica_scheduler import SchedulerLimits
 from policies.skip_join_mlfq import MlfqRules
 from simulator.fleet import Fleet, FleetShape
 from simulator.latency import LinearLatency
+from simulator.records import Recorder
 from simulator.replica import ReplicaShape
-from simulator.reproduce.fast_serve import a100s, fig6_jct_s
+from simulator.reproduce import fast_serve
+from simulator.reproduce.fast_serve import Times, a100s, fig6_jct_s, least_attained_gain
 from simulator.reproduce.fast_serve_systems import Load, serve
 from simulator.reproduce.register import REPRODUCTIONS
 from simulator.workload import Arrival
@@ -34,10 +36,32 @@ def test_figure_6_rows_are_all_ok() -> None:
 
 
 def test_preemption_helps_where_orca_has_to_queue() -> None:
-    bed, load = a100s("gpt-3-175b", 16, 2), Load(2.0, 4.0, 0.9, 2048, 2048, 150)
+    bed, load = a100s("gpt-3-175b", 16, 2, batch_size=16), Load(2.0, 4.0, 0.9, 2048, 2048, 150)
     ours, orca = serve(bed, load, "fastserve"), serve(bed, load, "fcfs", admission="conservative")
     assert len(ours.done) == len(orca.done) == 150
     assert sum(r.jct_s for r in ours.done) < 0.8 * sum(r.jct_s for r in orca.done)
+
+
+@pytest.mark.parametrize(("ours_s", "verdict"), [(1.0, "ok"), (1.001, "off")])
+def test_fast_serve_may_not_be_behind_orca_at_all(monkeypatch: pytest.MonkeyPatch, ours_s: float, verdict: str) -> None:
+    means_s = {"fastserve": ours_s, "fcfs": 1.0, None: 2.0}
+
+    def times(run: partial[Recorder], load: Load) -> Times:
+        mean_s = means_s[run.keywords.get("preset")]
+        return Times(mean_s, mean_s)
+
+    monkeypatch.setattr(fast_serve, "_times", times)
+    rows = list(REPRODUCTIONS["fastserve_zipf"].rows())
+    assert [row.verdict for row in rows if row.metric == "mean JCT of Orca / FastServe"] == [verdict] * 4
+
+
+def test_least_attained_service_loses_to_fcfs_where_lengths_are_alike() -> None:
+    def gain(theta: float, longest: int) -> float:
+        return least_attained_gain(Load(1.0, 1.0, theta, 1, longest, 1))
+
+    assert gain(1.3, 1) == 0.5, "all end at the end"
+    assert gain(0.0, 2) == pytest.approx(1.5 / (2 * 1.25)), "X and Y are 1 or 2: the lesser is 1 three times of four"
+    assert gain(0.4, 1024) < 1 < gain(0.9, 1024) < gain(1.3, 1024)
 
 
 def test_skip_join_mlfq_stands_a_burst_of_long_prompts() -> None:
