@@ -15,24 +15,7 @@ from numpy.typing import NDArray
 
 from core.errors import InvalidValueError
 from predictor.features import Floats
-
-
-@dataclass(frozen=True, slots=True)
-class Distribution:
-    """Of the output lengths of some requests, in tokens.
-
-    Attributes:
-        mean: (rows,).
-        quantiles: (rows, levels), not falling along a row.
-        rank: (rows,), orders the requests, shortest first: the mean of the leaves' mean places among all training outputs,
-            within [0, 1].
-        num_samples: (rows,), outputs that were pooled.
-    """
-
-    mean: NDArray[np.float64]
-    quantiles: NDArray[np.float64]
-    rank: NDArray[np.float64]
-    num_samples: NDArray[np.int64]
+from predictor.quantiles import Distribution, linear_quantiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,24 +80,12 @@ class Forest:
         # Sample i of the pool of all rows stands at its leaf's beginning + i - what came before that leaf.
         offsets = np.repeat(begin.ravel() - ends + counts.ravel(), counts.ravel())
         pool = self.samples[offsets + np.arange(ends[-1] if ends.size else 0)]
-        for row in np.split(pool, np.cumsum(num_samples)[:-1]):
+        row_ends = np.cumsum(num_samples)
+        for row in np.split(pool, row_ends[:-1]):
             row.sort()  # a view: sorted in place
         return Distribution(
             mean=self.leaf_mean[leaves].mean(axis=1),
-            quantiles=_linear_quantiles(pool, num_samples, levels),
+            quantiles=linear_quantiles(pool, row_ends - num_samples, num_samples, levels),
             rank=self.leaf_rank[leaves].mean(axis=1, dtype=np.float64),
             num_samples=num_samples,
         )
-
-
-def _linear_quantiles(
-    pool: NDArray[np.int32], num_samples: NDArray[np.int64], levels: Sequence[float]
-) -> NDArray[np.float64]:
-    """(rows, levels), linear between neighbours, of runs of ``pool`` that are sorted and not empty."""
-    begin = (np.cumsum(num_samples) - num_samples)[:, None]
-    last = (num_samples - 1)[:, None]
-    place = last * np.asarray(levels)[None, :]
-    low = place.astype(np.int64)
-    below = pool[begin + low].astype(np.float64)
-    above = pool[begin + np.minimum(low + 1, last)]
-    return below + (place - low) * (above - below)

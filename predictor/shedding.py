@@ -29,7 +29,7 @@ class EffortBudget:
     Args:
         share: Seconds of work for a second, above 0; 0.25 is a quarter of a processor.
         burst_s: Seconds that can be saved up, above 0.
-        full_s: Cost of a full forecast until one has been measured, in seconds.
+        full_s: Cost of a full forecast in seconds, before measurements move it.
         length_s: The same of one from the input's length.
 
     Raises:
@@ -53,7 +53,7 @@ class EffortBudget:
     def choose(self, now: float, num_questions: int = 1) -> Effort:
         """The most that the savings pay for.
 
-        A batch that costs more than can ever be saved up goes ahead when the savings are full.
+        A batch that costs more than half of what can be saved up goes ahead with half of it, and leaves a debt.
 
         Args:
             now: In seconds, not before that of the call before.
@@ -63,7 +63,7 @@ class EffortBudget:
             self._saved_s = min(self._saved_s + self._share * max(now - self._at, 0.0), self._burst_s)
         self._at = now
         for effort in (Effort.FULL, Effort.LENGTH):
-            if self._saved_s >= min(self._cost_s[effort] * num_questions, self._burst_s):
+            if self._saved_s >= min(self._cost_s[effort] * num_questions, self._burst_s / 2):
                 return effort
         return Effort.HISTORY
 
