@@ -6,12 +6,14 @@ each summed in groups.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from core.errors import InvalidValueError
+from core.forecast import ForecastQuestion
 
 Floats = NDArray[np.float32]
 
@@ -66,23 +68,28 @@ class FeatureShape:
     def num_features(self) -> int:
         return 1 + self.d_user + self.d_app
 
-    def matrix(self, input_lens: NDArray[np.integer], user: Floats | None, app: Floats | None) -> Floats:
+    def matrix(self, lens: NDArray[np.integer], user: Floats | None, app: Floats | None) -> Floats:
         """(rows, num_features): what the forest takes.
 
         Args:
-            input_lens: (rows,), of the user inputs, in tokens.
+            lens: (rows,), of the user inputs, in tokens.
             user: (rows, dim), embeddings of the user inputs; None if ``d_user`` is 0.
             app: (rows, dim), of the instructions; None if ``d_app`` is 0.
 
         Raises:
             InvalidValueError: embeddings of another encoder, or none where they are needed.
         """
-        parts = [np.asarray(input_lens, np.float32)[:, None]]
+        parts = [np.asarray(lens, np.float32)[:, None]]
         for name, embeddings, num_groups in (("user", user, self.d_user), ("app", app, self.d_app)):
             if num_groups == 0:
                 continue
             shape = None if embeddings is None else embeddings.shape
-            if embeddings is None or shape != (len(input_lens), self.dim):
-                raise InvalidValueError(name, shape, f"embeddings of shape {(len(input_lens), self.dim)}")
+            if embeddings is None or shape != (len(lens), self.dim):
+                raise InvalidValueError(name, shape, f"embeddings of shape {(len(lens), self.dim)}")
             parts.append(compress(embeddings, num_groups))
         return np.concatenate(parts, axis=1)
+
+
+def input_lens(questions: Sequence[ForecastQuestion]) -> NDArray[np.int64]:
+    """(rows,), of the user inputs, in tokens."""
+    return np.array([each.user_input_len for each in questions], np.int64)

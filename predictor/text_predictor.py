@@ -11,11 +11,13 @@ from core.forecast import QUANTILES, Forecast, ForecastQuestion
 from predictor.artefact import Artefact, ArtefactError
 from predictor.embedding_cache import EmbeddingCache
 from predictor.encoders import Encoder
-from predictor.features import FeatureShape, Floats
+from predictor.features import FeatureShape
 from predictor.history import HistoryPredictor
 from predictor.models import FULL, LENGTH, unpack
 from predictor.quantiles import Distribution
+from predictor.readers import EmbeddingReader, Reader, WordReader
 from predictor.shedding import Effort
+from predictor.words import WordScorer
 
 
 class TextPredictor:
@@ -26,7 +28,7 @@ class TextPredictor:
 
     Args:
         artefact: From ``training.train``.
-        encoder: The one that it was trained with.
+        encoder: The one that it was trained with (``encoder_of``); None if it needs none.
         history: For what the artefact is too dear for; not learnt by this object.
         cache_size: Instructions whose embeddings are kept.
 
@@ -36,58 +38,44 @@ class TextPredictor:
     """
 
     def __init__(
-        self, artefact: Artefact, encoder: Encoder, history: HistoryPredictor, cache_size: int = 1024
+        self, artefact: Artefact, encoder: Encoder | None, history: HistoryPredictor, cache_size: int = 1024
     ) -> None:
-        metadata = artefact.metadata
         try:
-            self.version = int(metadata["version"])
-            trained_with, dim = metadata["encoder"], int(metadata["dim"])
-            self._source = str(metadata["model"])
-            self._full_shape = FeatureShape(dim, int(metadata["d_user"]), int(metadata["d_app"]))
+            self.version = int(artefact.metadata["version"])
+            self._source = str(artefact.metadata["model"])
+            self._reader = _reader(artefact, encoder, cache_size)
             self._full = unpack(artefact.arrays, self._source, FULL)
-            self._length = unpack(artefact.arrays, self._source, LENGTH)
+            reads_words = isinstance(self._reader, WordReader)
+            self._length = self._full if reads_words else unpack(artefact.arrays, self._source, LENGTH)
+            self._length_source = self._source if reads_words else f"{self._source}-length"
         except (KeyError, TypeError, ValueError) as error:
             raise ArtefactError(f"the artefact lacks {error}; train it anew") from error
-        if (encoder.name, encoder.dim) != (trained_with, dim):
-            found = f"{encoder.name} ({encoder.dim} dimensions)"
-            raise InvalidValueError("encoder", found, f"{trained_with} ({dim} dimensions), as in training")
-        self._length_shape = FeatureShape(dim, 0, self._full_shape.d_app)
-        self._cache = EmbeddingCache(encoder, cache_size)
         self._history = history
 
     def forecast(self, questions: Sequence[ForecastQuestion], effort: Effort = Effort.FULL) -> list[Forecast]:
-        """One forecast a question, in their order, never beyond its ``max_new_tokens``.
+        """One forecast a question, in their order, none beyond its ``max_new_tokens`` or below one token.
 
-        ``Effort.LENGTH`` reads no text: a question whose instruction is not kept gets the history's answer.
+        ``Effort.LENGTH`` encodes nothing: a question whose instruction is not kept gets the history's answer.
         """
+        if not questions:
+            return []
         if effort is Effort.FULL:
-            return self._full_forecasts(questions)
+            found = self._full.distribution(self._reader.full(questions), QUANTILES)
+            return self._forecasts(questions, found, self._source)
         answers = self._history.forecast(questions)
         if effort is Effort.LENGTH:
-            known = [(n, self._cache.known(each.instruction)) for n, each in enumerate(questions)]
-            kept = [(n, vector) for n, vector in known if vector is not None]
-            asked = [questions[n] for n, _ in kept]
-            for (n, _), answer in zip(kept, self._length_forecasts(asked, [v for _, v in kept]), strict=True):
-                answers[n] = answer
+            read, features = self._reader.length(questions)
+            if read:
+                found = self._length.distribution(features, QUANTILES)
+                asked = [questions[number] for number in read]
+                for number, answer in zip(read, self._forecasts(asked, found, self._length_source), strict=True):
+                    answers[number] = answer
         return answers
-
-    def _full_forecasts(self, questions: Sequence[ForecastQuestion]) -> list[Forecast]:
-        if not questions:
-            return []
-        app, user = self._cache.embed([q.instruction for q in questions], [q.user_input for q in questions])
-        features = self._full_shape.matrix(_input_lens(questions), user, app)
-        return self._forecasts(questions, self._full.distribution(features, QUANTILES), self._source)
-
-    def _length_forecasts(self, questions: Sequence[ForecastQuestion], app: Sequence[Floats]) -> list[Forecast]:
-        if not questions:
-            return []
-        features = self._length_shape.matrix(_input_lens(questions), None, np.stack(app))
-        return self._forecasts(questions, self._length.distribution(features, QUANTILES), f"{self._source}-length")
 
     def _forecasts(self, questions: Sequence[ForecastQuestion], found: Distribution, source: str) -> list[Forecast]:
         limits = np.array([each.max_new_tokens for each in questions], np.float64)
-        means = np.minimum(found.mean, limits).tolist()
-        quantiles = np.minimum(found.quantiles, limits[:, None]).tolist()
+        means = np.clip(found.mean, 1.0, limits).tolist()
+        quantiles = np.clip(found.quantiles, 1.0, limits[:, None]).tolist()
         ranks, counts = found.rank.tolist(), found.num_samples.tolist()
         return [
             Forecast(mean, tuple(row), count, source, self.version, rank)
@@ -95,5 +83,19 @@ class TextPredictor:
         ]
 
 
-def _input_lens(questions: Sequence[ForecastQuestion]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    return np.array([each.user_input_len for each in questions], np.int64)
+def encoder_of(artefact: Artefact) -> str | None:
+    """Name of the encoder that an artefact was trained with; None if it needs none."""
+    name = artefact.metadata.get("encoder")
+    return None if name is None else str(name)
+
+
+def _reader(artefact: Artefact, encoder: Encoder | None, cache_size: int) -> Reader:
+    metadata = artefact.metadata
+    if encoder_of(artefact) is None:
+        return WordReader(WordScorer(artefact.arrays["words"]))
+    trained_with, dim = metadata["encoder"], int(metadata["dim"])
+    if encoder is None or (encoder.name, encoder.dim) != (trained_with, dim):
+        found = None if encoder is None else f"{encoder.name} ({encoder.dim} dimensions)"
+        raise InvalidValueError("encoder", found, f"{trained_with} ({dim} dimensions), as in training")
+    shape = FeatureShape(dim, int(metadata["d_user"]), int(metadata["d_app"]))
+    return EmbeddingReader(shape, EmbeddingCache(encoder, cache_size))
