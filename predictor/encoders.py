@@ -1,4 +1,4 @@
-"""Sentence encoders: what a text is about, as a vector. The one file of this room that touches torch, and only on use."""
+"""Sentence encoders: what a text is about, as a vector. The one file of this room that touches torch, on use only."""
 
 from __future__ import annotations
 

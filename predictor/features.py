@@ -1,7 +1,7 @@
 """What a forest sees of a request: its input length and compressed embeddings (Magnus, §III-B).
 
-``x = [UIL, c(e_U), c(e_I)]``: the length of the user input in tokens, then the user input's and the instruction's embedding,
-each summed in groups.
+``x = [UIL, c(e_U), c(e_I)]``: the length of the user input in tokens, then the user input's and the instruction's
+embedding, each summed in groups.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def compress(embeddings: Floats, num_groups: int) -> Floats:
         return np.empty((rows, 0), np.float32)
     size = dim // num_groups
     sums = embeddings.reshape(rows, num_groups, size).sum(axis=2)
-    return (sums / np.sqrt(size)).astype(np.float32)
+    compressed: Floats = (sums / np.sqrt(size)).astype(np.float32)
+    return compressed
 
 
 @dataclass(frozen=True, slots=True)

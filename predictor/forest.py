@@ -1,8 +1,8 @@
 """A forest of regression trees as plain arrays: what is served, without the library that grew it.
 
-Every leaf keeps the output lengths of training examples that fell into it. A forecast pools those of all the trees' leaves
-that a request falls into: quantiles of the pool (Meinshausen, *Quantile Regression Forests*, JMLR 2006, as the package
-``quantile-forest`` counts them), and the mean of the leaves' means.
+Every leaf keeps the output lengths of training examples that fell into it. A forecast pools those of the leaves that a
+request falls into, one a tree: quantiles of the pool (Meinshausen, *Quantile Regression Forests*, JMLR 2006, as the
+package ``quantile-forest`` counts them), and the mean of the leaves' means.
 """
 
 from __future__ import annotations

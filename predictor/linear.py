@@ -1,7 +1,7 @@
 """Multi-Bin's regressor: one linear head over an encoder, least absolute error, binned afterwards (App. C.1).
 
-The paper trains the encoder with the head. Here the encoder stays as it is, and the input's length stands beside its vectors,
-because such a vector hardly tells it. The lengths of the training outputs that fall into a bin are its distribution.
+The paper trains the encoder with the head. Here the encoder stays as it is, and the input's length stands beside its
+vectors, because such a vector hardly tells it. The training outputs that fall into a bin are its distribution.
 """
 
 from __future__ import annotations

@@ -45,4 +45,5 @@ def linear_quantiles(
     low = place.astype(np.int64)
     below = pool[begin[:, None] + low].astype(np.float64)
     above = pool[begin[:, None] + np.minimum(low + 1, last)]
-    return below + (place - low) * (above - below)
+    found: NDArray[np.float64] = below + (place - low) * (above - below)
+    return found

@@ -23,8 +23,8 @@ from predictor.words import WordScorer
 class TextPredictor:
     """Serves a trained artefact; ``forecast`` takes as much effort as it is told to.
 
-    ``Forecast.source`` says what a forecast rests on: ``forest`` (or the artefact's kind of model) if the user input was
-    read, ``forest-length`` if its length and the instruction were, ``history`` if the request was not looked at.
+    ``Forecast.source`` says what a forecast rests on: ``forest`` (or ``linear``, as the artefact is) if the user input
+    was read, ``forest-length`` if its length and the instruction were, ``history`` if the request was not looked at.
 
     Args:
         artefact: From ``training.train``.

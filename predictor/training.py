@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,7 @@ class Recipe:
     reads: str = "embeddings"
     d_user: int | None = 16
     d_app: int | None = 4
-    forest: ForestOptions = ForestOptions()
+    forest: ForestOptions = field(default_factory=ForestOptions)
 
 
 RECIPES: dict[str, Recipe] = {
@@ -54,8 +54,8 @@ RECIPES: dict[str, Recipe] = {
     "magnus": Recipe(),
     "linear": Recipe("linear", d_user=None, d_app=None),
 }
-"""By the name that ``farsight train --kind`` takes: the cheapest and best one found, the same forest over embeddings, Magnus's own
-with trees grown out, Multi-Bin's regressor."""
+"""By the name that ``farsight train --kind`` takes: the cheapest and best one found; a forest over Magnus's features;
+his own, with trees grown out; Multi-Bin's regressor."""
 
 LENGTH_TREES = 50
 """Of the smaller forest, which is asked when time is short."""
@@ -68,7 +68,7 @@ def train(
     version: int = 1,
     progress: Progress | None = None,
 ) -> Artefact:
-    """Trains an artefact; beside the model of everything one of the input's length and the instruction, if that is cheaper.
+    """Trains an artefact: a model of everything, and one of input length and instruction where that is cheaper.
 
     Args:
         examples: Censored ones are left out: their outputs would have been longer.

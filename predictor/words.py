@@ -1,11 +1,12 @@
-"""What a text says by its words alone, without an encoder: hashed words and pairs of words, weighed by ridge regression.
+"""What a text says by its words alone, without an encoder: hashed words and pairs of words, weighed by a ridge.
 
-Two scores a request: where its output will stand among all (0 shortest, 1 longest), and the logarithm of output length over
-input length. A forest turns them into a distribution.
+Two scores a request: where its output will stand among all (0 shortest, 1 longest), and the logarithm of output length
+over input length. A forest turns them into a distribution.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 import zlib
 from collections.abc import Callable, Sequence
@@ -40,8 +41,8 @@ class WordScorer:
     """Linear scores of hashed n-grams.
 
     Attributes:
-        weights: (2 · NUM_BUCKETS + 4, 2): n-grams of the instruction, of the user input, two lengths, whether there is a
-            user input, and the constant.
+        weights: (2 · NUM_BUCKETS + 4, 2): n-grams of the instruction, of the user input, two lengths, whether there is
+            no user input, and the constant.
     """
 
     weights: Floats
@@ -61,7 +62,7 @@ def with_scores(questions: Sequence[ForecastQuestion], scores: NDArray[np.floati
 def buckets(text: str) -> NDArray[np.int64]:
     """Buckets of the words and pairs of neighbouring words of a text, each once, rising; case does not count."""
     words = _WORD.findall(text.lower())[:MAX_WORDS]
-    grams = {*words, *map(" ".join, zip(words, words[1:], strict=False))}
+    grams = {*words, *map(" ".join, itertools.pairwise(words))}
     return np.unique(np.array([zlib.crc32(each.encode()) % NUM_BUCKETS for each in grams], np.int64))
 
 
@@ -73,7 +74,7 @@ def fit_words(
 ) -> tuple[WordScorer, NDArray[np.float64]]:
     """The scorer, and scores of its own examples for a forest to learn from.
 
-    A score of an example that the weights were fitted to is too good: those come from weights fitted to the other folds.
+    The score of an example that the weights were fitted to is too good: it comes from weights fitted to other folds.
 
     Args:
         questions: (rows,), at least as many as there are folds.
@@ -113,8 +114,8 @@ def _row(question: ForecastQuestion) -> tuple[NDArray[np.int64], Floats]:
     app, user = buckets(question.instruction), buckets(question.user_input) + NUM_BUCKETS
     rest = [np.log1p(question.user_input_len), np.log1p(_rest_len(question)), float(not question.user_input), 1.0]
     columns = np.concatenate([app, user, 2 * NUM_BUCKETS + np.arange(4)])
-    values = [np.ones(len(app)), np.full(len(user), _USER_WEIGHT), rest]
-    return columns, np.concatenate(values).astype(np.float32)
+    values = np.concatenate([np.ones(len(app)), np.full(len(user), _USER_WEIGHT), np.array(rest)])
+    return columns, values.astype(np.float32)
 
 
 def _design(questions: Sequence[ForecastQuestion], progress: Callable[[int], None] | None) -> Any:
@@ -135,7 +136,7 @@ def _ridge(design: Any, targets: NDArray[np.float64]) -> NDArray[np.float64]:
     from scipy.sparse.linalg import lsqr
 
     means = targets.mean(axis=0)
-    solutions = [lsqr(design, each - mean, damp=_RIDGE**0.5, iter_lim=60)[0] for each, mean in zip(targets.T, means)]
+    solutions = [lsqr(design, each, damp=_RIDGE**0.5, iter_lim=60)[0] for each in (targets - means).T]
     weights = np.stack(solutions, axis=1)
     weights[-1] += means  # the last column is all ones
     return weights

@@ -78,8 +78,9 @@ class TokenCounter:
 def read_examples(
     path: Path, counter: TokenCounter, strict: bool = False, progress: Callable[[int], None] | None = None
 ) -> Examples:
-    """Reads rows with ``instruction``, ``user_input`` and ``output`` or ``output_len``; perhaps ``task`` or ``app``, and
-    ``censored`` for an output that was cut off.
+    """Reads rows with ``instruction``, ``user_input`` and ``output`` or ``output_len``.
+
+    They may also have ``task`` or ``app``, and ``censored`` for an output that was cut off.
 
     Args:
         path: JSON lines; ``.gz`` is unpacked.
@@ -118,8 +119,7 @@ def read_examples(
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    opened = gzip.open(path) if path.suffix == ".gz" else path.open("rb")
-    with opened as file:
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         yield from file
 
 
