@@ -59,7 +59,7 @@ class LengthPredictor(Piece):
 
     async def forecast(self, data: bytes = b"") -> bytes:
         """Takes nothing; answers with ``Forecast``, at once: it never waits for the log."""
-        return encode(self._predictor.forecast())
+        return encode(self._predictor.current())
 
     async def _follow(self) -> None:
         while True:
@@ -106,7 +106,7 @@ class LengthPredictor(Piece):
         self._show()
 
     def _show(self) -> None:
-        self._gauge.set(self._predictor.forecast().mean)
+        self._gauge.set(self._predictor.current().mean)
 
 
 @functools.cache

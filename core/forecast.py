@@ -66,8 +66,8 @@ class Example:
 
 
 class Predictor(Protocol):
-    """Forecasts output lengths and learns from finished requests."""
+    """Forecasts output lengths."""
 
-    def forecast(self) -> Forecast: ...
-
-    def learn(self, output_lens: Sequence[int]) -> None: ...
+    def forecast(self, questions: Sequence[ForecastQuestion]) -> list[Forecast]:
+        """One forecast a question, in their order."""
+        ...

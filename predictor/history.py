@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from core.errors import InvalidValueError
-from core.forecast import QUANTILES, Forecast
+from core.forecast import QUANTILES, Forecast, ForecastQuestion
 
 PRIOR_MEAN = 256.0
 """Expected output length, in tokens, before any request has finished."""
@@ -37,9 +37,13 @@ class HistoryPredictor:
         self._version = 0
         self._forecast = _prior()
 
-    def forecast(self) -> Forecast:
-        """Mean and quantiles (linear between neighbours) of the window, in tokens."""
+    def current(self) -> Forecast:
+        """Mean and quantiles (linear between neighbours) of the window, in tokens: the same for any request. O(1)."""
         return self._forecast
+
+    def forecast(self, questions: Sequence[ForecastQuestion]) -> list[Forecast]:
+        """``current`` for each, whatever is asked."""
+        return [self._forecast] * len(questions)
 
     def learn(self, output_lens: Sequence[int]) -> None:
         """Adds output lengths in tokens, oldest first. Nothing to add is no learning: the version stays."""
@@ -47,7 +51,7 @@ class HistoryPredictor:
             return
         self._lengths.extend(output_lens)
         self._version += 1
-        # Computed here and not in forecast(): forecasts are asked for at every request, learning is rarer.
+        # Computed here and not in current(): forecasts are asked for at every request, learning is rarer.
         lengths = np.array(self._lengths, dtype=np.float64)
         quantiles = tuple(float(each) for each in np.quantile(lengths, QUANTILES))
         self._forecast = Forecast(float(lengths.mean()), quantiles, len(lengths), SOURCE, self._version)

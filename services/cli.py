@@ -14,7 +14,9 @@ import typer
 from core.config import load_config
 from core.errors import FarsightError
 from services.bench.command import bench
+from services.evaluate import evaluate
 from services.simulate import compare, simulate
+from services.train import train
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -178,6 +180,8 @@ def batch(
 app.command()(bench)
 app.command()(simulate)
 app.command()(compare)
+app.command()(train)
+app.command()(evaluate)
 
 if __name__ == "__main__":
     app()

@@ -1,0 +1,46 @@
+"""Models of an artefact by name: to arrays and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from predictor.features import Floats
+from predictor.forest import Forest
+from predictor.linear import BinnedLinear
+from predictor.quantiles import Distribution
+
+FULL = "full"
+"""Name of the model that takes everything."""
+
+LENGTH = "length"
+"""Name of the one that takes the input's length and the instruction."""
+
+
+class Model(Protocol):
+    """Maps features to distributions of output lengths."""
+
+    def distribution(self, features: Floats, levels: Sequence[float]) -> Distribution: ...
+
+
+_MODELS: dict[str, type[Forest] | type[BinnedLinear]] = {"forest": Forest, "linear": BinnedLinear}
+
+
+def pack(model: Forest | BinnedLinear, name: str) -> dict[str, NDArray[Any]]:
+    """A model's arrays, each called ``NAME.FIELD``."""
+    return {f"{name}.{each.name}": np.asarray(getattr(model, each.name)) for each in fields(model)}
+
+
+def unpack(arrays: Mapping[str, NDArray[Any]], kind: str, name: str) -> Model:
+    """The model that ``pack`` took apart.
+
+    Raises:
+        KeyError: an array is not there, or there is no such kind.
+    """
+    model = _MODELS[kind]
+    values: dict[str, Any] = {each.name: arrays[f"{name}.{each.name}"] for each in fields(model)}
+    return model(**{name: value if value.ndim else int(value) for name, value in values.items()})

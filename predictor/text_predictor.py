@@ -1,0 +1,101 @@
+"""Forecasts from what a request says: its input's length and text and its application's instruction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from core.errors import InvalidValueError
+from core.forecast import QUANTILES, Forecast, ForecastQuestion
+from predictor.artefact import Artefact, ArtefactError
+from predictor.embedding_cache import EmbeddingCache
+from predictor.encoders import Encoder
+from predictor.features import FeatureShape
+from predictor.history import HistoryPredictor
+from predictor.models import FULL, LENGTH, unpack
+from predictor.quantiles import Distribution
+from predictor.readers import EmbeddingReader, Reader, WordReader
+from predictor.shedding import Effort
+from predictor.words import WordScorer
+
+
+class TextPredictor:
+    """Serves a trained artefact; ``forecast`` takes as much effort as it is told to.
+
+    ``Forecast.source`` says what a forecast rests on: ``forest`` (or ``linear``, as the artefact is) if the user input
+    was read, ``forest-length`` if its length and the instruction were, ``history`` if the request was not looked at.
+
+    Args:
+        artefact: From ``training.train``.
+        encoder: The one that it was trained with (``encoder_of``); None if it needs none.
+        history: For what the artefact is too dear for; not learnt by this object.
+        cache_size: Instructions whose embeddings are kept.
+
+    Raises:
+        ArtefactError: the artefact lacks something.
+        InvalidValueError: field ``encoder``: another one than in training.
+    """
+
+    def __init__(
+        self, artefact: Artefact, encoder: Encoder | None, history: HistoryPredictor, cache_size: int = 1024
+    ) -> None:
+        try:
+            self.version = int(artefact.metadata["version"])
+            self._source = str(artefact.metadata["model"])
+            self._reader = _reader(artefact, encoder, cache_size)
+            self._full = unpack(artefact.arrays, self._source, FULL)
+            reads_words = isinstance(self._reader, WordReader)
+            self._length = self._full if reads_words else unpack(artefact.arrays, self._source, LENGTH)
+            self._length_source = self._source if reads_words else f"{self._source}-length"
+        except (KeyError, TypeError, ValueError) as error:
+            raise ArtefactError(f"the artefact lacks {error}; train it anew") from error
+        self._history = history
+
+    def forecast(self, questions: Sequence[ForecastQuestion], effort: Effort = Effort.FULL) -> list[Forecast]:
+        """One forecast a question, in their order, none beyond its ``max_new_tokens`` or below one token.
+
+        ``Effort.LENGTH`` encodes nothing: a question whose instruction is not kept gets the history's answer.
+        """
+        if not questions:
+            return []
+        if effort is Effort.FULL:
+            found = self._full.distribution(self._reader.full(questions), QUANTILES)
+            return self._forecasts(questions, found, self._source)
+        answers = self._history.forecast(questions)
+        if effort is Effort.LENGTH:
+            read, features = self._reader.length(questions)
+            if read:
+                found = self._length.distribution(features, QUANTILES)
+                asked = [questions[number] for number in read]
+                for number, answer in zip(read, self._forecasts(asked, found, self._length_source), strict=True):
+                    answers[number] = answer
+        return answers
+
+    def _forecasts(self, questions: Sequence[ForecastQuestion], found: Distribution, source: str) -> list[Forecast]:
+        limits = np.array([each.max_new_tokens for each in questions], np.float64)
+        means = np.clip(found.mean, 1.0, limits).tolist()
+        quantiles = np.clip(found.quantiles, 1.0, limits[:, None]).tolist()
+        ranks, counts = found.rank.tolist(), found.num_samples.tolist()
+        return [
+            Forecast(mean, tuple(row), count, source, self.version, rank)
+            for mean, row, count, rank in zip(means, quantiles, counts, ranks, strict=True)
+        ]
+
+
+def encoder_of(artefact: Artefact) -> str | None:
+    """Name of the encoder that an artefact was trained with; None if it needs none."""
+    name = artefact.metadata.get("encoder")
+    return None if name is None else str(name)
+
+
+def _reader(artefact: Artefact, encoder: Encoder | None, cache_size: int) -> Reader:
+    metadata = artefact.metadata
+    if encoder_of(artefact) is None:
+        return WordReader(WordScorer(artefact.arrays["words"]))
+    trained_with, dim = metadata["encoder"], int(metadata["dim"])
+    if encoder is None or (encoder.name, encoder.dim) != (trained_with, dim):
+        found = None if encoder is None else f"{encoder.name} ({encoder.dim} dimensions)"
+        raise InvalidValueError("encoder", found, f"{trained_with} ({dim} dimensions), as in training")
+    shape = FeatureShape(dim, int(metadata["d_user"]), int(metadata["d_app"]))
+    return EmbeddingReader(shape, EmbeddingCache(encoder, cache_size))

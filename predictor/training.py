@@ -1,0 +1,142 @@
+"""From finished requests to an artefact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from core.errors import InvalidValueError
+from core.forecast import Example
+from predictor.artefact import Artefact
+from predictor.encoders import Encoder
+from predictor.features import FeatureShape, Floats, input_lens
+from predictor.linear import fit_linear
+from predictor.models import FULL, LENGTH, pack
+from predictor.trainer import ForestOptions, grow
+from predictor.words import fit_words, with_scores
+
+Progress = Callable[[int], None]
+"""Told how many texts have been read so far."""
+
+MIN_EXAMPLES = 20
+"""Fewer say nothing."""
+
+_CHUNK = 256
+"""Texts that are encoded between two reports of progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What is trained.
+
+    Attributes:
+        model: ``forest`` or ``linear``.
+        reads: ``embeddings`` of an encoder, or ``words``, which need none (forests only).
+        d_user: Values that stay of the user input's embedding; None: all.
+        d_app: The same of the instruction's.
+        forest: How forests are grown.
+    """
+
+    model: str = "forest"
+    reads: str = "embeddings"
+    d_user: int | None = 16
+    d_app: int | None = 4
+    forest: ForestOptions = field(default_factory=ForestOptions)
+
+
+RECIPES: dict[str, Recipe] = {
+    "words": Recipe(reads="words", d_user=None, d_app=None, forest=ForestOptions(min_samples_leaf=15)),
+    "forest": Recipe(forest=ForestOptions(min_samples_leaf=10)),
+    "magnus": Recipe(),
+    "linear": Recipe("linear", d_user=None, d_app=None),
+}
+"""By the name that ``farsight train --kind`` takes: the cheapest and best one found; a forest over Magnus's features;
+his own, with trees grown out; Multi-Bin's regressor."""
+
+LENGTH_TREES = 50
+"""Of the smaller forest, which is asked when time is short."""
+
+
+def train(
+    examples: Sequence[Example],
+    encoder: Encoder | None,
+    recipe: Recipe,
+    version: int = 1,
+    progress: Progress | None = None,
+) -> Artefact:
+    """Trains an artefact: a model of everything, and one of input length and instruction where that is cheaper.
+
+    Args:
+        examples: Censored ones are left out: their outputs would have been longer.
+        encoder: The same one must serve; None for a recipe that reads words.
+        recipe: What to train.
+        version: Of the artefact; whoever trains again counts on.
+        progress: Told of texts that have been read.
+
+    Raises:
+        InvalidValueError: too few examples, no encoder, or dimensions that do not divide the encoder's.
+    """
+    complete = [each for each in examples if not each.censored]
+    if len(complete) < MIN_EXAMPLES:
+        raise InvalidValueError("examples", len(complete), f"at least {MIN_EXAMPLES} outputs that were not cut off")
+    metadata: dict[str, Any] = {"version": version, "model": recipe.model, "num_examples": len(complete)}
+    if recipe.model == "forest":
+        metadata["forest"] = asdict(recipe.forest)
+    if recipe.reads == "words":
+        return _train_on_words(complete, recipe, metadata, progress)
+    if encoder is None:
+        raise InvalidValueError("encoder", None, "one: this kind reads embeddings")
+    return _train_on_embeddings(complete, encoder, recipe, metadata, progress)
+
+
+def _train_on_words(
+    examples: Sequence[Example], recipe: Recipe, metadata: dict[str, Any], progress: Progress | None
+) -> Artefact:
+    questions = [each.question for each in examples]
+    lens = np.array([each.output_len for each in examples])
+    scorer, scores = fit_words(questions, lens, recipe.forest.seed, progress)
+    forest = grow(with_scores(questions, scores), lens, recipe.forest)
+    return Artefact(metadata, {"words": scorer.weights, **pack(forest, FULL)})
+
+
+def _train_on_embeddings(
+    examples: Sequence[Example],
+    encoder: Encoder,
+    recipe: Recipe,
+    metadata: dict[str, Any],
+    progress: Progress | None,
+) -> Artefact:
+    d_user, d_app = (encoder.dim if d is None else d for d in (recipe.d_user, recipe.d_app))
+    shape = FeatureShape(encoder.dim, d_user, d_app)  # refused before anything is encoded
+    metadata |= {"encoder": encoder.name, "dim": encoder.dim, "d_user": d_user, "d_app": d_app}
+    app, user = embed_all(encoder, examples, progress)
+    own_lens = input_lens([each.question for each in examples])
+    lens = np.array([each.output_len for each in examples])
+    full = shape.matrix(own_lens, user, app)
+    short = replace(shape, d_user=0).matrix(own_lens, None, app)
+    if recipe.model == "linear":
+        return Artefact(metadata, _pack_both(fit_linear(full, lens), fit_linear(short, lens)))
+    small = replace(recipe.forest, num_trees=min(LENGTH_TREES, recipe.forest.num_trees))
+    return Artefact(metadata, _pack_both(grow(full, lens, recipe.forest), grow(short, lens, small)))
+
+
+def _pack_both(full: Any, length: Any) -> dict[str, NDArray[Any]]:
+    return {**pack(full, FULL), **pack(length, LENGTH)}
+
+
+def embed_all(encoder: Encoder, examples: Sequence[Example], progress: Progress | None = None) -> tuple[Floats, Floats]:
+    """(rows, dim) of the instructions and of the user inputs; each text is encoded once."""
+    questions = [each.question for each in examples]
+    texts = list(dict.fromkeys([text for each in questions for text in (each.instruction, each.user_input)]))
+    texts.sort(key=len)  # a batch is padded to its longest text
+    rows = np.empty((len(texts), encoder.dim), np.float32)
+    for begin in range(0, len(texts), _CHUNK):
+        rows[begin : begin + _CHUNK] = encoder.encode(texts[begin : begin + _CHUNK])
+        if progress is not None:
+            progress(min(begin + _CHUNK, len(texts)))
+    place = {text: number for number, text in enumerate(texts)}
+    return rows[[place[each.instruction] for each in questions]], rows[[place[each.user_input] for each in questions]]
