@@ -50,6 +50,12 @@ class StepCost:
         """
         return self.step_s(num_tokens, 0, 0, attention_pairs(num_tokens, cached_len))
 
+    def decode_run_s(self, decode_seqs: int, context_tokens: int, num_steps: int) -> float:
+        """Seconds of so many steps that only decode, the first over so much context; each token adds to that of the
+        next."""
+        growth_s = self.context_token_s * decode_seqs
+        return num_steps * self.step_s(0, decode_seqs, context_tokens) + growth_s * num_steps * (num_steps - 1) / 2
+
     def decode_s(self, context_tokens: int) -> float:
         """Seconds of one output token of a sequence that decodes alone."""
         return self.step_s(0, 1, context_tokens)
