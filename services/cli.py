@@ -14,6 +14,7 @@ import typer
 from core.config import load_config
 from core.errors import FarsightError
 from services.bench.command import bench
+from services.profile import profile
 from services.simulate import compare, simulate
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -176,6 +177,7 @@ def batch(
 
 
 app.command()(bench)
+app.command()(profile)
 app.command()(simulate)
 app.command()(compare)
 
