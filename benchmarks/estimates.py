@@ -41,7 +41,7 @@ from services.bench.report import markdown_table, provenance
 from services.step_bench import StepBench, fit_steps, measure, relative_errors
 
 EMBEDDED_MODEL = Path(__file__).parent.parent / "services" / "embedded_model"
-GRID_ROUNDS = 4
+GRID_ROUNDS = 3
 TURN = 20
 CONCURRENCIES = (1, 4, 16, 64)
 NUM_BATCHES = 800
