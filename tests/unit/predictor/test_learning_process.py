@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from typing import Any
 
 import numpy as np
@@ -132,6 +133,7 @@ def test_a_fit_that_nobody_wants_any_more_is_stopped() -> None:
 
 
 def test_what_cannot_be_sent_to_a_child_fails_at_once_and_leaves_no_file_open() -> None:
+    resource_tracker.ensure_running()  # opens a file of its own with the first process of a session
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(AttributeError):
         FitProcess(lambda _: b"", 0, 0.0, 60.0)
