@@ -12,7 +12,7 @@ from core.codec import decode, encode
 from core.messages import ReplicaStepProfile, StepProfileReply, StepSamples
 from estimator.step_profile import StepProfile
 
-TERMS = ("step", "prefill_token", "decode_seq", "context_token")
+TERMS = ("step", "prefill_token", "decode_seq", "context_token", "prefill_pair")
 """What each coefficient is the price of, in the order of ``StepProfile.coefficients``."""
 
 

@@ -1,4 +1,4 @@
-"""What a step costs: the linear model that every policy prices with."""
+"""What a step costs: the one model that every policy prices with, linear in what the step does."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from core.messages import StepSample
+
+
+def attention_pairs(num_tokens: int, start: int) -> int:
+    """Pairs of (prompt token, token it attends to) of ``num_tokens`` computed from position ``start`` on."""
+    return num_tokens * start + num_tokens * (num_tokens + 1) // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,25 +23,38 @@ class StepCost:
         prefill_token_s: Of each prompt token computed.
         decode_seq_s: Of each sequence that decodes.
         context_token_s: Of each token of context that a decoding sequence reads.
+        prefill_pair_s: Of each pair of ``attention_pairs``: a prompt token is the dearer the more context it has.
     """
 
     base_s: float
     prefill_token_s: float
     decode_seq_s: float
     context_token_s: float
+    prefill_pair_s: float = 0.0
 
-    def step_s(self, prefill_tokens: int, decode_seqs: int, context_tokens: int) -> float:
-        """Seconds of one step."""
+    def step_s(self, prefill_tokens: int, decode_seqs: int, context_tokens: int, prefill_pairs: int = 0) -> float:
+        """Seconds of one step; ``context_tokens`` are those of the sequences that decode."""
         return (
             self.base_s
             + self.prefill_token_s * prefill_tokens
             + self.decode_seq_s * decode_seqs
             + self.context_token_s * context_tokens
+            + self.prefill_pair_s * prefill_pairs
         )
 
-    def prefill_s(self, num_tokens: int) -> float:
-        """Seconds until so many prompt tokens are computed in a step of their own: the first iteration of a job."""
-        return self.step_s(num_tokens, 0, 0)
+    def prefill_s(self, num_tokens: int, cached_len: int = 0) -> float:
+        """Seconds until so many prompt tokens are computed in a step of their own: the first iteration of a job.
+
+        Args:
+            cached_len: Tokens before them whose KV is there.
+        """
+        return self.step_s(num_tokens, 0, 0, attention_pairs(num_tokens, cached_len))
+
+    def decode_run_s(self, decode_seqs: int, context_tokens: int, num_steps: int) -> float:
+        """Seconds of so many steps that only decode, the first over so much context; each token adds to that of the
+        next."""
+        growth_s = self.context_token_s * decode_seqs
+        return num_steps * self.step_s(0, decode_seqs, context_tokens) + growth_s * num_steps * (num_steps - 1) / 2
 
     def decode_s(self, context_tokens: int) -> float:
         """Seconds of one output token of a sequence that decodes alone."""
@@ -46,8 +64,14 @@ class StepCost:
 class CostModel(Protocol):
     """How long a step takes."""
 
-    def step_time_s(self, prefill_tokens: int, decode_seqs: int, context_tokens: int) -> float | None:
-        """Seconds; None before anything has been measured."""
+    def step_time_s(
+        self, prefill_tokens: int, decode_seqs: int, context_tokens: int, prefill_pairs: int = 0
+    ) -> float | None:
+        """Seconds; None before enough has been measured."""
+        ...
+
+    def cost(self) -> StepCost | None:
+        """What policies price with; None before enough has been measured."""
         ...
 
     def observe(self, samples: Sequence[StepSample]) -> None: ...

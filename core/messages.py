@@ -249,13 +249,15 @@ class StepSample:
     Attributes:
         prefill_tokens: Tokens computed by sequences that had more than one to compute.
         decode_seqs: Sequences that computed exactly one token.
-        context_tokens: Tokens that all of them together attended to.
+        context_tokens: Tokens that the latter attended to, all together.
+        prefill_pairs: Pairs of (prompt token, token it attended to) of the former (``core.costs.attention_pairs``).
     """
 
     prefill_tokens: int
     decode_seqs: int
     context_tokens: int
     duration_s: float
+    prefill_pairs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -714,7 +716,7 @@ class ReplicaStepProfile:
 
     Attributes:
         num_samples: Measured steps it rests on.
-        base_s: Of a step without work.
+        base_s: Of a step without work; the other terms as in ``core.costs.StepCost``.
     """
 
     replica: str
@@ -723,6 +725,7 @@ class ReplicaStepProfile:
     prefill_token_s: float
     decode_seq_s: float
     context_token_s: float
+    prefill_pair_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

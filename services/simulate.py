@@ -231,29 +231,23 @@ def _hardware(
 
 
 def _read_profile(path: Path) -> LinearLatency:
-    """A step's price by its parts, as ``StepCost`` has them, and what copies of KV are priced with."""
-    import json
-    from dataclasses import MISSING, fields
+    """What `farsight profile` has written, or somebody by hand: what is not in it is as in ``LinearLatency``."""
+    from dataclasses import replace
 
-    from core.costs import StepCost
+    from estimator.profile_file import parse_profile
     from simulator.latency import LinearLatency
 
-    names = [field.name for field in fields(StepCost)]
-    others = [field.name for field in fields(LinearLatency) if field.default is not MISSING]
-    expected = f"a JSON object with {', '.join(names)} in seconds, and perhaps {' and '.join(others)}"
     try:
-        values = json.loads(path.read_text("utf-8"))
+        text = path.read_text("utf-8")
     except (OSError, ValueError) as error:
-        raise ConfigError("--profile", str(path), f"{expected} ({error})") from error
-    if not isinstance(values, dict) or not values.keys() <= {*names, *others} or not set(names) <= values.keys():
-        raise ConfigError("--profile", str(path), expected)
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
-            raise ConfigError(f"--profile {path}: {name}", value, "a number >= 0")
-        if value == 0 and name in ("base_s", "copy_bandwidth"):
-            raise ConfigError(f"--profile {path}: {name}", value, "a number above 0")
-    cost = StepCost(**{name: values.pop(name) for name in names})
-    return LinearLatency(cost, **values)
+        raise ConfigError("--profile", str(path), f"a JSON file ({error})") from error
+    profile = parse_profile(text, f"--profile {path}")
+    latency = LinearLatency(profile.cost)
+    if profile.kv_bytes is not None:
+        latency = replace(latency, kv_bytes=profile.kv_bytes)
+    if profile.copy_bandwidth is not None:
+        latency = replace(latency, copy_bandwidth=profile.copy_bandwidth)
+    return latency
 
 
 def _simulate(experiment: Experiment, out: Path | None, plot: Path | None, as_json: bool) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from core.costs import attention_pairs
 from policies.batch_queue import Batcher, FormedBatch
 from policies.job import Job
 from simulator.latency import LatencyModel
@@ -53,7 +54,8 @@ class StaticExecution:
         size, prompt, longest = len(prompt_lens), max(prompt_lens), max(output_lens)
         fits = longest if size * (prompt + longest) <= self.capacity else int(self.capacity // size) - prompt
         steps = max(0, min(longest, fits))
-        seconds = self.latency.step_s(size * prompt, 0, 0) if steps else 0.0
+        pairs = size * attention_pairs(prompt, 0)
+        seconds = self.latency.step_s(size * prompt, 0, 0, pairs) if steps else 0.0
         if steps > 1:
             seconds += self.latency.decode_run_s(size, size * (prompt + 1), steps - 1)
         ends = (seconds,) * size if steps == longest else ()
@@ -68,7 +70,8 @@ class RaggedExecution:
     capacity: float = math.inf
 
     def run(self, prompt_lens: list[int], output_lens: list[int]) -> BatchRun:
-        context, seconds = sum(prompt_lens), self.latency.step_s(sum(prompt_lens), 0, 0)
+        context, pairs = sum(prompt_lens), sum(attention_pairs(num, 0) for num in prompt_lens)
+        seconds = self.latency.step_s(context, 0, 0, pairs)
         ends = [0.0] * len(prompt_lens)
         computed, done = len(prompt_lens), 1
         by_len = sorted(range(len(output_lens)), key=output_lens.__getitem__)

@@ -12,8 +12,12 @@ from core.errors import InvalidValueError
 class LatencyModel(Protocol):
     """Step and copy times of one replica; seconds."""
 
-    def step_s(self, prefill_tokens: int, decode_seqs: int, context_tokens: int) -> float:
-        """One step that computes so many prompt tokens beside sequences that decode over so much context in all."""
+    def step_s(self, prefill_tokens: int, decode_seqs: int, context_tokens: int, prefill_pairs: int = 0) -> float:
+        """One step that computes so many prompt tokens beside sequences that decode over so much context in all.
+
+        Args:
+            prefill_pairs: Of the prompt tokens with what they attend to (``core.costs.attention_pairs``).
+        """
         ...
 
     def decode_run_s(self, decode_seqs: int, context_tokens: int, num_steps: int) -> float:
@@ -47,13 +51,11 @@ class LinearLatency:
         if self.copy_bandwidth <= 0:
             raise InvalidValueError("copy_bandwidth", self.copy_bandwidth, "bytes a second above 0")
 
-    def step_s(self, prefill_tokens: int, decode_seqs: int, context_tokens: int) -> float:
-        return self.cost.step_s(prefill_tokens, decode_seqs, context_tokens)
+    def step_s(self, prefill_tokens: int, decode_seqs: int, context_tokens: int, prefill_pairs: int = 0) -> float:
+        return self.cost.step_s(prefill_tokens, decode_seqs, context_tokens, prefill_pairs)
 
     def decode_run_s(self, decode_seqs: int, context_tokens: int, num_steps: int) -> float:
-        first = self.cost.step_s(0, decode_seqs, context_tokens)
-        growth = self.cost.context_token_s * decode_seqs
-        return num_steps * first + growth * num_steps * (num_steps - 1) / 2
+        return self.cost.decode_run_s(decode_seqs, context_tokens, num_steps)
 
     def copy_s(self, num_tokens: int) -> float:
         return num_tokens * self.kv_bytes / self.copy_bandwidth
@@ -123,7 +125,8 @@ class Roofline:
     """A step takes the longer of its arithmetic and its memory traffic, at a share of the peak rates.
 
     With ``pipeline_parallel`` stages as many disjoint batches are in flight, and a token passes all stages: the time of
-    one iteration over all sequences is that of one such batch on all devices of its tensor-parallel group.
+    one iteration over all sequences is that of one such batch on all devices of its tensor-parallel group. What prompts
+    attend to is not counted: that share of their arithmetic is small.
 
     Attributes:
         efficiency: Share of the peak rates that is reached.
@@ -137,7 +140,7 @@ class Roofline:
     efficiency: float = 0.6
     overhead_s: float = 0.004
 
-    def step_s(self, prefill_tokens: int, decode_seqs: int, context_tokens: int) -> float:
+    def step_s(self, prefill_tokens: int, decode_seqs: int, context_tokens: int, prefill_pairs: int = 0) -> float:
         tokens = (prefill_tokens + decode_seqs) / self.pipeline_parallel
         context = context_tokens / self.pipeline_parallel
         flops = 2 * self.model.num_params * tokens

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from core.costs import attention_pairs
 from core.messages import FinishedSequence, Plan, WorkerReady, WorkerState
 from core.request import Request, Residency
 from kvcache import BatchLimits, BlockManager, LeaseExecutor, StepBatch
@@ -60,6 +61,7 @@ class _Run:
     prefill_tokens: int
     decode_seqs: int
     context_tokens: int
+    prefill_pairs: int
     num_told: int = 0
 
 
@@ -255,7 +257,7 @@ class Replica:
         self._copies.sort()
 
     def _make_run(self, batch: StepBatch, now: float) -> _Run:
-        prefill = decode_seqs = context = 0
+        prefill = decode_seqs = context = pairs = 0
         left: float = math.inf
         for item in batch.items:
             if item.num_tokens == 1:
@@ -263,17 +265,18 @@ class Replica:
                 context += item.start + 1
             else:
                 prefill += item.num_tokens
+                pairs += attention_pairs(item.num_tokens, item.start)
             record = self._records[item.request_id]
             left = min(left, record.arrival.output_len - record.num_tokens)
         num_steps = 1 if prefill else int(min(left, self.executor.horizon(batch)))
-        return _Run(batch, now, max(1, num_steps), math.inf, prefill, decode_seqs, context)
+        return _Run(batch, now, max(1, num_steps), math.inf, prefill, decode_seqs, context, pairs)
 
     def _seconds(self, run: _Run, num_steps: int) -> float:
         """Of the first so many steps of a run."""
         if num_steps == 0:
             return 0.0
         if run.prefill_tokens:
-            return self._latency.step_s(run.prefill_tokens, run.decode_seqs, run.context_tokens)
+            return self._latency.step_s(run.prefill_tokens, run.decode_seqs, run.context_tokens, run.prefill_pairs)
         return self._latency.decode_run_s(run.decode_seqs, run.context_tokens, num_steps)
 
     def _steps_over(self, run: _Run, now: float) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from core.costs import attention_pairs
 from core.errors import InvalidValueError
 from simulator.latency import LatencyModel
 from simulator.records import Record, Recorder
@@ -202,11 +203,12 @@ def alone_s(prompt_len: int, output_len: int, max_batch_tokens: int, latency: La
     """What a request takes on an idle replica: its prompt in chunks, the last of which gives the first token, and a
     step for each other token."""
     whole, rest = divmod(prompt_len, max_batch_tokens)
-    seconds = whole * latency.step_s(max_batch_tokens, 0, 0)
+    starts = range(0, whole * max_batch_tokens, max_batch_tokens)
+    seconds = sum(latency.step_s(max_batch_tokens, 0, 0, attention_pairs(max_batch_tokens, at)) for at in starts)
     if rest == 1:
         seconds += latency.step_s(0, 1, prompt_len)  # a single token is computed as a decode is
     elif rest:
-        seconds += latency.step_s(rest, 0, 0)
+        seconds += latency.step_s(rest, 0, 0, attention_pairs(rest, prompt_len - rest))
     return seconds + latency.decode_run_s(1, prompt_len + 1, output_len - 1)
 
 

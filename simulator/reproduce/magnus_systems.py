@@ -152,11 +152,11 @@ class _Stalling:
     def cost(self) -> StepCost:
         return self.inner.cost
 
-    def step_s(self, prefill_tokens: int, decode_seqs: int, context_tokens: int) -> float:
+    def step_s(self, prefill_tokens: int, decode_seqs: int, context_tokens: int, prefill_pairs: int = 0) -> float:
         if prefill_tokens and decode_seqs:
-            join_s = self.join_s + self.inner.step_s(prefill_tokens, 0, 0)
+            join_s = self.join_s + self.inner.step_s(prefill_tokens, 0, 0, prefill_pairs)
             return join_s + self.inner.step_s(0, decode_seqs, context_tokens)
-        return self.inner.step_s(prefill_tokens, decode_seqs, context_tokens)
+        return self.inner.step_s(prefill_tokens, decode_seqs, context_tokens, prefill_pairs)
 
     def decode_run_s(self, decode_seqs: int, context_tokens: int, num_steps: int) -> float:
         return self.inner.decode_run_s(decode_seqs, context_tokens, num_steps)

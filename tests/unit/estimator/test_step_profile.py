@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
+from dataclasses import astuple, replace
 
 import numpy as np
 import pytest
 
-from core.costs import CostModel
+from core.costs import CostModel, StepCost, attention_pairs
 from core.errors import InvalidValueError
 from core.messages import StepSample
+from estimator.samples import step_sample
 from estimator.step_profile import MIN_SAMPLES, OUTLIER_FACTOR, StepProfile
+from kvcache.lease import StepBatch, StepItem
 
-TRUE = (4e-3, 2e-5, 1e-4, 3e-8)
-"""A step of 4 ms, 20 us a prefill token, 100 us a decoding sequence, 30 ns a context token."""
+TRUE = StepCost(4e-3, 2e-5, 1e-4, 3e-8, 1e-8)
+"""A step of 4 ms, 20 us a prefill token, 100 us a decoding sequence, 30 ns a context token, 10 ns a prefill pair."""
 
-WORK = (512, 16, 40_000)
+WORK = (512, 16, 40_000, attention_pairs(512, 1000))
 
 
 def steps(num: int, seed: int = 0, noise: float = 0.05, prefill: bool = True, factor: float = 1.0) -> list[StepSample]:
@@ -23,20 +26,27 @@ def steps(num: int, seed: int = 0, noise: float = 0.05, prefill: bool = True, fa
     rng = np.random.default_rng(seed)
     decode_seqs = rng.integers(1, 64, num)
     prefill_tokens = rng.integers(1, 1024, num) * (rng.random(num) < 0.3) * prefill
-    context_tokens = decode_seqs * rng.integers(10, 4000, num) + prefill_tokens
-    a, b, c, d = TRUE
-    durations_s = factor * (a + b * prefill_tokens + c * decode_seqs + d * context_tokens)
+    prefill_pairs = attention_pairs(prefill_tokens, rng.integers(0, 2000, num))
+    context_tokens = decode_seqs * rng.integers(10, 4000, num)
+    durations_s = factor * TRUE.step_s(prefill_tokens, decode_seqs, context_tokens, prefill_pairs)
     durations_s *= 1 + noise * rng.uniform(-1, 1, num)
-    columns = (prefill_tokens.tolist(), decode_seqs.tolist(), context_tokens.tolist(), durations_s.tolist())
-    return [StepSample(*row) for row in zip(*columns, strict=True)]
+    columns = (prefill_tokens, decode_seqs, context_tokens, durations_s, prefill_pairs)
+    return [StepSample(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
 
-def true_time_s(prefill_tokens: int, decode_seqs: int, context_tokens: int) -> float:
-    a, b, c, d = TRUE
-    return a + b * prefill_tokens + c * decode_seqs + d * context_tokens
+def prices(profile: StepProfile) -> tuple[float, ...]:
+    cost = profile.cost()
+    assert cost is not None and astuple(cost) == profile.coefficients()
+    return astuple(cost)
 
 
-def time_s(profile: StepProfile, work: tuple[int, int, int] = WORK) -> float:
+def sample(duration_s: float) -> StepSample:
+    """``WORK`` that took so long."""
+    prefill_tokens, decode_seqs, context_tokens, prefill_pairs = WORK
+    return StepSample(prefill_tokens, decode_seqs, context_tokens, duration_s, prefill_pairs)
+
+
+def time_s(profile: StepProfile, work: tuple[int, ...] = WORK) -> float:
     value = profile.step_time_s(*work)
     assert value is not None
     return value
@@ -47,12 +57,13 @@ def test_nothing_is_said_before_enough_was_measured() -> None:
     profile.observe([])
     profile.observe(steps(MIN_SAMPLES - 1))
     assert profile.step_time_s(*WORK) is None
+    assert profile.cost() is None
     profile.observe(steps(1, seed=1))
-    assert profile.step_time_s(*WORK) == pytest.approx(true_time_s(*WORK), rel=0.1)
+    assert profile.step_time_s(*WORK) == pytest.approx(TRUE.step_s(*WORK), rel=0.1)
 
 
 def test_before_any_step_all_prices_are_zero() -> None:
-    assert StepProfile().coefficients() == (0, 0, 0, 0)
+    assert StepProfile().coefficients() == (0, 0, 0, 0, 0)
     assert StepProfile().num_samples == 0
 
 
@@ -63,22 +74,22 @@ def test_the_prices_are_recovered_from_noisy_steps_however_they_come(at_once: in
     for start in range(0, len(samples), at_once):
         profile.observe(samples[start : start + at_once])
     assert profile.num_samples == 5000
-    assert profile.coefficients() == pytest.approx(TRUE, rel=0.1)
+    assert prices(profile) == pytest.approx(astuple(TRUE), rel=0.1)
 
 
 def test_without_noise_they_are_exact() -> None:
     profile = StepProfile()
     profile.observe(steps(5000, noise=0))
-    assert profile.coefficients() == pytest.approx(TRUE, rel=1e-3)
+    assert prices(profile) == pytest.approx(astuple(TRUE), rel=1e-3)
 
 
 def test_a_single_step_far_off_hardly_shows() -> None:
     profile = StepProfile()
     profile.observe(steps(2000))
     before_s = time_s(profile)
-    profile.observe([StepSample(*WORK, 10 * true_time_s(*WORK))])
+    profile.observe([sample(10 * TRUE.step_s(*WORK))])
     assert time_s(profile) == pytest.approx(before_s, rel=0.01)
-    profile.observe([StepSample(*WORK, 3600.0)])
+    profile.observe([sample(3600.0)])
     assert time_s(profile) == pytest.approx(before_s, rel=0.02)
 
 
@@ -87,21 +98,27 @@ def test_an_outlier_counts_as_a_fixed_multiple_of_its_prediction() -> None:
     for profile in (as_measured, as_clipped):
         profile.observe(steps(2000))
     limit_s = OUTLIER_FACTOR * time_s(as_clipped)
-    as_measured.observe([StepSample(*WORK, 3600.0)])
-    as_clipped.observe([StepSample(*WORK, limit_s)])
+    as_measured.observe([sample(3600.0)])
+    as_clipped.observe([sample(limit_s)])
     assert as_measured.coefficients() == as_clipped.coefficients()
 
 
+def test_a_step_that_was_over_before_it_began_hardly_shows() -> None:
+    """A short step weighs more than a long one; one of a nanosecond would outweigh all others."""
+    profile = StepProfile()
+    profile.observe(steps(2000))
+    before_s = time_s(profile)
+    profile.observe([sample(1e-9)])
+    assert time_s(profile) == pytest.approx(before_s, rel=0.05)
+
+
 def test_many_hiccups_move_it_less_than_they_weigh() -> None:
-    """Each 50th step takes ten times as long: a mean of 1.18, of which the cut leaves 1.04."""
+    """Each 50th step takes ten times as long: a mean of 1.18, of which the cut leaves 1.04 and the weights nothing."""
     profile = StepProfile()
     profile.observe(steps(100))
-    slow = [
-        StepSample(s.prefill_tokens, s.decode_seqs, s.context_tokens, s.duration_s * (10 if i % 50 == 0 else 1))
-        for i, s in enumerate(steps(5000, seed=1))
-    ]
+    slow = [replace(s, duration_s=s.duration_s * (10 if i % 50 == 0 else 1)) for i, s in enumerate(steps(5000, seed=1))]
     profile.observe(slow)
-    assert time_s(profile) == pytest.approx(1.04 * true_time_s(*WORK), rel=0.05)
+    assert time_s(profile) == pytest.approx(TRUE.step_s(*WORK), rel=0.03)
 
 
 @pytest.mark.parametrize("factor", [0.2, 2.0, 20.0])
@@ -109,7 +126,7 @@ def test_it_follows_a_machine_that_became_slower_or_faster(factor: float) -> Non
     profile = StepProfile(window=500)
     profile.observe(steps(3000))
     profile.observe(steps(10_000, seed=1, factor=factor))
-    assert time_s(profile) == pytest.approx(factor * true_time_s(*WORK), rel=0.05)
+    assert time_s(profile) == pytest.approx(factor * TRUE.step_s(*WORK), rel=0.05)
 
 
 def test_work_of_a_new_kind_is_believed_at_once() -> None:
@@ -118,7 +135,8 @@ def test_work_of_a_new_kind_is_believed_at_once() -> None:
     profile.observe(steps(2000, prefill=False))
     assert profile.coefficients()[1] == 0
     profile.observe([s for s in steps(100, seed=1) if s.prefill_tokens > 500])
-    assert profile.coefficients()[1] == pytest.approx(TRUE[1], rel=0.1)
+    assert profile.coefficients()[1] == pytest.approx(TRUE.prefill_token_s, rel=0.1)
+    assert profile.coefficients()[4] == pytest.approx(TRUE.prefill_pair_s, rel=0.1)
 
 
 def test_a_price_that_is_not_measured_any_more_is_kept() -> None:
@@ -138,7 +156,7 @@ def test_it_stays_sound_over_a_million_steps_that_never_vary() -> None:
     assert time_s(profile, (0, 8, 8000)) == pytest.approx(0.01)
     assert all(math.isfinite(each) and each >= 0 for each in profile.coefficients())
     profile.observe(steps(2000))
-    assert profile.coefficients() == pytest.approx(TRUE, rel=0.2), "and still learns"
+    assert prices(profile) == pytest.approx(astuple(TRUE), rel=0.2), "and still learns"
 
 
 @pytest.mark.parametrize("size", [1, 10**9])
@@ -168,10 +186,43 @@ def test_more_work_never_takes_less_time() -> None:
 @pytest.mark.parametrize("duration_s", [0.0, -1.0, math.nan, math.inf])
 def test_a_duration_that_cannot_be_is_passed_over(duration_s: float) -> None:
     profile = StepProfile()
-    profile.observe([StepSample(*WORK, duration_s)])
+    profile.observe([sample(duration_s)])
     assert profile.num_samples == 0
 
 
 def test_a_window_that_holds_nothing_is_refused() -> None:
     with pytest.raises(InvalidValueError, match="window"):
         StepProfile(0)
+
+
+def test_short_steps_are_not_given_up_for_long_ones_that_were_interrupted() -> None:
+    """Prompts of 100 ms, every other of which takes twice as long; least squares of seconds would lose the decodes."""
+    rng = np.random.default_rng(0)
+    decodes = [StepSample(0, n, 100 * n, 1e-4 + 1e-5 * n) for n in rng.integers(1, 32, 2000).tolist()]
+    prompts = [StepSample(512, 0, 0, 0.1 * (1 + i % 2), attention_pairs(512, 0)) for i in range(2000)]
+    mixed = [step for pair in zip(decodes, prompts, strict=True) for step in pair]
+    profile = StepProfile()
+    profile.observe(mixed)
+    for num_seqs in (1, 8, 31):
+        assert time_s(profile, (0, num_seqs, 100 * num_seqs)) == pytest.approx(1e-4 + 1e-5 * num_seqs, rel=0.05)
+
+
+def test_a_prompt_is_the_dearer_the_more_context_it_has() -> None:
+    """ex: 4 tokens after 10 attend to 11, 12, 13 and 14 tokens."""
+    assert attention_pairs(4, 10) == 11 + 12 + 13 + 14
+    cost = StepCost(1.0, 10.0, 0.0, 0.0, 100.0)
+    assert cost.prefill_s(4, 10) == 1 + 4 * 10 + 50 * 100
+    assert cost.prefill_s(2) == 1 + 2 * 10 + 3 * 100
+    profile = StepProfile()
+    profile.observe(steps(2000))
+    learnt = profile.cost()
+    assert learnt is not None
+    assert learnt.prefill_s(512, 1500) == pytest.approx(TRUE.prefill_s(512, 1500), rel=0.05)
+    assert learnt.prefill_s(512, 1500) > 1.4 * learnt.prefill_s(512)
+
+
+def test_what_a_step_did() -> None:
+    """A chunk of 4 tokens from position 10, a prompt of 2 and sequences that decode at lengths 8 and 20."""
+    items = (StepItem("a", 10, 4, True, []), StepItem("b", 7, 1, True, []), StepItem("c", 0, 2, False, []))
+    batch = StepBatch((*items, StepItem("d", 19, 1, True, [])))
+    assert step_sample(batch, 0.5) == StepSample(6, 2, 8 + 20, 0.5, 50 + 3)

@@ -87,7 +87,8 @@ def test_a_gpu_brings_its_pool_and_the_model_defaults() -> None:
 
 def test_a_profile_is_read(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-    cost = {"base_s": 0.5, "prefill_token_s": 0.0, "decode_seq_s": 0.0, "context_token_s": 0.0}
+    names = ("prefill_token_s", "decode_seq_s", "context_token_s", "prefill_pair_s")
+    cost = {"base_s": 0.5, **dict.fromkeys(names, 0.0)}
     path.write_text(json.dumps({**cost, "kv_bytes": 1024}))
     record = invoke_json("--profile", str(path))
     assert record["config"]["latency"] == {"cost": cost, "kv_bytes": 1024, "copy_bandwidth": 25e9}
@@ -146,7 +147,7 @@ def test_pictures_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (["--model", "gpt"], "--model: got 'gpt', expected one of opt-2.7b, "),
         (["--model", "opt-66b"], "--model: got 'opt-66b', expected weights below the 72 GB that 1 x a100-80g have"),
         (["--tensor-parallel", "0"], "--tensor-parallel: got 0, expected an integer >= 1"),
-        (["--profile", "/nope.json"], "--profile: got '/nope.json', expected a JSON object with base_s, "),
+        (["--profile", "/nope.json"], "--profile: got '/nope.json', expected a JSON file "),
         (["--profile", "x.json", "--gpu", "h100"], "--profile: got 'x.json', expected none beside --gpu"),
         (["--out", "/dev/null"], "--out: got '/dev/null', expected a directory, new or not (File exists)"),
         (["--plot", "/dev/null/x"], "--plot: got '/dev/null/x', expected a directory, new or not (Not a directory)"),
@@ -161,14 +162,16 @@ def test_errors_are_one_line(words: list[str], message: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "expected a JSON object with base_s"),
-        ('{"base_s": 1}', "expected a JSON object with base_s"),
+        ("{", "profile.json: got '{', expected a JSON object ("),
+        ("[1]", "profile.json: got [1], expected a JSON object with base_s, "),
+        ('{"base_s": 1}', "prefill_token_s: got None, expected a number >= 0; it is missing"),
         ('{"base_s": 0, %s}', "base_s: got 0, expected a number above 0"),
         ('{"base_s": 1, "copy_bandwidth": 0, %s}', "copy_bandwidth: got 0, expected a number above 0"),
         ('{"base_s": true, %s}', "base_s: got True, expected a number >= 0"),
         ('{"base_s": NaN, %s}', "base_s: got nan, expected a number >= 0"),
-        ('{"base_s": 1, "kv_bytes": "x", %s}', "kv_bytes: got 'x', expected a number >= 0"),
-        ('{"base_s": 1, "speed": 1, %s}', "expected a JSON object with base_s"),
+        ('{"base_s": 1, "kv_bytes": "x", %s}', "kv_bytes: got 'x', expected an integer >= 0"),
+        ('{"base_s": 1, "speed": 1, %s}', "speed: got 1, expected only base_s, "),
+        ('{"base_s": 1, "schema": 2, %s}', "schema: got 2, expected 1, the only one that this version reads"),
     ],
 )
 def test_bad_profiles(tmp_path: Path, text: str, message: str) -> None:

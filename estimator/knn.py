@@ -1,0 +1,192 @@
+"""How long a batch takes: the mean of the batches most like it (Magnus III-D)."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from core.costs import StepCost, attention_pairs
+from core.errors import InvalidValueError
+from core.learning import ErrorRule, Schedule
+
+NUM_NEIGHBOURS = 5
+"""k; the paper gives none."""
+
+MIN_BATCHES = 200
+"""Batches that must have been measured before neighbours are asked; with fewer the nearest are too far away."""
+
+MAX_BATCHES = 5000
+"""Batches kept; the oldest go."""
+
+PERIOD_S = 120.0
+"""Between two refits."""
+
+RULE = ErrorRule(min_error=2.0, min_share=0.2)
+"""In seconds: which batches are learnt from."""
+
+SCHEMA = 1
+"""Of the artefact; another one is refused."""
+
+_Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedBatch:
+    """A batch that ran to its end.
+
+    Attributes:
+        batch_size: Requests.
+        prompt_len: L(B): tokens of its longest prompt.
+        output_len: G(B): tokens of its longest output.
+        duration_s: Seconds until the last of them ended.
+
+    Raises:
+        InvalidValueError: a length below 1, or a duration that is not a positive number.
+    """
+
+    batch_size: int
+    prompt_len: int
+    output_len: int
+    duration_s: float
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "prompt_len", "output_len"):
+            value = getattr(self, name)
+            if value < 1:
+                raise InvalidValueError(name, value, "an integer >= 1")
+        if not 0 < self.duration_s < math.inf:
+            raise InvalidValueError("duration_s", self.duration_s, "seconds above 0")
+
+
+def padded_batch_s(cost: StepCost, batch_size: int, prompt_len: int, output_len: int) -> float:
+    """Seconds of a batch by what its steps cost: one prefill of all prompts, then a step for each further token."""
+    pairs = attention_pairs(prompt_len, 0)
+    prefill_s = cost.step_s(batch_size * prompt_len, 0, 0, batch_size * pairs)
+    return prefill_s + cost.decode_run_s(batch_size, batch_size * (prompt_len + 1), output_len - 1)
+
+
+class BatchTimes:
+    """Estimates how long batches take, and learns from those that ended. Called as policies expect (``ServingTime``).
+
+    k-nearest-neighbour regression on (batch size, L, G), each standardised: the plain mean of the neighbours' times.
+    Until ``MIN_BATCHES`` are known it adds up what the steps of the batch cost instead, and learns from every batch;
+    from then on only from those whose time, estimated anew with their true G, ``RULE`` calls wrong.
+
+    Estimates are of whole batches that resemble what has run: far outside of that the nearest is not near.
+
+    Args:
+        cost: What steps cost, until it is measured (``price``).
+        batches: Known before; the last ``MAX_BATCHES`` are kept.
+    """
+
+    def __init__(self, cost: StepCost, batches: Iterable[ServedBatch] = ()) -> None:
+        self._cost = cost
+        self._batches = deque(batches, maxlen=MAX_BATCHES)
+        self._served: deque[ServedBatch] = deque(maxlen=MAX_BATCHES)
+        self._schedule = Schedule(PERIOD_S)
+        self._fit()
+
+    @property
+    def num_batches(self) -> int:
+        """Batches that estimates rest on."""
+        return len(self._batches)
+
+    def price(self, cost: StepCost) -> None:
+        """What steps cost, newly measured."""
+        self._cost = cost
+
+    def __call__(self, batch_size: int, prompt_len: int, output_len: int) -> float:
+        """Estimated seconds of a batch; ``output_len`` is the longest output foreseen. O(log batches known)."""
+        return self._estimates_s([(batch_size, prompt_len, output_len)])[0]
+
+    def _estimates_s(self, queries: list[tuple[int, int, int]]) -> list[float]:
+        """Together they cost little more than one alone."""
+        if self._neighbours is None:
+            return [padded_batch_s(self._cost, *query) for query in queries]
+        features = np.array(queries, dtype=np.float64).reshape(-1, 3)
+        estimates_s: list[float] = self._neighbours.predict((features - self._mean) / self._spread).tolist()
+        return estimates_s
+
+    def observe(self, batch: ServedBatch) -> None:
+        """A batch has ended; it is looked at when learning is due."""
+        self._served.append(batch)
+
+    def learn(self, now: float) -> int:
+        """Every ``PERIOD_S`` seconds takes over what is worth it and fits anew; returns how many batches that were.
+
+        Cost: O(n log n) in the batches known and observed since.
+        """
+        if not self._schedule.claim(now):
+            return 0
+        lacking = max(0, MIN_BATCHES - len(self._batches))
+        served = list(self._served)
+        self._served.clear()
+        # All against the same fit, so that the order in which batches ended decides nothing.
+        taken = served[:lacking] + self._wrong(served[lacking:])
+        if taken:
+            self._batches.extend(taken)
+            self._fit()
+        return len(taken)
+
+    def _wrong(self, served: list[ServedBatch]) -> list[ServedBatch]:
+        if not served:
+            return []
+        estimates_s = self._estimates_s([(each.batch_size, each.prompt_len, each.output_len) for each in served])
+        pairs = zip(served, estimates_s, strict=True)
+        return [batch for batch, estimate_s in pairs if RULE.is_wrong(estimate_s, batch.duration_s)]
+
+    def _fit(self) -> None:
+        self._neighbours: Any = None
+        if len(self._batches) < MIN_BATCHES:
+            return
+        from sklearn.neighbors import KNeighborsRegressor  # half a second, which only batch mode should pay
+
+        rows = self._rows()
+        features = rows[:, :3]
+        self._mean, spread = features.mean(axis=0), features.std(axis=0)
+        self._spread = np.where(spread > 0, spread, 1.0)
+        # A tree, because the search of all rows starts threads, which costs more than it saves.
+        self._neighbours = KNeighborsRegressor(NUM_NEIGHBOURS, algorithm="kd_tree")
+        self._neighbours.fit((features - self._mean) / self._spread, rows[:, 3])
+
+    def _rows(self) -> _Array:
+        return np.array([astuple(batch) for batch in self._batches], dtype=np.float64).reshape(-1, 4)
+
+    def to_bytes(self) -> bytes:
+        """Everything that estimates rest on but the step cost: an ``.npz`` file of plain arrays. O(batches)."""
+        rows = self._rows()
+        buffer = io.BytesIO()
+        np.savez(buffer, schema=np.array([SCHEMA]), rows=rows, checksum=_checksum(rows))
+        return buffer.getvalue()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, cost: StepCost) -> BatchTimes:
+        """What ``to_bytes`` gave; the same estimates for the same step cost.
+
+        Raises:
+            InvalidValueError: bytes that are damaged, of another schema or no artefact at all.
+        """
+        try:
+            with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+                schema, rows, checksum = arrays["schema"], arrays["rows"], arrays["checksum"]
+        except Exception as error:  # whatever readers of zip and npy stumble over in foreign bytes
+            raise InvalidValueError("batch times", data[:20], f"an artefact of batch times ({error})") from error
+        if schema.tolist() != [SCHEMA]:
+            raise InvalidValueError("batch times: schema", schema.tolist(), f"[{SCHEMA}]")
+        if not np.array_equal(checksum, _checksum(rows)):
+            raise InvalidValueError("batch times: checksum", checksum.tobytes().hex(), "that of its rows")
+        batches = [ServedBatch(int(size), int(prompt), int(output), took_s) for size, prompt, output, took_s in rows]
+        return cls(cost, batches)
+
+
+def _checksum(rows: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    digest = hashlib.sha256(f"{SCHEMA} {rows.dtype.str} {rows.shape}".encode() + rows.tobytes()).digest()
+    return np.frombuffer(digest, dtype=np.uint8)

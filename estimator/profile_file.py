@@ -1,0 +1,158 @@
+"""The file that ``farsight profile`` writes and simulators read: what steps cost on one machine, as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import typing
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import Any, TypeVar
+
+from core.costs import StepCost
+from core.errors import InvalidValueError
+
+SCHEMA = 1
+"""Of the file; another one is refused."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ProfiledMachine:
+    """Where a profile was measured.
+
+    Attributes:
+        model: Directory or hub id.
+        num_threads: Compute threads of the worker.
+        cpu_share: CPU time over wall time of the measured steps and threads; well below 1, the machine had other work.
+    """
+
+    model: str
+    dtype: str
+    processor: str
+    num_cores: int
+    num_threads: int
+    cpu_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class ProfiledRange:
+    """The most of each kind of work that a measured step held; beyond it the prices are extrapolated."""
+
+    prefill_tokens: int
+    decode_seqs: int
+    context_tokens: int
+    prefill_pairs: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileError:
+    """|predicted - measured| / measured, over steps that nothing was fitted to."""
+
+    median: float
+    p90: float
+    num_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileFile:
+    """The content of the file. The first four are all that one written by hand needs.
+
+    Attributes:
+        base_s: This and the other prices are those of ``StepCost``, in seconds.
+        schema: ``SCHEMA``.
+        kv_bytes: Of the KV of one token; None where it is not known.
+        copy_bandwidth: Bytes a second between device and host, each way; None where it was not measured.
+    """
+
+    base_s: float
+    prefill_token_s: float
+    decode_seq_s: float
+    context_token_s: float
+    prefill_pair_s: float = 0.0
+    schema: int = SCHEMA
+    kv_bytes: int | None = None
+    copy_bandwidth: float | None = None
+    machine: ProfiledMachine | None = None
+    range: ProfiledRange | None = None
+    error: ProfileError | None = None
+
+    @property
+    def cost(self) -> StepCost:
+        """The prices."""
+        return StepCost(self.base_s, self.prefill_token_s, self.decode_seq_s, self.context_token_s, self.prefill_pair_s)
+
+    def to_json(self) -> str:
+        """One object, without what is not known."""
+        known = {name: value for name, value in asdict(self).items() if value is not None}
+        return json.dumps(known, indent=2, allow_nan=False) + "\n"
+
+
+def parse_profile(text: str, source: str) -> ProfileFile:
+    """The profile in a file's text.
+
+    Args:
+        source: Of the text, for errors.
+
+    Raises:
+        InvalidValueError: no JSON object, another schema, a field that is missing, unknown or of a wrong value; it is
+            named as ``source: field``.
+    """
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise InvalidValueError(source, text[:20], f"a JSON object ({error})") from error
+    schema = values.get("schema", SCHEMA) if isinstance(values, dict) else SCHEMA
+    if schema != SCHEMA:
+        raise InvalidValueError(f"{source}: schema", schema, f"{SCHEMA}, the only one that this version reads")
+    profile = _read(ProfileFile, values, source, prefix="")
+    for name in ("base_s", "copy_bandwidth"):
+        if getattr(profile, name) == 0:
+            raise InvalidValueError(f"{source}: {name}", 0, "a number above 0")
+    return profile
+
+
+def _read(kind: type[T], values: Any, source: str, prefix: str) -> T:
+    """A dataclass from a JSON object of its fields."""
+    known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
+    if not isinstance(values, dict):
+        raise InvalidValueError(f"{source}: {prefix}".rstrip(": ."), values, f"a JSON object with {', '.join(known)}")
+    for name in values:
+        if name not in known:
+            raise InvalidValueError(f"{source}: {prefix}{name}", values[name], f"only {', '.join(known)}")
+    hints = typing.get_type_hints(kind)
+    found = {}
+    for name, field in known.items():
+        if name in values:
+            found[name] = _read_value(hints[name], values[name], source, f"{prefix}{name}")
+        elif field.default is MISSING:
+            raise InvalidValueError(f"{source}: {prefix}{name}", None, f"{_phrase(hints[name])}; it is missing")
+    return kind(**found)
+
+
+def _read_value(hint: Any, value: Any, source: str, name: str) -> Any:
+    kind = _plain(hint)
+    if kind not in _PHRASES:
+        return _read(kind, value, source, prefix=f"{name}.")
+    right = isinstance(value, str) if kind is str else _is_number(value, whole=kind is int)
+    if not right:
+        raise InvalidValueError(f"{source}: {name}", value, _phrase(hint))
+    return value
+
+
+def _is_number(value: Any, *, whole: bool) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+        return False
+    return bool(0 <= value < math.inf)
+
+
+_PHRASES: dict[Any, str] = {float: "a number >= 0", int: "an integer >= 0", str: "a text"}
+
+
+def _phrase(hint: Any) -> str:
+    return _PHRASES.get(_plain(hint), "a JSON object")
+
+
+def _plain(hint: Any) -> Any:
+    """``X`` of ``X | None``."""
+    return next((each for each in typing.get_args(hint) if each is not type(None)), hint)

@@ -1,0 +1,137 @@
+"""A fit in a process of its own, of low priority: whatever happens to it, whoever asked for it lives on.
+
+The child sends plain bytes back over a pipe, never a pickle. Its exit status says what they are: the model if it is 0,
+else the reason.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import select
+import signal
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import TypeVar
+
+NICENESS = 10
+"""Serving comes first."""
+
+_PATIENCE_S = 0.05
+"""A poll waits no longer than this for the next piece of a result that is on its way."""
+
+_PIECE = 1 << 20
+
+Argument = TypeVar("Argument")
+
+
+@dataclass(frozen=True, slots=True)
+class FitEnd:
+    """How a fit ended.
+
+    Attributes:
+        data: The model as bytes; None if there is none.
+        error: Why there is none, in a line.
+    """
+
+    data: bytes | None
+    error: str = ""
+
+
+class FitProcess:
+    """``fit(argument)`` in a child process, from construction on; ``poll`` until it has ended.
+
+    Construction returns when the child has read what it needs, which takes its start of about a second: call it
+    from a thread where that matters.
+
+    Args:
+        fit: A function of a module (the child imports it by name); gives a model as bytes.
+        argument: Its only argument; can be pickled.
+        now: Seconds on the clock that ``poll`` is asked with.
+        timeout_s: A child that takes longer is killed.
+    """
+
+    def __init__(self, fit: Callable[[Argument], bytes], argument: Argument, now: float, timeout_s: float) -> None:
+        self._ends_at = now + timeout_s
+        self._timeout_s = timeout_s
+        self._received = bytearray()
+        self._end: FitEnd | None = None
+        context = multiprocessing.get_context("spawn")  # a fork would copy locks of threads that it has not
+        self._pipe, writer = context.Pipe(duplex=False)
+        self._process = context.Process(target=_run, args=(writer, fit, argument), name="fit", daemon=True)
+        try:
+            self._process.start()
+        except BaseException:
+            self._pipe.close()
+            raise
+        finally:
+            writer.close()  # the child has its own; with this one open its end would not be seen
+
+    @property
+    def pid(self) -> int | None:
+        """Of the child."""
+        return self._process.pid
+
+    def poll(self, now: float) -> FitEnd | None:
+        """How the fit ended; None while it runs. Takes in what the child has sent, so a large model needs no
+        second poll."""
+        if self._end is None:
+            alive = self._process.is_alive()  # asked first: what it sent before it ended is then there to be read
+            if self._receive() or not alive:
+                self._end = self._read_end()
+            elif now >= self._ends_at:
+                self._process.kill()
+                self._end = FitEnd(None, f"the fit took longer than {self._timeout_s:g} s")
+            if self._end is not None:
+                self._close()
+        return self._end
+
+    def stop(self) -> None:
+        """Nobody wants the result any more."""
+        if self._end is None:
+            self._process.kill()
+            self._end = FitEnd(None, "the fit was stopped")
+            self._close()
+
+    def _receive(self) -> bool:
+        """Takes in what is there, and what follows at once; whether the child has closed its end."""
+        pipe = self._pipe.fileno()
+        while select.select([pipe], [], [], _PATIENCE_S if self._received else 0)[0]:
+            piece = os.read(pipe, _PIECE)
+            if not piece:
+                return True
+            self._received += piece
+        return False
+
+    def _read_end(self) -> FitEnd:
+        self._process.join()
+        status = self._process.exitcode
+        if status == 0:
+            return FitEnd(bytes(self._received))
+        if status is not None and status < 0:
+            return FitEnd(None, f"the fit was killed by {signal.Signals(-status).name}")
+        reason = self._received.decode(errors="replace").strip() or f"status {status}"
+        return FitEnd(None, f"the fit failed: {reason}")
+
+    def _close(self) -> None:
+        self._process.join()
+        self._process.close()
+        self._pipe.close()
+
+
+def _run(pipe: Connection, fit: Callable[[Argument], bytes], argument: Argument) -> None:
+    """What the child does."""
+    os.nice(NICENESS)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its children
+    status = 0
+    try:
+        data = fit(argument)
+    except Exception as error:
+        status, data = 1, traceback.format_exception_only(error)[-1].encode()
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(pipe.fileno(), rest) :]
+    pipe.close()
+    raise SystemExit(status)
