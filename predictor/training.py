@@ -16,6 +16,7 @@ from predictor.encoders import Encoder
 from predictor.features import FeatureShape, Floats, input_lens
 from predictor.linear import fit_linear
 from predictor.models import FULL, LENGTH, pack
+from predictor.retraining import MAX_FEATURES, TRAIN_FEATURES, TRAIN_LENS
 from predictor.trainer import ForestOptions, grow
 from predictor.words import fit_words, with_scores
 
@@ -99,8 +100,9 @@ def _train_on_words(
     questions = [each.question for each in examples]
     lens = np.array([each.output_len for each in examples])
     scorer, scores = fit_words(questions, lens, recipe.forest.seed, progress)
-    forest = grow(with_scores(questions, scores), lens, recipe.forest)
-    return Artefact(metadata, {"words": scorer.weights, **pack(forest, FULL)})
+    features = with_scores(questions, scores)
+    forest = grow(features, lens, recipe.forest)
+    return Artefact(metadata, {"words": scorer.weights, **pack(forest, FULL), **_kept(features, lens)})
 
 
 def _train_on_embeddings(
@@ -121,7 +123,15 @@ def _train_on_embeddings(
     if recipe.model == "linear":
         return Artefact(metadata, _pack_both(fit_linear(full, lens), fit_linear(short, lens)))
     small = replace(recipe.forest, num_trees=min(LENGTH_TREES, recipe.forest.num_trees))
-    return Artefact(metadata, _pack_both(grow(full, lens, recipe.forest), grow(short, lens, small)))
+    forests = _pack_both(grow(full, lens, recipe.forest), grow(short, lens, small))
+    return Artefact(metadata, {**forests, **_kept(full, lens)})
+
+
+def _kept(features: Floats, output_lens: NDArray[np.integer]) -> dict[str, NDArray[Any]]:
+    """The examples themselves, for those who train on (``retraining``); nothing where they are too wide."""
+    if features.shape[1] > MAX_FEATURES:
+        return {}
+    return {TRAIN_FEATURES: features, TRAIN_LENS: output_lens.astype(np.int32)}
 
 
 def _pack_both(full: Any, length: Any) -> dict[str, NDArray[Any]]:

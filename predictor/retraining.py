@@ -1,0 +1,108 @@
+"""A trained artefact, trained on: the same reading of requests, forests grown anew on what has ended since.
+
+Requests are not read twice: what the forests took of them when they came is kept beside the forecast, so a log need
+hold no texts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from core.errors import InvalidValueError
+from core.forecast import QUANTILES
+from predictor.artefact import Artefact, from_bytes
+from predictor.features import Floats
+from predictor.forest import Forest
+from predictor.metrics import pinball
+from predictor.models import FULL, LENGTH, pack, unpack
+from predictor.trainer import ForestOptions, grow
+
+MAX_FEATURES = 64
+"""Of a request; what is wider would make the log as large as the texts."""
+
+TRAIN_FEATURES, TRAIN_LENS = "train.features", "train.lens"
+"""Arrays of an artefact that can be trained on: (rows, features) and (rows,) of its own examples."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A request that ended: what the forests took of it, shape (features,), and its output length in tokens."""
+
+    features: Floats
+    output_len: int
+
+
+def can_be_retrained(artefact: Artefact) -> bool:
+    """Whether it is a forest that keeps what it was grown on."""
+    return TRAIN_FEATURES in artefact.arrays
+
+
+def feature_set(artefact: Artefact) -> str:
+    """Names the way in which requests are read: numbers from another way mean something else."""
+    metadata = artefact.metadata
+    if "words" in artefact.arrays:
+        return "words-" + hashlib.sha256(np.ascontiguousarray(artefact.arrays["words"]).tobytes()).hexdigest()[:16]
+    return f"{metadata['encoder']}-{metadata['d_user']}-{metadata['d_app']}"
+
+
+def samples_of(artefact: Artefact) -> list[Sample]:
+    """What it was trained on."""
+    rows, lens = artefact.arrays[TRAIN_FEATURES], artefact.arrays[TRAIN_LENS]
+    return [Sample(row, int(length)) for row, length in zip(rows, lens, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Retraining:
+    """What a fit takes, in a process of its own.
+
+    Attributes:
+        data: The artefact to go on from.
+        features: (rows, features) of all examples, those of the artefact included.
+        output_lens: (rows,), in tokens.
+    """
+
+    data: bytes
+    features: Floats
+    output_lens: NDArray[np.int64]
+
+
+def retrain(task: Retraining) -> bytes:
+    """The next version. O(trees rows log rows).
+
+    Raises:
+        InvalidValueError: the features are not the artefact's.
+    """
+    artefact = from_bytes(task.data)
+    arrays, metadata = dict(artefact.arrays), dict(artefact.metadata)
+    width = arrays[TRAIN_FEATURES].shape[1]
+    if task.features.ndim != 2 or task.features.shape[1] != width:
+        raise InvalidValueError("features", task.features.shape, f"(rows, {width})")
+    options = ForestOptions(**metadata["forest"])
+    arrays |= pack(grow(task.features, task.output_lens, options), FULL)
+    if f"{LENGTH}.roots" in arrays:
+        small = replace(options, num_trees=len(arrays[f"{LENGTH}.roots"]))
+        short = np.concatenate([task.features[:, :1], task.features[:, 1 + metadata["d_user"] :]], axis=1)
+        arrays |= pack(grow(short, task.output_lens, small), LENGTH)
+    arrays |= {TRAIN_FEATURES: task.features, TRAIN_LENS: task.output_lens.astype(np.int32)}
+    metadata |= {"version": int(metadata["version"]) + 1, "num_examples": len(task.output_lens)}
+    return Artefact(metadata, arrays).to_bytes()
+
+
+def retraining(artefact: Artefact, samples: Sequence[Sample]) -> Retraining:
+    """A fit of these samples; the version after the artefact's."""
+    features = np.stack([each.features for each in samples]).astype(np.float32)
+    return Retraining(artefact.to_bytes(), features, np.array([each.output_len for each in samples], np.int64))
+
+
+def score(artefact: Artefact, samples: Sequence[Sample]) -> float:
+    """Mean pinball loss in tokens, over ``QUANTILES``; lower is better."""
+    forest = unpack(artefact.arrays, "forest", FULL)
+    assert isinstance(forest, Forest)
+    features = np.stack([each.features for each in samples]).astype(np.float32)
+    lens = np.array([each.output_len for each in samples], np.float64)
+    return pinball(forest.distribution(features, QUANTILES).quantiles, lens)
