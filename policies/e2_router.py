@@ -27,12 +27,12 @@ class E2Config:
         window_s: H, seconds over which load, sharing and queueing are counted.
         imbalance_ratio: IMBALR: a replica whose load is decoding to more than this share is sent what is explored ...
         balanced_ratio: ... if another replica with load is below this share.
-        rebalance_ratio: T_hbal: the heaviest load may be so many times the lightest.
-        rebalance_after: Requests a replica, in the mean, before loads are compared.
+        rebalance_ratio: T_hbal: a load may be so many times the lightest.
+        rebalance_after: Requests, of all replicas together, before loads are compared.
         initial_output_len: Tokens, of replicas where nothing ended within the window.
         balance: Whether prefill and decode loads are balanced at all.
-        rebalance: Whether the heaviest replica's exploiting requests are redirected.
-        autoscale: Whether prefixes whose queueing time doubles may go to one replica more.
+        rebalance: Whether exploiting requests of replicas that are too heavy are redirected.
+        autoscale: Whether prefixes whose queueing time doubles on such a replica may go to one more.
     """
 
     window_s: float = 180.0
@@ -198,7 +198,7 @@ class E2Router(Placement):
         placed.hit_len, placed.prefill_s = cached_len, prefill_s
         if self.config.autoscale and placed.key is not None:
             self._scaling.observe(placed.key, queue_s, now)
-            if self._scaling.doubled(placed.key):
+            if self._scaling.doubled(placed.key) and self._lightest_for(placed.slot) is not None:
                 self._replicate(placed.key)
 
     def ended(self, request_id: str, output_len: int | None, now: float) -> None:
@@ -231,7 +231,7 @@ class E2Router(Placement):
             holders |= node.assigned
         holders &= self._slots.open_mask
         slot = holders.bit_length() - 1 if is_single(holders) else self._cost.cheapest(query, holders)
-        lightest = self._relief_of(slot)
+        lightest = self._relief_of(slot, query)
         return (slot, "exploit") if lightest is None else (lightest, "rebalance")
 
     def _explore(self, query: Query) -> tuple[int, str]:
@@ -250,17 +250,25 @@ class E2Router(Placement):
             return None
         return slot
 
-    def _relief_of(self, slot: int) -> int | None:
-        """The lightest replica, if this one is the heaviest and too heavy for it (load shift)."""
-        config = self.config
-        if not config.rebalance or self._num_placed < config.rebalance_after * self._slots.open_mask.bit_count():
+    def _relief_of(self, slot: int, query: Query) -> int | None:
+        """The lightest replica, if this one is too heavy for it and the request costs less there (load shift).
+
+        The paper compares the heaviest replica alone. Where several share a prefix it is as a rule not the one that
+        would be chosen, and replicas without the prefix would stay idle. A request that costs more there than the
+        difference of the loads is worth would shift no load; idle replicas would collect every prefix.
+        """
+        if not self.config.rebalance or self._num_placed < self.config.rebalance_after:
             return None
-        loads_s = self.load.prefill_s + self.load.decode_s
-        lightest = int((loads_s + self._slots.closed).argmin())
-        heaviest = int((loads_s - self._slots.closed).argmax())
-        if slot != heaviest or loads_s[heaviest] <= config.rebalance_ratio * loads_s[lightest]:
+        lightest = self._lightest_for(slot)
+        if lightest is None or self._cost.total_s(lightest, query) >= self._cost.total_s(slot, query):
             return None
         return lightest
+
+    def _lightest_for(self, slot: int) -> int | None:
+        """The lightest replica, if this one's load is more than T_hbal times as much."""
+        loads_s = self.load.prefill_s + self.load.decode_s
+        lightest = int((loads_s + self._slots.closed).argmin())
+        return lightest if loads_s[slot] > self.config.rebalance_ratio * loads_s[lightest] else None
 
     def _replicate(self, prefix: Node) -> None:
         """Prefix autoscaling: its requests may go to the lightest replica that it is not on; KV is computed there."""
