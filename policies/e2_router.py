@@ -28,11 +28,11 @@ class E2Config:
         imbalance_ratio: IMBALR: a replica whose load is decoding to more than this share is sent what is explored ...
         balanced_ratio: ... if another replica with load is below this share.
         rebalance_ratio: T_hbal: a load may be so many times the lightest.
-        rebalance_after: Requests, of all replicas together, before loads are compared.
+        rebalance_after: Requests of the window that a replica has before its load is compared.
         initial_output_len: Tokens, of replicas where nothing ended within the window.
         balance: Whether prefill and decode loads are balanced at all.
         rebalance: Whether exploiting requests of replicas that are too heavy are redirected.
-        autoscale: Whether prefixes whose queueing time doubles on such a replica may go to one more.
+        autoscale: Whether prefixes whose queueing time doubles on a replica too heavy may go to one more.
     """
 
     window_s: float = 180.0
@@ -140,7 +140,6 @@ class E2Router(Placement):
         self._scaling = PrefixScaling(self.config.window_s)
         self._in_flight: dict[str, _Placed] = {}
         self._window: deque[_Placed] = deque()
-        self._num_placed = 0
 
     def choose(self, request: Request, prefix: Sequence[int], loads: tuple[ReplicaLoad, ...], now: float) -> E2Choice:
         """A replica for this request, of those given (never empty)."""
@@ -198,7 +197,7 @@ class E2Router(Placement):
         placed.hit_len, placed.prefill_s = cached_len, prefill_s
         if self.config.autoscale and placed.key is not None:
             self._scaling.observe(placed.key, queue_s, now)
-            if self._scaling.doubled(placed.key) and self._lightest_for(placed.slot) is not None:
+            if self._scaling.doubled(placed.key) and self._lighter_than(placed.slot) is not None:
                 self._replicate(placed.key)
 
     def ended(self, request_id: str, output_len: int | None, now: float) -> None:
@@ -231,7 +230,7 @@ class E2Router(Placement):
             holders |= node.assigned
         holders &= self._slots.open_mask
         slot = holders.bit_length() - 1 if is_single(holders) else self._cost.cheapest(query, holders)
-        lightest = self._relief_of(slot, query)
+        lightest = self._relief_of(slot)
         return (slot, "exploit") if lightest is None else (lightest, "rebalance")
 
     def _explore(self, query: Query) -> tuple[int, str]:
@@ -250,22 +249,15 @@ class E2Router(Placement):
             return None
         return slot
 
-    def _relief_of(self, slot: int, query: Query) -> int | None:
-        """The lightest replica, if this one is too heavy for it and the request costs less there (load shift).
-
-        The paper compares the heaviest replica alone. Where several share a prefix it is as a rule not the one that
-        would be chosen, and replicas without the prefix would stay idle. A request that costs more there than the
-        difference of the loads is worth would shift no load; idle replicas would collect every prefix.
-        """
-        if not self.config.rebalance or self._num_placed < self.config.rebalance_after:
+    def _relief_of(self, slot: int) -> int | None:
+        """The lightest replica, if this one is too heavy and has requests enough to tell (load shift)."""
+        config = self.config
+        if not config.rebalance or self.load.num_requests[slot] < config.rebalance_after:
             return None
-        lightest = self._lightest_for(slot)
-        if lightest is None or self._cost.total_s(lightest, query) >= self._cost.total_s(slot, query):
-            return None
-        return lightest
+        return self._lighter_than(slot)
 
-    def _lightest_for(self, slot: int) -> int | None:
-        """The lightest replica, if this one's load is more than T_hbal times as much."""
+    def _lighter_than(self, slot: int) -> int | None:
+        """The lightest replica, if this one has more than T_hbal times its load."""
         loads_s = self.load.prefill_s + self.load.decode_s
         lightest = int((loads_s + self._slots.closed).argmin())
         return lightest if loads_s[slot] > self.config.rebalance_ratio * loads_s[lightest] else None
@@ -295,7 +287,6 @@ class E2Router(Placement):
         self.load.add(slot, placed.prefill_s, placed.prompt_len)
         self._in_flight[placed.request_id] = placed
         self._window.append(placed)
-        self._num_placed += 1
 
     def _advance(self, now: float) -> None:
         """What was placed a window ago counts no more. Amortised O(nodes of a path)."""

@@ -133,8 +133,3 @@ class LoadCost:
         """P on one replica."""
         lacking = query.prompt_len - query.hit_end(slot) * self._block_size
         return self._prefill_s(lacking, query.prompt_len)
-
-    def total_s(self, slot: int, query: Query) -> float:
-        """L + M + P on one replica."""
-        load_s = float(self._load.prefill_s[slot] + self._load.decode_s[slot])
-        return load_s + self.evict_s(slot, query) + self.prefill_s(slot, query)
