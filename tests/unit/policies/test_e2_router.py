@@ -304,9 +304,10 @@ def test_each_doubling_adds_one_replica_and_is_counted_anew() -> None:
 def test_where_all_wait_alike_nothing_is_replicated() -> None:
     """Queueing doubles everywhere as the load rises: one replica more would only cost memory."""
     desk = Desk(router_of("ab", config=replace(BARE, autoscale=True, window_s=100.0)))
-    for queue_s, now in ((1.0, 10.0), (3.0, 70.0)):
+    for queue_s, now in ((0.0, 0.0), (1.0, 10.0), (3.0, 70.0)):
         for start, name in ((0, "a"), (5000, "b")):
-            desk.place(path(start, 100) + path(start + 100 * int(now) + 90_000, 40), name, now=now)
+            prefix = path(start, 100) + path(start + 100 * int(now) + 90_000, 40)
+            assert desk.place(prefix, "" if now else name, now=now).replica == name
             desk.router.started(f"r{desk.num}", 100, queue_s, now)
     assert {node.assigned for node in desk.router.tree.root.children.values()} == {0}
 
