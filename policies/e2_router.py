@@ -27,12 +27,12 @@ class E2Config:
         window_s: H, seconds over which load, sharing and queueing are counted.
         imbalance_ratio: IMBALR: a replica whose load is decoding to more than this share is sent what is explored ...
         balanced_ratio: ... if another replica with load is below this share.
-        rebalance_ratio: T_hbal: the heaviest load may be so many times the lightest.
-        rebalance_after: Requests a replica, in the mean, before loads are compared.
+        rebalance_ratio: T_hbal: a load may be so many times the lightest.
+        rebalance_after: Requests of the window that a replica has before its load is compared.
         initial_output_len: Tokens, of replicas where nothing ended within the window.
         balance: Whether prefill and decode loads are balanced at all.
-        rebalance: Whether the heaviest replica's exploiting requests are redirected.
-        autoscale: Whether prefixes whose queueing time doubles may go to one replica more.
+        rebalance: Whether exploiting requests of replicas that are too heavy are redirected.
+        autoscale: Whether prefixes whose queueing time doubles on a replica too heavy may go to one more.
     """
 
     window_s: float = 180.0
@@ -140,7 +140,6 @@ class E2Router(Placement):
         self._scaling = PrefixScaling(self.config.window_s)
         self._in_flight: dict[str, _Placed] = {}
         self._window: deque[_Placed] = deque()
-        self._num_placed = 0
 
     def choose(self, request: Request, prefix: Sequence[int], loads: tuple[ReplicaLoad, ...], now: float) -> E2Choice:
         """A replica for this request, of those given (never empty)."""
@@ -198,7 +197,7 @@ class E2Router(Placement):
         placed.hit_len, placed.prefill_s = cached_len, prefill_s
         if self.config.autoscale and placed.key is not None:
             self._scaling.observe(placed.key, queue_s, now)
-            if self._scaling.doubled(placed.key):
+            if self._scaling.doubled(placed.key) and self._lighter_than(placed.slot) is not None:
                 self._replicate(placed.key)
 
     def ended(self, request_id: str, output_len: int | None, now: float) -> None:
@@ -251,16 +250,17 @@ class E2Router(Placement):
         return slot
 
     def _relief_of(self, slot: int) -> int | None:
-        """The lightest replica, if this one is the heaviest and too heavy for it (load shift)."""
+        """The lightest replica, if this one is too heavy and has requests enough to tell (load shift)."""
         config = self.config
-        if not config.rebalance or self._num_placed < config.rebalance_after * self._slots.open_mask.bit_count():
+        if not config.rebalance or self.load.num_requests[slot] < config.rebalance_after:
             return None
+        return self._lighter_than(slot)
+
+    def _lighter_than(self, slot: int) -> int | None:
+        """The lightest replica, if this one has more than T_hbal times its load."""
         loads_s = self.load.prefill_s + self.load.decode_s
         lightest = int((loads_s + self._slots.closed).argmin())
-        heaviest = int((loads_s - self._slots.closed).argmax())
-        if slot != heaviest or loads_s[heaviest] <= config.rebalance_ratio * loads_s[lightest]:
-            return None
-        return lightest
+        return lightest if loads_s[slot] > self.config.rebalance_ratio * loads_s[lightest] else None
 
     def _replicate(self, prefix: Node) -> None:
         """Prefix autoscaling: its requests may go to the lightest replica that it is not on; KV is computed there."""
@@ -287,7 +287,6 @@ class E2Router(Placement):
         self.load.add(slot, placed.prefill_s, placed.prompt_len)
         self._in_flight[placed.request_id] = placed
         self._window.append(placed)
-        self._num_placed += 1
 
     def _advance(self, now: float) -> None:
         """What was placed a window ago counts no more. Amortised O(nodes of a path)."""

@@ -76,13 +76,21 @@ EIGHT_H100 = Cluster("llama-3-70b, 8 h100 (TP 4, DP 2)", 2, LLAMA_3_70B_H100, H1
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """A workload of the paper; how many requests share a prefix is assumed, and alike for all prefixes."""
+    """A workload of the paper, of the size that the authors' experiment files (WukLab/preble) give it on two GPUs.
+
+    They raise the requests with the rate, for runs of about five minutes, and both with the number of GPUs; the one in
+    the middle is taken, and all prefixes are equally likely.
+
+    Attributes:
+        prefixes: Distinct ones for each replica.
+        requests: For each replica.
+    """
 
     law: PrefixLaw
-    requests_per_prefix: int
+    prefixes: int
+    requests: int
 
-    def draw(self, rng: np.random.Generator, instants: Sequence[float]) -> list[Arrival]:
-        num_prefixes = max(1, len(instants) // self.requests_per_prefix)
+    def draw(self, rng: np.random.Generator, instants: Sequence[float], num_prefixes: int) -> list[Arrival]:
         return prefix_workload(rng, instants, self.law, num_prefixes, BLOCK, popularity=EVEN)
 
 
@@ -92,11 +100,11 @@ EVEN = 1e-9
 STUDIES = {
     study.law.app: study
     for study in (
-        Study(TOOL_USE, 8),
-        Study(AGENT, 40),
-        Study(PROGRAMMING, 20),
-        Study(VIDEO_QA, 8),
-        Study(LONG_DOCUMENT, 16),
+        Study(TOOL_USE, prefixes=100, requests=1350),
+        Study(AGENT, prefixes=100, requests=1250),
+        Study(PROGRAMMING, prefixes=80, requests=940),
+        Study(VIDEO_QA, prefixes=75, requests=450),
+        Study(LONG_DOCUMENT, prefixes=15, requests=196),
     )
 }
 

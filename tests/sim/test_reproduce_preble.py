@@ -13,7 +13,7 @@ from simulator.reproduce.preble_runs import FOUR_A6000, PREBLE, ROUND_ROBIN, STU
 
 def test_e2_finds_more_cached_than_round_robin() -> None:
     rng = np.random.default_rng(1)
-    arrivals = STUDIES["video"].draw(rng, instants(rng, 200, 4.0))
+    arrivals = STUDIES["video"].draw(rng, instants(rng, 200, 4.0), 25)
     ours, baseline = (simulate(FOUR_A6000, system, arrivals) for system in (PREBLE, ROUND_ROBIN))
     assert ours.hit_ratio > 1.5 * baseline.hit_ratio
     assert ours.mean_s < baseline.mean_s
@@ -27,7 +27,7 @@ def test_a_run_repeats_itself() -> None:
 
 def test_saturation_is_above_what_one_replica_could_do_alone() -> None:
     rng = np.random.default_rng(2)
-    arrivals = STUDIES["tool"].draw(rng, instants(rng, 100, 1.0))
+    arrivals = STUDIES["tool"].draw(rng, instants(rng, 100, 1.0), 12)
     last_s = simulate(FOUR_A6000, ROUND_ROBIN, arrivals).ends_at
     assert saturation(FOUR_A6000, arrivals) > 100 / last_s
 
