@@ -13,8 +13,10 @@ from prometheus_client import CollectorRegistry, Gauge
 from actors.names import LOG_STORE
 from actors.peer import Peer, PeerLost
 from actors.piece import Piece, PieceContext
+from actors.text_forecasts import TextForecasts
 from core.codec import decode, encode
-from core.messages import FinishedRequest, LogPage, LogQuery
+from core.errors import FarsightError
+from core.messages import FinishedRequest, ForecastQuestions, Forecasts, LogPage, LogQuery
 from predictor.history import HistoryPredictor
 
 logger = logging.getLogger(__name__)
@@ -48,10 +50,35 @@ class LengthPredictor(Piece):
         self._failing = False
         self._row: int | None = None
         self._predictor = HistoryPredictor(WINDOW)
+        self._reader: TextForecasts | None = None
         self._show()
 
     async def start(self) -> None:
+        """Loads what ``farsight train`` made, if there is something, and then what has been learnt since.
+
+        Raises:
+            ConfigError: the artefact or its encoder cannot be loaded.
+        """
+        if self.context.config.predictor.artefact:
+            self._reader = await TextForecasts.load(self.context, self._log_store, self._predictor)
+            for work in self._reader.work():
+                self.spawn(work)
         self.spawn(self._follow())
+
+    @property
+    def queue(self) -> int:
+        return 0 if self._reader is None else self._reader.num_waiting
+
+    async def predict(self, data: bytes) -> bytes:
+        """Takes ``ForecastQuestions``; answers with ``Forecasts``, one a question.
+
+        Raises:
+            FarsightError: nothing was trained.
+        """
+        questions = decode(data, ForecastQuestions).questions
+        if self._reader is None:
+            raise FarsightError(f"{self.name} has no predictor.artefact")
+        return encode(Forecasts(tuple(await self._reader.answer(questions))))
 
     @property
     def last_step_age_s(self) -> float | None:
@@ -102,7 +129,7 @@ class LengthPredictor(Piece):
 
     def _start_over(self) -> None:
         self._row = None
-        self._predictor = HistoryPredictor(WINDOW)
+        self._predictor.clear()
         self._show()
 
     def _show(self) -> None:

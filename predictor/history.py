@@ -45,6 +45,12 @@ class HistoryPredictor:
         """``current`` for each, whatever is asked."""
         return [self._forecast] * len(questions)
 
+    def clear(self) -> None:
+        """Forgets all that it has learnt."""
+        self._lengths.clear()
+        self._version += 1
+        self._forecast = _prior()
+
     def learn(self, output_lens: Sequence[int]) -> None:
         """Adds output lengths in tokens, oldest first. Nothing to add is no learning: the version stays."""
         if not output_lens:

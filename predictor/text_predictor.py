@@ -11,7 +11,7 @@ from core.forecast import QUANTILES, Forecast, ForecastQuestion
 from predictor.artefact import Artefact, ArtefactError
 from predictor.embedding_cache import EmbeddingCache
 from predictor.encoders import Encoder
-from predictor.features import FeatureShape
+from predictor.features import FeatureShape, Floats
 from predictor.history import HistoryPredictor
 from predictor.models import FULL, LENGTH, unpack
 from predictor.quantiles import Distribution
@@ -42,6 +42,7 @@ class TextPredictor:
     ) -> None:
         try:
             self.version = int(artefact.metadata["version"])
+            self.encoder = encoder
             self._source = str(artefact.metadata["model"])
             self._reader = _reader(artefact, encoder, cache_size)
             self._full = unpack(artefact.arrays, self._source, FULL)
@@ -57,11 +58,21 @@ class TextPredictor:
 
         ``Effort.LENGTH`` encodes nothing: a question whose instruction is not kept gets the history's answer.
         """
+        return self.forecast_with_features(questions, effort)[0]
+
+    def forecast_with_features(
+        self, questions: Sequence[ForecastQuestion], effort: Effort = Effort.FULL
+    ) -> tuple[list[Forecast], list[Floats | None]]:
+        """``forecast``, and the numbers that each rests on, shape (features,); None without ``Effort.FULL``."""
         if not questions:
-            return []
+            return [], []
         if effort is Effort.FULL:
-            found = self._full.distribution(self._reader.full(questions), QUANTILES)
-            return self._forecasts(questions, found, self._source)
+            features = self._reader.full(questions)
+            found = self._full.distribution(features, QUANTILES)
+            return self._forecasts(questions, found, self._source), list(features)
+        return self._forecast_cheaply(questions, effort), [None] * len(questions)
+
+    def _forecast_cheaply(self, questions: Sequence[ForecastQuestion], effort: Effort) -> list[Forecast]:
         answers = self._history.forecast(questions)
         if effort is Effort.LENGTH:
             read, features = self._reader.length(questions)

@@ -1,0 +1,82 @@
+"""Answers to "how long will it be?", several at a time, in a thread, within a share of one core."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from core.forecast import Forecast, ForecastQuestion
+from predictor.shedding import Effort, EffortBudget
+from predictor.text_predictor import TextPredictor
+
+MAX_BATCH = 64
+"""Questions that are answered together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A forecast and the numbers it was made from, packed as float32; none where the request was not looked at."""
+
+    forecast: Forecast
+    features: bytes
+
+
+class ForecastServer:
+    """Answers in order of asking; what is asked while a batch is under way goes into the next one together.
+
+    Args:
+        predictor: Replaced between batches by ``swap``.
+        cpu_share: Of one core that full forecasts may take; beyond it they look at less.
+    """
+
+    def __init__(self, predictor: TextPredictor, cpu_share: float) -> None:
+        self.predictor = predictor
+        self._budget = EffortBudget(cpu_share)
+        self._asked: asyncio.Queue[tuple[ForecastQuestion, asyncio.Future[Answer]]] = asyncio.Queue()
+
+    @property
+    def num_waiting(self) -> int:
+        return self._asked.qsize()
+
+    def swap(self, predictor: TextPredictor) -> None:
+        """The next batch is another version's."""
+        self.predictor = predictor
+
+    async def answer(self, questions: Sequence[ForecastQuestion]) -> list[Answer]:
+        """One answer a question."""
+        loop = asyncio.get_running_loop()
+        futures: list[asyncio.Future[Answer]] = [loop.create_future() for _ in questions]
+        for question, future in zip(questions, futures, strict=True):
+            self._asked.put_nowait((question, future))
+        return await asyncio.gather(*futures)
+
+    async def run(self) -> None:
+        """Serves until cancelled. What breaks a batch is told to those who asked."""
+        while True:
+            batch = [await self._asked.get()]
+            while len(batch) < MAX_BATCH and not self._asked.empty():
+                batch.append(self._asked.get_nowait())
+            questions = [question for question, _ in batch]
+            effort = self._budget.choose(time.monotonic(), len(questions))
+            try:
+                answers, seconds = await asyncio.to_thread(_answer, self.predictor, questions, effort)
+            except Exception as error:  # whatever the model stumbled over: the next batch may do
+                for _, future in batch:
+                    if not future.done():
+                        future.set_exception(error)
+                continue
+            self._budget.spend(effort, seconds, len(questions))
+            for (_, future), answer in zip(batch, answers, strict=True):
+                if not future.done():  # else its caller was cancelled
+                    future.set_result(answer)
+
+
+def _answer(predictor: TextPredictor, questions: list[ForecastQuestion], effort: Effort) -> tuple[list[Answer], float]:
+    """And the seconds of a core that it took."""
+    began = time.thread_time()
+    forecasts, features = predictor.forecast_with_features(questions, effort)
+    packed = [b"" if row is None else row.tobytes() for row in features]
+    answers = [Answer(forecast, row) for forecast, row in zip(forecasts, packed, strict=True)]
+    return answers, time.thread_time() - began
