@@ -46,7 +46,7 @@ class ProfiledRange:
 
 
 @dataclass(frozen=True, slots=True)
-class ProfileError:
+class HeldBackErrors:
     """|predicted - measured| / measured, over steps that nothing was fitted to."""
 
     median: float
@@ -75,7 +75,7 @@ class ProfileFile:
     copy_bandwidth: float | None = None
     machine: ProfiledMachine | None = None
     range: ProfiledRange | None = None
-    error: ProfileError | None = None
+    error: HeldBackErrors | None = None
 
     @property
     def cost(self) -> StepCost:

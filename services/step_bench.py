@@ -14,7 +14,7 @@ from core.request import Request, SamplingParams
 from engine.model_runner import ModelRunner
 from engine.sequence import Sequence as TokenSequence
 from estimator.grid import StepShape
-from estimator.profile_file import ProfiledMachine, ProfiledRange, ProfileError, ProfileFile
+from estimator.profile_file import HeldBackErrors, ProfiledMachine, ProfiledRange, ProfileFile
 from estimator.samples import step_sample
 from estimator.step_profile import StepProfile
 from kvcache.lease import StepBatch, StepItem
@@ -27,6 +27,9 @@ NUM_REPEATS = 3
 
 REPEAT_BELOW_S = 0.05
 """... if it takes less than this."""
+
+_SHORTEST_S = 1e-9
+"""No step is free, though other prices may explain all of a measurement."""
 
 _FIRST_TOKEN_ID = 3
 _ENDLESS = 10**9
@@ -155,7 +158,7 @@ def fit(steps: Sequence[MeasuredStep], machine: ProfiledMachine, kv_bytes: int) 
     base_s, prefill_token_s, decode_seq_s, context_token_s, prefill_pair_s = learnt.coefficients()
     samples = [step.sample for step in steps]
     return ProfileFile(
-        base_s=base_s,
+        base_s=max(base_s, _SHORTEST_S),
         prefill_token_s=prefill_token_s,
         decode_seq_s=decode_seq_s,
         context_token_s=context_token_s,
@@ -168,5 +171,5 @@ def fit(steps: Sequence[MeasuredStep], machine: ProfiledMachine, kv_bytes: int) 
             context_tokens=max(each.context_tokens for each in samples),
             prefill_pairs=max(each.prefill_pairs for each in samples),
         ),
-        error=ProfileError(float(np.median(errors)), float(np.quantile(errors, 0.9)), len(errors)),
+        error=HeldBackErrors(float(np.median(errors)), float(np.quantile(errors, 0.9)), len(errors)),
     )

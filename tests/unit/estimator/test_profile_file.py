@@ -12,9 +12,9 @@ from core.costs import StepCost
 from core.errors import InvalidValueError
 from estimator.profile_file import (
     SCHEMA,
+    HeldBackErrors,
     ProfiledMachine,
     ProfiledRange,
-    ProfileError,
     ProfileFile,
     parse_profile,
 )
@@ -29,7 +29,7 @@ FULL = ProfileFile(
     copy_bandwidth=1e10,
     machine=ProfiledMachine("m", "float32", "a processor", 2, 1, 0.99),
     range=ProfiledRange(1024, 128, 131072, 524800),
-    error=ProfileError(0.05, 0.15, 132),
+    error=HeldBackErrors(0.05, 0.15, 132),
 )
 PRICES = {"base_s": 1.0, "prefill_token_s": 0.1, "decode_seq_s": 0, "context_token_s": 0.0}
 

@@ -196,10 +196,13 @@ def test_a_window_that_holds_nothing_is_refused() -> None:
 
 
 def test_short_steps_are_not_given_up_for_long_ones_that_were_interrupted() -> None:
-    """Prompts of 100 ms, every other of which takes twice as long; least squares of seconds would lose the decodes."""
+    """Prompts of 100 ms beside decoding, some three times as long; least squares of seconds would lose the decodes."""
     rng = np.random.default_rng(0)
-    decodes = [StepSample(0, n, 100 * n, 1e-4 + 1e-5 * n) for n in rng.integers(1, 32, 2000).tolist()]
-    prompts = [StepSample(512, 0, 0, 0.1 * (1 + i % 2), attention_pairs(512, 0)) for i in range(2000)]
+    seqs = rng.integers(1, 32, 4000).tolist()
+    decodes = [StepSample(0, n, 100 * n, 1e-4 + 1e-5 * n) for n in seqs[:2000]]
+    prompts = [
+        StepSample(512, n, 100 * n, 0.1 * float(rng.uniform(1, 3)), attention_pairs(512, 0)) for n in seqs[2000:]
+    ]
     mixed = [step for pair in zip(decodes, prompts, strict=True) for step in pair]
     profile = StepProfile()
     profile.observe(mixed)

@@ -99,3 +99,10 @@ def test_errors_are_of_rounds_that_nothing_was_fitted_to() -> None:
 def test_a_step_holds_what_its_shape_says() -> None:
     shape = StepShape(chunks=((10, 4),), contexts=(7, 20))
     assert shape.ends == [14, 8, 21]
+
+
+def test_a_fit_without_a_base_can_be_read() -> None:
+    steps = [MeasuredStep("decode", i % 3, StepSample(0, i, 10 * i, 1e-3 * i), 0.0) for i in range(1, 100)]
+    found = fit(steps, ProfiledMachine("m", "float32", "", 1, 1, 1.0), 1)
+    assert 0 < found.base_s < 1e-6
+    assert parse_profile(found.to_json(), "x") == found
