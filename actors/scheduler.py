@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 
@@ -13,6 +14,7 @@ from actors.peer import LOOK_AGAIN_S, Peer, PeerLost
 from actors.piece import Piece, PieceContext
 from actors.waiting import wait_for
 from core.codec import decode, encode
+from core.costs import StepCost
 from core.messages import (
     Ended,
     FinishedSequence,
@@ -22,6 +24,7 @@ from core.messages import (
     Refusal,
     Refusals,
     ReplicaState,
+    ReplicaStepProfile,
     ReportPoll,
     StepReport,
     StepSample,
@@ -32,6 +35,7 @@ from core.messages import (
 )
 from policies.builders import configured_scheduler
 from policies.replica_events import (
+    CostLearnt,
     Event,
     ForecastsArrived,
     RefuseRequest,
@@ -62,6 +66,9 @@ FEED_S = 0.25
 MIN_SAMPLES = 32
 """Step samples that are worth a message to the estimators."""
 
+COST_CHANGE = 0.05
+"""Policies hear of new prices if one of them has changed by more than this share."""
+
 MAX_SAMPLES = 256
 """Step samples that wait for the estimators; beyond them the oldest are dropped."""
 
@@ -89,6 +96,7 @@ class Scheduler(Piece):
         self._reported_at: float | None = None
         self._metrics = EngineMetrics(context.registry, config.model.name, self._replica)
         self._counted_preemptions = 0
+        self._cost: StepCost | None = None
 
     async def start(self) -> None:
         for work in (self._lease(), self._push_plans(), self._tell_router(), self._tell_ends(), self._feed()):
@@ -223,7 +231,23 @@ class Scheduler(Piece):
                 self._samples.clear()
                 counts = await current_counts(peers, counts)
                 for index in range(counts.serving_time_estimators):
-                    await self._try(peers.peer(serving_time_estimator_name(index)), "observe", samples)
+                    with contextlib.suppress(PeerLost):
+                        reply = await peers.peer(serving_time_estimator_name(index)).call("observe", samples)
+                        if reply:
+                            self._price(decode(reply, ReplicaStepProfile))
+
+    def _price(self, profile: ReplicaStepProfile) -> None:
+        """Policies hear what steps cost when that has changed: every rank is worked out anew then."""
+        cost = StepCost(
+            profile.base_s,
+            profile.prefill_token_s,
+            profile.decode_seq_s,
+            profile.context_token_s,
+            profile.prefill_pair_s,
+        )
+        if self._cost is None or not cost.is_like(self._cost, COST_CHANGE):
+            self._cost = cost
+            self._handle(CostLearnt(cost))
 
     def _count(self) -> None:
         machine = self._machine

@@ -32,21 +32,22 @@ class ServingTimeEstimator(Piece):
         return None if self._observed_at is None else time.monotonic() - self._observed_at
 
     async def observe(self, data: bytes) -> bytes:
-        """Takes ``StepSamples``; answers with nothing."""
+        """Takes ``StepSamples``; answers with the replica's ``ReplicaStepProfile``, nothing before it is worth much."""
         message = decode(data, StepSamples)
         profile = self._profiles.setdefault(message.replica, StepProfile())
         profile.observe(message.samples)
         for term, value_s in zip(TERMS, profile.coefficients(), strict=True):
             self._gauge.labels(message.replica, term).set(value_s)
         self._observed_at = time.monotonic()
-        return b""
+        return b"" if profile.cost() is None else encode(_row(message.replica, profile))
 
     async def profile(self, data: bytes = b"") -> bytes:
         """Takes nothing; answers with ``StepProfileReply``, replicas in the order in which they were first heard."""
-        profiles = self._profiles.items()
-        return encode(
-            StepProfileReply(tuple(ReplicaStepProfile(name, p.num_samples, *p.coefficients()) for name, p in profiles))
-        )
+        return encode(StepProfileReply(tuple(_row(name, profile) for name, profile in self._profiles.items())))
+
+
+def _row(replica: str, profile: StepProfile) -> ReplicaStepProfile:
+    return ReplicaStepProfile(replica, profile.num_samples, *profile.coefficients())
 
 
 @functools.cache

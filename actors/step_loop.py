@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.messages import StepSample
+from estimator.samples import step_sample
 
 if TYPE_CHECKING:
     from engine.worker import Emission, Output, Worker
@@ -85,7 +86,7 @@ class StepLoop:
                     failures = self._worker.fail_step(batch, failure)
                 next_batch = self._begin_step()
             # The event loop wakes and wants the interpreter: only now, that the next step is about to leave it.
-            self._on_step(Step(emissions, failures, _sample(batch, ended_at - began_at), gap_s, cpu_s))
+            self._on_step(Step(emissions, failures, step_sample(batch, ended_at - began_at), gap_s, cpu_s))
             self._tell_aborted()
             batch = next_batch
 
@@ -104,14 +105,3 @@ class StepLoop:
             return self._worker.execute(batch), None
         except Exception as error:  # whatever torch raises ends the step's requests, not the worker
             return [], error
-
-
-def _sample(batch: StepBatch, duration_s: float) -> StepSample:
-    prefill = decode_seqs = context = 0
-    for item in batch.items:
-        context += item.start + item.num_tokens
-        if item.num_tokens == 1:
-            decode_seqs += 1
-        else:
-            prefill += item.num_tokens
-    return StepSample(prefill, decode_seqs, context, duration_s)

@@ -60,6 +60,12 @@ class StepCost:
         """Seconds of one output token of a sequence that decodes alone."""
         return self.step_s(0, 1, context_tokens)
 
+    def is_like(self, other: StepCost, share: float) -> bool:
+        """Whether both price a lone decode, a full batch and a prompt alike, up to this share of the other's price."""
+        steps = ((0, 1, 500, 0), (0, 64, 32_000, 0), (512, 0, 0, attention_pairs(512, 0)))
+        prices = ((self.step_s(*step), other.step_s(*step)) for step in steps)
+        return all(abs(mine - theirs) <= share * theirs for mine, theirs in prices)
+
 
 class CostModel(Protocol):
     """How long a step takes."""

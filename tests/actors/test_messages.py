@@ -22,6 +22,7 @@ from core.messages import (
     Ended,
     FinishedBatches,
     FinishedRequests,
+    ForecastQuestions,
     ForecastRecords,
     ForecastsMade,
     Keys,
@@ -55,7 +56,7 @@ TAKES: dict[str, dict[str, Any]] = {
     "scheduler-0": {"submit": Submit, "foresee": ForecastsMade, "abort": Keys, "unknown": Keys},
     "kv-offload-manager-0": {"observe": StepReport},
     "worker-0": {"push_plan": Plan, "poll_report": ReportPoll, "poll_tokens": TokenPoll},
-    "length-predictor-0": {},
+    "length-predictor-0": {"predict": ForecastQuestions},
     "serving-time-estimator-0": {"observe": StepSamples},
     "log-store": {
         "append": FinishedRequests,

@@ -17,7 +17,7 @@ from actors.serving_time_estimator import ServingTimeEstimator
 from core.codec import decode, encode
 from core.errors import FarsightError, MessageError
 from core.forecast import Forecast
-from core.messages import LogPage, LogQuery, StepProfileReply, StepSample, StepSamples
+from core.messages import LogPage, LogQuery, ReplicaStepProfile, StepProfileReply, StepSample, StepSamples
 from predictor.history import PRIOR_MEAN
 from tests.unit.actors.pieces import append, finished, piece_context, until
 
@@ -172,11 +172,14 @@ async def test_each_replica_has_a_profile_of_its_own() -> None:
     piece = ServingTimeEstimator(piece_context("serving-time-estimator-0"))
     assert (piece.kind, piece.state, piece.last_step_age_s) == ("ServingTimeEstimator", "ready", None)
     assert decode(await piece.profile(), StepProfileReply).profiles == ()
-    assert await piece.observe(samples("0", 1.0)) == b""
-    assert await piece.observe(samples("1", 2.0)) == b""
+    few = StepSamples("0", decode(samples("0", 1.0), StepSamples).samples[:8])
+    assert await piece.observe(encode(few)) == b""
+    told = decode(await piece.observe(samples("0", 1.0)), ReplicaStepProfile)
+    assert told.replica == "0" and told.base_s == pytest.approx(0.01, rel=0.01)
+    assert await piece.observe(samples("1", 2.0))
     assert piece.last_step_age_s is not None
     one, two = decode(await piece.profile(), StepProfileReply).profiles
-    assert (one.replica, two.replica, one.num_samples) == ("0", "1", 435)
+    assert (one.replica, two.replica, one.num_samples) == ("0", "1", 443)
     for profile, factor in ((one, 1), (two, 2)):
         prices = (profile.base_s, profile.prefill_token_s, profile.decode_seq_s, profile.context_token_s)
         assert prices == pytest.approx([factor * each for each in (0.01, 1e-4, 1e-3, 1e-6)], rel=0.01)
