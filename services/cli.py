@@ -55,6 +55,9 @@ def serve(
     preset: Annotated[str | None, typer.Option(help="Composition of policies [fcfs].")] = None,
     replicas: Annotated[int | None, typer.Option(help="Copies of the model [1].")] = None,
     placement: Annotated[str | None, typer.Option(help="Which pieces share a process: auto, fused, split.")] = None,
+    predictor: Annotated[
+        Path | None, typer.Option(help="Forecasts output lengths: what `farsight train` wrote [the last outputs].")
+    ] = None,
     proxy: Annotated[str | None, typer.Option(help="HTTP proxy: auto, serve or haproxy.")] = None,
     benchmark_mode: Annotated[
         bool | None, typer.Option("--benchmark-mode", help="Requests may say where their outputs end.")
@@ -72,6 +75,7 @@ def serve(
         "scheduler": {"preset": preset},
         "server": {"host": host, "port": port, "proxy": proxy},
         "actors": {"placement": placement},
+        "predictor": {"artefact": None if predictor is None else str(predictor)},
     }
     from services.launch import run_service
     from services.signals import StopSignal

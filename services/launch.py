@@ -18,7 +18,7 @@ from typing import Any
 from actors.names import SUPERVISOR, host_of
 from actors.site import Site
 from core.codec import decode
-from core.config import FarsightConfig
+from core.config import FarsightConfig, PredictorConfig
 from core.errors import ConfigError, FarsightError
 from core.messages import PieceCounts
 from policies.builders import build_router
@@ -64,11 +64,34 @@ def find_model(config: FarsightConfig) -> ServedModel:
 
 
 def find_site(config: FarsightConfig, model: ServedModel) -> Site:
-    """The service as configured, with what the configuration leaves open filled in."""
+    """The service as configured, with what the configuration leaves open filled in.
+
+    Raises:
+        ConfigError: what is to forecast cannot be loaded.
+    """
     is_file = config.log.path and not config.log.on_redis
     log = dataclasses.replace(config.log, path=str(Path(config.log.path).absolute())) if is_file else config.log
-    named = dataclasses.replace(config, model=dataclasses.replace(config.model, name=model.name), log=log)
+    named = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, name=model.name),
+        log=log,
+        predictor=_find_predictor(config.predictor),
+    )
     return Site(named, str(model.directory), resolve_placement(config.actors.placement))
+
+
+def _find_predictor(predictor: PredictorConfig) -> PredictorConfig:
+    """With an absolute path. What cannot be loaded is refused here, before anything starts."""
+    from predictor.artefact import ArtefactError, load
+
+    if not predictor.artefact:
+        return predictor
+    path = Path(predictor.artefact).absolute()
+    try:
+        load(path)
+    except ArtefactError as error:
+        raise ConfigError("predictor.artefact", predictor.artefact, f"what `farsight train` wrote ({error})") from error
+    return dataclasses.replace(predictor, artefact=str(path))
 
 
 def check_port(host: str, port: int) -> None:
