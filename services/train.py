@@ -14,6 +14,9 @@ from core.errors import ConfigError, FarsightError, InvalidValueError
 if TYPE_CHECKING:
     from predictor.training import Recipe
 
+_FLAGS = {"num_trees": "--trees", "examples": "DATA"}
+"""Fields that are not called like their flags."""
+
 _MAX_SHOWN = 10
 """Rejected rows that are named one by one."""
 
@@ -116,11 +119,8 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except InvalidValueError as error:
-        flag = (
-            f"--{error.field.replace('_', '-')}"
-            if error.field.isidentifier() and error.field.islower()
-            else error.field
-        )
+        named = error.field.isidentifier() and error.field.islower()
+        flag = _FLAGS.get(error.field, f"--{error.field.replace('_', '-')}" if named else error.field)
         typer.echo(f"farsight: {InvalidValueError(flag, error.value, error.expected)}", err=True)
         raise typer.Exit(1) from error
     except (FarsightError, OSError) as error:

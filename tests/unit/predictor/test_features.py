@@ -15,7 +15,9 @@ def test_two_groups_of_eight() -> None:
 
 @pytest.mark.parametrize(("num_groups", "value"), [(16, 6.9282), (4, 13.8564)])
 def test_all_ones(num_groups: int, value: float) -> None:
-    assert compress(np.ones((2, 768), np.float32), num_groups) == pytest.approx(np.full((2, num_groups), value), abs=1e-4)
+    assert compress(np.ones((2, 768), np.float32), num_groups) == pytest.approx(
+        np.full((2, num_groups), value), abs=1e-4
+    )
 
 
 def test_all_groups_leave_all_and_none_leaves_nothing() -> None:
