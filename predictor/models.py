@@ -42,5 +42,6 @@ def unpack(arrays: Mapping[str, NDArray[Any]], kind: str, name: str) -> Model:
         KeyError: an array is not there, or there is no such kind.
     """
     model = _MODELS[kind]
-    values: dict[str, Any] = {each.name: arrays[f"{name}.{each.name}"] for each in fields(model)}
-    return model(**{name: value if value.ndim else int(value) for name, value in values.items()})
+    found = {each.name: arrays[f"{name}.{each.name}"] for each in fields(model)}
+    values: dict[str, Any] = {field: array if array.ndim else int(array) for field, array in found.items()}
+    return model(**values)

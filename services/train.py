@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -49,16 +49,19 @@ def train(
     d_user: Annotated[int | None, typer.Option(help="Values kept of a user input's embedding.")] = None,
     d_app: Annotated[int | None, typer.Option(help="Values kept of an instruction's embedding.")] = None,
     trees: Annotated[int, typer.Option(help="Of a forest.")] = 100,
+    max_features: Annotated[float, typer.Option(help="Share of the features tried at a split of a tree.")] = 1.0,
     seed: Annotated[int, typer.Option(help="The same seed and data: the same forecaster.")] = 0,
     strict: StrictOption = False,
 ) -> None:
     """Train a forecaster of output lengths on finished requests."""
     with one_line_errors():
-        recipe = _recipe(kind, encoder, d_user, d_app, trees, seed)
+        forest = {"num_trees": trees, "max_features": max_features, "seed": seed}
+        recipe = _recipe(kind, encoder, d_user, d_app, forest)
         _train(data, out, recipe, encoder, device, tokenizer, strict)
 
 
-def _recipe(kind: str, encoder: str | None, d_user: int | None, d_app: int | None, trees: int, seed: int) -> Recipe:
+def _recipe(kind: str, encoder: str | None, d_user: int | None, d_app: int | None, forest: dict[str, Any]) -> Recipe:
+    """The kind's recipe with what was asked for; ``forest`` holds fields of ``ForestOptions``."""
     from dataclasses import replace
 
     from predictor.training import RECIPES
@@ -70,9 +73,9 @@ def _recipe(kind: str, encoder: str | None, d_user: int | None, d_app: int | Non
         for flag, value in (("--encoder", encoder), ("--d-user", d_user), ("--d-app", d_app)):
             if value is not None:
                 raise ConfigError(flag, value, "none with --kind words, which reads no embeddings")
-    recipe = replace(recipe, forest=replace(recipe.forest, num_trees=trees, seed=seed))
     return replace(
         recipe,
+        forest=replace(recipe.forest, **forest),
         d_user=recipe.d_user if d_user is None else d_user,
         d_app=recipe.d_app if d_app is None else d_app,
     )

@@ -52,10 +52,10 @@ def test_cut_off(length: int) -> None:
 def test_arrays_of_another_training_are_seen_by_the_checksum() -> None:
     other = Artefact(ARTEFACT.metadata, {**ARTEFACT.arrays, "b": np.zeros(4, np.float32)}).to_bytes()
     buffer = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(DATA)) as ours, zipfile.ZipFile(io.BytesIO(other)) as theirs:
-        with zipfile.ZipFile(buffer, "w") as mixed:
-            for name in ours.namelist():
-                mixed.writestr(name, (theirs if name == "b.npy" else ours).read(name))
+    ours, theirs = zipfile.ZipFile(io.BytesIO(DATA)), zipfile.ZipFile(io.BytesIO(other))
+    with ours, theirs, zipfile.ZipFile(buffer, "w") as mixed:
+        for name in ours.namelist():
+            mixed.writestr(name, (theirs if name == "b.npy" else ours).read(name))
     with pytest.raises(ArtefactError, match="checksum"):
         from_bytes(buffer.getvalue())
 
