@@ -165,7 +165,7 @@ def rows(data: Path, cache: Path, encoder: str, device: str) -> Iterator[Row]:
         else:
             _measure(f"{name}: magnus", split, recalled, RECIPES["magnus"])
             # Each instruction is another one here: all of its dimensions, a fifth of the features at a split.
-                grown = replace(recipe.forest, min_samples_leaf=5, max_features=0.2)
+            grown = replace(recipe.forest, min_samples_leaf=5, max_features=0.2)
             recipe = replace(recipe, d_app=None, forest=grown)
         yield from distributions(split, recalled, name, least_tau, recipe)
 

@@ -65,7 +65,7 @@ async def forecast(piece: LengthPredictor) -> Forecast:
 
 
 async def until_samples(piece: LengthPredictor, num_samples: int) -> Forecast:
-    await until(lambda: piece._predictor.forecast().num_samples == num_samples)
+    await until(lambda: piece._predictor.current().num_samples == num_samples)
     return await forecast(piece)
 
 
