@@ -47,6 +47,14 @@ def test_a_clock_that_stands_or_goes_back_saves_nothing() -> None:
     assert budget.choose(4.0) is Effort.HISTORY
 
 
+def test_idle_hours_save_up_no_more_than_a_burst() -> None:
+    budget = EffortBudget(share=0.5, burst_s=0.1, full_s=0.02)
+    budget.choose(0.0)
+    assert budget.choose(10_000.0) is Effort.FULL
+    budget.spend(Effort.FULL, 0.1)
+    assert budget.choose(10_000.0) is Effort.HISTORY
+
+
 def test_history_is_free() -> None:
     budget = EffortBudget(share=0.1)
     budget.spend(Effort.HISTORY, 100.0)
