@@ -42,7 +42,9 @@ def train(
     kind: Annotated[str, typer.Option(help="words, forest, magnus or linear.")] = "words",
     encoder: Annotated[
         str | None,
-        typer.Option(help="Hub id, directory, or minilm (offline) [sentence-transformers/LaBSE; words needs none]."),
+        typer.Option(
+            help="Hub id, directory, or minilm (offline); default: sentence-transformers/LaBSE; none for words."
+        ),
     ] = None,
     device: DeviceOption = "auto",
     tokenizer: TokenizerOption = None,
