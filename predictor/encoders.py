@@ -72,7 +72,9 @@ def _load(name: str, device: str) -> Any:
     path = _packaged_minilm() if name == MINILM else name
     try:
         from sentence_transformers import SentenceTransformer
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # of reading weights; the commands have their own
         if not Path(path).is_dir():
             _fetch(path)
         return SentenceTransformer(path, device=device, local_files_only=True)

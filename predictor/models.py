@@ -43,5 +43,5 @@ def unpack(arrays: Mapping[str, NDArray[Any]], kind: str, name: str) -> Model:
     """
     model = _MODELS[kind]
     found = {each.name: arrays[f"{name}.{each.name}"] for each in fields(model)}
-    values: dict[str, Any] = {field: value if value.ndim else int(value) for field, value in found.items()}
+    values: dict[str, Any] = {field: array if array.ndim else int(array) for field, array in found.items()}
     return model(**values)

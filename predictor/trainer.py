@@ -73,7 +73,7 @@ def fit(features: Floats, output_lens: NDArray[np.integer], options: ForestOptio
         max_features=options.max_features,
         max_samples_leaf=options.samples_per_leaf,
         random_state=options.seed,
-        n_jobs=-1,
+        n_jobs=1,  # who learns while it serves has no other core to spare
     )
     target = np.log1p(output_lens) if options.log_target else np.asarray(output_lens, np.float64)
     return model.fit(np.asarray(features, np.float32), target)

@@ -33,7 +33,7 @@ def write_plot(
     for task in sorted(set(tasks)):
         rows = chosen[labels[chosen] == task]
         left.plot(lens[rows] + 1, medians[rows] + 1, ".", markersize=4, alpha=0.5, label=task or "requests")
-    ends = [1, 1.2 * (1 + max(lens.max(), medians.max()))]
+    ends = [0.8 * (1 + min(lens.min(), medians.min())), 1.2 * (1 + max(lens.max(), medians.max()))]
     left.plot(ends, ends, color="black", linewidth=0.8, label="forecast = truth")
     left.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
     left.set(xlabel="output length + 1, tokens", ylabel="median forecast + 1, tokens")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +13,9 @@ from core.errors import ConfigError, FarsightError, InvalidValueError
 
 if TYPE_CHECKING:
     from predictor.training import Recipe
+
+_FLAGS = {"num_trees": "--trees", "examples": "DATA"}
+"""Fields that are not called like their flags."""
 
 _MAX_SHOWN = 10
 """Rejected rows that are named one by one."""
@@ -39,23 +42,28 @@ def train(
     kind: Annotated[str, typer.Option(help="words, forest, magnus or linear.")] = "words",
     encoder: Annotated[
         str | None,
-        typer.Option(help="Hub id, directory, or minilm (offline) [sentence-transformers/LaBSE; words needs none]."),
+        typer.Option(
+            help="Hub id, directory, or minilm (offline); default: sentence-transformers/LaBSE; none for words."
+        ),
     ] = None,
     device: DeviceOption = "auto",
     tokenizer: TokenizerOption = None,
     d_user: Annotated[int | None, typer.Option(help="Values kept of a user input's embedding.")] = None,
     d_app: Annotated[int | None, typer.Option(help="Values kept of an instruction's embedding.")] = None,
     trees: Annotated[int, typer.Option(help="Of a forest.")] = 100,
+    max_features: Annotated[float, typer.Option(help="Share of the features tried at a split of a tree.")] = 1.0,
     seed: Annotated[int, typer.Option(help="The same seed and data: the same forecaster.")] = 0,
     strict: StrictOption = False,
 ) -> None:
     """Train a forecaster of output lengths on finished requests."""
     with one_line_errors():
-        recipe = _recipe(kind, encoder, d_user, d_app, trees, seed)
+        forest = {"num_trees": trees, "max_features": max_features, "seed": seed}
+        recipe = _recipe(kind, encoder, d_user, d_app, forest)
         _train(data, out, recipe, encoder, device, tokenizer, strict)
 
 
-def _recipe(kind: str, encoder: str | None, d_user: int | None, d_app: int | None, trees: int, seed: int) -> Recipe:
+def _recipe(kind: str, encoder: str | None, d_user: int | None, d_app: int | None, forest: dict[str, Any]) -> Recipe:
+    """The kind's recipe with what was asked for; ``forest`` holds fields of ``ForestOptions``."""
     from dataclasses import replace
 
     from predictor.training import RECIPES
@@ -67,9 +75,9 @@ def _recipe(kind: str, encoder: str | None, d_user: int | None, d_app: int | Non
         for flag, value in (("--encoder", encoder), ("--d-user", d_user), ("--d-app", d_app)):
             if value is not None:
                 raise ConfigError(flag, value, "none with --kind words, which reads no embeddings")
-    recipe = replace(recipe, forest=replace(recipe.forest, num_trees=trees, seed=seed))
     return replace(
         recipe,
+        forest=replace(recipe.forest, **forest),
         d_user=recipe.d_user if d_user is None else d_user,
         d_app=recipe.d_app if d_app is None else d_app,
     )
@@ -116,11 +124,8 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except InvalidValueError as error:
-        flag = (
-            f"--{error.field.replace('_', '-')}"
-            if error.field.isidentifier() and error.field.islower()
-            else error.field
-        )
+        named = error.field.isidentifier() and error.field.islower()
+        flag = _FLAGS.get(error.field, f"--{error.field.replace('_', '-')}" if named else error.field)
         typer.echo(f"farsight: {InvalidValueError(flag, error.value, error.expected)}", err=True)
         raise typer.Exit(1) from error
     except (FarsightError, OSError) as error:
