@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from tests.unit.actors.pieces import (
     read,
     read_examples,
     set_current,
+    until,
     versions,
 )
 from tests.unit.actors.redis_server import redis_server
@@ -119,37 +121,50 @@ async def test_a_store_that_is_killed_has_kept_what_it_acknowledged(path: str) -
             assert all(each.num_bytes == len(artefact(1).data) for each in await list_artefacts(store))
 
 
-async def append_until_it_is_acknowledged(store: LogStore, name: str, num_pairs: int) -> None:
-    """As the ingress does: what was not acknowledged is sent again."""
-    for i in range(num_pairs):
-        pair = f"{name}-{i}a", f"{name}-{i}b"
-        for work in (append_forecasts, append):
-            make = forecast_record if work is append_forecasts else finished
-            while True:
-                with contextlib.suppress(FarsightError):
-                    await work(store, *(make(each) for each in pair))  # type: ignore[operator]
-                    break
-                await asyncio.sleep(0.01)
+class Appender:
+    """Sends pairs of records as the ingress does: what was not acknowledged is sent again."""
+
+    def __init__(self, store: LogStore) -> None:
+        self.num_acknowledged = 0
+        self.ends = False
+        self._store = store
+
+    async def run(self, name: str) -> int:
+        """Until it is to end; returns how many pairs it has sent."""
+        for i in range(10**9):
+            if self.ends:
+                return i
+            pair = f"{name}-{i}a", f"{name}-{i}b"
+            await self._send(partial(append_forecasts, self._store, *map(forecast_record, pair)))
+            await self._send(partial(append, self._store, *map(finished, pair)))
+            self.num_acknowledged += 1
+        raise AssertionError
+
+    async def _send(self, message: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            with contextlib.suppress(FarsightError):
+                return await message()
+            await asyncio.sleep(0.01)
 
 
 async def test_a_server_that_is_killed_has_kept_what_was_acknowledged_and_nothing_is_there_twice(
     tmp_path: Path,
 ) -> None:
-    num_pairs = 150
     with redis_server(tmp_path) as server:
         async with opened(path=server.url) as store:
-            work = asyncio.gather(*(append_until_it_is_acknowledged(store, name, num_pairs) for name in "wxyz"))
-            for _ in range(4):
-                await asyncio.sleep(0.1)
-                server.kill()
+            appender = Appender(store)
+            work = asyncio.gather(*map(appender.run, "wxyz"))
+            for round_ in range(1, 5):
+                await until(lambda least=25 * round_: appender.num_acknowledged >= least)  # type: ignore[misc]
+                server.kill()  # in the middle of work
                 await asyncio.to_thread(server.start)
-            assert not work.done(), "it was killed in the middle of work"
-            await work
+            appender.ends = True
+            numbers = dict(zip("wxyz", await work, strict=True))
             server.kill()
             server.start()
         async with opened(path=server.url) as store:
             ids = await logged(store)
             assert sorted(ids) == sorted(
-                f"{name}-{i}{end}" for name in "wxyz" for i in range(num_pairs) for end in "ab"
+                f"{name}-{i}{end}" for name in numbers for i in range(numbers[name]) for end in "ab"
             )
             assert (await read(store, 2**63 - 1, 0)).last_row == len(ids), "no row number was given away"
