@@ -110,6 +110,7 @@ class SchedulerConfig:
     Attributes:
         preset: A named composition of policies (``policies.presets``).
         placement: How requests find their replica; empty means as the preset says.
+        gamma: Ageing in the order of ``farsight``: 0.1 cuts the longest waits of an overload, for a longer mean.
         watermark: Share of the KV pool that admission may fill, in (0, 1].
         standby_slots: Requests shipped to the worker ahead of need.
         offload: What becomes of the KV of preempted sequences: ``recompute`` drops it, ``reactive`` moves it to the
@@ -118,11 +119,13 @@ class SchedulerConfig:
 
     preset: str = "fcfs"
     placement: str = ""
+    gamma: float = 0.0
     watermark: float = 0.95
     standby_slots: int = 16
     offload: str = "recompute"
 
     def __post_init__(self) -> None:
+        _require(self.gamma >= 0, "scheduler.gamma", self.gamma, "a number >= 0")
         _require(0 < self.watermark <= 1, "scheduler.watermark", self.watermark, "a number > 0 and <= 1")
         _require(self.standby_slots >= 0, "scheduler.standby_slots", self.standby_slots, "an integer >= 0")
         _require(self.offload in OFFLOADS, "scheduler.offload", self.offload, f"one of {', '.join(OFFLOADS)}")

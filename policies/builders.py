@@ -204,7 +204,8 @@ def configured_scheduler(config: SchedulerConfig, max_num_seqs: int) -> ReplicaS
     """
     limits = SchedulerLimits(max_num_seqs, config.standby_slots)
     kv = "swap-newest" if config.offload == "reactive" else ""
-    return build_scheduler(config.preset, limits, PolicySettings(watermark=config.watermark), kv=kv)
+    settings = PolicySettings(watermark=config.watermark, gamma=config.gamma)
+    return build_scheduler(config.preset, limits, settings, kv=kv)
 
 
 def _admission(name: str, order: Order, settings: PolicySettings) -> Admission:

@@ -1,7 +1,7 @@
 """Targets of the combined policy: beside FCFS with Past-Future, skip-join MLFQ and HRRN, one replica.
 
 Set-up: a 7B model on an A100 as a linear profile, prompts in chunks of 512 tokens beside the decodes, 25 GB/s to a host
-of 262k tokens. Skip-join MLFQ gets the best of three starvation limits in each cell, chosen on the evaluated runs,
+of 262k tokens. Skip-join MLFQ gets the better of two starvation limits in each cell, chosen on the evaluated runs,
 which favours it.
 
 Forecasts: log-normal noise around the truth for the drawn lengths and the text tasks; none for the Azure traces, whose
