@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from core.forecast import Forecast, ForecastQuestion
@@ -13,6 +17,9 @@ from predictor.text_predictor import TextPredictor
 
 MAX_BATCH = 64
 """Questions that are answered together."""
+
+NICENESS = 10
+"""Of the thread that answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +42,7 @@ class ForecastServer:
         self.predictor = predictor
         self._budget = EffortBudget(cpu_share)
         self._asked: asyncio.Queue[tuple[ForecastQuestion, asyncio.Future[Answer]]] = asyncio.Queue()
+        self._thread = ThreadPoolExecutor(1, "forecasts", initializer=_give_way)
 
     @property
     def num_waiting(self) -> int:
@@ -54,6 +62,7 @@ class ForecastServer:
 
     async def run(self) -> None:
         """Serves until cancelled. What breaks a batch is told to those who asked."""
+        loop = asyncio.get_running_loop()
         while True:
             batch = [await self._asked.get()]
             while len(batch) < MAX_BATCH and not self._asked.empty():
@@ -61,7 +70,8 @@ class ForecastServer:
             questions = [question for question, _ in batch]
             effort = self._budget.choose(time.monotonic(), len(questions))
             try:
-                answers, seconds = await asyncio.to_thread(_answer, self.predictor, questions, effort)
+                work = loop.run_in_executor(self._thread, _answer, self.predictor, questions, effort)
+                answers, seconds = await work
             except Exception as error:  # whatever the model stumbled over: the next batch may do
                 for _, future in batch:
                     if not future.done():
@@ -71,6 +81,12 @@ class ForecastServer:
             for (_, future), answer in zip(batch, answers, strict=True):
                 if not future.done():  # else its caller was cancelled
                     future.set_result(answer)
+
+
+def _give_way() -> None:
+    """Whoever asks goes on without the answer, so serving comes first. Linux has priorities for threads."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def _answer(predictor: TextPredictor, questions: list[ForecastQuestion], effort: Effort) -> tuple[list[Answer], float]:

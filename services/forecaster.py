@@ -22,6 +22,9 @@ MAX_QUESTIONS = 64
 MAX_WAITING = 1024
 """Questions that wait for a predictor; beyond them requests go without, as they do while there is none."""
 
+GATHER_S = 0.02
+"""What comes within so long is asked together, unless requests wait for it. A forecast matters to those who queue."""
+
 COUNTS_S = 5.0
 """How often the number of predictors is looked up."""
 
@@ -41,6 +44,7 @@ class Forecaster:
         self._peers = peers
         self._counts = initial_counts(config)
         self._answered = answered
+        self._gather_s = 0.0 if config.predictor.wait_s else GATHER_S
         self._waiting: asyncio.Queue[ForecastQuestion] = asyncio.Queue(MAX_WAITING)
         self.num_dropped = 0
 
@@ -73,6 +77,7 @@ class Forecaster:
         predictor = self._peers.peer(length_predictor_name(index))
         while True:
             questions = [await self._waiting.get()]
+            await asyncio.sleep(self._gather_s)
             while len(questions) < MAX_QUESTIONS and not self._waiting.empty():
                 questions.append(self._waiting.get_nowait())
             try:
