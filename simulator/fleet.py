@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
 import math
 from collections import deque
@@ -77,17 +79,21 @@ class Fleet:
             arrivals: In order of arrival; read as needed.
             progress: Told how many have ended, after each.
         """
-        source = iter(arrivals)
-        if self._clients is not None:
-            self._run_closed(source, progress)
-            return self.recorder
+        with _without_collections():
+            if self._clients is not None:
+                self._run_closed(iter(arrivals), progress)
+            else:
+                self._run_open(iter(arrivals), progress)
+        return self.recorder
+
+    def _run_open(self, source: Iterator[Arrival], progress: Callable[[int], None] | None) -> None:
         arrival = next(source, None)
         while True:
             arrives_at = math.inf if arrival is None else arrival.arrived_at
             wakes_at = self._alarms.next_at
             self.now = min(arrives_at, wakes_at)
             if self.now == math.inf:
-                return self.recorder
+                return
             self._look()
             if wakes_at <= arrives_at:
                 self._wake(progress)
@@ -161,3 +167,16 @@ class Fleet:
     def _end(self, record: Record, finished: FinishedSequence) -> None:
         del self._under_way[finished.request_id]
         self._ended.append(finished)
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """A run makes no cycles of objects while it lasts, and looking for them among millions of records takes a fifth of
+    the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
