@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections.abc import Callable
 
@@ -46,26 +45,23 @@ class Forecaster:
         self._answered = answered
         self._gather_s = 0.0 if config.predictor.wait_s else GATHER_S
         self._waiting: asyncio.Queue[ForecastQuestion] = asyncio.Queue(MAX_WAITING)
-        self.num_dropped = 0
 
     def ask(self, question: ForecastQuestion) -> bool:
         """Whether it has been taken."""
         try:
             self._waiting.put_nowait(question)
         except asyncio.QueueFull:
-            self.num_dropped += 1
             return False
         return True
 
     async def run(self) -> None:
-        """Asks the predictors by turns, one message under way for each."""
-        turns = itertools.count()
+        """Asks the predictors, whoever is free; one message is under way for each."""
         pumps: list[asyncio.Task[None]] = []
         try:
             while True:
                 self._counts = await current_counts(self._peers, self._counts)
                 while len(pumps) < self._counts.length_predictors:
-                    pumps.append(asyncio.create_task(self._pump(next(turns))))
+                    pumps.append(asyncio.create_task(self._pump(len(pumps))))
                 while len(pumps) > self._counts.length_predictors:
                     pumps.pop().cancel()
                 await asyncio.sleep(COUNTS_S)
@@ -82,12 +78,11 @@ class Forecaster:
                 questions.append(self._waiting.get_nowait())
             try:
                 reply = await predictor.call("predict", encode(ForecastQuestions(tuple(questions))))
+                forecasts = decode(reply, Forecasts).forecasts
             except PeerLost:
-                self.num_dropped += len(questions)
                 await asyncio.sleep(LOOK_AGAIN_S)
                 continue
             except FarsightError:
                 logger.exception("%s gave no forecast", length_predictor_name(index))
                 continue
-            forecasts = decode(reply, Forecasts).forecasts
             self._answered([(q.request_id, f) for q, f in zip(questions, forecasts, strict=True)])
