@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from core.errors import FarsightError
 from core.forecast import Forecast, ForecastQuestion
 from predictor.shedding import Effort, EffortBudget
 from predictor.text_predictor import TextPredictor
@@ -53,7 +54,11 @@ class ForecastServer:
         self.predictor = predictor
 
     async def answer(self, questions: Sequence[ForecastQuestion]) -> list[Answer]:
-        """One answer a question."""
+        """One answer a question.
+
+        Raises:
+            FarsightError: the model stumbled over them.
+        """
         loop = asyncio.get_running_loop()
         futures: list[asyncio.Future[Answer]] = [loop.create_future() for _ in questions]
         for question, future in zip(questions, futures, strict=True):
@@ -75,7 +80,7 @@ class ForecastServer:
             except Exception as error:  # whatever the model stumbled over: the next batch may do
                 for _, future in batch:
                     if not future.done():
-                        future.set_exception(error)
+                        future.set_exception(FarsightError(f"no forecast: {error!r}"))
                 continue
             self._budget.spend(effort, seconds, len(questions))
             for (_, future), answer in zip(batch, answers, strict=True):

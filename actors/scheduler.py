@@ -66,9 +66,6 @@ FEED_S = 0.25
 MIN_SAMPLES = 32
 """Step samples that are worth a message to the estimators."""
 
-COST_CHANGE = 0.05
-"""Policies hear of new prices if one of them has changed by more than this share."""
-
 MAX_SAMPLES = 256
 """Step samples that wait for the estimators; beyond them the oldest are dropped."""
 
@@ -96,7 +93,6 @@ class Scheduler(Piece):
         self._reported_at: float | None = None
         self._metrics = EngineMetrics(context.registry, config.model.name, self._replica)
         self._counted_preemptions = 0
-        self._cost: StepCost | None = None
 
     async def start(self) -> None:
         for work in (self._lease(), self._push_plans(), self._tell_router(), self._tell_ends(), self._feed()):
@@ -237,17 +233,8 @@ class Scheduler(Piece):
                             self._price(decode(reply, ReplicaStepProfile))
 
     def _price(self, profile: ReplicaStepProfile) -> None:
-        """Policies hear what steps cost when that has changed: every rank is worked out anew then."""
-        cost = StepCost(
-            profile.base_s,
-            profile.prefill_token_s,
-            profile.decode_seq_s,
-            profile.context_token_s,
-            profile.prefill_pair_s,
-        )
-        if self._cost is None or not cost.is_like(self._cost, COST_CHANGE):
-            self._cost = cost
-            self._handle(CostLearnt(cost))
+        prices = (profile.base_s, profile.prefill_token_s, profile.decode_seq_s, profile.context_token_s)
+        self._handle(CostLearnt(StepCost(*prices, profile.prefill_pair_s)))
 
     def _count(self) -> None:
         machine = self._machine

@@ -47,6 +47,9 @@ from policies.replica_events import (
 from policies.selection import Selection, Selector
 from policies.tracked import Tracked, make_tracked
 
+COST_CHANGE = 0.05
+"""A price that differs by more than this share is another one."""
+
 NUM_REMEMBERED = 4096
 """Ended requests that a Scheduler still knows when asked: the last tokens may be on their way to the ingress."""
 
@@ -153,8 +156,7 @@ class ReplicaScheduler:
             case ForecastsArrived():
                 self._foresee(event.made)
             case CostLearnt():
-                self._cost = event.cost
-                self._price()
+                self._learn_cost(event.cost)
         out += self._replan(now)
         return out
 
@@ -230,6 +232,12 @@ class ReplicaScheduler:
         refused = [out for known in newcomers for out in self._arrive((known.request,), known.job.arrived_at)]
         self._dirty = True
         return refused + self._take_report(state.report, now)
+
+    def _learn_cost(self, cost: StepCost) -> None:
+        """The order hears of prices that have changed: every rank is worked out anew then."""
+        if self._cost is None or not cost.is_like(self._cost, COST_CHANGE):
+            self._cost = cost
+            self._price()
 
     def _price(self) -> None:
         if self._worker is not None and self._cost is not None:
