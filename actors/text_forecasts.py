@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
 import time
-from collections import deque
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +14,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from actors.artefact_shelf import ArtefactShelf
 from actors.forecasting import Answer, ForecastServer
 from actors.length_learner import LengthLearner
+from actors.log_outbox import LogOutbox
 from actors.peer import Peer, PeerLost
 from actors.piece import PieceContext
-from core.codec import encode
 from core.errors import ConfigError, FarsightError
 from core.forecast import Forecast, ForecastQuestion
 from core.messages import ForecastRecord, ForecastRecords
@@ -27,15 +25,6 @@ from predictor.encoders import SentenceEncoder
 from predictor.history import HistoryPredictor
 from predictor.retraining import MAX_FEATURES, can_be_retrained, feature_set
 from predictor.text_predictor import TextPredictor, encoder_of
-
-LOG_S = 0.2
-"""How often forecasts go to the log ..."""
-
-PAGE = 1000
-"""... so many at once ..."""
-
-MAX_UNLOGGED = 20_000
-"""... and how many may wait for it; beyond them the oldest are lost."""
 
 KEEP_UP_S = 5.0
 """How often a predictor that does not learn itself looks for a newer version."""
@@ -67,7 +56,7 @@ class TextForecasts:
         self._feature_set = feature_set(artefact)
         self._shelf = ArtefactShelf(log_store, artefact, context.registry)
         self._server = ForecastServer(predictor, self._settings.cpu_share)
-        self._unlogged: deque[ForecastRecord] = deque(maxlen=MAX_UNLOGGED)
+        self._outbox = LogOutbox(log_store, "append_forecasts", ForecastRecords)
         self._version = _version(context.registry)
         self._counter = _counter(context.registry)
         self._version.set(predictor.version)
@@ -91,7 +80,7 @@ class TextForecasts:
 
     def work(self) -> list[Coroutine[Any, Any, None]]:
         """What has to run as long as it serves."""
-        work = [self._server.run(), self._log()]
+        work = [self._server.run(), self._outbox.run()]
         if self._settings.learn and can_be_retrained(self._artefact):
             learner = LengthLearner(self._log_store, self._shelf, self._artefact, self._use)
             work.append(learner.run() if self._is_learner else self._keep_up())
@@ -106,7 +95,7 @@ class TextForecasts:
         answers = await self._server.answer(questions)
         now = time.time()
         for question, answer in zip(questions, answers, strict=True):
-            self._unlogged.append(_record(question.request_id, now, answer, self._feature_set))
+            self._outbox.add(_record(question.request_id, now, answer, self._feature_set))
             self._counter.labels(answer.forecast.source).inc()
         return [answer.forecast for answer in answers]
 
@@ -130,20 +119,6 @@ class TextForecasts:
         while True:
             await asyncio.sleep(KEEP_UP_S)
             await self._look_for_newer()
-
-    async def _log(self) -> None:
-        while True:
-            await asyncio.sleep(LOG_S)
-            records = tuple(itertools.islice(self._unlogged, PAGE))
-            if not records:
-                continue
-            try:
-                await self._log_store.call("append_forecasts", encode(ForecastRecords(records)))
-            except PeerLost:
-                continue
-            for record in records:
-                if self._unlogged and self._unlogged[0] is record:  # else it fell out at the end of the queue
-                    self._unlogged.popleft()
 
 
 @functools.cache

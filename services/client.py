@@ -19,6 +19,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, generate_latest
 
 from actors.health import HealthServer
+from actors.log_outbox import LogOutbox
 from actors.metrics import RequestMetrics
 from actors.names import LOG_STORE, ROUTER, SUPERVISOR, worker_name
 from actors.peer import LOOK_AGAIN_S, PeerLost
@@ -29,6 +30,7 @@ from core.forecast import Forecast, ForecastQuestion
 from core.messages import (
     AnnounceReply,
     FinishedRequest,
+    FinishedRequests,
     ForecastMade,
     ForecastsMade,
     Keys,
@@ -51,7 +53,6 @@ from services.inbox import TokenInbox
 from services.ledger import RequestLedger
 from services.mailbox import Mailbox
 from services.overview import Overview
-from services.request_log import RequestLog
 
 ANNOUNCE_S = 0.5
 """How often the Router hears what is open here, and says what is lost."""
@@ -128,7 +129,7 @@ class EngineClient:
         self._slow: set[str] = set()
         self._open_tokens = 0
         self._outgoing_due = asyncio.Event()
-        self._log = RequestLog(self._peers.peer(LOG_STORE))
+        self._log = LogOutbox(self._peers.peer(LOG_STORE), "append", FinishedRequests)
         self._made: list[ForecastMade] = []
         self._forecaster: Forecaster | None = None
         if site.config.predictor.artefact:

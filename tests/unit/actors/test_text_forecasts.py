@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors import length_learner, text_forecasts
+from actors import length_learner, log_outbox, text_forecasts
 from actors.length_predictor import LengthPredictor
 from actors.log_store import LogStore
 from actors.names import LOG_STORE
@@ -50,7 +50,7 @@ def artefact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name, seconds in (
-        (text_forecasts, "LOG_S", 0.01),
+        (log_outbox, "SEND_S", 0.01),
         (text_forecasts, "KEEP_UP_S", 0.05),
         (length_learner, "LOOK_S", 0.02),
         (length_learner, "POLL_S", 0.02),
@@ -89,7 +89,7 @@ async def test_each_question_gets_its_forecast_and_the_log_what_it_rests_on(tmp_
         assert short.source == long.source == "forest" and short.rank is not None and long.rank is not None
         assert short.rank < long.rank
         await append(store, finished("r1", 25), finished("r2", 190))
-        await until(lambda: not piece._reader._unlogged)  # type: ignore[union-attr]
+        await until(lambda: not piece._reader._outbox)  # type: ignore[union-attr]
         examples = (await read_examples(store)).examples
         assert {each.finished.request_id: each.forecast.mean for each in examples} == {
             "r1": short.mean,
