@@ -22,6 +22,8 @@ class Tracked:
         kept_off: It is on the host by order and is not called back for want of anything better.
         granted_len: Total length it may reach by the latest plan.
         ran_s: Seconds of the steps that it took part in, in this life of the worker.
+        waits_since: When it came, or lost its place.
+        waits_for: What it has been noted to wait for since; empty before that.
     """
 
     request: Request
@@ -37,6 +39,8 @@ class Tracked:
     kept_off: bool = False
     granted_len: int = 0
     ran_s: float = 0.0
+    waits_since: float = 0.0
+    waits_for: str = ""
 
     @property
     def rests(self) -> bool:
@@ -103,4 +107,4 @@ def make_tracked(request: Request, now: float) -> Tracked:
         cached_len=request.expected_cached_len,
         output_len=len(request.output_ids),
     )
-    return Tracked(request, job)
+    return Tracked(request, job, waits_since=now)
