@@ -8,13 +8,15 @@ import time
 from collections import deque
 
 from actors.layout import current_counts, initial_counts
+from actors.log_outbox import LogOutbox
 from actors.metrics import EngineMetrics
-from actors.names import ROUTER, kv_offload_manager_name, serving_time_estimator_name, worker_name
+from actors.names import LOG_STORE, ROUTER, kv_offload_manager_name, serving_time_estimator_name, worker_name
 from actors.peer import LOOK_AGAIN_S, Peer, PeerLost
 from actors.piece import Piece, PieceContext
 from actors.waiting import wait_for
 from core.codec import decode, encode
 from core.costs import StepCost
+from core.decisions import on_clock
 from core.messages import (
     Ended,
     FinishedSequence,
@@ -26,15 +28,19 @@ from core.messages import (
     ReplicaState,
     ReplicaStepProfile,
     ReportPoll,
+    RequestTrace,
+    RequestTraces,
     StepReport,
     StepSample,
     StepSamples,
     Submit,
+    TraceQuery,
     WorkerReady,
     WorkerState,
 )
 from policies.builders import configured_scheduler
 from policies.replica_events import (
+    AccountClosed,
     CostLearnt,
     Event,
     ForecastsArrived,
@@ -47,6 +53,7 @@ from policies.replica_events import (
     WorkerLost,
     WorkerReported,
 )
+from policies.replica_notes import account_closed
 
 SAY_AGAIN_S = 1.0
 """The Router hears of the replica at least this often, so that a new one knows it soon."""
@@ -93,10 +100,11 @@ class Scheduler(Piece):
         self._reported_at: float | None = None
         self._metrics = EngineMetrics(context.registry, config.model.name, self._replica)
         self._counted_preemptions = 0
+        self._traces = LogOutbox(context.peers.peer(LOG_STORE), "append_traces", RequestTraces)
 
     async def start(self) -> None:
-        for work in (self._lease(), self._push_plans(), self._tell_router(), self._tell_ends(), self._feed()):
-            self.spawn(work)
+        for work in (self._lease, self._push_plans, self._tell_router, self._tell_ends, self._feed, self._traces.run):
+            self.spawn(work())
 
     async def stop(self) -> None:
         await super().stop()
@@ -104,7 +112,8 @@ class Scheduler(Piece):
 
     async def submit(self, data: bytes) -> bytes:
         """Takes ``Submit``; answers with ``Refusals``, usually none."""
-        return encode(Refusals(tuple(self._handle(RequestsArrived(decode(data, Submit).requests)))))
+        message = decode(data, Submit)
+        return encode(Refusals(tuple(self._handle(RequestsArrived(message.requests, message.placements)))))
 
     async def foresee(self, data: bytes) -> bytes:
         """Takes ``ForecastsMade``."""
@@ -120,6 +129,14 @@ class Scheduler(Piece):
         """Takes ``Keys``; answers with those that are not here. Without a worker nobody can say."""
         keys = decode(data, Keys).keys
         return encode(Keys(self._machine.unknown(keys) if self._ready is not None else ()))
+
+    async def explain(self, data: bytes) -> bytes:
+        """Takes ``TraceQuery``; answers with ``RequestTraces`` of what is here and of what is on its way to the log."""
+        response_id = decode(data, TraceQuery).response_id
+        known = [each for each in self._traces if each.trace_id.startswith(f"{response_id}/")]
+        for account in self._machine.accounts(response_id):
+            known.append(self._trace(account_closed(account), ended=False))
+        return encode(RequestTraces(tuple(known)))
 
     @property
     def state(self) -> str:
@@ -146,7 +163,23 @@ class Scheduler(Piece):
                 case RequestEnded(finished):
                     self._ended.append(finished)
                     self._ended_due.set()
+                case AccountClosed():
+                    self._traces.add(self._trace(instruction, ended=True))
         return refusals
+
+    def _trace(self, account: AccountClosed, *, ended: bool) -> RequestTrace:
+        origin = account.origin
+        return RequestTrace(
+            trace_id=f"{origin.response_id}/{account.request_id}/{account.attempt}",
+            request_id=account.request_id,
+            choice=origin.choice,
+            owner=origin.owner,
+            source=self.name,
+            attempt=account.attempt,
+            ended=ended,
+            num_left_out=account.num_left_out,
+            decisions=account.placement + on_clock(time.time() - time.monotonic(), account.decisions),
+        )
 
     async def _lease(self) -> None:
         """Takes the worker over, follows its reports until it is lost, and waits for the next one."""

@@ -13,7 +13,6 @@ from policies.protocols import Admission, Explains, KvPolicy, MovesJobs, Order
 from policies.replica_events import AccountClosed, Instruction
 from policies.tracked import Tracked
 
-
 _Known = dict[str, float | str]
 
 
@@ -140,18 +139,19 @@ class ReplicaNotes:
         self._note(job, "finished", now, facts)
         self.journal.close(job.request_id)
 
-    def settle(self, now: float) -> list[Instruction]:
+    def settle(self, has_worker: bool, now: float) -> list[Instruction]:
         """After a scheduling point: why those who came got no place; what was decided about those who are gone."""
         if self._fresh:
-            self._explain_waits(now)
-        return [_closed(account) for account in self.journal.take_closed()]
+            self._explain_waits(has_worker, now)
+        return [account_closed(account) for account in self.journal.take_closed()]
 
-    def _explain_waits(self, now: float) -> None:
+    def _explain_waits(self, has_worker: bool, now: float) -> None:
         for tracked in self._fresh:
             request_id = tracked.job.request_id
             if request_id in self._admitted or tracked.waits_for or self._tracked.get(request_id) is not tracked:
                 continue
-            tracked.waits_for = "places" if len(self._admitted) >= self._max_num_seqs else "others"
+            full = len(self._admitted) >= self._max_num_seqs
+            tracked.waits_for = ("places" if full else "others") if has_worker else "worker"
             facts: _Known = {"reason": tracked.waits_for, "max_num_seqs": self._max_num_seqs}
             facts |= self._counts()
             self._note(tracked.job, "waits", now, facts | _facts(self._order, tracked.job, now))
@@ -175,16 +175,17 @@ def forecast_facts(forecast: Forecast) -> _Known:
     """A forecast as named numbers: its mean, its quantiles as ``q50_tokens``, and where it comes from."""
     facts: _Known = {"source": forecast.source, "version": forecast.version, "num_samples": forecast.num_samples}
     facts["mean_tokens"] = forecast.mean
-    return facts | {
-        f"q{level * 100:g}_tokens": value for level, value in zip(QUANTILES, forecast.quantiles, strict=True)
-    }
+    for level, value in zip(QUANTILES, forecast.quantiles, strict=True):
+        facts[f"q{level * 100:g}_tokens"] = value
+    return facts
 
 
 def _facts(part: Explains | None, job: Job, now: float) -> _Known:
     return {} if part is None else dict(part.explain(job, now))
 
 
-def _closed(account: Account) -> AccountClosed:
+def account_closed(account: Account) -> AccountClosed:
+    """What of an account is passed on."""
     request = account.request
     assert request.origin is not None
     parts = (account.placement, account.packed(), account.num_left_out)

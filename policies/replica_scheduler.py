@@ -162,7 +162,7 @@ class ReplicaScheduler:
             case CostLearnt():
                 self._learn_cost(event.cost)
         out += self._replan(now)
-        return out + self._notes.settle(now)
+        return out + self._notes.settle(self._worker is not None, now)
 
     def accounts(self, response_id: str) -> Iterator[Account]:
         """What has been decided so far about the requests of an answer that are here. O(requests)."""

@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from core.messages import PieceCounts, PieceStatus, StatusReply, TokenDelta
-from core.request import SamplingParams
+from core.request import Origin, SamplingParams
 from services.api.backend import ModelInfo
 from services.api.prompt_text import PromptText
 
@@ -57,7 +57,11 @@ class ScriptedBackend:
         self._script = script
 
     async def stream(
-        self, prompt_ids: tuple[int, ...], sampling: SamplingParams, text: PromptText | None = None
+        self,
+        prompt_ids: tuple[int, ...],
+        sampling: SamplingParams,
+        text: PromptText | None = None,
+        origin: Origin | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         self.calls.append((prompt_ids, sampling))
         self.texts.append(text)
