@@ -134,8 +134,7 @@ class Scheduler(Piece):
         """Takes ``TraceQuery``; answers with ``RequestTraces`` of what is here and of what is on its way to the log."""
         response_id = decode(data, TraceQuery).response_id
         known = [each for each in self._traces if each.trace_id.startswith(f"{response_id}/")]
-        for account in self._machine.accounts(response_id):
-            known.append(self._trace(account_closed(account), ended=False))
+        known += [self._trace(account_closed(each), ended=False) for each in self._machine.accounts(response_id)]
         return encode(RequestTraces(tuple(known)))
 
     @property

@@ -42,10 +42,6 @@ class Submit:
     requests: tuple[Request, ...]
     placements: tuple[bytes, ...] = ()
 
-    def __post_init__(self) -> None:
-        ok = len(self.placements) in (0, len(self.requests))
-        _require(ok, "placements", len(self.placements), f"none, or one for each of {len(self.requests)} requests")
-
 
 @dataclass(frozen=True, slots=True)
 class Keys:

@@ -172,7 +172,8 @@ class ReplicaScheduler:
         self, requests: tuple[Request, ...], now: float, placements: tuple[bytes, ...] = ()
     ) -> list[Instruction]:
         refused: list[Instruction] = []
-        for request, placement in zip(requests, placements or itertools.repeat(b""), strict=False):
+        for index, request in enumerate(requests):
+            placement = placements[index] if index < len(placements) else b""
             known = self._tracked.get(request.request_id)
             if known is not None and known.request.attempt >= request.attempt:
                 continue  # a duplicate delivery

@@ -185,6 +185,7 @@ def batch(
 
 app.command()(bench)
 app.command()(explain)
+app.command()(explain)
 app.command()(profile)
 app.command()(simulate)
 app.command()(compare)

@@ -34,7 +34,7 @@ class Explanations:
         asked = (self._router.call("explain", query), self._log_store.call("read_traces", query))
         replies = await asyncio.gather(*(asyncio.wait_for(each, TIMEOUT_S) for each in asked), return_exceptions=True)
         found: dict[str, RequestTrace] = {}
-        failures = []
+        failures: list[BaseException] = []
         for traces in (own, *(_traces(reply, failures) for reply in replies)):
             for trace in traces:
                 if trace.trace_id not in found or trace.ended:

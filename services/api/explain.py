@@ -123,9 +123,7 @@ def explanation(response_id: str, traces: Sequence[RequestTrace]) -> Explanation
     """What the traces of an answer, of which there is one at least, say together."""
     by_choice = sorted(traces, key=lambda trace: (trace.choice, trace.request_id))
     grouped = [list(group) for _, group in itertools.groupby(by_choice, key=lambda trace: trace.request_id)]
-    known = [
-        (group, [(each, trace) for trace in group for each in unpack_decisions(trace.decisions)]) for group in grouped
-    ]
+    known = [(group, _decisions(group)) for group in grouped]
     received_at = min((decision.at for _, pairs in known for decision, _ in pairs), default=0.0)
     return Explanation(
         id=response_id,
@@ -134,10 +132,15 @@ def explanation(response_id: str, traces: Sequence[RequestTrace]) -> Explanation
     )
 
 
+def _decisions(traces: Sequence[RequestTrace]) -> list[tuple[Decision, RequestTrace]]:
+    """In order of time, each with whoever knows of it."""
+    pairs = [(decision, trace) for trace in traces for decision in unpack_decisions(trace.decisions)]
+    return sorted(pairs, key=lambda pair: pair[0].at)
+
+
 def _choice(
     traces: Sequence[RequestTrace], pairs: Sequence[tuple[Decision, RequestTrace]], received_at: float
 ) -> ExplainedChoice:
-    pairs = sorted(pairs, key=lambda pair: pair[0].at)
     asked = [trace for trace in traces if trace.source == "ingress"] or traces
     return ExplainedChoice(
         index=traces[0].choice,

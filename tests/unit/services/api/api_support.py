@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from core.messages import PieceCounts, PieceStatus, StatusReply, TokenDelta
+from core.messages import PieceCounts, PieceStatus, RequestTrace, StatusReply, TokenDelta
 from core.request import Origin, SamplingParams
 from services.api.backend import ModelInfo
 from services.api.prompt_text import PromptText
@@ -48,6 +48,8 @@ class ScriptedBackend:
         self.calls: list[tuple[tuple[int, ...], SamplingParams]] = []
         self.texts: list[PromptText | None] = []
         self.is_healthy = True
+        self.origins: list[Origin | None] = []
+        self.traces: list[RequestTrace] = []
         self.scaled: list[tuple[str, int]] = []
         self.scale_error: Exception | None = None
         self.pieces: tuple[PieceStatus, ...] = (WORKER,)
@@ -65,6 +67,7 @@ class ScriptedBackend:
     ) -> AsyncGenerator[TokenDelta, None]:
         self.calls.append((prompt_ids, sampling))
         self.texts.append(text)
+        self.origins.append(origin)
         self.num_opened += 1
         try:
             for step in self._script(prompt_ids) if callable(self._script) else self._script:
@@ -83,6 +86,9 @@ class ScriptedBackend:
 
     async def metrics(self) -> str:
         return METRICS
+
+    async def explain(self, response_id: str) -> tuple[RequestTrace, ...]:
+        return tuple(trace for trace in self.traces if trace.trace_id.startswith(f"{response_id}/"))
 
     async def scale(self, kind: str, count: int) -> PieceCounts:
         if self.scale_error is not None:
