@@ -167,18 +167,7 @@ class Scheduler(Piece):
         return refusals
 
     def _trace(self, account: AccountClosed, *, ended: bool) -> RequestTrace:
-        origin = account.origin
-        return RequestTrace(
-            trace_id=f"{origin.response_id}/{account.request_id}/{account.attempt}",
-            request_id=account.request_id,
-            choice=origin.choice,
-            owner=origin.owner,
-            source=self.name,
-            attempt=account.attempt,
-            ended=ended,
-            num_left_out=account.num_left_out,
-            decisions=account.placement + on_clock(time.time() - time.monotonic(), account.decisions),
-        )
+        return request_trace(account, self.name, time.time() - time.monotonic(), ended=ended)
 
     async def _lease(self) -> None:
         """Takes the worker over, follows its reports until it is lost, and waits for the next one."""
@@ -282,3 +271,23 @@ class Scheduler(Piece):
         except PeerLost:
             return False
         return True
+
+
+def request_trace(account: AccountClosed, source: str, epoch_s: float, *, ended: bool) -> RequestTrace:
+    """An account as others may have it.
+
+    Args:
+        epoch_s: Seconds since the epoch when the clock of its decisions stood at 0.
+    """
+    origin = account.origin
+    return RequestTrace(
+        trace_id=f"{origin.response_id}/{account.request_id}/{account.attempt}",
+        request_id=account.request_id,
+        choice=origin.choice,
+        owner=origin.owner,
+        source=source,
+        attempt=account.attempt,
+        ended=ended,
+        num_left_out=account.num_left_out,
+        decisions=account.placement + on_clock(epoch_s, account.decisions),
+    )

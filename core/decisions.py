@@ -30,7 +30,8 @@ class Decision:
 
 def pack_decisions(decisions: Iterable[Decision]) -> bytes:
     """As they are sent and kept. What has been packed may be joined: one after the other is packed decisions too."""
-    return b"".join(msgpack.packb((each.kind, each.at, each.facts)) for each in decisions)
+    packed: bytes = msgpack.packb([(each.kind, each.at, each.facts) for each in decisions])
+    return packed
 
 
 def on_clock(epoch_s: float, packed: bytes) -> bytes:
@@ -56,7 +57,7 @@ def unpack_decisions(data: bytes) -> tuple[Decision, ...]:
             if type(each) is float:
                 epoch_s = each
             else:
-                found.append(_decision(epoch_s, *each))
+                found += [_decision(epoch_s, *row) for row in each]
     except (ValueError, TypeError, AttributeError, msgpack.exceptions.UnpackException) as error:
         raise MessageError("decisions", data[:40], f"packed decisions ({error})") from error
     return tuple(found)

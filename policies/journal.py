@@ -80,10 +80,12 @@ class Journal:
             self._num_noted -= len(account.decisions)
             self._closed.append(account)
 
+    @property
+    def has_closed(self) -> bool:
+        return bool(self._closed)
+
     def take_closed(self) -> list[Account]:
         """Accounts closed since this was last asked."""
-        if not self._closed:
-            return []
         closed, self._closed = self._closed, []
         return closed
 

@@ -48,12 +48,12 @@ class ReplicaNotes:
         if not self.journal.open(tracked.request, placement):
             return
         job = tracked.job
-        known: _Known = {"prompt_tokens": job.prompt_len, "max_new_tokens": job.max_new_tokens}
+        facts: _Known = {"prompt_tokens": job.prompt_len, "max_new_tokens": job.max_new_tokens}
         if job.output_len:
-            known["resumed_tokens"] = job.output_len
+            facts["resumed_tokens"] = job.output_len
         if job.priority:
-            known["priority"] = job.priority
-        self._note(job, "arrived", now, known | self._counts() | _facts(self._order, job, now))
+            facts["priority"] = job.priority
+        self._note(job, "arrived", now, self._standing(facts, job, now))
         self.foreseen(tracked, now)
         self._fresh.append(tracked)
 
@@ -80,28 +80,44 @@ class ReplicaNotes:
             if tracked.waits_for != "memory" and self._has(job):
                 tracked.waits_for = "memory"
                 facts: _Known = {"reason": "memory", "needed_tokens": job.known_len}
-                facts |= self._counts()
-                self._note(job, "waits", now, facts | _facts(self._admission, job, now) | _facts(self._order, job, now))
+                if self._admission is not None:
+                    facts.update(self._admission.explain(job, now))
+                self._note(job, "waits", now, self._standing(facts, job, now))
 
-    def admitted(self, tracked: Tracked, *, returns: bool, now: float) -> None:
-        """It has a place; if it ``returns``, its KV comes back from the host."""
+    def admitted(self, tracked: Tracked, *, returns: bool, ahead: bool, now: float) -> None:
+        """It has a place; if it ``returns``, its KV comes back from the host, perhaps ``ahead`` of its turn."""
         job = tracked.job
         if not self._has(job):
             return
-        facts: _Known = {"waited_s": now - tracked.waits_since}
-        facts |= self._counts()
-        facts |= _facts(self._admission, job, now)
-        facts |= _facts(self._order, job, now)
+        facts = self._waited(tracked, now)
+        if ahead:
+            tracked.waits_since, tracked.waits_for = now, "turn"
+        if self._admission is not None and not ahead:
+            facts.update(self._admission.explain(job, now))
         if returns:
-            facts |= {"host_tokens": job.host_len} | _facts(self._kv, job, now)
-        self._note(job, "uploaded" if returns else "admitted", now, facts)
+            facts["host_tokens"] = job.host_len
+            if self._kv is not None:
+                facts.update(self._kv.explain(job, now))
+        self._note(job, "uploaded" if returns else "admitted", now, self._standing(facts, job, now))
 
     def started(self, tracked: Tracked, now: float) -> None:
         """The worker has started it by itself, as a standby."""
         if self._has(tracked.job):
-            facts: _Known = {"waited_s": now - tracked.waits_since}
-            facts |= self._counts()
-            self._note(tracked.job, "started", now, facts | _facts(self._order, tracked.job, now))
+            self._note(tracked.job, "started", now, self._standing(self._waited(tracked, now), tracked.job, now))
+
+    def turns(self, before: Iterable[str], after: Iterable[str], now: float) -> None:
+        """Who was to execute until now, and who is from now on: a place alone is no turn."""
+        was, runs = set(before), set(after)
+        for request_id in was - runs:
+            tracked = self._admitted.get(request_id)
+            if tracked is not None and self._has(tracked.job) and not tracked.rests:
+                tracked.waits_since, tracked.waits_for = now, "turn"
+                self._note(tracked.job, "paused", now, self._standing({}, tracked.job, now))
+        for request_id in runs - was:
+            tracked = self._tracked[request_id]
+            if tracked.waits_for == "turn":
+                facts = self._standing(self._waited(tracked, now), tracked.job, now)
+                self._note(tracked.job, "continues", now, facts)
 
     def gave_way(self, tracked: Tracked, *, to_host: bool, short_blocks: int, now: float) -> None:
         """It is about to lose its place; its KV is moved to the host, or dropped."""
@@ -109,10 +125,9 @@ class ReplicaNotes:
         if not self._has(job):
             return
         facts: _Known = {"computed_tokens": job.computed_len, "short_blocks": short_blocks}
-        facts |= self._counts()
-        facts |= _facts(self._order, job, now)
-        facts |= _facts(self._kv, job, now)
-        self._note(job, "offloaded" if to_host else "preempted", now, facts)
+        if self._kv is not None:
+            facts.update(self._kv.explain(job, now))
+        self._note(job, "offloaded" if to_host else "preempted", now, self._standing(facts, job, now))
         tracked.waits_since, tracked.waits_for = now, ""
 
     def host_full(self, tracked: Tracked, now: float) -> None:
@@ -131,8 +146,10 @@ class ReplicaNotes:
             "reason": status.finish_reason or "",
             "output_tokens": job.output_len,
             "ran_s": tracked.ran_s,
+            "all_waits_s": tracked.waited_s,
             "cached_tokens": job.cached_len,
-            "num_preemptions": tracked.num_preemptions,
+            "num_drops": tracked.num_preemptions,
+            "num_offloads": (tracked.num_moves + 1) // 2,
         }
         if job.forecast is not None:
             facts["predicted_tokens"] = job.forecast.mean
@@ -143,7 +160,7 @@ class ReplicaNotes:
         """After a scheduling point: why those who came got no place; what was decided about those who are gone."""
         if self._fresh:
             self._explain_waits(has_worker, now)
-        return [account_closed(account) for account in self.journal.take_closed()]
+        return [account_closed(account) for account in self.journal.take_closed()] if self.journal.has_closed else []
 
     def _explain_waits(self, has_worker: bool, now: float) -> None:
         for tracked in self._fresh:
@@ -153,13 +170,19 @@ class ReplicaNotes:
             full = len(self._admitted) >= self._max_num_seqs
             tracked.waits_for = ("places" if full else "others") if has_worker else "worker"
             facts: _Known = {"reason": tracked.waits_for, "max_num_seqs": self._max_num_seqs}
-            facts |= self._counts()
-            self._note(tracked.job, "waits", now, facts | _facts(self._order, tracked.job, now))
+            self._note(tracked.job, "waits", now, self._standing(facts, tracked.job, now))
         self._fresh.clear()
+
+    def _waited(self, tracked: Tracked, now: float) -> _Known:
+        """A wait is over: how long it was."""
+        waited_s = now - tracked.waits_since
+        tracked.waited_s += waited_s
+        tracked.waits_for = ""
+        return {"waited_s": waited_s}
 
     def _moved(self, job: Job, kind: str, now: float) -> None:
         if self._has(job):
-            self._note(job, kind, now, _facts(self._order, job, now))
+            self.journal.note(job.request_id, kind, now, {} if self._order is None else self._order.explain(job, now))
 
     def _has(self, job: Job) -> bool:
         return job.request_id in self.journal
@@ -167,8 +190,13 @@ class ReplicaNotes:
     def _note(self, job: Job, kind: str, now: float, facts: Facts) -> None:
         self.journal.note(job.request_id, kind, now, facts)
 
-    def _counts(self) -> _Known:
-        return {"num_admitted": len(self._admitted), "num_waiting": len(self._tracked) - len(self._admitted)}
+    def _standing(self, facts: _Known, job: Job, now: float) -> _Known:
+        """``facts``, with how many have a place and how many wait, and where the order has the job."""
+        num_admitted = len(self._admitted)
+        facts["num_admitted"], facts["num_waiting"] = num_admitted, len(self._tracked) - num_admitted
+        if self._order is not None:
+            facts.update(self._order.explain(job, now))
+        return facts
 
 
 def forecast_facts(forecast: Forecast) -> _Known:
@@ -178,10 +206,6 @@ def forecast_facts(forecast: Forecast) -> _Known:
     for level, value in zip(QUANTILES, forecast.quantiles, strict=True):
         facts[f"q{level * 100:g}_tokens"] = value
     return facts
-
-
-def _facts(part: Explains | None, job: Job, now: float) -> _Known:
-    return {} if part is None else dict(part.explain(job, now))
 
 
 def account_closed(account: Account) -> AccountClosed:

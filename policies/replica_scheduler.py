@@ -382,6 +382,8 @@ class ReplicaScheduler:
         changed = standby != self._standby or running != said or contended > self._contended
         if not (self._dirty or changed or self._grants_are_used_up()):
             return []
+        if self.order.preemptive and running != said:
+            self._notes.turns(said, running, now)
         self._standby, self._sent, self._contended, self._dirty = standby, running, contended, False
         return [SendPlan(self._plan(worker))]
 
@@ -454,14 +456,14 @@ class ReplicaScheduler:
         for job in moves.drop:
             self._preempt(job, Residency.DEVICE, now)
         for job in moves.upload:
-            self._admit(job, now)
+            self._admit(job, now, ahead=True)
 
-    def _admit(self, job: Job, now: float) -> None:
+    def _admit(self, job: Job, now: float, *, ahead: bool = False) -> None:
         tracked = self._admitted[job.request_id] = self._tracked[job.request_id]
         returns = tracked.residency is Residency.HOST
         if returns:
             self._move(tracked, Residency.DEVICE)
-        self._notes.admitted(tracked, returns=returns, now=now)
+        self._notes.admitted(tracked, returns=returns, ahead=ahead, now=now)
 
     def _preempt(self, job: Job, to: Residency, now: float) -> None:
         """It gives up its place; its KV is moved to the host, or dropped wherever it is."""

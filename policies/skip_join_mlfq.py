@@ -236,13 +236,7 @@ class SkipJoinMlfq:
     def explain(self, job: Job, now: float) -> Facts:
         """Where the job stands and what is left of its quantum."""
         place = self._places[job.request_id]
-        return {
-            "level": place.level,
-            "quantum_s": place.allotment_s,
-            "attained_s": place.attained_s,
-            "next_iteration_s": self.next_iteration_s(job),
-            "jobs_above": self.num_in_top(place.level - 1),
-        }
+        return {"level": place.level, "quantum_s": place.allotment_s, "attained_s": place.attained_s}
 
     def groups(self) -> Iterator[tuple[Group, int]]:
         """((urgency, level), number of jobs there), highest first, without the empty ones."""

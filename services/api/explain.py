@@ -170,10 +170,10 @@ def _summary(decisions: Sequence[Decision]) -> RequestSummary:
         if decision.kind == "forecast":
             facts["predicted_tokens"] = decision.facts.get("mean_tokens")
     kinds = [decision.kind for decision in decisions]
-    waited_s = sum(float(decision.facts.get("waited_s", 0.0)) for decision in decisions)
+    waits_s = sum(float(decision.facts.get("waited_s", 0.0)) for decision in decisions)
     return RequestSummary(
         replica=facts.get("replica"),
-        waited_s=waited_s,
+        waited_s=max(waits_s, float(facts.get("all_waits_s", 0.0))),  # some may have been left out
         ttft_s=facts.get("ttft_s"),
         jct_s=facts.get("jct_s"),
         output_tokens=facts.get("output_tokens"),

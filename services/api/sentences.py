@@ -80,10 +80,8 @@ _E2_REASONS = {
 def _standing(facts: Facts) -> str:
     """Where its order has it, as a clause that begins with a semicolon; empty if the order has nothing to say."""
     if "level" in facts:
-        return (
-            f"; level {_count(facts, 'level')}, {_seconds(facts, 'attained_s')} of its quantum of "
-            f"{_seconds(facts, 'quantum_s')} used"
-        )
+        used = f", {_seconds(facts, 'attained_s')} of it used" if facts.get("attained_s") else ""
+        return f"; level {_count(facts, 'level')}, quantum {_seconds(facts, 'quantum_s')}{used}"
     if "response_ratio" in facts:
         ratio, service = _number(facts["response_ratio"]), _seconds(facts, "service_s")
         return f"; response ratio {ratio}, {service} of service expected"
@@ -108,7 +106,9 @@ def _room(facts: Facts) -> str:
 
 
 def _queue(facts: Facts) -> str:
-    return f"{_count(facts, 'num_admitted')} run, {_count(facts, 'num_waiting')} wait"
+    places = facts.get("num_admitted")
+    have = "1 has a place" if places == 1 else f"{_count(facts, 'num_admitted')} have places"
+    return f"{have}, {_count(facts, 'num_waiting')} wait{'s' if facts.get('num_waiting') == 1 else ''}"
 
 
 def _place(facts: Facts) -> str:
@@ -117,11 +117,7 @@ def _place(facts: Facts) -> str:
 
 def _arrived(facts: Facts) -> str:
     resumed = f" with {_tokens(facts, 'resumed_tokens')} of output already" if "resumed_tokens" in facts else ""
-    joined = f" It joins level {_count(facts, 'level')}: its first iteration takes about " if "level" in facts else ""
-    if joined:
-        joined += f"{_seconds(facts, 'next_iteration_s')}, the quantum is {_seconds(facts, 'quantum_s')}."
-    standing = "" if joined else _standing(facts)
-    return f"Reached the scheduler of its replica{resumed}: {_queue(facts)}{standing}.{joined}"
+    return f"Reached the scheduler of its replica{resumed}: {_place(facts)}."
 
 
 def _forecast(facts: Facts) -> str:
@@ -170,16 +166,29 @@ def _preempted(facts: Facts) -> str:
     return f"Preempted: {why}; {again} ({_place(facts)})."
 
 
+def _next_turn(facts: Facts) -> str:
+    """What ENST says, as a clause that begins with a semicolon."""
+    if "enst_s" not in facts:
+        return ""
+    return f"; its turn is expected in {_seconds(facts, 'enst_s')}" if facts["enst_s"] else "; its turn is due"
+
+
 def _offloaded(facts: Facts) -> str:
     why = _short(facts) or "its place goes to others"
-    enst = f"; its turn is expected again in {_seconds(facts, 'enst_s')}" if "enst_s" in facts else ""
     moved = f"its {_tokens(facts, 'computed_tokens')} of KV move to host memory"
-    return f"Offloaded: {why}, {moved}{enst} ({_place(facts)})."
+    return f"Offloaded: {why}; {moved}{_next_turn(facts)} ({_place(facts)})."
 
 
 def _uploaded(facts: Facts) -> str:
-    enst = f"; its turn was expected in {_seconds(facts, 'enst_s')}" if "enst_s" in facts else ""
-    return f"Brought back from host memory after {_seconds(facts, 'waited_s')}{enst} ({_place(facts)})."
+    return f"Brought back from host memory after {_seconds(facts, 'waited_s')}{_next_turn(facts)} ({_place(facts)})."
+
+
+def _paused(facts: Facts) -> str:
+    return f"Pauses: others go first ({_place(facts)}). It keeps its KV memory."
+
+
+def _continues(facts: Facts) -> str:
+    return f"Goes on after {_seconds(facts, 'waited_s')} ({_place(facts)})."
 
 
 def _demoted(facts: Facts) -> str:
@@ -195,7 +204,7 @@ def _promoted(facts: Facts) -> str:
 def _finished(facts: Facts) -> str:
     foreseen = f", {_number(facts['predicted_tokens'])} were foreseen" if "predicted_tokens" in facts else ""
     cached = f"{_tokens(facts, 'cached_tokens')} of the prompt came from the cache"
-    times = _plural(facts, "num_preemptions", "preemption")
+    times = f"{_plural(facts, 'num_drops', 'drop')} and {_plural(facts, 'num_offloads', 'offload')} of its KV"
     took = f"it took part in steps of {_seconds(facts, 'ran_s')} in all"
     return (
         f"Ended ({facts.get('reason')}) after {_tokens(facts, 'output_tokens')}{foreseen}; {took}, {times}; {cached}."
@@ -222,6 +231,8 @@ _SENTENCES: dict[str, Callable[[Facts], str]] = {
     "offloaded": _offloaded,
     "uploaded": _uploaded,
     "host_full": lambda facts: "The host had no room for its KV, which is dropped instead.",
+    "paused": _paused,
+    "continues": _continues,
     "demoted": _demoted,
     "promoted": _promoted,
     "refused": lambda facts: f"Refused: {facts.get('reason', 'it will never fit')}.",
