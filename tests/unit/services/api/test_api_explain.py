@@ -92,16 +92,9 @@ async def test_every_choice_has_its_own_account_and_parts_are_merged_in_order_of
     assert (first.choice, second.choice) == (0, 1)
     facts = {"waited_s": 0.5, "level": 1, "quantum_s": float("inf")}
     backend.traces = [
-        trace_of(
-            first,
-            "0",
-            Decision("admitted", 2.5, {"waited_s": 0.5, "level": 1, "quantum_s": float("inf")}),
-            epoch_s=98.0,
-        ),
-        trace_of(
-            first, "ingress", Decision("received", 0.0, {}), Decision("resumed", 2.0, {"attempt": 1}), epoch_s=100.0
-        ),
-        trace_of(second, "ingress", Decision("received", 0.5, {}), ended=False, epoch_s=100.0),
+        trace_of(first, "0", Decision("admitted", 2.5, facts), epoch_s=98.0),
+        trace_of(first, "ingress", RECEIVED, Decision("resumed", 2.0, {"attempt": 1}), epoch_s=100.0),
+        trace_of(second, "ingress", RECEIVED, ended=False, epoch_s=100.5),
     ]
     body = (await http.get(f"/v1/requests/{response_id}")).json()
     assert (body["id"], body["received_at"]) == (response_id, 100.0)
