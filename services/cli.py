@@ -17,6 +17,7 @@ from services.bench.command import bench
 from services.evaluate import evaluate
 from services.explain import explain
 from services.profile import profile
+from services.replay import replay
 from services.simulate import compare, simulate
 from services.train import train
 
@@ -189,6 +190,7 @@ app.command()(explain)
 app.command()(profile)
 app.command()(simulate)
 app.command()(compare)
+app.command()(replay)
 app.command()(train)
 app.command()(evaluate)
 
