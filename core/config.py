@@ -171,7 +171,8 @@ class ActorsConfig:
     Attributes:
         placement: ``split`` gives every piece its own actor; ``fused`` puts Router, Schedulers, KV offload managers,
             estimator, log store and supervisor into one; ``auto`` picks by the machine's size.
-        length_predictors: How many.
+        length_predictors: How many ...
+        max_length_predictors: ... and up to how many while questions queue before them; 0: never more.
         serving_time_estimators: How many.
         scheduler_delay_s: Holds back every message to and from a Scheduler for so long; to measure that no step
             waits for one.
@@ -179,6 +180,7 @@ class ActorsConfig:
 
     placement: str = "auto"
     length_predictors: int = 1
+    max_length_predictors: int = 0
     serving_time_estimators: int = 1
     scheduler_delay_s: float = 0.0
 
@@ -187,6 +189,9 @@ class ActorsConfig:
         for name in ("length_predictors", "serving_time_estimators"):
             value = getattr(self, name)
             _require(value >= 1, f"actors.{name}", value, "an integer >= 1")
+        most = self.max_length_predictors
+        ok = most == 0 or most >= self.length_predictors
+        _require(ok, "actors.max_length_predictors", most, f"0, or at least {self.length_predictors}")
         _require(self.scheduler_delay_s >= 0, "actors.scheduler_delay_s", self.scheduler_delay_s, "a number >= 0")
 
 
@@ -199,18 +204,21 @@ class PredictorConfig:
         device: Where an encoder runs, as torch names it.
         cpu_share: Of one core that forecasts may take; beyond it they look at less.
         wait_s: A request waits so long for its forecast before it goes its way; one that comes later follows it.
-        learn: Train anew while serving, on what was foreseen badly.
+        learn: Train anew while serving, on what was foreseen badly ...
+        learn_every_s: ... so often; Magnus does it every three minutes (section III-B).
     """
 
     artefact: str = ""
     device: str = "cpu"
-    cpu_share: float = 0.1
+    cpu_share: float = 0.05
     wait_s: float = 0.0
     learn: bool = True
+    learn_every_s: float = 180.0
 
     def __post_init__(self) -> None:
         _require(self.cpu_share > 0, "predictor.cpu_share", self.cpu_share, "a number > 0")
         _require(self.wait_s >= 0, "predictor.wait_s", self.wait_s, "a number >= 0")
+        _require(self.learn_every_s > 0, "predictor.learn_every_s", self.learn_every_s, "a number > 0")
 
 
 @dataclass(frozen=True, slots=True)

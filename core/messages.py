@@ -685,11 +685,12 @@ class PieceRows:
 
 @dataclass(frozen=True, slots=True)
 class StatusReply:
-    """Every logical piece, and the KV pool as last reported."""
+    """Every logical piece, the KV pool as last reported, and what has been learnt while serving."""
 
     pieces: tuple[PieceStatus, ...]
     num_blocks: int
     free_blocks: int
+    artefacts: tuple[ArtefactInfo, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

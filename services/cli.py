@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import urllib.error
 import urllib.request
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -105,10 +106,10 @@ def status(
     if as_json:
         typer.echo(json.dumps(body))
     else:
-        _print_status(body["actors"])
+        _print_status(body["actors"], body["learnt"])
 
 
-def _print_status(actors: list[dict[str, Any]]) -> None:
+def _print_status(actors: list[dict[str, Any]], learnt: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -122,6 +123,15 @@ def _print_status(actors: list[dict[str, Any]]) -> None:
     if not console.is_terminal:
         console.width = 200  # a pipe has no width: nothing is to be cut
     console.print(table)
+    if learnt:
+        table = Table("learnt while serving", "version", "score", "examples", "at", "in use")
+        for row in learnt:
+            score = "-" if row["score"] is None else f"{row['score']:.4g}"
+            at = f"{datetime.fromtimestamp(row['created_at']):%Y-%m-%d %H:%M:%S}"
+            table.add_row(
+                row["kind"], str(row["version"]), score, str(row["num_examples"]), at, "yes" if row["current"] else ""
+            )
+        console.print(table)
 
 
 @app.command()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 from pydantic import BaseModel
 
@@ -15,6 +15,8 @@ from services.api.generate import ChoiceResult, shown_choices
 from services.api.jobs import Generation
 from services.api.logprobs import CompletionLogprobs, chat_logprobs
 from services.api.token_texts import TokenTexts
+
+_Model = TypeVar("_Model", bound=BaseModel)
 
 
 class ErrorFields(BaseModel):
@@ -139,9 +141,24 @@ class KVStatus(BaseModel):
     free_blocks: int
 
 
+class LearntVersion(BaseModel):
+    """Something that was learnt while serving, such as the trees that foresee output lengths.
+
+    ``score`` is its error on requests that it had not learnt from, ``current`` whether it is in use.
+    """
+
+    kind: str
+    version: int
+    created_at: float
+    score: float | None
+    num_examples: int
+    current: bool
+
+
 class Status(BaseModel):
     actors: list[ActorStatus]
     kv: KVStatus
+    learnt: list[LearntVersion] = []
 
 
 def model_card(model: ModelInfo) -> ModelCard:
@@ -149,9 +166,15 @@ def model_card(model: ModelInfo) -> ModelCard:
 
 
 def status_reply(reply: StatusReply) -> Status:
-    fields = ActorStatus.model_fields
-    actors = [ActorStatus(**{name: getattr(piece, name) for name in fields}) for piece in reply.pieces]
-    return Status(actors=actors, kv=KVStatus(num_blocks=reply.num_blocks, free_blocks=reply.free_blocks))
+    actors = [_as(ActorStatus, piece) for piece in reply.pieces]
+    learnt = [_as(LearntVersion, artefact) for artefact in reply.artefacts]
+    kv = KVStatus(num_blocks=reply.num_blocks, free_blocks=reply.free_blocks)
+    return Status(actors=actors, kv=kv, learnt=learnt)
+
+
+def _as(model: type[_Model], record: object) -> _Model:
+    """The fields of a record that the model shows."""
+    return model(**{name: getattr(record, name) for name in model.model_fields})
 
 
 def usage(generation: Generation, num_output_tokens: int, num_cached_tokens: int) -> Usage:

@@ -293,11 +293,22 @@ async def test_health(client: httpx.AsyncClient, backend: ScriptedBackend) -> No
     assert response.json()["error"]["code"] == "unhealthy"
 
 
+LEARNT = {
+    "kind": "length-predictor words",
+    "version": 3,
+    "created_at": 1.7e9,
+    "score": 12.5,
+    "num_examples": 4000,
+    "current": True,
+}
+
+
 async def test_status(client: httpx.AsyncClient) -> None:
     row = {"name": "worker-0", "kind": "ModelWorker", "pid": 7, "node": "here", "state": "ready", "queue": 2}
     assert (await client.get("/status")).json() == {
         "actors": [{**row, "last_step_age_s": 0.5, "restarts": 1, "http_port": 4321}],
         "kv": {"num_blocks": 8, "free_blocks": 5},
+        "learnt": [LEARNT],
     }
 
 
