@@ -106,7 +106,9 @@ class BatchSettings:
 def remaining_service_s(cost: StepCost, job: Job) -> float:
     """Seconds until a job would end if it ran alone: what is missing of its KV, then one step a token foreseen."""
     expected = job.max_new_tokens if job.forecast is None else min(job.forecast.mean, job.max_new_tokens)
-    return cost.prefill_s(job.missing_len) + max(1.0, expected - job.output_len) * cost.decode_s(job.known_len)
+    missing = job.missing_len
+    prefill_s = cost.prefill_s(missing, job.known_len - missing)
+    return prefill_s + max(1.0, expected - job.output_len) * cost.decode_s(job.known_len)
 
 
 def _gittins(settings: PolicySettings, limits: SchedulerLimits) -> Gittins:

@@ -547,7 +547,7 @@ class ReplicaScheduler:
         if slice_s == math.inf:
             return tracked.max_total_len
         missing = tracked.job.missing_len
-        first_s = 0.0 if missing <= 1 else self._cost.prefill_s(missing) - decode_s
+        first_s = 0.0 if missing <= 1 else self._cost.prefill_s(missing, tracked.job.known_len - missing) - decode_s
         num_tokens = max(1, math.ceil((slice_s - first_s) / decode_s))
         return min(tracked.max_total_len, tracked.job.known_len + num_tokens)
 

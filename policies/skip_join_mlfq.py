@@ -199,7 +199,8 @@ class SkipJoinMlfq:
     def next_iteration_s(self, job: Job) -> float:
         """Seconds of the job's next iteration alone: a prefill of what is missing (anew after a drop), or a token."""
         if _has_prefill_left(job):
-            return self.cost.prefill_s(max(1, job.missing_len))
+            missing = max(1, job.missing_len)
+            return self.cost.prefill_s(missing, job.known_len - missing)
         return self.cost.decode_s(job.known_len)
 
     def quantum_s(self, level: int) -> float:
