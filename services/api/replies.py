@@ -29,11 +29,14 @@ class ErrorReply(BaseModel):
 
 
 class ModelCard(BaseModel):
+    """``emulated`` names the profile of an emulated device: answers are made up. Null where the model computes them."""
+
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "farsight"
     max_model_len: int
+    emulated: str | None = None
 
 
 class ModelList(BaseModel):
@@ -140,18 +143,24 @@ class KVStatus(BaseModel):
 
 
 class Status(BaseModel):
+    """``emulated`` as in ``ModelCard``."""
+
     actors: list[ActorStatus]
     kv: KVStatus
+    emulated: str | None = None
 
 
 def model_card(model: ModelInfo) -> ModelCard:
-    return ModelCard(id=model.name, created=model.created, max_model_len=model.max_model_len)
+    return ModelCard(
+        id=model.name, created=model.created, max_model_len=model.max_model_len, emulated=model.emulated or None
+    )
 
 
-def status_reply(reply: StatusReply) -> Status:
+def status_reply(reply: StatusReply, model: ModelInfo) -> Status:
     fields = ActorStatus.model_fields
     actors = [ActorStatus(**{name: getattr(piece, name) for name in fields}) for piece in reply.pieces]
-    return Status(actors=actors, kv=KVStatus(num_blocks=reply.num_blocks, free_blocks=reply.free_blocks))
+    kv = KVStatus(num_blocks=reply.num_blocks, free_blocks=reply.free_blocks)
+    return Status(actors=actors, kv=kv, emulated=model.emulated or None)
 
 
 def usage(generation: Generation, num_output_tokens: int, num_cached_tokens: int) -> Usage:
