@@ -20,6 +20,7 @@ HAPROXY_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0")
 BACKENDS = ("auto", "native", "torch")
 OFFLOADS = ("recompute", "reactive")
 PLACEMENTS = ("auto", "fused", "split")
+EMULATED = "emulated:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +49,19 @@ class EngineConfig:
     """How one worker runs.
 
     Attributes:
+        device: What computes. ``cpu``, or ``emulated:PROFILE``: nothing does; steps and copies take as long as the
+            profile says (a name, or a file of ``farsight profile``), and the tokens are made up. To measure scheduling.
         kv_memory: Memory of the KV pool, as ``512MiB`` or ``2GiB``; ``auto`` takes what a full batch of
-            full-length sequences needs, but all replicas together at most a fifth of the machine's free memory.
+            full-length sequences needs, but all replicas together at most a fifth of the machine's free memory. An
+            emulated device counts it in the tokens of its profile, and takes at most what that says the device has.
         host_kv_memory: Memory of the host pool that sequences can be offloaded to, as for ``kv_memory``; ``0`` is none.
         block_size: Tokens in a KV block.
         prefix_cache: Sequences that begin with the same tokens share the KV of their full blocks, also with
             sequences that have ended, as long as the memory is not needed.
         max_num_seqs: Sequences in one step.
         max_batch_tokens: Tokens computed in one step; longer prompts are prefilled in several.
-        max_model_len: Tokens a sequence may reach, prompt and output together; 0 is the model's own context.
+        max_model_len: Tokens a sequence may reach, prompt and output together; 0 is the model's own context, which only
+            an emulated device can go beyond.
         num_threads: Compute threads of a worker; 0 shares all cores but one, which serves HTTP and scheduling,
             among the replicas.
         benchmark_mode: Requests may say, with ``benchmark_len``, where their outputs end. Only to measure scheduling.
@@ -64,6 +69,7 @@ class EngineConfig:
             former where there is a compiler and the model is one that it knows.
     """
 
+    device: str = "cpu"
     kv_memory: str = "auto"
     host_kv_memory: str = "0"
     block_size: int = 32
@@ -85,6 +91,13 @@ class EngineConfig:
             value = getattr(self, name)
             _require(value >= 0, f"engine.{name}", value, "an integer >= 0")
         _require(self.backend in BACKENDS, "engine.backend", self.backend, f"one of {', '.join(BACKENDS)}")
+        known = self.device == "cpu" or bool(self.profile)
+        _require(known, "engine.device", self.device, f"cpu, or {EMULATED}PROFILE as in {EMULATED}a100-7b")
+
+    @property
+    def profile(self) -> str:
+        """What an emulated device is emulated from; empty if the device is a real one."""
+        return self.device.removeprefix(EMULATED) if self.device.startswith(EMULATED) else ""
 
     def kv_bytes(self) -> int | None:
         """``kv_memory`` in bytes; None for ``auto``."""

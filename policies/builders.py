@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 from core.config import SchedulerConfig
-from core.costs import StepCost
+from core.costs import A100_7B, StepCost
 from core.errors import ConfigError
 from policies.aggressive import Aggressive
 from policies.batch_queue import Batcher, first_arrived
@@ -43,9 +43,8 @@ from policies.wma_batcher import WmaBatcher
 
 _T = TypeVar("_T")
 
-PRIOR_COST = StepCost(base_s=0.010, prefill_token_s=0.11e-3, decode_seq_s=0.02e-3, context_token_s=0.2e-6)
-"""What steps are taken to cost until they have been measured: about a 7B model on an A100."""
-
+PRIOR_COST = A100_7B
+"""What steps are taken to cost until they have been measured."""
 
 PRIOR_CAPACITY = 100_000
 """KV tokens that a replica is taken to hold until it has said so."""

@@ -42,6 +42,9 @@ def main(
 def serve(
     model: Annotated[str | None, typer.Option(help="Directory or hub id; default: the embedded model.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, or emulated:PROFILE, which only takes a device's time [cpu].")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file; flags override it.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on [8000].")] = None,
@@ -68,6 +71,7 @@ def serve(
     overrides: dict[str, dict[str, Any]] = {
         "model": {"path": model, "dtype": dtype, "replicas": replicas},
         "engine": {
+            "device": device,
             "kv_memory": kv_memory,
             "max_model_len": max_model_len,
             "prefix_cache": prefix_cache,
@@ -106,6 +110,8 @@ def status(
     if as_json:
         typer.echo(json.dumps(body))
     else:
+        if body["emulated"]:
+            typer.echo(f"Emulated device ({body['emulated']}): answers are made up.")
         _print_status(body["actors"], body["learnt"])
 
 

@@ -31,11 +31,14 @@ class ErrorReply(BaseModel):
 
 
 class ModelCard(BaseModel):
+    """``emulated`` names the profile of an emulated device: answers are made up. Null where the model computes them."""
+
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "farsight"
     max_model_len: int
+    emulated: str | None = None
 
 
 class ModelList(BaseModel):
@@ -156,20 +159,25 @@ class LearntVersion(BaseModel):
 
 
 class Status(BaseModel):
+    """``emulated`` as in ``ModelCard``."""
+
     actors: list[ActorStatus]
     kv: KVStatus
     learnt: list[LearntVersion] = []
+    emulated: str | None = None
 
 
 def model_card(model: ModelInfo) -> ModelCard:
-    return ModelCard(id=model.name, created=model.created, max_model_len=model.max_model_len)
+    return ModelCard(
+        id=model.name, created=model.created, max_model_len=model.max_model_len, emulated=model.emulated or None
+    )
 
 
-def status_reply(reply: StatusReply) -> Status:
+def status_reply(reply: StatusReply, model: ModelInfo) -> Status:
     actors = [_as(ActorStatus, piece) for piece in reply.pieces]
     learnt = [_as(LearntVersion, artefact) for artefact in reply.artefacts]
     kv = KVStatus(num_blocks=reply.num_blocks, free_blocks=reply.free_blocks)
-    return Status(actors=actors, kv=kv, learnt=learnt)
+    return Status(actors=actors, kv=kv, learnt=learnt, emulated=model.emulated or None)
 
 
 def _as(model: type[_Model], record: object) -> _Model:

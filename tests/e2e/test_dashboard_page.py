@@ -147,6 +147,13 @@ def test_every_piece_has_a_card(page: Page) -> None:
         expect(worker).to_contain_text(words)
     expect(page.get_by_test_id("card-ingress-0001")).to_contain_text("none yet")
     expect(page.get_by_test_id("banner")).to_be_hidden()
+    expect(page.get_by_test_id("emulated")).to_be_hidden()
+
+
+def test_made_up_answers_are_said_to_be(page: Page, live: LiveServer) -> None:
+    live.backend.model = dataclasses.replace(live.backend.model, emulated="a100-7b")
+    page.reload()
+    expect(page.get_by_test_id("emulated")).to_have_text("The device is emulated (a100-7b): answers are made up.")
 
 
 def test_twenty_services_are_seen_at_once(page: Page, live: LiveServer) -> None:
