@@ -17,19 +17,25 @@ from engine.model_config import ModelConfig, load_model_config, resolve_max_mode
 from engine.model_runner import ModelRunner
 from engine.weights import parse_dtype
 from engine.worker import Worker
-from kvcache import BatchLimits, BlockManager, LeaseExecutor
+from kvcache import BatchLimits, BlockManager, LeaseExecutor, PlanExecutor, StaticExecutor
 
 AUTO_SHARE = 0.2
 """Share of the machine's available memory that ``kv_memory = "auto"`` takes at most."""
 
 
 def build_worker(
-    model_dir: Path, dtype_name: str, engine: EngineConfig, incarnation: str, num_replicas: int = 1
+    model_dir: Path,
+    dtype_name: str,
+    engine: EngineConfig,
+    incarnation: str,
+    num_replicas: int = 1,
+    execution: str = "ragged",
 ) -> Worker:
     """Loads the model and sizes its pool.
 
     Args:
         num_replicas: Workers that share this machine's cores and memory where a setting is automatic.
+        execution: ``ragged`` or ``static``; the latter has no use for a host pool or a prefix cache.
 
     Raises:
         InvalidValueError: the directory, the model or a setting cannot be used; names the field.
@@ -48,9 +54,15 @@ def build_worker(
         backend=engine.backend,
     )
     limits = BatchLimits(engine.max_num_seqs, engine.max_batch_tokens)
-    num_host_blocks = _num_host_blocks(config, dtype, engine)
-    host = BlockManager(num_host_blocks, engine.block_size) if num_host_blocks else None
-    executor = LeaseExecutor(BlockManager(num_blocks, engine.block_size), limits, incarnation, host)
+    static = execution == "static"
+    num_host_blocks = 0 if static else _num_host_blocks(config, dtype, engine)
+    blocks = BlockManager(num_blocks, engine.block_size)
+    executor: PlanExecutor
+    if static:
+        executor = StaticExecutor(blocks, limits, incarnation, runner.max_model_len)
+    else:
+        host = BlockManager(num_host_blocks, engine.block_size) if num_host_blocks else None
+        executor = LeaseExecutor(blocks, limits, incarnation, host)
     ready = WorkerReady(
         worker_incarnation=incarnation,
         num_blocks=num_blocks,
@@ -65,9 +77,8 @@ def build_worker(
         pool = KVPool(config, num_blocks=num_host_blocks, block_size=engine.block_size, dtype=dtype)
         copier = KVCopier(runner.pool, pool)
     detokenizer = Detokenizer(load_tokenizer(model_dir))
-    return Worker(
-        runner, executor, detokenizer, config.eos_token_ids, ready, prefix_cache=engine.prefix_cache, copier=copier
-    )
+    prefix_cache = engine.prefix_cache and not static
+    return Worker(runner, executor, detokenizer, config.eos_token_ids, ready, prefix_cache=prefix_cache, copier=copier)
 
 
 def _num_blocks(
