@@ -99,7 +99,8 @@ class StaticExecutor(PlanExecutor):
         self.short_blocks = 0
         if self._has_ended:
             return bool(self._members)  # what is left of it yields nothing
-        reach = self._prompt_len + self._num_decoded + 1
+        num_output = 1 if self._prefills else self._num_decoded + 2
+        reach = self._prompt_len + num_output
         short = sum(self.blocks.shortage(request_id, reach) for request_id in self._members)
         if short > self.blocks.num_free:
             self.short_blocks = short - self.blocks.num_free
