@@ -19,6 +19,7 @@ PROXIES = ("auto", "serve", "haproxy")
 HAPROXY_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0")
 BACKENDS = ("auto", "native", "torch")
 OFFLOADS = ("recompute", "reactive")
+EXECUTIONS = ("ragged", "static")
 PLACEMENTS = ("auto", "fused", "split")
 EMULATED = "emulated:"
 
@@ -123,6 +124,8 @@ class SchedulerConfig:
     Attributes:
         preset: A named composition of policies (``policies.presets``).
         placement: How requests find their replica; empty means as the preset says.
+        execution: How a formed batch runs, in the presets of batch mode: ``ragged`` without padding, each request
+            returned when it ends; ``static`` padded to the longest, in lockstep, returned together.
         gamma: Ageing in the order of ``farsight``: 0.1 cuts the longest waits of an overload, for a longer mean.
         watermark: Share of the KV pool that admission may fill, in (0, 1].
         standby_slots: Requests shipped to the worker ahead of need.
@@ -132,12 +135,15 @@ class SchedulerConfig:
 
     preset: str = "fcfs"
     placement: str = ""
+    execution: str = "ragged"
     gamma: float = 0.0
     watermark: float = 0.95
     standby_slots: int = 16
     offload: str = "recompute"
 
     def __post_init__(self) -> None:
+        executions = ", ".join(EXECUTIONS)
+        _require(self.execution in EXECUTIONS, "scheduler.execution", self.execution, f"one of {executions}")
         _require(self.gamma >= 0, "scheduler.gamma", self.gamma, "a number >= 0")
         _require(0 < self.watermark <= 1, "scheduler.watermark", self.watermark, "a number > 0 and <= 1")
         _require(self.standby_slots >= 0, "scheduler.standby_slots", self.standby_slots, "an integer >= 0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from core.config import EngineConfig
@@ -10,7 +11,7 @@ from engine.detokenizer import Detokenizer, load_tokenizer
 from engine.emulated_device import emulate_device
 from engine.model_config import load_model_config, resolve_max_model_len
 from engine.worker import Worker
-from kvcache import BatchLimits, BlockManager, LeaseExecutor
+from kvcache import BatchLimits, BlockManager, LeaseExecutor, PlanExecutor, StaticExecutor
 
 
 def check_worker(model_dir: Path, engine: EngineConfig) -> None:
@@ -27,16 +28,25 @@ def check_worker(model_dir: Path, engine: EngineConfig) -> None:
 
 
 def build_worker(
-    model_dir: Path, dtype_name: str, engine: EngineConfig, incarnation: str, num_replicas: int = 1
+    model_dir: Path,
+    dtype_name: str,
+    engine: EngineConfig,
+    incarnation: str,
+    num_replicas: int = 1,
+    execution: str = "ragged",
 ) -> Worker:
     """Loads the model, or emulates a device in its place, and sizes the pools.
 
     Args:
         num_replicas: Workers that share this machine's cores and memory where a setting is automatic.
+        execution: ``ragged`` or ``static``; the latter has no use for a host pool or a prefix cache.
 
     Raises:
         InvalidValueError: the directory, the model or a setting cannot be used; names the field.
     """
+    static = execution == "static"
+    if static:  # nothing is paused, so nothing moves; and the paper's batches share nothing
+        engine = dataclasses.replace(engine, host_kv_memory="0", prefix_cache=False)
     config = load_model_config(model_dir)
     tokenizer = load_tokenizer(model_dir)
     if engine.profile:
@@ -46,14 +56,20 @@ def build_worker(
 
         device = load_device(model_dir, config, dtype_name, engine, num_replicas)
     limits = BatchLimits(engine.max_num_seqs, engine.max_batch_tokens)
-    host = BlockManager(device.num_host_blocks, engine.block_size) if device.num_host_blocks else None
-    executor = LeaseExecutor(BlockManager(device.num_blocks, engine.block_size), limits, incarnation, host)
+    blocks = BlockManager(device.num_blocks, engine.block_size)
     num_slots = device.num_blocks * engine.block_size
+    max_model_len = min(device.context_len, num_slots)
+    executor: PlanExecutor
+    if static:
+        executor = StaticExecutor(blocks, limits, incarnation, max_model_len)
+    else:
+        host = BlockManager(device.num_host_blocks, engine.block_size) if device.num_host_blocks else None
+        executor = LeaseExecutor(blocks, limits, incarnation, host)
     ready = WorkerReady(
         worker_incarnation=incarnation,
         num_blocks=device.num_blocks,
         block_size=engine.block_size,
-        max_model_len=min(device.context_len, num_slots),
+        max_model_len=max_model_len,
         pool_limited=num_slots < device.context_len,
         vocab_size=config.vocab_size,
         num_host_blocks=device.num_host_blocks,

@@ -18,8 +18,7 @@ from engine.copies import Copies
 from engine.logged_tokens import ItemLogprobs, LoggedTokens
 from engine.sequence import Sequence
 from estimator.samples import step_work
-from kvcache import KVCopy, StepBatch
-from kvcache.lease import StepItem
+from kvcache import KVCopy, StepBatch, StepItem
 
 HIDDEN_SHARE = 0.5
 """Of the time of a step: up to so late the host may come with it and yet have hidden its work behind the last one."""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from core.costs import attention_pairs
 from core.messages import StepSample
-from kvcache.lease import StepBatch
+from kvcache import StepBatch
 
 
 class StepWork(NamedTuple):
@@ -19,15 +19,16 @@ class StepWork(NamedTuple):
 
 
 def step_work(batch: StepBatch) -> StepWork:
-    """What this step computes. O(sequences of the step)."""
-    prefill_tokens = decode_seqs = context_tokens = prefill_pairs = 0
-    for item in batch.items:
-        if item.num_tokens == 1:
+    """What this step computes, padding included. O(sequences of the step)."""
+    prefill_tokens = decode_seqs = prefill_pairs = 0
+    context_tokens = batch.padding.context_tokens
+    for start, num_tokens in batch.spans():
+        if num_tokens == 1:
             decode_seqs += 1
-            context_tokens += item.start + 1
+            context_tokens += start + 1
         else:
-            prefill_tokens += item.num_tokens
-            prefill_pairs += attention_pairs(item.num_tokens, item.start)
+            prefill_tokens += num_tokens
+            prefill_pairs += attention_pairs(num_tokens, start)
     return StepWork(prefill_tokens, decode_seqs, context_tokens, prefill_pairs)
 
 

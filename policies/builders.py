@@ -33,7 +33,7 @@ from policies.length_history import LengthHistory
 from policies.multi_bin import MultiBinBatcher
 from policies.past_future import HistoryLengths, PastFuture, TrueLengths
 from policies.placement import Placement
-from policies.presets import Preset, find_preset
+from policies.presets import PRESETS, Preset, find_preset
 from policies.protocols import Admission, KvPolicy, Order
 from policies.recompute import NewestGiveWay
 from policies.replica_scheduler import ReplicaPolicies, ReplicaScheduler, SchedulerLimits
@@ -197,12 +197,25 @@ def build_scheduler(
     return ReplicaScheduler(ReplicaPolicies(ranked, admits, _kv_policy(kv or row.kv, ranked)), limits)
 
 
+def check_execution(config: SchedulerConfig) -> None:
+    """Refuses what cannot be executed.
+
+    Raises:
+        ConfigError: there is no such preset, or static execution of one that forms no batches.
+    """
+    if config.execution == "static" and find_preset(config.preset).mode != "batch":
+        batching = ", ".join(name for name, preset in PRESETS.items() if preset.mode == "batch")
+        expected = f"ragged with preset {config.preset!r}; batches are formed by {batching}"
+        raise ConfigError("scheduler.execution", config.execution, expected)
+
+
 def configured_scheduler(config: SchedulerConfig, max_num_seqs: int) -> ReplicaScheduler:
     """The scheduler of one replica as the configuration of a server says.
 
     Raises:
-        ConfigError: there is no such preset, or it is not of continuous batching.
+        ConfigError: there is no such preset, or it is not of continuous batching, or it does not run so.
     """
+    check_execution(config)
     limits = SchedulerLimits(max_num_seqs, config.standby_slots)
     kv = "swap-newest" if config.offload == "reactive" else ""
     settings = PolicySettings(watermark=config.watermark, gamma=config.gamma)

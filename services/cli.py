@@ -57,6 +57,9 @@ def serve(
         typer.Option("--prefix-cache/--no-prefix-cache", help="Share the KV of equal beginnings."),
     ] = None,
     preset: Annotated[str | None, typer.Option(help="Composition of policies [fcfs].")] = None,
+    execution: Annotated[
+        str | None, typer.Option(help="How formed batches run: ragged, or static (padded, returned together) [ragged].")
+    ] = None,
     replicas: Annotated[int | None, typer.Option(help="Copies of the model [1].")] = None,
     placement: Annotated[str | None, typer.Option(help="Which pieces share a process: auto, fused, split.")] = None,
     predictor: Annotated[
@@ -77,7 +80,7 @@ def serve(
             "prefix_cache": prefix_cache,
             "benchmark_mode": benchmark_mode,
         },
-        "scheduler": {"preset": preset},
+        "scheduler": {"preset": preset, "execution": execution},
         "server": {"host": host, "port": port, "proxy": proxy},
         "actors": {"placement": placement},
         "predictor": {"artefact": None if predictor is None else str(predictor)},

@@ -41,6 +41,7 @@ WRONG = [
     ("[server]\nport = 70000", "server.port", "65535"),
     ("[scheduler]\nwatermark = 0.0", "scheduler.watermark", "<= 1"),
     ("[scheduler]\nwatermark = nan", "scheduler.watermark", "type float"),
+    ('[scheduler]\nexecution = "padded"', "scheduler.execution", "one of ragged, static"),
     ("[engine]\nblock_size = 0", "engine.block_size", ">= 1"),
     ("[engine]\nmax_model_len = -1", "engine.max_model_len", ">= 0"),
     ('[engine]\ndevice = "cuda"', "engine.device", "emulated:PROFILE"),
