@@ -129,6 +129,9 @@ class SchedulerConfig:
         gamma: Ageing in the order of ``farsight``: 0.1 cuts the longest waits of an overload, for a longer mean.
         watermark: Share of the KV pool that admission may fill, in (0, 1].
         standby_slots: Requests shipped to the worker ahead of need.
+        quantum_s: First quantum of skip-join MLFQ at the least; it is the time of a step of one sequence where that is
+            longer. A quantum should outlast four round trips between scheduler and worker, of some 5 ms each.
+        starve_limit_s: Under skip-join MLFQ a request that has waited so long is promoted to the first queue.
         offload: What becomes of the KV of preempted sequences: ``recompute`` drops it, ``reactive`` moves it to the
             host pool (``engine.host_kv_memory``) while there is room.
     """
@@ -139,6 +142,8 @@ class SchedulerConfig:
     gamma: float = 0.0
     watermark: float = 0.95
     standby_slots: int = 16
+    quantum_s: float = 0.02
+    starve_limit_s: float = 3.0
     offload: str = "recompute"
 
     def __post_init__(self) -> None:
@@ -147,6 +152,8 @@ class SchedulerConfig:
         _require(self.gamma >= 0, "scheduler.gamma", self.gamma, "a number >= 0")
         _require(0 < self.watermark <= 1, "scheduler.watermark", self.watermark, "a number > 0 and <= 1")
         _require(self.standby_slots >= 0, "scheduler.standby_slots", self.standby_slots, "an integer >= 0")
+        for name in ("quantum_s", "starve_limit_s"):
+            _require(getattr(self, name) > 0, f"scheduler.{name}", getattr(self, name), "a number > 0")
         _require(self.offload in OFFLOADS, "scheduler.offload", self.offload, f"one of {', '.join(OFFLOADS)}")
 
 

@@ -218,7 +218,8 @@ def configured_scheduler(config: SchedulerConfig, max_num_seqs: int) -> ReplicaS
     check_execution(config)
     limits = SchedulerLimits(max_num_seqs, config.standby_slots)
     kv = "swap-newest" if config.offload == "reactive" else ""
-    settings = PolicySettings(watermark=config.watermark, gamma=config.gamma)
+    mlfq = MlfqRules(config.quantum_s, follows_cost=True, starve_limit_s=config.starve_limit_s)
+    settings = PolicySettings(watermark=config.watermark, gamma=config.gamma, mlfq=mlfq)
     return build_scheduler(config.preset, limits, settings, kv=kv)
 
 
