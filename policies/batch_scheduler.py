@@ -217,7 +217,7 @@ class BatchScheduler(GlobalScheduler):
                 self._waiting.remove(member.request_id, self._now)
         return super()._abort(keys)
 
-    def _break_off(self, name: str, keys: Iterable[Key]) -> None:
+    def _break_off(self, name: str, keys: tuple[Key, ...]) -> None:
         """Said again until it was heard: whoever has come back since, or was never placed there, is passed over."""
         members = []
         for request_id, attempt in keys:
@@ -228,7 +228,7 @@ class BatchScheduler(GlobalScheduler):
         if not members:
             return
         run = self._runs.pop(name, None)
-        self._waiting.break_off(members, None if run is None else run.batch, self._now)
+        self._waiting.break_off(members, len(keys), None if run is None else run.batch, self._now)
         self.num_splits += 1
 
     def _foresee(self, made: Iterable[ForecastMade]) -> None:

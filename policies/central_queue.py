@@ -139,11 +139,12 @@ class CentralQueue:
                 del self._jobs[job.request_id]
         return batch
 
-    def break_off(self, members: list[Member], batch: FormedBatch | None, now: float) -> None:
+    def break_off(self, members: list[Member], num_jobs: int, batch: FormedBatch | None, now: float) -> None:
         """Those of a pulled batch that had not ended will come back, to be halved once all are back or gone.
 
         Args:
             members: One at least; none of them waits here.
+            num_jobs: Of the batch when it broke off, those among them of whom nothing is to be heard any more.
             batch: As it was pulled; None if another life of this queue did that.
         """
         awaited = {member.request_id: member for member in members}
@@ -152,7 +153,7 @@ class CentralQueue:
         arrived_at = in_order | {each: now for each in awaited if each not in in_order}
         sealed_at = now if batch is None or batch.sealed_at is None else batch.sealed_at
         created_at = now if batch is None else batch.created_at
-        broken = _Broken(len(members), created_at, sealed_at, arrived_at, awaited)
+        broken = _Broken(num_jobs, created_at, sealed_at, arrived_at, awaited)
         self._broken |= {member.request_id: broken for member in members}
 
     def is_awaited(self, key: Key) -> bool:

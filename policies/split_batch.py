@@ -43,14 +43,16 @@ class SplitBatch:
     watches: bool = True
 
     def moves(self, view: KvView, now: float) -> KvMoves:
-        lacking = max(view.needed - view.free, view.short)
+        lacking = view.needed - view.free
+        if len(view.running) > 1:  # what a worker lacked a moment ago, a job may find now that it is alone
+            lacking = max(lacking, view.short)
         drop = []
         for job in reversed(view.idle):
             if lacking <= 0:
                 break
             if job.is_resident:
                 drop.append(job)
-                lacking -= job.computed_len
+                lacking -= -(-job.computed_len // view.block_size) * view.block_size
         return KvMoves(drop=tuple(drop), break_off=lacking > 0)
 
     def may_start(self, view: KvView) -> bool:
