@@ -158,6 +158,29 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchConfig:
+    """How batches are formed under a preset of batch mode.
+
+    Attributes:
+        batch_size: Requests of a batch at most; 0 is the preset's own number. Never more than ``engine.max_num_seqs``.
+        wma_threshold: A request joins a batch only if the wasted memory accesses stay below this; in tokens (Magnus).
+        num_bins: Bins of output lengths (Multi-Bin).
+        max_wait_s: A request waits so long for others of its bin; then its batch goes as it is (Multi-Bin).
+    """
+
+    batch_size: int = 0
+    wma_threshold: float = 50_000.0
+    num_bins: int = 4
+    max_wait_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require(self.batch_size >= 0, "batch.batch_size", self.batch_size, "an integer >= 0")
+        _require(self.wma_threshold >= 0, "batch.wma_threshold", self.wma_threshold, "a number >= 0")
+        _require(self.num_bins >= 1, "batch.num_bins", self.num_bins, "an integer >= 1")
+        _require(self.max_wait_s >= 0, "batch.max_wait_s", self.max_wait_s, "a number >= 0")
+
+
+@dataclass(frozen=True, slots=True)
 class ServerConfig:
     """The HTTP side.
 
@@ -282,6 +305,7 @@ class FarsightConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     actors: ActorsConfig = field(default_factory=ActorsConfig)
     predictor: PredictorConfig = field(default_factory=PredictorConfig)

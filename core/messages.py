@@ -13,7 +13,7 @@ from core.errors import InvalidValueError
 from core.forecast import QUANTILES, Forecast, ForecastQuestion
 from core.request import Request, Residency, SequenceStatus
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 """Raised when any message changes shape; a message of another version is refused."""
 
 MAX_FEATURE_BYTES = 64 * 1024
@@ -99,11 +99,13 @@ class AnnounceReply:
         lost: Attempts that nobody runs any more; they are to be resumed.
         refusals: Those that will never run.
         replicas: Every replica whose tokens may be for this ingress.
+        placed: Attempts that wait no more, as far as the ingress did not know.
     """
 
     lost: tuple[Key, ...]
     refusals: tuple[Refusal, ...]
     replicas: tuple[str, ...]
+    placed: tuple[Placed, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +115,15 @@ class ReplicaState:
     Attributes:
         ready: None while the worker is away.
         refusals: Requests that turned out, since they were placed, not to fit the worker.
+        broken: Of a batch that ran out of memory, all that had not ended: nobody runs them any more.
+        resting: All that the replica holds, if every client of it has stopped reading: else nothing.
     """
 
     replica: str
     ready: WorkerReady | None
     refusals: tuple[Refusal, ...]
+    broken: tuple[Key, ...] = ()
+    resting: tuple[Key, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

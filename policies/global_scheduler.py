@@ -68,7 +68,7 @@ class _Replica:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class Entry:
     """One line of the in-flight table: an attempt and the worker life that it was placed on.
 
     Attributes:
@@ -88,7 +88,7 @@ class GlobalScheduler:
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
         self._replicas: dict[str, _Replica] = {}
-        self._placed: dict[str, _Entry] = {}
+        self._placed: dict[str, Entry] = {}
         self._queued: dict[str, Request] = {}  # no replica takes requests: they wait for one
         self._gone: set[str] = set()  # replicas given up: what an ingress still has there is lost
         self._mean_output_len: float | None = None
@@ -175,6 +175,10 @@ class GlobalScheduler:
                 self._remove(request_id)  # it went down with the worker; its ingress resumes it
         if before is None or before.worker_incarnation != ready.worker_incarnation:
             self._placement.replica_up(name, ready.num_blocks * ready.block_size)
+        return self._serve_queued()
+
+    def _serve_queued(self) -> list[GlobalInstruction]:
+        """A replica takes requests: those that wait for one may go."""
         waiting, self._queued = tuple(self._queued.values()), {}
         return self._place_all(waiting)
 
@@ -215,11 +219,14 @@ class GlobalScheduler:
                 if choice.hit_len:
                     request = replace(request, expected_cached_len=choice.hit_len)
                 placed.setdefault(choice.replica, []).append(request)
-            elif loads and not any(replica.fits(request) for replica in self._replicas.values()):
+            elif self._never_fits(request):
                 refused.append(self._too_long(request))
             else:
                 self._queued[request.request_id] = request
         return [PlaceRequests(name, tuple(group)) for name, group in placed.items()] + refused
+
+    def _never_fits(self, request: Request) -> bool:
+        return bool(self.loads()) and not any(replica.fits(request) for replica in self._replicas.values())
 
     def _fitting(self, request: Request, loads: tuple[ReplicaLoad, ...]) -> tuple[ReplicaLoad, ...]:
         """Those that hold the request when it is as long as it may get; usually all, and then ``loads`` itself."""
@@ -231,7 +238,7 @@ class GlobalScheduler:
         choice = self._placement.choose(request, self._prefix(request), loads, self._now)
         ready = self._replicas[choice.replica].ready
         assert ready is not None
-        entry = _Entry(request.attempt, request.ingress_id, choice.replica, ready.worker_incarnation, choice)
+        entry = Entry(request.attempt, request.ingress_id, choice.replica, ready.worker_incarnation, choice)
         self._enter(request.request_id, entry, self._work(request))
         return choice
 
@@ -315,7 +322,7 @@ class GlobalScheduler:
         ready = self._replica(stream.replica).ready
         if ready is not None and ready.worker_incarnation != stream.worker_incarnation:
             return False
-        entry = _Entry(stream.attempt, ingress_id, stream.replica, stream.worker_incarnation)
+        entry = Entry(stream.attempt, ingress_id, stream.replica, stream.worker_incarnation)
         self._enter(stream.request_id, entry, float(stream.work_tokens))
         return True
 
@@ -333,7 +340,7 @@ class GlobalScheduler:
         placed = [((rid, entry.attempt), entry.ingress_id) for rid, entry in self._placed.items()]
         return placed + [((rid, request.attempt), request.ingress_id) for rid, request in self._queued.items()]
 
-    def _enter(self, request_id: str, entry: _Entry, work_tokens: float) -> None:
+    def _enter(self, request_id: str, entry: Entry, work_tokens: float) -> None:
         self._replicas[entry.replica].enter(request_id, work_tokens)
         self._placed[request_id] = entry
 

@@ -19,6 +19,7 @@ class Defer:
     order: SkipJoinMlfq
     evicts: bool = False
     swaps: bool = False
+    watches: bool = False
 
     def moves(self, view: KvView, now: float) -> KvMoves:
         return _on_demand(self.order, view, now, swaps=self.swaps)
@@ -34,6 +35,7 @@ class Reactive:
     order: SkipJoinMlfq
     evicts: bool = True
     swaps: bool = True
+    watches: bool = False
 
     def moves(self, view: KvView, now: float) -> KvMoves:
         return _on_demand(self.order, view, now, swaps=self.swaps)
@@ -53,6 +55,7 @@ class Recompute:
     order: SkipJoinMlfq
     evicts: bool = True
     swaps: bool = False
+    watches: bool = False
 
     def moves(self, view: KvView, now: float) -> KvMoves:
         return _on_demand(self.order, view, now, swaps=self.swaps)

@@ -110,4 +110,11 @@ class RequestEnded:
     ended_at: float
 
 
-Instruction = SendPlan | RefuseRequest | RequestEnded
+@dataclass(frozen=True, slots=True)
+class BatchBroken:
+    """A batch ran out of memory: these, all that was here, are forgotten and have to be run in smaller batches."""
+
+    keys: tuple[Key, ...]
+
+
+Instruction = SendPlan | RefuseRequest | RequestEnded | BatchBroken

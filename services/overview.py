@@ -27,6 +27,7 @@ class Overview:
     """Asks every process that there should be; none of them has to know the others."""
 
     def __init__(self, site: Site, peers: PeerBook) -> None:
+        self._config = site.config
         self._peers = peers
         self._counts = initial_counts(site.config)
         self._last: dict[str, PieceStatus] = {}
@@ -108,5 +109,5 @@ class Overview:
         """What is known of it from its life, as far as that outlasts it."""
         last = self._last.get(piece)
         if last is None:
-            return PieceStatus(piece, kind_of(piece), 0, "", "dead", 0, None, 0, 0)
+            return PieceStatus(piece, kind_of(piece, self._config), 0, "", "dead", 0, None, 0, 0)
         return dataclasses.replace(last, state="dead", queue=0, last_step_age_s=None, http_port=0)
