@@ -19,6 +19,9 @@ SCHEMA_VERSION = 5
 MAX_FEATURE_BYTES = 64 * 1024
 """Of one forecast in the log."""
 
+MAX_TRACE_BYTES = 64 * 1024
+"""Of the decisions of one trace."""
+
 MAX_ARTEFACT_BYTES = 256 * 1024 * 1024
 """Of one artefact in the log."""
 
@@ -29,9 +32,15 @@ Key = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Ingress -> Router -> Scheduler: requests, new or resumed, in order of arrival."""
+    """Ingress -> Router -> Scheduler: requests, new or resumed, in order of arrival.
+
+    Attributes:
+        placements: Router -> Scheduler: why each of them is there (``core.decisions``, packed, on a clock that is
+            named); kept with its other decisions, and read by nobody who decides.
+    """
 
     requests: tuple[Request, ...]
+    placements: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,6 +475,47 @@ class FinishedRequests:
     """-> LogStore."""
 
     records: tuple[FinishedRequest, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTrace:
+    """Scheduler, Router or ingress ->: what one of them knows of the decisions about one request.
+
+    Attributes:
+        trace_id: ``RESPONSE/REQUEST/PART``; the part is an attempt at a Scheduler, or ``ingress``.
+        choice, owner: As in ``core.request.Origin``.
+        source: Who tells, such as ``scheduler-0``.
+        ended: Whether nothing more will come of it.
+        num_left_out: Decisions that are missing here because there were too many.
+        decisions: ``core.decisions``, packed, on clocks that are named; at most ``MAX_TRACE_BYTES``.
+    """
+
+    trace_id: str
+    request_id: str
+    choice: int
+    owner: bytes
+    source: str
+    attempt: int
+    ended: bool
+    num_left_out: int
+    decisions: bytes
+
+    def __post_init__(self) -> None:
+        _require_bytes("decisions", len(self.decisions), MAX_TRACE_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTraces:
+    """-> LogStore, and the answer to ``TraceQuery``."""
+
+    records: tuple[RequestTrace, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceQuery:
+    """-> LogStore, Router -> Scheduler: what do you know of the requests behind this answer?"""
+
+    response_id: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from core.costs import StepCost
 from core.messages import FinishedSequence, ForecastMade, Key, Plan, StepReport, WorkerState
-from core.request import Request, Residency
+from core.request import Origin, Request, Residency
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,13 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class RequestsArrived:
+    """
+    Attributes:
+        placements: As in ``Submit``.
+    """
+
     requests: tuple[Request, ...]
+    placements: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,4 +123,16 @@ class BatchBroken:
     keys: tuple[Key, ...]
 
 
-Instruction = SendPlan | RefuseRequest | RequestEnded | BatchBroken
+@dataclass(frozen=True, slots=True)
+class AccountClosed:
+    """What was decided about a request that is here no more; for whoever keeps a journal."""
+
+    request_id: str
+    attempt: int
+    origin: Origin
+    placement: bytes
+    decisions: bytes
+    num_left_out: int
+
+
+Instruction = SendPlan | RefuseRequest | RequestEnded | BatchBroken | AccountClosed

@@ -11,12 +11,13 @@ import itertools
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from sortedcontainers import SortedDict
 
 from core.costs import StepCost
+from core.decisions import Facts
 from core.errors import IntegrityError, InvalidValueError
 from policies.job import Job
 
@@ -114,6 +115,7 @@ class SkipJoinMlfq:
     Attributes:
         cost: Prices first and next iterations.
         rules: As constructed.
+        on_move: As in ``MovesJobs``.
     """
 
     preemptive = True
@@ -132,6 +134,7 @@ class SkipJoinMlfq:
         self._timers: OrderedDict[str, _Place] = OrderedDict()
         self._tickets = itertools.count(1)
         self._points = 0
+        self.on_move: Callable[[Job, str, float], None] | None = None
 
     def add(self, job: Job, now: float) -> None:
         """Joins at the tail of the first level whose quantum holds its next iteration (getHighestPriority)."""
@@ -172,7 +175,7 @@ class SkipJoinMlfq:
         lacks_prefill = _has_prefill_left(job)
         is_mid_iteration = lacks_prefill and not self.rules.kills
         if not is_mid_iteration and self._is_used_up(place):
-            self._demote(place)
+            self._demote(place, now)
         elif is_mid_iteration != place.is_mid_iteration or lacks_prefill != place.lacks_prefill:
             self._take_out(place)
             place.is_mid_iteration = is_mid_iteration
@@ -237,6 +240,11 @@ class SkipJoinMlfq:
         """Seconds since it ran, was promoted or came, whatever was last."""
         return now - self._places[job.request_id].waits_since
 
+    def explain(self, job: Job, now: float) -> Facts:
+        """Where the job stands and what is left of its quantum."""
+        place = self._places[job.request_id]
+        return {"level": place.level, "quantum_s": place.allotment_s, "attained_s": place.attained_s}
+
     def groups(self) -> Iterator[tuple[Group, int]]:
         """((urgency, level), number of jobs there), highest first, without the empty ones."""
         return iter(self._group_sizes.items())
@@ -279,13 +287,14 @@ class SkipJoinMlfq:
             return place.attained_s > place.allotment_s
         return place.attained_s >= place.allotment_s
 
-    def _demote(self, place: _Place) -> None:
+    def _demote(self, place: _Place, now: float) -> None:
         """One level down at least, and to where its next iteration fits (getDemotionPriority)."""
         level = self._bounded(place.level + 1)
         if self.rules.skip_join:
             level = max(level, self.level_for(self.next_iteration_s(place.job)))
         ticket = next(self._tickets)
         self._move(place, level, -ticket if self.rules.demotes_to_front else ticket, self.quantum_s(level))
+        self._tell(place, "demoted", now)
 
     def _promote(self, place: _Place, now: float) -> None:
         """To the tail of level 1, with time for one whole iteration.
@@ -296,6 +305,11 @@ class SkipJoinMlfq:
         place.waits_since = now
         allotment_s = max(self.quantum_s(1), self.next_iteration_s(place.job))
         self._move(place, 1, next(self._tickets), allotment_s)
+        self._tell(place, "promoted", now)
+
+    def _tell(self, place: _Place, kind: str, now: float) -> None:
+        if self.on_move is not None:
+            self.on_move(place.job, kind, now)
 
     def _move(self, place: _Place, level: int, ticket: int, allotment_s: float) -> None:
         self._take_out(place)

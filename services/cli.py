@@ -16,6 +16,7 @@ from core.config import load_config
 from core.errors import FarsightError
 from services.bench.command import bench
 from services.evaluate import evaluate
+from services.explain import explain
 from services.profile import profile
 from services.simulate import compare, simulate
 from services.train import train
@@ -202,6 +203,8 @@ def batch(
 
 
 app.command()(bench)
+app.command()(explain)
+app.command()(explain)
 app.command()(profile)
 app.command()(simulate)
 app.command()(compare)

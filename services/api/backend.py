@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
-from core.messages import PieceCounts, StatusReply, TokenDelta
-from core.request import SamplingParams
+from core.messages import PieceCounts, RequestTrace, StatusReply, TokenDelta
+from core.request import Origin, SamplingParams
 from services.api.prompt_text import PromptText
 
 
@@ -41,9 +41,15 @@ class GenerationBackend(Protocol):
     def model(self) -> ModelInfo: ...
 
     def stream(
-        self, prompt_ids: tuple[int, ...], sampling: SamplingParams, text: PromptText | None = None
+        self,
+        prompt_ids: tuple[int, ...],
+        sampling: SamplingParams,
+        text: PromptText | None = None,
+        origin: Origin | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         """The deltas of one request; the last has ``finish_reason`` set. ``text`` is for forecasts.
+
+        What becomes of it can be asked for under its ``origin``.
 
         Closing the generator early, or cancelling the task that iterates over it, aborts the request;
         after the last delta it is closed as well, which aborts nothing.
@@ -60,6 +66,14 @@ class GenerationBackend(Protocol):
 
     async def metrics(self) -> str:
         """The metrics of every process that can be reached, as one exposition (``metrics_page``)."""
+        ...
+
+    async def explain(self, response_id: str) -> tuple[RequestTrace, ...]:
+        """What is known of the decisions behind an answer; none if the answer is not known, or was too long ago.
+
+        Raises:
+            FarsightError: It cannot be said now.
+        """
         ...
 
     async def scale(self, kind: str, count: int) -> PieceCounts:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Sequence
 from typing import Literal, TypeVar
 
@@ -214,7 +213,7 @@ def completion(model: str, generation: Generation, results: Sequence[ChoiceResul
         text = generation.echoes[prompt] + result.text if generation.echoes else result.text
         choices.append(CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=result.finish_reason))
     return Completion(
-        id=new_id("cmpl"),
+        id=generation.origin.response_id,
         created=int(time.time()),
         model=model,
         choices=choices,
@@ -231,7 +230,7 @@ def chat_completion(
         logprobs = ChatLogprobs(**chat_logprobs(texts, result.logprobs)) if generation.shows_logprobs else None
         choices.append(ChatChoice(index=index, message=answer, logprobs=logprobs, finish_reason=result.finish_reason))
     return ChatCompletion(
-        id=new_id("chatcmpl"),
+        id=generation.origin.response_id,
         created=int(time.time()),
         model=model,
         choices=choices,
@@ -242,7 +241,3 @@ def chat_completion(
 def first_prompt_entry(generation: Generation, prompt: int) -> TokenLogprobs:
     """Of the first token of an echoed prompt nothing but its id is known."""
     return (generation.jobs[prompt * generation.num_tries].prompt_ids[0],), ()
-
-
-def new_id(prefix: str) -> str:
-    return f"{prefix}-{uuid.uuid4().hex}"

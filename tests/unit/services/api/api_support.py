@@ -10,8 +10,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from core.messages import ArtefactInfo, PieceCounts, PieceStatus, StatusReply, TokenDelta
-from core.request import SamplingParams
+from core.messages import ArtefactInfo, PieceCounts, PieceStatus, RequestTrace, StatusReply, TokenDelta
+from core.request import Origin, SamplingParams
 from services.api.backend import ModelInfo
 from services.api.prompt_text import PromptText
 
@@ -49,6 +49,8 @@ class ScriptedBackend:
         self.calls: list[tuple[tuple[int, ...], SamplingParams]] = []
         self.texts: list[PromptText | None] = []
         self.is_healthy = True
+        self.origins: list[Origin | None] = []
+        self.traces: list[RequestTrace] = []
         self.scaled: list[tuple[str, int]] = []
         self.scale_error: Exception | None = None
         self.pieces: tuple[PieceStatus, ...] = (WORKER,)
@@ -59,10 +61,15 @@ class ScriptedBackend:
         self._script = script
 
     async def stream(
-        self, prompt_ids: tuple[int, ...], sampling: SamplingParams, text: PromptText | None = None
+        self,
+        prompt_ids: tuple[int, ...],
+        sampling: SamplingParams,
+        text: PromptText | None = None,
+        origin: Origin | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         self.calls.append((prompt_ids, sampling))
         self.texts.append(text)
+        self.origins.append(origin)
         self.num_opened += 1
         try:
             for step in self._script(prompt_ids) if callable(self._script) else self._script:
@@ -81,6 +88,9 @@ class ScriptedBackend:
 
     async def metrics(self) -> str:
         return METRICS
+
+    async def explain(self, response_id: str) -> tuple[RequestTrace, ...]:
+        return tuple(trace for trace in self.traces if trace.trace_id.startswith(f"{response_id}/"))
 
     async def scale(self, kind: str, count: int) -> PieceCounts:
         if self.scale_error is not None:
