@@ -21,6 +21,7 @@ from core.messages import (
     Ended,
     FinishedSequence,
     ForecastsMade,
+    Key,
     Keys,
     Plan,
     Refusal,
@@ -38,9 +39,10 @@ from core.messages import (
     WorkerReady,
     WorkerState,
 )
-from policies.builders import configured_scheduler
+from policies.builders import configured_replica, is_batch_mode
 from policies.replica_events import (
     AccountClosed,
+    BatchBroken,
     CostLearnt,
     Event,
     ForecastsArrived,
@@ -65,7 +67,9 @@ FEW_SEQUENCES = 4
 """Up to so many every plan goes at once: it may be what the worker waits for."""
 
 ENDS_S = 0.05
-"""The Router hears of ends this late, of several at once: they only change what it thinks of the load."""
+"""The Router hears of ends this late, of several at once: they only change what it thinks of the load.
+
+In batch mode it hears of them at once: the last one lets the next batch come."""
 
 FEED_S = 0.25
 """The KV offload manager and the estimators hear of the worker's reports this often: none of them is in a hurry."""
@@ -85,7 +89,7 @@ class Scheduler(Piece):
     def __init__(self, context: PieceContext) -> None:
         super().__init__(context)
         config = context.config
-        self._machine = configured_scheduler(config.scheduler, config.engine.max_num_seqs)
+        self._machine = configured_replica(config.scheduler, config.engine.max_num_seqs)
         self._replica = context.index
         self._worker = context.peers.peer(worker_name(self._replica))
         self._ready: WorkerReady | None = None
@@ -95,6 +99,9 @@ class Scheduler(Piece):
         self._ended_due = asyncio.Event()
         self._ended: list[FinishedSequence] = []
         self._late_refusals: list[Refusal] = []
+        self._in_batches = is_batch_mode(config.scheduler.preset)
+        self._broken: list[Key] = []
+        self._resting: tuple[Key, ...] = ()
         self._report: bytes | None = None
         self._samples: deque[StepSample] = deque(maxlen=MAX_SAMPLES)
         self._reported_at: float | None = None
@@ -126,8 +133,11 @@ class Scheduler(Piece):
         return b""
 
     async def unknown(self, data: bytes) -> bytes:
-        """Takes ``Keys``; answers with those that are not here. Without a worker nobody can say."""
-        keys = decode(data, Keys).keys
+        """Takes ``Keys``; answers with those that are not here. Without a worker nobody can say.
+
+        What the Router has yet to hear of in another way counts as here.
+        """
+        keys = [key for key in decode(data, Keys).keys if key not in self._broken]
         return encode(Keys(self._machine.unknown(keys) if self._ready is not None else ()))
 
     async def explain(self, data: bytes) -> bytes:
@@ -162,9 +172,20 @@ class Scheduler(Piece):
                 case RequestEnded(finished):
                     self._ended.append(finished)
                     self._ended_due.set()
+                case BatchBroken(keys):
+                    self._broken += keys
+                    self._news_due.set()
                 case AccountClosed():
                     self._traces.add(self._trace(instruction, ended=True))
+        if self._in_batches:
+            self._note_resting()
         return refusals
+
+    def _note_resting(self) -> None:
+        resting = self._machine.resting()
+        if resting != self._resting:
+            self._resting = resting
+            self._news_due.set()
 
     def _trace(self, account: AccountClosed, *, ended: bool) -> RequestTrace:
         return request_trace(account, self.name, time.time() - time.monotonic(), ended=ended)
@@ -217,8 +238,12 @@ class Scheduler(Piece):
         while True:
             self._news_due.clear()
             refusals, self._late_refusals = tuple(self._late_refusals), []
-            told = await self._try(router, "replica_state", encode(ReplicaState(self._replica, self._ready, refusals)))
-            if not told:
+            broken = tuple(self._broken)
+            state = ReplicaState(self._replica, self._ready, refusals, broken, self._resting)
+            told = await self._try(router, "replica_state", encode(state))
+            if told:
+                del self._broken[: len(broken)]
+            else:
                 self._late_refusals = [*refusals, *self._late_refusals]
             await wait_for(self._news_due, SAY_AGAIN_S if told else LOOK_AGAIN_S)
 
@@ -227,7 +252,7 @@ class Scheduler(Piece):
         router = self.context.peers.peer(ROUTER)
         while True:
             await self._ended_due.wait()
-            await asyncio.sleep(ENDS_S)
+            await asyncio.sleep(0.0 if self._in_batches else ENDS_S)
             self._ended_due.clear()
             ended, self._ended = tuple(self._ended), []
             await self._try(router, "requests_ended", encode(Ended(ended)))

@@ -108,11 +108,13 @@ class AnnounceReply:
         lost: Attempts that nobody runs any more; they are to be resumed.
         refusals: Those that will never run.
         replicas: Every replica whose tokens may be for this ingress.
+        placed: Attempts that wait no more, as far as the ingress did not know.
     """
 
     lost: tuple[Key, ...]
     refusals: tuple[Refusal, ...]
     replicas: tuple[str, ...]
+    placed: tuple[Placed, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +124,15 @@ class ReplicaState:
     Attributes:
         ready: None while the worker is away.
         refusals: Requests that turned out, since they were placed, not to fit the worker.
+        broken: Of a batch that ran out of memory, all that had not ended: nobody runs them any more.
+        resting: All that the replica holds, if every client of it has stopped reading: else nothing.
     """
 
     replica: str
     ready: WorkerReady | None
     refusals: tuple[Refusal, ...]
+    broken: tuple[Key, ...] = ()
+    resting: tuple[Key, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -735,11 +741,12 @@ class PieceRows:
 
 @dataclass(frozen=True, slots=True)
 class StatusReply:
-    """Every logical piece, and the KV pool as last reported."""
+    """Every logical piece, the KV pool as last reported, and what has been learnt while serving."""
 
     pieces: tuple[PieceStatus, ...]
     num_blocks: int
     free_blocks: int
+    artefacts: tuple[ArtefactInfo, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,6 +172,7 @@ class EnstOffload:
     lookahead: int = 16
     evicts: bool = True
     swaps: bool = True
+    watches: bool = False
 
     def __post_init__(self) -> None:
         for field in ("min_idle_slots", "num_burst_levels", "lookahead"):

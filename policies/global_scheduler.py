@@ -68,7 +68,7 @@ class _Replica:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class Entry:
     """One line of the in-flight table: an attempt and the worker life that it was placed on.
 
     Attributes:
@@ -90,7 +90,7 @@ class GlobalScheduler:
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
         self._replicas: dict[str, _Replica] = {}
-        self._placed: dict[str, _Entry] = {}
+        self._placed: dict[str, Entry] = {}
         self._queued: dict[str, Request] = {}  # no replica takes requests: they wait for one ...
         self._queued_since: dict[str, float] = {}  # ... since then; they are here until they are placed or gone
         self._gone: set[str] = set()  # replicas given up: what an ingress still has there is lost
@@ -191,6 +191,10 @@ class GlobalScheduler:
                 self._remove(request_id)  # it went down with the worker; its ingress resumes it
         if before is None or before.worker_incarnation != ready.worker_incarnation:
             self._placement.replica_up(name, ready.num_blocks * ready.block_size)
+        return self._serve_queued()
+
+    def _serve_queued(self) -> list[GlobalInstruction]:
+        """A replica takes requests: those that wait for one may go."""
         waiting, self._queued = tuple(self._queued.values()), {}
         return self._place_all(waiting)
 
@@ -231,13 +235,16 @@ class GlobalScheduler:
                 if choice.hit_len:
                     request = replace(request, expected_cached_len=choice.hit_len)
                 placed.setdefault(choice.replica, []).append(request)
-            elif loads and not any(replica.fits(request) for replica in self._replicas.values()):
+            elif self._never_fits(request):
                 refused.append(self._too_long(request))
                 self._queued_since.pop(request.request_id, None)
             else:
                 self._queued[request.request_id] = request
                 self._queued_since.setdefault(request.request_id, self._now)
         return [PlaceRequests(name, tuple(group)) for name, group in placed.items()] + refused
+
+    def _never_fits(self, request: Request) -> bool:
+        return bool(self.loads()) and not any(replica.fits(request) for replica in self._replicas.values())
 
     def _fitting(self, request: Request, loads: tuple[ReplicaLoad, ...]) -> tuple[ReplicaLoad, ...]:
         """Those that hold the request when it is as long as it may get; usually all, and then ``loads`` itself."""
@@ -250,7 +257,7 @@ class GlobalScheduler:
         ready = self._replicas[choice.replica].ready
         assert ready is not None
         waited_s = self._now - self._queued_since.pop(request.request_id, self._now)
-        entry = _Entry(request.attempt, request.ingress_id, choice.replica, ready.worker_incarnation, choice, waited_s)
+        entry = Entry(request.attempt, request.ingress_id, choice.replica, ready.worker_incarnation, choice, waited_s)
         self._enter(request.request_id, entry, self._work(request))
         return choice
 
@@ -334,7 +341,7 @@ class GlobalScheduler:
         ready = self._replica(stream.replica).ready
         if ready is not None and ready.worker_incarnation != stream.worker_incarnation:
             return False
-        entry = _Entry(stream.attempt, ingress_id, stream.replica, stream.worker_incarnation)
+        entry = Entry(stream.attempt, ingress_id, stream.replica, stream.worker_incarnation)
         self._enter(stream.request_id, entry, float(stream.work_tokens))
         return True
 
@@ -352,7 +359,7 @@ class GlobalScheduler:
         placed = [((rid, entry.attempt), entry.ingress_id) for rid, entry in self._placed.items()]
         return placed + [((rid, request.attempt), request.ingress_id) for rid, request in self._queued.items()]
 
-    def _enter(self, request_id: str, entry: _Entry, work_tokens: float) -> None:
+    def _enter(self, request_id: str, entry: Entry, work_tokens: float) -> None:
         self._replicas[entry.replica].enter(request_id, work_tokens)
         self._placed[request_id] = entry
 

@@ -21,6 +21,7 @@ class Defer:
     order: SkipJoinMlfq
     evicts: bool = False
     swaps: bool = False
+    watches: bool = False
 
     def moves(self, view: KvView, now: float) -> KvMoves:
         return _on_demand(self.order, view, now, swaps=self.swaps)
@@ -39,6 +40,7 @@ class Reactive:
     order: SkipJoinMlfq
     evicts: bool = True
     swaps: bool = True
+    watches: bool = False
 
     def moves(self, view: KvView, now: float) -> KvMoves:
         return _on_demand(self.order, view, now, swaps=self.swaps)
@@ -61,6 +63,7 @@ class Recompute:
     order: SkipJoinMlfq
     evicts: bool = True
     swaps: bool = False
+    watches: bool = False
 
     def moves(self, view: KvView, now: float) -> KvMoves:
         return _on_demand(self.order, view, now, swaps=self.swaps)

@@ -117,6 +117,13 @@ class RequestEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchBroken:
+    """A batch ran out of memory: these, all that was here, are forgotten and have to be run in smaller batches."""
+
+    keys: tuple[Key, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class AccountClosed:
     """What was decided about a request that is here no more; for whoever keeps a journal."""
 
@@ -128,4 +135,4 @@ class AccountClosed:
     num_left_out: int
 
 
-Instruction = SendPlan | RefuseRequest | RequestEnded | AccountClosed
+Instruction = SendPlan | RefuseRequest | RequestEnded | BatchBroken | AccountClosed

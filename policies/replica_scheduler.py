@@ -30,6 +30,7 @@ from policies.job import Job
 from policies.journal import Account
 from policies.protocols import Admission, KvMoves, KvPolicy, KvView, Order
 from policies.replica_events import (
+    BatchBroken,
     CostLearnt,
     Event,
     ForecastsArrived,
@@ -129,6 +130,13 @@ class ReplicaScheduler:
     def num_offloaded(self) -> int:
         """Requests with KV on the host, or on its way there."""
         return len(self._hosted)
+
+    def resting(self) -> tuple[Key, ...]:
+        """All that is here, if it all waits for clients that do not read: else nothing."""
+        tracked = self._tracked.values()
+        if not all(each.stalled for each in tracked):
+            return ()
+        return tuple((each.request.request_id, each.request.attempt) for each in tracked)
 
     def unknown(self, keys: Iterable[Key]) -> tuple[Key, ...]:
         """Those of these attempts that are neither here nor ended lately."""
@@ -371,8 +379,13 @@ class ReplicaScheduler:
         if selection.refused:
             self._notes.refused(selection.refused, now)
         self._running = selection.running
-        if self._short_blocks > 0 or self.order.preemptive:
-            self._carry_out(self.kv.moves(self._view(worker, self._running), now), now)
+        broken: list[Instruction] = []
+        if self._short_blocks > 0 or self.order.preemptive or self.kv.watches:
+            moves = self.kv.moves(self._view(worker, self._running), now)
+            if moves.break_off:
+                broken.append(self._break_off(now))
+            else:
+                self._carry_out(moves, now)
         if not selection.newcomers:
             self._make_way(worker, now)
         standby = [job.request_id for job in itertools.islice(self._waiting(now), self.limits.standby_slots)]
@@ -381,11 +394,11 @@ class ReplicaScheduler:
         contended = len(running) < len(self._tracked)
         changed = standby != self._standby or running != said or contended > self._contended
         if not (self._dirty or changed or self._grants_are_used_up()):
-            return []
+            return broken
         if self.order.preemptive and running != said:
             self._notes.turns(said, running, now)
         self._standby, self._sent, self._contended, self._dirty = standby, running, contended, False
-        return [SendPlan(self._plan(worker))]
+        return [*broken, SendPlan(self._plan(worker))]
 
     def _select(self, worker: WorkerReady, now: float) -> Selection:
         """Who is to execute next; those that rest are left out."""
@@ -448,7 +461,18 @@ class ReplicaScheduler:
             host_free=(worker.num_host_blocks - on_host) * size,
             host_capacity=worker.num_host_blocks * size,
             block_size=size,
+            short=short * size,
         )
+
+    def _break_off(self, now: float) -> BatchBroken:
+        """Forgets everything; what the worker has of it is free at the next step boundary."""
+        keys = tuple((each.request.request_id, each.request.attempt) for each in self._tracked.values())
+        for request_id, _ in keys:
+            self._forget(request_id, "batch_broken", now)
+        if self._dirty:
+            self._preempted_in = self._plan_seq + 1
+        self._running = []
+        return BatchBroken(keys)
 
     def _carry_out(self, moves: KvMoves, now: float) -> None:
         for job in moves.offload:
@@ -580,7 +604,7 @@ class ReplicaScheduler:
         if slice_s == math.inf:
             return tracked.max_total_len
         missing = tracked.job.missing_len
-        first_s = 0.0 if missing <= 1 else self._cost.prefill_s(missing) - decode_s
+        first_s = 0.0 if missing <= 1 else self._cost.prefill_s(missing, tracked.job.known_len - missing) - decode_s
         num_tokens = max(1, math.ceil((slice_s - first_s) / decode_s))
         return min(tracked.max_total_len, tracked.job.known_len + num_tokens)
 

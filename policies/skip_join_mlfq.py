@@ -35,6 +35,7 @@ class MlfqRules:
 
     Attributes:
         quantum_s: q_1, the quantum of level 1; the shortest iteration time of the model.
+        follows_cost: q_1 becomes that time as it is measured (``price``), ``quantum_s`` its lower bound.
         ratio: Of the quanta of neighbouring levels.
         num_levels: K; the last level is then unbounded. None: levels are made on demand.
         starve_limit_s: Who has waited so long is promoted to level 1; infinity for never.
@@ -55,6 +56,7 @@ class MlfqRules:
     """
 
     quantum_s: float = 0.010
+    follows_cost: bool = False
     ratio: float = 2.0
     num_levels: int | None = None
     starve_limit_s: float = 3.0
@@ -121,6 +123,7 @@ class SkipJoinMlfq:
     def __init__(self, cost: StepCost, rules: MlfqRules | None = None) -> None:
         self.cost = cost
         self.rules = rules or MlfqRules()
+        self._first_quantum_s = self.rules.quantum_s
         self._quanta_s: list[float] = []
         self._above_s = [0.0]
         self._places: dict[str, _Place] = {}
@@ -149,8 +152,11 @@ class SkipJoinMlfq:
         """Nothing to do: only prompts are foreseen."""
 
     def price(self, cost: StepCost, capacity: int) -> None:
-        """Jobs keep the levels they have."""
+        """Jobs keep the levels they have, and what is left of their quanta."""
         self.cost = cost
+        if self.rules.follows_cost:
+            self._first_quantum_s = max(self.rules.quantum_s, cost.decode_s(1))
+            self._quanta_s, self._above_s = [], [0.0]
 
     def learn(self, job: Job, *, censored: bool) -> None:
         """How long it was does not matter."""
@@ -202,7 +208,8 @@ class SkipJoinMlfq:
     def next_iteration_s(self, job: Job) -> float:
         """Seconds of the job's next iteration alone: a prefill of what is missing (anew after a drop), or a token."""
         if _has_prefill_left(job):
-            return self.cost.prefill_s(max(1, job.missing_len))
+            missing = max(1, job.missing_len)
+            return self.cost.prefill_s(missing, job.known_len - missing)
         return self.cost.decode_s(job.known_len)
 
     def quantum_s(self, level: int) -> float:
@@ -331,7 +338,7 @@ class SkipJoinMlfq:
         return self._prefills if place.lacks_prefill else self._decodes
 
     def _add_level(self) -> None:
-        quantum_s = self.rules.quantum_s * self.rules.ratio ** len(self._quanta_s)
+        quantum_s = self._first_quantum_s * self.rules.ratio ** len(self._quanta_s)
         self._quanta_s.append(quantum_s)
         self._above_s.append(self._above_s[-1] + quantum_s)
 

@@ -97,8 +97,13 @@ class Tracked:
 
 def make_tracked(request: Request, now: float) -> Tracked:
     """A request that has just come, with nothing computed."""
+    return Tracked(request, make_job(request, now), waits_since=now)
+
+
+def make_job(request: Request, now: float) -> Job:
+    """As policies see a request that has just come."""
     deadline_at = float("inf") if request.deadline_s is None else now + request.deadline_s
-    job = Job(
+    return Job(
         request.request_id,
         arrived_at=now,
         prompt_len=request.prompt_len,
@@ -109,4 +114,3 @@ def make_tracked(request: Request, now: float) -> Tracked:
         cached_len=request.expected_cached_len,
         output_len=len(request.output_ids),
     )
-    return Tracked(request, job, waits_since=now)

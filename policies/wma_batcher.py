@@ -108,8 +108,20 @@ class WmaBatcher:
             self._queue.take(batch, now)
         return batch
 
+    def restore(self, batch: FormedBatch) -> None:
+        self._queue.restore(batch)
+
     def split(self, batch: FormedBatch, now: float) -> Job | None:
         return self._queue.split(batch)
+
+    def hold(self, memory_tokens: float, now: float) -> None:
+        """Batches that would not fit any more are formed anew."""
+        fewer, self.memory_tokens = memory_tokens < self.memory_tokens, memory_tokens
+        if fewer:
+            for batch in [each for each in self._open.batches if len(each) > 1 and not self._allows(each)]:
+                for job in list(batch.jobs):
+                    self.remove(job.request_id)
+                    self.add(job, now)
 
     def next_due_at(self) -> float | None:
         return None

@@ -129,7 +129,7 @@ def _operator_routes(backend: GenerationBackend) -> APIRouter:
 
     @router.get("/status")
     async def status() -> Status:
-        return status_reply(await backend.status())
+        return status_reply(await backend.status(), backend.model)
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:

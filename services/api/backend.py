@@ -22,6 +22,7 @@ class ModelInfo:
         pool_limited: Whether that limit comes from the KV pool and not from the model.
         vocab_size: Token ids run from 0 to this minus one.
         benchmark_mode: Whether a request may say where its output is to end.
+        emulated: Name of the profile of an emulated device, whose answers are made up; empty if a model computes.
     """
 
     name: str
@@ -30,6 +31,7 @@ class ModelInfo:
     pool_limited: bool
     vocab_size: int
     benchmark_mode: bool = False
+    emulated: str = ""
 
 
 class GenerationBackend(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 from pydantic import BaseModel
 
@@ -14,6 +14,8 @@ from services.api.generate import ChoiceResult, shown_choices
 from services.api.jobs import Generation
 from services.api.logprobs import CompletionLogprobs, chat_logprobs
 from services.api.token_texts import TokenTexts
+
+_Model = TypeVar("_Model", bound=BaseModel)
 
 
 class ErrorFields(BaseModel):
@@ -28,11 +30,14 @@ class ErrorReply(BaseModel):
 
 
 class ModelCard(BaseModel):
+    """``emulated`` names the profile of an emulated device: answers are made up. Null where the model computes them."""
+
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "farsight"
     max_model_len: int
+    emulated: str | None = None
 
 
 class ModelList(BaseModel):
@@ -138,19 +143,45 @@ class KVStatus(BaseModel):
     free_blocks: int
 
 
+class LearntVersion(BaseModel):
+    """Something that was learnt while serving, such as the trees that foresee output lengths.
+
+    ``score`` is its error on requests that it had not learnt from, ``current`` whether it is in use.
+    """
+
+    kind: str
+    version: int
+    created_at: float
+    score: float | None
+    num_examples: int
+    current: bool
+
+
 class Status(BaseModel):
+    """``emulated`` as in ``ModelCard``."""
+
     actors: list[ActorStatus]
     kv: KVStatus
+    learnt: list[LearntVersion] = []
+    emulated: str | None = None
 
 
 def model_card(model: ModelInfo) -> ModelCard:
-    return ModelCard(id=model.name, created=model.created, max_model_len=model.max_model_len)
+    return ModelCard(
+        id=model.name, created=model.created, max_model_len=model.max_model_len, emulated=model.emulated or None
+    )
 
 
-def status_reply(reply: StatusReply) -> Status:
-    fields = ActorStatus.model_fields
-    actors = [ActorStatus(**{name: getattr(piece, name) for name in fields}) for piece in reply.pieces]
-    return Status(actors=actors, kv=KVStatus(num_blocks=reply.num_blocks, free_blocks=reply.free_blocks))
+def status_reply(reply: StatusReply, model: ModelInfo) -> Status:
+    actors = [_as(ActorStatus, piece) for piece in reply.pieces]
+    learnt = [_as(LearntVersion, artefact) for artefact in reply.artefacts]
+    kv = KVStatus(num_blocks=reply.num_blocks, free_blocks=reply.free_blocks)
+    return Status(actors=actors, kv=kv, learnt=learnt, emulated=model.emulated or None)
+
+
+def _as(model: type[_Model], record: object) -> _Model:
+    """The fields of a record that the model shows."""
+    return model(**{name: getattr(record, name) for name in model.model_fields})
 
 
 def usage(generation: Generation, num_output_tokens: int, num_cached_tokens: int) -> Usage:

@@ -242,6 +242,10 @@ _SENTENCES: dict[str, Callable[[Facts], str]] = {
         "what the one before it decided is lost."
     ),
     "superseded": lambda facts: "Given up here: a later attempt has taken its place.",
+    "batch_broken": lambda facts: (
+        "Its batch ran out of KV memory and is split: it starts again in a smaller one"
+        f" ({_tokens(facts, 'output_tokens')} into it)."
+    ),
     "aborted": lambda facts: (
         f"Aborted, {_tokens(facts, 'output_tokens')} in: its client left, or it goes on elsewhere."
     ),

@@ -6,8 +6,16 @@ import math
 
 import pytest
 
+from core.config import SchedulerConfig
 from core.errors import ConfigError
-from policies.builders import BatchSettings, build_batcher, build_router, build_scheduler
+from policies.builders import (
+    BatchSettings,
+    build_batcher,
+    build_router,
+    build_scheduler,
+    check_execution,
+    configured_scheduler,
+)
 from policies.fcfs import Fcfs
 from policies.job import Job
 from policies.presets import PRESETS, find_preset
@@ -87,6 +95,14 @@ def test_every_preset_of_batch_mode_builds_and_is_no_continuous_one(name: str) -
         build_scheduler(name, SchedulerLimits(16, 4))
     with pytest.raises(ConfigError, match=r"scheduler\.preset.*batch mode"):
         build_batcher("fcfs", settings)
+
+
+def test_only_formed_batches_can_be_padded() -> None:
+    check_execution(SchedulerConfig(preset="magnus", execution="static"))
+    check_execution(SchedulerConfig(preset="fcfs", execution="ragged"))
+    for refuse in (check_execution, lambda config: configured_scheduler(config, 4)):
+        with pytest.raises(ConfigError, match=r"scheduler\.execution.*'static'.*ragged.*'fastserve'.*multi-bin"):
+            refuse(SchedulerConfig(preset="fastserve", execution="static"))
 
 
 def test_a_preset_bounds_the_batch() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from core.messages import PieceCounts, PieceStatus, RequestTrace, StatusReply, TokenDelta
+from core.messages import ArtefactInfo, PieceCounts, PieceStatus, RequestTrace, StatusReply, TokenDelta
 from core.request import Origin, SamplingParams
 from services.api.backend import ModelInfo
 from services.api.prompt_text import PromptText
@@ -37,6 +37,7 @@ HELLO: tuple[Step, ...] = (delta("Hel"), delta(), delta("lo"), delta("!", "stop"
 
 
 WORKER = PieceStatus("worker-0", "ModelWorker", 7, "here", "ready", 2, 0.5, restarts=1, http_port=4321)
+LEARNT = ArtefactInfo("length-predictor words", 3, 1.7e9, 12.5, 4000, "a note", 900, current=True)
 METRICS = "# HELP vllm:num_requests_running Running.\n# TYPE vllm:num_requests_running gauge\n"
 
 
@@ -53,6 +54,7 @@ class ScriptedBackend:
         self.scaled: list[tuple[str, int]] = []
         self.scale_error: Exception | None = None
         self.pieces: tuple[PieceStatus, ...] = (WORKER,)
+        self.artefacts = (LEARNT,)
         self.num_opened = 0
         self.num_closed = 0
         self.num_completed = 0
@@ -82,7 +84,7 @@ class ScriptedBackend:
             self.num_closed += 1
 
     async def status(self) -> StatusReply:
-        return StatusReply(self.pieces, num_blocks=8, free_blocks=5)
+        return StatusReply(self.pieces, num_blocks=8, free_blocks=5, artefacts=self.artefacts)
 
     async def metrics(self) -> str:
         return METRICS
