@@ -134,6 +134,8 @@ class SchedulerConfig:
         starve_limit_s: Under skip-join MLFQ a request that has waited so long is promoted to the first queue.
         offload: What becomes of the KV of preempted sequences: ``recompute`` drops it, ``reactive`` moves it to the
             host pool (``engine.host_kv_memory``) while there is room.
+        event_log: Directory in which every Scheduler writes down all that its state machine hears and answers, to be
+            told again to a fresh one (``python -m services.conformance``); empty writes nothing.
     """
 
     preset: str = "fcfs"
@@ -145,6 +147,7 @@ class SchedulerConfig:
     quantum_s: float = 0.02
     starve_limit_s: float = 3.0
     offload: str = "recompute"
+    event_log: str = ""
 
     def __post_init__(self) -> None:
         executions = ", ".join(EXECUTIONS)
