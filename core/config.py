@@ -18,7 +18,6 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 PROXIES = ("auto", "serve", "haproxy")
 HAPROXY_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0")
 BACKENDS = ("auto", "native", "torch")
-OFFLOADS = ("recompute", "reactive")
 EXECUTIONS = ("ragged", "static")
 PLACEMENTS = ("auto", "fused", "split")
 
@@ -52,6 +51,8 @@ class EngineConfig:
         kv_memory: Memory of the KV pool, as ``512MiB`` or ``2GiB``; ``auto`` takes what a full batch of
             full-length sequences needs, but all replicas together at most a fifth of the machine's free memory.
         host_kv_memory: Memory of the host pool that sequences can be offloaded to, as for ``kv_memory``; ``0`` is none.
+            ``auto`` is as much as the KV pool has, but all replicas together at most a fifth of the machine's free
+            memory, where the KV policy moves KV to the host, and none where it does not.
         block_size: Tokens in a KV block.
         prefix_cache: Sequences that begin with the same tokens share the KV of their full blocks, also with
             sequences that have ended, as long as the memory is not needed.
@@ -66,7 +67,7 @@ class EngineConfig:
     """
 
     kv_memory: str = "auto"
-    host_kv_memory: str = "0"
+    host_kv_memory: str = "auto"
     block_size: int = 32
     prefix_cache: bool = True
     max_num_seqs: int = 128
@@ -91,10 +92,12 @@ class EngineConfig:
         """``kv_memory`` in bytes; None for ``auto``."""
         return None if self.kv_memory == "auto" else _parse_memory("engine.kv_memory", self.kv_memory, "auto")
 
-    def host_kv_bytes(self) -> int:
-        """``host_kv_memory`` in bytes; 0 for none."""
+    def host_kv_bytes(self) -> int | None:
+        """``host_kv_memory`` in bytes; 0 for none, None for ``auto``."""
         text = self.host_kv_memory
-        return 0 if text == "0" else _parse_memory("engine.host_kv_memory", text, "0 for none")
+        if text in ("0", "auto"):
+            return 0 if text == "0" else None
+        return _parse_memory("engine.host_kv_memory", text, "auto, or 0 for none")
 
 
 def _parse_memory(field: str, text: str, otherwise: str) -> int:
@@ -110,23 +113,26 @@ class SchedulerConfig:
 
     Attributes:
         preset: A named composition of policies (``policies.presets``).
-        placement: How requests find their replica; empty means as the preset says.
+        placement: How requests find their replica; empty means as the preset says. So it does for the other parts:
+        order: Who runs next on a replica.
+        admission: Who may become resident there.
+        kv: What becomes of KV when memory is short: whose is dropped, or moved to the host pool.
         execution: How a formed batch runs, in the presets of batch mode: ``ragged`` without padding, each request
             returned when it ends; ``static`` padded to the longest, in lockstep, returned together.
         gamma: Ageing in the order of ``farsight``: 0.1 cuts the longest waits of an overload, for a longer mean.
         watermark: Share of the KV pool that admission may fill, in (0, 1].
         standby_slots: Requests shipped to the worker ahead of need.
-        offload: What becomes of the KV of preempted sequences: ``recompute`` drops it, ``reactive`` moves it to the
-            host pool (``engine.host_kv_memory``) while there is room.
     """
 
     preset: str = "fcfs"
     placement: str = ""
+    order: str = ""
+    admission: str = ""
+    kv: str = ""
     execution: str = "ragged"
     gamma: float = 0.0
     watermark: float = 0.95
     standby_slots: int = 16
-    offload: str = "recompute"
 
     def __post_init__(self) -> None:
         executions = ", ".join(EXECUTIONS)
@@ -134,7 +140,6 @@ class SchedulerConfig:
         _require(self.gamma >= 0, "scheduler.gamma", self.gamma, "a number >= 0")
         _require(0 < self.watermark <= 1, "scheduler.watermark", self.watermark, "a number > 0 and <= 1")
         _require(self.standby_slots >= 0, "scheduler.standby_slots", self.standby_slots, "an integer >= 0")
-        _require(self.offload in OFFLOADS, "scheduler.offload", self.offload, f"one of {', '.join(OFFLOADS)}")
 
 
 @dataclass(frozen=True, slots=True)

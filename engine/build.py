@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from core.config import EngineConfig
+from core.config import EngineConfig, SchedulerConfig
 from core.errors import ConfigError
 from core.messages import WorkerReady
 from engine.detokenizer import Detokenizer, load_tokenizer
@@ -18,9 +18,10 @@ from engine.model_runner import ModelRunner
 from engine.weights import parse_dtype
 from engine.worker import Worker
 from kvcache import BatchLimits, BlockManager, LeaseExecutor, PlanExecutor, StaticExecutor
+from policies.builders import swaps_kv
 
 AUTO_SHARE = 0.2
-"""Share of the machine's available memory that ``kv_memory = "auto"`` takes at most."""
+"""Share of the machine's available memory that ``auto`` takes at most: for the KV pool, and again for the host pool."""
 
 
 def build_worker(
@@ -29,13 +30,14 @@ def build_worker(
     engine: EngineConfig,
     incarnation: str,
     num_replicas: int = 1,
-    execution: str = "ragged",
+    scheduler: SchedulerConfig | None = None,
 ) -> Worker:
     """Loads the model and sizes its pool.
 
     Args:
         num_replicas: Workers that share this machine's cores and memory where a setting is automatic.
-        execution: ``ragged`` or ``static``; the latter has no use for a host pool or a prefix cache.
+        scheduler: Who decides: how batches are executed, and whether KV is moved to the host. Static execution has no
+            use for a host pool or a prefix cache.
 
     Raises:
         InvalidValueError: the directory, the model or a setting cannot be used; names the field.
@@ -54,8 +56,10 @@ def build_worker(
         backend=engine.backend,
     )
     limits = BatchLimits(engine.max_num_seqs, engine.max_batch_tokens)
-    static = execution == "static"
-    num_host_blocks = 0 if static else _num_host_blocks(config, dtype, engine)
+    scheduler = scheduler or SchedulerConfig()
+    static = scheduler.execution == "static"
+    most_host_blocks = 0 if static or not swaps_kv(scheduler) else num_blocks
+    num_host_blocks = _num_host_blocks(config, dtype, engine, AUTO_SHARE / num_replicas, most_host_blocks)
     blocks = BlockManager(num_blocks, engine.block_size)
     executor: PlanExecutor
     if static:
@@ -96,12 +100,20 @@ def _num_blocks(
     return blocks
 
 
-def _num_host_blocks(config: ModelConfig, dtype: torch.dtype, engine: EngineConfig) -> int:
+def _num_host_blocks(
+    config: ModelConfig, dtype: torch.dtype, engine: EngineConfig, auto_share: float, auto_blocks: int
+) -> int:
+    """What was asked for; else ``auto_blocks``, within the share of free memory."""
     asked = engine.host_kv_bytes()
+    if asked is None:
+        budget = int(auto_share * _available_bytes())
+        return min(auto_blocks, num_blocks_for_budget(budget, config, dtype, engine.block_size))
     blocks = num_blocks_for_budget(asked, config, dtype, engine.block_size)
     if asked and not blocks:
         need = config.kv_bytes_per_token(dtype) * engine.block_size
-        raise ConfigError("engine.host_kv_memory", engine.host_kv_memory, f"0, or room for a block of {need} bytes")
+        raise ConfigError(
+            "engine.host_kv_memory", engine.host_kv_memory, f"auto, 0, or room for a block of {need} bytes"
+        )
     return blocks
 
 

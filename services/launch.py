@@ -21,7 +21,7 @@ from core.codec import decode
 from core.config import FarsightConfig, PredictorConfig
 from core.errors import ConfigError, FarsightError
 from core.messages import PieceCounts
-from policies.builders import build_router, check_execution
+from policies.builders import build_router, check_parts
 from services.cluster import ServiceFailed, private_cluster
 from services.haproxy import choose_proxy
 from services.run_file import ADMIN_TOKEN_VARIABLE, published
@@ -240,8 +240,8 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
         FarsightError: the configuration cannot be served, or a vital part died.
     """
     began = time.monotonic()
-    check_execution(config.scheduler)
-    build_router(config.scheduler.preset, config.scheduler.placement)  # a wrong name is refused before anything starts
+    check_parts(config.scheduler)  # what is wrong is refused before anything starts
+    build_router(config.scheduler.preset, config.scheduler.placement)
     model = find_model(config)
     check_port(config.server.host, config.server.port)
     site = find_site(config, model)

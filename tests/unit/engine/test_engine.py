@@ -230,7 +230,7 @@ def test_offloaded_sequences_give_the_same_tokens(tiny_model_dir: Path, host_blo
     prompts = families(30, seed=10)
     sampling = [greedy(30, temperature=0.8, seed=i) for i in range(30)]
     expected = Engine(tiny_model_dir, engine=ROOMY).generate(prompts, sampling)
-    scheduler = SchedulerConfig(watermark=1.0, offload="reactive")
+    scheduler = SchedulerConfig(watermark=1.0, kv="swap-newest")
     engine = Engine(tiny_model_dir, engine=with_host(config, host_blocks), scheduler=scheduler)
     rng, was_offloaded = random.Random(11), False
     ids = [engine.submit(prompt, params) for prompt, params in zip(prompts, sampling, strict=True)]
