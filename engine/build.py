@@ -60,7 +60,8 @@ def build_worker(
     static = scheduler.execution == "static"
     most_host_blocks = 0 if static or not swaps_kv(scheduler) else num_blocks
     num_host_blocks = _num_host_blocks(config, dtype, engine, AUTO_SHARE / num_replicas, most_host_blocks)
-    blocks = BlockManager(num_blocks, engine.block_size)
+    block_bytes = config.kv_bytes_per_token(dtype) * engine.block_size
+    blocks = BlockManager(num_blocks, engine.block_size, block_bytes)
     executor: PlanExecutor
     if static:
         executor = StaticExecutor(blocks, limits, incarnation, runner.max_model_len)

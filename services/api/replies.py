@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import uuid
 from collections.abc import Sequence
@@ -133,10 +134,19 @@ class ActorStatus(BaseModel):
 
 
 class KVStatus(BaseModel):
-    """The KV pool of the replica, in blocks."""
+    """The KV pools of all replicas, in blocks, and what has moved between device and host."""
 
     num_blocks: int
     free_blocks: int
+    num_host_blocks: int
+    free_host_blocks: int
+    flying_blocks: int
+    offloads: int
+    uploads: int
+    offloaded_bytes: int
+    uploaded_bytes: int
+    refused_offloads: int
+    recomputed_tokens: int
 
 
 class Status(BaseModel):
@@ -151,7 +161,9 @@ def model_card(model: ModelInfo) -> ModelCard:
 def status_reply(reply: StatusReply) -> Status:
     fields = ActorStatus.model_fields
     actors = [ActorStatus(**{name: getattr(piece, name) for name in fields}) for piece in reply.pieces]
-    return Status(actors=actors, kv=KVStatus(num_blocks=reply.num_blocks, free_blocks=reply.free_blocks))
+    traffic = dataclasses.asdict(reply.kv.traffic)
+    pools = {name: getattr(reply.kv, name) for name in KVStatus.model_fields if name not in traffic}
+    return Status(actors=actors, kv=KVStatus(**pools, **traffic))
 
 
 def usage(generation: Generation, num_output_tokens: int, num_cached_tokens: int) -> Usage:

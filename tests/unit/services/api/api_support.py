@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from core.messages import PieceCounts, PieceStatus, StatusReply, TokenDelta
+from core.messages import KVTraffic, KVUsage, PieceCounts, PieceStatus, StatusReply, TokenDelta
 from core.request import SamplingParams
 from services.api.backend import ModelInfo
 from services.api.prompt_text import PromptText
@@ -37,6 +37,9 @@ HELLO: tuple[Step, ...] = (delta("Hel"), delta(), delta("lo"), delta("!", "stop"
 
 
 WORKER = PieceStatus("worker-0", "ModelWorker", 7, "here", "ready", 2, 0.5, restarts=1, http_port=4321)
+KV_USAGE = KVUsage(
+    8, 5, 2, 0, num_host_blocks=6, free_host_blocks=4, flying_blocks=1, traffic=KVTraffic(3, 2, 3072, 2048, 1, 9)
+)
 METRICS = "# HELP vllm:num_requests_running Running.\n# TYPE vllm:num_requests_running gauge\n"
 
 
@@ -75,7 +78,7 @@ class ScriptedBackend:
             self.num_closed += 1
 
     async def status(self) -> StatusReply:
-        return StatusReply(self.pieces, num_blocks=8, free_blocks=5)
+        return StatusReply(self.pieces, KV_USAGE)
 
     async def metrics(self) -> str:
         return METRICS

@@ -297,7 +297,19 @@ async def test_status(client: httpx.AsyncClient) -> None:
     row = {"name": "worker-0", "kind": "ModelWorker", "pid": 7, "node": "here", "state": "ready", "queue": 2}
     assert (await client.get("/status")).json() == {
         "actors": [{**row, "last_step_age_s": 0.5, "restarts": 1, "http_port": 4321}],
-        "kv": {"num_blocks": 8, "free_blocks": 5},
+        "kv": {
+            "num_blocks": 8,
+            "free_blocks": 5,
+            "num_host_blocks": 6,
+            "free_host_blocks": 4,
+            "flying_blocks": 1,
+            "offloads": 3,
+            "uploads": 2,
+            "offloaded_bytes": 3072,
+            "uploaded_bytes": 2048,
+            "refused_offloads": 1,
+            "recomputed_tokens": 9,
+        },
     }
 
 
