@@ -155,7 +155,11 @@ class EngineClient:
         self._tasks = [asyncio.create_task(_again_and_again(each)) for each in work]
 
     async def stream(
-        self, prompt_ids: tuple[int, ...], sampling: SamplingParams, text: PromptText | None = None
+        self,
+        prompt_ids: tuple[int, ...],
+        sampling: SamplingParams,
+        text: PromptText | None = None,
+        priority: int = 0,
     ) -> AsyncGenerator[TokenDelta, None]:
         """Deltas of one request, the last with a finish reason; closing early aborts it.
 
@@ -163,7 +167,7 @@ class EngineClient:
             CapacityError: too much is in the house already.
             InvalidValueError: no worker can ever run it.
         """
-        stream = self._open(prompt_ids, sampling)
+        stream = self._open(prompt_ids, sampling, priority)
         try:
             if text is not None and self._forecaster is not None:
                 await self._ask(stream, text, self._forecaster)
@@ -178,10 +182,10 @@ class EngineClient:
         finally:
             self._close(stream)
 
-    def _open(self, prompt_ids: tuple[int, ...], sampling: SamplingParams) -> _Stream:
+    def _open(self, prompt_ids: tuple[int, ...], sampling: SamplingParams, priority: int) -> _Stream:
         self._admit(len(prompt_ids))
         request_id = f"{self._ingress_id}-{next(self._ids)}"
-        stream = _Stream(Request(request_id, 0, self._ingress_id, prompt_ids, sampling))
+        stream = _Stream(Request(request_id, 0, self._ingress_id, prompt_ids, sampling, priority=priority))
         self._streams[request_id] = stream
         self._open_tokens += len(prompt_ids)
         return stream

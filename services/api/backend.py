@@ -39,9 +39,14 @@ class GenerationBackend(Protocol):
     def model(self) -> ModelInfo: ...
 
     def stream(
-        self, prompt_ids: tuple[int, ...], sampling: SamplingParams, text: PromptText | None = None
+        self,
+        prompt_ids: tuple[int, ...],
+        sampling: SamplingParams,
+        text: PromptText | None = None,
+        priority: int = 0,
     ) -> AsyncGenerator[TokenDelta, None]:
-        """The deltas of one request; the last has ``finish_reason`` set. ``text`` is for forecasts.
+        """The deltas of one request; the last has ``finish_reason`` set. ``text`` is for forecasts; a
+        lower ``priority`` goes first.
 
         Closing the generator early, or cancelling the task that iterates over it, aborts the request;
         after the last delta it is closed as well, which aborts nothing.

@@ -50,6 +50,7 @@ class ScriptedBackend:
         self.model = ModelInfo(MODEL, 1_700_000_000, MAX_MODEL_LEN, False, VOCAB_SIZE)
         self.calls: list[tuple[tuple[int, ...], SamplingParams]] = []
         self.texts: list[PromptText | None] = []
+        self.priorities: list[int] = []
         self.is_healthy = True
         self.scaled: list[tuple[str, int]] = []
         self.scale_error: Exception | None = None
@@ -60,10 +61,15 @@ class ScriptedBackend:
         self._script = script
 
     async def stream(
-        self, prompt_ids: tuple[int, ...], sampling: SamplingParams, text: PromptText | None = None
+        self,
+        prompt_ids: tuple[int, ...],
+        sampling: SamplingParams,
+        text: PromptText | None = None,
+        priority: int = 0,
     ) -> AsyncGenerator[TokenDelta, None]:
         self.calls.append((prompt_ids, sampling))
         self.texts.append(text)
+        self.priorities.append(priority)
         self.num_opened += 1
         try:
             for step in self._script(prompt_ids) if callable(self._script) else self._script:

@@ -55,7 +55,11 @@ class EngineBackend(ScriptedBackend):
         self._stepping: asyncio.Task[None] | None = None
 
     async def stream(
-        self, prompt_ids: tuple[int, ...], sampling: SamplingParams, text: PromptText | None = None
+        self,
+        prompt_ids: tuple[int, ...],
+        sampling: SamplingParams,
+        text: PromptText | None = None,
+        priority: int = 0,
     ) -> AsyncGenerator[TokenDelta, None]:
         self.calls.append((prompt_ids, sampling))
         request_id = self.engine.submit(prompt_ids, sampling)

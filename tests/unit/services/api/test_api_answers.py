@@ -97,6 +97,13 @@ async def test_sampling_fields_reach_the_backend(client: httpx.AsyncClient, back
         assert backend.calls[-1][1] == SamplingParams(**expected)
 
 
+async def test_priority_reaches_the_backend(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
+    for base in (COMPLETION, CHAT):
+        for given in ({"priority": -3, "n": 2}, {"priority": 7}, {"priority": None}, {}):
+            assert (await _post(client, base, **given)).status_code == 200
+    assert backend.priorities == [-3, -3, 7, 0, 0] * 2
+
+
 @pytest.mark.parametrize(
     ("change", "field", "value"),
     [
