@@ -171,6 +171,7 @@ class EngineClient:
         sampling: SamplingParams,
         text: PromptText | None = None,
         origin: Origin | None = None,
+        priority: int = 0,
     ) -> AsyncGenerator[TokenDelta, None]:
         """Deltas of one request, the last with a finish reason; closing early aborts it.
 
@@ -178,7 +179,7 @@ class EngineClient:
             CapacityError: too much is in the house already.
             InvalidValueError: no worker can ever run it.
         """
-        stream = self._open(prompt_ids, sampling, origin)
+        stream = self._open(prompt_ids, sampling, origin, priority)
         try:
             if text is not None and self._forecaster is not None:
                 await self._ask(stream, text, self._forecaster)
@@ -193,10 +194,13 @@ class EngineClient:
         finally:
             self._close(stream)
 
-    def _open(self, prompt_ids: tuple[int, ...], sampling: SamplingParams, origin: Origin | None) -> _Stream:
+    def _open(
+        self, prompt_ids: tuple[int, ...], sampling: SamplingParams, origin: Origin | None, priority: int
+    ) -> _Stream:
         self._admit(len(prompt_ids))
         request_id = f"{self._ingress_id}-{next(self._ids)}"
-        stream = _Stream(Request(request_id, 0, self._ingress_id, prompt_ids, sampling, origin=origin))
+        request = Request(request_id, 0, self._ingress_id, prompt_ids, sampling, origin=origin, priority=priority)
+        stream = _Stream(request)
         self._streams[request_id] = stream
         self._open_tokens += len(prompt_ids)
         return stream
