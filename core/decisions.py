@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,10 +28,21 @@ class Decision:
     facts: Facts
 
 
+class DecisionPacker:
+    """Makes the form in which decisions are sent and kept. What has been packed may be joined, one after the other."""
+
+    def __init__(self) -> None:
+        self._pack: Callable[[object], bytes] = msgpack.Packer().pack
+
+    def pack(self, kind: str, at: float, facts: Facts) -> bytes:
+        """One decision, its parts as in ``Decision``."""
+        return self._pack((kind, at, facts))
+
+
 def pack_decisions(decisions: Iterable[Decision]) -> bytes:
-    """As they are sent and kept. What has been packed may be joined: one after the other is packed decisions too."""
-    packed: bytes = msgpack.packb([(each.kind, each.at, each.facts) for each in decisions])
-    return packed
+    """Several of them."""
+    packer = DecisionPacker()
+    return b"".join(packer.pack(each.kind, each.at, each.facts) for each in decisions)
 
 
 def on_clock(epoch_s: float, packed: bytes) -> bytes:
@@ -57,7 +68,7 @@ def unpack_decisions(data: bytes) -> tuple[Decision, ...]:
             if type(each) is float:
                 epoch_s = each
             else:
-                found += [_decision(epoch_s, *row) for row in each]
+                found.append(_decision(epoch_s, *each))
     except (ValueError, TypeError, AttributeError, msgpack.exceptions.UnpackException) as error:
         raise MessageError("decisions", data[:40], f"packed decisions ({error})") from error
     return tuple(found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from core.decisions import Decision, Facts, pack_decisions
+from core.decisions import DecisionPacker, Facts
 from core.errors import IntegrityError
 from core.request import Request
 
@@ -22,17 +22,14 @@ class Account:
 
     Attributes:
         placement: What the Router says of why it came here; ``core.decisions``, packed.
-        num_left_out: Decisions that there was no room for.
+        decisions: On the scheduler's clock, each packed at once: many small objects that live long are dear to collect.
+        num_left_out: Those that there was no room for.
     """
 
     request: Request
     placement: bytes
-    decisions: list[Decision] = field(default_factory=list)
+    decisions: list[bytes] = field(default_factory=list)
     num_left_out: int = 0
-
-    def packed(self) -> bytes:
-        """The decisions on the scheduler's clock, without the placement."""
-        return pack_decisions(self.decisions)
 
 
 class Journal:
@@ -47,6 +44,7 @@ class Journal:
         self._open: dict[str, Account] = {}
         self._closed: list[Account] = []
         self._num_noted = 0
+        self._packer = DecisionPacker()
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._open
@@ -71,7 +69,7 @@ class Journal:
             account.num_left_out += 1
         else:
             self._num_noted += 1
-        account.decisions.append(Decision(kind, now, facts))
+        account.decisions.append(self._packer.pack(kind, now, facts))
 
     def close(self, request_id: str) -> None:
         """The request is here no more."""

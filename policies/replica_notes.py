@@ -212,5 +212,5 @@ def account_closed(account: Account) -> AccountClosed:
     """What of an account is passed on."""
     request = account.request
     assert request.origin is not None
-    parts = (account.placement, account.packed(), account.num_left_out)
+    parts = (account.placement, b"".join(account.decisions), account.num_left_out)
     return AccountClosed(request.request_id, request.attempt, request.origin, *parts)

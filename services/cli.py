@@ -18,6 +18,7 @@ from services.bench.command import bench
 from services.evaluate import evaluate
 from services.explain import explain
 from services.profile import profile
+from services.replay import replay
 from services.simulate import compare, simulate
 from services.train import train
 
@@ -208,6 +209,7 @@ app.command()(explain)
 app.command()(profile)
 app.command()(simulate)
 app.command()(compare)
+app.command()(replay)
 app.command()(train)
 app.command()(evaluate)
 

@@ -11,8 +11,9 @@ def sentence(decision: Decision) -> str:
     """What a decision means, in one sentence or two; of a kind that is not known here, its name and its numbers."""
     make = _SENTENCES.get(decision.kind)
     if make is None:
+        name = decision.kind.replace("_", " ").capitalize()
         facts = ", ".join(f"{name} {_number(value)}" for name, value in decision.facts.items())
-        return f"{decision.kind.replace('_', ' ').capitalize()}: {facts}." if facts else f"{decision.kind}."
+        return f"{name}: {facts}." if facts else f"{name}."
     return make(decision.facts)
 
 
