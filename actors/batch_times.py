@@ -67,13 +67,13 @@ class LiveBatchTimes:
         """Until cancelled. While the log store is away nothing is lost: the next version holds what this one would."""
         await self._load()
         while True:
+            await asyncio.sleep(LOOK_S)
             await self._price()
             if self._num_observed + self._times.num_batches >= MIN_BATCHES:
                 await asyncio.to_thread(importlib.import_module, "sklearn.neighbors")  # half a second, once
             self._unsaved |= self._times.learn(time.monotonic()) > 0
             if self._unsaved:
                 await self._save()
-            await asyncio.sleep(LOOK_S)
 
     async def _load(self) -> None:
         """What an earlier life has learnt."""
@@ -82,7 +82,7 @@ class LiveBatchTimes:
             try:
                 data = await log_store.call("read_artefact", encode(ArtefactName(KIND)))
                 break
-            except PeerLost:
+            except FarsightError:  # it is not there, or has not opened its file yet
                 await asyncio.sleep(LOOK_S)
         artefact = decode(data, ArtefactReply).artefact
         if artefact is None:
@@ -97,7 +97,7 @@ class LiveBatchTimes:
         try:
             data = await self._peers.peer(serving_time_estimator_name(0)).call("profile")
         except PeerLost:
-            return
+            return  # what it said last still holds
         measured = [row for row in decode(data, StepProfileReply).profiles if row.num_samples >= MIN_SAMPLES]
         if measured:
             best = max(measured, key=lambda row: row.num_samples)

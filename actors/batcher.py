@@ -13,7 +13,7 @@ from actors.metrics import BatchMetrics
 from actors.names import LOG_STORE
 from actors.piece import PieceContext
 from actors.router import Router
-from actors.waiting import wait_for
+from actors.waiting import again_and_again, wait_for
 from core.codec import decode
 from core.forecast import Forecast
 from core.messages import FinishedBatch, FinishedBatches, ForecastsMade, ReplicaState
@@ -33,6 +33,9 @@ from policies.replica_events import ForecastsArrived
 
 FORECAST_WAIT_S = 0.05
 """A request waits so long for its forecast before it is put into a batch."""
+
+PAUSE_S = 2.0
+"""After a fault in what requests can do without."""
 
 SHOW_S = 0.5
 """How often the gauges are brought up to date."""
@@ -71,8 +74,9 @@ class Batcher(Router):
 
     async def start(self) -> None:
         await super().start()
-        for work in (self._wake(), self._times.run(), self._log.run()):
-            self.spawn(work)
+        self.spawn(self._wake())
+        for work in (self._times.run, self._log.run):
+            self.spawn(again_and_again(work, PAUSE_S))  # requests are served without estimates and without a log
 
     async def foresee(self, data: bytes) -> bytes:
         """Takes ``ForecastsMade``; those of requests that have been pulled already come too late."""

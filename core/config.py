@@ -18,7 +18,6 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 PROXIES = ("auto", "serve", "haproxy")
 HAPROXY_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0")
 BACKENDS = ("auto", "native", "torch")
-OFFLOADS = ("recompute", "reactive")
 EXECUTIONS = ("ragged", "static")
 PLACEMENTS = ("auto", "fused", "split")
 EMULATED = "emulated:"
@@ -56,6 +55,8 @@ class EngineConfig:
             full-length sequences needs, but all replicas together at most a fifth of the machine's free memory. An
             emulated device counts it in the tokens of its profile, and takes at most what that says the device has.
         host_kv_memory: Memory of the host pool that sequences can be offloaded to, as for ``kv_memory``; ``0`` is none.
+            ``auto`` is as much as the KV pool has, but all replicas together at most a fifth of the machine's free
+            memory, where the KV policy moves KV to the host, and none where it does not.
         block_size: Tokens in a KV block.
         prefix_cache: Sequences that begin with the same tokens share the KV of their full blocks, also with
             sequences that have ended, as long as the memory is not needed.
@@ -72,7 +73,7 @@ class EngineConfig:
 
     device: str = "cpu"
     kv_memory: str = "auto"
-    host_kv_memory: str = "0"
+    host_kv_memory: str = "auto"
     block_size: int = 32
     prefix_cache: bool = True
     max_num_seqs: int = 128
@@ -104,10 +105,12 @@ class EngineConfig:
         """``kv_memory`` in bytes; None for ``auto``."""
         return None if self.kv_memory == "auto" else _parse_memory("engine.kv_memory", self.kv_memory, "auto")
 
-    def host_kv_bytes(self) -> int:
-        """``host_kv_memory`` in bytes; 0 for none."""
+    def host_kv_bytes(self) -> int | None:
+        """``host_kv_memory`` in bytes; 0 for none, None for ``auto``."""
         text = self.host_kv_memory
-        return 0 if text == "0" else _parse_memory("engine.host_kv_memory", text, "0 for none")
+        if text in ("0", "auto"):
+            return 0 if text == "0" else None
+        return _parse_memory("engine.host_kv_memory", text, "auto, or 0 for none")
 
 
 def _parse_memory(field: str, text: str, otherwise: str) -> int:
@@ -123,7 +126,10 @@ class SchedulerConfig:
 
     Attributes:
         preset: A named composition of policies (``policies.presets``).
-        placement: How requests find their replica; empty means as the preset says.
+        placement: How requests find their replica; empty means as the preset says. So it does for the other parts:
+        order: Who runs next on a replica.
+        admission: Who may become resident there.
+        kv: What becomes of KV when memory is short: whose is dropped, or moved to the host pool.
         execution: How a formed batch runs, in the presets of batch mode: ``ragged`` without padding, each request
             returned when it ends; ``static`` padded to the longest, in lockstep, returned together.
         gamma: Ageing in the order of ``farsight``: 0.1 cuts the longest waits of an overload, for a longer mean.
@@ -132,21 +138,21 @@ class SchedulerConfig:
         quantum_s: First quantum of skip-join MLFQ at the least; it is the time of a step of one sequence where that is
             longer. A quantum should outlast four round trips between scheduler and worker, of some 5 ms each.
         starve_limit_s: Under skip-join MLFQ a request that has waited so long is promoted to the first queue.
-        offload: What becomes of the KV of preempted sequences: ``recompute`` drops it, ``reactive`` moves it to the
-            host pool (``engine.host_kv_memory``) while there is room.
         event_log: Directory in which every Scheduler writes down all that its state machine hears and answers, to be
             told again to a fresh one (``python -m services.conformance``); empty writes nothing.
     """
 
     preset: str = "fcfs"
     placement: str = ""
+    order: str = ""
+    admission: str = ""
+    kv: str = ""
     execution: str = "ragged"
     gamma: float = 0.0
     watermark: float = 0.95
     standby_slots: int = 16
     quantum_s: float = 0.02
     starve_limit_s: float = 3.0
-    offload: str = "recompute"
     event_log: str = ""
 
     def __post_init__(self) -> None:
@@ -157,7 +163,6 @@ class SchedulerConfig:
         _require(self.standby_slots >= 0, "scheduler.standby_slots", self.standby_slots, "an integer >= 0")
         for name in ("quantum_s", "starve_limit_s"):
             _require(getattr(self, name) > 0, f"scheduler.{name}", getattr(self, name), "a number > 0")
-        _require(self.offload in OFFLOADS, "scheduler.offload", self.offload, f"one of {', '.join(OFFLOADS)}")
 
 
 @dataclass(frozen=True, slots=True)

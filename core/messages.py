@@ -150,18 +150,43 @@ class InFlight:
 
 
 @dataclass(frozen=True, slots=True)
+class KVTraffic:
+    """What one life of a worker has done with KV so far; the numbers only rise.
+
+    Attributes:
+        offloads: Copies to the host that have arrived; ``uploads`` those to the device.
+        offloaded_bytes: What they held together.
+        refused_offloads: Orders to the host that found no room there, or nothing to move.
+        recomputed_tokens: Tokens computed again after their KV was dropped.
+    """
+
+    offloads: int = 0
+    uploads: int = 0
+    offloaded_bytes: int = 0
+    uploaded_bytes: int = 0
+    refused_offloads: int = 0
+    recomputed_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class KVUsage:
-    """KVOffloadManager ->: where the KV of one replica is, as last reported.
+    """KVOffloadManager ->: where the KV of one replica is, as last reported, and what has moved.
 
     Attributes:
         num_resident: Sequences with blocks on the device.
         short_blocks: Blocks that paused sequences lack.
+        num_host_blocks: Blocks of the host pool; 0 if there is none.
+        flying_blocks: Blocks that copies in flight are to fill; they hold as many in either pool.
     """
 
-    num_blocks: int
-    free_blocks: int
-    num_resident: int
-    short_blocks: int
+    num_blocks: int = 0
+    free_blocks: int = 0
+    num_resident: int = 0
+    short_blocks: int = 0
+    num_host_blocks: int = 0
+    free_host_blocks: int = 0
+    flying_blocks: int = 0
+    traffic: KVTraffic = KVTraffic()
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +310,7 @@ class StepReport:
         short_blocks: Blocks that paused sequences lack: above 0 the worker is under pressure.
         steps: Some of the steps since the last report.
         shared_blocks: By how much the block tables in ``progress`` together exceed the blocks in use.
+        num_host_blocks, free_host_blocks, flying_blocks, traffic: As in ``KVUsage``.
     """
 
     worker_incarnation: str
@@ -297,6 +323,10 @@ class StepReport:
     finished: tuple[FinishedSequence, ...]
     steps: tuple[StepSample, ...]
     shared_blocks: int = 0
+    num_host_blocks: int = 0
+    free_host_blocks: int = 0
+    flying_blocks: int = 0
+    traffic: KVTraffic = KVTraffic()
 
 
 @dataclass(frozen=True, slots=True)
@@ -741,11 +771,10 @@ class PieceRows:
 
 @dataclass(frozen=True, slots=True)
 class StatusReply:
-    """Every logical piece, the KV pool as last reported, and what has been learnt while serving."""
+    """Every logical piece, the KV of all replicas together as last reported, and what has been learnt while serving."""
 
     pieces: tuple[PieceStatus, ...]
-    num_blocks: int
-    free_blocks: int
+    kv: KVUsage
     artefacts: tuple[ArtefactInfo, ...] = ()
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from core.config import EngineConfig
+from core.config import EngineConfig, SchedulerConfig
 from core.messages import WorkerReady
 from engine.detokenizer import Detokenizer, load_tokenizer
 from engine.emulated_device import emulate_device
 from engine.model_config import load_model_config, resolve_max_model_len
 from engine.worker import Worker
 from kvcache import BatchLimits, BlockManager, LeaseExecutor, PlanExecutor, StaticExecutor
+from policies.builders import swaps_kv
 
 
 def check_worker(model_dir: Path, engine: EngineConfig) -> None:
@@ -33,30 +34,33 @@ def build_worker(
     engine: EngineConfig,
     incarnation: str,
     num_replicas: int = 1,
-    execution: str = "ragged",
+    scheduler: SchedulerConfig | None = None,
 ) -> Worker:
     """Loads the model, or emulates a device in its place, and sizes the pools.
 
     Args:
         num_replicas: Workers that share this machine's cores and memory where a setting is automatic.
-        execution: ``ragged`` or ``static``; the latter has no use for a host pool or a prefix cache.
+        scheduler: Who decides: how batches are executed, and whether KV is moved to the host. Static execution has no
+            use for a host pool or a prefix cache.
 
     Raises:
         InvalidValueError: the directory, the model or a setting cannot be used; names the field.
     """
-    static = execution == "static"
+    scheduler = scheduler or SchedulerConfig()
+    static = scheduler.execution == "static"
+    swaps = swaps_kv(scheduler)
     if static:  # nothing is paused, so nothing moves; and the paper's batches share nothing
         engine = dataclasses.replace(engine, host_kv_memory="0", prefix_cache=False)
     config = load_model_config(model_dir)
     tokenizer = load_tokenizer(model_dir)
     if engine.profile:
-        device = emulate_device(config, tokenizer, engine)
+        device = emulate_device(config, tokenizer, engine, swaps=swaps)
     else:
         from engine.model_device import load_device
 
-        device = load_device(model_dir, config, dtype_name, engine, num_replicas)
+        device = load_device(model_dir, config, dtype_name, engine, num_replicas, swaps=swaps)
     limits = BatchLimits(engine.max_num_seqs, engine.max_batch_tokens)
-    blocks = BlockManager(device.num_blocks, engine.block_size)
+    blocks = BlockManager(device.num_blocks, engine.block_size, device.token_bytes * engine.block_size)
     num_slots = device.num_blocks * engine.block_size
     max_model_len = min(device.context_len, num_slots)
     executor: PlanExecutor

@@ -15,6 +15,7 @@ class Device:
 
     Attributes:
         context_len: Tokens a sequence may reach if the KV pool holds them.
+        token_bytes: Of the KV of one token.
         num_blocks: KV blocks of the pool.
         num_host_blocks: Those of the host pool; 0 if there is none.
         copier: Between the two pools; None if there is no host pool.
@@ -22,6 +23,7 @@ class Device:
 
     runner: Runner
     context_len: int
+    token_bytes: int
     num_blocks: int
     num_host_blocks: int
     copier: Copier | None
@@ -49,15 +51,21 @@ def num_pool_blocks(engine: EngineConfig, token_bytes: int, context_len: int, fr
     return blocks
 
 
-def num_host_pool_blocks(engine: EngineConfig, token_bytes: int) -> int:
-    """Blocks of the host pool; 0 if none is asked for.
+def num_host_pool_blocks(engine: EngineConfig, token_bytes: int, auto_blocks: int, free_bytes: int | None) -> int:
+    """Blocks of the host pool; 0 for none.
+
+    Args:
+        auto_blocks: What ``auto`` takes ...
+        free_bytes: ... if it is in so many bytes; None for no bound.
 
     Raises:
         ConfigError: there is room for none where one is asked for.
     """
     block_bytes = token_bytes * engine.block_size
     asked = engine.host_kv_bytes()
+    if asked is None:
+        return auto_blocks if free_bytes is None else min(auto_blocks, free_bytes // block_bytes)
     if asked and asked < block_bytes:
-        expected = f"0, or room for a block of {block_bytes} bytes"
+        expected = f"auto, 0, or room for a block of {block_bytes} bytes"
         raise ConfigError("engine.host_kv_memory", engine.host_kv_memory, expected)
     return asked // block_bytes

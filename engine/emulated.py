@@ -20,8 +20,11 @@ from engine.sequence import Sequence
 from estimator.samples import step_work
 from kvcache import KVCopy, StepBatch, StepItem
 
-HIDDEN_SHARE = 0.5
-"""Of the time of a step: up to so late the host may come with it and yet have hidden its work behind the last one."""
+LEAST_SHARE = 0.5
+"""Of its time that a step takes at least, however late the host is ..."""
+
+MAX_LATE_S = 1.0
+"""... and what is later than this was not busy but held up: it is not made good."""
 
 _MASK = 2**64 - 1
 
@@ -48,9 +51,10 @@ class Pace:
 class EmulatedRunner:
     """Steps that last as long as they cost.
 
-    A step that comes soon after the last one begins when that was to end, not when the host has got round to it: what
-    the bookkeeping took and by how much a sleep was too long do not add up, as on a device whose host prepares a step
-    while it computes the last one. One that comes later than ``HIDDEN_SHARE`` allows begins when it comes.
+    While there is work, a step begins when the one before it was to end, not when the host has got round to it: what
+    the bookkeeping took, by how much a sleep was too long and how long others had the processor do not add up, as on a
+    device whose host prepares a step while it computes the last one. What is late is made good within the next steps,
+    each of which takes ``LEAST_SHARE`` of its time at least.
 
     Args:
         token_ids: What outputs are made of.
@@ -66,12 +70,17 @@ class EmulatedRunner:
         """A made-up token for each item that samples, when the step is over."""
         step_s = self._cost.step_s(*step_work(batch))
         now = self._pace.now()
-        hidden = now - self._free_at <= HIDDEN_SHARE * step_s
-        self._free_at = (self._free_at if hidden else now) + step_s
+        if now - self._free_at > MAX_LATE_S:
+            self._free_at = now
+        self._free_at += step_s
         tokens = [self._token(sequences[item.request_id]) if item.samples else None for item in batch.items]
         logprobs = _logprobs(batch, tokens, sequences)
-        self._pace.wait_until(self._free_at)
+        self._pace.wait_until(max(self._free_at, now + LEAST_SHARE * step_s))
         return LoggedTokens(tokens, logprobs) if logprobs else tokens
+
+    def rest(self) -> None:
+        """There is nothing to run: the next step begins when it comes."""
+        self._free_at = -math.inf
 
     def _token(self, sequence: Sequence) -> int:
         return self._token_ids[token_hash(sequence.request, sequence.output_len) % len(self._token_ids)]

@@ -13,8 +13,11 @@ from engine.model_config import ModelConfig
 from estimator.device_profile import DeviceProfile, find_device_profile
 
 
-def emulate_device(config: ModelConfig, tokenizer: Tokenizer, engine: EngineConfig) -> Device:
+def emulate_device(config: ModelConfig, tokenizer: Tokenizer, engine: EngineConfig, *, swaps: bool = False) -> Device:
     """A device that takes as long as its profile says. Only vocabulary and context are the model's.
+
+    Args:
+        swaps: Whether there is use for a host pool.
 
     Raises:
         InvalidValueError: there is no such profile, or it does not say what is needed; names the field.
@@ -22,10 +25,11 @@ def emulate_device(config: ModelConfig, tokenizer: Tokenizer, engine: EngineConf
     profile = find_device_profile(engine.profile)
     context_len = engine.max_model_len or config.max_position_embeddings  # nothing has positions: any length is right
     num_blocks = num_pool_blocks(engine, profile.kv_bytes, context_len, profile.kv_memory or None)
-    num_host_blocks = num_host_pool_blocks(engine, profile.kv_bytes)
+    auto_blocks = num_blocks if swaps and profile.copy_bandwidth else 0
+    num_host_blocks = num_host_pool_blocks(engine, profile.kv_bytes, auto_blocks, None)
     runner = EmulatedRunner(profile.cost, text_token_ids(config, tokenizer))
     copier = EmulatedCopier(_block_s(profile, engine)) if num_host_blocks else None
-    return Device(runner, context_len, num_blocks, num_host_blocks, copier)
+    return Device(runner, context_len, profile.kv_bytes, num_blocks, num_host_blocks, copier)
 
 
 def text_token_ids(config: ModelConfig, tokenizer: Tokenizer) -> list[int]:

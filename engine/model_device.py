@@ -16,16 +16,17 @@ from engine.model_runner import ModelRunner
 from engine.weights import parse_dtype
 
 AUTO_SHARE = 0.2
-"""Share of the machine's available memory that ``kv_memory = "auto"`` takes at most."""
+"""Share of the machine's available memory that ``auto`` takes at most: for the KV pool, and again for the host pool."""
 
 
 def load_device(
-    model_dir: Path, config: ModelConfig, dtype_name: str, engine: EngineConfig, num_replicas: int
+    model_dir: Path, config: ModelConfig, dtype_name: str, engine: EngineConfig, num_replicas: int, *, swaps: bool
 ) -> Device:
     """Loads the model and sizes its pools.
 
     Args:
         num_replicas: Workers that share this machine's cores and memory where a setting is automatic.
+        swaps: Whether there is use for a host pool.
 
     Raises:
         InvalidValueError: the model or a setting cannot be used; names the field.
@@ -34,8 +35,9 @@ def load_device(
     dtype = parse_dtype(dtype_name, config)
     token_bytes = config.kv_bytes_per_token(dtype)
     context_len = resolve_max_model_len(config, engine.max_model_len)
-    num_blocks = num_pool_blocks(engine, token_bytes, context_len, int(AUTO_SHARE / num_replicas * _available_bytes()))
-    num_host_blocks = num_host_pool_blocks(engine, token_bytes)
+    auto_bytes = int(AUTO_SHARE / num_replicas * _available_bytes())
+    num_blocks = num_pool_blocks(engine, token_bytes, context_len, auto_bytes)
+    num_host_blocks = num_host_pool_blocks(engine, token_bytes, num_blocks if swaps else 0, auto_bytes)
     runner = ModelRunner.from_dir(
         model_dir,
         dtype=dtype,
@@ -48,7 +50,7 @@ def load_device(
     if num_host_blocks:
         pool = KVPool(config, num_blocks=num_host_blocks, block_size=engine.block_size, dtype=dtype)
         copier = KVCopier(runner.pool, pool)
-    return Device(runner, context_len, num_blocks, num_host_blocks, copier)
+    return Device(runner, context_len, token_bytes, num_blocks, num_host_blocks, copier)
 
 
 def _available_bytes() -> int:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from core.errors import IntegrityError
-from core.messages import FinishedSequence, Plan, Slot, SlotProgress, StepReport, StepSample
+from core.messages import FinishedSequence, KVTraffic, Plan, Slot, SlotProgress, StepReport, StepSample
 from core.request import Residency, SequenceStatus
 from kvcache.block_manager import BlockManager
 from kvcache.prefix import BlockHashes
@@ -29,6 +29,7 @@ class Held:
         copy_id: Of the copy in flight, if there is one; meanwhile it holds blocks in both pools and does not run.
         register_at: ``computed_len`` from which another block of it is full and not registered.
         ran_s: Seconds of the steps that it took part in.
+        dropped_len: Tokens whose KV was there once and has been dropped.
     """
 
     request_id: str
@@ -46,6 +47,7 @@ class Held:
     num_moves: int = 0
     copy_id: int | None = None
     ran_s: float = 0.0
+    dropped_len: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
 
     @property
@@ -85,6 +87,8 @@ class PlanExecutor(ABC):
         self._vacated = 0  # slots of this plan, standbys aside, that have ended: places a standby may take
         self._num_absent = 0  # slots of this plan whose payload has not come
         self._report_seq = 0
+        self._traffic = KVTraffic()
+        self._recomputed_tokens = 0
         self._arrivals = 0
         # Finished sequences: until acknowledged they are repeated in reports; until a plan is made with that
         # knowledge they are remembered, so that an older view of the world cannot start them again.
@@ -197,9 +201,17 @@ class PlanExecutor(ABC):
 
     def _drop_kv(self, held: Held) -> None:
         """What it had computed may stay cached: it may find it again."""
+        held.dropped_len = max(held.dropped_len, held.computed_len)
         self._free(held)
         held.computed_len = 0
         held.status = SequenceStatus.WAITING
+
+    def _advance(self, held: Held, num_tokens: int) -> None:
+        """It has computed so many more tokens."""
+        again = min(held.dropped_len - held.computed_len, num_tokens)
+        if again > 0:
+            self._recomputed_tokens += again
+        held.computed_len += num_tokens
 
     def _new(self, slot: Slot) -> Held | None:
         request = slot.request
@@ -258,7 +270,16 @@ class PlanExecutor(ABC):
             finished=tuple(finished for finished, _ in self._unacknowledged.values()),
             steps=steps,
             shared_blocks=self.blocks.num_shared,
+            num_host_blocks=0 if self.host is None else self.host.num_blocks,
+            free_host_blocks=0 if self.host is None else self.host.num_free,
+            flying_blocks=self._flying_blocks,
+            traffic=replace(self._traffic, recomputed_tokens=self._recomputed_tokens),
         )
+
+    @property
+    def _flying_blocks(self) -> int:
+        """Blocks that copies in flight are to fill."""
+        return 0
 
     def _progress(self) -> Iterator[SlotProgress]:
         for held in self._held.values():

@@ -9,7 +9,7 @@ knows lengths only, no token values, so that the simulator runs it unchanged.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from core.errors import IntegrityError
 from core.messages import FinishedSequence
@@ -38,6 +38,15 @@ class _Selection:
     out_of_grants: bool = False
 
 
+@dataclass(slots=True)
+class _Flight:
+    """A copy in flight; ``held`` is None when nobody wants the result any more."""
+
+    to: Residency
+    num_blocks: int
+    held: Held | None
+
+
 class LeaseExecutor(PlanExecutor):
     """Ragged execution: nothing is padded, sequences join and leave at every step."""
 
@@ -49,7 +58,7 @@ class LeaseExecutor(PlanExecutor):
         super().__init__(blocks, limits, incarnation, host)
         self._block_hashes: BlockHashes | None = None
         self._copies: list[KVCopy] = []  # to begin
-        self._in_flight: dict[int, tuple[Residency, Held | None]] = {}  # None: nobody wants the result any more
+        self._in_flight: dict[int, _Flight] = {}
         self._num_copies = 0
         self._running: list[Held] = []  # of the step that runs or has run last
 
@@ -62,8 +71,7 @@ class LeaseExecutor(PlanExecutor):
         if held.copy_id is None:
             super()._free(held)
             return
-        to, _ = self._in_flight[held.copy_id]
-        self._in_flight[held.copy_id] = to, None
+        self._in_flight[held.copy_id].held = None
         for pool in self._pools:
             pool.hand_over(held.request_id, _orphan(held.copy_id))
         held.copy_id = None
@@ -79,6 +87,7 @@ class LeaseExecutor(PlanExecutor):
         room = host.grow(held.request_id, held.computed_len) if table and held.computed_len else None
         if room is None:
             held.residency = Residency.DEVICE
+            self._traffic = replace(self._traffic, refused_offloads=self._traffic.refused_offloads + 1)
         else:
             self._order_copy(held, Residency.HOST, table[: len(room)], room)
 
@@ -95,7 +104,7 @@ class LeaseExecutor(PlanExecutor):
         self._num_copies += 1
         held.copy_id = self._num_copies
         self._copies.append(KVCopy(self._num_copies, to, tuple(source), tuple(target)))
-        self._in_flight[self._num_copies] = to, held
+        self._in_flight[self._num_copies] = _Flight(to, len(source), held)
 
     def take_copies(self) -> list[KVCopy]:
         """See ``PlanExecutor.take_copies``."""
@@ -104,7 +113,10 @@ class LeaseExecutor(PlanExecutor):
 
     def complete_copy(self, copy_id: int, *, failed: bool = False) -> None:
         """See ``PlanExecutor.complete_copy``."""
-        to, held = self._in_flight.pop(copy_id)
+        flight = self._in_flight.pop(copy_id)
+        to, held = flight.to, flight.held
+        if not failed:
+            self._count(flight)
         owner = _orphan(copy_id) if held is None else held.request_id
         for pool in self._pools:
             if held is None or failed or pool is (self.blocks if to is Residency.HOST else self.host):
@@ -113,12 +125,27 @@ class LeaseExecutor(PlanExecutor):
             return
         held.copy_id = None
         if failed:
+            held.dropped_len = max(held.dropped_len, held.computed_len)
             held.computed_len, held.status, held.residency = 0, SequenceStatus.WAITING, Residency.DEVICE
         elif to is Residency.HOST:
             held.status = SequenceStatus.OFFLOADED
         else:
             held.status, held.register_at = SequenceStatus.PAUSED, self.blocks.block_size
             self._register(held)
+
+    def _count(self, flight: _Flight) -> None:
+        """A copy has arrived."""
+        moved, num_bytes = self._traffic, flight.num_blocks * self.blocks.block_bytes
+        if flight.to is Residency.HOST:
+            offloaded = moved.offloaded_bytes + num_bytes
+            self._traffic = replace(moved, offloads=moved.offloads + 1, offloaded_bytes=offloaded)
+        else:
+            uploaded = moved.uploaded_bytes + num_bytes
+            self._traffic = replace(moved, uploads=moved.uploads + 1, uploaded_bytes=uploaded)
+
+    @property
+    def _flying_blocks(self) -> int:
+        return sum(flight.num_blocks for flight in self._in_flight.values())
 
     def next_batch(self) -> StepBatch | None:
         """See ``PlanExecutor.next_batch``."""
@@ -286,7 +313,7 @@ class LeaseExecutor(PlanExecutor):
         finished = []
         for item in batch.items:
             held = self._held[item.request_id]
-            held.computed_len += item.num_tokens * num_steps
+            self._advance(held, item.num_tokens * num_steps)
             held.ran_s += duration_s
             if num_steps > 1:
                 self.blocks.grow(item.request_id, held.computed_len)
@@ -323,7 +350,7 @@ class LeaseExecutor(PlanExecutor):
 
     def _check_copies(self) -> None:
         flying = {held.copy_id for held in self._held.values() if held.copy_id is not None}
-        wanted = {copy_id for copy_id, (_, held) in self._in_flight.items() if held is not None}
+        wanted = {copy_id for copy_id, flight in self._in_flight.items() if flight.held is not None}
         if flying != wanted:
             raise IntegrityError(f"copies {flying} are waited for, {wanted} are in flight")
         if self.host is None:

@@ -149,7 +149,7 @@ class StaticExecutor(PlanExecutor):
         for item in batch.items:
             member = self._members[item.request_id]
             held = member.held
-            held.computed_len += item.num_tokens
+            self._advance(held, item.num_tokens)
             held.num_tokens += item.samples
             if item.request_id in ended:
                 member.ended_as = SequenceStatus.FINISHED_STOPPED

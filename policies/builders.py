@@ -209,16 +209,21 @@ def build_scheduler(
     return ReplicaScheduler(ReplicaPolicies(ranked, admits, _kv_policy(kv or row.kv, ranked)), limits)
 
 
-def check_execution(config: SchedulerConfig) -> None:
-    """Refuses what cannot be executed.
+def check_parts(config: SchedulerConfig) -> None:
+    """Refuses a composition that cannot be served.
 
     Raises:
-        ConfigError: there is no such preset, or static execution of one that forms no batches.
+        ConfigError: there is no such preset or part, or they do not go together.
     """
-    if config.execution == "static" and find_preset(config.preset).mode != "batch":
-        batching = ", ".join(name for name, preset in PRESETS.items() if preset.mode == "batch")
-        expected = f"ragged with preset {config.preset!r}; batches are formed by {batching}"
-        raise ConfigError("scheduler.execution", config.execution, expected)
+    row = find_preset(config.preset)
+    if row.mode == "continuous":
+        configured_scheduler(config, 1)
+        return
+    for part in ("order", "admission", "kv"):
+        value = getattr(config, part)
+        if value:
+            expected = f"nothing: preset {row.name!r} forms batches in one queue, replicas decide nothing"
+            raise ConfigError(f"scheduler.{part}", value, expected)
 
 
 def configured_replica(config: SchedulerConfig, max_num_seqs: int) -> ReplicaScheduler:
@@ -238,7 +243,7 @@ def check_scheduler(config: SchedulerConfig) -> None:
     Raises:
         ConfigError: there is no such preset or placement, or static execution of a preset that forms no batches.
     """
-    check_execution(config)
+    check_parts(config)
     if not is_batch_mode(config.preset):
         build_router(config.preset, config.placement)
     elif config.placement:
@@ -249,14 +254,27 @@ def configured_scheduler(config: SchedulerConfig, max_num_seqs: int) -> ReplicaS
     """The scheduler of a single worker, or of one replica, as the configuration says.
 
     Raises:
-        ConfigError: there is no such preset, or it is not of continuous batching, or it does not run so.
+        ConfigError: there is no such preset or part, the parts do not go together, or the preset is not of continuous
+            batching or not executed so.
     """
-    check_execution(config)
+    if config.execution == "static":
+        batching = ", ".join(name for name, preset in PRESETS.items() if preset.mode == "batch")
+        expected = f"ragged with preset {config.preset!r}; batches are formed by {batching}"
+        raise ConfigError("scheduler.execution", config.execution, expected)
     limits = SchedulerLimits(max_num_seqs, config.standby_slots)
-    kv = "swap-newest" if config.offload == "reactive" else ""
     mlfq = MlfqRules(config.quantum_s, follows_cost=True, starve_limit_s=config.starve_limit_s)
     settings = PolicySettings(watermark=config.watermark, gamma=config.gamma, mlfq=mlfq)
-    return build_scheduler(config.preset, limits, settings, kv=kv)
+    parts = {"order": config.order, "admission": config.admission, "kv": config.kv}
+    return build_scheduler(config.preset, limits, settings, **parts)
+
+
+def swaps_kv(config: SchedulerConfig) -> bool:
+    """Whether workers need a host pool: the KV policy moves KV there.
+
+    Raises:
+        ConfigError: as ``configured_scheduler``.
+    """
+    return find_preset(config.preset).mode == "continuous" and configured_scheduler(config, 1).kv.swaps
 
 
 def _admission(name: str, order: Order, settings: PolicySettings) -> Admission:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from core.costs import StepCost
 from core.messages import FinishedSequence, ForecastMade, Key, Plan, StepReport, WorkerState
-from core.request import Origin, Request, Residency
+from core.request import Origin, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +57,6 @@ class StepsRan:
 
 
 @dataclass(frozen=True, slots=True)
-class ResidencyOrdered:
-    """The KV offload manager wants the KV of these there; what is on the host waits until it is called back."""
-
-    orders: tuple[tuple[Key, Residency], ...]
-
-
-@dataclass(frozen=True, slots=True)
 class ForecastsArrived:
     """Output lengths of requests that came without; those that are not here any more are passed over."""
 
@@ -83,7 +76,6 @@ Event = (
     | RequestsArrived
     | RequestsAborted
     | WorkerReported
-    | ResidencyOrdered
     | CostLearnt
     | ForecastsArrived
     | StepsRan

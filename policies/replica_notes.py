@@ -110,7 +110,7 @@ class ReplicaNotes:
         was, runs = set(before), set(after)
         for request_id in was - runs:
             tracked = self._admitted.get(request_id)
-            if tracked is not None and self._has(tracked.job) and not tracked.rests:
+            if tracked is not None and self._has(tracked.job) and not tracked.stalled:
                 tracked.waits_since, tracked.waits_for = now, "turn"
                 self._note(tracked.job, "paused", now, self._standing({}, tracked.job, now))
         for request_id in runs - was:

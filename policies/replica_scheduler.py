@@ -39,7 +39,6 @@ from policies.replica_events import (
     RequestEnded,
     RequestsAborted,
     RequestsArrived,
-    ResidencyOrdered,
     SendPlan,
     StepsRan,
     WorkerConnected,
@@ -162,9 +161,6 @@ class ReplicaScheduler:
                 out += self._connect(event.state, now)
             case WorkerLost():
                 self._lose_all(now)
-            case ResidencyOrdered():
-                for key, residency in event.orders:
-                    self._order_residency(key, residency, now)
             case ForecastsArrived():
                 self._foresee(event.made, now)
             case CostLearnt():
@@ -332,7 +328,7 @@ class ReplicaScheduler:
     def _take_refusal(self, request_id: str, now: float) -> None:
         """There was no room on the host, or nothing to move: its KV is dropped like that of any preempted one."""
         tracked = self._tracked[request_id]
-        tracked.residency, tracked.kept_off = Residency.DEVICE, False
+        tracked.residency = Residency.DEVICE
         self._notes.host_full(tracked, now)
         self._drop_kv(tracked)
 
@@ -353,19 +349,6 @@ class ReplicaScheduler:
         self._recent[key] = None
         if len(self._recent) > NUM_REMEMBERED:
             del self._recent[next(iter(self._recent))]
-
-    def _order_residency(self, key: Key, residency: Residency, now: float) -> None:
-        """Passes an order on; one for whom nothing can be done any more, or nothing is to be done, is ignored."""
-        tracked = self._tracked.get(key[0])
-        if tracked is None or tracked.request.attempt != key[1] or tracked.residency is residency:
-            return
-        if residency is Residency.DEVICE:
-            tracked.kept_off = False  # it comes when it is admitted
-        elif key[0] in self._admitted and tracked.num_blocks > 0:
-            self._notes.gave_way(tracked, to_host=True, short_blocks=0, now=now)
-            del self._admitted[key[0]]
-            tracked.kept_off = True
-            self._move(tracked, Residency.HOST)
 
     def _replan(self, now: float) -> list[Instruction]:
         """A scheduling point: decides anew, and makes a plan if it would say something new."""
@@ -402,7 +385,7 @@ class ReplicaScheduler:
 
     def _select(self, worker: WorkerReady, now: float) -> Selection:
         """Who is to execute next; those that rest are left out."""
-        residents = [each.job for each in self._admitted.values() if not each.rests]
+        residents = [each.job for each in self._admitted.values() if not each.stalled]
         if not self.order.preemptive and (self.num_waiting == 0 or (self._is_answering and not self.kv.evicts)):
             return Selection(residents)  # the blocks that a preemption frees are for those it was made for
         selector = Selector(
@@ -413,7 +396,7 @@ class ReplicaScheduler:
         )
         fixed = None if self.kv.evicts else [each.job for each in self._admitted.values()]
         if self.order.preemptive:
-            ranked = (job for job in self.order.ranked(now) if not self._tracked[job.request_id].rests)
+            ranked = (job for job in self.order.ranked(now) if not self._tracked[job.request_id].stalled)
             return selector.select(ranked, self._admitted, fixed)
         return selector.select(itertools.chain(residents, self._waiting(now)), self._admitted, fixed)
 
@@ -431,7 +414,7 @@ class ReplicaScheduler:
         return (
             job
             for job in self.order.ranked(now)
-            if job.request_id not in self._admitted and not self._tracked[job.request_id].rests
+            if job.request_id not in self._admitted and not self._tracked[job.request_id].stalled
         )
 
     def _capacity(self, worker: WorkerReady) -> int:
@@ -452,9 +435,7 @@ class ReplicaScheduler:
             running=running,
             idle=[each.job for rid, each in self._admitted.items() if rid not in taken],
             offloaded=[
-                each.job
-                for rid, each in self._hosted.items()
-                if each.residency is Residency.HOST and not each.kept_off and rid not in taken
+                each.job for rid, each in self._hosted.items() if each.residency is Residency.HOST and rid not in taken
             ],
             free=(worker.num_blocks - held) * size,
             needed=(sum(-(-known_len // size) for known_len in starting) + short) * size,

@@ -115,13 +115,17 @@ class WmaBatcher:
         return self._queue.split(batch)
 
     def hold(self, memory_tokens: float, now: float) -> None:
-        """Batches that would not fit any more are formed anew."""
+        """From batches that would not fit any more, those who joined last are put elsewhere."""
         fewer, self.memory_tokens = memory_tokens < self.memory_tokens, memory_tokens
-        if fewer:
-            for batch in [each for each in self._open.batches if len(each) > 1 and not self._allows(each)]:
-                for job in list(batch.jobs):
-                    self.remove(job.request_id)
-                    self.add(job, now)
+        if not fewer:
+            return
+        for batch in list(self._open.batches):
+            moved: list[Job] = []
+            while len(batch) > 1 and not self._allows(batch):
+                moved.append(batch.jobs[-1])
+                self.remove(moved[-1].request_id)
+            for job in reversed(moved):
+                self.add(job, now)
 
     def next_due_at(self) -> float | None:
         return None

@@ -24,6 +24,7 @@ from actors.metrics import RequestMetrics
 from actors.names import LOG_STORE, ROUTER, SUPERVISOR, worker_name
 from actors.peer import LOOK_AGAIN_S, PeerLost
 from actors.site import Site
+from actors.waiting import again_and_again
 from core.codec import decode, encode
 from core.errors import CapacityError, InvalidValueError
 from core.forecast import Forecast, ForecastQuestion
@@ -162,7 +163,7 @@ class EngineClient:
             work.append(self._keep)
         if self._forecaster is not None:
             work.append(self._forecaster.run)
-        self._tasks = [asyncio.create_task(_again_and_again(each)) for each in work]
+        self._tasks = [asyncio.create_task(again_and_again(each, LOOK_AGAIN_S)) for each in work]
 
     async def stream(
         self,
@@ -170,6 +171,7 @@ class EngineClient:
         sampling: SamplingParams,
         text: PromptText | None = None,
         origin: Origin | None = None,
+        priority: int = 0,
     ) -> AsyncGenerator[TokenDelta, None]:
         """Deltas of one request, the last with a finish reason; closing early aborts it.
 
@@ -177,7 +179,7 @@ class EngineClient:
             CapacityError: too much is in the house already.
             InvalidValueError: no worker can ever run it.
         """
-        stream = self._open(prompt_ids, sampling, origin)
+        stream = self._open(prompt_ids, sampling, origin, priority)
         try:
             if text is not None and self._forecaster is not None:
                 await self._ask(stream, text, self._forecaster)
@@ -192,10 +194,13 @@ class EngineClient:
         finally:
             self._close(stream)
 
-    def _open(self, prompt_ids: tuple[int, ...], sampling: SamplingParams, origin: Origin | None) -> _Stream:
+    def _open(
+        self, prompt_ids: tuple[int, ...], sampling: SamplingParams, origin: Origin | None, priority: int
+    ) -> _Stream:
         self._admit(len(prompt_ids))
         request_id = f"{self._ingress_id}-{next(self._ids)}"
-        stream = _Stream(Request(request_id, 0, self._ingress_id, prompt_ids, sampling, origin=origin))
+        request = Request(request_id, 0, self._ingress_id, prompt_ids, sampling, origin=origin, priority=priority)
+        stream = _Stream(request)
         self._streams[request_id] = stream
         self._open_tokens += len(prompt_ids)
         return stream
@@ -318,9 +323,8 @@ class EngineClient:
     def _follow(self, replicas: Iterable[str]) -> None:
         for replica in replicas:
             if replica not in self._pumps:
-                self._pumps[replica] = asyncio.create_task(
-                    _again_and_again(functools.partial(self._pump_tokens, replica))
-                )
+                pump = functools.partial(self._pump_tokens, replica)
+                self._pumps[replica] = asyncio.create_task(again_and_again(pump, LOOK_AGAIN_S))
 
     def _unfollow(self, replicas: set[str]) -> None:
         """Stops asking replicas that are no more."""
@@ -446,13 +450,3 @@ class EngineClient:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._health.stop()
         self._peers.close()
-
-
-async def _again_and_again(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Runs work that never ends by itself. What breaks it is written down and it begins anew: it keeps no state."""
-    while True:
-        try:
-            await work()
-        except Exception:
-            logger.exception("a pump of the ingress broke")
-            await asyncio.sleep(LOOK_AGAIN_S)

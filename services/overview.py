@@ -17,6 +17,7 @@ from actors.registry import kind_of
 from actors.site import Site
 from core.codec import decode
 from core.messages import ArtefactInfo, ArtefactList, KVUsage, PieceRows, PieceStatus, StatusReply
+from kvcache.residency import total_usage
 from services.api.metrics_page import merge_expositions
 
 TIMEOUT_S = 1.0
@@ -40,8 +41,7 @@ class Overview:
         usages = await asyncio.gather(*(self._kv(str(index)) for index in range(self._counts.replicas)))
         return StatusReply(
             pieces=tuple(rows + await self._ingress_rows()),
-            num_blocks=sum(usage.num_blocks for usage in usages),
-            free_blocks=sum(usage.free_blocks for usage in usages),
+            kv=total_usage(usages),
             artefacts=await self._artefacts(),
         )
 
@@ -89,7 +89,7 @@ class Overview:
             async with asyncio.timeout(TIMEOUT_S):
                 return decode(await self._peers.peer(kv_offload_manager_name(replica)).call("usage"), KVUsage)
         except (PeerLost, TimeoutError, RayTaskError):
-            return KVUsage(0, 0, 0, 0)
+            return KVUsage()
 
     async def _artefacts(self) -> tuple[ArtefactInfo, ...]:
         try:

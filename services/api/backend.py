@@ -46,8 +46,10 @@ class GenerationBackend(Protocol):
         sampling: SamplingParams,
         text: PromptText | None = None,
         origin: Origin | None = None,
+        priority: int = 0,
     ) -> AsyncGenerator[TokenDelta, None]:
-        """The deltas of one request; the last has ``finish_reason`` set. ``text`` is for forecasts.
+        """The deltas of one request; the last has ``finish_reason`` set. ``text`` is for forecasts; a
+        lower ``priority`` goes first.
 
         What becomes of it can be asked for under its ``origin``.
 

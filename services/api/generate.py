@@ -128,7 +128,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T
 async def _run_one(
     backend: GenerationBackend, index: int, job: Job, origin: Origin
 ) -> AsyncGenerator[tuple[int, TokenDelta], None]:
-    async with aclosing(backend.stream(job.prompt_ids, job.sampling, job.text, origin)) as stream:
+    async with aclosing(backend.stream(job.prompt_ids, job.sampling, job.text, origin, job.priority)) as stream:
         async for delta in stream:
             if delta.finish_reason in ("error", "abort"):
                 raise _failed(delta)

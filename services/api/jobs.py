@@ -30,11 +30,13 @@ class Job:
 
     Attributes:
         text: None of a prompt that came as token ids.
+        priority: As in ``core.request.Request``.
     """
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     text: PromptText | None = None
+    priority: int = 0
 
     @property
     def prompt_len(self) -> int:
@@ -200,7 +202,8 @@ def _job(
     if limit is not None and limit.max_new_tokens > room:
         why = f"a prompt of {len(prompt_ids)} tokens and the output must fit"
         raise _too_long(limit.field, str(limit.max_new_tokens), room, why, model)
-    return Job(prompt_ids, _sampling(body, default if limit is None else limit.max_new_tokens, model), text)
+    sampling = _sampling(body, default if limit is None else limit.max_new_tokens, model)
+    return Job(prompt_ids, sampling, text, body.priority or 0)
 
 
 def _sampling(body: SamplingFields, max_new_tokens: int, model: ModelInfo) -> SamplingParams:

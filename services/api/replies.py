@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from typing import Literal, TypeVar
@@ -137,10 +138,19 @@ class ActorStatus(BaseModel):
 
 
 class KVStatus(BaseModel):
-    """The KV pool of the replica, in blocks."""
+    """The KV pools of all replicas, in blocks, and what has moved between device and host."""
 
     num_blocks: int
     free_blocks: int
+    num_host_blocks: int
+    free_host_blocks: int
+    flying_blocks: int
+    offloads: int
+    uploads: int
+    offloaded_bytes: int
+    uploaded_bytes: int
+    refused_offloads: int
+    recomputed_tokens: int
 
 
 class LearntVersion(BaseModel):
@@ -175,8 +185,9 @@ def model_card(model: ModelInfo) -> ModelCard:
 def status_reply(reply: StatusReply, model: ModelInfo) -> Status:
     actors = [_as(ActorStatus, piece) for piece in reply.pieces]
     learnt = [_as(LearntVersion, artefact) for artefact in reply.artefacts]
-    kv = KVStatus(num_blocks=reply.num_blocks, free_blocks=reply.free_blocks)
-    return Status(actors=actors, kv=kv, learnt=learnt, emulated=model.emulated or None)
+    traffic = dataclasses.asdict(reply.kv.traffic)
+    pools = {name: getattr(reply.kv, name) for name in KVStatus.model_fields if name not in traffic}
+    return Status(actors=actors, kv=KVStatus(**pools, **traffic), learnt=learnt, emulated=model.emulated or None)
 
 
 def _as(model: type[_Model], record: object) -> _Model:

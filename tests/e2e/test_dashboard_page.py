@@ -137,6 +137,8 @@ def test_every_piece_has_a_card(page: Page) -> None:
     expect(page.get_by_test_id("model")).to_contain_text(MODEL)
     expect(page.get_by_test_id("kv")).to_contain_text("3 of 8 blocks · 38 %")
     expect(page.get_by_test_id("learnt")).to_contain_text(re.compile(r"length-predictor words\s*3\s*12.50\s*4000"))
+    expect(page.get_by_test_id("kv-host")).to_contain_text("2 of 6 blocks · 1 in flight")
+    expect(page.get_by_test_id("kv-moved")).to_contain_text("3 out (0 MiB) · 2 back (0 MiB) · 1 refused · 9 tokens")
     expect(page.get_by_test_id("updated")).to_have_text(re.compile(r"\d\d:\d\d:\d\d"))
     expect(page.locator("[data-testid^=card-]")).to_have_count(len(PIECES))
     expect(page.locator("section h2")).to_have_count(len({row.kind for row in PIECES}))

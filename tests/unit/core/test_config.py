@@ -43,6 +43,7 @@ WRONG = [
     ("[scheduler]\nwatermark = nan", "scheduler.watermark", "type float"),
     ('[scheduler]\nexecution = "padded"', "scheduler.execution", "one of ragged, static"),
     ("[engine]\nblock_size = 0", "engine.block_size", ">= 1"),
+    ('[engine]\nhost_kv_memory = "much"', "engine.host_kv_memory", "auto, or 0 for none"),
     ("[engine]\nmax_model_len = -1", "engine.max_model_len", ">= 0"),
     ('[engine]\ndevice = "cuda"', "engine.device", "emulated:PROFILE"),
     ('[engine]\ndevice = "emulated:"', "engine.device", "emulated:a100-7b"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from core.config import EngineConfig
+from core.config import EngineConfig, SchedulerConfig
 from core.deltas import joined
 from core.messages import DeltaLogprobs, Plan, Slot, TokenDelta
 from core.request import Request, SamplingParams
@@ -35,7 +35,9 @@ def make_worker(model_dir: Path, execution: str, backend: str = "torch", kv_memo
         num_threads=1,
         backend=backend,
     )
-    return build_worker(model_dir, "float32", config, "w", execution=execution)
+    preset = "magnus" if execution == "static" else "fcfs"
+    scheduler = SchedulerConfig(preset=preset, execution=execution)
+    return build_worker(model_dir, "float32", config, "w", scheduler=scheduler)
 
 
 def random_requests(seed: int = 0) -> list[Request]:

@@ -60,6 +60,7 @@ class EngineBackend(ScriptedBackend):
         sampling: SamplingParams,
         text: PromptText | None = None,
         origin: Origin | None = None,
+        priority: int = 0,
     ) -> AsyncGenerator[TokenDelta, None]:
         self.calls.append((prompt_ids, sampling))
         request_id = self.engine.submit(prompt_ids, sampling)
