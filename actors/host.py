@@ -114,7 +114,7 @@ class PieceHost:
 
     def _make(self, name: str) -> Piece:
         context = PieceContext(name, self._site, self._restarts, self._peers, self._registry, self._refused.count)
-        piece = piece_class(name)(context)
+        piece = piece_class(name, self._site.config)(context)
         piece.failed.add_done_callback(self._piece_failed)
         return piece
 

@@ -34,6 +34,9 @@ TOKEN_BUCKETS = tuple(float(step * 10**power) for power in range(6) for step in 
 STEP_TOKEN_BUCKETS = (1.0, *(float(2**power) for power in range(3, 15)))
 """1, 8, 16 … 16,384."""
 
+BATCH_SIZE_BUCKETS = tuple(float(2**power) for power in range(9))
+"""1, 2, 4 … 256."""
+
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
 _LABELS = ("model_name", "engine")
@@ -180,6 +183,40 @@ class EngineMetrics:
             *(self._refused_offloads, self._recomputed_tokens, self._scheduling_cpu),
         ):
             family.remove_by_labels(dict(self._labels))
+
+
+class BatchMetrics:
+    """What is measured of batches where idle workers pull them; one object per registry and model."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        labels = {"model_name": model_name}
+
+        def family(kind: type[_Family], name: str, text: str, **options: Any) -> _Family:
+            return _family(registry, kind, name, text, ("model_name",), **options).labels(**labels)
+
+        self._waiting = family(Gauge, "farsight:batch_queue_requests", "Requests that no worker has pulled.")
+        self._size = family(
+            Histogram, "farsight:batch_size", "Requests of a batch when it was pulled.", buckets=BATCH_SIZE_BUCKETS
+        )
+        self._serving = family(
+            Histogram, "farsight:batch_serving_seconds", "From pull to last end of a batch.", buckets=JCT_BUCKETS_S
+        )
+        self._splits = family(Counter, "farsight:batch_splits", "Batches that ran out of memory and were halved.")
+
+    def set_queue(self, num_requests: int) -> None:
+        self._waiting.set(num_requests)
+
+    def started(self, num_requests: int) -> None:
+        """A worker has pulled a batch of so many."""
+        self._size.observe(num_requests)
+
+    def ended(self, serving_time_s: float) -> None:
+        """A batch has ended; everybody in it by itself."""
+        self._serving.observe(serving_time_s)
+
+    def split(self, n: int) -> None:
+        """``n`` batches ran out of memory; 0 at the start makes the first one visible to ``increase()``."""
+        self._splits.inc(n)
 
 
 class RequestMetrics:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 
+from actors.names import ROUTER
 from actors.piece import Piece
+from core.config import FarsightConfig
+from policies.builders import is_batch_mode
 
 _CLASSES = {
     "router": "actors.router:Router",
@@ -18,17 +21,23 @@ _CLASSES = {
 }
 
 
-def piece_class(name: str) -> type[Piece]:
+_BATCHER = "actors.batcher:Batcher"
+"""What takes requests in, under the Router's name, where idle workers pull them in batches."""
+
+
+def piece_class(name: str, config: FarsightConfig) -> type[Piece]:
     """The class of the piece of that name, such as ``scheduler-0``."""
-    module, _, attribute = _path(name).partition(":")
+    module, _, attribute = _path(name, config).partition(":")
     found: type[Piece] = getattr(importlib.import_module(module), attribute)
     return found
 
 
-def kind_of(name: str) -> str:
+def kind_of(name: str, config: FarsightConfig) -> str:
     """The kind of the piece of that name, without importing it."""
-    return _path(name).partition(":")[2]
+    return _path(name, config).partition(":")[2]
 
 
-def _path(name: str) -> str:
+def _path(name: str, config: FarsightConfig) -> str:
+    if name == ROUTER and is_batch_mode(config.scheduler.preset):
+        return _BATCHER
     return _CLASSES[name if name in _CLASSES else name.rpartition("-")[0]]

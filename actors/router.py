@@ -9,10 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from actors.layout import current_counts, initial_counts
-from actors.names import length_predictor_name, scheduler_name
+from actors.names import ROUTER, length_predictor_name, scheduler_name
 from actors.peer import Peer, PeerLost
 from actors.piece import Piece, PieceContext
 from core.codec import decode, encode
+from core.decisions import Decision, on_clock, pack_decisions
 from core.forecast import Forecast
 from core.messages import (
     Announce,
@@ -23,14 +24,19 @@ from core.messages import (
     InFlight,
     Key,
     Keys,
+    OpenRequest,
     PieceRows,
     PieceStatus,
+    Placed,
     Refusal,
     Refusals,
     ReplicaName,
     ReplicaState,
+    RequestTrace,
+    RequestTraces,
     Submit,
     SubmitReply,
+    TraceQuery,
 )
 from core.request import Request
 from policies.builders import build_router
@@ -38,6 +44,7 @@ from policies.global_events import (
     AbortOnReplica,
     AskReplica,
     GlobalEvent,
+    GlobalInstruction,
     IngressAnnounced,
     IngressLost,
     KeysUnknown,
@@ -50,6 +57,7 @@ from policies.global_events import (
     ReportLost,
     RequestsEnded,
 )
+from policies.global_scheduler import GlobalScheduler
 from policies.replica_events import RefuseRequest, RequestsAborted, RequestsArrived
 
 TICK_S = 1.0
@@ -63,11 +71,16 @@ FORGET_AFTER_S = 10.0
 
 
 @dataclass(slots=True)
-class _Answers:
+class Answers:
     """What came of one event: for the ingress replica that caused it, and for others."""
 
     refusals: list[Refusal] = field(default_factory=list)
     lost: dict[str, list[Key]] = field(default_factory=dict)
+
+    def add(self, other: Answers) -> None:
+        self.refusals += other.refusals
+        for ingress_id, keys in other.lost.items():
+            self.lost.setdefault(ingress_id, []).extend(keys)
 
 
 @dataclass(slots=True)
@@ -84,11 +97,14 @@ class Router(Piece):
 
     def __init__(self, context: PieceContext) -> None:
         super().__init__(context)
-        scheduler = context.config.scheduler
-        self._machine = build_router(scheduler.preset, scheduler.placement)
+        self._machine = self._make_machine()
         self._schedulers: dict[str, Peer] = {}
         self._ingresses: dict[str, _IngressReplica] = {}
         self._handled_at: float | None = None
+
+    def _make_machine(self) -> GlobalScheduler:
+        scheduler = self.context.config.scheduler
+        return build_router(scheduler.preset, scheduler.placement)
 
     async def start(self) -> None:
         self.spawn(self._tick())
@@ -110,6 +126,13 @@ class Router(Piece):
         await asyncio.gather(*(self._foresee_on(name, made) for name, made in by_replica.items()))
         return b""
 
+    async def explain(self, data: bytes) -> bytes:
+        """Takes ``TraceQuery``; answers with ``RequestTraces``: what it and every Scheduler know."""
+        response_id = decode(data, TraceQuery).response_id
+        own = [_waiting(response_id, *waiting) for waiting in self._machine.queued(response_id)]
+        found = await asyncio.gather(*(self._explain_on(name, data) for name in list(self._schedulers)))
+        return encode(RequestTraces((*own, *itertools.chain.from_iterable(found))))
+
     async def abort(self, data: bytes) -> bytes:
         """Takes ``Keys`` of attempts whose clients are gone."""
         await self._handle(RequestsAborted(decode(data, Keys).keys))
@@ -122,7 +145,14 @@ class Router(Piece):
         answers = await self._handle(IngressAnnounced(message.ingress_id, message.open))
         late, ingress.late_refusals = ingress.late_refusals, []
         lost = tuple(answers.lost.get(message.ingress_id, ()))
-        return encode(AnnounceReply(lost, (*answers.refusals, *late), tuple(self._schedulers)))
+        refusals = (*answers.refusals, *late)
+        return encode(AnnounceReply(lost, refusals, tuple(self._schedulers), self._newly_placed(message.open)))
+
+    def _newly_placed(self, announced: Iterable[OpenRequest]) -> tuple[Placed, ...]:
+        """Where those are that waited when they were submitted."""
+        waited = [stream for stream in announced if not stream.replica]
+        placed = [self._machine.placed(stream.request_id, stream.attempt) for stream in waited]
+        return tuple(each for each in placed if each.replica)
 
     async def introduce(self, data: bytes) -> bytes:
         """Takes the ``PieceStatus`` of an ingress replica: its row in the status."""
@@ -185,11 +215,12 @@ class Router(Piece):
     def last_step_age_s(self) -> float | None:
         return None if self._handled_at is None else time.monotonic() - self._handled_at
 
-    async def _handle(self, event: GlobalEvent) -> _Answers:
+    async def _handle(self, event: GlobalEvent) -> Answers:
         """Gives the machine an event. Messages to a Scheduler leave in the order of the events behind them."""
         self._handled_at = now = time.monotonic()
-        answers, calls = _Answers(), []
+        answers, calls = Answers(), []
         for instruction in self._machine.handle(event, now):
+            self._note(instruction)
             match instruction:
                 case PlaceRequests(name, requests):
                     calls.append(asyncio.create_task(self._place(name, requests, answers)))
@@ -201,50 +232,74 @@ class Router(Piece):
                     answers.lost.setdefault(ingress_id, []).extend(keys)
                 case RefuseRequest(request_id, attempt, field_name, message):
                     answers.refusals.append(Refusal(request_id, attempt, field_name, message))
+        self._handled()
         if calls:
             await asyncio.gather(*calls)
         return answers
 
-    async def _place(self, name: str, requests: Iterable[Request], answers: _Answers) -> None:
+    def _handled(self) -> None:
+        """Called once the machine has taken an event, before anything is carried out."""
+
+    def _note(self, instruction: GlobalInstruction) -> None:
+        """Called with each before it is carried out."""
+
+    async def _place(self, name: str, requests: Iterable[Request], answers: Answers) -> None:
+        requests = tuple(requests)
+        placements = tuple(self._placement(request) for request in requests)
         try:
-            reply = await self._scheduler(name).call("submit", encode(Submit(tuple(requests))))
+            reply = await self._scheduler(name).call("submit", encode(Submit(requests, placements)))
         except PeerLost:
-            self._lose_scheduler(name)  # whoever was placed there is found missing at the next announcement
+            # Whoever was placed there is found missing at the next announcement.
+            answers.add(await self._lose_scheduler(name))
             return
         answers.refusals += decode(reply, Refusals).refusals
+
+    def _placement(self, request: Request) -> bytes:
+        """Why it goes where it goes."""
+        choice = self._machine.choice(request.request_id)
+        if choice is None or request.origin is None:
+            return b""
+        waited_s = self._machine.waited_s(request.request_id)
+        facts = choice.facts() if not waited_s else {**choice.facts(), "waited_s": waited_s}
+        return pack_decisions([Decision("placed", time.time(), facts)])
+
+    async def _explain_on(self, name: str, data: bytes) -> tuple[RequestTrace, ...]:
+        try:
+            return decode(await self._scheduler(name).call("explain", data), RequestTraces).records
+        except PeerLost:
+            await self._lose_scheduler(name)
+            return ()
 
     async def _foresee_on(self, name: str, made: list[ForecastMade]) -> None:
         try:
             await self._scheduler(name).call("foresee", encode(ForecastsMade(tuple(made))))
         except PeerLost:
-            self._lose_scheduler(name)
+            await self._lose_scheduler(name)
 
     async def _abort_on(self, name: str, keys: tuple[Key, ...]) -> None:
         try:
             await self._scheduler(name).call("abort", encode(Keys(keys)))
         except PeerLost:
-            self._lose_scheduler(name)
+            await self._lose_scheduler(name)
 
-    async def _ask(self, name: str, keys: tuple[Key, ...], answers: _Answers) -> None:
+    async def _ask(self, name: str, keys: tuple[Key, ...], answers: Answers) -> None:
         try:
             reply = await self._scheduler(name).call("unknown", encode(Keys(keys)))
         except PeerLost:
-            self._lose_scheduler(name)
+            answers.add(await self._lose_scheduler(name))
             return
         unknown = decode(reply, Keys).keys
         if unknown:
-            found = await self._handle(KeysUnknown(name, unknown))
-            for ingress_id, lost in found.lost.items():
-                answers.lost.setdefault(ingress_id, []).extend(lost)
+            answers.add(await self._handle(KeysUnknown(name, unknown)))
 
     def _scheduler(self, replica: str) -> Peer:
         if replica not in self._schedulers:
             self._schedulers[replica] = self.context.peers.peer(scheduler_name(replica))
         return self._schedulers[replica]
 
-    def _lose_scheduler(self, name: str) -> None:
+    async def _lose_scheduler(self, name: str) -> Answers:
         """Nothing new goes there until it says that it is back; its worker runs on meanwhile."""
-        self._machine.handle(ReplicaAway(name), time.monotonic())
+        return await self._handle(ReplicaAway(name))
 
     def _hear(self, ingress_id: str) -> _IngressReplica:
         seen = self._ingresses.setdefault(ingress_id, _IngressReplica(0.0))
@@ -275,7 +330,20 @@ class Router(Piece):
         except PeerLost:
             return  # what it said last still holds
         if forecast.num_samples:
-            await self._handle(MeanOutputLen(forecast.mean))
+            await self._handle(self._learnt(forecast))
+
+    def _learnt(self, forecast: Forecast) -> GlobalEvent:
+        return MeanOutputLen(forecast.mean)
+
+
+def _waiting(response_id: str, request: Request, since: float) -> RequestTrace:
+    """Of a request that no replica has taken yet."""
+    origin = request.origin
+    assert origin is not None
+    waits = on_clock(time.time() - time.monotonic(), pack_decisions([Decision("waits", since, {"reason": "replica"})]))
+    trace_id = f"{response_id}/{request.request_id}/{request.attempt}"
+    who = (origin.choice, origin.owner, ROUTER, request.attempt)
+    return RequestTrace(trace_id, request.request_id, *who, ended=False, num_left_out=0, decisions=waits)
 
 
 def _lost(row: PieceStatus) -> PieceStatus:

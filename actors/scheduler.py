@@ -9,17 +9,20 @@ from collections import deque
 from collections.abc import Iterator
 
 from actors.layout import current_counts, initial_counts
+from actors.log_outbox import LogOutbox
 from actors.metrics import EngineMetrics
-from actors.names import ROUTER, kv_offload_manager_name, serving_time_estimator_name, worker_name
+from actors.names import LOG_STORE, ROUTER, kv_offload_manager_name, serving_time_estimator_name, worker_name
 from actors.peer import LOOK_AGAIN_S, Peer, PeerLost
 from actors.piece import Piece, PieceContext
 from actors.waiting import wait_for
 from core.codec import decode, encode
 from core.costs import StepCost
+from core.decisions import on_clock
 from core.messages import (
     Ended,
     FinishedSequence,
     ForecastsMade,
+    Key,
     Keys,
     Plan,
     Refusal,
@@ -27,15 +30,20 @@ from core.messages import (
     ReplicaState,
     ReplicaStepProfile,
     ReportPoll,
+    RequestTrace,
+    RequestTraces,
     StepReport,
     StepSample,
     StepSamples,
     Submit,
+    TraceQuery,
     WorkerReady,
     WorkerState,
 )
-from policies.builders import configured_scheduler
+from policies.builders import configured_replica, is_batch_mode
 from policies.replica_events import (
+    AccountClosed,
+    BatchBroken,
     CostLearnt,
     Event,
     ForecastsArrived,
@@ -48,6 +56,7 @@ from policies.replica_events import (
     WorkerLost,
     WorkerReported,
 )
+from policies.replica_notes import account_closed
 
 SAY_AGAIN_S = 1.0
 """The Router hears of the replica at least this often, so that a new one knows it soon."""
@@ -59,7 +68,9 @@ FEW_SEQUENCES = 4
 """Up to so many every plan goes at once: it may be what the worker waits for."""
 
 ENDS_S = 0.05
-"""The Router hears of ends this late, of several at once: they only change what it thinks of the load."""
+"""The Router hears of ends this late, of several at once: they only change what it thinks of the load.
+
+In batch mode it hears of them at once: the last one lets the next batch come."""
 
 FEED_S = 0.25
 """The KV offload manager and the estimators hear of the worker's reports this often: none of them is in a hurry."""
@@ -79,7 +90,7 @@ class Scheduler(Piece):
     def __init__(self, context: PieceContext) -> None:
         super().__init__(context)
         config = context.config
-        self._machine = configured_scheduler(config.scheduler, config.engine.max_num_seqs)
+        self._machine = configured_replica(config.scheduler, config.engine.max_num_seqs)
         self._replica = context.index
         self._worker = context.peers.peer(worker_name(self._replica))
         self._ready: WorkerReady | None = None
@@ -89,15 +100,19 @@ class Scheduler(Piece):
         self._ended_due = asyncio.Event()
         self._ended: list[FinishedSequence] = []
         self._late_refusals: list[Refusal] = []
+        self._in_batches = is_batch_mode(config.scheduler.preset)
+        self._broken: list[Key] = []
+        self._resting: tuple[Key, ...] = ()
         self._report: bytes | None = None
         self._samples: deque[StepSample] = deque(maxlen=MAX_SAMPLES)
         self._reported_at: float | None = None
         self._metrics = EngineMetrics(context.registry, config.model.name, self._replica)
         self._counted_preemptions = 0
+        self._traces = LogOutbox(context.peers.peer(LOG_STORE), "append_traces", RequestTraces)
 
     async def start(self) -> None:
-        for work in (self._lease(), self._push_plans(), self._tell_router(), self._tell_ends(), self._feed()):
-            self.spawn(work)
+        for work in (self._lease, self._push_plans, self._tell_router, self._tell_ends, self._feed, self._traces.run):
+            self.spawn(work())
 
     async def stop(self) -> None:
         await super().stop()
@@ -105,7 +120,8 @@ class Scheduler(Piece):
 
     async def submit(self, data: bytes) -> bytes:
         """Takes ``Submit``; answers with ``Refusals``, usually none."""
-        return encode(Refusals(tuple(self._handle(RequestsArrived(decode(data, Submit).requests)))))
+        message = decode(data, Submit)
+        return encode(Refusals(tuple(self._handle(RequestsArrived(message.requests, message.placements)))))
 
     async def foresee(self, data: bytes) -> bytes:
         """Takes ``ForecastsMade``."""
@@ -118,9 +134,19 @@ class Scheduler(Piece):
         return b""
 
     async def unknown(self, data: bytes) -> bytes:
-        """Takes ``Keys``; answers with those that are not here. Without a worker nobody can say."""
-        keys = decode(data, Keys).keys
+        """Takes ``Keys``; answers with those that are not here. Without a worker nobody can say.
+
+        What the Router has yet to hear of in another way counts as here.
+        """
+        keys = [key for key in decode(data, Keys).keys if key not in self._broken]
         return encode(Keys(self._machine.unknown(keys) if self._ready is not None else ()))
+
+    async def explain(self, data: bytes) -> bytes:
+        """Takes ``TraceQuery``; answers with ``RequestTraces`` of what is here and of what is on its way to the log."""
+        response_id = decode(data, TraceQuery).response_id
+        known = [each for each in self._traces if each.trace_id.startswith(f"{response_id}/")]
+        known += [self._trace(account_closed(each), ended=False) for each in self._machine.accounts(response_id)]
+        return encode(RequestTraces(tuple(known)))
 
     @property
     def state(self) -> str:
@@ -149,6 +175,13 @@ class Scheduler(Piece):
                 case RequestEnded(finished):
                     self._ended.append(finished)
                     self._ended_due.set()
+                case BatchBroken(keys):
+                    self._broken += keys
+                    self._news_due.set()
+                case AccountClosed():
+                    self._traces.add(self._trace(instruction, ended=True))
+        if self._in_batches:
+            self._note_resting()
         return refusals
 
     @contextlib.contextmanager
@@ -157,6 +190,15 @@ class Scheduler(Piece):
         began_s = time.thread_time()
         yield
         self._metrics.scheduled(time.thread_time() - began_s)
+
+    def _note_resting(self) -> None:
+        resting = self._machine.resting()
+        if resting != self._resting:
+            self._resting = resting
+            self._news_due.set()
+
+    def _trace(self, account: AccountClosed, *, ended: bool) -> RequestTrace:
+        return request_trace(account, self.name, time.time() - time.monotonic(), ended=ended)
 
     async def _lease(self) -> None:
         """Takes the worker over, follows its reports until it is lost, and waits for the next one."""
@@ -209,8 +251,12 @@ class Scheduler(Piece):
         while True:
             self._news_due.clear()
             refusals, self._late_refusals = tuple(self._late_refusals), []
-            told = await self._try(router, "replica_state", encode(ReplicaState(self._replica, self._ready, refusals)))
-            if not told:
+            broken = tuple(self._broken)
+            state = ReplicaState(self._replica, self._ready, refusals, broken, self._resting)
+            told = await self._try(router, "replica_state", encode(state))
+            if told:
+                del self._broken[: len(broken)]
+            else:
                 self._late_refusals = [*refusals, *self._late_refusals]
             await wait_for(self._news_due, SAY_AGAIN_S if told else LOOK_AGAIN_S)
 
@@ -219,7 +265,7 @@ class Scheduler(Piece):
         router = self.context.peers.peer(ROUTER)
         while True:
             await self._ended_due.wait()
-            await asyncio.sleep(ENDS_S)
+            await asyncio.sleep(0.0 if self._in_batches else ENDS_S)
             self._ended_due.clear()
             ended, self._ended = tuple(self._ended), []
             await self._try(router, "requests_ended", encode(Ended(ended)))
@@ -263,3 +309,23 @@ class Scheduler(Piece):
         except PeerLost:
             return False
         return True
+
+
+def request_trace(account: AccountClosed, source: str, epoch_s: float, *, ended: bool) -> RequestTrace:
+    """An account as others may have it.
+
+    Args:
+        epoch_s: Seconds since the epoch when the clock of its decisions stood at 0.
+    """
+    origin = account.origin
+    return RequestTrace(
+        trace_id=f"{origin.response_id}/{account.request_id}/{account.attempt}",
+        request_id=account.request_id,
+        choice=origin.choice,
+        owner=origin.owner,
+        source=source,
+        attempt=account.attempt,
+        ended=ended,
+        num_left_out=account.num_left_out,
+        decisions=account.placement + on_clock(epoch_s, account.decisions),
+    )

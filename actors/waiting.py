@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+logger = logging.getLogger(__name__)
 
 
 async def wait_for(event: asyncio.Event, timeout_s: float) -> None:
@@ -11,3 +16,13 @@ async def wait_for(event: asyncio.Event, timeout_s: float) -> None:
         await asyncio.wait_for(event.wait(), timeout_s)
     except TimeoutError:
         return
+
+
+async def again_and_again(work: Callable[[], Coroutine[Any, Any, None]], pause_s: float) -> None:
+    """Runs work that never ends by itself. What breaks it is written down and it begins anew: it keeps no state."""
+    while True:
+        try:
+            await work()
+        except Exception:
+            logger.exception("%s broke and begins anew", getattr(work, "__qualname__", work))
+            await asyncio.sleep(pause_s)

@@ -2,8 +2,8 @@
 
 Starts the pieces in a private cluster, sends requests from this process as an ingress replica would, and reports, for
 each placement: CPU time by piece, per token and per step (the model's own forward passes aside), the Scheduler's share
-of all of it, the idle gap between steps, and the time to the first token beside that of ``Engine`` alone. ``--delay`` holds
-back every message to and from the Schedulers: no step may wait for one.
+of all of it, the idle gap between steps, and the time to the first token beside that of ``Engine`` alone. ``--delay``
+holds back every message to and from the Schedulers: no step may wait for one.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ HAPROXY_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0")
 BACKENDS = ("auto", "native", "torch")
 EXECUTIONS = ("ragged", "static")
 PLACEMENTS = ("auto", "fused", "split")
+EMULATED = "emulated:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,11 @@ class EngineConfig:
     """How one worker runs.
 
     Attributes:
+        device: What computes. ``cpu``, or ``emulated:PROFILE``: nothing does; steps and copies take as long as the
+            profile says (a name, or a file of ``farsight profile``), and the tokens are made up. To measure scheduling.
         kv_memory: Memory of the KV pool, as ``512MiB`` or ``2GiB``; ``auto`` takes what a full batch of
-            full-length sequences needs, but all replicas together at most a fifth of the machine's free memory.
+            full-length sequences needs, but all replicas together at most a fifth of the machine's free memory. An
+            emulated device counts it in the tokens of its profile, and takes at most what that says the device has.
         host_kv_memory: Memory of the host pool that sequences can be offloaded to, as for ``kv_memory``; ``0`` is none.
             ``auto`` is as much as the KV pool has, but all replicas together at most a fifth of the machine's free
             memory, where the KV policy moves KV to the host, and none where it does not.
@@ -58,7 +62,8 @@ class EngineConfig:
             sequences that have ended, as long as the memory is not needed.
         max_num_seqs: Sequences in one step.
         max_batch_tokens: Tokens computed in one step; longer prompts are prefilled in several.
-        max_model_len: Tokens a sequence may reach, prompt and output together; 0 is the model's own context.
+        max_model_len: Tokens a sequence may reach, prompt and output together; 0 is the model's own context, which only
+            an emulated device can go beyond.
         num_threads: Compute threads of a worker; 0 shares all cores but one, which serves HTTP and scheduling,
             among the replicas.
         benchmark_mode: Requests may say, with ``benchmark_len``, where their outputs end. Only to measure scheduling.
@@ -66,6 +71,7 @@ class EngineConfig:
             former where there is a compiler and the model is one that it knows.
     """
 
+    device: str = "cpu"
     kv_memory: str = "auto"
     host_kv_memory: str = "auto"
     block_size: int = 32
@@ -87,6 +93,13 @@ class EngineConfig:
             value = getattr(self, name)
             _require(value >= 0, f"engine.{name}", value, "an integer >= 0")
         _require(self.backend in BACKENDS, "engine.backend", self.backend, f"one of {', '.join(BACKENDS)}")
+        known = self.device == "cpu" or bool(self.profile)
+        _require(known, "engine.device", self.device, f"cpu, or {EMULATED}PROFILE as in {EMULATED}a100-7b")
+
+    @property
+    def profile(self) -> str:
+        """What an emulated device is emulated from; empty if the device is a real one."""
+        return self.device.removeprefix(EMULATED) if self.device.startswith(EMULATED) else ""
 
     def kv_bytes(self) -> int | None:
         """``kv_memory`` in bytes; None for ``auto``."""
@@ -122,6 +135,9 @@ class SchedulerConfig:
         gamma: Ageing in the order of ``farsight``: 0.1 cuts the longest waits of an overload, for a longer mean.
         watermark: Share of the KV pool that admission may fill, in (0, 1].
         standby_slots: Requests shipped to the worker ahead of need.
+        quantum_s: First quantum of skip-join MLFQ at the least; it is the time of a step of one sequence where that is
+            longer. A quantum should outlast four round trips between scheduler and worker, of some 5 ms each.
+        starve_limit_s: Under skip-join MLFQ a request that has waited so long is promoted to the first queue.
     """
 
     preset: str = "fcfs"
@@ -133,6 +149,8 @@ class SchedulerConfig:
     gamma: float = 0.0
     watermark: float = 0.95
     standby_slots: int = 16
+    quantum_s: float = 0.02
+    starve_limit_s: float = 3.0
 
     def __post_init__(self) -> None:
         executions = ", ".join(EXECUTIONS)
@@ -140,6 +158,31 @@ class SchedulerConfig:
         _require(self.gamma >= 0, "scheduler.gamma", self.gamma, "a number >= 0")
         _require(0 < self.watermark <= 1, "scheduler.watermark", self.watermark, "a number > 0 and <= 1")
         _require(self.standby_slots >= 0, "scheduler.standby_slots", self.standby_slots, "an integer >= 0")
+        for name in ("quantum_s", "starve_limit_s"):
+            _require(getattr(self, name) > 0, f"scheduler.{name}", getattr(self, name), "a number > 0")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchConfig:
+    """How batches are formed under a preset of batch mode.
+
+    Attributes:
+        batch_size: Requests of a batch at most; 0 is the preset's own number. Never more than ``engine.max_num_seqs``.
+        wma_threshold: A request joins a batch only if the wasted memory accesses stay below this; in tokens (Magnus).
+        num_bins: Bins of output lengths (Multi-Bin).
+        max_wait_s: A request waits so long for others of its bin; then its batch goes as it is (Multi-Bin).
+    """
+
+    batch_size: int = 0
+    wma_threshold: float = 50_000.0
+    num_bins: int = 4
+    max_wait_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require(self.batch_size >= 0, "batch.batch_size", self.batch_size, "an integer >= 0")
+        _require(self.wma_threshold >= 0, "batch.wma_threshold", self.wma_threshold, "a number >= 0")
+        _require(self.num_bins >= 1, "batch.num_bins", self.num_bins, "an integer >= 1")
+        _require(self.max_wait_s >= 0, "batch.max_wait_s", self.max_wait_s, "a number >= 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +225,8 @@ class ActorsConfig:
     Attributes:
         placement: ``split`` gives every piece its own actor; ``fused`` puts Router, Schedulers, KV offload managers,
             estimator, log store and supervisor into one; ``auto`` picks by the machine's size.
-        length_predictors: How many.
+        length_predictors: How many ...
+        max_length_predictors: ... and up to how many while questions queue before them; 0: never more.
         serving_time_estimators: How many.
         scheduler_delay_s: Holds back every message to and from a Scheduler for so long; to measure that no step
             waits for one.
@@ -190,6 +234,7 @@ class ActorsConfig:
 
     placement: str = "auto"
     length_predictors: int = 1
+    max_length_predictors: int = 0
     serving_time_estimators: int = 1
     scheduler_delay_s: float = 0.0
 
@@ -198,6 +243,9 @@ class ActorsConfig:
         for name in ("length_predictors", "serving_time_estimators"):
             value = getattr(self, name)
             _require(value >= 1, f"actors.{name}", value, "an integer >= 1")
+        most = self.max_length_predictors
+        ok = most == 0 or most >= self.length_predictors
+        _require(ok, "actors.max_length_predictors", most, f"0, or at least {self.length_predictors}")
         _require(self.scheduler_delay_s >= 0, "actors.scheduler_delay_s", self.scheduler_delay_s, "a number >= 0")
 
 
@@ -210,18 +258,21 @@ class PredictorConfig:
         device: Where an encoder runs, as torch names it.
         cpu_share: Of one core that forecasts may take; beyond it they look at less.
         wait_s: A request waits so long for its forecast before it goes its way; one that comes later follows it.
-        learn: Train anew while serving, on what was foreseen badly.
+        learn: Train anew while serving, on what was foreseen badly ...
+        learn_every_s: ... so often; Magnus does it every three minutes (section III-B).
     """
 
     artefact: str = ""
     device: str = "cpu"
-    cpu_share: float = 0.1
+    cpu_share: float = 0.05
     wait_s: float = 0.0
     learn: bool = True
+    learn_every_s: float = 180.0
 
     def __post_init__(self) -> None:
         _require(self.cpu_share > 0, "predictor.cpu_share", self.cpu_share, "a number > 0")
         _require(self.wait_s >= 0, "predictor.wait_s", self.wait_s, "a number >= 0")
+        _require(self.learn_every_s > 0, "predictor.learn_every_s", self.learn_every_s, "a number > 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +282,7 @@ class LogConfig:
     Attributes:
         path: SQLite file, or the ``redis://`` URL of a server that syncs every write; empty keeps it with the server's
             temporary files, gone when the server ends.
-        max_rows: Of finished requests, forecasts and batches, of each; older records are dropped.
+        max_rows: Of finished requests, forecasts, accounts of decisions and batches, of each; the oldest are dropped.
         max_artefacts: Versions kept of each kind of artefact, beside the one in use.
     """
 
@@ -259,6 +310,7 @@ class FarsightConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     actors: ActorsConfig = field(default_factory=ActorsConfig)
     predictor: PredictorConfig = field(default_factory=PredictorConfig)

@@ -19,6 +19,9 @@ SCHEMA_VERSION = 5
 MAX_FEATURE_BYTES = 64 * 1024
 """Of one forecast in the log."""
 
+MAX_TRACE_BYTES = 64 * 1024
+"""Of the decisions of one trace."""
+
 MAX_ARTEFACT_BYTES = 256 * 1024 * 1024
 """Of one artefact in the log."""
 
@@ -29,9 +32,15 @@ Key = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Ingress -> Router -> Scheduler: requests, new or resumed, in order of arrival."""
+    """Ingress -> Router -> Scheduler: requests, new or resumed, in order of arrival.
+
+    Attributes:
+        placements: Router -> Scheduler: why each of them is there (``core.decisions``, packed, on a clock that is
+            named); kept with its other decisions, and read by nobody who decides.
+    """
 
     requests: tuple[Request, ...]
+    placements: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +108,13 @@ class AnnounceReply:
         lost: Attempts that nobody runs any more; they are to be resumed.
         refusals: Those that will never run.
         replicas: Every replica whose tokens may be for this ingress.
+        placed: Attempts that wait no more, as far as the ingress did not know.
     """
 
     lost: tuple[Key, ...]
     refusals: tuple[Refusal, ...]
     replicas: tuple[str, ...]
+    placed: tuple[Placed, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +124,15 @@ class ReplicaState:
     Attributes:
         ready: None while the worker is away.
         refusals: Requests that turned out, since they were placed, not to fit the worker.
+        broken: Of a batch that ran out of memory, all that had not ended: nobody runs them any more.
+        resting: All that the replica holds, if every client of it has stopped reading: else nothing.
     """
 
     replica: str
     ready: WorkerReady | None
     refusals: tuple[Refusal, ...]
+    broken: tuple[Key, ...] = ()
+    resting: tuple[Key, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -493,6 +508,47 @@ class FinishedRequests:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestTrace:
+    """Scheduler, Router or ingress ->: what one of them knows of the decisions about one request.
+
+    Attributes:
+        trace_id: ``RESPONSE/REQUEST/PART``; the part is an attempt at a Scheduler, or ``ingress``.
+        choice, owner: As in ``core.request.Origin``.
+        source: Who tells, such as ``scheduler-0``.
+        ended: Whether nothing more will come of it.
+        num_left_out: Decisions that are missing here because there were too many.
+        decisions: ``core.decisions``, packed, on clocks that are named; at most ``MAX_TRACE_BYTES``.
+    """
+
+    trace_id: str
+    request_id: str
+    choice: int
+    owner: bytes
+    source: str
+    attempt: int
+    ended: bool
+    num_left_out: int
+    decisions: bytes
+
+    def __post_init__(self) -> None:
+        _require_bytes("decisions", len(self.decisions), MAX_TRACE_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTraces:
+    """-> LogStore, and the answer to ``TraceQuery``."""
+
+    records: tuple[RequestTrace, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceQuery:
+    """-> LogStore, Router -> Scheduler: what do you know of the requests behind this answer?"""
+
+    response_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class ForecastRecord:
     """A forecast that was made of a request, and the numbers it was made from: no text, and nothing to encode again.
 
@@ -715,10 +771,11 @@ class PieceRows:
 
 @dataclass(frozen=True, slots=True)
 class StatusReply:
-    """Every logical piece, and the KV of all replicas together as last reported."""
+    """Every logical piece, the KV of all replicas together as last reported, and what has been learnt while serving."""
 
     pieces: tuple[PieceStatus, ...]
     kv: KVUsage
+    artefacts: tuple[ArtefactInfo, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,6 +168,9 @@ class ModelRunner:
             first += part.num_rows
         return found
 
+    def rest(self) -> None:
+        """A model has nothing to do between steps."""
+
     def logits(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> list[Tensor | None]:
         """Runs a step; the logits (float32 ``[vocab]``) where ``execute`` gives a token."""
         order = order_items(batch)

@@ -33,6 +33,10 @@ class Runner(Protocol):
 
     def execute(self, batch: StepBatch, sequences: dict[str, Sequence]) -> list[int | None]: ...
 
+    def rest(self) -> None:
+        """Nothing can run for now."""
+        ...
+
 
 class Copier(Protocol):
     """Moves KV between the device and the host while steps run."""
@@ -138,6 +142,8 @@ class Worker:
         if copier is not None:
             for copy in self.executor.take_copies():
                 copier.begin(copy)
+        if batch is None:
+            self.runner.rest()
         return batch
 
     def when_copied(self, callback: Callable[[], object]) -> None:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from core.costs import attention_pairs
 from core.messages import StepSample
 from kvcache import StepBatch
 
 
-def step_sample(batch: StepBatch, duration_s: float) -> StepSample:
-    """The sample of a step that took so many seconds, padding included. O(sequences of the step)."""
+class StepWork(NamedTuple):
+    """What a step computes, in the order in which ``StepCost.step_s`` takes it."""
+
+    prefill_tokens: int
+    decode_seqs: int
+    context_tokens: int
+    prefill_pairs: int
+
+
+def step_work(batch: StepBatch) -> StepWork:
+    """What this step computes, padding included. O(sequences of the step)."""
     prefill_tokens = decode_seqs = prefill_pairs = 0
     context_tokens = batch.padding.context_tokens
     for start, num_tokens in batch.spans():
@@ -18,4 +29,10 @@ def step_sample(batch: StepBatch, duration_s: float) -> StepSample:
         else:
             prefill_tokens += num_tokens
             prefill_pairs += attention_pairs(num_tokens, start)
-    return StepSample(prefill_tokens, decode_seqs, context_tokens, duration_s, prefill_pairs)
+    return StepWork(prefill_tokens, decode_seqs, context_tokens, prefill_pairs)
+
+
+def step_sample(batch: StepBatch, duration_s: float) -> StepSample:
+    """The sample of a step that took so many seconds."""
+    work = step_work(batch)
+    return StepSample(work.prefill_tokens, work.decode_seqs, work.context_tokens, duration_s, work.prefill_pairs)

@@ -147,6 +147,10 @@ class Batcher(Protocol):
         """A worker is idle: the batch that it runs next, of the most urgent ones; None if none is ready."""
         ...
 
+    def restore(self, batch: FormedBatch) -> None:
+        """What is left of a pulled batch that ran out of memory is small enough now: it waits again as it is."""
+        ...
+
     def split(self, batch: FormedBatch, now: float) -> Job | None:
         """A pulled batch ran out of memory (Magnus III-C): its halves wait again and take no more jobs.
 
@@ -155,6 +159,10 @@ class Batcher(Protocol):
         Returns:
             The job of a batch of one, which fits nowhere and has failed; None after a split.
         """
+        ...
+
+    def hold(self, memory_tokens: float, now: float) -> None:
+        """Workers hold so many KV tokens from now on."""
         ...
 
     def next_due_at(self) -> float | None:
@@ -243,11 +251,18 @@ class BatchQueue:
             return batch.jobs[0]
         middle = (len(batch) + 1) // 2
         for jobs in (batch.jobs[:middle], batch.jobs[middle:]):
-            half = self.new_batch(batch.created_at, batch.sealed_at)
-            for job in jobs:
-                half.insert(job)
-            self.put(half)
+            self._put_part(batch, jobs)
         return None
+
+    def restore(self, batch: FormedBatch) -> None:
+        """Puts a pulled batch in again, with the lengths that its jobs have now."""
+        self._put_part(batch, batch.jobs)
+
+    def _put_part(self, batch: FormedBatch, jobs: Sequence[Job]) -> None:
+        part = self.new_batch(batch.created_at, batch.sealed_at)
+        for job in jobs:
+            part.insert(job)
+        self.put(part)
 
     def check_integrity(self) -> None:
         """Raises ``IntegrityError`` unless every batch holds jobs and every job is in exactly one batch."""

@@ -10,10 +10,11 @@ from typing import TypeVar
 import numpy as np
 
 from core.config import SchedulerConfig
-from core.costs import StepCost
+from core.costs import A100_7B, StepCost
 from core.errors import ConfigError
 from policies.aggressive import Aggressive
 from policies.batch_queue import Batcher, first_arrived
+from policies.batch_scheduler import BatchScheduler
 from policies.cheapest_victim import CheapestVictim
 from policies.conservative import Conservative
 from policies.e2_profiles import from_step_cost
@@ -30,7 +31,7 @@ from policies.job import Job
 from policies.kv_baselines import Defer, Reactive, Recompute
 from policies.least_work import LeastWork
 from policies.length_history import LengthHistory
-from policies.multi_bin import MultiBinBatcher
+from policies.multi_bin import LearntBins, MultiBinBatcher
 from policies.past_future import HistoryLengths, PastFuture, TrueLengths
 from policies.placement import Placement
 from policies.presets import PRESETS, Preset, find_preset
@@ -39,13 +40,13 @@ from policies.recompute import NewestGiveWay
 from policies.replica_scheduler import ReplicaPolicies, ReplicaScheduler, SchedulerLimits
 from policies.round_robin import RoundRobin
 from policies.skip_join_mlfq import MlfqRules, SkipJoinMlfq
+from policies.split_batch import SplitBatch, WholeBatch
 from policies.wma_batcher import WmaBatcher
 
 _T = TypeVar("_T")
 
-PRIOR_COST = StepCost(base_s=0.010, prefill_token_s=0.11e-3, decode_seq_s=0.02e-3, context_token_s=0.2e-6)
-"""What steps are taken to cost until they have been measured: about a 7B model on an A100."""
-
+PRIOR_COST = A100_7B
+"""What steps are taken to cost until they have been measured."""
 
 PRIOR_CAPACITY = 100_000
 """KV tokens that a replica is taken to hold until it has said so."""
@@ -91,22 +92,28 @@ class BatchSettings:
         serving_time_s: Estimated seconds of a batch of so many jobs, prompt tokens and output tokens.
         edges: Boundaries of the bins of predicted lengths.
         wma_threshold: Phi.
+        num_bins: Bins whose edges are learnt from the lengths foreseen; 0: ``edges`` are given.
         max_wait_s: Longest wait of a bin for company.
-        batch_size: Jobs of a batch of fixed size; 0 for the preset's own.
+        batch_size: Jobs of a batch at most; 0 for the preset's own.
+        max_num_seqs: What a worker can run at once; no batch is larger.
     """
 
     memory_tokens: float
     serving_time_s: ServingTime
     edges: tuple[float, ...] = (0.0, math.inf)
     wma_threshold: float = 50_000
+    num_bins: int = 0
     max_wait_s: float = math.inf
     batch_size: int = 0
+    max_num_seqs: int | None = None
 
 
 def remaining_service_s(cost: StepCost, job: Job) -> float:
     """Seconds until a job would end if it ran alone: what is missing of its KV, then one step a token foreseen."""
     expected = job.max_new_tokens if job.forecast is None else min(job.forecast.mean, job.max_new_tokens)
-    return cost.prefill_s(job.missing_len) + max(1.0, expected - job.output_len) * cost.decode_s(job.known_len)
+    missing = job.missing_len
+    prefill_s = cost.prefill_s(missing, job.known_len - missing)
+    return prefill_s + max(1.0, expected - job.output_len) * cost.decode_s(job.known_len)
 
 
 def _gittins(settings: PolicySettings, limits: SchedulerLimits) -> Gittins:
@@ -160,8 +167,14 @@ BATCHERS: dict[str, Callable[[BatchSettings, int | None], Batcher]] = {
         settings.memory_tokens, HighestResponseRatio(settings.serving_time_s), settings.wma_threshold, size
     ),
     "wma-fcfs": lambda settings, size: WmaBatcher(settings.memory_tokens, first_arrived, settings.wma_threshold, size),
-    "multi-bin": lambda settings, size: MultiBinBatcher(settings.edges, size or 1, settings.max_wait_s),
+    "multi-bin": lambda settings, size: _bins(settings, size or 1),
 }
+
+
+def _bins(settings: BatchSettings, size: int) -> Batcher:
+    if settings.num_bins:
+        return LearntBins(settings.num_bins, size, settings.max_wait_s)
+    return MultiBinBatcher(settings.edges, size, settings.max_wait_s)
 
 
 def build_router(preset: str, placement: str = "", settings: PolicySettings | None = None) -> GlobalScheduler:
@@ -213,8 +226,32 @@ def check_parts(config: SchedulerConfig) -> None:
             raise ConfigError(f"scheduler.{part}", value, expected)
 
 
+def configured_replica(config: SchedulerConfig, max_num_seqs: int) -> ReplicaScheduler:
+    """The scheduler of one replica as the configuration of a server says, in either mode.
+
+    Raises:
+        ConfigError: there is no such preset.
+    """
+    if is_batch_mode(config.preset):
+        return build_batch_runner(max_num_seqs)
+    return configured_scheduler(config, max_num_seqs)
+
+
+def check_scheduler(config: SchedulerConfig) -> None:
+    """Refuses before anything starts what could not be scheduled so.
+
+    Raises:
+        ConfigError: there is no such preset or placement, or static execution of a preset that forms no batches.
+    """
+    check_parts(config)
+    if not is_batch_mode(config.preset):
+        build_router(config.preset, config.placement)
+    elif config.placement:
+        raise ConfigError("scheduler.placement", config.placement, "nothing: under this preset idle workers pull")
+
+
 def configured_scheduler(config: SchedulerConfig, max_num_seqs: int) -> ReplicaScheduler:
-    """The scheduler of one replica as the configuration of a server says.
+    """The scheduler of a single worker, or of one replica, as the configuration says.
 
     Raises:
         ConfigError: there is no such preset or part, the parts do not go together, or the preset is not of continuous
@@ -225,7 +262,8 @@ def configured_scheduler(config: SchedulerConfig, max_num_seqs: int) -> ReplicaS
         expected = f"ragged with preset {config.preset!r}; batches are formed by {batching}"
         raise ConfigError("scheduler.execution", config.execution, expected)
     limits = SchedulerLimits(max_num_seqs, config.standby_slots)
-    settings = PolicySettings(watermark=config.watermark, gamma=config.gamma)
+    mlfq = MlfqRules(config.quantum_s, follows_cost=True, starve_limit_s=config.starve_limit_s)
+    settings = PolicySettings(watermark=config.watermark, gamma=config.gamma, mlfq=mlfq)
     parts = {"order": config.order, "admission": config.admission, "kv": config.kv}
     return build_scheduler(config.preset, limits, settings, **parts)
 
@@ -269,7 +307,33 @@ def build_batcher(preset: str, settings: BatchSettings) -> Batcher:
     row = find_preset(preset)
     if row.mode != "batch":
         raise ConfigError("scheduler.preset", preset, "a preset of batch mode")
-    return BATCHERS[row.order](settings, settings.batch_size or row.max_num_seqs or None)
+    size = settings.batch_size or row.max_num_seqs or settings.max_num_seqs
+    if size is not None and settings.max_num_seqs is not None:
+        size = min(size, settings.max_num_seqs)
+    return BATCHERS[row.order](settings, size)
+
+
+def build_batch_scheduler(preset: str, settings: BatchSettings, forecast_wait_s: float = 0.0) -> BatchScheduler:
+    """The scheduler over replicas of a batch-mode preset.
+
+    Raises:
+        ConfigError: there is no such preset, or it is not of batch mode.
+    """
+    return BatchScheduler(build_batcher(preset, settings), settings.serving_time_s, forecast_wait_s)
+
+
+def build_batch_runner(max_num_seqs: int) -> ReplicaScheduler:
+    """The scheduler of one replica in batch mode: it runs what it is given, all of it or nothing."""
+    return ReplicaScheduler(ReplicaPolicies(Fcfs(), WholeBatch(), SplitBatch()), SchedulerLimits(max_num_seqs, 0))
+
+
+def is_batch_mode(preset: str) -> bool:
+    """Whether idle workers pull batches under this preset.
+
+    Raises:
+        ConfigError: there is no such preset.
+    """
+    return find_preset(preset).mode == "batch"
 
 
 def _continuous(preset: str) -> Preset:

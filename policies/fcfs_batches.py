@@ -79,8 +79,14 @@ class FcfsBatches:
         del self._waiting[: self.size]
         return batch
 
+    def restore(self, batch: FormedBatch) -> None:
+        self._halves.restore(batch)
+
     def split(self, batch: FormedBatch, now: float) -> Job | None:
         return self._halves.split(batch)
+
+    def hold(self, memory_tokens: float, now: float) -> None:
+        """Nothing to do: the size is given."""
 
     def next_due_at(self) -> float | None:
         return None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from core.forecast import Forecast
 from core.messages import FinishedSequence, Key, OpenRequest, WorkerReady
 from core.request import Request
-from policies.replica_events import RefuseRequest, RequestsAborted, RequestsArrived
+from policies.replica_events import ForecastsArrived, RefuseRequest, RequestsAborted, RequestsArrived
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,34 @@ class PrefixesEvicted:
     prefixes: tuple[tuple[int, ...], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaBroke:
+    """The batch on a replica ran out of memory; nobody runs these any more (batch mode)."""
+
+    name: str
+    keys: tuple[Key, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaRests:
+    """All of a replica's requests that the clients are not reading, if those are all it has: else none (batch mode)."""
+
+    name: str
+    keys: tuple[Key, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryLearnt:
+    """What the length predictor expects of a request that it knows nothing about, as a distribution (batch mode)."""
+
+    forecast: Forecast
+
+
+@dataclass(frozen=True, slots=True)
+class TimePassed:
+    """It is ``next_due_at`` (batch mode)."""
+
+
 GlobalEvent = (
     ReplicaUp
     | ReplicaAway
@@ -122,6 +151,11 @@ GlobalEvent = (
     | MeanOutputLen
     | RequestsStarted
     | PrefixesEvicted
+    | ForecastsArrived
+    | ReplicaBroke
+    | ReplicaRests
+    | HistoryLearnt
+    | TimePassed
 )
 
 
@@ -157,4 +191,25 @@ class ReportLost:
     keys: tuple[Key, ...]
 
 
-GlobalInstruction = PlaceRequests | AbortOnReplica | AskReplica | ReportLost | RefuseRequest
+@dataclass(frozen=True, slots=True)
+class BatchEnded:
+    """Every request of a batch has come to its end (batch mode).
+
+    Attributes:
+        number: Of the batch, within this life of the queue.
+        prompt_len: Longest prompt, in tokens; what a resumed request had generated before counts as prompt.
+        output_len: Longest output, in tokens; ``predicted_len`` is the forecast of that.
+        duration_s: From its placement until the last end was heard of; ``estimated_s`` was expected.
+    """
+
+    replica: str
+    number: int
+    num_requests: int
+    prompt_len: int
+    output_len: int
+    predicted_len: int
+    estimated_s: float
+    duration_s: float
+
+
+GlobalInstruction = PlaceRequests | AbortOnReplica | AskReplica | ReportLost | RefuseRequest | BatchEnded

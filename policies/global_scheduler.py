@@ -68,11 +68,12 @@ class _Replica:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class Entry:
     """One line of the in-flight table: an attempt and the worker life that it was placed on.
 
     Attributes:
         choice: Why there; None if an earlier Router placed it.
+        waited_s: Until a replica took requests.
     """
 
     attempt: int
@@ -80,6 +81,7 @@ class _Entry:
     replica: str
     worker_incarnation: str
     choice: Choice | None = None
+    waited_s: float = 0.0
 
 
 class GlobalScheduler:
@@ -88,8 +90,9 @@ class GlobalScheduler:
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
         self._replicas: dict[str, _Replica] = {}
-        self._placed: dict[str, _Entry] = {}
-        self._queued: dict[str, Request] = {}  # no replica takes requests: they wait for one
+        self._placed: dict[str, Entry] = {}
+        self._queued: dict[str, Request] = {}  # no replica takes requests: they wait for one ...
+        self._queued_since: dict[str, float] = {}  # ... since then; they are here until they are placed or gone
         self._gone: set[str] = set()  # replicas given up: what an ingress still has there is lost
         self._mean_output_len: float | None = None
         self._open: tuple[ReplicaLoad, ...] | None = None  # replicas that take requests; None if that has changed
@@ -127,6 +130,19 @@ class GlobalScheduler:
         """Why a request is where it is; None if it is nowhere or an earlier Router placed it."""
         entry = self._placed.get(request_id)
         return None if entry is None else entry.choice
+
+    def waited_s(self, request_id: str) -> float:
+        """How long a request waited for a replica that takes requests."""
+        entry = self._placed.get(request_id)
+        return 0.0 if entry is None else entry.waited_s
+
+    def queued(self, response_id: str) -> list[tuple[Request, float]]:
+        """The requests of an answer that wait for a replica, and since when. O(waiting)."""
+        return [
+            (request, self._queued_since[request_id])
+            for request_id, request in self._queued.items()
+            if request.origin is not None and request.origin.response_id == response_id
+        ]
 
     def handle(self, event: GlobalEvent, now: float) -> list[GlobalInstruction]:
         """The only mutator. ``now`` is seconds on the caller's monotonic clock."""
@@ -175,6 +191,10 @@ class GlobalScheduler:
                 self._remove(request_id)  # it went down with the worker; its ingress resumes it
         if before is None or before.worker_incarnation != ready.worker_incarnation:
             self._placement.replica_up(name, ready.num_blocks * ready.block_size)
+        return self._serve_queued()
+
+    def _serve_queued(self) -> list[GlobalInstruction]:
+        """A replica takes requests: those that wait for one may go."""
         waiting, self._queued = tuple(self._queued.values()), {}
         return self._place_all(waiting)
 
@@ -215,11 +235,16 @@ class GlobalScheduler:
                 if choice.hit_len:
                     request = replace(request, expected_cached_len=choice.hit_len)
                 placed.setdefault(choice.replica, []).append(request)
-            elif loads and not any(replica.fits(request) for replica in self._replicas.values()):
+            elif self._never_fits(request):
                 refused.append(self._too_long(request))
+                self._queued_since.pop(request.request_id, None)
             else:
                 self._queued[request.request_id] = request
+                self._queued_since.setdefault(request.request_id, self._now)
         return [PlaceRequests(name, tuple(group)) for name, group in placed.items()] + refused
+
+    def _never_fits(self, request: Request) -> bool:
+        return bool(self.loads()) and not any(replica.fits(request) for replica in self._replicas.values())
 
     def _fitting(self, request: Request, loads: tuple[ReplicaLoad, ...]) -> tuple[ReplicaLoad, ...]:
         """Those that hold the request when it is as long as it may get; usually all, and then ``loads`` itself."""
@@ -231,7 +256,8 @@ class GlobalScheduler:
         choice = self._placement.choose(request, self._prefix(request), loads, self._now)
         ready = self._replicas[choice.replica].ready
         assert ready is not None
-        entry = _Entry(request.attempt, request.ingress_id, choice.replica, ready.worker_incarnation, choice)
+        waited_s = self._now - self._queued_since.pop(request.request_id, self._now)
+        entry = Entry(request.attempt, request.ingress_id, choice.replica, ready.worker_incarnation, choice, waited_s)
         self._enter(request.request_id, entry, self._work(request))
         return choice
 
@@ -315,7 +341,7 @@ class GlobalScheduler:
         ready = self._replica(stream.replica).ready
         if ready is not None and ready.worker_incarnation != stream.worker_incarnation:
             return False
-        entry = _Entry(stream.attempt, ingress_id, stream.replica, stream.worker_incarnation)
+        entry = Entry(stream.attempt, ingress_id, stream.replica, stream.worker_incarnation)
         self._enter(stream.request_id, entry, float(stream.work_tokens))
         return True
 
@@ -333,13 +359,14 @@ class GlobalScheduler:
         placed = [((rid, entry.attempt), entry.ingress_id) for rid, entry in self._placed.items()]
         return placed + [((rid, request.attempt), request.ingress_id) for rid, request in self._queued.items()]
 
-    def _enter(self, request_id: str, entry: _Entry, work_tokens: float) -> None:
+    def _enter(self, request_id: str, entry: Entry, work_tokens: float) -> None:
         self._replicas[entry.replica].enter(request_id, work_tokens)
         self._placed[request_id] = entry
 
     def _remove(self, request_id: str, output_len: int | None = None) -> None:
         """``output_len`` only of an output that has come to its end."""
         self._queued.pop(request_id, None)
+        self._queued_since.pop(request_id, None)
         entry = self._placed.pop(request_id, None)
         if entry is not None:
             self._replicas[entry.replica].remove(request_id)
@@ -352,6 +379,8 @@ class GlobalScheduler:
             raise IntegrityError("the in-flight table and the replicas disagree")
         if self._queued.keys() & self._placed.keys():
             raise IntegrityError("a request is placed and waits")
+        if self._queued.keys() != self._queued_since.keys():
+            raise IntegrityError("of those who wait it is not known since when")
         for replica in self._replicas.values():
             load, work_tokens = replica.load, sum(replica.requests.values())
             if load.num_requests != len(replica.requests):

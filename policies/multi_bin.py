@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
@@ -17,6 +18,12 @@ import numpy as np
 from core.errors import IntegrityError, InvalidValueError
 from policies.batch_queue import BatchQueue, FormedBatch, first_sealed, predicted_len
 from policies.job import Job
+
+MIN_LENGTHS = 100
+"""Lengths that edges are learnt from at least, and how many jobs later they are learnt anew ..."""
+
+MAX_LENGTHS = 1000
+"""... and at most: the last ones."""
 
 
 def equal_mass_edges(quantile: Callable[[float], float], num_bins: int) -> tuple[float, ...]:
@@ -86,8 +93,7 @@ class MultiBinBatcher:
     """
 
     def __init__(self, edges: Sequence[float], batch_size: int, max_wait_s: float = math.inf) -> None:
-        if len(edges) < 2 or not all(low <= high for low, high in pairwise(edges)):
-            raise InvalidValueError("edges", tuple(edges), "two or more, not falling")
+        _check_edges(edges)
         if batch_size < 1:
             raise InvalidValueError("batch_size", batch_size, "1 or more")
         if not max_wait_s >= 0:
@@ -110,6 +116,9 @@ class MultiBinBatcher:
 
     def add(self, job: Job, now: float) -> None:
         self._seal_due(now)
+        self._enter(job, now)
+
+    def _enter(self, job: Job, now: float) -> None:
         index = self.bin_of(predicted_len(job))
         batch = self._open.get(index)
         if batch is None:
@@ -133,8 +142,14 @@ class MultiBinBatcher:
         self._seal_due(now)
         return self._sealed.pull(now)
 
+    def restore(self, batch: FormedBatch) -> None:
+        self._sealed.restore(batch)
+
     def split(self, batch: FormedBatch, now: float) -> Job | None:
         return self._sealed.split(batch)
+
+    def hold(self, memory_tokens: float, now: float) -> None:
+        """Nothing to do: the size is given."""
 
     def next_due_at(self) -> float | None:
         due_at = min((self._due_at(batch) for batch in self._open.values()), default=math.inf)
@@ -157,6 +172,15 @@ class MultiBinBatcher:
         if any(batch.insertable for batch in self._sealed):
             raise IntegrityError("a batch that is not sealed waits for a worker")
 
+    def rebin(self, edges: Sequence[float], now: float) -> None:
+        """Other edges from now on: jobs of batches that are not sealed go to their new bins. O(jobs in bins)."""
+        _check_edges(edges)
+        jobs = [job for batch in self._open.values() for job in batch.jobs]
+        self._open, self._bin_of = {}, {}
+        self.edges, self._inner = tuple(edges), tuple(edges[1:-1])
+        for job in sorted(jobs, key=lambda each: each.arrived_at):
+            self._enter(job, now)
+
     def _due_at(self, batch: FormedBatch) -> float:
         return batch.arrived_at + self.max_wait_s
 
@@ -171,6 +195,35 @@ class MultiBinBatcher:
         for job in batch.jobs:
             del self._bin_of[job.request_id]
         self._sealed.put(batch)
+
+
+class LearntBins(MultiBinBatcher):
+    """Bins of equal mass over the lengths foreseen lately; one bin until there are ``MIN_LENGTHS`` of them.
+
+    Args:
+        num_bins: k.
+    """
+
+    def __init__(self, num_bins: int, batch_size: int, max_wait_s: float = math.inf) -> None:
+        _check_bins(num_bins)
+        super().__init__((0.0, math.inf), batch_size, max_wait_s)
+        self.num_bins = num_bins
+        self._lengths: deque[float] = deque(maxlen=MAX_LENGTHS)
+        self._num_unlearnt = 0
+
+    def add(self, job: Job, now: float) -> None:
+        """As before; every ``MIN_LENGTHS`` jobs the edges are found anew."""
+        self._lengths.append(predicted_len(job))
+        self._num_unlearnt += 1
+        if self._num_unlearnt >= MIN_LENGTHS:
+            self._num_unlearnt = 0
+            self.rebin(sample_edges(self._lengths, self.num_bins), now)
+        super().add(job, now)
+
+
+def _check_edges(edges: Sequence[float]) -> None:
+    if len(edges) < 2 or not all(low <= high for low, high in pairwise(edges)):
+        raise InvalidValueError("edges", tuple(edges), "two or more, not falling")
 
 
 def _check_bins(num_bins: int) -> None:

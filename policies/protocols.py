@@ -6,12 +6,36 @@ Every part is a plain object without a clock and without randomness of its own: 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from core.costs import StepCost
+from core.decisions import Facts
 from policies.job import Job
+
+
+@runtime_checkable
+class Explains(Protocol):
+    """A part that says from which numbers it decides. Any part may; one that does not is left out of explanations."""
+
+    def explain(self, job: Job, now: float) -> Facts:
+        """The numbers behind the decision that was just taken about the job; changes nothing.
+
+        Asked when a job is admitted, refused, preempted, moved or changes its level, not at every step.
+        """
+        ...
+
+
+@runtime_checkable
+class MovesJobs(Protocol):
+    """An order that moves jobs by itself and tells it at once.
+
+    Attributes:
+        on_move: Called with the job, ``promoted`` or ``demoted``, and the instant; None if nobody listens.
+    """
+
+    on_move: Callable[[Job, str, float], None] | None
 
 
 class Order(Protocol):
@@ -111,6 +135,7 @@ class KvView:
         host_free: Host tokens that nobody holds.
         host_capacity: Host tokens in all; 0 where there is no host pool.
         block_size: Memory goes in units of so many tokens.
+        short: Device tokens that the worker said ``running`` lack to go on, part of ``needed``.
     """
 
     running: Sequence[Job]
@@ -121,15 +146,22 @@ class KvView:
     host_free: int
     host_capacity: int
     block_size: int = 1
+    short: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class KvMoves:
-    """What is to move, in this order."""
+    """What is to move, in this order.
+
+    Attributes:
+        break_off: Nothing of the kind: all that is here gives up its memory and its place, and goes back to the queue
+            it came from.
+    """
 
     offload: tuple[Job, ...] = ()
     drop: tuple[Job, ...] = ()
     upload: tuple[Job, ...] = ()
+    break_off: bool = False
 
 
 class KvPolicy(Protocol):
@@ -139,6 +171,8 @@ class KvPolicy(Protocol):
         evicts: Whether KV of jobs that do not execute makes way for a job of higher rank. Where not, the newcomer
             waits (the Defer baseline) and only jobs that cannot go on otherwise give way.
         swaps: Whether KV is moved to the host rather than dropped while there is room.
+        watches: Whether it is asked at every scheduling point, and not only when the worker is short of memory or where
+            the order is preemptive.
     """
 
     @property
@@ -146,6 +180,9 @@ class KvPolicy(Protocol):
 
     @property
     def swaps(self) -> bool: ...
+
+    @property
+    def watches(self) -> bool: ...
 
     def moves(self, view: KvView, now: float) -> KvMoves:
         """What to move at this scheduling point; a job is named once at most."""

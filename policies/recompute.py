@@ -20,6 +20,7 @@ class NewestGiveWay:
 
     swaps: bool = False
     evicts: bool = False
+    watches: bool = False
 
     def moves(self, view: KvView, now: float) -> KvMoves:
         """Victims are those that do not execute, then the last of the running ones, until enough comes free."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from core.costs import StepCost
-from core.messages import FinishedSequence, ForecastMade, Plan, StepReport, WorkerState
-from core.request import Request
+from core.messages import FinishedSequence, ForecastMade, Key, Plan, StepReport, WorkerState
+from core.request import Origin, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,13 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class RequestsArrived:
+    """
+    Attributes:
+        placements: As in ``Submit``.
+    """
+
     requests: tuple[Request, ...]
+    placements: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,4 +108,23 @@ class RequestEnded:
     ended_at: float
 
 
-Instruction = SendPlan | RefuseRequest | RequestEnded
+@dataclass(frozen=True, slots=True)
+class BatchBroken:
+    """A batch ran out of memory: these, all that was here, are forgotten and have to be run in smaller batches."""
+
+    keys: tuple[Key, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AccountClosed:
+    """What was decided about a request that is here no more; for whoever keeps a journal."""
+
+    request_id: str
+    attempt: int
+    origin: Origin
+    placement: bytes
+    decisions: bytes
+    num_left_out: int
+
+
+Instruction = SendPlan | RefuseRequest | RequestEnded | BatchBroken | AccountClosed

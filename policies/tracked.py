@@ -21,6 +21,9 @@ class Tracked:
         stalled: Its client does not read.
         granted_len: Total length it may reach by the latest plan.
         ran_s: Seconds of the steps that it took part in, in this life of the worker.
+        waits_since: When it came, lost its place, or had to let others go first.
+        waits_for: What it has been noted to wait for since; empty before that, and while it runs.
+        waited_s: All of its waits that are over, together.
     """
 
     request: Request
@@ -35,6 +38,9 @@ class Tracked:
     stalled: bool = False
     granted_len: int = 0
     ran_s: float = 0.0
+    waits_since: float = 0.0
+    waits_for: str = ""
+    waited_s: float = 0.0
 
     @property
     def max_total_len(self) -> int:
@@ -85,8 +91,13 @@ class Tracked:
 
 def make_tracked(request: Request, now: float) -> Tracked:
     """A request that has just come, with nothing computed."""
+    return Tracked(request, make_job(request, now), waits_since=now)
+
+
+def make_job(request: Request, now: float) -> Job:
+    """As policies see a request that has just come."""
     deadline_at = float("inf") if request.deadline_s is None else now + request.deadline_s
-    job = Job(
+    return Job(
         request.request_id,
         arrived_at=now,
         prompt_len=request.prompt_len,
@@ -97,4 +108,3 @@ def make_tracked(request: Request, now: float) -> Tracked:
         cached_len=request.expected_cached_len,
         output_len=len(request.output_ids),
     )
-    return Tracked(request, job)

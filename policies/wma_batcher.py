@@ -108,8 +108,24 @@ class WmaBatcher:
             self._queue.take(batch, now)
         return batch
 
+    def restore(self, batch: FormedBatch) -> None:
+        self._queue.restore(batch)
+
     def split(self, batch: FormedBatch, now: float) -> Job | None:
         return self._queue.split(batch)
+
+    def hold(self, memory_tokens: float, now: float) -> None:
+        """From batches that would not fit any more, those who joined last are put elsewhere."""
+        fewer, self.memory_tokens = memory_tokens < self.memory_tokens, memory_tokens
+        if not fewer:
+            return
+        for batch in list(self._open.batches):
+            moved: list[Job] = []
+            while len(batch) > 1 and not self._allows(batch):
+                moved.append(batch.jobs[-1])
+                self.remove(moved[-1].request_id)
+            for job in reversed(moved):
+                self.add(job, now)
 
     def next_due_at(self) -> float | None:
         return None

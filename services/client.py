@@ -24,6 +24,7 @@ from actors.metrics import RequestMetrics
 from actors.names import LOG_STORE, ROUTER, SUPERVISOR, worker_name
 from actors.peer import LOOK_AGAIN_S, PeerLost
 from actors.site import Site
+from actors.waiting import again_and_again
 from core.codec import decode, encode
 from core.errors import CapacityError, InvalidValueError
 from core.forecast import Forecast, ForecastQuestion
@@ -37,6 +38,8 @@ from core.messages import (
     PieceCounts,
     PieceStatus,
     Refusal,
+    RequestTrace,
+    RequestTraces,
     Scale,
     StatusReply,
     Submit,
@@ -45,14 +48,16 @@ from core.messages import (
     TokenDelta,
     TokenPoll,
 )
-from core.request import Request, SamplingParams
+from core.request import Origin, Request, SamplingParams
 from services.api.backend import ModelInfo
 from services.api.prompt_text import PromptText
+from services.explanations import Explanations
 from services.forecaster import Forecaster
 from services.inbox import TokenInbox
 from services.ledger import RequestLedger
 from services.mailbox import Mailbox
 from services.overview import Overview
+from services.stream_notes import StreamNotes
 
 ANNOUNCE_S = 0.5
 """How often the Router hears what is open here, and says what is lost."""
@@ -86,6 +91,10 @@ class _Stream:
     replica: str = ""
     reason: str = "abort"
     foreseen: asyncio.Event = field(default_factory=asyncio.Event)
+    notes: StreamNotes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.notes = StreamNotes(self.request, self.received_at)
 
     def record(self, now: float) -> FinishedRequest:
         return FinishedRequest(
@@ -130,6 +139,8 @@ class EngineClient:
         self._open_tokens = 0
         self._outgoing_due = asyncio.Event()
         self._log = LogOutbox(self._peers.peer(LOG_STORE), "append", FinishedRequests)
+        self._traces = LogOutbox(self._peers.peer(LOG_STORE), "append_traces", RequestTraces)
+        self._explanations = Explanations(self._peers)
         self._made: list[ForecastMade] = []
         self._forecaster: Forecaster | None = None
         if site.config.predictor.artefact:
@@ -147,18 +158,19 @@ class EngineClient:
     async def start(self) -> None:
         """Starts the background pumps, on the event loop that serves requests."""
         self._port = await self._health.start()
-        work = [self._pump_outgoing, self._pump_announcements, self._log.run]
+        work = [self._pump_outgoing, self._pump_announcements, self._log.run, self._traces.run]
         if self._keep is not None:
             work.append(self._keep)
         if self._forecaster is not None:
             work.append(self._forecaster.run)
-        self._tasks = [asyncio.create_task(_again_and_again(each)) for each in work]
+        self._tasks = [asyncio.create_task(again_and_again(each, LOOK_AGAIN_S)) for each in work]
 
     async def stream(
         self,
         prompt_ids: tuple[int, ...],
         sampling: SamplingParams,
         text: PromptText | None = None,
+        origin: Origin | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[TokenDelta, None]:
         """Deltas of one request, the last with a finish reason; closing early aborts it.
@@ -167,7 +179,7 @@ class EngineClient:
             CapacityError: too much is in the house already.
             InvalidValueError: no worker can ever run it.
         """
-        stream = self._open(prompt_ids, sampling, priority)
+        stream = self._open(prompt_ids, sampling, origin, priority)
         try:
             if text is not None and self._forecaster is not None:
                 await self._ask(stream, text, self._forecaster)
@@ -182,10 +194,13 @@ class EngineClient:
         finally:
             self._close(stream)
 
-    def _open(self, prompt_ids: tuple[int, ...], sampling: SamplingParams, priority: int) -> _Stream:
+    def _open(
+        self, prompt_ids: tuple[int, ...], sampling: SamplingParams, origin: Origin | None, priority: int
+    ) -> _Stream:
         self._admit(len(prompt_ids))
         request_id = f"{self._ingress_id}-{next(self._ids)}"
-        stream = _Stream(Request(request_id, 0, self._ingress_id, prompt_ids, sampling, priority=priority))
+        request = Request(request_id, 0, self._ingress_id, prompt_ids, sampling, origin=origin, priority=priority)
+        stream = _Stream(request)
         self._streams[request_id] = stream
         self._open_tokens += len(prompt_ids)
         return stream
@@ -242,6 +257,8 @@ class EngineClient:
             self._outgoing_due.set()
         record = stream.record(now)
         self._log.add(record)
+        for trace in stream.notes.end(record):
+            self._traces.add(trace)
         self._metrics.finished(
             record.finish_reason, record.jct_s, record.prompt_len, record.output_len, record.max_new_tokens
         )
@@ -252,6 +269,7 @@ class EngineClient:
             await self._outgoing_due.wait()
             self._outgoing_due.clear()
             requests, aborts = self._ledger.take_outgoing()
+            self._note_resumed(requests)
             made, self._made = tuple(self._made), []
             try:
                 if requests:
@@ -266,6 +284,12 @@ class EngineClient:
                 with suppress(PeerLost):  # if it still sends tokens, it is aborted again
                     await self._router.call("abort", encode(Keys(aborts)))
             self._after_faults()
+
+    def _note_resumed(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            if request.attempt and request.request_id in self._streams:
+                facts = {"attempt": request.attempt, "output_tokens": len(request.output_ids)}
+                self._streams[request.request_id].notes.note("resumed", facts)
 
     async def _submit(self, requests: tuple[Request, ...]) -> None:
         reply = decode(await self._router.call("submit", encode(Submit(requests))), SubmitReply)
@@ -292,15 +316,15 @@ class EngineClient:
             stream = self._streams.get(refusal.request_id)
             if stream is not None:
                 stream.reason = "error"
+                stream.notes.note("refused", {"reason": refusal.message})
                 total = stream.request.max_total_len
                 stream.deltas.fail(InvalidValueError(refusal.field, total, refusal.message))
 
     def _follow(self, replicas: Iterable[str]) -> None:
         for replica in replicas:
             if replica not in self._pumps:
-                self._pumps[replica] = asyncio.create_task(
-                    _again_and_again(functools.partial(self._pump_tokens, replica))
-                )
+                pump = functools.partial(self._pump_tokens, replica)
+                self._pumps[replica] = asyncio.create_task(again_and_again(pump, LOOK_AGAIN_S))
 
     def _unfollow(self, replicas: set[str]) -> None:
         """Stops asking replicas that are no more."""
@@ -333,8 +357,9 @@ class EngineClient:
             stream.replica, stream.attempts = replica, delta.attempt + 1
             stream.reason = delta.finish_reason or stream.reason
             stream.deltas.put(delta)
-            if len(stream.deltas) >= SLOW_DELTAS:
+            if len(stream.deltas) >= SLOW_DELTAS and delta.request_id not in self._slow:
                 self._slow.add(delta.request_id)
+                stream.notes.note("client_slow", {"unread_deltas": len(stream.deltas)})
         self._after_faults()
 
     def _after_faults(self) -> None:
@@ -356,14 +381,16 @@ class EngineClient:
         if stream.token_at is None:
             stream.ttft_s = now - stream.began
             self._metrics.first_token(stream.ttft_s, count)
+            stream.notes.note("first_token", {"ttft_s": stream.ttft_s})
         else:
             self._metrics.tokens(now - stream.token_at, count)
         stream.token_at = now
         stream.num_tokens += count
 
     def _note_read(self, stream: _Stream) -> None:
-        if len(stream.deltas) <= READING_DELTAS:
+        if len(stream.deltas) <= READING_DELTAS and stream.request.request_id in self._slow:
             self._slow.discard(stream.request.request_id)
+            stream.notes.note("client_reads", {"unread_deltas": len(stream.deltas)})
 
     def _row(self) -> PieceStatus:
         return PieceStatus(
@@ -391,6 +418,18 @@ class EngineClient:
         own = generate_latest(self._registry).decode()
         return await self._overview.metrics(f"ingress-{self._ingress_id}", own)
 
+    async def explain(self, response_id: str) -> tuple[RequestTrace, ...]:
+        """What is known of the decisions behind an answer, whoever took them.
+
+        Raises:
+            FarsightError: nothing is known of it, and somebody could not be asked.
+        """
+        own = [trace for trace in self._traces if trace.trace_id.startswith(f"{response_id}/")]
+        for stream in self._streams.values():
+            if stream.notes.is_of(response_id):
+                own += stream.notes.so_far()
+        return await self._explanations.find(response_id, own)
+
     async def scale(self, kind: str, count: int) -> PieceCounts:
         """How many of what there are from now on; answers when they are there, or gone.
 
@@ -411,13 +450,3 @@ class EngineClient:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._health.stop()
         self._peers.close()
-
-
-async def _again_and_again(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Runs work that never ends by itself. What breaks it is written down and it begins anew: it keeps no state."""
-    while True:
-        try:
-            await work()
-        except Exception:
-            logger.exception("a pump of the ingress broke")
-            await asyncio.sleep(LOOK_AGAIN_S)

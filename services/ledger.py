@@ -17,6 +17,7 @@ from core.messages import (
     AnnounceReply,
     Key,
     OpenRequest,
+    Placed,
     Refusal,
     SubmitReply,
     TokenDelta,
@@ -109,11 +110,14 @@ class RequestLedger:
 
     def submitted(self, reply: SubmitReply) -> list[Refusal]:
         """The Router has answered; returns the refusals of requests that are still open, which they end."""
-        for placed in reply.placed:
+        self._note_placed(reply.placed)
+        return self._refused(reply.refusals)
+
+    def _note_placed(self, all_placed: Iterable[Placed]) -> None:
+        for placed in all_placed:
             stream = self._current((placed.request_id, placed.attempt))
             if stream is not None and placed.replica:
                 stream.replica, stream.worker_incarnation = placed.replica, placed.worker_incarnation
-        return self._refused(reply.refusals)
 
     def submit_failed(self, requests: Iterable[Request]) -> None:
         """The Router died with these in its hands, or is not there; nobody knows whether they were placed."""
@@ -152,6 +156,7 @@ class RequestLedger:
 
     def announced(self, reply: AnnounceReply) -> list[Refusal]:
         """The Router's answer: what is lost is resumed; returns refusals as ``submitted`` does."""
+        self._note_placed(reply.placed)
         self._resume(reply.lost)
         return self._refused(reply.refusals)
 

@@ -11,12 +11,12 @@ import aiohttp
 from ray.exceptions import RayTaskError
 
 from actors.layout import by_host, current_counts, initial_counts, wanted_pieces
-from actors.names import ROUTER, SUPERVISOR, kv_offload_manager_name
+from actors.names import LOG_STORE, ROUTER, SUPERVISOR, kv_offload_manager_name
 from actors.peer import PeerBook, PeerLost
 from actors.registry import kind_of
 from actors.site import Site
 from core.codec import decode
-from core.messages import KVUsage, PieceRows, PieceStatus, StatusReply
+from core.messages import ArtefactInfo, ArtefactList, KVUsage, PieceRows, PieceStatus, StatusReply
 from kvcache.residency import total_usage
 from services.api.metrics_page import merge_expositions
 
@@ -28,6 +28,7 @@ class Overview:
     """Asks every process that there should be; none of them has to know the others."""
 
     def __init__(self, site: Site, peers: PeerBook) -> None:
+        self._config = site.config
         self._peers = peers
         self._counts = initial_counts(site.config)
         self._last: dict[str, PieceStatus] = {}
@@ -41,6 +42,7 @@ class Overview:
         return StatusReply(
             pieces=tuple(rows + await self._ingress_rows()),
             kv=total_usage(usages),
+            artefacts=await self._artefacts(),
         )
 
     async def metrics(self, own_name: str, own_text: str) -> str:
@@ -89,6 +91,13 @@ class Overview:
         except (PeerLost, TimeoutError, RayTaskError):
             return KVUsage()
 
+    async def _artefacts(self) -> tuple[ArtefactInfo, ...]:
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                return decode(await self._peers.peer(LOG_STORE).call("artefacts"), ArtefactList).artefacts
+        except (PeerLost, TimeoutError, RayTaskError):
+            return ()
+
     async def _ingress_rows(self) -> list[PieceStatus]:
         try:
             async with asyncio.timeout(TIMEOUT_S):
@@ -100,5 +109,5 @@ class Overview:
         """What is known of it from its life, as far as that outlasts it."""
         last = self._last.get(piece)
         if last is None:
-            return PieceStatus(piece, kind_of(piece), 0, "", "dead", 0, None, 0, 0)
+            return PieceStatus(piece, kind_of(piece, self._config), 0, "", "dead", 0, None, 0, 0)
         return dataclasses.replace(last, state="dead", queue=0, last_step_age_s=None, http_port=0)

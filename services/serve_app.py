@@ -12,7 +12,7 @@ from typing import Any
 from actors.site import Site
 from core.config import FarsightConfig, load_config
 from core.errors import ConfigError, FarsightError
-from policies.builders import build_router
+from policies.builders import check_scheduler
 from services.launch import default_ingress_replicas, find_model, find_site, ingress_app, start_pieces
 
 ANSWER_TIMEOUT_S = 10.0
@@ -34,7 +34,7 @@ def app(args: dict[str, Any]) -> Any:
         FarsightError: a wrong setting, or pieces run whose settings are others.
     """
     config = config_from_tables(args)
-    build_router(config.scheduler.preset, config.scheduler.placement)  # a wrong name is refused before anything starts
+    check_scheduler(config.scheduler)  # a wrong name is refused before anything starts
     site = find_site(config, find_model(config))
     running = running_site(site.namespace)
     if running is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from core.errors import InvalidValueError
-from core.request import SamplingParams
+from core.request import Origin, SamplingParams
 from services.api.backend import ModelInfo
 from services.api.errors import ApiError
 from services.api.prompt_text import PromptText, of_chat, of_completion
@@ -43,6 +43,10 @@ class Job:
         return len(self.prompt_ids)
 
 
+UNNAMED = Origin("")
+"""Of an answer that nobody waits for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Generation:
     """What one HTTP request has the backend do, and what of it the client is shown.
@@ -53,6 +57,7 @@ class Generation:
         shows_logprobs: Jobs may compute them without, to find the likeliest.
         echoes: What is put before the outputs of each prompt; empty if nothing is.
         prompt_only: No token was asked for; the one that every job yields is not shown.
+        origin: What the client will know the answer by; of its first choice.
     """
 
     jobs: list[Job]
@@ -61,6 +66,7 @@ class Generation:
     shows_logprobs: bool = False
     echoes: tuple[str, ...] = ()
     prompt_only: bool = False
+    origin: Origin = UNNAMED
 
     @property
     def num_tries(self) -> int:

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -22,6 +23,7 @@ from tests.unit.engine.models import save_model
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_REPLICAS = 2
+CONTINUOUS = SchedulerConfig(standby_slots=4, placement="least-work")
 
 
 @pytest.fixture(scope="session")
@@ -55,14 +57,13 @@ def ray_cluster() -> Iterator[None]:
 
 
 @contextmanager
-def _house(placement: str, model_dir: Path, log_dir: Path) -> Iterator[House]:
-    """Two replicas; shared by all tests of the placement, which leave it as they found it."""
-    config = FarsightConfig(
-        model=ModelConfig(name="m", dtype="float32", replicas=NUM_REPLICAS),
-        engine=ENGINE,
-        scheduler=SchedulerConfig(standby_slots=4, placement="least-work"),
-        log=LogConfig(path=str(log_dir / "log.sqlite")),
-    )
+def open_house(
+    placement: str, model_dir: Path, log_dir: Path, scheduler: SchedulerConfig, **tables: Any
+) -> Iterator[House]:
+    """Two replicas; ``tables`` are of the configuration. Shared by several tests, which leave it as they found it."""
+    usual = {"model": ModelConfig(name="m", dtype="float32", replicas=NUM_REPLICAS), "engine": ENGINE}
+    log = LogConfig(path=str(log_dir / "log.sqlite"))
+    config = FarsightConfig(scheduler=scheduler, log=log, **(usual | tables))
     # Detached, as in a real service: else whatever the Supervisor has started would die with it.
     running = House(Site(config, str(model_dir), placement, namespace=f"test-{uuid.uuid4().hex[:8]}"))
     try:
@@ -74,13 +75,13 @@ def _house(placement: str, model_dir: Path, log_dir: Path) -> Iterator[House]:
 
 @pytest.fixture(scope="package")
 def fused_house(ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    with _house("fused", actor_model_dir, tmp_path_factory.mktemp("log")) as house:
+    with open_house("fused", actor_model_dir, tmp_path_factory.mktemp("log"), CONTINUOUS) as house:
         yield house
 
 
 @pytest.fixture(scope="package")
 def split_house(ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    with _house("split", actor_model_dir, tmp_path_factory.mktemp("log")) as house:
+    with open_house("split", actor_model_dir, tmp_path_factory.mktemp("log"), CONTINUOUS) as house:
         yield house
 
 

@@ -111,6 +111,11 @@ class House:
             if sample.name == "farsight:refused_messages_total" and sample.labels["piece"] == piece
         }
 
+    async def metric(self, piece: str, name: str) -> float:
+        """The sum of a metric over its labels, as the piece's process shows it."""
+        families = text_string_to_metric_families(await self.host(piece).metrics.remote())
+        return sum(sample.value for family in families for sample in family.samples if sample.name == name)
+
     async def log(self, *request_ids: str) -> list[FinishedRequest]:
         """Their records, once all are there."""
         async with asyncio.timeout(LONG_S):

@@ -13,6 +13,7 @@ import pytest
 
 from actors.piece import Piece
 from actors.registry import piece_class
+from core.config import FarsightConfig
 from core.errors import MessageError
 from core.messages import (
     SCHEMA_VERSION,
@@ -101,10 +102,14 @@ def malformed(kind: Any) -> Iterator[tuple[bytes, str]]:
     yield msgpack.packb([SCHEMA_VERSION, name, *wrong, 0]), name
 
 
+def _class_of(piece: str) -> type[Piece]:
+    return piece_class(piece, FarsightConfig())
+
+
 @pytest.mark.parametrize("piece", TAKES)
 def test_every_message_of_every_piece_is_tried_here(piece: str) -> None:
-    own = {name for name in dir(piece_class(piece)) if not name.startswith("_") and not hasattr(Piece, name)}
-    methods = {name for name in own if asyncio.iscoroutinefunction(getattr(piece_class(piece), name))}
+    own = {name for name in dir(_class_of(piece)) if not name.startswith("_") and not hasattr(Piece, name)}
+    methods = {name for name in own if asyncio.iscoroutinefunction(getattr(_class_of(piece), name))}
     assert methods == TAKES[piece].keys() | TAKES_NOTHING[piece]
 
 

@@ -13,6 +13,7 @@ from core.messages import (
     FinishedSequence,
     Key,
     Keys,
+    Placed,
     Plan,
     Refusal,
     Refusals,
@@ -26,21 +27,27 @@ from core.messages import (
     WorkerReady,
     WorkerState,
 )
+from policies.batch_scheduler import BatchScheduler
 from policies.global_events import (
     AbortOnReplica,
     AskReplica,
+    BatchEnded,
     GlobalEvent,
     IngressAnnounced,
     IngressLost,
     KeysUnknown,
     PlaceRequests,
     ReplicaAway,
+    ReplicaBroke,
+    ReplicaRests,
     ReplicaUp,
     ReportLost,
     RequestsEnded,
+    TimePassed,
 )
 from policies.global_scheduler import GlobalScheduler
 from policies.replica_events import (
+    BatchBroken,
     Event,
     RefuseRequest,
     RequestEnded,
@@ -118,6 +125,7 @@ class RouterPiece:
         self.is_first = world.clock.now == 0.0
         self._ingresses: dict[str, _IngressReplica] = {}
         self._replicas: dict[str, None] = {}
+        self._alarm_at: float | None = None
         self._tick()
 
     def submit(self, message: Submit, reply: Callable[[SubmitReply], None]) -> None:
@@ -139,7 +147,10 @@ class RouterPiece:
 
         def done(answers: _Answers) -> None:
             late, ingress.late_refusals = ingress.late_refusals, []
-            reply(AnnounceReply(tuple(answers.lost), (*answers.refusals, *late), tuple(self._replicas)))
+            waited = [stream for stream in message.open if not stream.replica]
+            placed = [self.machine.placed(stream.request_id, stream.attempt) for stream in waited]
+            refusals = (*answers.refusals, *late)
+            reply(AnnounceReply(tuple(answers.lost), refusals, tuple(self._replicas), tuple(filter(_is_known, placed))))
 
         before = self.machine.num_in_flight
         self._handle(IngressAnnounced(message.ingress_id, message.open), done)
@@ -150,6 +161,11 @@ class RouterPiece:
         self._replicas[name] = None
         for refusal in message.refusals:
             self._refuse_late(refusal)
+        if message.broken:
+            self.world.tell("router", "a batch broke on replica %s: %s", name, message.broken)
+            self._handle(ReplicaBroke(name, message.broken), lambda answers: None)
+        if isinstance(self.machine, BatchScheduler):
+            self._handle(ReplicaRests(name, message.resting), lambda answers: None)
         self._handle(ReplicaAway(name) if ready is None else ReplicaUp(name, ready), lambda answers: reply())
 
     def requests_ended(self, message: Ended, reply: Callable[[], None]) -> None:
@@ -165,6 +181,9 @@ class RouterPiece:
             match instruction:
                 case PlaceRequests(name, requests):
                     self.world.tell("router", "%s placed on replica %s", attempts(requests), name)
+                    self.world.count(
+                        "batches of several", isinstance(self.machine, BatchScheduler) and len(requests) > 1
+                    )
                     self._call(name, "submit", Submit(requests), answers, self._take_refusals)
                 case AbortOnReplica(name, keys):
                     self.world.tell("router", "aborts %s on replica %s", keys, name)
@@ -176,7 +195,24 @@ class RouterPiece:
                     answers.lost += keys
                 case RefuseRequest(request_id, attempt, field_name, text):
                     answers.refusals.append(Refusal(request_id, attempt, field_name, text))
+                case BatchEnded():
+                    self.world.count("batches that ended whole", True)
         self.machine.check_integrity()
+        self._set_alarm()
+
+    def _set_alarm(self) -> None:
+        """For the next instant at which something is due."""
+        due_at = self.machine.next_due_at if isinstance(self.machine, BatchScheduler) else None
+        if due_at is None or due_at == self._alarm_at:
+            return
+        self._alarm_at = due_at
+        delay_s = max(0.0, due_at - self.world.clock.now)
+        self.world.clock.after(delay_s, lambda: self.life.run(lambda: self._ring(due_at)))
+
+    def _ring(self, due_at: float) -> None:
+        if self._alarm_at == due_at:
+            self._alarm_at = None
+            self._handle(TimePassed(), lambda answers: None)
 
     def _call(
         self, name: str, method: str, message: Any, answers: _Answers, take: Callable[[str, Any, _Answers], None]
@@ -220,6 +256,10 @@ class RouterPiece:
         self.world.clock.after(SAY_AGAIN_S, lambda: self.life.run(self._tick))
 
 
+def _is_known(placed: Placed) -> bool:
+    return placed.replica != ""
+
+
 class _Connection:
     """To one worker life; ``number`` counts polls, so that only the latest is followed by another."""
 
@@ -241,6 +281,8 @@ class SchedulerPiece:
         self._plan: Plan | None = None
         self._applied = 0
         self._late_refusals: list[Refusal] = []
+        self._broken: list[Key] = []
+        self._resting: tuple[Key, ...] = ()
         self._ended: list[FinishedSequence] = []
         self._tells_ends = self._tells_state = self._news = False
         self._connect()
@@ -255,8 +297,9 @@ class SchedulerPiece:
         reply()
 
     def unknown(self, message: Keys, reply: Callable[[Keys], None]) -> None:
-        """Without a worker nobody can say."""
-        reply(Keys(self.machine.unknown(message.keys) if self._ready is not None else ()))
+        """Without a worker nobody can say; what the Router has yet to hear of in another way counts as here."""
+        keys = [key for key in message.keys if key not in self._broken]
+        reply(Keys(self.machine.unknown(keys) if self._ready is not None else ()))
 
     def _handle(self, event: Event) -> list[Refusal]:
         refusals = []
@@ -270,7 +313,15 @@ class SchedulerPiece:
                 case RequestEnded(finished):
                     self._ended.append(finished)
                     self._tell_ends()
+                case BatchBroken(keys):
+                    self.world.tell(self.life.name, "its batch broke: %s", keys)
+                    self.world.count("broken batches", True)
+                    self._broken += keys
+                    self._tell_state()
         self.machine.check_integrity()
+        if self.world.in_batches and self.machine.resting() != self._resting:
+            self._resting = self.machine.resting()
+            self._tell_state()
         return refusals
 
     def _connect(self) -> None:
@@ -359,10 +410,12 @@ class SchedulerPiece:
             return
         self._tells_state, self._news = True, False
         refusals, self._late_refusals = self._late_refusals, []
-        state = ReplicaState(self.replica, self._ready, tuple(refusals))
+        broken = tuple(self._broken)
+        state = ReplicaState(self.replica, self._ready, tuple(refusals), broken, self._resting)
 
         def told() -> None:
             self._tells_state = False
+            del self._broken[: len(broken)]
             if self._news:
                 self._tell_state()
 

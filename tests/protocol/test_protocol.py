@@ -42,6 +42,9 @@ MUST_HAPPEN = (
     "kills of a scheduler",
     "kills of a router",
     "kills of a ingress",
+    "broken batches",
+    "batches of several",
+    "batches that ended whole",
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from typing import Any
@@ -9,7 +10,15 @@ from typing import Any
 from core.costs import StepCost
 from core.messages import Refusal, TokenDelta
 from kvcache import BatchLimits, StepBatch
-from policies.builders import PolicySettings, build_router, build_scheduler
+from policies.builders import (
+    BatchSettings,
+    PolicySettings,
+    build_batch_runner,
+    build_batch_scheduler,
+    build_router,
+    build_scheduler,
+)
+from policies.presets import PRESETS
 from policies.replica_events import CostLearnt
 from policies.replica_scheduler import ReplicaPolicies, SchedulerLimits
 from policies.skip_join_mlfq import MlfqRules
@@ -39,6 +48,8 @@ PARTS += [("skip-join-mlfq", f"enst-{kind}") for kind in ("proactive", "reactive
 PARTS += [("gittins", "cheapest-victim"), ("gittins", "recompute-newest")]
 """(order, KV policy)"""
 
+BATCH_PRESETS = [name for name, preset in PRESETS.items() if preset.mode == "batch"]
+
 ADMISSIONS = ["watermark", "conservative", "past-future"]
 
 
@@ -65,6 +76,10 @@ class World:
         policy_rng = random.Random(seed + 1)
         self.parts = policy_rng.choice(PARTS)
         self.admission = policy_rng.choice(ADMISSIONS)
+        self.in_batches = policy_rng.random() < 0.25
+        self.batch_preset = policy_rng.choice(BATCH_PRESETS)
+        self.batch_settings = self._draw_batches(policy_rng)
+        self.forecast_wait_s = policy_rng.choice([0.0, 0.05])
         self.network = Network(self.clock, rng, self.faults, thorough=rng.random() < 0.1)
         self._build()
 
@@ -82,6 +97,17 @@ class World:
         self.max_len = min(self.num_blocks.values()) * BLOCK  # the ingress admits what fits everywhere
         self.ingress_names = ["ingress-a", "ingress-b"][: rng.randint(1, 2)]
         self._break_rate = rng.choice([0, 0, 0, 0.01])
+
+    def _draw_batches(self, rng: random.Random) -> BatchSettings:
+        return BatchSettings(
+            memory_tokens=math.inf,
+            serving_time_s=lambda size, prompt_len, output_len: STEP_S * output_len,
+            wma_threshold=rng.choice([0.0, 100.0, math.inf]),
+            num_bins=rng.randint(1, 3),
+            max_wait_s=rng.choice([0.0, 0.2]),
+            batch_size=rng.choice([0, 2, 4]),
+            max_num_seqs=self.limits.max_num_seqs,
+        )
 
     def _build(self) -> None:
         self.tell("world", "%s, %s, blocks %s, %s", self.faults, self.limits, self.num_blocks, self.batch_limits)
@@ -102,9 +128,14 @@ class World:
         self.network.living[name] = getattr(self, f"_make_{kind}")(replica)
 
     def _make_router(self, _: str) -> RouterPiece:
-        return RouterPiece(self, build_router("fcfs", self.placement))
+        machine = build_router("fcfs", self.placement)
+        if self.in_batches:
+            machine = build_batch_scheduler(self.batch_preset, self.batch_settings, self.forecast_wait_s)
+        return RouterPiece(self, machine)
 
     def _make_scheduler(self, replica: str) -> SchedulerPiece:
+        if self.in_batches:
+            return SchedulerPiece(self, replica, build_batch_runner(self.limits.max_num_seqs))
         order, kv = self.parts
         settings = PolicySettings(watermark=self.watermark, mlfq=MlfqRules(quantum_s=STEP_S, starve_limit_s=1.0))
         machine = build_scheduler("fcfs", self.limits, settings, order=order, admission=self.admission, kv=kv)
@@ -286,6 +317,8 @@ class World:
         way. So calls must be quick and every worker followed from the start.
         """
         quick = self.faults.call_delay_s < STEP_S / 4 and self.follows_all
+        if self.in_batches:
+            return False  # what waits is placed unbeknown to its ingress, and batches that break come back
         return self.calm and quick and not self.counts["silent ingresses"]
 
     def _over(self) -> bool:

@@ -45,6 +45,8 @@ WRONG = [
     ("[engine]\nblock_size = 0", "engine.block_size", ">= 1"),
     ('[engine]\nhost_kv_memory = "much"', "engine.host_kv_memory", "auto, or 0 for none"),
     ("[engine]\nmax_model_len = -1", "engine.max_model_len", ">= 0"),
+    ('[engine]\ndevice = "cuda"', "engine.device", "emulated:PROFILE"),
+    ('[engine]\ndevice = "emulated:"', "engine.device", "emulated:a100-7b"),
     ('[model]\ndtype = "fp8"', "model.dtype", "bfloat16"),
     ('[actors]\nplacement = "fuse"', "actors.placement", "one of auto, fused, split"),
     ("[actors]\nlength_predictors = 0", "actors.length_predictors", ">= 1"),

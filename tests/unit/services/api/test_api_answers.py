@@ -282,6 +282,7 @@ async def test_stream_that_ends_without_a_reason(connect: Any) -> None:
 
 async def test_models(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
     card = {"id": MODEL, "object": "model", "created": 1_700_000_000, "owned_by": "farsight", "max_model_len": 64}
+    card |= {"emulated": None}
     assert (await client.get("/v1/models")).json() == {"object": "list", "data": [card]}
     assert (await client.get(f"/v1/models/{MODEL}")).json() == card
     missing = await client.get("/v1/models/other")
@@ -298,6 +299,16 @@ async def test_health(client: httpx.AsyncClient, backend: ScriptedBackend) -> No
     response = await client.get("/health")
     assert response.status_code == 503
     assert response.json()["error"]["code"] == "unhealthy"
+
+
+LEARNT = {
+    "kind": "length-predictor words",
+    "version": 3,
+    "created_at": 1.7e9,
+    "score": 12.5,
+    "num_examples": 4000,
+    "current": True,
+}
 
 
 async def test_status(client: httpx.AsyncClient) -> None:
@@ -317,7 +328,15 @@ async def test_status(client: httpx.AsyncClient) -> None:
             "refused_offloads": 1,
             "recomputed_tokens": 9,
         },
+        "learnt": [LEARNT],
+        "emulated": None,
     }
+
+
+async def test_made_up_answers_are_said_to_be(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
+    backend.model = dataclasses.replace(backend.model, emulated="a100-7b")
+    assert (await client.get(f"/v1/models/{MODEL}")).json()["emulated"] == "a100-7b"
+    assert (await client.get("/status")).json()["emulated"] == "a100-7b"
 
 
 async def test_openapi_tells_the_truth(client: httpx.AsyncClient) -> None:
