@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
+from actors.event_recorder import EventRecorder, recorded
 from actors.layout import current_counts, initial_counts
 from actors.log_outbox import LogOutbox
 from actors.metrics import EngineMetrics
@@ -91,6 +92,10 @@ class Scheduler(Piece):
         super().__init__(context)
         config = context.config
         self._machine = configured_replica(config.scheduler, config.engine.max_num_seqs)
+        self._recorder: EventRecorder | None = None
+        if config.scheduler.event_log:
+            self._recorder = EventRecorder(self.name, config.scheduler, config.engine.max_num_seqs)
+        self._hear = recorded(self._machine.handle, self._recorder)
         self._replica = context.index
         self._worker = context.peers.peer(worker_name(self._replica))
         self._ready: WorkerReady | None = None
@@ -117,6 +122,8 @@ class Scheduler(Piece):
     async def stop(self) -> None:
         await super().stop()
         self._metrics.remove()
+        if self._recorder is not None:
+            self._recorder.close()
 
     async def submit(self, data: bytes) -> bytes:
         """Takes ``Submit``; answers with ``Refusals``, usually none."""
@@ -164,7 +171,7 @@ class Scheduler(Piece):
         """Gives the machine an event and carries out what it says; returns refusals."""
         refusals = []
         with self._scheduling():
-            instructions = self._machine.handle(event, time.monotonic())
+            instructions = self._hear(event, time.monotonic())
         for instruction in instructions:
             match instruction:
                 case SendPlan(plan):
