@@ -219,9 +219,6 @@ class WorkerPiece:
         self._later(STEP_S, lambda: self._finish(batch, tokens))
 
     def _resting(self) -> frozenset[str]:
-        """Who may not run; a batch that is returned together stops for nobody."""
-        if self.world.is_static:
-            return frozenset()
         return frozenset(progress.request_id for progress in self.executor._progress() if progress.stalled)
 
     def _note_plan(self) -> None:
