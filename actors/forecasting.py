@@ -43,11 +43,13 @@ class ForecastServer:
         self.predictor = predictor
         self._budget = EffortBudget(cpu_share)
         self._asked: asyncio.Queue[tuple[ForecastQuestion, asyncio.Future[Answer]]] = asyncio.Queue()
+        self._num_open = 0
         self._thread = ThreadPoolExecutor(1, "forecasts", initializer=_give_way)
 
     @property
-    def num_waiting(self) -> int:
-        return self._asked.qsize()
+    def num_open(self) -> int:
+        """Questions without an answer yet."""
+        return self._num_open
 
     def swap(self, predictor: TextPredictor) -> None:
         """The next batch is another version's."""
@@ -63,7 +65,11 @@ class ForecastServer:
         futures: list[asyncio.Future[Answer]] = [loop.create_future() for _ in questions]
         for question, future in zip(questions, futures, strict=True):
             self._asked.put_nowait((question, future))
-        return await asyncio.gather(*futures)
+        self._num_open += len(questions)
+        try:
+            return await asyncio.gather(*futures)
+        finally:
+            self._num_open -= len(questions)
 
     async def run(self) -> None:
         """Serves until cancelled. What breaks a batch is told to those who asked."""

@@ -1,7 +1,7 @@
-"""KVOffloadManager: knows where the KV of one replica is.
+"""KVOffloadManager: knows where the KV of one replica is and what has moved.
 
-The worker owns the blocks and only the Scheduler commands it. What this piece will order (offload, upload) rides in
-the Scheduler's plan (``policies.replica_scheduler.ResidencyOrdered``); until it has a policy it orders nothing.
+The worker owns the blocks and only the Scheduler commands it: what moves is decided there, where it is decided who runs
+(ADR 17). This piece remembers, counts and tells.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ class KVOffloadManager(Piece):
 
     async def observe(self, data: bytes) -> bytes:
         """Takes a ``StepReport``."""
-        self._shadow.observe(decode(data, StepReport))
+        moved = self._shadow.observe(decode(data, StepReport))
         self._observed_at = time.monotonic()
-        self._metrics.set_kv_usage(self._shadow.used_fraction)
+        self._metrics.set_kv(self._shadow.usage)
+        self._metrics.kv_moved(moved)
         return b""
 
     async def usage(self, data: bytes) -> bytes:

@@ -37,15 +37,21 @@ logger = logging.getLogger(__name__)
 
 
 class LengthLearner:
-    """Follows the log's examples; every three minutes it fits a new version to what was foreseen badly.
+    """Follows the log's examples; every so often it fits a new version to what was foreseen badly.
 
     Args:
         current: The version that serves.
         use: Called with each version that is to serve from now on.
+        period_s: Seconds between the beginnings of two fits.
     """
 
     def __init__(
-        self, log_store: Peer, shelf: ArtefactShelf, current: Artefact, use: Callable[[Artefact], None]
+        self,
+        log_store: Peer,
+        shelf: ArtefactShelf,
+        current: Artefact,
+        use: Callable[[Artefact], None],
+        period_s: float,
     ) -> None:
         self._log_store = log_store
         self._shelf = shelf
@@ -53,7 +59,9 @@ class LengthLearner:
         self._use = use
         self._feature_set = feature_set(current)
         self._width = current.arrays[TRAIN_FEATURES].shape[1]
-        self._learning: ContinuousLearning[Sample, Artefact] = ContinuousLearning(score, current, samples_of(current))
+        self._learning: ContinuousLearning[Sample, Artefact] = ContinuousLearning(
+            score, current, samples_of(current), period_s
+        )
         self._row: int | None = None
         self._unsaved: tuple[Artefact, float] | None = None
 

@@ -67,7 +67,7 @@ class LengthPredictor(Piece):
 
     @property
     def queue(self) -> int:
-        return 0 if self._reader is None else self._reader.num_waiting
+        return 0 if self._reader is None else self._reader.num_open
 
     async def predict(self, data: bytes) -> bytes:
         """Takes ``ForecastQuestions``; answers with ``Forecasts``, one a question.

@@ -19,15 +19,17 @@ from core.messages import (
     ForecastRecord,
     LogPage,
     LogQuery,
+    RequestTrace,
 )
 
-Record = FinishedRequest | ForecastRecord | FinishedBatch
+Record = FinishedRequest | ForecastRecord | FinishedBatch | RequestTrace
 """What is written once and known by its first field."""
 
 RECORD_KINDS: dict[type[Record], str] = {
     ForecastRecord: "forecasts",
     FinishedRequest: "requests",
     FinishedBatch: "batches",
+    RequestTrace: "traces",
 }
 """Names of the kinds, in the order in which a commit writes them: forecasts before the requests they were made of, so
 that the examples of one commit come in order of finishing."""
@@ -80,6 +82,9 @@ class LogBackend(Protocol):
     async def read_batches(self, query: LogQuery) -> BatchPage:
         """O(records read)."""
 
+    async def read_traces(self, response_id: str) -> tuple[RequestTrace, ...]:
+        """What is known of the requests behind an answer, in order of ``trace_id``. O(log records + found)."""
+
     async def put_artefact(self, artefact: Artefact) -> bool:
         """Keeps a new version and drops what is too old; False if this very version is there already.
 
@@ -108,6 +113,11 @@ def values(record: Record | Artefact) -> tuple[Any, ...]:
     """The fields of a record, its key first."""
     found: tuple[Any, ...] = _GETTERS[type(record)](record)
     return found
+
+
+def trace_range(response_id: str) -> tuple[str, str]:
+    """The traces of an answer have ids from the first of these on and before the second."""
+    return f"{response_id}/", f"{response_id}0"
 
 
 def check_integers(record: Record | Artefact, field: str) -> None:

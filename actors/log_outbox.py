@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 from actors.peer import Peer, PeerLost
@@ -39,6 +39,10 @@ class LogOutbox(Generic[Record]):
 
     def __len__(self) -> int:
         return len(self._records)
+
+    def __iter__(self) -> Iterator[Record]:
+        """Those that wait."""
+        return iter(self._records)
 
     def add(self, record: Record) -> None:
         self._records.append(record)

@@ -16,7 +16,16 @@ from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from actors import log_redis_scripts
-from actors.log_backend import MAX_INT, RECORD_KINDS, Record, Retention, values, version_refused, version_unknown
+from actors.log_backend import (
+    MAX_INT,
+    RECORD_KINDS,
+    Record,
+    Retention,
+    trace_range,
+    values,
+    version_refused,
+    version_unknown,
+)
 from core.errors import ConfigError
 from core.messages import (
     Artefact,
@@ -29,6 +38,7 @@ from core.messages import (
     LoggedExample,
     LogPage,
     LogQuery,
+    RequestTrace,
 )
 
 logger = logging.getLogger(__name__)
@@ -50,10 +60,11 @@ T = TypeVar("T")
 
 _STREAMS = [PREFIX + name for name in RECORD_KINDS.values()]
 _ROWS = [f"{stream}:rows" for stream in _STREAMS]
-_FORECASTS, _REQUESTS, _BATCHES = _STREAMS
+_FORECASTS, _REQUESTS, _BATCHES, _TRACES = _STREAMS
 _EXAMPLES = PREFIX + "examples"
 _LAST = PREFIX + "last-rows"
-_RECORD_KEYS = [*_STREAMS, *_ROWS, _EXAMPLES, f"{_EXAMPLES}:rows", _LAST]
+_TRACE_IDS = f"{_TRACES}:ids"
+_RECORD_KEYS = [*_STREAMS, *_ROWS, _EXAMPLES, f"{_EXAMPLES}:rows", _LAST, _TRACE_IDS]
 
 _INFO = PREFIX + "artefacts"
 _DATA = PREFIX + "artefacts:data"
@@ -99,6 +110,7 @@ class RedisLog:
         self._write = self._redis.register_script(log_redis_scripts.WRITE)
         self._read = self._redis.register_script(log_redis_scripts.READ)
         self._read_examples = self._redis.register_script(log_redis_scripts.READ_EXAMPLES)
+        self._read_traces = self._redis.register_script(log_redis_scripts.READ_TRACES)
         self._put = self._redis.register_script(log_redis_scripts.PUT)
         self._set_current = self._redis.register_script(log_redis_scripts.SET_CURRENT)
         self._get_artefact = self._redis.register_script(log_redis_scripts.GET_ARTEFACT)
@@ -143,6 +155,11 @@ class RedisLog:
             for _, finished, forecast in found
         )
         return ExamplePage(_last_row(found, written, query), examples)
+
+    async def read_traces(self, response_id: str) -> tuple[RequestTrace, ...]:
+        first, end = trace_range(response_id)
+        found = await self._read_traces([_TRACES, f"{_TRACES}:rows", _TRACE_IDS], [f"[{first}", f"({end}"])
+        return tuple(_unpack(RequestTrace, data) for data in found)
 
     async def put_artefact(self, artefact: Artefact) -> bool:
         kind, version, *info, data = values(artefact)

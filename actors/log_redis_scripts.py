@@ -4,12 +4,13 @@ from __future__ import annotations
 
 # A stream holds the records of a kind under row numbers, which a counter gives; a hash beside it knows the row of each
 # id. An example is an entry without data of its own: it gets its number when the second of forecast and request comes.
+# Traces are found by the beginning of their ids, which a sorted set has in order.
 WRITE = """
-local examples, example_rows, last = KEYS[7], KEYS[8], KEYS[9]
-local partner = {5, 4}
+local examples, example_rows, last, trace_ids = KEYS[9], KEYS[10], KEYS[11], KEYS[12]
+local partner, ids = {6, 5}, {[4] = trace_ids}
 local max_rows = tonumber(ARGV[1])
-local at = 5
-local num_new = {0, 0, 0}
+local at = 6
+local num_new = {0, 0, 0, 0}
 
 local function append(stream, rows, id, ...)
     local row = string.format('%.0f', redis.call('HINCRBY', last, stream, 1))
@@ -17,14 +18,17 @@ local function append(stream, rows, id, ...)
     redis.call('HSET', rows, id, row)
 end
 
-for kind = 1, 3 do
-    local stream, rows = KEYS[kind], KEYS[3 + kind]
+for kind = 1, 4 do
+    local stream, rows = KEYS[kind], KEYS[4 + kind]
     for _ = 1, tonumber(ARGV[1 + kind]) do
         local id, data = ARGV[at], ARGV[at + 1]
         at = at + 2
         if redis.call('HEXISTS', rows, id) == 0 then
             append(stream, rows, id, 'data', data)
             num_new[kind] = num_new[kind] + 1
+            if ids[kind] then
+                redis.call('ZADD', ids[kind], 0, id)
+            end
             if partner[kind] and redis.call('HEXISTS', KEYS[partner[kind]], id) == 1 then
                 append(examples, example_rows, id)
             end
@@ -35,6 +39,9 @@ for kind = 1, 3 do
         for _, entry in ipairs(redis.call('XRANGE', stream, '-', '+', 'COUNT', surplus)) do
             local id = entry[2][2]
             redis.call('HDEL', rows, id)
+            if ids[kind] then
+                redis.call('ZREM', ids[kind], id)
+            end
             local example = partner[kind] and redis.call('HGET', example_rows, id)
             if example then
                 redis.call('XDEL', examples, example .. '-0')
@@ -71,6 +78,16 @@ if ARGV[2] ~= '0' then
     end
 end
 return {found, redis.call('HGET', last, examples) or '0'}
+"""
+
+READ_TRACES = """
+local stream, rows, ids = unpack(KEYS)
+local found = {}
+for i, id in ipairs(redis.call('ZRANGEBYLEX', ids, ARGV[1], ARGV[2])) do
+    local row = redis.call('HGET', rows, id) .. '-0'
+    found[i] = redis.call('XRANGE', stream, row, row)[1][2][4]
+end
+return found
 """
 
 # What is known of a version lies under "kind:version" of two hashes, apart from its data; a sorted set per kind has the

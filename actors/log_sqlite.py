@@ -13,7 +13,16 @@ from typing import Any, TypeVar
 
 import aiosqlite
 
-from actors.log_backend import MAX_INT, RECORD_KINDS, Record, Retention, values, version_refused, version_unknown
+from actors.log_backend import (
+    MAX_INT,
+    RECORD_KINDS,
+    Record,
+    Retention,
+    trace_range,
+    values,
+    version_refused,
+    version_unknown,
+)
 from actors.log_sqlite_schema import APPLICATION_ID, SQL_SCHEMA_VERSION, STEPS
 from core.errors import ConfigError
 from core.messages import (
@@ -27,12 +36,14 @@ from core.messages import (
     LoggedExample,
     LogPage,
     LogQuery,
+    RequestTrace,
 )
 
 _TABLES: dict[type[Record], str] = {
     ForecastRecord: "forecasts",
     FinishedRequest: "finished_requests",
     FinishedBatch: "finished_batches",
+    RequestTrace: "traces",
 }
 
 
@@ -49,6 +60,7 @@ _INSERTS = {kind: _insert(kind, table) for kind, table in _TABLES.items()}
 _LAST_ROW = "SELECT seq FROM sqlite_sequence WHERE name = ?"
 _NUM_REQUEST_COLUMNS = len(dataclasses.fields(FinishedRequest))
 _QUANTILES = [field.name for field in dataclasses.fields(ForecastRecord)].index("quantiles")
+_ENDED = [field.name for field in dataclasses.fields(RequestTrace)].index("ended")
 
 # CROSS JOIN: in this order, so that a page costs what it holds.
 _SELECT_EXAMPLES = f"""
@@ -126,6 +138,12 @@ class SqliteLog:
 
     async def read_examples(self, query: LogQuery) -> ExamplePage:
         return ExamplePage(*await self._page(_SELECT_EXAMPLES, "examples", query, _example))
+
+    async def read_traces(self, response_id: str) -> tuple[RequestTrace, ...]:
+        sql = f"SELECT {_columns(RequestTrace)} FROM traces WHERE trace_id >= ? AND trace_id < ? ORDER BY trace_id"
+        async with self._reading() as connection:
+            rows = await connection.execute_fetchall(sql, trace_range(response_id))
+        return tuple(_trace(tuple(row)) for row in rows)
 
     async def put_artefact(self, artefact: Artefact) -> bool:
         kind, version = artefact.kind, artefact.version
@@ -259,6 +277,12 @@ def _parameters(record: Record) -> _Row:
     if isinstance(record, ForecastRecord):
         return *row[:_QUANTILES], json.dumps(row[_QUANTILES]), *row[_QUANTILES + 1 :]
     return row
+
+
+def _trace(row: _Row) -> RequestTrace:
+    fields = list(row)
+    fields[_ENDED] = bool(fields[_ENDED])
+    return RequestTrace(*fields)
 
 
 def _example(row: _Row) -> LoggedExample:

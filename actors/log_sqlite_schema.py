@@ -83,7 +83,24 @@ CREATE TABLE artefacts (
 )""",
 )
 
-STEPS = (VERSION_1, VERSION_2)
+# Found by the beginning of their ids, for which the index of the unique column serves.
+VERSION_3 = (
+    """
+CREATE TABLE traces (
+    row INTEGER PRIMARY KEY AUTOINCREMENT,
+    trace_id TEXT NOT NULL UNIQUE,
+    request_id TEXT NOT NULL,
+    choice INTEGER NOT NULL,
+    owner BLOB NOT NULL,
+    source TEXT NOT NULL,
+    attempt INTEGER NOT NULL,
+    ended INTEGER NOT NULL,
+    num_left_out INTEGER NOT NULL,
+    decisions BLOB NOT NULL
+)""",
+)
+
+STEPS = (VERSION_1, VERSION_2, VERSION_3)
 """What takes a file from each version to the next; an empty file is of version 0."""
 
 SQL_SCHEMA_VERSION = len(STEPS)

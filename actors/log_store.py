@@ -29,6 +29,8 @@ from core.messages import (
     FinishedRequests,
     ForecastRecords,
     LogQuery,
+    RequestTraces,
+    TraceQuery,
 )
 
 logger = logging.getLogger(__name__)
@@ -131,6 +133,15 @@ class LogStore(Piece):
         """Takes ``LogQuery``; answers with ``BatchPage``, of at most ``MAX_PAGE`` records; rows count batches."""
         with self._open("read") as backend:
             return encode(await backend.read_batches(_query(data, MAX_PAGE)))
+
+    async def append_traces(self, data: bytes) -> bytes:
+        """Takes ``RequestTraces``; answers, with nothing, when they are on disk."""
+        return await self._append(decode(data, RequestTraces).records, "RequestTraces")
+
+    async def read_traces(self, data: bytes) -> bytes:
+        """Takes ``TraceQuery``; answers with ``RequestTraces``, none for an answer that is not known."""
+        with self._open("read") as backend:
+            return encode(RequestTraces(await backend.read_traces(decode(data, TraceQuery).response_id)))
 
     async def put_artefact(self, data: bytes) -> bytes:
         """Takes ``Artefact``; answers, with nothing, when it is on disk; it is not current by that.

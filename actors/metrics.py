@@ -14,6 +14,8 @@ from weakref import WeakKeyDictionary
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
 
+from core.messages import KVTraffic, KVUsage
+
 TTFT_BUCKETS_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -81,6 +83,23 @@ class EngineMetrics:
             "The KV pool; always 1.",
             (*_LABELS, "block_size", "num_gpu_blocks"),
         )
+        places, ways = (*_LABELS, "place"), (*_LABELS, "way")
+        self._kv_blocks = _family(
+            registry, Gauge, "farsight:kv_blocks", "KV blocks in use; in_flight: of copies under way.", places
+        )
+        self._kv_pool_blocks = _family(
+            registry, Gauge, "farsight:kv_pool_blocks", "KV blocks in all, used and free; of the host 0: none.", places
+        )
+        self._kv_moves = _family(
+            registry, Counter, "farsight:kv_moves", "Copies of sequences' KV between device and host.", ways
+        )
+        self._kv_moved_bytes = _family(registry, Counter, "farsight:kv_moved_bytes", "What they held.", ways)
+        self._refused_offloads = _family(
+            registry, Counter, "farsight:kv_refused_offloads", "Offloads that found no room on the host.", _LABELS
+        )
+        self._recomputed_tokens = _family(
+            registry, Counter, "farsight:recomputed_tokens", "Tokens computed again after a preemption.", _LABELS
+        )
         self._preemptions = _family(
             registry, Counter, "vllm:num_preemptions", "Sequences taken out of the running batch.", _LABELS
         )
@@ -104,9 +123,26 @@ class EngineMetrics:
         self._running.labels(**self._labels).set(running)
         self._waiting.labels(**self._labels).set(waiting)
 
-    def set_kv_usage(self, fraction: float) -> None:
-        """Used KV blocks by all of them, from 0 to 1."""
-        self._kv_usage.labels(**self._labels).set(fraction)
+    def set_kv(self, usage: KVUsage) -> None:
+        """Where KV is now."""
+        used = usage.num_blocks - usage.free_blocks
+        self._kv_usage.labels(**self._labels).set(used / usage.num_blocks if usage.num_blocks else 0.0)
+        on_host = usage.num_host_blocks - usage.free_host_blocks
+        for place, num_blocks in (("device", used), ("host", on_host), ("in_flight", usage.flying_blocks)):
+            self._kv_blocks.labels(**self._labels, place=place).set(num_blocks)
+        for place, num_blocks in (("device", usage.num_blocks), ("host", usage.num_host_blocks)):
+            self._kv_pool_blocks.labels(**self._labels, place=place).set(num_blocks)
+
+    def kv_moved(self, moved: KVTraffic) -> None:
+        """So much more has moved; zeros at the start show the series."""
+        for way, num, num_bytes in (
+            ("offload", moved.offloads, moved.offloaded_bytes),
+            ("upload", moved.uploads, moved.uploaded_bytes),
+        ):
+            self._kv_moves.labels(**self._labels, way=way).inc(num)
+            self._kv_moved_bytes.labels(**self._labels, way=way).inc(num_bytes)
+        self._refused_offloads.labels(**self._labels).inc(moved.refused_offloads)
+        self._recomputed_tokens.labels(**self._labels).inc(moved.recomputed_tokens)
 
     def set_cache_config(self, block_size: int, num_gpu_blocks: int) -> None:
         """The pool of the worker's present life; an earlier one's is forgotten."""
@@ -132,6 +168,8 @@ class EngineMetrics:
         for family in (
             *(self._running, self._waiting, self._kv_usage, self._cache_config),
             *(self._preemptions, self._step_tokens, self._prefix_queries, self._prefix_hits),
+            *(self._kv_blocks, self._kv_pool_blocks, self._kv_moves, self._kv_moved_bytes),
+            *(self._refused_offloads, self._recomputed_tokens),
         ):
             family.remove_by_labels(dict(self._labels))
 

@@ -28,8 +28,9 @@ from core.codec import decode, encode
 from core.messages import Plan, ReportPoll, StepSample, TokenDelta, TokenPoll
 
 if TYPE_CHECKING:
-    from core.config import EngineConfig
-    from engine.worker import Output, Worker
+    from core.config import FarsightConfig
+    from engine.emission import Output
+    from engine.worker import Worker
 
 REPORT_INTERVAL_S = 0.1
 """Reports are this far apart ..."""
@@ -96,8 +97,7 @@ class ModelWorker(Piece):
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         config = self.context.config
         incarnation = uuid.uuid4().hex[:12]
-        model_dir, replicas = Path(self.context.site.model_dir), config.model.replicas
-        worker = await asyncio.to_thread(_build, model_dir, config.model.dtype, config.engine, incarnation, replicas)
+        worker = await asyncio.to_thread(_build, Path(self.context.site.model_dir), config, incarnation)
         loop = asyncio.get_running_loop()
         self._steps = StepLoop(
             worker,
@@ -106,7 +106,7 @@ class ModelWorker(Piece):
         )
         worker.when_copied(lambda: loop.call_soon_threadsafe(self._wake.set))
         self._metrics.set_cache_config(worker.ready.block_size, worker.ready.num_blocks)
-        if config.engine.prefix_cache:
+        if config.engine.prefix_cache and config.scheduler.execution == "ragged":
             self._metrics.prefix_cache(0, 0)
         self._built.set_result(worker)
         self.spawn(self._run())
@@ -262,11 +262,13 @@ class ModelWorker(Piece):
         self._report_due.set()
 
 
-def _build(model_dir: Path, dtype: str, engine: EngineConfig, incarnation: str, num_replicas: int) -> Worker:
+def _build(model_dir: Path, config: FarsightConfig, incarnation: str) -> Worker:
     """Imports torch only here."""
     from engine.build import build_worker
 
-    worker = build_worker(model_dir, dtype, engine, incarnation, num_replicas)
+    worker = build_worker(
+        model_dir, config.model.dtype, config.engine, incarnation, config.model.replicas, config.scheduler
+    )
     gc.collect()
     gc.freeze()  # what torch has brought need not be looked through again, in the middle of a step
     return worker

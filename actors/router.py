@@ -9,10 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from actors.layout import current_counts, initial_counts
-from actors.names import length_predictor_name, scheduler_name
+from actors.names import ROUTER, length_predictor_name, scheduler_name
 from actors.peer import Peer, PeerLost
 from actors.piece import Piece, PieceContext
 from core.codec import decode, encode
+from core.decisions import Decision, on_clock, pack_decisions
 from core.forecast import Forecast
 from core.messages import (
     Announce,
@@ -31,8 +32,11 @@ from core.messages import (
     Refusals,
     ReplicaName,
     ReplicaState,
+    RequestTrace,
+    RequestTraces,
     Submit,
     SubmitReply,
+    TraceQuery,
 )
 from core.request import Request
 from policies.builders import build_router
@@ -121,6 +125,13 @@ class Router(Piece):
                 by_replica.setdefault(replica, []).append(made)
         await asyncio.gather(*(self._foresee_on(name, made) for name, made in by_replica.items()))
         return b""
+
+    async def explain(self, data: bytes) -> bytes:
+        """Takes ``TraceQuery``; answers with ``RequestTraces``: what it and every Scheduler know."""
+        response_id = decode(data, TraceQuery).response_id
+        own = [_waiting(response_id, *waiting) for waiting in self._machine.queued(response_id)]
+        found = await asyncio.gather(*(self._explain_on(name, data) for name in list(self._schedulers)))
+        return encode(RequestTraces((*own, *itertools.chain.from_iterable(found))))
 
     async def abort(self, data: bytes) -> bytes:
         """Takes ``Keys`` of attempts whose clients are gone."""
@@ -233,13 +244,31 @@ class Router(Piece):
         """Called with each before it is carried out."""
 
     async def _place(self, name: str, requests: Iterable[Request], answers: Answers) -> None:
+        requests = tuple(requests)
+        placements = tuple(self._placement(request) for request in requests)
         try:
-            reply = await self._scheduler(name).call("submit", encode(Submit(tuple(requests))))
+            reply = await self._scheduler(name).call("submit", encode(Submit(requests, placements)))
         except PeerLost:
             # Whoever was placed there is found missing at the next announcement.
             answers.add(await self._lose_scheduler(name))
             return
         answers.refusals += decode(reply, Refusals).refusals
+
+    def _placement(self, request: Request) -> bytes:
+        """Why it goes where it goes."""
+        choice = self._machine.choice(request.request_id)
+        if choice is None or request.origin is None:
+            return b""
+        waited_s = self._machine.waited_s(request.request_id)
+        facts = choice.facts() if not waited_s else {**choice.facts(), "waited_s": waited_s}
+        return pack_decisions([Decision("placed", time.time(), facts)])
+
+    async def _explain_on(self, name: str, data: bytes) -> tuple[RequestTrace, ...]:
+        try:
+            return decode(await self._scheduler(name).call("explain", data), RequestTraces).records
+        except PeerLost:
+            await self._lose_scheduler(name)
+            return ()
 
     async def _foresee_on(self, name: str, made: list[ForecastMade]) -> None:
         try:
@@ -305,6 +334,16 @@ class Router(Piece):
 
     def _learnt(self, forecast: Forecast) -> GlobalEvent:
         return MeanOutputLen(forecast.mean)
+
+
+def _waiting(response_id: str, request: Request, since: float) -> RequestTrace:
+    """Of a request that no replica has taken yet."""
+    origin = request.origin
+    assert origin is not None
+    waits = on_clock(time.time() - time.monotonic(), pack_decisions([Decision("waits", since, {"reason": "replica"})]))
+    trace_id = f"{response_id}/{request.request_id}/{request.attempt}"
+    who = (origin.choice, origin.owner, ROUTER, request.attempt)
+    return RequestTrace(trace_id, request.request_id, *who, ended=False, num_left_out=0, decisions=waits)
 
 
 def _lost(row: PieceStatus) -> PieceStatus:

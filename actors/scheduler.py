@@ -8,13 +8,15 @@ import time
 from collections import deque
 
 from actors.layout import current_counts, initial_counts
+from actors.log_outbox import LogOutbox
 from actors.metrics import EngineMetrics
-from actors.names import ROUTER, kv_offload_manager_name, serving_time_estimator_name, worker_name
+from actors.names import LOG_STORE, ROUTER, kv_offload_manager_name, serving_time_estimator_name, worker_name
 from actors.peer import LOOK_AGAIN_S, Peer, PeerLost
 from actors.piece import Piece, PieceContext
 from actors.waiting import wait_for
 from core.codec import decode, encode
 from core.costs import StepCost
+from core.decisions import on_clock
 from core.messages import (
     Ended,
     FinishedSequence,
@@ -27,15 +29,19 @@ from core.messages import (
     ReplicaState,
     ReplicaStepProfile,
     ReportPoll,
+    RequestTrace,
+    RequestTraces,
     StepReport,
     StepSample,
     StepSamples,
     Submit,
+    TraceQuery,
     WorkerReady,
     WorkerState,
 )
 from policies.builders import configured_replica, is_batch_mode
 from policies.replica_events import (
+    AccountClosed,
     BatchBroken,
     CostLearnt,
     Event,
@@ -49,6 +55,7 @@ from policies.replica_events import (
     WorkerLost,
     WorkerReported,
 )
+from policies.replica_notes import account_closed
 
 SAY_AGAIN_S = 1.0
 """The Router hears of the replica at least this often, so that a new one knows it soon."""
@@ -100,10 +107,11 @@ class Scheduler(Piece):
         self._reported_at: float | None = None
         self._metrics = EngineMetrics(context.registry, config.model.name, self._replica)
         self._counted_preemptions = 0
+        self._traces = LogOutbox(context.peers.peer(LOG_STORE), "append_traces", RequestTraces)
 
     async def start(self) -> None:
-        for work in (self._lease(), self._push_plans(), self._tell_router(), self._tell_ends(), self._feed()):
-            self.spawn(work)
+        for work in (self._lease, self._push_plans, self._tell_router, self._tell_ends, self._feed, self._traces.run):
+            self.spawn(work())
 
     async def stop(self) -> None:
         await super().stop()
@@ -111,7 +119,8 @@ class Scheduler(Piece):
 
     async def submit(self, data: bytes) -> bytes:
         """Takes ``Submit``; answers with ``Refusals``, usually none."""
-        return encode(Refusals(tuple(self._handle(RequestsArrived(decode(data, Submit).requests)))))
+        message = decode(data, Submit)
+        return encode(Refusals(tuple(self._handle(RequestsArrived(message.requests, message.placements)))))
 
     async def foresee(self, data: bytes) -> bytes:
         """Takes ``ForecastsMade``."""
@@ -130,6 +139,13 @@ class Scheduler(Piece):
         """
         keys = [key for key in decode(data, Keys).keys if key not in self._broken]
         return encode(Keys(self._machine.unknown(keys) if self._ready is not None else ()))
+
+    async def explain(self, data: bytes) -> bytes:
+        """Takes ``TraceQuery``; answers with ``RequestTraces`` of what is here and of what is on its way to the log."""
+        response_id = decode(data, TraceQuery).response_id
+        known = [each for each in self._traces if each.trace_id.startswith(f"{response_id}/")]
+        known += [self._trace(account_closed(each), ended=False) for each in self._machine.accounts(response_id)]
+        return encode(RequestTraces(tuple(known)))
 
     @property
     def state(self) -> str:
@@ -159,6 +175,8 @@ class Scheduler(Piece):
                 case BatchBroken(keys):
                     self._broken += keys
                     self._news_due.set()
+                case AccountClosed():
+                    self._traces.add(self._trace(instruction, ended=True))
         if self._in_batches:
             self._note_resting()
         return refusals
@@ -168,6 +186,9 @@ class Scheduler(Piece):
         if resting != self._resting:
             self._resting = resting
             self._news_due.set()
+
+    def _trace(self, account: AccountClosed, *, ended: bool) -> RequestTrace:
+        return request_trace(account, self.name, time.time() - time.monotonic(), ended=ended)
 
     async def _lease(self) -> None:
         """Takes the worker over, follows its reports until it is lost, and waits for the next one."""
@@ -275,3 +296,23 @@ class Scheduler(Piece):
         except PeerLost:
             return False
         return True
+
+
+def request_trace(account: AccountClosed, source: str, epoch_s: float, *, ended: bool) -> RequestTrace:
+    """An account as others may have it.
+
+    Args:
+        epoch_s: Seconds since the epoch when the clock of its decisions stood at 0.
+    """
+    origin = account.origin
+    return RequestTrace(
+        trace_id=f"{origin.response_id}/{account.request_id}/{account.attempt}",
+        request_id=account.request_id,
+        choice=origin.choice,
+        owner=origin.owner,
+        source=source,
+        attempt=account.attempt,
+        ended=ended,
+        num_left_out=account.num_left_out,
+        decisions=account.placement + on_clock(epoch_s, account.decisions),
+    )

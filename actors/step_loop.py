@@ -13,7 +13,8 @@ from core.messages import StepSample
 from estimator.samples import step_sample
 
 if TYPE_CHECKING:
-    from engine.worker import Emission, Output, Worker
+    from engine.emission import Emission, Output
+    from engine.worker import Worker
     from kvcache import StepBatch
 
 

@@ -18,16 +18,17 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from actors.autoscaling import LOOK_S, QueueScaler
 from actors.cluster_store import ClusterStore
 from actors.hosts import find_host, list_hosts, recreate_host
 from actors.layout import SCALABLE, by_host, initial_counts, wanted_pieces
 from actors.metrics import PieceRestarts
-from actors.names import ROUTER, SUPERVISOR, host_of
+from actors.names import ROUTER, SUPERVISOR, host_of, length_predictor_name
 from actors.peer import LOOK_AGAIN_S, PeerLost
 from actors.piece import Piece, PieceContext
 from core.codec import decode, encode
 from core.errors import FarsightError, MessageError
-from core.messages import InFlight, PieceCounts, ReplicaName, Scale
+from core.messages import InFlight, PieceCounts, PieceRows, ReplicaName, Scale
 
 HEALTHY_AFTER_S = 10.0
 """Who lived so long and dies is started again at once; who dies sooner waits, each time twice as long ..."""
@@ -67,6 +68,9 @@ class Supervisor(Piece):
         self._started[self._own] = asyncio.get_running_loop().create_future()
         # Not awaited here: this process takes no other pieces before the Supervisor has started.
         self._keepers[self._own] = self._watched(self._start_own())
+        actors = self.context.config.actors
+        if actors.max_length_predictors > actors.length_predictors:
+            self.spawn(self._autoscale(QueueScaler(actors.length_predictors, actors.max_length_predictors)))
 
     async def stop(self) -> None:
         for task in self._keepers.values():
@@ -106,6 +110,35 @@ class Supervisor(Piece):
                 await self._change(before)
                 raise
         return encode(self._counts)
+
+    async def _autoscale(self, scaler: QueueScaler) -> None:
+        """Follows the queues of the length predictors."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            queues = await self._predictor_queues()
+            if queues is None:
+                continue  # one has died: it is started again first
+            wanted = scaler.wanted(queues, time.monotonic())
+            if wanted == len(queues):
+                continue
+            logger.warning("%d length predictors, their queues %s: %d from now on", len(queues), queues, wanted)
+            try:
+                await self.scale(encode(Scale("length-predictor", wanted)))
+            except FarsightError:
+                logger.exception("there are %d length predictors still", self._counts.length_predictors)
+
+    async def _predictor_queues(self) -> list[int] | None:
+        """Questions in the hands of each; None if one does not answer."""
+        queues = []
+        for index in range(self._counts.length_predictors):
+            name = length_predictor_name(index)
+            host = self.context.peers.actor(host_of(name, self._site.placement))
+            try:
+                rows = decode(await host.call("rows"), PieceRows).pieces
+            except PeerLost:
+                return None
+            queues += [row.queue for row in rows if row.name == name]
+        return queues if len(queues) == self._counts.length_predictors else None
 
     async def _change(self, counts: PieceCounts) -> None:
         before, self._counts = self._counts, counts

@@ -82,13 +82,16 @@ class TextForecasts:
         """What has to run as long as it serves."""
         work = [self._server.run(), self._outbox.run()]
         if self._settings.learn and can_be_retrained(self._artefact):
-            learner = LengthLearner(self._log_store, self._shelf, self._artefact, self._use)
+            learner = LengthLearner(
+                self._log_store, self._shelf, self._artefact, self._use, self._settings.learn_every_s
+            )
             work.append(learner.run() if self._is_learner else self._keep_up())
         return work
 
     @property
-    def num_waiting(self) -> int:
-        return self._server.num_waiting
+    def num_open(self) -> int:
+        """Questions without an answer yet."""
+        return self._server.num_open
 
     async def answer(self, questions: Sequence[ForecastQuestion]) -> list[Forecast]:
         """One forecast a question; they are logged beside the numbers they were made from."""

@@ -18,8 +18,9 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 PROXIES = ("auto", "serve", "haproxy")
 HAPROXY_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0")
 BACKENDS = ("auto", "native", "torch")
-OFFLOADS = ("recompute", "reactive")
+EXECUTIONS = ("ragged", "static")
 PLACEMENTS = ("auto", "fused", "split")
+EMULATED = "emulated:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +49,21 @@ class EngineConfig:
     """How one worker runs.
 
     Attributes:
+        device: What computes. ``cpu``, or ``emulated:PROFILE``: nothing does; steps and copies take as long as the
+            profile says (a name, or a file of ``farsight profile``), and the tokens are made up. To measure scheduling.
         kv_memory: Memory of the KV pool, as ``512MiB`` or ``2GiB``; ``auto`` takes what a full batch of
-            full-length sequences needs, but all replicas together at most a fifth of the machine's free memory.
+            full-length sequences needs, but all replicas together at most a fifth of the machine's free memory. An
+            emulated device counts it in the tokens of its profile, and takes at most what that says the device has.
         host_kv_memory: Memory of the host pool that sequences can be offloaded to, as for ``kv_memory``; ``0`` is none.
+            ``auto`` is as much as the KV pool has, but all replicas together at most a fifth of the machine's free
+            memory, where the KV policy moves KV to the host, and none where it does not.
         block_size: Tokens in a KV block.
         prefix_cache: Sequences that begin with the same tokens share the KV of their full blocks, also with
             sequences that have ended, as long as the memory is not needed.
         max_num_seqs: Sequences in one step.
         max_batch_tokens: Tokens computed in one step; longer prompts are prefilled in several.
-        max_model_len: Tokens a sequence may reach, prompt and output together; 0 is the model's own context.
+        max_model_len: Tokens a sequence may reach, prompt and output together; 0 is the model's own context, which only
+            an emulated device can go beyond.
         num_threads: Compute threads of a worker; 0 shares all cores but one, which serves HTTP and scheduling,
             among the replicas.
         benchmark_mode: Requests may say, with ``benchmark_len``, where their outputs end. Only to measure scheduling.
@@ -64,8 +71,9 @@ class EngineConfig:
             former where there is a compiler and the model is one that it knows.
     """
 
+    device: str = "cpu"
     kv_memory: str = "auto"
-    host_kv_memory: str = "0"
+    host_kv_memory: str = "auto"
     block_size: int = 32
     prefix_cache: bool = True
     max_num_seqs: int = 128
@@ -85,15 +93,24 @@ class EngineConfig:
             value = getattr(self, name)
             _require(value >= 0, f"engine.{name}", value, "an integer >= 0")
         _require(self.backend in BACKENDS, "engine.backend", self.backend, f"one of {', '.join(BACKENDS)}")
+        known = self.device == "cpu" or bool(self.profile)
+        _require(known, "engine.device", self.device, f"cpu, or {EMULATED}PROFILE as in {EMULATED}a100-7b")
+
+    @property
+    def profile(self) -> str:
+        """What an emulated device is emulated from; empty if the device is a real one."""
+        return self.device.removeprefix(EMULATED) if self.device.startswith(EMULATED) else ""
 
     def kv_bytes(self) -> int | None:
         """``kv_memory`` in bytes; None for ``auto``."""
         return None if self.kv_memory == "auto" else _parse_memory("engine.kv_memory", self.kv_memory, "auto")
 
-    def host_kv_bytes(self) -> int:
-        """``host_kv_memory`` in bytes; 0 for none."""
+    def host_kv_bytes(self) -> int | None:
+        """``host_kv_memory`` in bytes; 0 for none, None for ``auto``."""
         text = self.host_kv_memory
-        return 0 if text == "0" else _parse_memory("engine.host_kv_memory", text, "0 for none")
+        if text in ("0", "auto"):
+            return 0 if text == "0" else None
+        return _parse_memory("engine.host_kv_memory", text, "auto, or 0 for none")
 
 
 def _parse_memory(field: str, text: str, otherwise: str) -> int:
@@ -109,26 +126,40 @@ class SchedulerConfig:
 
     Attributes:
         preset: A named composition of policies (``policies.presets``).
-        placement: How requests find their replica; empty means as the preset says.
+        placement: How requests find their replica; empty means as the preset says. So it does for the other parts:
+        order: Who runs next on a replica.
+        admission: Who may become resident there.
+        kv: What becomes of KV when memory is short: whose is dropped, or moved to the host pool.
+        execution: How a formed batch runs, in the presets of batch mode: ``ragged`` without padding, each request
+            returned when it ends; ``static`` padded to the longest, in lockstep, returned together.
         gamma: Ageing in the order of ``farsight``: 0.1 cuts the longest waits of an overload, for a longer mean.
         watermark: Share of the KV pool that admission may fill, in (0, 1].
         standby_slots: Requests shipped to the worker ahead of need.
-        offload: What becomes of the KV of preempted sequences: ``recompute`` drops it, ``reactive`` moves it to the
-            host pool (``engine.host_kv_memory``) while there is room.
+        quantum_s: First quantum of skip-join MLFQ at the least; it is the time of a step of one sequence where that is
+            longer. A quantum should outlast four round trips between scheduler and worker, of some 5 ms each.
+        starve_limit_s: Under skip-join MLFQ a request that has waited so long is promoted to the first queue.
     """
 
     preset: str = "fcfs"
     placement: str = ""
+    order: str = ""
+    admission: str = ""
+    kv: str = ""
+    execution: str = "ragged"
     gamma: float = 0.0
     watermark: float = 0.95
     standby_slots: int = 16
-    offload: str = "recompute"
+    quantum_s: float = 0.02
+    starve_limit_s: float = 3.0
 
     def __post_init__(self) -> None:
+        executions = ", ".join(EXECUTIONS)
+        _require(self.execution in EXECUTIONS, "scheduler.execution", self.execution, f"one of {executions}")
         _require(self.gamma >= 0, "scheduler.gamma", self.gamma, "a number >= 0")
         _require(0 < self.watermark <= 1, "scheduler.watermark", self.watermark, "a number > 0 and <= 1")
         _require(self.standby_slots >= 0, "scheduler.standby_slots", self.standby_slots, "an integer >= 0")
-        _require(self.offload in OFFLOADS, "scheduler.offload", self.offload, f"one of {', '.join(OFFLOADS)}")
+        for name in ("quantum_s", "starve_limit_s"):
+            _require(getattr(self, name) > 0, f"scheduler.{name}", getattr(self, name), "a number > 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +225,8 @@ class ActorsConfig:
     Attributes:
         placement: ``split`` gives every piece its own actor; ``fused`` puts Router, Schedulers, KV offload managers,
             estimator, log store and supervisor into one; ``auto`` picks by the machine's size.
-        length_predictors: How many.
+        length_predictors: How many ...
+        max_length_predictors: ... and up to how many while questions queue before them; 0: never more.
         serving_time_estimators: How many.
         scheduler_delay_s: Holds back every message to and from a Scheduler for so long; to measure that no step
             waits for one.
@@ -202,6 +234,7 @@ class ActorsConfig:
 
     placement: str = "auto"
     length_predictors: int = 1
+    max_length_predictors: int = 0
     serving_time_estimators: int = 1
     scheduler_delay_s: float = 0.0
 
@@ -210,6 +243,9 @@ class ActorsConfig:
         for name in ("length_predictors", "serving_time_estimators"):
             value = getattr(self, name)
             _require(value >= 1, f"actors.{name}", value, "an integer >= 1")
+        most = self.max_length_predictors
+        ok = most == 0 or most >= self.length_predictors
+        _require(ok, "actors.max_length_predictors", most, f"0, or at least {self.length_predictors}")
         _require(self.scheduler_delay_s >= 0, "actors.scheduler_delay_s", self.scheduler_delay_s, "a number >= 0")
 
 
@@ -222,18 +258,21 @@ class PredictorConfig:
         device: Where an encoder runs, as torch names it.
         cpu_share: Of one core that forecasts may take; beyond it they look at less.
         wait_s: A request waits so long for its forecast before it goes its way; one that comes later follows it.
-        learn: Train anew while serving, on what was foreseen badly.
+        learn: Train anew while serving, on what was foreseen badly ...
+        learn_every_s: ... so often; Magnus does it every three minutes (section III-B).
     """
 
     artefact: str = ""
     device: str = "cpu"
-    cpu_share: float = 0.1
+    cpu_share: float = 0.05
     wait_s: float = 0.0
     learn: bool = True
+    learn_every_s: float = 180.0
 
     def __post_init__(self) -> None:
         _require(self.cpu_share > 0, "predictor.cpu_share", self.cpu_share, "a number > 0")
         _require(self.wait_s >= 0, "predictor.wait_s", self.wait_s, "a number >= 0")
+        _require(self.learn_every_s > 0, "predictor.learn_every_s", self.learn_every_s, "a number > 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +282,7 @@ class LogConfig:
     Attributes:
         path: SQLite file, or the ``redis://`` URL of a server that syncs every write; empty keeps it with the server's
             temporary files, gone when the server ends.
-        max_rows: Of finished requests, forecasts and batches, of each; older records are dropped.
+        max_rows: Of finished requests, forecasts, accounts of decisions and batches, of each; the oldest are dropped.
         max_artefacts: Versions kept of each kind of artefact, beside the one in use.
     """
 

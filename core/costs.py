@@ -67,6 +67,10 @@ class StepCost:
         return all(abs(mine - theirs) <= share * theirs for mine, theirs in prices)
 
 
+A100_7B = StepCost(base_s=0.010, prefill_token_s=0.11e-3, decode_seq_s=0.02e-3, context_token_s=0.2e-6)
+"""About a 7B model on an A100."""
+
+
 class CostModel(Protocol):
     """How long a step takes."""
 

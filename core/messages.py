@@ -19,6 +19,9 @@ SCHEMA_VERSION = 5
 MAX_FEATURE_BYTES = 64 * 1024
 """Of one forecast in the log."""
 
+MAX_TRACE_BYTES = 64 * 1024
+"""Of the decisions of one trace."""
+
 MAX_ARTEFACT_BYTES = 256 * 1024 * 1024
 """Of one artefact in the log."""
 
@@ -29,9 +32,15 @@ Key = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Ingress -> Router -> Scheduler: requests, new or resumed, in order of arrival."""
+    """Ingress -> Router -> Scheduler: requests, new or resumed, in order of arrival.
+
+    Attributes:
+        placements: Router -> Scheduler: why each of them is there (``core.decisions``, packed, on a clock that is
+            named); kept with its other decisions, and read by nobody who decides.
+    """
 
     requests: tuple[Request, ...]
+    placements: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,18 +150,43 @@ class InFlight:
 
 
 @dataclass(frozen=True, slots=True)
+class KVTraffic:
+    """What one life of a worker has done with KV so far; the numbers only rise.
+
+    Attributes:
+        offloads: Copies to the host that have arrived; ``uploads`` those to the device.
+        offloaded_bytes: What they held together.
+        refused_offloads: Orders to the host that found no room there, or nothing to move.
+        recomputed_tokens: Tokens computed again after their KV was dropped.
+    """
+
+    offloads: int = 0
+    uploads: int = 0
+    offloaded_bytes: int = 0
+    uploaded_bytes: int = 0
+    refused_offloads: int = 0
+    recomputed_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class KVUsage:
-    """KVOffloadManager ->: where the KV of one replica is, as last reported.
+    """KVOffloadManager ->: where the KV of one replica is, as last reported, and what has moved.
 
     Attributes:
         num_resident: Sequences with blocks on the device.
         short_blocks: Blocks that paused sequences lack.
+        num_host_blocks: Blocks of the host pool; 0 if there is none.
+        flying_blocks: Blocks that copies in flight are to fill; they hold as many in either pool.
     """
 
-    num_blocks: int
-    free_blocks: int
-    num_resident: int
-    short_blocks: int
+    num_blocks: int = 0
+    free_blocks: int = 0
+    num_resident: int = 0
+    short_blocks: int = 0
+    num_host_blocks: int = 0
+    free_host_blocks: int = 0
+    flying_blocks: int = 0
+    traffic: KVTraffic = KVTraffic()
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +310,7 @@ class StepReport:
         short_blocks: Blocks that paused sequences lack: above 0 the worker is under pressure.
         steps: Some of the steps since the last report.
         shared_blocks: By how much the block tables in ``progress`` together exceed the blocks in use.
+        num_host_blocks, free_host_blocks, flying_blocks, traffic: As in ``KVUsage``.
     """
 
     worker_incarnation: str
@@ -288,6 +323,10 @@ class StepReport:
     finished: tuple[FinishedSequence, ...]
     steps: tuple[StepSample, ...]
     shared_blocks: int = 0
+    num_host_blocks: int = 0
+    free_host_blocks: int = 0
+    flying_blocks: int = 0
+    traffic: KVTraffic = KVTraffic()
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,6 +505,47 @@ class FinishedRequests:
     """-> LogStore."""
 
     records: tuple[FinishedRequest, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTrace:
+    """Scheduler, Router or ingress ->: what one of them knows of the decisions about one request.
+
+    Attributes:
+        trace_id: ``RESPONSE/REQUEST/PART``; the part is an attempt at a Scheduler, or ``ingress``.
+        choice, owner: As in ``core.request.Origin``.
+        source: Who tells, such as ``scheduler-0``.
+        ended: Whether nothing more will come of it.
+        num_left_out: Decisions that are missing here because there were too many.
+        decisions: ``core.decisions``, packed, on clocks that are named; at most ``MAX_TRACE_BYTES``.
+    """
+
+    trace_id: str
+    request_id: str
+    choice: int
+    owner: bytes
+    source: str
+    attempt: int
+    ended: bool
+    num_left_out: int
+    decisions: bytes
+
+    def __post_init__(self) -> None:
+        _require_bytes("decisions", len(self.decisions), MAX_TRACE_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTraces:
+    """-> LogStore, and the answer to ``TraceQuery``."""
+
+    records: tuple[RequestTrace, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceQuery:
+    """-> LogStore, Router -> Scheduler: what do you know of the requests behind this answer?"""
+
+    response_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -691,11 +771,11 @@ class PieceRows:
 
 @dataclass(frozen=True, slots=True)
 class StatusReply:
-    """Every logical piece, and the KV pool as last reported."""
+    """Every logical piece, the KV of all replicas together as last reported, and what has been learnt while serving."""
 
     pieces: tuple[PieceStatus, ...]
-    num_blocks: int
-    free_blocks: int
+    kv: KVUsage
+    artefacts: tuple[ArtefactInfo, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

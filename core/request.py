@@ -149,6 +149,21 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """The answer that a request is a part of, as its client knows it.
+
+    Attributes:
+        response_id: ``id`` of the answer; several choices make several requests.
+        choice: Which of them, from 0.
+        owner: A salted hash of the key that it was sent with; empty if there was none.
+    """
+
+    response_id: str
+    choice: int = 0
+    owner: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One user call as the scheduler and the worker see it.
 
@@ -164,6 +179,7 @@ class Request:
         expected_cached_len: Prompt tokens that its replica is believed to have in its prefix cache.
         prefix_hashes: Chained hashes of its full blocks as placement counts them, if the ingress has made them; empty
             if the Router is to.
+        origin: None if nobody will ask what has become of it.
     """
 
     request_id: str
@@ -177,6 +193,7 @@ class Request:
     forecast: Forecast | None = None
     expected_cached_len: int = 0
     prefix_hashes: tuple[int, ...] = ()
+    origin: Origin | None = None
 
     def __post_init__(self) -> None:
         _require(len(self.prompt_ids) > 0, "prompt", self.prompt_ids, "at least one token")

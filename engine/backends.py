@@ -21,7 +21,7 @@ from engine.native.model import NativeModel, native_problem
 from engine.sequence import Sequence
 from engine.torch_attention import TorchAttention
 from engine.weights import ModelWeights
-from kvcache.lease import StepBatch
+from kvcache import StepBatch
 
 logger = logging.getLogger(__name__)
 

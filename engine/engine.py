@@ -59,7 +59,7 @@ class Engine:
         scheduler = scheduler or SchedulerConfig()
         model_dir = resolve_model_dir(str(model))
         self.tokenizer = load_tokenizer(model_dir)
-        self.worker: Worker = build_worker(model_dir, dtype, engine, incarnation="engine")
+        self.worker: Worker = build_worker(model_dir, dtype, engine, incarnation="engine", scheduler=scheduler)
         self.scheduler: ReplicaScheduler = configured_scheduler(scheduler, engine.max_num_seqs)
         self._clock = clock
         self._ids = itertools.count()

@@ -58,8 +58,3 @@ class KVPool:
         ours = torch.tensor(target, dtype=torch.int64, device=self._by_block.device)
         blocks = other._by_block.index_select(2, theirs)
         self._by_block.index_copy_(2, ours, blocks.to(self._by_block.device))
-
-
-def num_blocks_for_budget(budget_bytes: int, config: ModelConfig, dtype: torch.dtype, block_size: int) -> int:
-    """Blocks of ``block_size`` tokens that fit into ``budget_bytes``; possibly none."""
-    return budget_bytes // (config.kv_bytes_per_token(dtype) * block_size)

@@ -11,7 +11,7 @@ from torch import Tensor
 from core.errors import IntegrityError
 from engine.attention import DecodePart, PrefillPart, StepLayout
 from engine.sequence import Sequence
-from kvcache.lease import StepBatch, StepItem
+from kvcache import StepBatch, StepItem
 
 
 def order_items(batch: StepBatch) -> list[int]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from core.errors import IntegrityError
 from core.messages import TokenLogprobs
 from engine.sequence import Sequence
-from kvcache.lease import StepBatch
+from kvcache import StepBatch
 
 _CHUNK_ROWS = 64
 """Rows that are normalised at once: a prompt of a large vocabulary would need several times its logits' memory."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from core.request import Request, SamplingParams
 from engine.backends import StepBackend, StepLogits, make_backend
 from engine.kv_pool import KVPool
 from engine.layout import find_sample_rows, order_items
@@ -17,7 +18,10 @@ from engine.model_config import ModelConfig, load_model_config, resolve_max_mode
 from engine.sampler import Sampler
 from engine.sequence import Sequence
 from engine.weights import load_weights
-from kvcache.lease import StepBatch
+from kvcache import StepBatch
+
+_PADS = "\0pads"
+"""Whose the padding is; no request id contains a NUL."""
 
 
 class ModelRunner:
@@ -42,6 +46,7 @@ class ModelRunner:
         self.backend = backend
         self.max_model_len = max_model_len
         self._sampler = sampler or Sampler(config.eos_token_ids)
+        self._pads = Sequence.of(Request(_PADS, 0, "", (0,) * max_model_len, SamplingParams(1)))
 
     @classmethod
     def from_dir(
@@ -83,6 +88,9 @@ class ModelRunner:
         Raises:
             IntegrityError: an item asks for tokens or blocks that are not there.
         """
+        num_items = len(batch.items)
+        if batch.padding.items:
+            batch, sequences = self._with_padding(batch, sequences)
         order = order_items(batch)
         prompts = find_prompt_rows(batch, order, sequences)
         if prompts:
@@ -94,7 +102,18 @@ class ModelRunner:
         logprobs = self._prompt_logprobs(prompt_logits, prompts, batch, sequences) if prompts else {}
         if sampled:
             logprobs = self._sample(step, sampled, batch, sequences, tokens, logprobs)
+        del tokens[num_items:]
         return LoggedTokens(tokens, logprobs) if logprobs else tokens
+
+    def _with_padding(
+        self, batch: StepBatch, sequences: Mapping[str, Sequence]
+    ) -> tuple[StepBatch, Mapping[str, Sequence]]:
+        """The step with its padding as items behind the others: rows like any, of a sequence of pads.
+
+        The sequences of the batch attend to their own tokens alone, so ``Padding.context_tokens`` are not computed.
+        """
+        pads = tuple(item._replace(request_id=_PADS) for item in batch.padding.items)
+        return StepBatch(batch.items + pads), {**sequences, _PADS: self._pads}
 
     def _run_with_prompts(
         self, batch: StepBatch, order: list[int], sequences: Mapping[str, Sequence], prompts: list[PromptRows]
@@ -148,6 +167,9 @@ class ModelRunner:
             found[part.item] = ItemLogprobs(prompt=prompt_logprobs(rows, part, sequence))
             first += part.num_rows
         return found
+
+    def rest(self) -> None:
+        """A model has nothing to do between steps."""
 
     def logits(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> list[Tensor | None]:
         """Runs a step; the logits (float32 ``[vocab]``) where ``execute`` gives a token."""

@@ -7,17 +7,18 @@ but ``execute`` belongs to one thread.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Protocol
 
 from core.errors import IntegrityError
 from core.messages import DeltaLogprobs, FinishedSequence, Key, Plan, TokenDelta, WorkerReady, WorkerState
 from core.request import Request, SamplingParams, SequenceStatus
 from engine.detokenizer import Detokenizer, OutputText
+from engine.emission import Emission, Output
+from engine.held_back import HeldBack, joined_outputs
 from engine.logged_tokens import LoggedTokens
 from engine.sequence import Sequence
-from kvcache import KVCopy, LeaseExecutor, StepBatch
+from kvcache import KVCopy, PlanExecutor, StepBatch
 from kvcache.prefix import NO_PARENT, extend_hashes, root_of
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,10 @@ class Runner(Protocol):
 
     def execute(self, batch: StepBatch, sequences: dict[str, Sequence]) -> list[int | None]: ...
 
+    def rest(self) -> None:
+        """Nothing can run for now."""
+        ...
+
 
 class Copier(Protocol):
     """Moves KV between the device and the host while steps run."""
@@ -42,42 +47,12 @@ class Copier(Protocol):
     def wait(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
-    """A delta and the ingress replica whose client it is for."""
-
-    ingress_id: str
-    delta: TokenDelta
-
-
-@dataclass(slots=True)
-class Emission:
-    """A new token of one sequence, before it has become text for the client.
-
-    Attributes:
-        start: Its index in the output.
-        shown: Its text where that had to be known at once, else None.
-        cached_len: As in ``TokenDelta``.
-        end: Set if it was the last one.
-        logprobs: What else the client wants to know.
-    """
-
-    sequence: Sequence
-    text: OutputText
-    token: int
-    start: int
-    shown: str | None
-    cached_len: int
-    end: FinishedSequence | None = None
-    logprobs: DeltaLogprobs | None = None
-
-
 class Worker:
     """Runs the sequences that plans name, step by step.
 
     Args:
         runner: Computes steps.
-        executor: Decides what a step holds.
+        executor: Decides what a step holds, and whether outputs are held back until a whole batch has ended.
         detokenizer: Turns output ids into text.
         eos_token_ids: Ids that end a sequence unless it ignores them.
         ready: What this worker tells the scheduler about itself.
@@ -88,7 +63,7 @@ class Worker:
     def __init__(
         self,
         runner: Runner,
-        executor: LeaseExecutor,
+        executor: PlanExecutor,
         detokenizer: Detokenizer,
         eos_token_ids: tuple[int, ...],
         ready: WorkerReady,
@@ -106,6 +81,7 @@ class Worker:
         self._pending: Plan | None = None
         self._prepared: Prepared = {}
         self._copier = copier
+        self._held_back = HeldBack() if executor.returns_together else None
         self._prefix_cache = prefix_cache
         if prefix_cache:
             executor.share_prefixes(self._block_hashes)
@@ -166,6 +142,8 @@ class Worker:
         if copier is not None:
             for copy in self.executor.take_copies():
                 copier.begin(copy)
+        if batch is None:
+            self.runner.rest()
         return batch
 
     def when_copied(self, callback: Callable[[], object]) -> None:
@@ -196,6 +174,8 @@ class Worker:
     def _drop(self, request_id: str) -> None:
         del self._sequences[request_id]
         del self._texts[request_id]
+        if self._held_back is not None:
+            self._held_back.take(request_id)
 
     def execute(self, batch: StepBatch) -> list[int | None]:
         """The new token of each item that samples. The slow part; touches nothing but the model and its pool."""
@@ -206,7 +186,11 @@ class Worker:
         return self.render(self.commit_step(batch, tokens, duration_s))
 
     def commit_step(self, batch: StepBatch, tokens: list[int | None], duration_s: float = 0.0) -> list[Emission]:
-        """Books the step, which took so long: all that must be done before the next one can begin."""
+        """Books the step, which took so long: all that must be done before the next one can begin.
+
+        Returns:
+            What is to be shown now: of the step's sequences or, where outputs are held back, of those returned.
+        """
         stopped = set()
         emissions = {}
         for item, token in zip(batch.items, tokens, strict=True):
@@ -224,10 +208,22 @@ class Worker:
                 stopped.add(item.request_id)
         if isinstance(tokens, LoggedTokens):
             self._attach_logprobs(batch, tokens, emissions)
-        for end in self.executor.commit(batch, stopped, duration_s=duration_s):
+        ends = self.executor.commit(batch, stopped, duration_s=duration_s)
+        if self._held_back is not None:
+            self._held_back.add(emissions.values())
+            return self._release(ends, self._held_back)
+        for end in ends:
             emissions[end.request_id].end = end
             self._drop(end.request_id)
         return list(emissions.values())
+
+    def _release(self, ends: Iterable[FinishedSequence], held_back: HeldBack) -> list[Emission]:
+        """All that the sequences of a batch have brought, one after the other."""
+        emissions = []
+        for end in ends:
+            emissions += held_back.finish(end)
+            self._drop(end.request_id)
+        return emissions
 
     def _attach_logprobs(self, batch: StepBatch, tokens: LoggedTokens, emissions: dict[str, Emission]) -> None:
         """Those of a prompt are kept until its first output token goes out."""
@@ -243,7 +239,8 @@ class Worker:
 
     def render(self, emissions: list[Emission]) -> list[Output]:
         """What the clients should see of a committed step; in any thread, but in the order of the steps."""
-        return [self._rendered(emission) for emission in emissions]
+        outputs = [self._rendered(emission) for emission in emissions]
+        return outputs if self._held_back is None else joined_outputs(outputs)
 
     def _rendered(self, emission: Emission) -> Output:
         sequence, end = emission.sequence, emission.end
@@ -265,22 +262,27 @@ class Worker:
         return Output(sequence.request.ingress_id, delta)
 
     def fail_step(self, batch: StepBatch, error: BaseException) -> list[Output]:
-        """Ends every sequence of a step that raised: a request gets an answer even from a broken step."""
+        """Ends every sequence of a step that raised: a request gets an answer even from a broken step.
+
+        Those whose output is complete and was only held back get it: a device that is broken ends no batch.
+        """
         logger.error("step with %d sequences failed", len(batch.items), exc_info=error)
         message = f"the model step failed: {type(error).__name__}: {error}"
-        outputs = []
+        outputs: list[Output] = []
         for item in batch.items:
             end = self.executor.end(item.request_id, SequenceStatus.FINISHED_FAILED)
-            outputs.append(self._failed(end, message))
+            outputs += self._failed(end, message)
+        if self._held_back is not None:
+            outputs += self.render(self._release(self.executor.flush(), self._held_back))
         return outputs
 
     def abort_ingress(self, ingress_id: str) -> list[Output]:
         """Ends every sequence whose client is held by an ingress replica that has fallen silent; between steps."""
         orphans = [rid for rid, sequence in self._sequences.items() if sequence.request.ingress_id == ingress_id]
-        outputs = []
+        outputs: list[Output] = []
         for request_id in orphans:
             end = self.executor.end(request_id, SequenceStatus.FINISHED_ABORTED)
-            outputs.append(self._failed(end, "the ingress replica fell silent"))
+            outputs += self._failed(end, "the ingress replica fell silent")
         return outputs
 
     @property
@@ -316,12 +318,13 @@ class Worker:
             return True
         return token in self._eos and sampling.eos_ends
 
-    def _failed(self, end: FinishedSequence, error: str) -> Output:
-        """The last delta of a sequence that ends for another reason than its own text."""
+    def _failed(self, end: FinishedSequence, error: str) -> list[Output]:
+        """The last words of a sequence that ends for another reason than its own text, and what was held back of it."""
         request = self._sequences[end.request_id].request
+        shown = [] if self._held_back is None else self.render(self._held_back.take(end.request_id))
         self._drop(end.request_id)
         delta = TokenDelta(end.request_id, end.attempt, end.output_len, (), "", end.status.finish_reason, error)
-        return Output(request.ingress_id, delta)
+        return [*shown, Output(request.ingress_id, delta)]
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless the executor holds exactly the sequences that have tokens here."""

@@ -18,13 +18,15 @@ class BlockManager:
     Args:
         num_blocks: Blocks in the pool.
         block_size: Tokens a block holds.
+        block_bytes: Memory a block takes; only what is told of copies depends on it.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, block_bytes: int = 0) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a pool needs blocks: got {num_blocks} of {block_size} tokens")
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.block_bytes = block_bytes
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the lowest block is handed out first
         self._tables: dict[str, list[int]] = {}
         self._ref_counts = [0] * num_blocks

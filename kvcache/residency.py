@@ -1,12 +1,13 @@
 """Where each sequence's KV is, as the worker last said: the KV offload manager's shadow of the truth.
 
-The worker owns the blocks (design section 3, rule 5); this only remembers. It is what offload and upload will be
-decided from.
+The worker owns the blocks (design section 3, rule 5) and the scheduler decides what moves; this only remembers.
 """
 
 from __future__ import annotations
 
-from core.messages import KVUsage, StepReport
+from dataclasses import fields
+
+from core.messages import KVTraffic, KVUsage, StepReport
 
 
 class ResidencyShadow:
@@ -16,26 +17,46 @@ class ResidencyShadow:
         self._num_blocks = 0
         self._report: StepReport | None = None
 
-    def observe(self, report: StepReport) -> None:
-        """Takes a report; one that is older than what is known is ignored."""
+    def observe(self, report: StepReport) -> KVTraffic:
+        """Takes a report; one that is older than what is known is ignored.
+
+        Returns:
+            What has moved since the report before it, or since the worker's life began.
+        """
         known = self._report
         same_life = known is not None and known.worker_incarnation == report.worker_incarnation
         if known is not None and same_life and report.report_seq <= known.report_seq:
-            return
+            return KVTraffic()
         self._report = report
         in_tables = sum(progress.num_blocks for progress in report.progress)
         self._num_blocks = report.free_blocks + in_tables - report.shared_blocks
+        before = known.traffic if known is not None and same_life else KVTraffic()
+        return _since(before, report.traffic)
 
     @property
     def usage(self) -> KVUsage:
         """Zeros before the first report."""
-        if self._report is None:
-            return KVUsage(0, 0, 0, 0)
-        resident = sum(progress.num_blocks > 0 for progress in self._report.progress)
-        return KVUsage(self._num_blocks, self._report.free_blocks, resident, self._report.short_blocks)
+        report = self._report
+        if report is None:
+            return KVUsage()
+        return KVUsage(
+            num_blocks=self._num_blocks,
+            free_blocks=report.free_blocks,
+            num_resident=sum(progress.num_blocks > 0 for progress in report.progress),
+            short_blocks=report.short_blocks,
+            num_host_blocks=report.num_host_blocks,
+            free_host_blocks=report.free_host_blocks,
+            flying_blocks=report.flying_blocks,
+            traffic=report.traffic,
+        )
 
-    @property
-    def used_fraction(self) -> float:
-        """Share of the pool in use, 0 to 1."""
-        usage = self.usage
-        return 1 - usage.free_blocks / usage.num_blocks if usage.num_blocks else 0.0
+
+def _since(before: KVTraffic, now: KVTraffic) -> KVTraffic:
+    return KVTraffic(*(getattr(now, each.name) - getattr(before, each.name) for each in fields(KVTraffic)))
+
+
+def total_usage(usages: list[KVUsage]) -> KVUsage:
+    """Of several replicas together."""
+    traffic = KVTraffic(*(sum(getattr(usage.traffic, each.name) for usage in usages) for each in fields(KVTraffic)))
+    counts = [each.name for each in fields(KVUsage) if each.name != "traffic"]
+    return KVUsage(traffic=traffic, **{name: sum(getattr(usage, name) for usage in usages) for name in counts})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from core.decisions import Facts
 from core.errors import InvalidValueError
 from policies.job import Job
 
@@ -38,6 +39,10 @@ class Aggressive:
     def admits(self, job: Job) -> bool:
         """An empty pool takes whatever fits at all."""
         return self._held + job.known_len <= (self._limit if self._num_jobs else self._capacity)
+
+    def explain(self, job: Job, now: float) -> Facts:
+        """What is held now, and how much of the pool may be."""
+        return {"held_tokens": self._held, "limit_tokens": self._limit, "capacity_tokens": self._capacity}
 
     def add(self, job: Job) -> None:
         self._num_jobs += 1

@@ -125,9 +125,11 @@ class BatchScheduler(GlobalScheduler):
         for request in requests:
             if self._never_fits(request):
                 self._waiting.remove(request.request_id, self._now)
+                self._queued_since.pop(request.request_id, None)
                 refused.append(self._too_long(request))
             else:
                 self._queued[request.request_id] = request
+                self._queued_since.setdefault(request.request_id, self._now)
                 self._waiting.add(request, self._now)
         return refused
 
@@ -144,6 +146,7 @@ class BatchScheduler(GlobalScheduler):
         refused: list[GlobalInstruction] = []
         for job in self._waiting.take_failed():
             request = self._queued.pop(job.request_id)
+            del self._queued_since[job.request_id]
             message = "the request ran out of KV memory with a worker to itself"
             refused.append(RefuseRequest(request.request_id, request.attempt, "max_tokens", message))
         return refused
@@ -168,7 +171,8 @@ class BatchScheduler(GlobalScheduler):
         choice = Choice(name, f"idle; pulled a batch of {len(batch)}")
         requests = tuple(self._queued.pop(job.request_id) for job in batch.jobs)
         for request in requests:
-            entry = Entry(request.attempt, request.ingress_id, name, ready.worker_incarnation, choice)
+            waited_s = self._now - self._queued_since.pop(request.request_id)
+            entry = Entry(request.attempt, request.ingress_id, name, ready.worker_incarnation, choice, waited_s)
             self._enter(request.request_id, entry, self._work(request))
         estimated_s = self._serving_time_s(len(batch), batch.prompt_len, batch.predicted_len)
         left = {request.request_id: len(request.output_ids) for request in requests}

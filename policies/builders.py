@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 from core.config import SchedulerConfig
-from core.costs import StepCost
+from core.costs import A100_7B, StepCost
 from core.errors import ConfigError
 from policies.aggressive import Aggressive
 from policies.batch_queue import Batcher, first_arrived
@@ -34,7 +34,7 @@ from policies.length_history import LengthHistory
 from policies.multi_bin import LearntBins, MultiBinBatcher
 from policies.past_future import HistoryLengths, PastFuture, TrueLengths
 from policies.placement import Placement
-from policies.presets import Preset, find_preset
+from policies.presets import PRESETS, Preset, find_preset
 from policies.protocols import Admission, KvPolicy, Order
 from policies.recompute import NewestGiveWay
 from policies.replica_scheduler import ReplicaPolicies, ReplicaScheduler, SchedulerLimits
@@ -45,9 +45,8 @@ from policies.wma_batcher import WmaBatcher
 
 _T = TypeVar("_T")
 
-PRIOR_COST = StepCost(base_s=0.010, prefill_token_s=0.11e-3, decode_seq_s=0.02e-3, context_token_s=0.2e-6)
-"""What steps are taken to cost until they have been measured: about a 7B model on an A100."""
-
+PRIOR_COST = A100_7B
+"""What steps are taken to cost until they have been measured."""
 
 PRIOR_CAPACITY = 100_000
 """KV tokens that a replica is taken to hold until it has said so."""
@@ -112,7 +111,9 @@ class BatchSettings:
 def remaining_service_s(cost: StepCost, job: Job) -> float:
     """Seconds until a job would end if it ran alone: what is missing of its KV, then one step a token foreseen."""
     expected = job.max_new_tokens if job.forecast is None else min(job.forecast.mean, job.max_new_tokens)
-    return cost.prefill_s(job.missing_len) + max(1.0, expected - job.output_len) * cost.decode_s(job.known_len)
+    missing = job.missing_len
+    prefill_s = cost.prefill_s(missing, job.known_len - missing)
+    return prefill_s + max(1.0, expected - job.output_len) * cost.decode_s(job.known_len)
 
 
 def _gittins(settings: PolicySettings, limits: SchedulerLimits) -> Gittins:
@@ -208,6 +209,23 @@ def build_scheduler(
     return ReplicaScheduler(ReplicaPolicies(ranked, admits, _kv_policy(kv or row.kv, ranked)), limits)
 
 
+def check_parts(config: SchedulerConfig) -> None:
+    """Refuses a composition that cannot be served.
+
+    Raises:
+        ConfigError: there is no such preset or part, or they do not go together.
+    """
+    row = find_preset(config.preset)
+    if row.mode == "continuous":
+        configured_scheduler(config, 1)
+        return
+    for part in ("order", "admission", "kv"):
+        value = getattr(config, part)
+        if value:
+            expected = f"nothing: preset {row.name!r} forms batches in one queue, replicas decide nothing"
+            raise ConfigError(f"scheduler.{part}", value, expected)
+
+
 def configured_replica(config: SchedulerConfig, max_num_seqs: int) -> ReplicaScheduler:
     """The scheduler of one replica as the configuration of a server says, in either mode.
 
@@ -220,7 +238,12 @@ def configured_replica(config: SchedulerConfig, max_num_seqs: int) -> ReplicaSch
 
 
 def check_scheduler(config: SchedulerConfig) -> None:
-    """Raises ConfigError unless there is such a preset and placement."""
+    """Refuses before anything starts what could not be scheduled so.
+
+    Raises:
+        ConfigError: there is no such preset or placement, or static execution of a preset that forms no batches.
+    """
+    check_parts(config)
     if not is_batch_mode(config.preset):
         build_router(config.preset, config.placement)
     elif config.placement:
@@ -231,12 +254,27 @@ def configured_scheduler(config: SchedulerConfig, max_num_seqs: int) -> ReplicaS
     """The scheduler of a single worker, or of one replica, as the configuration says.
 
     Raises:
-        ConfigError: there is no such preset, or it is not of continuous batching.
+        ConfigError: there is no such preset or part, the parts do not go together, or the preset is not of continuous
+            batching or not executed so.
     """
+    if config.execution == "static":
+        batching = ", ".join(name for name, preset in PRESETS.items() if preset.mode == "batch")
+        expected = f"ragged with preset {config.preset!r}; batches are formed by {batching}"
+        raise ConfigError("scheduler.execution", config.execution, expected)
     limits = SchedulerLimits(max_num_seqs, config.standby_slots)
-    kv = "swap-newest" if config.offload == "reactive" else ""
-    settings = PolicySettings(watermark=config.watermark, gamma=config.gamma)
-    return build_scheduler(config.preset, limits, settings, kv=kv)
+    mlfq = MlfqRules(config.quantum_s, follows_cost=True, starve_limit_s=config.starve_limit_s)
+    settings = PolicySettings(watermark=config.watermark, gamma=config.gamma, mlfq=mlfq)
+    parts = {"order": config.order, "admission": config.admission, "kv": config.kv}
+    return build_scheduler(config.preset, limits, settings, **parts)
+
+
+def swaps_kv(config: SchedulerConfig) -> bool:
+    """Whether workers need a host pool: the KV policy moves KV there.
+
+    Raises:
+        ConfigError: as ``configured_scheduler``.
+    """
+    return find_preset(config.preset).mode == "continuous" and configured_scheduler(config, 1).kv.swaps
 
 
 def _admission(name: str, order: Order, settings: PolicySettings) -> Admission:

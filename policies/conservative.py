@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from core.decisions import Facts
 from core.errors import InvalidValueError
 from policies.job import Job
 from policies.length_history import IntArray
@@ -51,6 +52,11 @@ class Conservative:
         if self._counts_releases:
             return bool(future_memory(*self._with(job)) <= self._limit)
         return self._reserved + job.prompt_len + job.max_new_tokens <= self._limit
+
+    def explain(self, job: Job, now: float) -> Facts:
+        """What everybody would hold who reaches their limits, and what that may be."""
+        peak, limit = float(self.predicted_peak), float(self._limit)
+        return {"predicted_peak_tokens": peak, "limit_tokens": limit, "capacity_tokens": self._capacity}
 
     def add(self, job: Job) -> None:
         self._num_jobs += 1

@@ -25,7 +25,7 @@ class Regressions:
 
 
 def from_step_cost(cost: StepCost) -> Regressions:
-    """Those of a linear step cost: prefill by tokens alone, decoding by the context that each token reads.
+    """Those of a step cost: prefill by tokens and what they attend to, decoding by the context that each token reads.
 
     What a step costs in any case (``base_s``) is no part of DT: the sequences of a batch share it, and one sequence
     more does not raise it. Counted for each it would be most of the load, and loads would be numbers of requests.
@@ -34,7 +34,7 @@ def from_step_cost(cost: StepCost) -> Regressions:
     def decode_s(output_len: float, context_len: float) -> float:
         return output_len * (cost.decode_seq_s + cost.context_token_s * context_len)
 
-    return Regressions(lambda new, context: cost.prefill_s(new), decode_s)
+    return Regressions(lambda new, context: cost.prefill_s(new, context - new), decode_s)
 
 
 def _mistral_7b_a6000(new: int, context: int) -> float:

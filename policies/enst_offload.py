@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from core.decisions import Facts
 from core.errors import InvalidValueError
 from policies.job import Job
 from policies.protocols import KvMoves, KvView
@@ -197,6 +198,10 @@ class EnstOffload:
         if room.moves != KvMoves():
             return room.moves
         return KvMoves(upload=self._uploads(view, -room.short, now))
+
+    def explain(self, job: Job, now: float) -> Facts:
+        """Its estimated next scheduled time."""
+        return {"enst_s": enst_s(self.order, [job], now)[job.request_id]}
 
     def may_start(self, view: KvView) -> bool:
         """Not while the host is nearly full: who starts then could not be moved out later."""

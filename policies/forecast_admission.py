@@ -14,6 +14,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
+from core.decisions import Facts
 from core.errors import IntegrityError, InvalidValueError
 from policies.job import Job
 from policies.length_history import FloatArray, IntArray
@@ -61,6 +62,7 @@ class ForecastAdmission:
             raise InvalidValueError("eviction_risk", eviction_risk, "a probability in (0, 0.5]")
         self._law = law
         self._rng = rng
+        self._eviction_risk = eviction_risk
         self._num_exceeding = math.floor(eviction_risk * NUM_SCENARIOS)
         self._z = NormalDist().inv_cdf(1 - eviction_risk)
         self._points: dict[str, IntArray] = {}
@@ -75,12 +77,19 @@ class ForecastAdmission:
         self._base = np.array([job.known_len for job in running], np.int64)
         self._remaining = self._remaining_points(running)
         self._spread: MemorySpread | None = None
+        self._peaks: dict[str, int] = {}  # of the batch with each job that was asked about, as it was then
 
     def admits(self, job: Job) -> bool:
         """Into an empty batch goes what can make one step: nothing else helps it."""
         if not self._jobs:
             return job.known_len + 1 <= self._capacity
-        return self._peak_with(job) <= self._capacity
+        peak = self._peaks[job.request_id] = self._peak_with(job)
+        return peak <= self._capacity
+
+    def explain(self, job: Job, now: float) -> Facts:
+        """The peak that the job was admitted or refused by; its length alone in an empty batch."""
+        peak = self._peaks.get(job.request_id, job.known_len + 1)
+        return {"predicted_peak_tokens": peak, "limit_tokens": self._capacity, "eviction_risk": self._eviction_risk}
 
     def add(self, job: Job) -> None:
         remaining = self._remaining_points([job])

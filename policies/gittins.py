@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from core.costs import StepCost
+from core.decisions import Facts
 from core.errors import IntegrityError, InvalidValueError
 from policies import length_law
 from policies.job import Job
@@ -232,6 +233,17 @@ class Gittins:
         had = 0.0 if row is None else job.output_len - self._column("generated")[row]
         prefill_s = 0.0 if job.decodes else self._price.step.prefill_token_s * job.missing_len
         return prefill_s + max(1.0, RERANK_TOKENS - had) * self._price.step.decode_s(job.known_len)
+
+    def explain(self, job: Job, now: float) -> Facts:
+        """Its rank as last worked out, and how far its forecast is trusted beside the history."""
+        row = self._known_row(job)
+        if self._column("due")[row]:
+            return {}
+        rank_s, expected_s = float(self._column("rank")[row]), float(self._column("expected")[row])
+        facts: dict[str, float | str] = {"rank_s": rank_s, "expected_s": expected_s}
+        if job.forecast is not None:
+            facts["forecast_weight"] = self.gate.omega
+        return facts
 
     def rank(self, jobs: Sequence[Job]) -> FloatArray:
         """Ranks of jobs of this order, seconds, shape (n,); without hysteresis and ageing."""

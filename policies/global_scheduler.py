@@ -73,6 +73,7 @@ class Entry:
 
     Attributes:
         choice: Why there; None if an earlier Router placed it.
+        waited_s: Until a replica took requests.
     """
 
     attempt: int
@@ -80,6 +81,7 @@ class Entry:
     replica: str
     worker_incarnation: str
     choice: Choice | None = None
+    waited_s: float = 0.0
 
 
 class GlobalScheduler:
@@ -89,7 +91,8 @@ class GlobalScheduler:
         self._placement = placement
         self._replicas: dict[str, _Replica] = {}
         self._placed: dict[str, Entry] = {}
-        self._queued: dict[str, Request] = {}  # no replica takes requests: they wait for one
+        self._queued: dict[str, Request] = {}  # no replica takes requests: they wait for one ...
+        self._queued_since: dict[str, float] = {}  # ... since then; they are here until they are placed or gone
         self._gone: set[str] = set()  # replicas given up: what an ingress still has there is lost
         self._mean_output_len: float | None = None
         self._open: tuple[ReplicaLoad, ...] | None = None  # replicas that take requests; None if that has changed
@@ -127,6 +130,19 @@ class GlobalScheduler:
         """Why a request is where it is; None if it is nowhere or an earlier Router placed it."""
         entry = self._placed.get(request_id)
         return None if entry is None else entry.choice
+
+    def waited_s(self, request_id: str) -> float:
+        """How long a request waited for a replica that takes requests."""
+        entry = self._placed.get(request_id)
+        return 0.0 if entry is None else entry.waited_s
+
+    def queued(self, response_id: str) -> list[tuple[Request, float]]:
+        """The requests of an answer that wait for a replica, and since when. O(waiting)."""
+        return [
+            (request, self._queued_since[request_id])
+            for request_id, request in self._queued.items()
+            if request.origin is not None and request.origin.response_id == response_id
+        ]
 
     def handle(self, event: GlobalEvent, now: float) -> list[GlobalInstruction]:
         """The only mutator. ``now`` is seconds on the caller's monotonic clock."""
@@ -221,8 +237,10 @@ class GlobalScheduler:
                 placed.setdefault(choice.replica, []).append(request)
             elif self._never_fits(request):
                 refused.append(self._too_long(request))
+                self._queued_since.pop(request.request_id, None)
             else:
                 self._queued[request.request_id] = request
+                self._queued_since.setdefault(request.request_id, self._now)
         return [PlaceRequests(name, tuple(group)) for name, group in placed.items()] + refused
 
     def _never_fits(self, request: Request) -> bool:
@@ -238,7 +256,8 @@ class GlobalScheduler:
         choice = self._placement.choose(request, self._prefix(request), loads, self._now)
         ready = self._replicas[choice.replica].ready
         assert ready is not None
-        entry = Entry(request.attempt, request.ingress_id, choice.replica, ready.worker_incarnation, choice)
+        waited_s = self._now - self._queued_since.pop(request.request_id, self._now)
+        entry = Entry(request.attempt, request.ingress_id, choice.replica, ready.worker_incarnation, choice, waited_s)
         self._enter(request.request_id, entry, self._work(request))
         return choice
 
@@ -347,6 +366,7 @@ class GlobalScheduler:
     def _remove(self, request_id: str, output_len: int | None = None) -> None:
         """``output_len`` only of an output that has come to its end."""
         self._queued.pop(request_id, None)
+        self._queued_since.pop(request_id, None)
         entry = self._placed.pop(request_id, None)
         if entry is not None:
             self._replicas[entry.replica].remove(request_id)
@@ -359,6 +379,8 @@ class GlobalScheduler:
             raise IntegrityError("the in-flight table and the replicas disagree")
         if self._queued.keys() & self._placed.keys():
             raise IntegrityError("a request is placed and waits")
+        if self._queued.keys() != self._queued_since.keys():
+            raise IntegrityError("of those who wait it is not known since when")
         for replica in self._replicas.values():
             load, work_tokens = replica.load, sum(replica.requests.values())
             if load.num_requests != len(replica.requests):

@@ -9,6 +9,7 @@ from itertools import groupby
 from sortedcontainers import SortedKeyList
 
 from core.costs import StepCost
+from core.decisions import Facts
 from core.errors import InvalidValueError
 from policies.job import Job
 
@@ -85,6 +86,11 @@ class HitGroups:
         """floor(P * hit ratio), at most P - 1."""
         num_groups = len(self._quotas)
         return min(num_groups - 1, num_groups * job.cached_len // job.prompt_len)
+
+    def explain(self, job: Job, now: float) -> Facts:
+        """Its group, the slots that the group has, and the hits that put it there."""
+        group = self.group(job)
+        return {"hit_group": group, "group_slots": self._quotas[group], "cached_tokens": job.cached_len}
 
     def slice_s(self, job: Job) -> float:
         """No bound: jobs run to their end."""

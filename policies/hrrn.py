@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from core.costs import StepCost
+from core.decisions import Facts
 from policies.batch_queue import FormedBatch
 from policies.job import Job
 
@@ -102,6 +103,10 @@ class HrrnOrder:
     def ratio(self, job: Job, now: float) -> float:
         """R of the job at this instant."""
         return response_ratio(now - job.arrived_at, self._remaining_s(self._cost, job))
+
+    def explain(self, job: Job, now: float) -> Facts:
+        """Its response ratio now, and what it is made of."""
+        return {"response_ratio": self.ratio(job, now), "service_s": self._remaining_s(self._cost, job)}
 
     def slice_s(self, job: Job) -> float:
         return math.inf

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from policies.enst_offload import by_enst, host_has_room, make_room
+from core.decisions import Facts
+from policies.enst_offload import by_enst, enst_s, host_has_room, make_room
+from policies.job import Job
 from policies.protocols import KvMoves, KvView
 from policies.skip_join_mlfq import SkipJoinMlfq
 
@@ -24,6 +26,9 @@ class Defer:
     def moves(self, view: KvView, now: float) -> KvMoves:
         return _on_demand(self.order, view, now, swaps=self.swaps)
 
+    def explain(self, job: Job, now: float) -> Facts:
+        return {"enst_s": enst_s(self.order, [job], now)[job.request_id]}
+
     def may_start(self, view: KvView) -> bool:
         return True
 
@@ -39,6 +44,9 @@ class Reactive:
 
     def moves(self, view: KvView, now: float) -> KvMoves:
         return _on_demand(self.order, view, now, swaps=self.swaps)
+
+    def explain(self, job: Job, now: float) -> Facts:
+        return {"enst_s": enst_s(self.order, [job], now)[job.request_id]}
 
     def may_start(self, view: KvView) -> bool:
         return host_has_room(view)
@@ -59,6 +67,9 @@ class Recompute:
 
     def moves(self, view: KvView, now: float) -> KvMoves:
         return _on_demand(self.order, view, now, swaps=self.swaps)
+
+    def explain(self, job: Job, now: float) -> Facts:
+        return {"enst_s": enst_s(self.order, [job], now)[job.request_id]}
 
     def may_start(self, view: KvView) -> bool:
         return True

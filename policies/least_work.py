@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from core.request import Request
-from policies.placement import Choice, Placement, ReplicaLoad
+from policies.placement import Choice, LoadChoice, Placement, ReplicaLoad
 
 
 class LeastWork(Placement):
@@ -13,4 +13,9 @@ class LeastWork(Placement):
 
     def choose(self, request: Request, prefix: Sequence[int], loads: tuple[ReplicaLoad, ...], now: float) -> Choice:
         """The replica for this request, of those given (never empty)."""
-        return Choice(min(loads, key=lambda load: load.work_tokens).name, "least work")
+        least, most = min(loads, key=_work), max(loads, key=_work)
+        return LoadChoice(least.name, "least work", 0, least.work_tokens, most.work_tokens, len(loads))
+
+
+def _work(load: ReplicaLoad) -> float:
+    return load.work_tokens

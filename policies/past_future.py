@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from core.decisions import Facts
 from core.errors import InvalidValueError
 from policies.job import Job
 from policies.length_history import IntArray, LengthHistory
@@ -228,6 +229,7 @@ class PastFuture:
         self._num_jobs = len(running)
         self._num_lists = self._lists_for(len(running))
         self._drawn: dict[str, Sequence[int]] = {}
+        self._peaks: dict[str, int] = {}  # of the batch with each job that was asked about, as it was then
         generated = _int_array([job.output_len for job in running])
         self._base = _int_array([job.prompt_len for job in running]) + generated
         self._remaining = self._lengths.draw(running, self._num_lists) - generated
@@ -239,8 +241,13 @@ class PastFuture:
         """
         if self._num_jobs == 0:
             return job.known_len + 1 <= self._capacity
-        peak = int(future_memory(*self._with(job)).max())
+        peak = self._peaks[job.request_id] = int(future_memory(*self._with(job)).max())
         return peak < self._limit if self._strict else peak <= self._limit
+
+    def explain(self, job: Job, now: float) -> Facts:
+        """The predicted peak that the job was admitted or refused by; its length alone in an empty batch."""
+        peak = self._peaks.get(job.request_id, job.known_len + 1)
+        return {"predicted_peak_tokens": peak, "limit_tokens": self._limit, "capacity_tokens": self._capacity}
 
     def fits(self, jobs: Sequence[Job]) -> NDArray[np.bool_]:
         """What ``admits`` says of each of them, alone beside the batch, at O(log n) each; shape (jobs,)."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
+from core.decisions import Facts
 from core.request import Request
 
 
@@ -32,6 +33,25 @@ class Choice:
     replica: str
     reason: str
     hit_len: int = 0
+
+    def facts(self) -> Facts:
+        """Everything that is in it, by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadChoice(Choice):
+    """A choice by load.
+
+    Attributes:
+        work_tokens: Outstanding on the chosen replica, without this request ...
+        most_work_tokens: ... and on the one with the most.
+        num_replicas: Between which was chosen.
+    """
+
+    work_tokens: float = 0.0
+    most_work_tokens: float = 0.0
+    num_replicas: int = 1
 
 
 class Placement:

@@ -6,12 +6,36 @@ Every part is a plain object without a clock and without randomness of its own: 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from core.costs import StepCost
+from core.decisions import Facts
 from policies.job import Job
+
+
+@runtime_checkable
+class Explains(Protocol):
+    """A part that says from which numbers it decides. Any part may; one that does not is left out of explanations."""
+
+    def explain(self, job: Job, now: float) -> Facts:
+        """The numbers behind the decision that was just taken about the job; changes nothing.
+
+        Asked when a job is admitted, refused, preempted, moved or changes its level, not at every step.
+        """
+        ...
+
+
+@runtime_checkable
+class MovesJobs(Protocol):
+    """An order that moves jobs by itself and tells it at once.
+
+    Attributes:
+        on_move: Called with the job, ``promoted`` or ``demoted``, and the instant; None if nobody listens.
+    """
+
+    on_move: Callable[[Job, str, float], None] | None
 
 
 class Order(Protocol):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from core.costs import StepCost
 from core.messages import FinishedSequence, ForecastMade, Key, Plan, StepReport, WorkerState
-from core.request import Request, Residency
+from core.request import Origin, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,13 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class RequestsArrived:
+    """
+    Attributes:
+        placements: As in ``Submit``.
+    """
+
     requests: tuple[Request, ...]
+    placements: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +57,6 @@ class StepsRan:
 
 
 @dataclass(frozen=True, slots=True)
-class ResidencyOrdered:
-    """The KV offload manager wants the KV of these there; what is on the host waits until it is called back."""
-
-    orders: tuple[tuple[Key, Residency], ...]
-
-
-@dataclass(frozen=True, slots=True)
 class ForecastsArrived:
     """Output lengths of requests that came without; those that are not here any more are passed over."""
 
@@ -77,7 +76,6 @@ Event = (
     | RequestsArrived
     | RequestsAborted
     | WorkerReported
-    | ResidencyOrdered
     | CostLearnt
     | ForecastsArrived
     | StepsRan
@@ -117,4 +115,16 @@ class BatchBroken:
     keys: tuple[Key, ...]
 
 
-Instruction = SendPlan | RefuseRequest | RequestEnded | BatchBroken
+@dataclass(frozen=True, slots=True)
+class AccountClosed:
+    """What was decided about a request that is here no more; for whoever keeps a journal."""
+
+    request_id: str
+    attempt: int
+    origin: Origin
+    placement: bytes
+    decisions: bytes
+    num_left_out: int
+
+
+Instruction = SendPlan | RefuseRequest | RequestEnded | BatchBroken | AccountClosed

@@ -27,6 +27,7 @@ from core.messages import (
 )
 from core.request import Request, Residency, SequenceStatus
 from policies.job import Job
+from policies.journal import Account
 from policies.protocols import Admission, KvMoves, KvPolicy, KvView, Order
 from policies.replica_events import (
     BatchBroken,
@@ -38,13 +39,13 @@ from policies.replica_events import (
     RequestEnded,
     RequestsAborted,
     RequestsArrived,
-    ResidencyOrdered,
     SendPlan,
     StepsRan,
     WorkerConnected,
     WorkerLost,
     WorkerReported,
 )
+from policies.replica_notes import ReplicaNotes
 from policies.selection import Selection, Selector
 from policies.tracked import Tracked, make_tracked
 
@@ -108,6 +109,8 @@ class ReplicaScheduler:
         self._preempted_in = 0  # plan that carries the latest preemption: older pressure is already answered
         self._dirty = False
         self.num_preemptions = 0  # ordered so far, of all requests
+        parts = (self.order, self.admission, self.kv)
+        self._notes = ReplicaNotes(parts, limits.max_num_seqs, self._tracked, self._admitted)
 
     @property
     def num_waiting(self) -> int:
@@ -147,9 +150,9 @@ class ReplicaScheduler:
         out: list[Instruction] = []
         match event:
             case RequestsArrived():
-                out += self._arrive(event.requests, now)
+                out += self._arrive(event.requests, now, event.placements)
             case RequestsAborted():
-                self._abort(event.keys)
+                self._abort(event.keys, now)
             case WorkerReported():
                 out += self._take_report(event.report, now)
             case StepsRan():
@@ -157,32 +160,38 @@ class ReplicaScheduler:
             case WorkerConnected():
                 out += self._connect(event.state, now)
             case WorkerLost():
-                self._lose_worker()
-            case ResidencyOrdered():
-                for key, residency in event.orders:
-                    self._order_residency(key, residency)
+                self._lose_all(now)
             case ForecastsArrived():
-                self._foresee(event.made)
+                self._foresee(event.made, now)
             case CostLearnt():
                 self._learn_cost(event.cost)
         out += self._replan(now)
-        return out
+        return out + self._notes.settle(self._worker is not None, now)
 
-    def _arrive(self, requests: tuple[Request, ...], now: float) -> list[Instruction]:
+    def accounts(self, response_id: str) -> Iterator[Account]:
+        """What has been decided so far about the requests of an answer that are here. O(requests)."""
+        return self._notes.journal.of(response_id)
+
+    def _arrive(
+        self, requests: tuple[Request, ...], now: float, placements: tuple[bytes, ...] = ()
+    ) -> list[Instruction]:
         refused: list[Instruction] = []
-        for request in requests:
+        for index, request in enumerate(requests):
+            placement = placements[index] if index < len(placements) else b""
             known = self._tracked.get(request.request_id)
             if known is not None and known.request.attempt >= request.attempt:
                 continue  # a duplicate delivery
             if (request.request_id, request.attempt) in self._recent:
                 continue  # one that comes after the end
             if known is not None:
-                self._forget(request.request_id)
+                self._forget(request.request_id, "superseded", now)
             problem = self._never_fits(request)
             if problem is not None:
+                self._notes.turned_away(request, placement, problem.message, now)
                 refused.append(problem)
                 continue
-            self._track(request, now)
+            tracked = self._track(request, now)
+            self._notes.arrived(tracked, placement, now)
         return refused
 
     def _track(self, request: Request, now: float) -> Tracked:
@@ -197,23 +206,26 @@ class ReplicaScheduler:
         message = f"prompt and max_tokens make {request.max_total_len} tokens, the worker holds at most {limit}"
         return RefuseRequest(request.request_id, request.attempt, "max_tokens", message)
 
-    def _foresee(self, made: Iterable[ForecastMade]) -> None:
+    def _foresee(self, made: Iterable[ForecastMade], now: float) -> None:
         for each in made:
             tracked = self._tracked.get(each.request_id)
             if tracked is not None and tracked.request.attempt == each.attempt:
                 tracked.request = replace(tracked.request, forecast=each.forecast)
                 tracked.job.forecast = each.forecast
                 self.order.foreseen(tracked.job)
+                self._notes.foreseen(tracked, now)
 
-    def _abort(self, keys: tuple[tuple[str, int], ...]) -> None:
+    def _abort(self, keys: tuple[tuple[str, int], ...], now: float) -> None:
         for request_id, attempt in keys:
             tracked = self._tracked.get(request_id)
             if tracked is not None and tracked.request.attempt <= attempt:
-                self._forget(request_id)
+                self._forget(request_id, "aborted", now)
 
-    def _forget(self, request_id: str) -> None:
-        if self._let_go(request_id).shipped_in is not None:
+    def _forget(self, request_id: str, why: str, now: float) -> None:
+        tracked = self._let_go(request_id)
+        if tracked.shipped_in is not None:
             self._dirty = True  # the worker forgets what a plan no longer names
+        self._notes.left(tracked, why, now)
 
     def _let_go(self, request_id: str) -> Tracked:
         tracked = self._tracked.pop(request_id)
@@ -237,6 +249,7 @@ class ReplicaScheduler:
             adopted.num_preemptions, adopted.num_moves = progress.num_preemptions, progress.num_moves
             adopted.residency = progress.residency
             self._note_host(adopted)
+            self._notes.adopted(adopted, now)
         refused = [out for known in newcomers for out in self._arrive((known.request,), known.job.arrived_at)]
         self._dirty = True
         return refused + self._take_report(state.report, now)
@@ -250,6 +263,11 @@ class ReplicaScheduler:
     def _price(self) -> None:
         if self._worker is not None and self._cost is not None:
             self.order.price(self._cost, self._worker.num_blocks * self._worker.block_size)
+
+    def _lose_all(self, now: float) -> None:
+        for tracked in self._tracked.values():
+            self._notes.left(tracked, "worker_lost", now)
+        self._lose_worker()
 
     def _lose_worker(self) -> None:
         self._worker = None
@@ -300,16 +318,18 @@ class ReplicaScheduler:
         if progress.num_preemptions < tracked.num_preemptions or progress.num_moves < tracked.num_moves:
             return  # it does not know the latest orders yet
         if tracked.residency is Residency.HOST and progress.residency is Residency.DEVICE:
-            self._take_refusal(progress.request_id)
+            self._take_refusal(progress.request_id, now)
         elif tracked.residency is Residency.HOST:
             return
-        elif progress.num_blocks > 0:
-            self._admitted.setdefault(progress.request_id, tracked)  # or a standby that the worker started by itself
+        elif progress.num_blocks > 0 and progress.request_id not in self._admitted:
+            self._admitted[progress.request_id] = tracked  # a standby that the worker started by itself
+            self._notes.started(tracked, now)
 
-    def _take_refusal(self, request_id: str) -> None:
+    def _take_refusal(self, request_id: str, now: float) -> None:
         """There was no room on the host, or nothing to move: its KV is dropped like that of any preempted one."""
         tracked = self._tracked[request_id]
-        tracked.residency, tracked.kept_off = Residency.DEVICE, False
+        tracked.residency = Residency.DEVICE
+        self._notes.host_full(tracked, now)
         self._drop_kv(tracked)
 
     def _end(self, finished: FinishedSequence, now: float) -> list[Instruction]:
@@ -319,6 +339,7 @@ class ReplicaScheduler:
             return []  # reported again before the acknowledgement arrived, or aborted meanwhile
         job = self._let_go(finished.request_id).job
         job.output_len = finished.output_len
+        self._notes.finished(tracked, finished.status, now)
         censored = finished.status is not SequenceStatus.FINISHED_STOPPED
         self.order.learn(job, censored=censored)
         self.admission.learn(finished.output_len, censored=censored)
@@ -329,18 +350,6 @@ class ReplicaScheduler:
         if len(self._recent) > NUM_REMEMBERED:
             del self._recent[next(iter(self._recent))]
 
-    def _order_residency(self, key: Key, residency: Residency) -> None:
-        """Passes an order on; one for whom nothing can be done any more, or nothing is to be done, is ignored."""
-        tracked = self._tracked.get(key[0])
-        if tracked is None or tracked.request.attempt != key[1] or tracked.residency is residency:
-            return
-        if residency is Residency.DEVICE:
-            tracked.kept_off = False  # it comes when it is admitted
-        elif key[0] in self._admitted and tracked.num_blocks > 0:
-            del self._admitted[key[0]]
-            tracked.kept_off = True
-            self._move(tracked, Residency.HOST)
-
     def _replan(self, now: float) -> list[Instruction]:
         """A scheduling point: decides anew, and makes a plan if it would say something new."""
         worker = self._worker
@@ -349,15 +358,17 @@ class ReplicaScheduler:
         self.order.refresh(now)
         selection = self._select(worker, now)
         for job in selection.newcomers:
-            self._admit(job)
+            self._admit(job, now)
+        if selection.refused:
+            self._notes.refused(selection.refused, now)
         self._running = selection.running
         broken: list[Instruction] = []
         if self._short_blocks > 0 or self.order.preemptive or self.kv.watches:
             moves = self.kv.moves(self._view(worker, self._running), now)
             if moves.break_off:
-                broken.append(self._break_off())
+                broken.append(self._break_off(now))
             else:
-                self._carry_out(moves)
+                self._carry_out(moves, now)
         if not selection.newcomers:
             self._make_way(worker, now)
         standby = [job.request_id for job in itertools.islice(self._waiting(now), self.limits.standby_slots)]
@@ -367,12 +378,14 @@ class ReplicaScheduler:
         changed = standby != self._standby or running != said or contended > self._contended
         if not (self._dirty or changed or self._grants_are_used_up()):
             return broken
+        if self.order.preemptive and running != said:
+            self._notes.turns(said, running, now)
         self._standby, self._sent, self._contended, self._dirty = standby, running, contended, False
         return [*broken, SendPlan(self._plan(worker))]
 
     def _select(self, worker: WorkerReady, now: float) -> Selection:
         """Who is to execute next; those that rest are left out."""
-        residents = [each.job for each in self._admitted.values() if not each.rests]
+        residents = [each.job for each in self._admitted.values() if not each.stalled]
         if not self.order.preemptive and (self.num_waiting == 0 or (self._is_answering and not self.kv.evicts)):
             return Selection(residents)  # the blocks that a preemption frees are for those it was made for
         selector = Selector(
@@ -383,7 +396,7 @@ class ReplicaScheduler:
         )
         fixed = None if self.kv.evicts else [each.job for each in self._admitted.values()]
         if self.order.preemptive:
-            ranked = (job for job in self.order.ranked(now) if not self._tracked[job.request_id].rests)
+            ranked = (job for job in self.order.ranked(now) if not self._tracked[job.request_id].stalled)
             return selector.select(ranked, self._admitted, fixed)
         return selector.select(itertools.chain(residents, self._waiting(now)), self._admitted, fixed)
 
@@ -401,7 +414,7 @@ class ReplicaScheduler:
         return (
             job
             for job in self.order.ranked(now)
-            if job.request_id not in self._admitted and not self._tracked[job.request_id].rests
+            if job.request_id not in self._admitted and not self._tracked[job.request_id].stalled
         )
 
     def _capacity(self, worker: WorkerReady) -> int:
@@ -422,9 +435,7 @@ class ReplicaScheduler:
             running=running,
             idle=[each.job for rid, each in self._admitted.items() if rid not in taken],
             offloaded=[
-                each.job
-                for rid, each in self._hosted.items()
-                if each.residency is Residency.HOST and not each.kept_off and rid not in taken
+                each.job for rid, each in self._hosted.items() if each.residency is Residency.HOST and rid not in taken
             ],
             free=(worker.num_blocks - held) * size,
             needed=(sum(-(-known_len // size) for known_len in starting) + short) * size,
@@ -434,32 +445,35 @@ class ReplicaScheduler:
             short=short * size,
         )
 
-    def _break_off(self) -> BatchBroken:
+    def _break_off(self, now: float) -> BatchBroken:
         """Forgets everything; what the worker has of it is free at the next step boundary."""
         keys = tuple((each.request.request_id, each.request.attempt) for each in self._tracked.values())
         for request_id, _ in keys:
-            self._forget(request_id)
+            self._forget(request_id, "batch_broken", now)
         if self._dirty:
             self._preempted_in = self._plan_seq + 1
         self._running = []
         return BatchBroken(keys)
 
-    def _carry_out(self, moves: KvMoves) -> None:
+    def _carry_out(self, moves: KvMoves, now: float) -> None:
         for job in moves.offload:
-            self._preempt(job, Residency.HOST)
+            self._preempt(job, Residency.HOST, now)
         for job in moves.drop:
-            self._preempt(job, Residency.DEVICE)
+            self._preempt(job, Residency.DEVICE, now)
         for job in moves.upload:
-            self._admit(job)
+            self._admit(job, now, ahead=True)
 
-    def _admit(self, job: Job) -> None:
+    def _admit(self, job: Job, now: float, *, ahead: bool = False) -> None:
         tracked = self._admitted[job.request_id] = self._tracked[job.request_id]
-        if tracked.residency is Residency.HOST:
+        returns = tracked.residency is Residency.HOST
+        if returns:
             self._move(tracked, Residency.DEVICE)
+        self._notes.admitted(tracked, returns=returns, ahead=ahead, now=now)
 
-    def _preempt(self, job: Job, to: Residency) -> None:
+    def _preempt(self, job: Job, to: Residency, now: float) -> None:
         """It gives up its place; its KV is moved to the host, or dropped wherever it is."""
         tracked = self._tracked[job.request_id]
+        self._notes.gave_way(tracked, to_host=to is Residency.HOST, short_blocks=self._short_blocks, now=now)
         if self._admitted.pop(job.request_id, None) is not None:
             self._running = [each for each in self._running if each is not job]
         self.num_preemptions += 1
@@ -498,7 +512,7 @@ class ReplicaScheduler:
             for job in reversed(resting):
                 fits = 0 < job.computed_len <= host_free and self.kv.swaps
                 host_free -= job.computed_len if fits else 0
-                self._preempt(job, Residency.HOST if fits else Residency.DEVICE)
+                self._preempt(job, Residency.HOST if fits else Residency.DEVICE, now)
 
     def _grants_are_used_up(self) -> bool:
         """Whether a job that is to execute has come to the end of what the latest plan grants it."""
@@ -571,12 +585,13 @@ class ReplicaScheduler:
         if slice_s == math.inf:
             return tracked.max_total_len
         missing = tracked.job.missing_len
-        first_s = 0.0 if missing <= 1 else self._cost.prefill_s(missing) - decode_s
+        first_s = 0.0 if missing <= 1 else self._cost.prefill_s(missing, tracked.job.known_len - missing) - decode_s
         num_tokens = max(1, math.ceil((slice_s - first_s) / decode_s))
         return min(tracked.max_total_len, tracked.job.known_len + num_tokens)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless places, lengths and payloads agree."""
+        self._notes.journal.check_integrity(set(self._tracked))
         if not self._admitted.keys() <= self._tracked.keys():
             raise IntegrityError(f"admitted {set(self._admitted)} are not all known: {set(self._tracked)}")
         if not {job.request_id for job in self._running} <= self._admitted.keys():

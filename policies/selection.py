@@ -11,10 +11,15 @@ from policies.protocols import Admission
 
 @dataclass(slots=True)
 class Selection:
-    """Jobs to execute next, best first, and those of them that were not admitted before."""
+    """Jobs to execute next, best first, and those of them that were not admitted before.
+
+    Attributes:
+        refused: Whom admission has said no to.
+    """
 
     running: list[Job] = field(default_factory=list)
     newcomers: list[Job] = field(default_factory=list)
+    refused: list[Job] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -49,7 +54,6 @@ class Selector:
             fixed: Jobs whose memory nobody can have, whether they are taken or not; None if everybody's can be taken.
         """
         selection = Selection()
-        refused = 0
         self._untold = []
         if fixed is not None:
             self.admission.begin(list(fixed), self.capacity)
@@ -67,8 +71,8 @@ class Selector:
                 selection.running.append(job)
                 selection.newcomers.append(job)
             else:
-                refused += 1
-                if refused > self.admission.max_skips:
+                selection.refused.append(job)
+                if len(selection.refused) > self.admission.max_skips:
                     break
         if not selection.running:  # those that the host holds do not want to run
             selection.newcomers = [job for job in barred[: self.max_num_seqs] if self._admits(job)]

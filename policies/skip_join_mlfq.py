@@ -11,12 +11,13 @@ import itertools
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from sortedcontainers import SortedDict
 
 from core.costs import StepCost
+from core.decisions import Facts
 from core.errors import IntegrityError, InvalidValueError
 from policies.job import Job
 
@@ -34,6 +35,7 @@ class MlfqRules:
 
     Attributes:
         quantum_s: q_1, the quantum of level 1; the shortest iteration time of the model.
+        follows_cost: q_1 becomes that time as it is measured (``price``), ``quantum_s`` its lower bound.
         ratio: Of the quanta of neighbouring levels.
         num_levels: K; the last level is then unbounded. None: levels are made on demand.
         starve_limit_s: Who has waited so long is promoted to level 1; infinity for never.
@@ -54,6 +56,7 @@ class MlfqRules:
     """
 
     quantum_s: float = 0.010
+    follows_cost: bool = False
     ratio: float = 2.0
     num_levels: int | None = None
     starve_limit_s: float = 3.0
@@ -112,6 +115,7 @@ class SkipJoinMlfq:
     Attributes:
         cost: Prices first and next iterations.
         rules: As constructed.
+        on_move: As in ``MovesJobs``.
     """
 
     preemptive = True
@@ -119,6 +123,7 @@ class SkipJoinMlfq:
     def __init__(self, cost: StepCost, rules: MlfqRules | None = None) -> None:
         self.cost = cost
         self.rules = rules or MlfqRules()
+        self._first_quantum_s = self.rules.quantum_s
         self._quanta_s: list[float] = []
         self._above_s = [0.0]
         self._places: dict[str, _Place] = {}
@@ -129,6 +134,7 @@ class SkipJoinMlfq:
         self._timers: OrderedDict[str, _Place] = OrderedDict()
         self._tickets = itertools.count(1)
         self._points = 0
+        self.on_move: Callable[[Job, str, float], None] | None = None
 
     def add(self, job: Job, now: float) -> None:
         """Joins at the tail of the first level whose quantum holds its next iteration (getHighestPriority)."""
@@ -146,8 +152,11 @@ class SkipJoinMlfq:
         """Nothing to do: only prompts are foreseen."""
 
     def price(self, cost: StepCost, capacity: int) -> None:
-        """Jobs keep the levels they have."""
+        """Jobs keep the levels they have, and what is left of their quanta."""
         self.cost = cost
+        if self.rules.follows_cost:
+            self._first_quantum_s = max(self.rules.quantum_s, cost.decode_s(1))
+            self._quanta_s, self._above_s = [], [0.0]
 
     def learn(self, job: Job, *, censored: bool) -> None:
         """How long it was does not matter."""
@@ -166,7 +175,7 @@ class SkipJoinMlfq:
         lacks_prefill = _has_prefill_left(job)
         is_mid_iteration = lacks_prefill and not self.rules.kills
         if not is_mid_iteration and self._is_used_up(place):
-            self._demote(place)
+            self._demote(place, now)
         elif is_mid_iteration != place.is_mid_iteration or lacks_prefill != place.lacks_prefill:
             self._take_out(place)
             place.is_mid_iteration = is_mid_iteration
@@ -199,7 +208,8 @@ class SkipJoinMlfq:
     def next_iteration_s(self, job: Job) -> float:
         """Seconds of the job's next iteration alone: a prefill of what is missing (anew after a drop), or a token."""
         if _has_prefill_left(job):
-            return self.cost.prefill_s(max(1, job.missing_len))
+            missing = max(1, job.missing_len)
+            return self.cost.prefill_s(missing, job.known_len - missing)
         return self.cost.decode_s(job.known_len)
 
     def quantum_s(self, level: int) -> float:
@@ -229,6 +239,11 @@ class SkipJoinMlfq:
     def waited_s(self, job: Job, now: float) -> float:
         """Seconds since it ran, was promoted or came, whatever was last."""
         return now - self._places[job.request_id].waits_since
+
+    def explain(self, job: Job, now: float) -> Facts:
+        """Where the job stands and what is left of its quantum."""
+        place = self._places[job.request_id]
+        return {"level": place.level, "quantum_s": place.allotment_s, "attained_s": place.attained_s}
 
     def groups(self) -> Iterator[tuple[Group, int]]:
         """((urgency, level), number of jobs there), highest first, without the empty ones."""
@@ -272,13 +287,14 @@ class SkipJoinMlfq:
             return place.attained_s > place.allotment_s
         return place.attained_s >= place.allotment_s
 
-    def _demote(self, place: _Place) -> None:
+    def _demote(self, place: _Place, now: float) -> None:
         """One level down at least, and to where its next iteration fits (getDemotionPriority)."""
         level = self._bounded(place.level + 1)
         if self.rules.skip_join:
             level = max(level, self.level_for(self.next_iteration_s(place.job)))
         ticket = next(self._tickets)
         self._move(place, level, -ticket if self.rules.demotes_to_front else ticket, self.quantum_s(level))
+        self._tell(place, "demoted", now)
 
     def _promote(self, place: _Place, now: float) -> None:
         """To the tail of level 1, with time for one whole iteration.
@@ -289,6 +305,11 @@ class SkipJoinMlfq:
         place.waits_since = now
         allotment_s = max(self.quantum_s(1), self.next_iteration_s(place.job))
         self._move(place, 1, next(self._tickets), allotment_s)
+        self._tell(place, "promoted", now)
+
+    def _tell(self, place: _Place, kind: str, now: float) -> None:
+        if self.on_move is not None:
+            self.on_move(place.job, kind, now)
 
     def _move(self, place: _Place, level: int, ticket: int, allotment_s: float) -> None:
         self._take_out(place)
@@ -317,7 +338,7 @@ class SkipJoinMlfq:
         return self._prefills if place.lacks_prefill else self._decodes
 
     def _add_level(self) -> None:
-        quantum_s = self.rules.quantum_s * self.rules.ratio ** len(self._quanta_s)
+        quantum_s = self._first_quantum_s * self.rules.ratio ** len(self._quanta_s)
         self._quanta_s.append(quantum_s)
         self._above_s.append(self._above_s[-1] + quantum_s)
 

@@ -19,9 +19,11 @@ class Tracked:
         shipped_in: First plan of this lease that carried the payload.
         delivered: The worker has the payload.
         stalled: Its client does not read.
-        kept_off: It is on the host by order and is not called back for want of anything better.
         granted_len: Total length it may reach by the latest plan.
         ran_s: Seconds of the steps that it took part in, in this life of the worker.
+        waits_since: When it came, lost its place, or had to let others go first.
+        waits_for: What it has been noted to wait for since; empty before that, and while it runs.
+        waited_s: All of its waits that are over, together.
     """
 
     request: Request
@@ -34,13 +36,11 @@ class Tracked:
     shipped_in: int | None = None
     delivered: bool = False
     stalled: bool = False
-    kept_off: bool = False
     granted_len: int = 0
     ran_s: float = 0.0
-
-    @property
-    def rests(self) -> bool:
-        return self.stalled or self.kept_off
+    waits_since: float = 0.0
+    waits_for: str = ""
+    waited_s: float = 0.0
 
     @property
     def max_total_len(self) -> int:
@@ -91,7 +91,7 @@ class Tracked:
 
 def make_tracked(request: Request, now: float) -> Tracked:
     """A request that has just come, with nothing computed."""
-    return Tracked(request, make_job(request, now))
+    return Tracked(request, make_job(request, now), waits_since=now)
 
 
 def make_job(request: Request, now: float) -> Job:

@@ -79,6 +79,7 @@ class ContinuousLearning(Generic[Example, Model]):
         score: Error of a model on examples, such as the RMSE; lower is better.
         current: The version that serves already, if there is one.
         examples: What that was trained on; new ones are added to them.
+        period_s: Seconds between the beginnings of two fits.
     """
 
     def __init__(
@@ -86,13 +87,14 @@ class ContinuousLearning(Generic[Example, Model]):
         score: Callable[[Model, Sequence[Example]], float],
         current: Model | None = None,
         examples: Iterable[Example] = (),
+        period_s: float = PERIOD_S,
     ) -> None:
         self._score = score
         self._current = current
         self._version = 0 if current is None else 1
         self._examples = deque(examples, maxlen=MAX_EXAMPLES)
         self._held_back: deque[Example] = deque(maxlen=MAX_HELD_BACK)
-        self._schedule = Schedule(PERIOD_S)
+        self._schedule = Schedule(period_s)
         self._num_seen = 0
         self._num_new = 0  # examples that no fit has begun with
         self._num_fitting: int | None = None  # those of them that the fit under way began with

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import urllib.error
 import urllib.request
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,9 @@ from core.config import load_config
 from core.errors import FarsightError
 from services.bench.command import bench
 from services.evaluate import evaluate
+from services.explain import explain
 from services.profile import profile
+from services.replay import replay
 from services.simulate import compare, simulate
 from services.train import train
 
@@ -41,6 +44,9 @@ def main(
 def serve(
     model: Annotated[str | None, typer.Option(help="Directory or hub id; default: the embedded model.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, or emulated:PROFILE, which only takes a device's time [cpu].")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file; flags override it.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on [8000].")] = None,
@@ -53,6 +59,9 @@ def serve(
         typer.Option("--prefix-cache/--no-prefix-cache", help="Share the KV of equal beginnings."),
     ] = None,
     preset: Annotated[str | None, typer.Option(help="Composition of policies [fcfs].")] = None,
+    execution: Annotated[
+        str | None, typer.Option(help="How formed batches run: ragged, or static (padded, returned together) [ragged].")
+    ] = None,
     replicas: Annotated[int | None, typer.Option(help="Copies of the model [1].")] = None,
     placement: Annotated[str | None, typer.Option(help="Which pieces share a process: auto, fused, split.")] = None,
     predictor: Annotated[
@@ -67,12 +76,13 @@ def serve(
     overrides: dict[str, dict[str, Any]] = {
         "model": {"path": model, "dtype": dtype, "replicas": replicas},
         "engine": {
+            "device": device,
             "kv_memory": kv_memory,
             "max_model_len": max_model_len,
             "prefix_cache": prefix_cache,
             "benchmark_mode": benchmark_mode,
         },
-        "scheduler": {"preset": preset},
+        "scheduler": {"preset": preset, "execution": execution},
         "server": {"host": host, "port": port, "proxy": proxy},
         "actors": {"placement": placement},
         "predictor": {"artefact": None if predictor is None else str(predictor)},
@@ -105,10 +115,12 @@ def status(
     if as_json:
         typer.echo(json.dumps(body))
     else:
-        _print_status(body["actors"])
+        if body["emulated"]:
+            typer.echo(f"Emulated device ({body['emulated']}): answers are made up.")
+        _print_status(body["actors"], body["learnt"])
 
 
-def _print_status(actors: list[dict[str, Any]]) -> None:
+def _print_status(actors: list[dict[str, Any]], learnt: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -122,6 +134,15 @@ def _print_status(actors: list[dict[str, Any]]) -> None:
     if not console.is_terminal:
         console.width = 200  # a pipe has no width: nothing is to be cut
     console.print(table)
+    if learnt:
+        table = Table("learnt while serving", "version", "score", "examples", "at", "in use")
+        for row in learnt:
+            score = "-" if row["score"] is None else f"{row['score']:.4g}"
+            at = f"{datetime.fromtimestamp(row['created_at']):%Y-%m-%d %H:%M:%S}"
+            table.add_row(
+                row["kind"], str(row["version"]), score, str(row["num_examples"]), at, "yes" if row["current"] else ""
+            )
+        console.print(table)
 
 
 @app.command()
@@ -183,9 +204,12 @@ def batch(
 
 
 app.command()(bench)
+app.command()(explain)
+app.command()(explain)
 app.command()(profile)
 app.command()(simulate)
 app.command()(compare)
+app.command()(replay)
 app.command()(train)
 app.command()(evaluate)
 

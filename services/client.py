@@ -38,6 +38,8 @@ from core.messages import (
     PieceCounts,
     PieceStatus,
     Refusal,
+    RequestTrace,
+    RequestTraces,
     Scale,
     StatusReply,
     Submit,
@@ -46,14 +48,16 @@ from core.messages import (
     TokenDelta,
     TokenPoll,
 )
-from core.request import Request, SamplingParams
+from core.request import Origin, Request, SamplingParams
 from services.api.backend import ModelInfo
 from services.api.prompt_text import PromptText
+from services.explanations import Explanations
 from services.forecaster import Forecaster
 from services.inbox import TokenInbox
 from services.ledger import RequestLedger
 from services.mailbox import Mailbox
 from services.overview import Overview
+from services.stream_notes import StreamNotes
 
 ANNOUNCE_S = 0.5
 """How often the Router hears what is open here, and says what is lost."""
@@ -87,6 +91,10 @@ class _Stream:
     replica: str = ""
     reason: str = "abort"
     foreseen: asyncio.Event = field(default_factory=asyncio.Event)
+    notes: StreamNotes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.notes = StreamNotes(self.request, self.received_at)
 
     def record(self, now: float) -> FinishedRequest:
         return FinishedRequest(
@@ -131,6 +139,8 @@ class EngineClient:
         self._open_tokens = 0
         self._outgoing_due = asyncio.Event()
         self._log = LogOutbox(self._peers.peer(LOG_STORE), "append", FinishedRequests)
+        self._traces = LogOutbox(self._peers.peer(LOG_STORE), "append_traces", RequestTraces)
+        self._explanations = Explanations(self._peers)
         self._made: list[ForecastMade] = []
         self._forecaster: Forecaster | None = None
         if site.config.predictor.artefact:
@@ -148,7 +158,7 @@ class EngineClient:
     async def start(self) -> None:
         """Starts the background pumps, on the event loop that serves requests."""
         self._port = await self._health.start()
-        work = [self._pump_outgoing, self._pump_announcements, self._log.run]
+        work = [self._pump_outgoing, self._pump_announcements, self._log.run, self._traces.run]
         if self._keep is not None:
             work.append(self._keep)
         if self._forecaster is not None:
@@ -156,7 +166,12 @@ class EngineClient:
         self._tasks = [asyncio.create_task(again_and_again(each, LOOK_AGAIN_S)) for each in work]
 
     async def stream(
-        self, prompt_ids: tuple[int, ...], sampling: SamplingParams, text: PromptText | None = None
+        self,
+        prompt_ids: tuple[int, ...],
+        sampling: SamplingParams,
+        text: PromptText | None = None,
+        origin: Origin | None = None,
+        priority: int = 0,
     ) -> AsyncGenerator[TokenDelta, None]:
         """Deltas of one request, the last with a finish reason; closing early aborts it.
 
@@ -164,7 +179,7 @@ class EngineClient:
             CapacityError: too much is in the house already.
             InvalidValueError: no worker can ever run it.
         """
-        stream = self._open(prompt_ids, sampling)
+        stream = self._open(prompt_ids, sampling, origin, priority)
         try:
             if text is not None and self._forecaster is not None:
                 await self._ask(stream, text, self._forecaster)
@@ -179,10 +194,13 @@ class EngineClient:
         finally:
             self._close(stream)
 
-    def _open(self, prompt_ids: tuple[int, ...], sampling: SamplingParams) -> _Stream:
+    def _open(
+        self, prompt_ids: tuple[int, ...], sampling: SamplingParams, origin: Origin | None, priority: int
+    ) -> _Stream:
         self._admit(len(prompt_ids))
         request_id = f"{self._ingress_id}-{next(self._ids)}"
-        stream = _Stream(Request(request_id, 0, self._ingress_id, prompt_ids, sampling))
+        request = Request(request_id, 0, self._ingress_id, prompt_ids, sampling, origin=origin, priority=priority)
+        stream = _Stream(request)
         self._streams[request_id] = stream
         self._open_tokens += len(prompt_ids)
         return stream
@@ -238,6 +256,8 @@ class EngineClient:
             self._outgoing_due.set()
         record = stream.record(now)
         self._log.add(record)
+        for trace in stream.notes.end(record):
+            self._traces.add(trace)
         self._metrics.finished(
             record.finish_reason, record.jct_s, record.prompt_len, record.output_len, record.max_new_tokens
         )
@@ -248,6 +268,7 @@ class EngineClient:
             await self._outgoing_due.wait()
             self._outgoing_due.clear()
             requests, aborts = self._ledger.take_outgoing()
+            self._note_resumed(requests)
             made, self._made = tuple(self._made), []
             try:
                 if requests:
@@ -262,6 +283,12 @@ class EngineClient:
                 with suppress(PeerLost):  # if it still sends tokens, it is aborted again
                     await self._router.call("abort", encode(Keys(aborts)))
             self._after_faults()
+
+    def _note_resumed(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            if request.attempt and request.request_id in self._streams:
+                facts = {"attempt": request.attempt, "output_tokens": len(request.output_ids)}
+                self._streams[request.request_id].notes.note("resumed", facts)
 
     async def _submit(self, requests: tuple[Request, ...]) -> None:
         reply = decode(await self._router.call("submit", encode(Submit(requests))), SubmitReply)
@@ -288,6 +315,7 @@ class EngineClient:
             stream = self._streams.get(refusal.request_id)
             if stream is not None:
                 stream.reason = "error"
+                stream.notes.note("refused", {"reason": refusal.message})
                 total = stream.request.max_total_len
                 stream.deltas.fail(InvalidValueError(refusal.field, total, refusal.message))
 
@@ -328,8 +356,9 @@ class EngineClient:
             stream.replica, stream.attempts = replica, delta.attempt + 1
             stream.reason = delta.finish_reason or stream.reason
             stream.deltas.put(delta)
-            if len(stream.deltas) >= SLOW_DELTAS:
+            if len(stream.deltas) >= SLOW_DELTAS and delta.request_id not in self._slow:
                 self._slow.add(delta.request_id)
+                stream.notes.note("client_slow", {"unread_deltas": len(stream.deltas)})
         self._after_faults()
 
     def _after_faults(self) -> None:
@@ -351,14 +380,16 @@ class EngineClient:
         if stream.token_at is None:
             stream.ttft_s = now - stream.began
             self._metrics.first_token(stream.ttft_s, count)
+            stream.notes.note("first_token", {"ttft_s": stream.ttft_s})
         else:
             self._metrics.tokens(now - stream.token_at, count)
         stream.token_at = now
         stream.num_tokens += count
 
     def _note_read(self, stream: _Stream) -> None:
-        if len(stream.deltas) <= READING_DELTAS:
+        if len(stream.deltas) <= READING_DELTAS and stream.request.request_id in self._slow:
             self._slow.discard(stream.request.request_id)
+            stream.notes.note("client_reads", {"unread_deltas": len(stream.deltas)})
 
     def _row(self) -> PieceStatus:
         return PieceStatus(
@@ -385,6 +416,18 @@ class EngineClient:
         """Of every process."""
         own = generate_latest(self._registry).decode()
         return await self._overview.metrics(f"ingress-{self._ingress_id}", own)
+
+    async def explain(self, response_id: str) -> tuple[RequestTrace, ...]:
+        """What is known of the decisions behind an answer, whoever took them.
+
+        Raises:
+            FarsightError: nothing is known of it, and somebody could not be asked.
+        """
+        own = [trace for trace in self._traces if trace.trace_id.startswith(f"{response_id}/")]
+        for stream in self._streams.values():
+            if stream.notes.is_of(response_id):
+                own += stream.notes.so_far()
+        return await self._explanations.find(response_id, own)
 
     async def scale(self, kind: str, count: int) -> PieceCounts:
         """How many of what there are from now on; answers when they are there, or gone.

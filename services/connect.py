@@ -12,6 +12,7 @@ from actors.peer import LOOK_AGAIN_S, PeerLost
 from actors.site import Site
 from core.codec import decode
 from core.messages import WorkerReady
+from estimator.device_profile import profile_label
 from services.api.backend import ModelInfo
 from services.client import EngineClient
 
@@ -26,6 +27,7 @@ async def open_client(site: Site) -> EngineClient:
         pool_limited=ready.pool_limited,
         vocab_size=ready.vocab_size,
         benchmark_mode=site.config.engine.benchmark_mode,
+        emulated=profile_label(site.config.engine.profile),
     )
     client = EngineClient(site, model, lambda: keep_supervisor(site))
     await client.start()

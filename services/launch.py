@@ -21,6 +21,7 @@ from core.codec import decode
 from core.config import FarsightConfig, PredictorConfig
 from core.errors import ConfigError, FarsightError
 from core.messages import PieceCounts
+from estimator.device_profile import profile_label, resolve_device
 from policies.builders import check_scheduler
 from services.cluster import ServiceFailed, private_cluster
 from services.haproxy import choose_proxy
@@ -50,16 +51,16 @@ def find_model(config: FarsightConfig) -> ServedModel:
     """The configured model, or the embedded one.
 
     Raises:
-        InvalidValueError: it does not exist, is not supported or has a shorter context than is asked for.
+        InvalidValueError: it does not exist, is not supported or cannot run as configured.
     """
-    from engine.model_config import load_model_config, resolve_max_model_len, resolve_model_dir
+    from engine.build import check_worker
+    from engine.model_config import resolve_model_dir
 
     model = ServedModel(EMBEDDED_MODEL, config.model.name or EMBEDDED_NAME)
     if config.model.path:
         directory = resolve_model_dir(config.model.path)
         model = ServedModel(directory, config.model.name or Path(config.model.path).resolve().name)
-    # What cannot run is refused here, before anything starts.
-    resolve_max_model_len(load_model_config(model.directory), config.engine.max_model_len)
+    check_worker(model.directory, config.engine)  # what cannot run is refused here, before anything starts
     return model
 
 
@@ -74,6 +75,7 @@ def find_site(config: FarsightConfig, model: ServedModel) -> Site:
     named = dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, name=model.name),
+        engine=dataclasses.replace(config.engine, device=resolve_device(config.engine.device)),
         log=log,
         predictor=_find_predictor(config.predictor),
     )
@@ -245,6 +247,8 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
     check_port(config.server.host, config.server.port)
     site = find_site(config, model)
     say(f"Farsight is starting: model {model.name}, preset {config.scheduler.preset}, placement {site.placement}.")
+    if config.engine.profile:
+        say(f"The device is emulated ({profile_label(config.engine.profile)}): answers are made up.")
     with private_cluster(stop, proxy=choose_proxy(config.server)):
         service = Service(site)
         service.start()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-from collections.abc import Sequence
 
-from core.messages import DeltaLogprobs, TokenDelta
+from core.deltas import joined
+from core.messages import TokenDelta
 
 
 class Mailbox:
@@ -45,21 +44,3 @@ class Mailbox:
         if not self._deltas and self._failure is None:
             self._filled.clear()
         return deltas[0] if len(deltas) == 1 else joined(deltas)
-
-
-def joined(deltas: Sequence[TokenDelta]) -> TokenDelta:
-    """Consecutive deltas of one stream as one."""
-    first, last = deltas[0], deltas[-1]
-    logprobs = [delta.logprobs for delta in deltas if delta.logprobs is not None]
-    return dataclasses.replace(
-        last,
-        start=first.start,
-        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
-        text="".join(delta.text for delta in deltas),
-        cached_len=first.cached_len,
-        logprobs=_joined_logprobs(logprobs) if logprobs else None,
-    )
-
-
-def _joined_logprobs(parts: Sequence[DeltaLogprobs]) -> DeltaLogprobs:
-    return DeltaLogprobs(tuple(entry for part in parts for entry in part.output), parts[0].prompt)

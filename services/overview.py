@@ -11,12 +11,13 @@ import aiohttp
 from ray.exceptions import RayTaskError
 
 from actors.layout import by_host, current_counts, initial_counts, wanted_pieces
-from actors.names import ROUTER, SUPERVISOR, kv_offload_manager_name
+from actors.names import LOG_STORE, ROUTER, SUPERVISOR, kv_offload_manager_name
 from actors.peer import PeerBook, PeerLost
 from actors.registry import kind_of
 from actors.site import Site
 from core.codec import decode
-from core.messages import KVUsage, PieceRows, PieceStatus, StatusReply
+from core.messages import ArtefactInfo, ArtefactList, KVUsage, PieceRows, PieceStatus, StatusReply
+from kvcache.residency import total_usage
 from services.api.metrics_page import merge_expositions
 
 TIMEOUT_S = 1.0
@@ -40,8 +41,8 @@ class Overview:
         usages = await asyncio.gather(*(self._kv(str(index)) for index in range(self._counts.replicas)))
         return StatusReply(
             pieces=tuple(rows + await self._ingress_rows()),
-            num_blocks=sum(usage.num_blocks for usage in usages),
-            free_blocks=sum(usage.free_blocks for usage in usages),
+            kv=total_usage(usages),
+            artefacts=await self._artefacts(),
         )
 
     async def metrics(self, own_name: str, own_text: str) -> str:
@@ -88,7 +89,14 @@ class Overview:
             async with asyncio.timeout(TIMEOUT_S):
                 return decode(await self._peers.peer(kv_offload_manager_name(replica)).call("usage"), KVUsage)
         except (PeerLost, TimeoutError, RayTaskError):
-            return KVUsage(0, 0, 0, 0)
+            return KVUsage()
+
+    async def _artefacts(self) -> tuple[ArtefactInfo, ...]:
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                return decode(await self._peers.peer(LOG_STORE).call("artefacts"), ArtefactList).artefacts
+        except (PeerLost, TimeoutError, RayTaskError):
+            return ()
 
     async def _ingress_rows(self) -> list[PieceStatus]:
         try:

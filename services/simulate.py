@@ -24,6 +24,7 @@ _FLAGS = {
     "workload": "--trace",
     "ttft_s": "--sla-ttft",
     "mtpot_s": "--sla-mtpot",
+    "LOG": "LOG",
 }
 """Fields that are not called like their flags."""
 
@@ -98,7 +99,7 @@ def simulate(
 ) -> None:
     """Run a workload through a preset under virtual time: no GPU, the same policies as live."""
     given = dict(locals())
-    with _one_line_errors():
+    with one_line_errors():
         experiment = _experiment(given, preset, seed) if config is None else _saved(context, config)
         if plot is not None:
             from simulator.plots import check_matplotlib
@@ -131,7 +132,7 @@ def compare(
 ) -> None:
     """Run presets side by side on the same workloads: means over seeds and ratios with 95 % confidence intervals."""
     given = dict(locals())
-    with _one_line_errors():
+    with one_line_errors():
         names = [name.strip() for name in presets.split(",")]
         if len(set(names)) != len(names) or not all(names):
             raise ConfigError("--presets", presets, "names as fcfs,fastserve, each once")
@@ -149,7 +150,8 @@ def compare(
 
 
 @contextmanager
-def _one_line_errors() -> Iterator[None]:
+def one_line_errors() -> Iterator[None]:
+    """What goes wrong is told in a line, by the names of the flags."""
     try:
         yield
     except InvalidValueError as error:
@@ -190,7 +192,7 @@ def _experiment(given: dict[str, Any], preset: str, seed: int) -> Experiment:
     from simulator.experiment import Experiment
     from simulator.summary import Sla
 
-    latency, kv_tokens = _hardware(given["gpu"], given["model"], given["tensor_parallel"], given["profile"])
+    latency, kv_tokens = hardware(given["gpu"], given["model"], given["tensor_parallel"], given["profile"])
     return Experiment(
         preset=preset,
         workload=given["trace"],
@@ -207,7 +209,7 @@ def _experiment(given: dict[str, Any], preset: str, seed: int) -> Experiment:
     )
 
 
-def _hardware(
+def hardware(
     gpu: str | None, model: str | None, tensor_parallel: int | None, profile: Path | None
 ) -> tuple[LinearLatency | Roofline, int]:
     """Step times of a replica, and how many KV tokens it holds."""
@@ -260,12 +262,12 @@ def _simulate(experiment: Experiment, out: Path | None, plot: Path | None, as_js
 
     arrivals = make_arrivals(experiment)
     timeline = None if plot is None else Timeline()
-    with _progress_bar(len(arrivals)) as progress:
+    with progress_bar(len(arrivals)) as progress:
         outcome = run(experiment, arrivals, progress=progress, timeline=timeline)
     if as_json:
         typer.echo(to_json({"config": config_of(experiment), "summary": outcome.summary.to_dict()}))
     else:
-        console = _console()
+        console = wide_console()
         console.print(f"{_title(experiment)}, seed {experiment.seed}", highlight=False)
         for table in tables(outcome.summary):
             console.print(table)
@@ -288,13 +290,13 @@ def _compare(experiment: Experiment, presets: list[str], seeds: range, as_json: 
     from simulator.results import to_json
 
     num_requests = experiment.num_requests
-    with _progress_bar(None if num_requests is None else num_requests * len(presets) * len(seeds)) as progress:
+    with progress_bar(None if num_requests is None else num_requests * len(presets) * len(seeds)) as progress:
         compared = run_all(experiment, presets, seeds, progress)
     if as_json:
         for each in compared:
             typer.echo(to_json(each.to_dict()))
         return
-    console = _console()
+    console = wide_console()
     seen = f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {seeds[0]} to {seeds[-1]}"
     console.print(f"{_title(experiment, ', '.join(presets))}, {seen}", highlight=False)
     console.print(comparison_table(compared))
@@ -308,17 +310,18 @@ def _title(experiment: Experiment, presets: str = "") -> str:
     return f"{presets or experiment.preset}: {experiment.workload}{load}, {replicas}"
 
 
-def _console() -> Console:
+def wide_console() -> Console:
+    """For tables; a pipe has no width, and nothing is to be cut."""
     from rich.console import Console
 
     console = Console()
     if not console.is_terminal:
-        console.width = 200  # a pipe has no width: nothing is to be cut
+        console.width = 200
     return console
 
 
 @contextmanager
-def _progress_bar(num_requests: int | None) -> Iterator[Callable[[int], None] | None]:
+def progress_bar(num_requests: int | None) -> Iterator[Callable[[int], None] | None]:
     """On a terminal's stderr: how many requests have ended; elsewhere nothing."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

@@ -17,7 +17,7 @@ from estimator.grid import StepShape
 from estimator.profile_file import HeldBackErrors, ProfiledMachine, ProfiledRange, ProfileFile
 from estimator.samples import step_sample
 from estimator.step_profile import StepProfile
-from kvcache.lease import StepBatch, StepItem
+from kvcache import StepBatch, StepItem
 
 HELD_BACK_EVERY = 3
 """One of so many rounds is not fitted to but tells the error."""

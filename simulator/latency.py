@@ -7,6 +7,7 @@ from typing import Protocol
 
 from core.costs import StepCost
 from core.errors import InvalidValueError
+from estimator import device_profile
 
 
 class LatencyModel(Protocol):
@@ -44,8 +45,8 @@ class LinearLatency:
     """
 
     cost: StepCost
-    kv_bytes: int = 512 * 1024
-    copy_bandwidth: float = 25e9
+    kv_bytes: int = device_profile.A100_7B.kv_bytes
+    copy_bandwidth: float = device_profile.A100_7B.copy_bandwidth
 
     def __post_init__(self) -> None:
         if self.copy_bandwidth <= 0:
@@ -61,8 +62,8 @@ class LinearLatency:
         return num_tokens * self.kv_bytes / self.copy_bandwidth
 
 
-A100_7B = LinearLatency(StepCost(base_s=0.010, prefill_token_s=0.11e-3, decode_seq_s=0.02e-3, context_token_s=0.2e-6))
-"""A 7B model on an A100, as a linear profile: 512 KiB of KV a token, 25 GB/s to the host."""
+A100_7B = LinearLatency(device_profile.A100_7B.cost)
+"""A 7B model on an A100, as a linear profile."""
 
 
 @dataclass(frozen=True, slots=True)

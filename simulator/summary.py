@@ -141,12 +141,12 @@ def summarize(
         num_requests=len(done),
         num_failed=num_failed,
         num_preempted=sum(record.num_evictions + record.num_swaps > 0 for record in done),
-        ttft_s=_distribution([record.ttft_s for record in done]),
-        tpot_s=_distribution([record.tpot_s for record in streamed]),
+        ttft_s=distribution([record.ttft_s for record in done]),
+        tpot_s=distribution([record.tpot_s for record in streamed]),
         itl_s=_inter_token(recorder, streamed),
-        mtpot_s=_distribution([record.max_gap_s for record in streamed]),
-        jct_s=_distribution([record.jct_s for record in done]),
-        slowdown=_distribution(_slowdowns(done, shape, latency)),
+        mtpot_s=distribution([record.max_gap_s for record in streamed]),
+        jct_s=distribution([record.jct_s for record in done]),
+        slowdown=distribution(_slowdowns(done, shape, latency)),
         goodput_share=_ratio(num_good, len(done) + num_failed),
         goodput_requests_per_s=_ratio(num_good, makespan_s),
         requests_per_s=_ratio(len(done), makespan_s),
@@ -170,7 +170,8 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-def _distribution(values: Sequence[float]) -> Distribution:
+def distribution(values: Sequence[float]) -> Distribution:
+    """Of values in any order; nothing of none."""
     if not values:
         return Distribution()
     ordered = np.sort(np.asarray(values))

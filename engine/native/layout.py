@@ -9,7 +9,7 @@ import numpy as np
 
 from engine.layout import fill_rows, find_sample_rows
 from engine.sequence import Sequence
-from kvcache.lease import StepBatch, StepItem
+from kvcache import StepBatch, StepItem
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,20 +1,25 @@
 """The HTTP application: which addresses there are and what they return."""
 
+import dataclasses
 import functools
+import uuid
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
+from core.request import Origin
 from services.api.admin import Administration, admin_routes
 from services.api.backend import GenerationBackend
 from services.api.chunk_writer import ChunkWriter
 from services.api.dashboard import DASHBOARD_HEADERS, dashboard_page
 from services.api.errors import SERVER_ERROR, ApiError, install_error_handlers
+from services.api.explain import explain_routes
 from services.api.generate import ChoiceResult, ClientGone, collect, while_connected
 from services.api.jobs import Generation, chat_jobs, check_model, completion_jobs
 from services.api.middleware import BodyLimit, LastResort
+from services.api.ownership import bearer_key, owner_of
 from services.api.parsing import JsonRoute
 from services.api.prompts import PromptEncoder
 from services.api.replies import (
@@ -66,6 +71,7 @@ def build_app(
     app = FastAPI(title="Farsight", version=API_VERSION, redirect_slashes=False, strict_content_type=False)
     app.include_router(_model_routes(backend))
     app.include_router(_generation_routes(backend, encoder))
+    app.include_router(explain_routes(backend, administration.token if administration else ""))
     app.include_router(_operator_routes(backend))
     app.include_router(admin_routes(backend, administration or Administration()))
     install_error_handlers(app)
@@ -94,7 +100,7 @@ def _generation_routes(backend: GenerationBackend, encoder: PromptEncoder) -> AP
 
     @router.post("/completions", response_model=Completion)
     async def create_completion(body: CompletionRequest, request: Request) -> Completion | Response:
-        generation = await completion_jobs(body, backend.model, encoder)
+        generation = _named("cmpl", await completion_jobs(body, backend.model, encoder), request)
         if body.stream:
             return _stream(backend, body, generation, encoder, chat=False)
         reply = functools.partial(completion, body.model, generation, texts=encoder.texts)
@@ -102,7 +108,7 @@ def _generation_routes(backend: GenerationBackend, encoder: PromptEncoder) -> AP
 
     @router.post("/chat/completions", response_model=ChatCompletion)
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> ChatCompletion | Response:
-        generation = await chat_jobs(body, backend.model, encoder)
+        generation = _named("chatcmpl", await chat_jobs(body, backend.model, encoder), request)
         if body.stream:
             return _stream(backend, body, generation, encoder, chat=True)
         reply = functools.partial(chat_completion, body.model, generation, texts=encoder.texts)
@@ -123,7 +129,7 @@ def _operator_routes(backend: GenerationBackend) -> APIRouter:
 
     @router.get("/status")
     async def status() -> Status:
-        return status_reply(await backend.status())
+        return status_reply(await backend.status(), backend.model)
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
@@ -134,6 +140,12 @@ def _operator_routes(backend: GenerationBackend) -> APIRouter:
         return HTMLResponse(dashboard_page(), headers=DASHBOARD_HEADERS)
 
     return router
+
+
+def _named(prefix: str, generation: Generation, request: Request) -> Generation:
+    """What the client will know the answer by, and whose it is."""
+    owner = owner_of(bearer_key(request.headers.get("authorization")))
+    return dataclasses.replace(generation, origin=Origin(f"{prefix}-{uuid.uuid4().hex}", owner=owner))
 
 
 def _stream(

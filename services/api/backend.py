@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
-from core.messages import PieceCounts, StatusReply, TokenDelta
-from core.request import SamplingParams
+from core.messages import PieceCounts, RequestTrace, StatusReply, TokenDelta
+from core.request import Origin, SamplingParams
 from services.api.prompt_text import PromptText
 
 
@@ -22,6 +22,7 @@ class ModelInfo:
         pool_limited: Whether that limit comes from the KV pool and not from the model.
         vocab_size: Token ids run from 0 to this minus one.
         benchmark_mode: Whether a request may say where its output is to end.
+        emulated: Name of the profile of an emulated device, whose answers are made up; empty if a model computes.
     """
 
     name: str
@@ -30,6 +31,7 @@ class ModelInfo:
     pool_limited: bool
     vocab_size: int
     benchmark_mode: bool = False
+    emulated: str = ""
 
 
 class GenerationBackend(Protocol):
@@ -39,9 +41,17 @@ class GenerationBackend(Protocol):
     def model(self) -> ModelInfo: ...
 
     def stream(
-        self, prompt_ids: tuple[int, ...], sampling: SamplingParams, text: PromptText | None = None
+        self,
+        prompt_ids: tuple[int, ...],
+        sampling: SamplingParams,
+        text: PromptText | None = None,
+        origin: Origin | None = None,
+        priority: int = 0,
     ) -> AsyncGenerator[TokenDelta, None]:
-        """The deltas of one request; the last has ``finish_reason`` set. ``text`` is for forecasts.
+        """The deltas of one request; the last has ``finish_reason`` set. ``text`` is for forecasts; a
+        lower ``priority`` goes first.
+
+        What becomes of it can be asked for under its ``origin``.
 
         Closing the generator early, or cancelling the task that iterates over it, aborts the request;
         after the last delta it is closed as well, which aborts nothing.
@@ -58,6 +68,14 @@ class GenerationBackend(Protocol):
 
     async def metrics(self) -> str:
         """The metrics of every process that can be reached, as one exposition (``metrics_page``)."""
+        ...
+
+    async def explain(self, response_id: str) -> tuple[RequestTrace, ...]:
+        """What is known of the decisions behind an answer; none if the answer is not known, or was too long ago.
+
+        Raises:
+            FarsightError: It cannot be said now.
+        """
         ...
 
     async def scale(self, kind: str, count: int) -> PieceCounts:

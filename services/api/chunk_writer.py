@@ -10,7 +10,7 @@ from typing import Any
 from core.messages import DeltaLogprobs, TokenDelta
 from services.api.jobs import Generation
 from services.api.logprobs import CompletionLogprobs, chat_logprobs
-from services.api.replies import Usage, first_prompt_entry, new_id
+from services.api.replies import Usage, first_prompt_entry
 from services.api.token_texts import TokenTexts
 
 
@@ -35,7 +35,7 @@ class ChunkWriter:
         self._logprobs = [CompletionLogprobs(texts) for _ in generation.jobs] if generation.shows_logprobs else []
         self._plain: dict[int, tuple[bytes, bytes]] = {}  # by choice: what stands around the text of a usual chunk
         self._head: dict[str, Any] = {
-            "id": new_id("chatcmpl" if chat else "cmpl"),
+            "id": generation.origin.response_id,
             "object": "chat.completion.chunk" if chat else "text_completion",
             "created": int(time.time()),
             "model": model,

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from starlette.types import Receive
 
 from core.messages import TokenDelta, TokenLogprobs
+from core.request import Origin
 from services.api.backend import GenerationBackend
 from services.api.errors import SERVER_ERROR, ApiError
 from services.api.jobs import Generation, Job
@@ -72,7 +73,8 @@ async def run_jobs(backend: GenerationBackend, generation: Generation) -> AsyncG
         Exception: Whatever the backend raised.
     """
     jobs = generation.jobs
-    deltas = _run_one(backend, 0, jobs[0]) if len(jobs) == 1 else _run_several(backend, jobs)
+    origins = [dataclasses.replace(generation.origin, choice=index) for index in range(len(jobs))]
+    deltas = _run_one(backend, 0, jobs[0], origins[0]) if len(jobs) == 1 else _run_several(backend, jobs, origins)
     async with aclosing(deltas):
         async for index, delta in deltas:
             yield index, _without_output(delta) if generation.prompt_only else delta
@@ -123,8 +125,10 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T
         await _cancel((task, watch))
 
 
-async def _run_one(backend: GenerationBackend, index: int, job: Job) -> AsyncGenerator[tuple[int, TokenDelta], None]:
-    async with aclosing(backend.stream(job.prompt_ids, job.sampling, job.text)) as stream:
+async def _run_one(
+    backend: GenerationBackend, index: int, job: Job, origin: Origin
+) -> AsyncGenerator[tuple[int, TokenDelta], None]:
+    async with aclosing(backend.stream(job.prompt_ids, job.sampling, job.text, origin, job.priority)) as stream:
         async for delta in stream:
             if delta.finish_reason in ("error", "abort"):
                 raise _failed(delta)
@@ -134,12 +138,14 @@ async def _run_one(backend: GenerationBackend, index: int, job: Job) -> AsyncGen
     raise ApiError("The generation ended early.", status=500, kind=SERVER_ERROR, code="internal_error")
 
 
-async def _run_several(backend: GenerationBackend, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, TokenDelta], None]:
+async def _run_several(
+    backend: GenerationBackend, jobs: Sequence[Job], origins: Sequence[Origin]
+) -> AsyncGenerator[tuple[int, TokenDelta], None]:
     queue: asyncio.Queue[tuple[int, TokenDelta] | Exception | None] = asyncio.Queue(_QUEUED_DELTAS)
 
     async def pump(index: int, job: Job) -> None:
         try:
-            async with aclosing(_run_one(backend, index, job)) as deltas:
+            async with aclosing(_run_one(backend, index, job, origins[index])) as deltas:
                 async for item in deltas:
                     await queue.put(item)
         except Exception as error:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from core.errors import InvalidValueError
-from core.request import SamplingParams
+from core.request import Origin, SamplingParams
 from services.api.backend import ModelInfo
 from services.api.errors import ApiError
 from services.api.prompt_text import PromptText, of_chat, of_completion
@@ -30,15 +30,21 @@ class Job:
 
     Attributes:
         text: None of a prompt that came as token ids.
+        priority: As in ``core.request.Request``.
     """
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     text: PromptText | None = None
+    priority: int = 0
 
     @property
     def prompt_len(self) -> int:
         return len(self.prompt_ids)
+
+
+UNNAMED = Origin("")
+"""Of an answer that nobody waits for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,7 @@ class Generation:
         shows_logprobs: Jobs may compute them without, to find the likeliest.
         echoes: What is put before the outputs of each prompt; empty if nothing is.
         prompt_only: No token was asked for; the one that every job yields is not shown.
+        origin: What the client will know the answer by; of its first choice.
     """
 
     jobs: list[Job]
@@ -59,6 +66,7 @@ class Generation:
     shows_logprobs: bool = False
     echoes: tuple[str, ...] = ()
     prompt_only: bool = False
+    origin: Origin = UNNAMED
 
     @property
     def num_tries(self) -> int:
@@ -194,7 +202,8 @@ def _job(
     if limit is not None and limit.max_new_tokens > room:
         why = f"a prompt of {len(prompt_ids)} tokens and the output must fit"
         raise _too_long(limit.field, str(limit.max_new_tokens), room, why, model)
-    return Job(prompt_ids, _sampling(body, default if limit is None else limit.max_new_tokens, model), text)
+    sampling = _sampling(body, default if limit is None else limit.max_new_tokens, model)
+    return Job(prompt_ids, sampling, text, body.priority or 0)
 
 
 def _sampling(body: SamplingFields, max_new_tokens: int, model: ModelInfo) -> SamplingParams:

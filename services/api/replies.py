@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-import uuid
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 from pydantic import BaseModel
 
@@ -15,6 +15,8 @@ from services.api.generate import ChoiceResult, shown_choices
 from services.api.jobs import Generation
 from services.api.logprobs import CompletionLogprobs, chat_logprobs
 from services.api.token_texts import TokenTexts
+
+_Model = TypeVar("_Model", bound=BaseModel)
 
 
 class ErrorFields(BaseModel):
@@ -29,11 +31,14 @@ class ErrorReply(BaseModel):
 
 
 class ModelCard(BaseModel):
+    """``emulated`` names the profile of an emulated device: answers are made up. Null where the model computes them."""
+
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "farsight"
     max_model_len: int
+    emulated: str | None = None
 
 
 class ModelList(BaseModel):
@@ -133,25 +138,61 @@ class ActorStatus(BaseModel):
 
 
 class KVStatus(BaseModel):
-    """The KV pool of the replica, in blocks."""
+    """The KV pools of all replicas, in blocks, and what has moved between device and host."""
 
     num_blocks: int
     free_blocks: int
+    num_host_blocks: int
+    free_host_blocks: int
+    flying_blocks: int
+    offloads: int
+    uploads: int
+    offloaded_bytes: int
+    uploaded_bytes: int
+    refused_offloads: int
+    recomputed_tokens: int
+
+
+class LearntVersion(BaseModel):
+    """Something that was learnt while serving, such as the trees that foresee output lengths.
+
+    ``score`` is its error on requests that it had not learnt from, ``current`` whether it is in use.
+    """
+
+    kind: str
+    version: int
+    created_at: float
+    score: float | None
+    num_examples: int
+    current: bool
 
 
 class Status(BaseModel):
+    """``emulated`` as in ``ModelCard``."""
+
     actors: list[ActorStatus]
     kv: KVStatus
+    learnt: list[LearntVersion] = []
+    emulated: str | None = None
 
 
 def model_card(model: ModelInfo) -> ModelCard:
-    return ModelCard(id=model.name, created=model.created, max_model_len=model.max_model_len)
+    return ModelCard(
+        id=model.name, created=model.created, max_model_len=model.max_model_len, emulated=model.emulated or None
+    )
 
 
-def status_reply(reply: StatusReply) -> Status:
-    fields = ActorStatus.model_fields
-    actors = [ActorStatus(**{name: getattr(piece, name) for name in fields}) for piece in reply.pieces]
-    return Status(actors=actors, kv=KVStatus(num_blocks=reply.num_blocks, free_blocks=reply.free_blocks))
+def status_reply(reply: StatusReply, model: ModelInfo) -> Status:
+    actors = [_as(ActorStatus, piece) for piece in reply.pieces]
+    learnt = [_as(LearntVersion, artefact) for artefact in reply.artefacts]
+    traffic = dataclasses.asdict(reply.kv.traffic)
+    pools = {name: getattr(reply.kv, name) for name in KVStatus.model_fields if name not in traffic}
+    return Status(actors=actors, kv=KVStatus(**pools, **traffic), learnt=learnt, emulated=model.emulated or None)
+
+
+def _as(model: type[_Model], record: object) -> _Model:
+    """The fields of a record that the model shows."""
+    return model(**{name: getattr(record, name) for name in model.model_fields})
 
 
 def usage(generation: Generation, num_output_tokens: int, num_cached_tokens: int) -> Usage:
@@ -183,7 +224,7 @@ def completion(model: str, generation: Generation, results: Sequence[ChoiceResul
         text = generation.echoes[prompt] + result.text if generation.echoes else result.text
         choices.append(CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=result.finish_reason))
     return Completion(
-        id=new_id("cmpl"),
+        id=generation.origin.response_id,
         created=int(time.time()),
         model=model,
         choices=choices,
@@ -200,7 +241,7 @@ def chat_completion(
         logprobs = ChatLogprobs(**chat_logprobs(texts, result.logprobs)) if generation.shows_logprobs else None
         choices.append(ChatChoice(index=index, message=answer, logprobs=logprobs, finish_reason=result.finish_reason))
     return ChatCompletion(
-        id=new_id("chatcmpl"),
+        id=generation.origin.response_id,
         created=int(time.time()),
         model=model,
         choices=choices,
@@ -211,7 +252,3 @@ def chat_completion(
 def first_prompt_entry(generation: Generation, prompt: int) -> TokenLogprobs:
     """Of the first token of an echoed prompt nothing but its id is known."""
     return (generation.jobs[prompt * generation.num_tries].prompt_ids[0],), ()
-
-
-def new_id(prefix: str) -> str:
-    return f"{prefix}-{uuid.uuid4().hex}"

@@ -22,6 +22,8 @@ MAX_SEQUENCES = 256
 _PROMPT = "a non-empty string, a list of strings, a list of token ids or a list of lists of token ids"
 _CONTENT = 'a string or a non-empty list of {"type": "text", "text": ...} parts'
 
+MAX_PRIORITY = 2**31 - 1
+
 EXPECTED: dict[str, str] = {
     "": "a JSON object",
     "model": "the name of the served model, as a string",
@@ -46,6 +48,7 @@ EXPECTED: dict[str, str] = {
     "echo": "true or false",
     "logprobs": f"an integer from 0 to {MAX_LOGPROBS} for a completion, true or false for a chat",
     "top_logprobs": f"an integer from 0 to {MAX_TOP_LOGPROBS}",
+    "priority": f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}",
     "benchmark_len": "an integer >= 1",
     "seed": "an integer from 0 to 2**64 - 1",
     "stop": f"a non-empty string or a list of up to {MAX_STOP_STRINGS} of them",
@@ -188,6 +191,9 @@ class SamplingFields(StrictModel):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: LogitBias = Field((), description="By token id, what is added to its logit, -100 to 100.")
     n: int | None = Field(None, ge=1, le=MAX_N, description="Choices a prompt; choice i is drawn with seed + i.")
+    priority: int | None = Field(
+        None, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Extension; lower goes first; 0 if not given."
+    )
     benchmark_len: int | None = Field(
         None, ge=1, description="Extension; the output ends here as if by EOS. With --benchmark-mode only."
     )

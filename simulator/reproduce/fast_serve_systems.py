@@ -70,7 +70,7 @@ class Testbed:
 
     @property
     def rules(self) -> MlfqRules:
-        return MlfqRules(self.quantum_s, self.ratio, starve_limit_s=self.starve_limit_s)
+        return MlfqRules(self.quantum_s, ratio=self.ratio, starve_limit_s=self.starve_limit_s)
 
 
 def serve(bed: Testbed, load: Load, preset: str, rules: MlfqRules | None = None, **parts: str) -> Recorder:

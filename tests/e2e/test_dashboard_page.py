@@ -136,6 +136,9 @@ def test_every_piece_has_a_card(page: Page) -> None:
     expect(page.get_by_test_id("overall")).to_have_text(f"All {len(PIECES)} services ready")
     expect(page.get_by_test_id("model")).to_contain_text(MODEL)
     expect(page.get_by_test_id("kv")).to_contain_text("3 of 8 blocks · 38 %")
+    expect(page.get_by_test_id("learnt")).to_contain_text(re.compile(r"length-predictor words\s*3\s*12.50\s*4000"))
+    expect(page.get_by_test_id("kv-host")).to_contain_text("2 of 6 blocks · 1 in flight")
+    expect(page.get_by_test_id("kv-moved")).to_contain_text("3 out (0 MiB) · 2 back (0 MiB) · 1 refused · 9 tokens")
     expect(page.get_by_test_id("updated")).to_have_text(re.compile(r"\d\d:\d\d:\d\d"))
     expect(page.locator("[data-testid^=card-]")).to_have_count(len(PIECES))
     expect(page.locator("section h2")).to_have_count(len({row.kind for row in PIECES}))
@@ -146,6 +149,13 @@ def test_every_piece_has_a_card(page: Page) -> None:
         expect(worker).to_contain_text(words)
     expect(page.get_by_test_id("card-ingress-0001")).to_contain_text("none yet")
     expect(page.get_by_test_id("banner")).to_be_hidden()
+    expect(page.get_by_test_id("emulated")).to_be_hidden()
+
+
+def test_made_up_answers_are_said_to_be(page: Page, live: LiveServer) -> None:
+    live.backend.model = dataclasses.replace(live.backend.model, emulated="a100-7b")
+    page.reload()
+    expect(page.get_by_test_id("emulated")).to_have_text("The device is emulated (a100-7b): answers are made up.")
 
 
 def test_twenty_services_are_seen_at_once(page: Page, live: LiveServer) -> None:

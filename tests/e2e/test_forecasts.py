@@ -1,29 +1,41 @@
-"""From ``farsight train`` to a server that foresees the lengths of its answers."""
+"""From ``farsight train`` to a server that foresees the lengths of its answers, and learns from them."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 
 from services.launch import EMBEDDED_NAME
-from tests.e2e.server import farsight, start_server
+from tests.e2e.server import Server, farsight, start_server
+
+LENGTHS = {"Say:": 10, "Tell:": 200}
 
 
-def train(folder: Path) -> Path:
+def train(folder: Path, *flags: str) -> Path:
     data = folder / "requests.jsonl"
     rows = [
         {"instruction": instruction, "user_input": f"number {i}", "output_len": length + i % 5}
         for i in range(40)
-        for instruction, length in (("Say:", 10), ("Tell:", 200))
+        for instruction, length in LENGTHS.items()
     ]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = subprocess.run(farsight("train", str(data), "--out", str(folder / "out")), capture_output=True, text=True)
+    command = farsight("train", str(data), "--out", str(folder / "out"), *flags)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return folder / "out"
+
+
+def config(folder: Path, text: str) -> tuple[str, str]:
+    path = folder / "farsight.toml"
+    path.write_text(text)
+    return "--config", str(path)
 
 
 def sample(base_url: str, name: str) -> float:
@@ -31,18 +43,66 @@ def sample(base_url: str, name: str) -> float:
     return sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith(name))
 
 
-def test_every_request_is_foreseen_and_the_forecast_is_logged(tmp_path: Path) -> None:
-    server = start_server(tmp_path / "log", "--preset", "farsight", "--predictor", str(train(tmp_path)))
+def complete(server: Server, prompt: str | list[int], **fields: int) -> None:
+    body = {"model": EMBEDDED_NAME, "prompt": prompt, "max_tokens": 5, **fields}
+    assert httpx.post(f"{server.base_url}/v1/completions", json=body, timeout=120).status_code == 200
+
+
+def status(server: Server) -> dict[str, Any]:
+    found: dict[str, Any] = httpx.get(f"{server.base_url}/status", timeout=10).json()
+    return found
+
+
+def eventually(holds: Callable[[], bool], what: str, within_s: float = 60.0) -> None:
+    until = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < until, what
+        time.sleep(0.1)
+
+
+def test_every_request_is_foreseen_and_what_was_foreseen_badly_is_learnt(tmp_path: Path) -> None:
+    settings = config(tmp_path, "[engine]\nbenchmark_mode = true\n[predictor]\nlearn_every_s = 4\n")
+    predictor = str(train(tmp_path))
+    server = start_server(tmp_path / "log", "--preset", "farsight", "--predictor", predictor, *settings)
     try:
         for prompt in ("Say:\nnumber 3", "Tell:\nnumber 4", [1, 2, 3]):
-            body = {"model": EMBEDDED_NAME, "prompt": prompt, "max_tokens": 5}
-            assert httpx.post(f"{server.base_url}/v1/completions", json=body, timeout=60).status_code == 200
+            complete(server, prompt)
         for name in ('farsight:forecasts_total{source="forest"}', 'farsight:log_records_total{kind="forecasts"}'):
-            until = time.monotonic() + 30
-            while sample(server.base_url, name) < 2 and time.monotonic() < until:
-                time.sleep(0.1)
-            assert sample(server.base_url, name) == 2, "token ids have no text to go by"
-        assert sample(server.base_url, "farsight:forecast_version") == 1
+            eventually(lambda name=name: sample(server.base_url, name) == 2, "token ids have no text to go by")
+        assert (sample(server.base_url, "farsight:forecast_version"), status(server)["learnt"]) == (1, [])
+
+        with ThreadPoolExecutor(16) as threads:  # what was short is long now
+            lengths = [70 + i % 40 for i in range(160)]
+            requests = [(f"Say:\nnumber {num}", {"max_tokens": 400, "benchmark_len": num}) for num in lengths]
+            for done in [threads.submit(complete, server, prompt, **fields) for prompt, fields in requests]:
+                done.result()
+        eventually(lambda: sample(server.base_url, "farsight:forecast_version") > 1, "another version serves")
+        eventually(lambda: bool(status(server)["learnt"]), "it is stored, and shown")
+        learnt = status(server)["learnt"]
+        assert [version["current"] for version in learnt].count(True) == 1
+        assert learnt[0]["kind"].startswith("length-predictor") and learnt[0]["score"] > 0
+        shown = subprocess.run(farsight("status", "--port", str(server.port)), capture_output=True, text=True)
+        assert "learnt while serving" in shown.stdout and learnt[0]["kind"] in shown.stdout
+    finally:
+        server.stop()
+
+
+def test_another_predictor_comes_when_questions_queue(tmp_path: Path) -> None:
+    """An encoder takes milliseconds a request, and may here take all the time it wants."""
+    predictor = str(train(tmp_path, "--kind", "forest", "--encoder", "minilm"))
+    settings = config(tmp_path, "[actors]\nmax_length_predictors = 2\n[predictor]\ncpu_share = 16.0\nlearn = false\n")
+    server = start_server(tmp_path / "log", "--predictor", predictor, *settings)
+
+    def num_predictors() -> int:
+        return sum(row["kind"] == "LengthPredictor" for row in status(server)["actors"])
+
+    try:
+        assert num_predictors() == 1
+        with ThreadPoolExecutor(32) as threads:
+            prompts = [f"Tell:\n{number}: " + "a long story of many words " * 20 for number in range(800)]
+            for done in [threads.submit(complete, server, prompt, max_tokens=1) for prompt in prompts]:
+                done.result()
+        eventually(lambda: num_predictors() == 2, "two of them")
     finally:
         server.stop()
 

@@ -115,6 +115,9 @@ class Device:
             self._fill(item, sequences[item.request_id])
         return [self._sample(item, sequences[item.request_id]) if item.samples else None for item in batch.items]
 
+    def rest(self) -> None:
+        """Nothing computes meanwhile."""
+
     def _check_grants(self, batch: StepBatch, sequences: dict[str, Sequence]) -> None:
         granted = {item.request_id: self._granted(item.request_id, sequences) for item in batch.items}
         beyond = [item.request_id for item in batch.items if item.start + item.num_tokens > granted[item.request_id]]

@@ -17,8 +17,9 @@ from core.messages import (
     WorkerState,
 )
 from core.request import Residency
+from engine.emission import Emission, Output
 from engine.outbox import TokenOutbox
-from engine.worker import Emission, Output, Worker
+from engine.worker import Worker
 from kvcache import BatchLimits, BlockManager, KVCopy, LeaseExecutor, StepBatch
 from tests.protocol.model import BLOCK, EOS, Device, LaggingDetokenizer
 from tests.protocol.network import Life, attempts

@@ -29,6 +29,9 @@ from core.messages import (
     ForecastRecords,
     LogPage,
     LogQuery,
+    RequestTrace,
+    RequestTraces,
+    TraceQuery,
 )
 
 LONG_S = 30.0
@@ -67,6 +70,19 @@ def finished_batch(batch_id: str, generation_len: int = 30) -> FinishedBatch:
 
 def artefact(version: int, data: bytes = b"\0tree\xff", kind: str = "forest") -> Artefact:
     return Artefact(kind, version, 1.7e9 + 0.1, 0.1 + 0.2, 500, "of tests", data)
+
+
+def trace(response_id: str, request_id: str = "i-0", part: str = "0", decisions: bytes = b"\0\xff") -> RequestTrace:
+    who = (f"{response_id}/{request_id}/{part}", request_id, 1, b"salt", "scheduler-0")
+    return RequestTrace(*who, attempt=0, ended=True, num_left_out=2, decisions=decisions)
+
+
+async def append_traces(store: Any, *records: RequestTrace) -> None:
+    assert await store.append_traces(encode(RequestTraces(records))) == b""
+
+
+async def read_traces(store: Any, response_id: str) -> tuple[RequestTrace, ...]:
+    return decode(await store.read_traces(encode(TraceQuery(response_id))), RequestTraces).records
 
 
 async def append(store: Any, *records: FinishedRequest) -> None:

@@ -15,12 +15,14 @@ from core.errors import ConfigError, FarsightError
 from tests.unit.actors.pieces import (
     append,
     append_forecasts,
+    append_traces,
     example_ids,
     finished,
     forecast_record,
     opened,
     piece_context,
     read_ids,
+    trace,
 )
 from tests.unit.actors.redis_server import redis_server
 
@@ -84,11 +86,14 @@ async def test_nothing_grows_beyond_the_limit(tmp_path: Path) -> None:
             for i in range(30):
                 await append_forecasts(store, forecast_record(f"{i}"), forecast_record(f"never-{i}"))
                 await append(store, finished(f"{i}"), finished(f"unforeseen-{i}"))
+                await append_traces(store, trace(f"cmpl-{i}"), trace(f"cmpl-{i}", part="ingress"))
         with redis.Redis.from_url(server.url) as client:
             for kind, at_most in (("requests", 5), ("forecasts", 5), ("examples", 3)):
                 assert 0 < client.xlen(PREFIX + kind) <= at_most
                 assert client.hlen(f"{PREFIX}{kind}:rows") == client.xlen(PREFIX + kind)
-            assert len(list(client.scan_iter())) == 8, "three streams, three hashes, the last rows and the version"
+            assert client.xlen(f"{PREFIX}traces") == client.hlen(f"{PREFIX}traces:rows") == 5
+            assert client.zcard(f"{PREFIX}traces:ids") == 5
+            assert len(list(client.scan_iter())) == 11, "four streams and hashes, trace ids, last rows and the version"
 
 
 async def test_two_stores_share_one_log(tmp_path: Path) -> None:

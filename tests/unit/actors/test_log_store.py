@@ -29,6 +29,7 @@ from core.messages import (
 from tests.unit.actors.pieces import (
     append,
     append_forecasts,
+    append_traces,
     artefact,
     example_ids,
     finished,
@@ -42,7 +43,9 @@ from tests.unit.actors.pieces import (
     read_artefact,
     read_examples,
     read_ids,
+    read_traces,
     set_current,
+    trace,
     versions,
 )
 from tests.unit.actors.redis_server import RedisServer, redis_server
@@ -490,3 +493,24 @@ async def test_after_closing_everything_is_refused(path: str) -> None:
         ):
             with pytest.raises(FarsightError, match="log-store is closed"):
                 await late
+
+
+async def test_traces_are_found_by_the_answer_that_they_belong_to_also_after_a_restart(path: str) -> None:
+    mine = [trace("cmpl-a", "i-0", "0"), trace("cmpl-a", "i-0", "ingress"), trace("cmpl-a", "i-1", "0")]
+    async with opened(path=path) as store:
+        await append_traces(store, trace("cmpl-ab"), *reversed(mine), trace("cmpl-"), trace("cmpl-b"))
+        await append_traces(store, dataclasses.replace(mine[0], decisions=b"again"))
+        assert num_counted(store, "traces") == 6
+    async with opened(path=path) as store:
+        assert await read_traces(store, "cmpl-a") == tuple(mine)
+        assert await read_traces(store, "cmpl-c") == ()
+        assert await read_traces(store, "cmpl-%") == ()
+
+
+async def test_the_oldest_traces_go(path: str) -> None:
+    async with opened(path=path, max_rows=3) as store:
+        for i in range(5):
+            await append_traces(store, trace(f"cmpl-{i}"), trace(f"cmpl-{i}", part="ingress"))
+        found = [len(await read_traces(store, f"cmpl-{i}")) for i in range(5)]
+        assert found == [0, 0, 0, 1, 2]
+        assert [each.trace_id for each in await read_traces(store, "cmpl-3")] == ["cmpl-3/i-0/ingress"]

@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from actors.metrics import EngineMetrics, PieceRestarts, RefusedMessages, RequestMetrics
+from core.messages import KVTraffic, KVUsage
 
 ENGINE = {"model_name": "tiny", "engine": "0"}
 
@@ -39,12 +40,30 @@ def bounds(registry: CollectorRegistry, name: str) -> list[str]:
 
 def test_engine_gauges(registry: CollectorRegistry, engine: EngineMetrics) -> None:
     engine.set_queues(running=3, waiting=5)
-    engine.set_kv_usage(0.25)
+    engine.set_kv(KVUsage(8, 6, 1, 0, num_host_blocks=4, free_host_blocks=1, flying_blocks=2))
     engine.set_cache_config(block_size=16, num_gpu_blocks=100)
     assert value(registry, "vllm:num_requests_running") == 3
     assert value(registry, "vllm:num_requests_waiting") == 5
     assert value(registry, "vllm:kv_cache_usage_perc") == 0.25
     assert value(registry, "vllm:cache_config_info", block_size="16", num_gpu_blocks="100") == 1
+
+
+def test_where_kv_is_and_what_has_moved(registry: CollectorRegistry, engine: EngineMetrics) -> None:
+    engine.set_kv(KVUsage(8, 6, 1, 0, num_host_blocks=4, free_host_blocks=1, flying_blocks=2))
+    used = {place: value(registry, "farsight:kv_blocks", place=place) for place in ("device", "host", "in_flight")}
+    assert used == {"device": 2, "host": 3, "in_flight": 2}
+    pools = {place: value(registry, "farsight:kv_pool_blocks", place=place) for place in ("device", "host")}
+    assert pools == {"device": 8, "host": 4}
+    engine.kv_moved(KVTraffic(2, 1, 200, 100, 3, 40))
+    engine.kv_moved(KVTraffic(1, 0, 50, 0, 0, 2))
+    assert value(registry, "farsight:kv_moves_total", way="offload") == 3
+    assert value(registry, "farsight:kv_moves_total", way="upload") == 1
+    assert value(registry, "farsight:kv_moved_bytes_total", way="offload") == 250
+    assert value(registry, "farsight:kv_moved_bytes_total", way="upload") == 100
+    assert value(registry, "farsight:kv_refused_offloads_total") == 3
+    assert value(registry, "farsight:recomputed_tokens_total") == 42
+    engine.remove()
+    assert value(registry, "farsight:kv_blocks", place="host") is None
 
 
 def test_engine_counts(registry: CollectorRegistry, engine: EngineMetrics) -> None:

@@ -20,7 +20,6 @@ from core.config import PredictorConfig
 from core.errors import ConfigError, FarsightError
 from core.forecast import Example, Forecast, ForecastQuestion
 from core.messages import ArtefactList, ForecastQuestions, Forecasts
-from predictor import learning
 from predictor.shedding import Effort
 from predictor.trainer import ForestOptions
 from predictor.training import Recipe, train
@@ -54,7 +53,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         (text_forecasts, "KEEP_UP_S", 0.05),
         (length_learner, "LOOK_S", 0.02),
         (length_learner, "POLL_S", 0.02),
-        (learning, "PERIOD_S", 0.2),
     ):
         monkeypatch.setattr(module, name, seconds)
 
@@ -64,7 +62,7 @@ async def predicting(
     store: LogStore, artefact: Path, index: int = 0, **settings: object
 ) -> AsyncIterator[LengthPredictor]:
     context = piece_context(f"length-predictor-{index}", {LOG_STORE: store})
-    predictor = PredictorConfig(str(artefact), **settings)  # type: ignore[arg-type]
+    predictor = PredictorConfig(str(artefact), learn_every_s=0.2, **settings)  # type: ignore[arg-type]
     context = replace(context, site=replace(context.site, config=replace(context.config, predictor=predictor)))
     piece = LengthPredictor(context)
     await piece.start()

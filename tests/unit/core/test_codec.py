@@ -116,7 +116,8 @@ def test_every_message_with_a_field_too_few_or_too_many_is_refused(kind: type) -
         version, name, *fields = msgpack.unpackb(encode(message))
         wire = [field for field in dataclasses.fields(kind) if field.init]
         num_required = sum(field.default is dataclasses.MISSING for field in wire)
-        for wrong in (fields[: num_required - 1], [*fields, *[None] * (len(wire) - len(fields) + 1)]):
+        too_few = [fields[: num_required - 1]] if num_required else []
+        for wrong in (*too_few, [*fields, *[None] * (len(wire) - len(fields) + 1)]):
             with pytest.raises(MessageError) as caught:
                 decode(msgpack.packb([version, name, *wrong]), kind)
             assert caught.value.field == name

@@ -9,7 +9,7 @@ import torch
 from core.request import Request, SamplingParams
 from engine.model_runner import ModelRunner
 from engine.sequence import Sequence
-from kvcache.lease import StepBatch, StepItem
+from kvcache import StepBatch, StepItem
 
 
 class Driver:

@@ -11,11 +11,12 @@ import pytest
 
 from core.config import EngineConfig, SchedulerConfig
 from core.errors import ConfigError, InvalidValueError
-from core.request import Residency, SamplingParams, SequenceStatus
+from core.request import SamplingParams, SequenceStatus
 from engine import Completion, Engine
 from engine.sequence import Sequence
 from kvcache import StepBatch
-from policies.replica_events import ResidencyOrdered
+from policies.protocols import KvMoves, KvView
+from policies.recompute import NewestGiveWay
 
 from .models import SHAPES, assert_greedy, load_reference
 
@@ -222,6 +223,43 @@ def with_host(config: EngineConfig, host_blocks: int, blocks: int = TIGHT_BLOCKS
     return dataclasses.replace(config, host_kv_memory=str(int(config.kv_memory) // blocks * host_blocks))
 
 
+class RandomMoves:
+    """A KV policy that also offloads, drops and calls back at random moments, more than anybody needs."""
+
+    evicts = swaps = True
+
+    def __init__(self, rng: random.Random) -> None:
+        self.num_events = 0
+        self._rng = rng
+        self._rule = NewestGiveWay(swaps=True, evicts=True)
+
+    def moves(self, view: KvView, now: float) -> KvMoves:
+        moves = self._rule.moves(view, now)
+        if moves == KvMoves() and self._rng.random() < 0.4:
+            moves = self._random(view)
+        self.num_events += len(moves.offload) + len(moves.drop) + len(moves.upload)
+        return moves
+
+    def _random(self, view: KvView) -> KvMoves:
+        resident = [job for job in (*view.idle, *view.running) if job.is_resident]
+        victims = [job for job in resident if self._rng.random() < 0.3]
+        offloads = self._rng.randint(0, len(victims))
+        uploads = [job for job in view.offloaded if self._rng.random() < 0.3 and job.known_len <= view.free]
+        return KvMoves(tuple(victims[:offloads]), tuple(victims[offloads:]), tuple(uploads[:1]))
+
+    def may_start(self, view: KvView) -> bool:
+        return True
+
+
+def with_random_moves(model_dir: Path, config: EngineConfig, rng: random.Random) -> tuple[Engine, RandomMoves]:
+    """A preemptive order, so that the policy is asked at every report."""
+    scheduler = SchedulerConfig(watermark=1.0, order="skip-join-mlfq", kv="swap-newest")
+    engine = Engine(model_dir, engine=config, scheduler=scheduler)
+    policy = RandomMoves(rng)
+    engine.scheduler.kv = policy
+    return engine, policy
+
+
 @pytest.mark.parametrize("host_blocks", [4, 60])
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_offloaded_sequences_give_the_same_tokens(tiny_model_dir: Path, host_blocks: int, prefix_cache: bool) -> None:
@@ -230,23 +268,14 @@ def test_offloaded_sequences_give_the_same_tokens(tiny_model_dir: Path, host_blo
     prompts = families(30, seed=10)
     sampling = [greedy(30, temperature=0.8, seed=i) for i in range(30)]
     expected = Engine(tiny_model_dir, engine=ROOMY).generate(prompts, sampling)
-    scheduler = SchedulerConfig(watermark=1.0, offload="reactive")
-    engine = Engine(tiny_model_dir, engine=with_host(config, host_blocks), scheduler=scheduler)
-    rng, was_offloaded = random.Random(11), False
+    engine, _ = with_random_moves(tiny_model_dir, with_host(config, host_blocks), random.Random(11))
+    was_offloaded = False
     ids = [engine.submit(prompt, params) for prompt, params in zip(prompts, sampling, strict=True)]
     tokens: dict[str, list[int]] = {request_id: [] for request_id in ids}
-    away: set[str] = set()
     while not engine.idle:
-        if rng.random() < 0.3:
-            away ^= {rng.choice(ids)}
-        wishes = tuple(((rid, 0), Residency.HOST if rid in away else Residency.DEVICE) for rid in ids)
-        engine._handle(ResidencyOrdered(wishes if rng.random() < 0.9 else ()))
-        if rng.random() < 0.1:
-            away.clear()
         for delta in engine.step():
             assert delta.start == len(tokens[delta.request_id])
             tokens[delta.request_id] += delta.token_ids
-            away.discard(delta.request_id)
         engine.check_integrity()
         progress = engine.worker.executor.report().progress
         was_offloaded |= any(each.status is SequenceStatus.OFFLOADED for each in progress)
@@ -255,3 +284,32 @@ def test_offloaded_sequences_give_the_same_tokens(tiny_model_dir: Path, host_blo
     executor = engine.worker.executor
     assert executor.host is not None
     assert (executor.blocks.num_free, executor.host.num_free) == (TIGHT_BLOCKS, host_blocks)
+
+
+def test_ten_thousand_random_events_never_exceed_the_pools(tiny_model_dir: Path) -> None:
+    """Aborts, preemptions, offloads and uploads; the pools raise if a block is handed out twice or is lost.
+
+    Nothing is computed: who holds which block does not depend on it.
+    """
+    rng = random.Random(12)
+    engine, policy = with_random_moves(tiny_model_dir, with_host(tight(tiny_model_dir), 20), rng)
+    engine.worker.runner.execute = lambda batch, _: [5 if item.samples else None for item in batch.items]  # type: ignore[method-assign]
+    alive: list[str] = []
+    num_aborts = 0
+    while policy.num_events + num_aborts < 10_000:
+        while len(alive) < 12:
+            prompt = [rng.randrange(3, 300) for _ in range(rng.randint(1, 24))]
+            alive.append(engine.submit(prompt, greedy(rng.randint(1, 40))))
+        if rng.random() < 0.2:
+            num_aborts += 1
+            engine.abort(alive.pop(rng.randrange(len(alive))))
+        ended = {delta.request_id for delta in engine.step() if delta.finish_reason}
+        alive = [request_id for request_id in alive if request_id not in ended]
+        engine.check_integrity()
+    for request_id in alive:
+        engine.abort(request_id)
+    for _ in range(50):  # a step with nothing to run waits for a copy
+        engine.step()
+    executor = engine.worker.executor
+    assert executor.host is not None
+    assert (executor.blocks.num_free, executor.host.num_free) == (TIGHT_BLOCKS, 20)

@@ -10,7 +10,7 @@ import torch
 from core.errors import ConfigError, IntegrityError
 from engine.model_runner import ModelRunner
 from engine.torch_attention import TorchAttention
-from kvcache.lease import StepBatch, StepItem
+from kvcache import StepBatch, StepItem
 
 from .driver import Driver
 from .models import SHAPES, assert_greedy, load_reference, save_model

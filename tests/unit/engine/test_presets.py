@@ -2,37 +2,62 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
 
 import services
 from core.config import EngineConfig, SchedulerConfig
+from core.messages import KVTraffic
 from core.request import SamplingParams
 from engine import Engine
+from policies.builders import swaps_kv
 from policies.presets import PRESETS
 
 MODEL = Path(services.__file__).parent / "embedded_model"
-PROMPTS = [f"Count to {number}: " * (1 + number % 5) for number in range(20)]
+PROMPTS = [f"Count to {number}: " * (1 + number * 7 % 5 + 30 * (number % 5 == 0)) for number in range(20)]
+"""25 to 400 tokens."""
+
+ROOMY, TIGHT = "64MiB", "1500KiB"
+"""The latter holds 23 blocks of 32 tokens: the long prompts one at a time."""
+
+RECOMPUTING = {"fcfs", "aggressive", "fastserve-recompute"}
 CONTINUOUS = [name for name, preset in PRESETS.items() if preset.mode == "continuous"]
 
 
-def answers(preset: str) -> list[tuple[int, ...]]:
-    """Greedy, in fp32, in a pool that does not hold them all."""
-    config = EngineConfig(kv_memory="1MiB", max_num_seqs=8, host_kv_memory="1MiB")
-    engine = Engine(MODEL, dtype="float32", engine=config, scheduler=SchedulerConfig(preset=preset))
-    completions = engine.generate(PROMPTS, SamplingParams(24))
-    engine.check_integrity()
-    blocks = engine.worker.executor.blocks
-    assert blocks.num_free == blocks.num_blocks
-    return [completion.token_ids for completion in completions]
+def answers(preset: str, kv_memory: str) -> tuple[list[tuple[int, ...]], KVTraffic]:
+    """Greedy, in fp32, one request every six steps; a clock that no machine's speed moves."""
+    config, scheduler = EngineConfig(kv_memory=kv_memory, max_num_seqs=8), SchedulerConfig(preset=preset, watermark=1.0)
+    ticks = itertools.count()
+    engine = Engine(MODEL, dtype="float32", engine=config, scheduler=scheduler, clock=lambda: 0.005 * next(ticks))
+    outputs: dict[str, list[int]] = {}
+    prompts = iter(PROMPTS)
+    for step in itertools.count():
+        if step % 6 == 0 and (prompt := next(prompts, None)) is not None:
+            outputs[engine.submit(prompt, SamplingParams(48, ignore_eos=True))] = []
+        for delta in engine.step():
+            assert delta.start == len(outputs[delta.request_id])
+            outputs[delta.request_id] += delta.token_ids
+        engine.check_integrity()
+        if engine.idle and len(outputs) == len(PROMPTS):
+            break
+    executor = engine.worker.executor
+    assert executor.blocks.num_free == executor.blocks.num_blocks
+    assert (executor.host is not None) == swaps_kv(scheduler), "by default there is a host pool where one is needed"
+    return [tuple(tokens) for tokens in outputs.values()], executor.report().traffic
 
 
 @pytest.fixture(scope="module")
 def expected() -> list[tuple[int, ...]]:
-    return answers("fcfs")
+    tokens, traffic = answers("fcfs", ROOMY)
+    assert traffic == KVTraffic()
+    return tokens
 
 
-@pytest.mark.parametrize("preset", [name for name in CONTINUOUS if name != "fcfs"])
+@pytest.mark.parametrize("preset", CONTINUOUS)
 def test_every_preset_gives_the_same_tokens(preset: str, expected: list[tuple[int, ...]]) -> None:
-    assert answers(preset) == expected
+    tokens, traffic = answers(preset, TIGHT)
+    assert tokens == expected
+    assert (traffic.offloads > 0) == (traffic.uploads > 0) == swaps_kv(SchedulerConfig(preset=preset))
+    assert traffic.recomputed_tokens > 0 or preset not in RECOMPUTING

@@ -29,6 +29,9 @@ class Script:
             self.output_ids[sequences[item.request_id].output_len] if item.samples else None for item in batch.items
         ]
 
+    def rest(self) -> None:
+        """Nothing to do."""
+
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:

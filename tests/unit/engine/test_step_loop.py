@@ -12,7 +12,8 @@ from core.config import EngineConfig
 from core.messages import Plan, Slot
 from core.request import Request, SamplingParams
 from engine.build import build_worker
-from engine.worker import Output, Worker
+from engine.emission import Output
+from engine.worker import Worker
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from core.errors import InvalidValueError
-from engine.kv_pool import KVPool, num_blocks_for_budget
+from engine.kv_pool import KVPool
 from engine.model_config import load_model_config
 from engine.weights import CheckpointError, ModelWeights, load_weights, parse_dtype
 
@@ -169,8 +169,7 @@ def test_pool(tiny_model_dir):
     config = load_model_config(tiny_model_dir)
     pool = KVPool(config, num_blocks=6, block_size=4, dtype=torch.bfloat16)
     assert pool.keys[1].shape == (24, 2, 16)
-    assert num_blocks_for_budget(pool.keys[0].nbytes * 4, config, torch.bfloat16, 4) == 6
-    assert num_blocks_for_budget(10, config, torch.bfloat16, 4) == 0
+    assert config.kv_bytes_per_token(torch.bfloat16) * 24 == pool.keys[0].nbytes * 4
     for cache in (*pool.keys, *pool.values):
         cache.fill_(1)
     pool.clear_blocks(torch.tensor([0, 5]))

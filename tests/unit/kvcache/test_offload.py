@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from core.errors import IntegrityError
-from core.messages import Plan, Slot, SlotProgress
+from core.messages import KVTraffic, Plan, Slot, SlotProgress
 from core.request import Request, Residency, SamplingParams, SequenceStatus
 from kvcache import BatchLimits, BlockManager, KVCopy, LeaseExecutor
 from kvcache.prefix import hash_blocks
@@ -19,7 +19,7 @@ class Loop:
 
     def __init__(self, num_blocks: int = 8, num_host_blocks: int = 8) -> None:
         host = BlockManager(num_host_blocks, SIZE) if num_host_blocks else None
-        self.executor = LeaseExecutor(BlockManager(num_blocks, SIZE), BatchLimits(8, 64), "w", host)
+        self.executor = LeaseExecutor(BlockManager(num_blocks, SIZE, block_bytes=100), BatchLimits(8, 64), "w", host)
         self.seq = 0
 
     def plan(self, *slots: tuple[str, Residency, int], preemptions: int = 0, prompt: int = 6) -> None:
@@ -186,3 +186,41 @@ def test_integrity_sees_a_lost_host_block() -> None:
     loop.executor.host.grow("nobody", 1)
     with pytest.raises(IntegrityError, match="host blocks"):
         loop.executor.check_integrity()
+
+
+def test_what_has_moved_is_counted_and_what_is_under_way_is_told() -> None:
+    loop = Loop()
+    copy = offloading(loop)
+    assert (loop.executor.report().flying_blocks, loop.executor.report().free_host_blocks) == (2, 6)
+    loop.complete(copy)
+    assert loop.executor.report().traffic == KVTraffic(offloads=1, offloaded_bytes=200)
+    loop.plan(("a", DEVICE, 2))
+    _, (copy,) = loop.step()
+    loop.complete(copy)
+    assert loop.executor.report().traffic == KVTraffic(1, 1, 200, 200)
+    assert loop.executor.report().flying_blocks == 0
+
+
+def test_a_refused_offload_and_a_failed_copy_are_told_apart() -> None:
+    loop = Loop(num_host_blocks=1)
+    loop.plan(("a", DEVICE, 0))
+    loop.step()
+    loop.plan(("a", HOST, 1))
+    loop.step()
+    assert loop.executor.report().traffic == KVTraffic(refused_offloads=1)
+    loop = Loop()
+    loop.complete(offloading(loop), failed=True)
+    assert loop.executor.report().traffic == KVTraffic()
+    loop.step()
+    assert loop.executor.report().traffic == KVTraffic(recomputed_tokens=7)
+
+
+def test_tokens_computed_again_are_counted_once_each_time() -> None:
+    loop = Loop()
+    loop.plan(("a", DEVICE, 0))
+    for preemptions in (1, 2):
+        loop.step()
+        loop.step()
+        loop.plan(("a", DEVICE, 0), preemptions=preemptions)
+    loop.step()
+    assert loop.executor.report().traffic == KVTraffic(recomputed_tokens=7 + 9)

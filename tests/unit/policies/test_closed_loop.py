@@ -15,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.messages import Key, Plan, StepReport, WorkerReady, WorkerState
-from core.request import Request, SamplingParams
+from core.request import Origin, Request, SamplingParams
 from kvcache import BatchLimits, BlockManager, LeaseExecutor
 from kvcache.prefix import hash_blocks
 from policies.builders import PolicySettings, build_scheduler
 from policies.replica_events import (
+    AccountClosed,
     Event,
     RequestEnded,
     RequestsAborted,
@@ -46,6 +47,7 @@ class Loop:
         self.requests: dict[str, Request] = {}  # the latest attempt of each
         self.payloads: dict[Key, Request] = {}
         self.ended: list[str] = []
+        self.accounts: list[Key] = []
         self.ends: set[Key] = set()  # in the worker, whoever heard of them
         self.start_scheduler()
 
@@ -78,6 +80,7 @@ class Loop:
             ), "a running sequence is stopped by a take-over"
 
     def submit(self, request: Request) -> None:
+        request = dataclasses.replace(request, origin=Origin(request.request_id))
         self.requests[request.request_id] = request
         self.payloads[request.request_id, request.attempt] = request
         self.handle(RequestsArrived((request,)))
@@ -95,6 +98,8 @@ class Loop:
                 self.plan = instruction.plan
             elif isinstance(instruction, RequestEnded):
                 self.ended.append(instruction.finished.request_id)
+            elif isinstance(instruction, AccountClosed):
+                self.accounts.append((instruction.request_id, instruction.attempt))
         self.scheduler.check_integrity()
 
     def deliver_plan(self) -> None:
@@ -170,6 +175,7 @@ def test_random_lives_drain_and_leave_the_pool_whole(
             loop.deliver_report()
     assert len(loop.ended) == len(set(loop.ended)), "an end was told twice"
     assert submitted - aborted <= set(loop.ended) <= submitted
+    assert sorted(loop.accounts) == sorted((name, 0) for name in submitted), "one account of each request, told once"
     assert loop.executor.num_held == 0
     assert loop.executor.blocks.num_free == num_blocks
     assert loop.scheduler.num_waiting + loop.scheduler.num_admitted == 0

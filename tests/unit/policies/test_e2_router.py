@@ -668,3 +668,10 @@ def disturb(rng: random.Random, router: E2Router, brute: BruteForce, in_flight: 
         past.prefill_s = brute.regressions.prefill_s(past.prompt_len - cached, past.prompt_len)
         if cached < believed:
             brute.trie.correct(past.path, past.replica, cached // 4)
+
+
+def test_a_prompt_after_a_long_context_is_dearer_than_the_same_after_none() -> None:
+    cost = StepCost(0.01, 1e-4, 1e-5, 1e-7, prefill_pair_s=1e-8)
+    prices = from_step_cost(cost)
+    assert prices.prefill_s(100, 100) == cost.prefill_s(100)
+    assert prices.prefill_s(100, 5100) - prices.prefill_s(100, 100) == pytest.approx(100 * 5000 * 1e-8)

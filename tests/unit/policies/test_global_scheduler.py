@@ -37,7 +37,7 @@ from policies.global_events import (
 )
 from policies.global_scheduler import GlobalScheduler
 from policies.least_work import LeastWork
-from policies.placement import Choice, Placement, ReplicaLoad
+from policies.placement import Choice, LoadChoice, Placement, ReplicaLoad
 from policies.replica_events import RefuseRequest, RequestsAborted, RequestsArrived
 from policies.round_robin import RoundRobin
 
@@ -544,7 +544,7 @@ def test_why_a_request_is_where_it_is() -> None:
     assert scheduler.choice("nowhere") is None
     least = router(LeastWork(), "a")
     arrive(least, request("r0"))
-    assert least.choice("r0") == Choice("a", "least work")
+    assert least.choice("r0") == LoadChoice("a", "least work")
 
 
 def test_requests_that_share_a_prefix_share_a_replica_under_e2() -> None:

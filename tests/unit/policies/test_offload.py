@@ -7,7 +7,7 @@ import dataclasses
 from core.messages import Plan, SlotProgress, StepReport, WorkerReady, WorkerState
 from core.request import Request, Residency, SamplingParams, SequenceStatus
 from policies.builders import PolicySettings, build_scheduler
-from policies.replica_events import Event, RequestsArrived, ResidencyOrdered, SendPlan, WorkerConnected, WorkerReported
+from policies.replica_events import Event, RequestsArrived, SendPlan, WorkerConnected, WorkerReported
 from policies.replica_scheduler import SchedulerLimits
 
 DEVICE, HOST = Residency.DEVICE, Residency.HOST
@@ -80,13 +80,3 @@ def test_without_a_host_pool_victims_are_computed_again() -> None:
     h = Harness(num_host_blocks=0)
     h.report(on_device("a", 6), on_device("b"), short=1)
     assert h.slot("b") == (False, 1, DEVICE, 0)
-
-
-def test_what_was_ordered_to_the_host_stays_until_it_is_called_back() -> None:
-    h = Harness()
-    h.handle(ResidencyOrdered(((("a", 0), HOST), (("nobody", 0), HOST))))
-    assert h.slot("a") == (False, 0, HOST, 1)
-    h.report(on_host("a"), on_device("b"))
-    assert h.slot("a") == (False, 0, HOST, 1)
-    h.handle(ResidencyOrdered(((("a", 0), DEVICE),)))
-    assert h.slot("a") == (True, 0, DEVICE, 2)

@@ -8,20 +8,26 @@ import pytest
 
 from core.config import SchedulerConfig
 from core.errors import ConfigError
+from policies.aggressive import Aggressive
 from policies.builders import (
     BatchSettings,
     build_batcher,
     build_router,
     build_scheduler,
+    check_parts,
     check_scheduler,
     configured_replica,
+    configured_scheduler,
+    swaps_kv,
 )
 from policies.fcfs import Fcfs
 from policies.job import Job
+from policies.kv_baselines import Reactive
 from policies.presets import PRESETS, find_preset
 from policies.protocols import KvMoves, KvView
 from policies.recompute import NewestGiveWay
 from policies.replica_scheduler import SchedulerLimits
+from policies.skip_join_mlfq import SkipJoinMlfq
 
 
 def job(name: str, computed: int = 0, **details: float) -> Job:
@@ -119,6 +125,36 @@ def test_no_batch_is_larger_than_a_worker_can_run(size: int, max_num_seqs: int |
     pulled = batcher.pull(0.0)
     assert pulled is not None
     assert len(pulled) == batch
+
+
+def test_only_formed_batches_can_be_padded() -> None:
+    check_parts(SchedulerConfig(preset="magnus", execution="static"))
+    with pytest.raises(ConfigError, match=r"scheduler\.execution.*'static'.*ragged.*'fastserve'.*multi-bin"):
+        check_parts(SchedulerConfig(preset="fastserve", execution="static"))
+
+
+@pytest.mark.parametrize("part", ["order", "admission", "kv"])
+def test_replicas_of_batch_mode_decide_nothing(part: str) -> None:
+    with pytest.raises(ConfigError, match=rf"scheduler\.{part}.*'multi-bin'"):
+        check_parts(SchedulerConfig(preset="multi-bin", **{part: "fcfs"}))
+
+
+def test_the_configuration_sets_parts_alone() -> None:
+    config = SchedulerConfig(preset="past-future", order="skip-join-mlfq", admission="watermark", kv="enst-reactive")
+    built = configured_scheduler(config, 4)
+    assert [type(part) for part in (built.order, built.admission, built.kv)] == [SkipJoinMlfq, Aggressive, Reactive]
+    with pytest.raises(ConfigError, match=r"scheduler\.kv.*not skip-join-mlfq"):
+        check_parts(SchedulerConfig(kv="enst-reactive"))
+
+
+SWAPPING = {"fastserve", "fastserve-reactive", "farsight"}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_only_some_presets_need_a_host_pool(preset: str) -> None:
+    assert swaps_kv(SchedulerConfig(preset=preset)) == (preset in SWAPPING)
+    if PRESETS[preset].mode == "continuous" and PRESETS[preset].order == "fcfs":
+        assert swaps_kv(SchedulerConfig(preset=preset, kv="swap-newest"))
 
 
 def test_a_preset_bounds_the_batch() -> None:

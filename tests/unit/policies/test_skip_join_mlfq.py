@@ -409,3 +409,21 @@ def test_a_job_sinks_to_where_its_next_iteration_fits() -> None:
     job.computed_len, job.output_len = 1, 1
     order.ran(job, 1.0, 1.0)
     assert order.level(job) == 4, "tokens of 5 s need the quantum of 8 s"
+
+
+def test_the_first_quantum_follows_what_a_step_costs_but_not_below_its_bound() -> None:
+    order = SkipJoinMlfq(StepCost(0.01, 1e-4, 0, 0), MlfqRules(0.02, follows_cost=True))
+    early = Job("early", 0.0, prompt_len=300, max_new_tokens=100)
+    order.add(early, 0.0)
+    assert (order.quantum_s(1), order.level(early)) == (0.02, 2)
+    order.price(StepCost(0.1, 1e-4, 0, 0), 1000)
+    late = Job("late", 0.0, prompt_len=300, max_new_tokens=100)
+    order.add(late, 0.0)
+    assert (order.quantum_s(1), order.quantum_s(3), order.above_s(3)) == pytest.approx((0.1, 0.4, 0.3))
+    assert (order.level(early), order.level(late)) == (2, 2), "0.13 s fit the second quantum"
+    order.check_integrity()
+    order.price(StepCost(0.001, 1e-4, 0, 0), 1000)
+    assert order.quantum_s(1) == 0.02
+    fixed = SkipJoinMlfq(StepCost(0.01, 1e-4, 0, 0))
+    fixed.price(StepCost(0.1, 1e-4, 0, 0), 1000)
+    assert fixed.quantum_s(1) == 0.01

@@ -10,8 +10,17 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from core.messages import PieceCounts, PieceStatus, StatusReply, TokenDelta
-from core.request import SamplingParams
+from core.messages import (
+    ArtefactInfo,
+    KVTraffic,
+    KVUsage,
+    PieceCounts,
+    PieceStatus,
+    RequestTrace,
+    StatusReply,
+    TokenDelta,
+)
+from core.request import Origin, SamplingParams
 from services.api.backend import ModelInfo
 from services.api.prompt_text import PromptText
 
@@ -37,6 +46,10 @@ HELLO: tuple[Step, ...] = (delta("Hel"), delta(), delta("lo"), delta("!", "stop"
 
 
 WORKER = PieceStatus("worker-0", "ModelWorker", 7, "here", "ready", 2, 0.5, restarts=1, http_port=4321)
+LEARNT = ArtefactInfo("length-predictor words", 3, 1.7e9, 12.5, 4000, "a note", 900, current=True)
+KV_USAGE = KVUsage(
+    8, 5, 2, 0, num_host_blocks=6, free_host_blocks=4, flying_blocks=1, traffic=KVTraffic(3, 2, 3072, 2048, 1, 9)
+)
 METRICS = "# HELP vllm:num_requests_running Running.\n# TYPE vllm:num_requests_running gauge\n"
 
 
@@ -47,20 +60,31 @@ class ScriptedBackend:
         self.model = ModelInfo(MODEL, 1_700_000_000, MAX_MODEL_LEN, False, VOCAB_SIZE)
         self.calls: list[tuple[tuple[int, ...], SamplingParams]] = []
         self.texts: list[PromptText | None] = []
+        self.priorities: list[int] = []
         self.is_healthy = True
+        self.origins: list[Origin | None] = []
+        self.traces: list[RequestTrace] = []
         self.scaled: list[tuple[str, int]] = []
         self.scale_error: Exception | None = None
         self.pieces: tuple[PieceStatus, ...] = (WORKER,)
+        self.artefacts = (LEARNT,)
         self.num_opened = 0
         self.num_closed = 0
         self.num_completed = 0
         self._script = script
 
     async def stream(
-        self, prompt_ids: tuple[int, ...], sampling: SamplingParams, text: PromptText | None = None
+        self,
+        prompt_ids: tuple[int, ...],
+        sampling: SamplingParams,
+        text: PromptText | None = None,
+        origin: Origin | None = None,
+        priority: int = 0,
     ) -> AsyncGenerator[TokenDelta, None]:
         self.calls.append((prompt_ids, sampling))
         self.texts.append(text)
+        self.origins.append(origin)
+        self.priorities.append(priority)
         self.num_opened += 1
         try:
             for step in self._script(prompt_ids) if callable(self._script) else self._script:
@@ -75,10 +99,13 @@ class ScriptedBackend:
             self.num_closed += 1
 
     async def status(self) -> StatusReply:
-        return StatusReply(self.pieces, num_blocks=8, free_blocks=5)
+        return StatusReply(self.pieces, KV_USAGE, self.artefacts)
 
     async def metrics(self) -> str:
         return METRICS
+
+    async def explain(self, response_id: str) -> tuple[RequestTrace, ...]:
+        return tuple(trace for trace in self.traces if trace.trace_id.startswith(f"{response_id}/"))
 
     async def scale(self, kind: str, count: int) -> PieceCounts:
         if self.scale_error is not None:

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from core.config import EngineConfig
 from core.messages import TokenDelta
-from core.request import SamplingParams
+from core.request import Origin, SamplingParams
 from engine.engine import Engine
 from services.api.prompt_text import PromptText
 
@@ -55,7 +55,12 @@ class EngineBackend(ScriptedBackend):
         self._stepping: asyncio.Task[None] | None = None
 
     async def stream(
-        self, prompt_ids: tuple[int, ...], sampling: SamplingParams, text: PromptText | None = None
+        self,
+        prompt_ids: tuple[int, ...],
+        sampling: SamplingParams,
+        text: PromptText | None = None,
+        origin: Origin | None = None,
+        priority: int = 0,
     ) -> AsyncGenerator[TokenDelta, None]:
         self.calls.append((prompt_ids, sampling))
         request_id = self.engine.submit(prompt_ids, sampling)

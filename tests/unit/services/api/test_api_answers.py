@@ -97,6 +97,13 @@ async def test_sampling_fields_reach_the_backend(client: httpx.AsyncClient, back
         assert backend.calls[-1][1] == SamplingParams(**expected)
 
 
+async def test_priority_reaches_the_backend(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
+    for base in (COMPLETION, CHAT):
+        for given in ({"priority": -3, "n": 2}, {"priority": 7}, {"priority": None}, {}):
+            assert (await _post(client, base, **given)).status_code == 200
+    assert backend.priorities == [-3, -3, 7, 0, 0] * 2
+
+
 @pytest.mark.parametrize(
     ("change", "field", "value"),
     [
@@ -275,6 +282,7 @@ async def test_stream_that_ends_without_a_reason(connect: Any) -> None:
 
 async def test_models(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
     card = {"id": MODEL, "object": "model", "created": 1_700_000_000, "owned_by": "farsight", "max_model_len": 64}
+    card |= {"emulated": None}
     assert (await client.get("/v1/models")).json() == {"object": "list", "data": [card]}
     assert (await client.get(f"/v1/models/{MODEL}")).json() == card
     missing = await client.get("/v1/models/other")
@@ -293,12 +301,42 @@ async def test_health(client: httpx.AsyncClient, backend: ScriptedBackend) -> No
     assert response.json()["error"]["code"] == "unhealthy"
 
 
+LEARNT = {
+    "kind": "length-predictor words",
+    "version": 3,
+    "created_at": 1.7e9,
+    "score": 12.5,
+    "num_examples": 4000,
+    "current": True,
+}
+
+
 async def test_status(client: httpx.AsyncClient) -> None:
     row = {"name": "worker-0", "kind": "ModelWorker", "pid": 7, "node": "here", "state": "ready", "queue": 2}
     assert (await client.get("/status")).json() == {
         "actors": [{**row, "last_step_age_s": 0.5, "restarts": 1, "http_port": 4321}],
-        "kv": {"num_blocks": 8, "free_blocks": 5},
+        "kv": {
+            "num_blocks": 8,
+            "free_blocks": 5,
+            "num_host_blocks": 6,
+            "free_host_blocks": 4,
+            "flying_blocks": 1,
+            "offloads": 3,
+            "uploads": 2,
+            "offloaded_bytes": 3072,
+            "uploaded_bytes": 2048,
+            "refused_offloads": 1,
+            "recomputed_tokens": 9,
+        },
+        "learnt": [LEARNT],
+        "emulated": None,
     }
+
+
+async def test_made_up_answers_are_said_to_be(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
+    backend.model = dataclasses.replace(backend.model, emulated="a100-7b")
+    assert (await client.get(f"/v1/models/{MODEL}")).json()["emulated"] == "a100-7b"
+    assert (await client.get("/status")).json()["emulated"] == "a100-7b"
 
 
 async def test_openapi_tells_the_truth(client: httpx.AsyncClient) -> None:

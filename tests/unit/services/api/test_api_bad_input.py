@@ -75,6 +75,8 @@ COMMON_CASES = [
     ({"n": True}, 400, "n", ["got True"]),
     ({"min_p": 1.5}, 400, "min_p", ["got 1.5", "from 0 to 1"]),
     ({"min_p": True}, 400, "min_p", ["got True"]),
+    ({"priority": 1.5}, 400, "priority", ["got 1.5", "integer from -2147483647"]),
+    ({"priority": 2**31}, 400, "priority", ["got 2147483648", "to 2147483647"]),
     ({"min_tokens": -1}, 400, "min_tokens", ["got -1", "integer >= 0"]),
     ({"min_tokens": 6, "max_tokens": 5}, 400, "min_tokens", ["got 6", "max_tokens = 5"]),
     ({"repetition_penalty": 0}, 400, "repetition_penalty", ["got 0", "from 0.01"]),

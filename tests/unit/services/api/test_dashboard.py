@@ -35,6 +35,8 @@ async def test_dashboard_finds_what_it_reads(client: httpx.AsyncClient) -> None:
     (row,) = status["actors"]
     assert set(re.findall(r"\brow\.(\w+)", dashboard_page())) <= row.keys()
     assert set(re.findall(r"\bkv\.(\w+)", dashboard_page())) == status["kv"].keys()
+    (version,) = status["learnt"]
+    assert set(re.findall(r"\bversion\.(\w+)", dashboard_page())) <= version.keys()
     assert (row["restarts"], row["http_port"]) == (1, 4321)
 
 

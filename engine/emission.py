@@ -1,0 +1,39 @@
+"""What a step brings to one client, before and after it has become text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from core.messages import DeltaLogprobs, FinishedSequence, TokenDelta
+from engine.detokenizer import OutputText
+from engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A delta and the ingress replica whose client it is for."""
+
+    ingress_id: str
+    delta: TokenDelta
+
+
+@dataclass(slots=True)
+class Emission:
+    """A new token of one sequence, before it has become text for the client.
+
+    Attributes:
+        start: Its index in the output.
+        shown: Its text where that had to be known at once, else None.
+        cached_len: As in ``TokenDelta``.
+        end: Set if it was the last one.
+        logprobs: What else the client wants to know.
+    """
+
+    sequence: Sequence
+    text: OutputText
+    token: int
+    start: int
+    shown: str | None
+    cached_len: int
+    end: FinishedSequence | None = None
+    logprobs: DeltaLogprobs | None = None

@@ -1,0 +1,37 @@
+"""Output of a batch that is returned together, until it is (static execution)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+from core.deltas import joined
+from core.messages import FinishedSequence
+from engine.emission import Emission, Output
+
+
+class HeldBack:
+    """What the sequences of a batch have brought so far, in the order of the steps."""
+
+    def __init__(self) -> None:
+        self._emissions: dict[str, list[Emission]] = {}
+
+    def add(self, emissions: Iterable[Emission]) -> None:
+        for emission in emissions:
+            self._emissions.setdefault(emission.sequence.request.request_id, []).append(emission)
+
+    def take(self, request_id: str) -> list[Emission]:
+        """All of one sequence, which goes out or is of use to nobody any more."""
+        return self._emissions.pop(request_id, [])
+
+    def finish(self, end: FinishedSequence) -> list[Emission]:
+        """All of a sequence that has ended; its own output brought the end, maybe many steps ago."""
+        emissions = self.take(end.request_id)
+        emissions[-1].end = end
+        return emissions
+
+
+def joined_outputs(outputs: Iterable[Output]) -> list[Output]:
+    """Consecutive ones of one sequence as one."""
+    groups = itertools.groupby(outputs, key=lambda output: (output.ingress_id, output.delta.request_id))
+    return [Output(ingress_id, joined([each.delta for each in group])) for (ingress_id, _), group in groups]

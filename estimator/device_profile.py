@@ -1,0 +1,71 @@
+"""A device by what its work takes: what emulated devices and the simulator's default go by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from core.config import EMULATED
+from core.costs import A100_7B as A100_7B_COST
+from core.costs import StepCost
+from core.errors import ConfigError
+from estimator.profile_file import parse_profile
+
+_FIELD = "engine.device"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProfile:
+    """Times and sizes of one device with one model.
+
+    Attributes:
+        kv_bytes: Of the KV of one token.
+        copy_bandwidth: Bytes a second between device and host, each way; 0 where it is not known.
+        kv_memory: Bytes that the device has for KV; 0 where that is not known.
+    """
+
+    cost: StepCost
+    kv_bytes: int
+    copy_bandwidth: float = 0.0
+    kv_memory: int = 0
+
+
+A100_7B = DeviceProfile(A100_7B_COST, kv_bytes=512 * 2**10, copy_bandwidth=25e9, kv_memory=60 * 2**30)
+"""A 7B model without grouped heads on an A100. Of its 80 GB (74.5 GiB) the weights take 12.5 GiB and activations about
+2 GiB: 122,880 tokens of KV are left. PCIe 4 moves 25 GB/s each way."""
+
+DEVICE_PROFILES = {"a100-7b": A100_7B}
+"""Those that have a name."""
+
+
+def resolve_device(device: str) -> str:
+    """The setting with the path of its profile made absolute, for processes that run elsewhere."""
+    name = device.removeprefix(EMULATED)
+    return device if name == device or name in DEVICE_PROFILES else f"{EMULATED}{Path(name).expanduser().absolute()}"
+
+
+def profile_label(profile: str) -> str:
+    """What people are shown: the name, or that of the file; empty for none."""
+    return Path(profile).name
+
+
+def find_device_profile(name: str) -> DeviceProfile:
+    """The profile of this name, or in this file.
+
+    Raises:
+        ConfigError: there is neither, or the file does not say what KV takes.
+        InvalidValueError: the file is no profile; names the field.
+    """
+    if name in DEVICE_PROFILES:
+        return DEVICE_PROFILES[name]
+    path = Path(name).expanduser()
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, ValueError) as error:
+        known = ", ".join(f"{EMULATED}{each}" for each in DEVICE_PROFILES)
+        expected = f"{known}, or {EMULATED}FILE with what `farsight profile` wrote ({error})"
+        raise ConfigError(_FIELD, EMULATED + name, expected) from error
+    profile = parse_profile(text, f"{_FIELD} {name}")
+    if not profile.kv_bytes:
+        raise ConfigError(_FIELD, EMULATED + name, "a profile with kv_bytes above 0, to size the KV pool by")
+    return DeviceProfile(profile.cost, profile.kv_bytes, profile.copy_bandwidth or 0.0)

@@ -1,0 +1,334 @@
+"""The part of the lease protocol that every executor follows (design section 3, rules 1-4).
+
+Which plans count, which sequences a worker holds by them and under which attempt, what it reports, and what it must not
+start again: all this is the same however the steps are composed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from core.errors import IntegrityError
+from core.messages import FinishedSequence, KVTraffic, Plan, Slot, SlotProgress, StepReport, StepSample
+from core.request import Residency, SequenceStatus
+from kvcache.block_manager import BlockManager
+from kvcache.prefix import BlockHashes
+from kvcache.step_batch import BatchLimits, KVCopy, StepBatch
+
+
+@dataclass(slots=True)
+class Held:
+    """A sequence the worker has; ``num_tokens`` counts prompt and output known so far.
+
+    Attributes:
+        cached_len: Prompt tokens taken from the cache at its first start; None before.
+        residency: Where its KV is to be; the wish in force.
+        copy_id: Of the copy in flight, if there is one; meanwhile it holds blocks in both pools and does not run.
+        register_at: ``computed_len`` from which another block of it is full and not registered.
+        ran_s: Seconds of the steps that it took part in.
+        dropped_len: Tokens whose KV was there once and has been dropped.
+    """
+
+    request_id: str
+    attempt: int
+    prompt_len: int
+    max_total_len: int
+    arrival: int
+    num_tokens: int
+    slot: Slot
+    computed_len: int = 0
+    cached_len: int | None = None
+    register_at: int = 0
+    num_preemptions: int = 0
+    residency: Residency = Residency.DEVICE
+    num_moves: int = 0
+    copy_id: int | None = None
+    ran_s: float = 0.0
+    dropped_len: int = 0
+    status: SequenceStatus = SequenceStatus.WAITING
+
+    @property
+    def output_len(self) -> int:
+        return self.num_tokens - self.prompt_len
+
+
+class PlanExecutor(ABC):
+    """Executes plans over a block pool; one per worker life. It knows lengths only, no token values.
+
+    Shell protocol, all between steps: ``apply_plan`` when one came, then ``next_batch``; begin what ``take_copies``
+    gives; run the step; ``commit``. ``complete_copy`` when one is done. ``report`` and ``acknowledge`` at any time.
+
+    Attributes:
+        returns_together: Whether a sequence is returned only when all that run with it have ended.
+        short_blocks: Blocks that the sequences of the step lack which did not run for want of them.
+        prefix_queries: Prompt tokens looked for in the cache so far, each request's once.
+        prefix_hits: And found.
+    """
+
+    returns_together: ClassVar[bool]
+
+    def __init__(
+        self, blocks: BlockManager, limits: BatchLimits, incarnation: str, host: BlockManager | None = None
+    ) -> None:
+        self.blocks = blocks
+        self.host = host
+        self.limits = limits
+        self.incarnation = incarnation
+        self.short_blocks = 0
+        self.prefix_queries = self.prefix_hits = 0
+        self._held: dict[str, Held] = {}  # in plan order
+        self._stalled: frozenset[str] = frozenset()
+        self._lease = 0
+        self._plan_seq = 0
+        self._reserve_blocks = 0
+        self._vacated = 0  # slots of this plan, standbys aside, that have ended: places a standby may take
+        self._num_absent = 0  # slots of this plan whose payload has not come
+        self._report_seq = 0
+        self._traffic = KVTraffic()
+        self._recomputed_tokens = 0
+        self._arrivals = 0
+        # Finished sequences: until acknowledged they are repeated in reports; until a plan is made with that
+        # knowledge they are remembered, so that an older view of the world cannot start them again.
+        self._unacknowledged: dict[tuple[str, int], tuple[FinishedSequence, int]] = {}
+        self._tombstones: dict[tuple[str, int], int] = {}
+
+    @abstractmethod
+    def share_prefixes(self, block_hashes: BlockHashes) -> None:
+        """From now on sequences share the KV of what they have in common; before the first plan.
+
+        Args:
+            block_hashes: Of sequences held here; asked when one starts, and when one has filled a block.
+        """
+
+    @abstractmethod
+    def next_batch(self) -> StepBatch | None:
+        """The next step, its blocks allocated; None if nothing can run."""
+
+    @abstractmethod
+    def commit(
+        self, batch: StepBatch, stopped: Iterable[str] = (), *, duration_s: float = 0.0
+    ) -> list[FinishedSequence]:
+        """Books a step that ran; returns the sequences it ended, their blocks already free.
+
+        Args:
+            stopped: Ids whose new token ended them (EOS, stop string or id). Length limits are found here.
+            duration_s: How long it took.
+        """
+
+    @abstractmethod
+    def take_copies(self) -> list[KVCopy]:
+        """The copies to begin now; each is answered by ``complete_copy``, in any order."""
+
+    @abstractmethod
+    def complete_copy(self, copy_id: int, *, failed: bool = False) -> None:
+        """A copy is over; between steps. What a failed one has not brought is computed again."""
+
+    @abstractmethod
+    def flush(self) -> list[FinishedSequence]:
+        """Ends the sequences whose output is complete and that are only kept for company's sake."""
+
+    @property
+    def lease(self) -> int:
+        return self._lease
+
+    @property
+    def plan_seq(self) -> int:
+        return self._plan_seq
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def holds(self, request_id: str) -> bool:
+        return request_id in self._held
+
+    def cached_len(self, request_id: str) -> int:
+        """Prompt tokens that the sequence found in the prefix cache when it first started."""
+        return self._held[request_id].cached_len or 0
+
+    def take_over(self) -> int:
+        """A Scheduler life begins: the lease that its plans must bear. What is held stays and goes on."""
+        self._lease += 1
+        self._plan_seq = 0
+        return self._lease
+
+    def stall(self, request_ids: frozenset[str]) -> None:
+        """These rest, whatever the plan grants them: their clients do not read."""
+        self._stalled = request_ids
+
+    def apply_plan(self, plan: Plan) -> list[str]:
+        """Takes over a newer plan; returns the ids of sequences to forget (aborted, or fenced by a new attempt)."""
+        if plan.worker_incarnation != self.incarnation or plan.lease != self._lease:
+            return []
+        if plan.plan_seq <= self._plan_seq:
+            return []
+        self._plan_seq = plan.plan_seq
+        self._reserve_blocks = plan.reserve_blocks
+        self._bury(plan.as_of_report_seq)
+        self._vacated = sum(
+            not slot.standby and (slot.request_id, slot.attempt) in self._tombstones for slot in plan.slots
+        )
+        before, self._held = self._held, {}
+        self._num_absent = 0
+        for slot in plan.slots:
+            held = self._take(slot, before.get(slot.request_id))
+            if held is not None:
+                self._held[slot.request_id] = held
+        forgotten = [rid for rid, held in before.items() if self._held.get(rid) is not held]
+        for request_id in forgotten:
+            self._free(before[request_id])
+        return forgotten
+
+    def _take(self, slot: Slot, held: Held | None) -> Held | None:
+        """The sequence of this slot after the plan, or None if there is nothing to run."""
+        if (slot.request_id, slot.attempt) in self._tombstones:
+            return None
+        if held is None or held.attempt < slot.attempt:
+            return self._new(slot)
+        if held.attempt > slot.attempt:
+            return held
+        held.slot = slot
+        if slot.num_preemptions > held.num_preemptions:
+            held.num_preemptions = slot.num_preemptions
+            self._drop_kv(held)
+        if slot.num_moves > held.num_moves:
+            held.num_moves = slot.num_moves
+            held.residency = Residency.DEVICE if self.host is None else slot.residency
+        return held
+
+    def _drop_kv(self, held: Held) -> None:
+        """What it had computed may stay cached: it may find it again."""
+        held.dropped_len = max(held.dropped_len, held.computed_len)
+        self._free(held)
+        held.computed_len = 0
+        held.status = SequenceStatus.WAITING
+
+    def _advance(self, held: Held, num_tokens: int) -> None:
+        """It has computed so many more tokens."""
+        again = min(held.dropped_len - held.computed_len, num_tokens)
+        if again > 0:
+            self._recomputed_tokens += again
+        held.computed_len += num_tokens
+
+    def _new(self, slot: Slot) -> Held | None:
+        request = slot.request
+        if request is None:
+            self._num_absent += 1
+            return None  # a plan meant for a worker that has the payload: the report shows that we do not
+        self._arrivals += 1
+        return Held(
+            request_id=slot.request_id,
+            attempt=slot.attempt,
+            prompt_len=request.prompt_len,
+            max_total_len=request.max_total_len,
+            arrival=self._arrivals,
+            num_tokens=request.known_len,
+            register_at=self.blocks.block_size,
+            slot=slot,
+            num_preemptions=slot.num_preemptions,
+            num_moves=slot.num_moves,  # there is nothing yet to be moved
+        )
+
+    def _free(self, held: Held) -> None:
+        """Gives up its blocks."""
+        for pool in self._pools:
+            pool.release(held.request_id)
+
+    @property
+    def _pools(self) -> tuple[BlockManager, ...]:
+        return (self.blocks,) if self.host is None else (self.blocks, self.host)
+
+    def end(self, request_id: str, status: SequenceStatus) -> FinishedSequence:
+        """Ends a sequence for a reason outside its own text: it failed, or nobody waits for it any more."""
+        return self._finish(self._held[request_id], status)
+
+    def _finish(self, held: Held, status: SequenceStatus) -> FinishedSequence:
+        del self._held[held.request_id]
+        self._free(held)
+        self._vacated += not held.slot.standby
+        finished = FinishedSequence(held.request_id, held.attempt, status, held.output_len)
+        key = (held.request_id, held.attempt)
+        first_report = self._report_seq + 1
+        self._unacknowledged[key] = (finished, first_report)
+        self._tombstones[key] = first_report
+        return finished
+
+    def report(self, steps: tuple[StepSample, ...] = ()) -> StepReport:
+        """A snapshot under a new sequence number; ``steps`` are passed on as they are."""
+        self._report_seq += 1
+        return StepReport(
+            worker_incarnation=self.incarnation,
+            lease=self._lease,
+            report_seq=self._report_seq,
+            plan_seq=self._plan_seq,
+            free_blocks=self.blocks.num_free,
+            short_blocks=self.short_blocks,
+            progress=tuple(self._progress()),
+            finished=tuple(finished for finished, _ in self._unacknowledged.values()),
+            steps=steps,
+            shared_blocks=self.blocks.num_shared,
+            num_host_blocks=0 if self.host is None else self.host.num_blocks,
+            free_host_blocks=0 if self.host is None else self.host.num_free,
+            flying_blocks=self._flying_blocks,
+            traffic=replace(self._traffic, recomputed_tokens=self._recomputed_tokens),
+        )
+
+    @property
+    def _flying_blocks(self) -> int:
+        """Blocks that copies in flight are to fill."""
+        return 0
+
+    def _progress(self) -> Iterator[SlotProgress]:
+        for held in self._held.values():
+            yield SlotProgress(
+                request_id=held.request_id,
+                attempt=held.attempt,
+                status=held.status,
+                num_preemptions=held.num_preemptions,
+                computed_len=held.computed_len,
+                output_len=held.output_len,
+                num_blocks=len(self.blocks.table(held.request_id)),
+                stalled=held.request_id in self._stalled,
+                cached_len=held.cached_len or 0,
+                residency=held.residency,
+                num_moves=held.num_moves,
+                num_host_blocks=0 if self.host is None else len(self.host.table(held.request_id)),
+                ran_s=held.ran_s,
+            )
+
+    def acknowledge(self, report_seq: int) -> None:
+        """The scheduler has every report up to ``report_seq``."""
+        acknowledged = [key for key, (_, seq) in self._unacknowledged.items() if seq <= report_seq]
+        for key in acknowledged:
+            del self._unacknowledged[key]
+
+    def _bury(self, report_seq: int) -> None:
+        """Forgets finished sequences that no later plan can name."""
+        known = [key for key, seq in self._tombstones.items() if seq <= report_seq]
+        for key in known:
+            del self._tombstones[key]
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless lengths, blocks and book-keeping agree."""
+        self.blocks.check_integrity()
+        held_blocks = self._orphaned_blocks()
+        for request_id, held in self._held.items():
+            num_blocks = max(len(pool.table(request_id)) for pool in self._pools)
+            held_blocks.update(self.blocks.table(request_id))
+            if held.computed_len > held.num_tokens or held.num_tokens > held.max_total_len:
+                raise IntegrityError(
+                    f"{request_id}: lengths {held.computed_len} <= {held.num_tokens} <= {held.max_total_len}"
+                )
+            if self.blocks.blocks_for(held.computed_len) > num_blocks:
+                raise IntegrityError(f"{request_id}: {held.computed_len} tokens computed in {num_blocks} blocks")
+            if (request_id, held.attempt) in self._tombstones:
+                raise IntegrityError(f"{request_id}: finished and alive")
+        if len(held_blocks) + self.blocks.num_free != self.blocks.num_blocks:
+            raise IntegrityError(f"{len(held_blocks)} blocks held by known sequences, {self.blocks.num_free} free")
+
+    def _orphaned_blocks(self) -> set[int]:
+        """Blocks in use that belong to no sequence held here."""
+        return set()

@@ -1,0 +1,202 @@
+"""Static execution: a batch is padded, runs in lockstep and is returned together (what Magnus and Multi-Bin measured).
+
+Every prompt is padded to the longest, L(B). All prompts are computed before anybody decodes; then each step computes
+one token of everybody until the last one is done. A sequence that has ended goes on computing invalid tokens. After the
+G-th output token the batch holds size * (L + G) tokens of KV (Magnus, eq. (5)), padding included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from core.errors import IntegrityError
+from core.messages import FinishedSequence
+from core.request import SequenceStatus
+from kvcache.block_manager import BlockManager
+from kvcache.held import Held, PlanExecutor
+from kvcache.prefix import BlockHashes
+from kvcache.step_batch import BatchLimits, KVCopy, Padding, StepBatch, StepItem
+
+
+@dataclass(slots=True)
+class _Member:
+    """A sequence of the batch that runs.
+
+    Attributes:
+        known_len: Its tokens when the batch began: its prompt as the batch sees it.
+        prefilled: Positions of the padded prompt that are computed.
+        ended_as: How its own output has ended; None while it goes on.
+    """
+
+    held: Held
+    known_len: int
+    prefilled: int = 0
+    ended_as: SequenceStatus | None = None
+
+
+class StaticExecutor(PlanExecutor):
+    """Runs the slots of a plan as one batch; what comes meanwhile waits for the next one.
+
+    Grants do not bound a batch and standbys do not join one. A client that does not read stops nobody: what is computed
+    for it is held back to the end of the batch as everybody's is.
+
+    Args:
+        max_model_len: Tokens a sequence may reach. One that has ended there computes its last position again.
+    """
+
+    returns_together = True
+
+    def __init__(self, blocks: BlockManager, limits: BatchLimits, incarnation: str, max_model_len: int) -> None:
+        super().__init__(blocks, limits, incarnation)
+        self._max_model_len = max_model_len
+        self._members: dict[str, _Member] = {}
+        self._prompt_len = 0  # L(B)
+        self._num_decoded = 0  # decoding steps that the batch has run
+
+    def share_prefixes(self, block_hashes: BlockHashes) -> None:
+        """Nothing is shared: a padded prompt is computed whole."""
+
+    def take_copies(self) -> list[KVCopy]:
+        """None: a batch stays on the device until it ends."""
+        return []
+
+    def complete_copy(self, copy_id: int, *, failed: bool = False) -> None:
+        raise IntegrityError(f"copy {copy_id} was not ordered")
+
+    def next_batch(self) -> StepBatch | None:
+        """See ``PlanExecutor.next_batch``; where blocks are short nothing runs, and ``short_blocks`` says so."""
+        if not self._members:
+            self._begin()
+        runs = self._take_blocks()
+        for member in self._members.values():
+            member.held.status = SequenceStatus.RUNNING if runs else SequenceStatus.PAUSED
+        if not runs:
+            return None
+        return self._prefill_step() if self._prefills else self._decode_step()
+
+    def _begin(self) -> None:
+        """A batch starts when all the slots of the plan are here."""
+        if self._num_absent:
+            return
+        size = min(self.limits.max_num_seqs, self.limits.max_batch_tokens)
+        slots = [held for held in self._held.values() if not held.slot.standby][:size]
+        self._members = {held.request_id: _Member(held, held.num_tokens) for held in slots}
+        self._prompt_len = max((held.num_tokens for held in slots), default=0)
+        self._num_decoded = 0
+
+    @property
+    def _prefills(self) -> bool:
+        return any(member.prefilled < self._prompt_len for member in self._members.values())
+
+    @property
+    def _has_ended(self) -> bool:
+        """Whether nobody is left whose output goes on."""
+        return all(member.ended_as is not None for member in self._members.values())
+
+    def _take_blocks(self) -> bool:
+        """Makes room for the token that the next step yields, for everybody or, if that cannot be, for nobody."""
+        self.short_blocks = 0
+        if self._has_ended:
+            return bool(self._members)  # what is left of it yields nothing
+        num_output = 1 if self._prefills else self._num_decoded + 2
+        reach = self._prompt_len + num_output
+        short = sum(self.blocks.shortage(request_id, reach) for request_id in self._members)
+        if short > self.blocks.num_free:
+            self.short_blocks = short - self.blocks.num_free
+            return False
+        for request_id in self._members:
+            self.blocks.grow(request_id, reach)
+        return True
+
+    def _prefill_step(self) -> StepBatch:
+        items, pads = [], []
+        tokens_left = self.limits.max_batch_tokens
+        for request_id, member in self._members.items():
+            start = member.prefilled
+            num_tokens = min(self._prompt_len - start, tokens_left)
+            tokens_left -= num_tokens
+            table = self.blocks.table(request_id)
+            known = max(0, min(num_tokens, member.known_len - start))
+            if known:
+                samples = start + known == member.known_len
+                items.append(StepItem(request_id, start, known, samples, table))
+            if num_tokens > known:
+                pads.append(StepItem(request_id, start + known, num_tokens - known, False, table))
+        return StepBatch(tuple(items), Padding(tuple(pads)))
+
+    def _decode_step(self) -> StepBatch:
+        items, invalid = [], []
+        for request_id, member in self._members.items():
+            table = self.blocks.table(request_id)
+            position = member.known_len + self._num_decoded
+            if member.ended_as is None:
+                items.append(StepItem(request_id, position, 1, True, table))
+            else:
+                last = min(self._max_model_len, len(table) * self.blocks.block_size) - 1
+                invalid.append(StepItem(request_id, min(position, last), 1, True, table))
+        padded_len = self._prompt_len + self._num_decoded + 1
+        attended = sum(item.start + 1 for item in items + invalid)
+        context_tokens = len(self._members) * padded_len - attended
+        return StepBatch(tuple(items), Padding(tuple(invalid), context_tokens))
+
+    def commit(
+        self, batch: StepBatch, stopped: Iterable[str] = (), *, duration_s: float = 0.0
+    ) -> list[FinishedSequence]:
+        """See ``PlanExecutor.commit``: all of them with the last one."""
+        self._count(batch, duration_s)
+        ended = set(stopped)
+        for item in batch.items:
+            member = self._members[item.request_id]
+            held = member.held
+            self._advance(held, item.num_tokens)
+            held.num_tokens += item.samples
+            if item.request_id in ended:
+                member.ended_as = SequenceStatus.FINISHED_STOPPED
+            elif held.num_tokens >= held.max_total_len:
+                member.ended_as = SequenceStatus.FINISHED_LENGTH
+        return self.flush() if self._has_ended and not self._prefills else []
+
+    def _count(self, batch: StepBatch, duration_s: float) -> None:
+        prefills = self._prefills
+        for item in batch.items + batch.padding.items:
+            if prefills:
+                self._members[item.request_id].prefilled += item.num_tokens
+        self._num_decoded += not prefills
+        for request_id in {item.request_id for item in batch.items + batch.padding.items}:
+            self._members[request_id].held.ran_s += duration_s
+
+    def flush(self) -> list[FinishedSequence]:
+        """See ``PlanExecutor.flush``; the others run on."""
+        members = list(self._members.values())
+        return [self._finish(member.held, member.ended_as) for member in members if member.ended_as is not None]
+
+    def _free(self, held: Held) -> None:
+        """Its place in the batch as well; the others run on, padded as before."""
+        super()._free(held)
+        member = self._members.get(held.request_id)
+        if member is not None and member.held is held:
+            del self._members[held.request_id]
+
+    def _drop_kv(self, held: Held) -> None:
+        """It computes anew in the next batch; of one whose output is complete there is nothing to be computed."""
+        member = self._members.get(held.request_id)
+        if member is None or member.ended_as is None:
+            super()._drop_kv(held)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless lengths, blocks and book-keeping agree."""
+        super().check_integrity()
+        for request_id, member in self._members.items():
+            if self._held.get(request_id) is not member.held:
+                raise IntegrityError(f"{request_id}: in the batch, and not held")
+            if member.ended_as is not None:
+                continue
+            position = min(member.prefilled, member.known_len) + self._num_decoded
+            if member.held.computed_len != position:
+                raise IntegrityError(f"{request_id}: {member.held.computed_len} computed, the batch is at {position}")
+        sizes = {len(self.blocks.table(request_id)) for request_id in self._members}
+        if len(sizes) > 1:
+            raise IntegrityError(f"block tables of {sizes} blocks in one padded batch")
+        if any(self.blocks.table(request_id) for request_id in self._held.keys() - self._members.keys()):
+            raise IntegrityError("a sequence outside the batch holds blocks")

@@ -1,0 +1,83 @@
+"""What a step holds, and the copies beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from core.request import Residency
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """Bounds of one step: sequences, and tokens computed over all of them."""
+
+    max_num_seqs: int
+    max_batch_tokens: int
+
+
+class StepItem(NamedTuple):
+    """One sequence's part in a step: compute ``num_tokens`` known tokens from position ``start``.
+
+    Attributes:
+        samples: Whether the last of them is the last known token, so that the step yields a new one.
+        blocks: The block table, covering positions 0 .. start + num_tokens - 1.
+    """
+
+    request_id: str
+    start: int
+    num_tokens: int
+    samples: bool
+    blocks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """What a static batch computes and reads beside its items, only to keep its shape.
+
+    Attributes:
+        items: Pads of prompts, behind the known tokens, and invalid tokens of sequences that have ended; each in the
+            blocks of its own sequence. The tokens are of no matter, what they yield is thrown away.
+        context_tokens: Positions of padding that the sequences of a decoding step attend to, all together. They are
+            priced; a real model masks pads rather than read them.
+    """
+
+    items: tuple[StepItem, ...] = ()
+    context_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    items: tuple[StepItem, ...]
+    padding: Padding = Padding()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed, padding included."""
+        return sum(item.num_tokens for item in self.items + self.padding.items)
+
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """Of each sequence in the step its first position and how many it computes, padding included."""
+        if not self.padding.items:
+            return ((item.start, item.num_tokens) for item in self.items)
+        spans = {item.request_id: (item.start, item.num_tokens) for item in self.items}
+        for pad in self.padding.items:
+            start, num_tokens = spans.get(pad.request_id, (pad.start, 0))
+            spans[pad.request_id] = start, num_tokens + pad.num_tokens
+        return iter(spans.values())
+
+
+class KVCopy(NamedTuple):
+    """An order to copy blocks from one pool to the other, beside the steps.
+
+    Attributes:
+        to: The pool to copy to.
+        source: Blocks of the other pool.
+        target: As many blocks of this one.
+    """
+
+    copy_id: int
+    to: Residency
+    source: tuple[int, ...]
+    target: tuple[int, ...]

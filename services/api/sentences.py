@@ -1,0 +1,262 @@
+"""Decisions in plain sentences, for people who ask why their request waited."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from core.decisions import Decision, Facts
+
+
+def sentence(decision: Decision) -> str:
+    """What a decision means, in one sentence or two; of a kind that is not known here, its name and its numbers."""
+    make = _SENTENCES.get(decision.kind)
+    if make is None:
+        name = decision.kind.replace("_", " ").capitalize()
+        facts = ", ".join(f"{name} {_number(value)}" for name, value in decision.facts.items())
+        return f"{name}: {facts}." if facts else f"{name}."
+    return make(decision.facts)
+
+
+def _number(value: float | str) -> str:
+    if isinstance(value, str):
+        return value
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def _count(facts: Facts, name: str) -> str:
+    value = facts.get(name, 0)
+    return value if isinstance(value, str) else f"{value:,.0f}"
+
+
+def _plural(facts: Facts, name: str, noun: str) -> str:
+    return f"{_count(facts, name)} {noun}{'' if facts.get(name) == 1 else 's'}"
+
+
+def _tokens(facts: Facts, name: str) -> str:
+    return _plural(facts, name, "token")
+
+
+def _seconds(facts: Facts, name: str) -> str:
+    value = facts.get(name, 0.0)
+    if isinstance(value, str):
+        return value
+    if value == float("inf"):
+        return "unbounded"
+    return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.1f} ms"
+
+
+def _received(facts: Facts) -> str:
+    return f"Received: a prompt of {_tokens(facts, 'prompt_tokens')}, at most {_count(facts, 'max_new_tokens')} more."
+
+
+def _placed(facts: Facts) -> str:
+    waited = f", after {_seconds(facts, 'waited_s')} in which no replica took requests" if "waited_s" in facts else ""
+    where = f"Placed on replica {facts.get('replica', '?')}{waited}"
+    reason = str(facts.get("reason", ""))
+    if reason in _E2_REASONS:
+        cost_s = sum(float(facts.get(name, 0.0)) for name in ("load_s", "evict_s", "prefill_s"))
+        parts = (
+            f"{_seconds(facts, 'load_s')} of load there, {_seconds(facts, 'evict_s')} to make room, "
+            f"{_seconds(facts, 'prefill_s')} to compute the rest of the prompt"
+        )
+        cached = f"{_tokens(facts, 'hit_len')} of the prompt {'is' if facts.get('hit_len') == 1 else 'are'}"
+        total = _seconds({"cost_s": cost_s}, "cost_s")
+        return f"{where} ({reason}: {_E2_REASONS[reason]}). {cached} believed cached there; cost {total}: {parts}."
+    if "work_tokens" in facts:
+        least, most = _tokens(facts, "work_tokens"), _count(facts, "most_work_tokens")
+        beside = "the only one" if facts.get("num_replicas") == 1 else f"the busiest of {_count(facts, 'num_replicas')}"
+        busiest = "" if beside == "the only one" else f"; {beside} had {most}"
+        return f"{where}, {'the one with the least work' if busiest else beside}: {least} outstanding{busiest}."
+    return f"{where} ({reason})."
+
+
+_E2_REASONS = {
+    "exploit": "most of the prompt is cached there",
+    "explore": "the cheapest of all",
+    "balance": "it mostly decodes and has arithmetic to spare",
+    "rebalance": "the one that caches the prompt is too busy",
+}
+
+
+def _standing(facts: Facts) -> str:
+    """Where its order has it, as a clause that begins with a semicolon; empty if the order has nothing to say."""
+    if "level" in facts:
+        used = f", {_seconds(facts, 'attained_s')} of it used" if facts.get("attained_s") else ""
+        return f"; level {_count(facts, 'level')}, quantum {_seconds(facts, 'quantum_s')}{used}"
+    if "response_ratio" in facts:
+        ratio, service = _number(facts["response_ratio"]), _seconds(facts, "service_s")
+        return f"; response ratio {ratio}, {service} of service expected"
+    if "rank_s" in facts:
+        return f"; rank {_seconds(facts, 'rank_s')} (lower goes first), {_seconds(facts, 'expected_s')} expected to go"
+    if "hit_group" in facts:
+        group, slots = _count(facts, "hit_group"), _count(facts, "group_slots")
+        return f"; hit group {group} with {slots} slots ({_tokens(facts, 'cached_tokens')} cached)"
+    return ""
+
+
+def _room(facts: Facts) -> str:
+    """What admission counted, without a full stop; empty if it has nothing to say."""
+    limit = f"at most {_count(facts, 'limit_tokens')}"
+    if "predicted_peak_tokens" in facts:
+        risk = f" at a risk of {float(facts['eviction_risk']):.0%}" if "eviction_risk" in facts else ""
+        capacity = f" of {_count(facts, 'capacity_tokens')}" if "capacity_tokens" in facts else ""
+        return f"KV memory is predicted to peak at {_tokens(facts, 'predicted_peak_tokens')}, {limit}{capacity}{risk}"
+    if "held_tokens" in facts:
+        return f"{_tokens(facts, 'held_tokens')} of KV are held, {limit} of {_count(facts, 'capacity_tokens')}"
+    return ""
+
+
+def _queue(facts: Facts) -> str:
+    places = facts.get("num_admitted")
+    have = "1 has a place" if places == 1 else f"{_count(facts, 'num_admitted')} have places"
+    return f"{have}, {_count(facts, 'num_waiting')} wait{'s' if facts.get('num_waiting') == 1 else ''}"
+
+
+def _place(facts: Facts) -> str:
+    return _queue(facts) + _standing(facts)
+
+
+def _arrived(facts: Facts) -> str:
+    resumed = f" with {_tokens(facts, 'resumed_tokens')} of output already" if "resumed_tokens" in facts else ""
+    return f"Reached the scheduler of its replica{resumed}: {_place(facts)}."
+
+
+def _forecast(facts: Facts) -> str:
+    q50, q90 = _count(facts, "q50_tokens"), _count(facts, "q90_tokens")
+    who = f"{facts.get('source', '?')}, version {_count(facts, 'version')}"
+    return (
+        f"Foreseen: {_number(facts.get('mean_tokens', 0))} tokens of output (median {q50}, 9 in 10 up to {q90}; {who})."
+    )
+
+
+def _waits(facts: Facts) -> str:
+    tail = f" ({_place(facts)})." if "num_admitted" in facts else "."
+    match facts.get("reason"):
+        case "memory":
+            room = _room(facts)
+            needs = f"Waits for memory: it needs {_tokens(facts, 'needed_tokens')}"
+            return f"{needs}{'; ' + room if room else ''}{tail}"
+        case "places":
+            return f"Waits for a place: all {_count(facts, 'max_num_seqs')} are taken{tail}"
+        case "worker":
+            return f"Waits for the worker, which is not there{tail}"
+        case "replica":
+            return "Waits for a replica: none takes requests now."
+    return f"Waits behind others{tail}"
+
+
+def _admitted(facts: Facts) -> str:
+    waited = float(facts.get("waited_s", 0.0))
+    when = "Admitted at once" if waited < 1e-3 else f"Admitted after a wait of {_seconds(facts, 'waited_s')}"
+    room = _room(facts)
+    return f"{when} ({_place(facts)}){'; ' + room if room else ''}."
+
+
+def _started(facts: Facts) -> str:
+    waited = _seconds(facts, "waited_s")
+    return f"Started by the worker in the place of one that had ended, after {waited} ({_place(facts)})."
+
+
+def _short(facts: Facts) -> str:
+    return f"memory is short by {_plural(facts, 'short_blocks', 'block')}" if facts.get("short_blocks") else ""
+
+
+def _preempted(facts: Facts) -> str:
+    why = _short(facts) or "its place goes to another"
+    again = f"its {_tokens(facts, 'computed_tokens')} of KV are dropped and will be computed again"
+    return f"Preempted: {why}; {again} ({_place(facts)})."
+
+
+def _next_turn(facts: Facts) -> str:
+    """What ENST says, as a clause that begins with a semicolon."""
+    if "enst_s" not in facts:
+        return ""
+    return f"; its turn is expected in {_seconds(facts, 'enst_s')}" if facts["enst_s"] else "; its turn is due"
+
+
+def _offloaded(facts: Facts) -> str:
+    why = _short(facts) or "its place goes to others"
+    moved = f"its {_tokens(facts, 'computed_tokens')} of KV move to host memory"
+    return f"Offloaded: {why}; {moved}{_next_turn(facts)} ({_place(facts)})."
+
+
+def _uploaded(facts: Facts) -> str:
+    return f"Brought back from host memory after {_seconds(facts, 'waited_s')}{_next_turn(facts)} ({_place(facts)})."
+
+
+def _paused(facts: Facts) -> str:
+    return f"Pauses: others go first ({_place(facts)}). It keeps its KV memory."
+
+
+def _continues(facts: Facts) -> str:
+    return f"Goes on after {_seconds(facts, 'waited_s')} ({_place(facts)})."
+
+
+def _demoted(facts: Facts) -> str:
+    quantum = _seconds(facts, "quantum_s")
+    return f"Sank to level {_count(facts, 'level')}: its quantum was used up. The new one is {quantum}."
+
+
+def _promoted(facts: Facts) -> str:
+    quantum = _seconds(facts, "quantum_s")
+    return f"Promoted to level {_count(facts, 'level')}: it had waited too long. Its quantum is {quantum}."
+
+
+def _finished(facts: Facts) -> str:
+    foreseen = f", {_number(facts['predicted_tokens'])} were foreseen" if "predicted_tokens" in facts else ""
+    cached = f"{_tokens(facts, 'cached_tokens')} of the prompt came from the cache"
+    times = f"{_plural(facts, 'num_drops', 'drop')} and {_plural(facts, 'num_offloads', 'offload')} of its KV"
+    took = f"it took part in steps of {_seconds(facts, 'ran_s')} in all"
+    return (
+        f"Ended ({facts.get('reason')}) after {_tokens(facts, 'output_tokens')}{foreseen}; {took}, {times}; {cached}."
+    )
+
+
+def _answered(facts: Facts) -> str:
+    attempts = facts.get("attempts", 1)
+    times = "" if attempts == 1 else f", in {_count(facts, 'attempts')} attempts"
+    first = f", the first after {_seconds(facts, 'ttft_s')}" if "ttft_s" in facts else ""
+    ends = {"abort": "The client left", "error": "Failed"}.get(str(facts.get("reason")), "Answered")
+    return f"{ends}: {_tokens(facts, 'output_tokens')} in {_seconds(facts, 'jct_s')}{first}{times}."
+
+
+_SENTENCES: dict[str, Callable[[Facts], str]] = {
+    "received": _received,
+    "placed": _placed,
+    "arrived": _arrived,
+    "forecast": _forecast,
+    "waits": _waits,
+    "admitted": _admitted,
+    "started": _started,
+    "preempted": _preempted,
+    "offloaded": _offloaded,
+    "uploaded": _uploaded,
+    "host_full": lambda facts: "The host had no room for its KV, which is dropped instead.",
+    "paused": _paused,
+    "continues": _continues,
+    "demoted": _demoted,
+    "promoted": _promoted,
+    "refused": lambda facts: f"Refused: {facts.get('reason', 'it will never fit')}.",
+    "adopted": lambda facts: (
+        f"Taken over by a new scheduler with {_tokens(facts, 'output_tokens')} of output; "
+        "what the one before it decided is lost."
+    ),
+    "superseded": lambda facts: "Given up here: a later attempt has taken its place.",
+    "batch_broken": lambda facts: (
+        "Its batch ran out of KV memory and is split: it starts again in a smaller one"
+        f" ({_tokens(facts, 'output_tokens')} into it)."
+    ),
+    "aborted": lambda facts: (
+        f"Aborted, {_tokens(facts, 'output_tokens')} in: its client left, or it goes on elsewhere."
+    ),
+    "worker_lost": lambda facts: f"Lost with its worker, {_tokens(facts, 'output_tokens')} of output into it.",
+    "resumed": lambda facts: (
+        f"Resumed as attempt {_count(facts, 'attempt')}: the one before was lost; the "
+        f"{_tokens(facts, 'output_tokens')} that the client has stay."
+    ),
+    "first_token": lambda facts: f"First token, {_seconds(facts, 'ttft_s')} after the request came.",
+    "client_slow": lambda facts: f"Rests: its client has {_count(facts, 'unread_deltas')} pieces unread.",
+    "client_reads": lambda facts: "Goes on: its client reads again.",
+    "finished": _finished,
+    "answered": _answered,
+}

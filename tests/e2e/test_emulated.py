@@ -1,0 +1,96 @@
+"""A server on emulated devices: it keeps their time, says that its answers are made up, and makes up the same ones."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from services.launch import EMBEDDED_NAME
+from tests.e2e.server import Server, farsight, holds_torch, start_server
+
+BASE_S = 0.004
+NUM_TOKENS = 400
+PROFILE = {
+    "base_s": BASE_S,
+    "prefill_token_s": 0.0,
+    "decode_seq_s": 0.0,
+    "context_token_s": 0.0,
+    "kv_bytes": 1024,
+    "copy_bandwidth": 1e8,
+}
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("emulated")
+    (folder / "slow.json").write_text(json.dumps(PROFILE))
+    settings = '[engine]\nhost_kv_memory = "4MiB"\n[scheduler]\nplacement = "round-robin"\n'
+    (folder / "farsight.toml").write_text(settings)
+    flags = ["--device", f"emulated:{folder / 'slow.json'}", "--replicas", "2", "--preset", "fastserve"]
+    flags += ["--kv-memory", "4MiB", "--max-model-len", "3000", "--benchmark-mode", "--config"]
+    server = start_server(folder / "log", *flags, str(folder / "farsight.toml"))
+    yield server
+    server.stop()
+
+
+def body(prompt: str, **fields: Any) -> dict[str, Any]:
+    return {"model": EMBEDDED_NAME, "prompt": prompt, "max_tokens": 2500, "temperature": 0, **fields}
+
+
+async def stream(client: httpx.AsyncClient, prompt: str, begun: asyncio.Queue[None], **fields: Any) -> str:
+    """The text of one answer; says when it has begun."""
+    text, reasons = "", []
+    async with client.stream("POST", "/v1/completions", json=body(prompt, stream=True, **fields)) as response:
+        assert response.status_code == 200, await response.aread()
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                [choice] = json.loads(line.removeprefix("data: "))["choices"]
+                if not text:
+                    begun.put_nowait(None)
+                text += choice["text"]
+                reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
+    assert reasons == ["stop"]
+    return text
+
+
+def test_every_page_says_that_answers_are_made_up(emulated: Server) -> None:
+    [card] = emulated.get("/v1/models")["data"]
+    assert (card["emulated"], card["max_model_len"]) == ("slow.json", 3000)
+    assert emulated.get("/status")["emulated"] == "slow.json"
+    shown = subprocess.run(farsight("status", "--port", str(emulated.port)), capture_output=True, text=True, timeout=30)
+    assert shown.stdout.startswith("Emulated device (slow.json): answers are made up.")
+    assert "The device is emulated (slow.json)" in emulated.log.read_text()
+    assert not [process for process in emulated.children() if holds_torch(process)]
+
+
+def test_an_answer_takes_its_steps_and_ends_where_told(emulated: Server) -> None:
+    began = time.monotonic()
+    request = body("How long?", benchmark_len=100)
+    answer = httpx.post(f"{emulated.base_url}/v1/completions", json=request, timeout=60).json()
+    assert answer["usage"]["completion_tokens"] == 100
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert time.monotonic() - began >= 99 * BASE_S
+    emulated.wait_idle()
+
+
+async def test_replicas_make_up_the_same_answers_and_go_on_with_each_others(emulated: Server) -> None:
+    begun: asyncio.Queue[None] = asyncio.Queue()
+    limit = {"benchmark_len": NUM_TOKENS}
+    async with httpx.AsyncClient(base_url=emulated.base_url, timeout=60) as client:
+        streams = [asyncio.create_task(stream(client, f"Prompt {n // 2}", begun, **limit)) for n in range(4)]
+        for _ in streams:
+            await asyncio.wait_for(begun.get(), 60)
+        os.kill(emulated.pid_of("ModelWorker"), signal.SIGKILL)
+        texts = await asyncio.gather(*streams)
+        again = await stream(client, "Prompt 0", begun, **limit)
+    assert texts[0] == texts[1] == again and texts[2] == texts[3] != again
+    await asyncio.to_thread(emulated.wait_idle, 60.0)

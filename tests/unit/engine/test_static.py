@@ -1,0 +1,216 @@
+"""Static execution on the real engine: what is said is what continuous execution says, only all at once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from core.config import EngineConfig, SchedulerConfig
+from core.deltas import joined
+from core.messages import DeltaLogprobs, Plan, Slot, TokenDelta
+from core.request import Request, SamplingParams
+from engine.build import build_worker
+from engine.emission import Output
+from engine.worker import Worker
+from tests.unit.engine.models import SHAPES
+
+BLOCK_SIZES = {"torch": 4, "native": 16}
+
+
+@pytest.fixture(params=BLOCK_SIZES)
+def backend(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+def make_worker(model_dir: Path, execution: str, backend: str = "torch", kv_memory: str = "4MiB") -> Worker:
+    config = EngineConfig(
+        kv_memory=kv_memory,
+        block_size=BLOCK_SIZES[backend],
+        max_batch_tokens=48,
+        max_num_seqs=16,
+        num_threads=1,
+        backend=backend,
+    )
+    preset = "magnus" if execution == "static" else "fcfs"
+    scheduler = SchedulerConfig(preset=preset, execution=execution)
+    return build_worker(model_dir, "float32", config, "w", scheduler=scheduler)
+
+
+def random_requests(seed: int = 0) -> list[Request]:
+    """Mixed lengths and ends, greedy and drawn, some that want to know log probabilities, one that is resumed."""
+    rng = random.Random(seed)
+    options: list[dict[str, object]] = [
+        {},
+        {"benchmark_len": 3},
+        {"stop": ("a", "e")},
+        {"ignore_eos": True},
+        {"logprobs": 3},
+        {"logprobs": 0, "prompt_logprobs": True},
+        {"temperature": 1.0, "seed": 7, "repetition_penalty": 1.2},
+        {"stop_token_ids": tuple(range(100, 200))},
+        {"stop": ("zz", "the"), "min_tokens": 4, "logprobs": 1},
+    ]
+    requests = []
+    for i, option in enumerate(options):
+        prompt = tuple(rng.randrange(3, 300) for _ in range(rng.choice([1, 4, 17, 30])))
+        sampling = SamplingParams(rng.randint(4, 20), **option)  # type: ignore[arg-type]
+        requests.append(Request(f"r{i}", 0, f"ingress-{i % 2}", prompt, sampling))
+    requests.append(Request("resumed", 2, "ingress-0", (5, 6, 7), SamplingParams(9, ignore_eos=True), (8, 9)))
+    return requests
+
+
+def offer(worker: Worker, requests: Sequence[Request]) -> None:
+    executor = worker.executor
+    slots = [Slot(each.request_id, each.attempt, 999, 999, False, 0, each) for each in requests]
+    report_seq = executor.report().report_seq
+    worker.offer_plan(Plan("w", executor.lease, executor.plan_seq + 1, report_seq, 0, tuple(slots)))
+
+
+def steps(worker: Worker) -> list[list[Output]]:
+    """The outputs of each step until nothing runs."""
+    outputs = []
+    while (batch := worker.begin_step()) is not None:
+        outputs.append(worker.finish_step(batch, worker.execute(batch)))
+        worker.check_integrity()
+    return outputs
+
+
+def told(outputs: Sequence[Output]) -> dict[str, TokenDelta]:
+    """By request all that its client hears, as one delta."""
+    deltas: dict[str, list[TokenDelta]] = {}
+    for output in outputs:
+        deltas.setdefault(output.delta.request_id, []).append(output.delta)
+    return {request_id: joined(each) for request_id, each in deltas.items()}
+
+
+def rounded(delta: TokenDelta) -> TokenDelta:
+    """Log probabilities to within the order in which a batch is summed up."""
+    if delta.logprobs is None:
+        return delta
+    parts = (
+        tuple((ids, tuple(round(value, 3) for value in values)) for ids, values in part)
+        for part in (delta.logprobs.output, delta.logprobs.prompt)
+    )
+    fields = {name: getattr(delta, name) for name in TokenDelta.__slots__}
+    return TokenDelta(**(fields | {"logprobs": DeltaLogprobs(*parts)}))
+
+
+def continuous(model_dir: Path, requests: Sequence[Request], backend: str = "torch") -> dict[str, TokenDelta]:
+    worker = make_worker(model_dir, "ragged", backend)
+    offer(worker, requests)
+    answers = told([output for outputs in steps(worker) for output in outputs])
+    return {request_id: rounded(delta) for request_id, delta in answers.items()}
+
+
+def test_pads_are_computed(tiny_model_dir: Path) -> None:
+    worker = make_worker(tiny_model_dir, "static")
+    keys = worker.runner.pool.keys[0]  # type: ignore[attr-defined]
+    keys.fill_(float("nan"))
+    offer(worker, [Request(name, 0, "", (5,) * num, SamplingParams(3)) for name, num in (("a", 2), ("b", 9))])
+    batch = worker.begin_step()
+    assert batch is not None
+    worker.execute(batch)
+    (pad,) = batch.padding.items
+    slots = [pad.blocks[position // 4] * 4 + position % 4 for position in range(9)]
+    assert (pad.start, pad.num_tokens) == (2, 7)
+    assert bool(keys[slots].isfinite().all())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_says_what_continuous_execution_says(shape: str, model_dir: Callable[[str], Path], backend: str) -> None:
+    requests = random_requests()
+    expected = continuous(model_dir(shape), requests, backend)
+    worker = make_worker(model_dir(shape), "static", backend)
+    for cache in (*worker.runner.pool.keys, *worker.runner.pool.values):  # type: ignore[attr-defined]
+        cache.fill_(float("nan"))
+    offer(worker, requests)
+    outputs = steps(worker)
+    assert [bool(each) for each in outputs] == [False] * (len(outputs) - 1) + [True], "together"
+    assert len(outputs[-1]) == len(requests), "each as one delta"
+    assert {rid: rounded(delta) for rid, delta in told(outputs[-1]).items()} == expected
+    addresses = {output.delta.request_id: output.ingress_id for output in outputs[-1]}
+    assert addresses == {request.request_id: request.ingress_id for request in requests}
+    blocks = worker.executor.blocks
+    assert blocks.num_free == blocks.num_blocks
+
+
+def test_a_batch_that_does_not_fit_says_the_same_in_halves(tiny_model_dir: Path) -> None:
+    requests = random_requests()
+    expected = continuous(tiny_model_dir, requests)
+    worker = make_worker(tiny_model_dir, "static", kv_memory="32KiB")
+    queue = [requests]
+    outputs: list[Output] = []
+    num_splits = 0
+    while queue:
+        batch = queue.pop(0)
+        offer(worker, batch)
+        outputs += [output for each in steps(worker) for output in each]
+        if worker.executor.short_blocks:
+            num_splits += 1
+            half = -(-len(batch) // 2)
+            queue[:0] = [batch[:half], batch[half:]]
+            offer(worker, ())
+            assert steps(worker) == []
+    assert num_splits > 1, "the pool was not tight enough to test anything"
+    assert len(outputs) == len(requests)
+    assert {rid: rounded(delta) for rid, delta in told(outputs).items()} == expected
+
+
+def test_an_abort_changes_nothing_for_the_others(tiny_model_dir: Path) -> None:
+    requests = random_requests()
+    expected = continuous(tiny_model_dir, requests)
+    worker = make_worker(tiny_model_dir, "static")
+    offer(worker, requests)
+    for _ in range(9):
+        batch = worker.begin_step()
+        assert batch is not None
+        assert worker.finish_step(batch, worker.execute(batch)) == []
+    stayed = [each for each in requests if each.request_id not in ("r0", "r5")]
+    offer(worker, stayed)
+    answers = told([output for outputs in steps(worker) for output in outputs])
+    assert {rid: rounded(delta) for rid, delta in answers.items()} == {
+        each.request_id: expected[each.request_id] for each in stayed
+    }
+
+
+def half_done(model_dir: Path) -> Worker:
+    """A worker in the middle of a batch: a has its whole output, b has not."""
+    worker = make_worker(model_dir, "static")
+    sampling = [SamplingParams(num, ignore_eos=True) for num in (2, 9)]
+    offer(worker, [Request(name, 0, name, (5, 6), each) for name, each in zip("ab", sampling, strict=True)])
+    for _ in range(3):
+        batch = worker.begin_step()
+        assert batch is not None
+        assert worker.finish_step(batch, worker.execute(batch)) == []
+    return worker
+
+
+def ends(outputs: Sequence[Output]) -> dict[str, list[tuple[int, int, str | None]]]:
+    """By request of each delta its first index, its length and the finish reason."""
+    found: dict[str, list[tuple[int, int, str | None]]] = {}
+    for output in outputs:
+        delta = output.delta
+        found.setdefault(delta.request_id, []).append((delta.start, len(delta.token_ids), delta.finish_reason))
+    return found
+
+
+def test_a_step_that_raises_returns_what_is_complete_and_ends_the_rest_without_a_gap(tiny_model_dir: Path) -> None:
+    worker = half_done(tiny_model_dir)
+    batch = worker.begin_step()
+    assert batch is not None
+    outputs = worker.fail_step(batch, RuntimeError("device on fire"))
+    assert ends(outputs) == {"a": [(0, 2, "length")], "b": [(0, 3, None), (3, 0, "error")]}
+    worker.check_integrity()
+    assert worker.begin_step() is None
+    assert worker.executor.blocks.num_free == worker.executor.blocks.num_blocks
+
+
+def test_a_silent_ingress_loses_its_own_requests_only(tiny_model_dir: Path) -> None:
+    worker = half_done(tiny_model_dir)
+    assert ends(worker.abort_ingress("b")) == {"b": [(0, 3, None), (3, 0, "abort")]}
+    assert [ends(outputs) for outputs in steps(worker)] == [{"a": [(0, 2, "length")]}]
+    worker.check_integrity()

@@ -1,0 +1,227 @@
+"""``GET /v1/requests/{id}``: what is told, in words and numbers, and to whom."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from api_support import MODEL, ScriptedBackend
+
+from core.decisions import Decision, on_clock, pack_decisions
+from core.messages import RequestTrace
+from core.request import Origin
+from services.api.admin import Administration
+from services.api.app import build_app
+from services.api.ownership import bearer_key, owner_of, owns
+from services.api.prompts import PromptEncoder
+from services.api.sentences import _SENTENCES, sentence
+from tests.unit.policies.test_journal import crowd
+
+TOKEN = "admin"
+RECEIVED = Decision("received", 0.0, {})
+
+
+@pytest.fixture
+async def http(backend: ScriptedBackend, encoder: PromptEncoder) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(build_app(backend, encoder, administration=Administration(TOKEN)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        yield client
+
+
+def key(name: str | None) -> dict[str, str]:
+    return {} if name is None else {"Authorization": f"Bearer {name}"}
+
+
+def trace_of(origin: Origin, part: str, *decisions: Decision, ended: bool = True, epoch_s: float = 0.0) -> RequestTrace:
+    request_id = f"i-{origin.choice}"
+    trace_id = f"{origin.response_id}/{request_id}/{part}"
+    source, attempt = ("ingress", 0) if part == "ingress" else ("scheduler-0", int(part))
+    packed = on_clock(epoch_s, pack_decisions(decisions))
+    return RequestTrace(trace_id, request_id, origin.choice, origin.owner, source, attempt, ended, 1, packed)
+
+
+async def ask(http: httpx.AsyncClient, sender: str | None = None, **change: Any) -> str:
+    """Sends a request; returns the id of its answer."""
+    body = {"model": MODEL, "prompt": "hello"} | change
+    reply = await http.post("/v1/completions", json=body, headers=key(sender))
+    return str(reply.json()["id"])
+
+
+@pytest.mark.parametrize(
+    ("sender", "reader", "status"),
+    [
+        (None, None, 200),
+        (None, "anybody", 200),
+        ("mine", "mine", 200),
+        ("mine", TOKEN, 200),
+        ("mine", None, 404),
+        ("mine", "other", 404),
+        ("mine", "", 404),
+    ],
+)
+async def test_a_request_is_explained_to_whom_it_belongs(
+    http: httpx.AsyncClient, backend: ScriptedBackend, sender: str | None, reader: str | None, status: int
+) -> None:
+    response_id = await ask(http, sender)
+    (origin,) = backend.origins
+    assert origin is not None and origin.response_id == response_id
+    assert sender is None or sender.encode() not in origin.owner
+    backend.traces = [trace_of(origin, "ingress", Decision("received", 1.0, {}))]
+    reply = await http.get(f"/v1/requests/{response_id}", headers=key(reader))
+    assert reply.status_code == status
+    if status == 404:
+        unknown = await http.get(f"/v1/requests/cmpl-{'0' * 32}", headers=key(reader))
+        assert unknown.status_code == 404
+        replaced = unknown.text.replace("0" * 32, response_id.removeprefix("cmpl-"))
+        assert reply.text == replaced, "nobody can tell whether it exists"
+
+
+@pytest.mark.parametrize("response_id", ["x", "cmpl-", "cmpl-%25", "cmpl-" + "A" * 32, "chatcmpl-" + "0" * 32 + "-1"])
+async def test_what_is_no_id_of_an_answer_is_unknown(http: httpx.AsyncClient, response_id: str) -> None:
+    reply = await http.get(f"/v1/requests/{response_id}")
+    assert (reply.status_code, reply.json()["error"]["code"]) == (404, "request_not_found")
+
+
+async def test_every_choice_has_its_own_account_and_parts_are_merged_in_order_of_time(
+    http: httpx.AsyncClient, backend: ScriptedBackend
+) -> None:
+    response_id = await ask(http, n=2)
+    first, second = (origin for origin in backend.origins if origin is not None)
+    assert (first.choice, second.choice) == (0, 1)
+    facts = {"waited_s": 0.5, "level": 1, "quantum_s": float("inf")}
+    backend.traces = [
+        trace_of(first, "0", Decision("admitted", 2.5, facts), epoch_s=98.0),
+        trace_of(first, "ingress", RECEIVED, Decision("resumed", 2.0, {"attempt": 1}), epoch_s=100.0),
+        trace_of(second, "ingress", RECEIVED, ended=False, epoch_s=100.5),
+    ]
+    body = (await http.get(f"/v1/requests/{response_id}")).json()
+    assert (body["id"], body["received_at"]) == (response_id, 100.0)
+    one, other = body["choices"]
+    told = [(each["at_s"], each["kind"], each["by"], each["attempt"]) for each in one["decisions"]]
+    assert told == [(0, "received", "ingress", 0), (0.5, "admitted", "scheduler-0", 0), (2, "resumed", "ingress", 1)]
+    assert one["decisions"][1]["facts"] == {"waited_s": 0.5, "level": 1}, "infinity is no number in JSON"
+    assert (one["status"], one["num_left_out"], one["summary"]["num_resumptions"]) == ("ended", 2, 1)
+    assert one["summary"]["waited_s"] == 0.5
+    assert (other["index"], other["status"], other["summary"]["jct_s"]) == (1, "running", None)
+
+
+async def test_the_summary_sets_the_forecast_beside_the_truth(
+    http: httpx.AsyncClient, backend: ScriptedBackend
+) -> None:
+    response_id = await ask(http)
+    (origin,) = backend.origins
+    assert origin is not None
+    backend.traces = [
+        trace_of(
+            origin,
+            "0",
+            Decision("placed", 0.1, {"replica": "1", "reason": "in turn", "hit_len": 0}),
+            Decision(
+                "forecast", 0.2, {"mean_tokens": 30.0, "q50_tokens": 25.0, "q90_tokens": 60.0, "source": "history"}
+            ),
+            Decision("offloaded", 0.3, {"computed_tokens": 5}),
+            Decision("finished", 0.9, {"reason": "stop", "output_tokens": 42, "predicted_tokens": 30.0}),
+        ),
+        trace_of(
+            origin,
+            "ingress",
+            Decision("received", 0.0, {}),
+            Decision(
+                "answered", 1.0, {"reason": "stop", "output_tokens": 42, "jct_s": 1.0, "ttft_s": 0.4, "attempts": 1}
+            ),
+        ),
+    ]
+    (choice,) = (await http.get(f"/v1/requests/{response_id}")).json()["choices"]
+    assert choice["summary"] == {
+        "replica": "1",
+        "waited_s": 0.0,
+        "ttft_s": 0.4,
+        "jct_s": 1.0,
+        "output_tokens": 42,
+        "predicted_tokens": 30.0,
+        "finish_reason": "stop",
+        "num_preemptions": 1,
+        "num_resumptions": 0,
+    }
+    assert choice["decisions"][1]["by"] == "router"
+
+
+@pytest.mark.parametrize("preset", ["fcfs", "fastserve", "fastserve-reactive", "past-future", "preble", "farsight"])
+def test_whatever_a_scheduler_notes_has_a_sentence_of_its_own(preset: str) -> None:
+    replica = crowd(preset)
+    decisions = [decision for name in replica.closed for decision in replica.decisions(name)]
+    assert {decision.kind for decision in decisions} <= _SENTENCES.keys()
+    assert all(text.endswith(".") and "?" not in text for text in map(sentence, decisions))
+
+
+@pytest.mark.parametrize("kind", [*_SENTENCES, "something_new"])
+def test_a_sentence_needs_no_number(kind: str) -> None:
+    """Parts need not explain themselves; what they do not say is left out."""
+    text = sentence(Decision(kind, 0.0, {}))
+    assert text.endswith(".") and text[0].isupper()
+
+
+@pytest.mark.parametrize(
+    ("kind", "facts", "text"),
+    [
+        (
+            "placed",
+            {"replica": "1", "reason": "exploit", "hit_len": 128, "load_s": 1.5, "evict_s": 0.25, "prefill_s": 0.25},
+            "Placed on replica 1 (exploit: most of the prompt is cached there). 128 tokens of the prompt are believed "
+            "cached there; cost 2.00 s: 1.50 s of load there, 250.0 ms to make room, 250.0 ms to compute the rest of "
+            "the prompt.",
+        ),
+        (
+            "placed",
+            {
+                "replica": "0",
+                "reason": "least work",
+                "work_tokens": 10.0,
+                "most_work_tokens": 2500.0,
+                "num_replicas": 2,
+            },
+            "Placed on replica 0, the one with the least work: 10 tokens outstanding; the busiest of 2 had 2,500.",
+        ),
+        (
+            "waits",
+            {
+                "reason": "memory",
+                "needed_tokens": 50,
+                "predicted_peak_tokens": 500,
+                "limit_tokens": 475.0,
+                "capacity_tokens": 480,
+                "num_admitted": 1,
+                "num_waiting": 2,
+            },
+            "Waits for memory: it needs 50 tokens; KV memory is predicted to peak at 500 tokens, at most 475 of 480 "
+            "(1 has a place, 2 wait).",
+        ),
+        ("waits", {"reason": "replica"}, "Waits for a replica: none takes requests now."),
+        (
+            "demoted",
+            {"level": 3, "quantum_s": 0.04, "attained_s": 0.0},
+            "Sank to level 3: its quantum was used up. The new one is 40.0 ms.",
+        ),
+        ("batched", {"size": 3, "bin": "short"}, "Batched: size 3, bin short."),
+    ],
+)
+def test_sentences(kind: str, facts: dict[str, float | str], text: str) -> None:
+    assert sentence(Decision(kind, 0.0, facts)) == text
+
+
+def test_of_a_key_only_a_salted_hash_is_kept() -> None:
+    first, second = owner_of("k"), owner_of("k")
+    assert first != second and len(first) == 48
+    assert owns("k", first) and owns("k", second)
+    assert not owns("K", first) and not owns("", first)
+    assert owner_of("") == b"" and owns("", b"") and owns("k", b"")
+
+
+@pytest.mark.parametrize(
+    ("header", "found"),
+    [(None, ""), ("", ""), ("Basic abc", ""), ("Bearer", ""), ("bearer  k ", "k"), ("Bearer k", "k")],
+)
+def test_keys_are_bearer_tokens(header: str | None, found: str) -> None:
+    assert bearer_key(header) == found
