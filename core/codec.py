@@ -77,6 +77,8 @@ def _dataclass_encoder(kind: Any) -> _Encoder:
     fields = _wire_fields(kind)
     encoders = [_encoder(hints[field.name]) for field in fields]
     parts = [(i, enc) for i, enc in enumerate(encoders) if enc is not _same]
+    if not fields:
+        return lambda value: []
     take = operator.attrgetter(*[field.name for field in fields])  # all at once: one call, not one a field
     if len(fields) == 1:
         return lambda value: [encoders[0](take(value))]

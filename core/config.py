@@ -138,6 +138,8 @@ class SchedulerConfig:
         quantum_s: First quantum of skip-join MLFQ at the least; it is the time of a step of one sequence where that is
             longer. A quantum should outlast four round trips between scheduler and worker, of some 5 ms each.
         starve_limit_s: Under skip-join MLFQ a request that has waited so long is promoted to the first queue.
+        event_log: Directory in which every Scheduler writes down all that its state machine hears and answers, to be
+            told again to a fresh one (``python -m services.conformance``); empty writes nothing.
     """
 
     preset: str = "fcfs"
@@ -151,6 +153,7 @@ class SchedulerConfig:
     standby_slots: int = 16
     quantum_s: float = 0.02
     starve_limit_s: float = 3.0
+    event_log: str = ""
 
     def __post_init__(self) -> None:
         executions = ", ".join(EXECUTIONS)
