@@ -57,6 +57,9 @@ class StaticExecutor(PlanExecutor):
     def share_prefixes(self, block_hashes: BlockHashes) -> None:
         """Nothing is shared: a padded prompt is computed whole."""
 
+    def stall(self, request_ids: frozenset[str]) -> None:
+        """Nobody rests, and whoever asks hears so: a batch waits for no client."""
+
     def take_copies(self) -> list[KVCopy]:
         """None: a batch stays on the device until it ends."""
         return []

@@ -20,7 +20,7 @@ from core.request import Residency
 from engine.emission import Emission, Output
 from engine.outbox import TokenOutbox
 from engine.worker import Worker
-from kvcache import BatchLimits, BlockManager, KVCopy, LeaseExecutor, StepBatch
+from kvcache import BatchLimits, BlockManager, KVCopy, LeaseExecutor, PlanExecutor, StaticExecutor, StepBatch
 from tests.protocol.model import BLOCK, EOS, Device, LaggingDetokenizer
 from tests.protocol.network import Life, attempts
 
@@ -103,8 +103,11 @@ class WorkerPiece:
         blocks = BlockManager(num_blocks, BLOCK)
         host = BlockManager(world.num_host_blocks, BLOCK) if world.num_host_blocks else None
         self.device = Device(limits, blocks, world.clients)
-        executor = LeaseExecutor(blocks, limits, incarnation, host)
-        ready = WorkerReady(incarnation, num_blocks, BLOCK, num_blocks * BLOCK, True, 1000, world.num_host_blocks)
+        max_len = num_blocks * BLOCK
+        executor: PlanExecutor = LeaseExecutor(blocks, limits, incarnation, host)
+        if world.padded:
+            executor = StaticExecutor(blocks, limits, incarnation, max_len)
+        ready = WorkerReady(incarnation, num_blocks, BLOCK, max_len, True, 1000, world.num_host_blocks)
         self.worker = Worker(
             self.device,
             executor,
@@ -123,7 +126,7 @@ class WorkerPiece:
         self._looks = False  # for silent ingress replicas, when this step is over
 
     @property
-    def executor(self) -> LeaseExecutor:
+    def executor(self) -> PlanExecutor:
         return self.worker.executor
 
     def connect(self, message: None, reply: Callable[[WorkerState], None]) -> None:
