@@ -263,7 +263,7 @@ class ModelWorker(Piece):
 
 
 def _build(model_dir: Path, dtype: str, engine: EngineConfig, incarnation: str, num_replicas: int) -> Worker:
-    """Imports torch only here."""
+    """Torch is imported only here, and only if a model is to compute."""
     from engine.build import build_worker
 
     worker = build_worker(model_dir, dtype, engine, incarnation, num_replicas)
