@@ -100,6 +100,13 @@ class EngineMetrics:
         self._recomputed_tokens = _family(
             registry, Counter, "farsight:recomputed_tokens", "Tokens computed again after a preemption.", _LABELS
         )
+        self._scheduling_cpu = _family(
+            registry,
+            Counter,
+            "farsight:scheduling_cpu_seconds",
+            "CPU time of a replica's scheduler: decisions, reports read, plans written.",
+            _LABELS,
+        )
         self._preemptions = _family(
             registry, Counter, "vllm:num_preemptions", "Sequences taken out of the running batch.", _LABELS
         )
@@ -154,6 +161,10 @@ class EngineMetrics:
         """One step that computed so many tokens."""
         self._step_tokens.labels(**self._labels).observe(num_tokens)
 
+    def scheduled(self, cpu_s: float) -> None:
+        """The scheduler has computed for so long."""
+        self._scheduling_cpu.labels(**self._labels).inc(cpu_s)
+
     def prefix_cache(self, queries: int, hits: int) -> None:
         """So many more prompt tokens were looked for and found; zeros at the start show the series."""
         self._prefix_queries.labels(**self._labels).inc(queries)
@@ -169,7 +180,7 @@ class EngineMetrics:
             *(self._running, self._waiting, self._kv_usage, self._cache_config),
             *(self._preemptions, self._step_tokens, self._prefix_queries, self._prefix_hits),
             *(self._kv_blocks, self._kv_pool_blocks, self._kv_moves, self._kv_moved_bytes),
-            *(self._refused_offloads, self._recomputed_tokens),
+            *(self._refused_offloads, self._recomputed_tokens, self._scheduling_cpu),
         ):
             family.remove_by_labels(dict(self._labels))
 

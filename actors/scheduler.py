@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
+from collections.abc import Iterator
 
 from actors.event_recorder import EventRecorder, recorded
 from actors.layout import current_counts, initial_counts
@@ -169,7 +170,9 @@ class Scheduler(Piece):
     def _handle(self, event: Event) -> list[Refusal]:
         """Gives the machine an event and carries out what it says; returns refusals."""
         refusals = []
-        for instruction in self._hear(event, time.monotonic()):
+        with self._scheduling():
+            instructions = self._hear(event, time.monotonic())
+        for instruction in instructions:
             match instruction:
                 case SendPlan(plan):
                     self._plan = plan
@@ -187,6 +190,13 @@ class Scheduler(Piece):
         if self._in_batches:
             self._note_resting()
         return refusals
+
+    @contextlib.contextmanager
+    def _scheduling(self) -> Iterator[None]:
+        """Counts the CPU time of what is done inside."""
+        began_s = time.thread_time()
+        yield
+        self._metrics.scheduled(time.thread_time() - began_s)
 
     def _note_resting(self) -> None:
         resting = self._machine.resting()
@@ -220,7 +230,8 @@ class Scheduler(Piece):
         ack_seq = state.report.report_seq
         while True:
             data = await self._worker.call("poll_report", encode(ReportPoll(ack_seq)))
-            report = decode(data, StepReport)
+            with self._scheduling():
+                report = decode(data, StepReport)
             if report.lease != state.lease:
                 return
             ack_seq = report.report_seq
@@ -238,7 +249,9 @@ class Scheduler(Piece):
             self._plan_due.clear()
             if self._plan is not None:
                 pushed_at = time.monotonic()
-                await self._try(self._worker, "push_plan", encode(self._plan))  # a new worker gets a new plan
+                with self._scheduling():
+                    plan = encode(self._plan)
+                await self._try(self._worker, "push_plan", plan)  # a new worker gets a new plan
 
     async def _tell_router(self) -> None:
         router = self.context.peers.peer(ROUTER)

@@ -1,9 +1,9 @@
 """What the actors cost on top of the model, without HTTP: ``python -m benchmarks.actor_path --model DIR``.
 
 Starts the pieces in a private cluster, sends requests from this process as an ingress replica would, and reports, for
-each placement: CPU time by piece, per token and per step (the model's own forward passes aside), the idle gap between
-steps, and the time to the first token beside that of ``Engine`` alone. ``--delay`` holds back every message to and from
-the Schedulers: no step may wait for one.
+each placement: CPU time by piece, per token and per step (the model's own forward passes aside), the Scheduler's share
+of all of it, the idle gap between steps, and the time to the first token beside that of ``Engine`` alone. ``--delay``
+holds back every message to and from the Schedulers: no step may wait for one.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--placement", choices=("fused", "split"), default="split")
+    parser.add_argument("--preset", default="fcfs")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=20.0)
@@ -48,7 +49,7 @@ def main() -> None:
     config = FarsightConfig(
         model=ModelConfig(path=str(args.model), dtype=args.dtype),
         engine=EngineConfig(num_threads=args.threads),
-        scheduler=SchedulerConfig(),
+        scheduler=SchedulerConfig(preset=args.preset),
         actors=ActorsConfig(placement=args.placement, scheduler_delay_s=args.delay),
     )
     alone_s = _ttft_alone(args.model, args.dtype, args.threads) if not args.delay else None
@@ -57,7 +58,7 @@ def main() -> None:
     if alone_s is not None:
         figures["ttft_alone_p50_s"] = alone_s
         figures["ttft_added_p50_s"] = figures["ttft_c1_p50_s"] - alone_s
-    print(json.dumps({"placement": args.placement, "delay_s": args.delay, **figures}, indent=1))
+    print(json.dumps({"placement": args.placement, "preset": args.preset, "delay_s": args.delay, **figures}, indent=1))
 
 
 @contextmanager
@@ -130,7 +131,7 @@ async def _snapshot(client: Any) -> dict[str, Any]:
         if row.pid not in seen:
             seen.add(row.pid)
             cpu[row.name.partition("-")[0] if row.kind == "Ingress" else row.name] = _cpu_s(row.pid)
-    figures: dict[str, float] = {"steps": 0.0, "model_cpu_s": 0.0}
+    figures: dict[str, float] = {"steps": 0.0, "model_cpu_s": 0.0, "scheduling_cpu_s": 0.0}
     gaps: dict[float, float] = {}
     for family in text_string_to_metric_families(await client.metrics()):
         for sample in family.samples:
@@ -140,6 +141,8 @@ async def _snapshot(client: Any) -> dict[str, Any]:
                 figures["steps"] = sample.value
             elif sample.name == "farsight:model_cpu_seconds_total":
                 figures["model_cpu_s"] = sample.value
+            elif sample.name == "farsight:scheduling_cpu_seconds_total":
+                figures["scheduling_cpu_s"] = sample.value
     return {"cpu": cpu, "gaps": gaps, **figures}
 
 
@@ -152,11 +155,13 @@ def _difference(before: dict[str, Any], after: dict[str, Any], num_tokens: int, 
     model_cpu_s = after["model_cpu_s"] - before["model_cpu_s"]
     cpu = {name: after["cpu"][name] - used for name, used in before["cpu"].items() if name in after["cpu"]}
     path_cpu_s = sum(cpu.values()) - model_cpu_s
+    scheduling_cpu_s = after["scheduling_cpu_s"] - before["scheduling_cpu_s"]
     gaps = {le: after["gaps"][le] - count for le, count in before["gaps"].items()}
     total = gaps[float("inf")]
     return {
         "tokens_per_s": num_tokens / seconds,
         "steps": steps,
+        "scheduling_cpu_share": round(scheduling_cpu_s / sum(cpu.values()), 4),
         "path_cpu_us_per_token": 1e6 * path_cpu_s / num_tokens,
         "path_cpu_us_per_step": 1e6 * path_cpu_s / steps,
         "cpu_us_per_token": {name: round(1e6 * used / num_tokens, 1) for name, used in cpu.items()},

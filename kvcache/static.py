@@ -38,8 +38,7 @@ class _Member:
 class StaticExecutor(PlanExecutor):
     """Runs the slots of a plan as one batch; what comes meanwhile waits for the next one.
 
-    Grants do not bound a batch and standbys do not join one. A client that does not read stops nobody: what is computed
-    for it is held back to the end of the batch as everybody's is.
+    Grants do not bound a batch and standbys do not join one.
 
     Args:
         max_model_len: Tokens a sequence may reach. One that has ended there computes its last position again.
@@ -56,6 +55,9 @@ class StaticExecutor(PlanExecutor):
 
     def share_prefixes(self, block_hashes: BlockHashes) -> None:
         """Nothing is shared: a padded prompt is computed whole."""
+
+    def stall(self, request_ids: frozenset[str]) -> None:
+        """Nobody rests: a batch stops for no client, and what is computed is held back to its end anyway."""
 
     def take_copies(self) -> list[KVCopy]:
         """None: a batch stays on the device until it ends."""

@@ -171,7 +171,7 @@ async def wait_whole(client: EngineClient) -> None:
         nonlocal last
         last = await client.status()
         calm = all(row.state == "ready" and not row.queue for row in last.pieces if _concerns(client, row))
-        return calm and last.free_blocks == last.num_blocks > 0
+        return calm and last.kv.free_blocks == last.kv.num_blocks > 0
 
     try:
         await eventually(whole, "everything is free")

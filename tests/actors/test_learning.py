@@ -110,7 +110,7 @@ async def test_the_kv_offload_manager_knows_what_is_used(house: House, client: E
         await anext(deltas)
         await eventually(one_resident, "the one sequence is seen")
     status = await client.status()
-    assert status.num_blocks == sum(usage.num_blocks for usage in await usages()) > 0
+    assert status.kv.num_blocks == sum(usage.num_blocks for usage in await usages()) > 0
 
 
 @pytest.mark.parametrize(("kind", "count"), [("replica", 0), ("replica", 1001), ("nonsense", 1)])

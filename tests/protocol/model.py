@@ -79,6 +79,10 @@ class LaggingDetokenizer:
         return LaggingText()
 
 
+PAD = -2
+"""What padding leaves behind; no sequence may read it."""
+
+
 class Device:
     """Runs steps and checks that they may be run: limits, grants, places, whose tokens the blocks hold.
 
@@ -112,7 +116,9 @@ class Device:
         self.num_cached_starts += sum(item.start > 0 and self._starts(item) for item in batch.items)
         for item in batch.items:
             self._reached[item.request_id] = item.start + item.num_tokens, self._life(item)
-            self._fill(item, sequences[item.request_id])
+            self._fill(item, sequences[item.request_id].token_ids)
+        for item in batch.padding.items:
+            self._fill(item, [PAD] * (item.start + item.num_tokens))
         return [self._sample(item, sequences[item.request_id]) if item.samples else None for item in batch.items]
 
     def rest(self) -> None:
@@ -159,9 +165,9 @@ class Device:
         reach = min(known, slot.prefill_to)
         return reach - 1 if reach == known >= slot.length_to else reach
 
-    def _fill(self, item: StepItem, sequence: Sequence) -> None:
+    def _fill(self, item: StepItem, token_ids: list[int]) -> None:
         for position in range(item.start, item.start + item.num_tokens):
-            self.kv[item.blocks[position // BLOCK]][position % BLOCK] = sequence.token_ids[position]
+            self.kv[item.blocks[position // BLOCK]][position % BLOCK] = token_ids[position]
 
     def _sample(self, item: StepItem, sequence: Sequence) -> int:
         known = len(sequence.token_ids)

@@ -45,6 +45,8 @@ MUST_HAPPEN = (
     "broken batches",
     "batches of several",
     "batches that ended whole",
+    "static batches with padding",
+    "static batches returned",
 )
 
 

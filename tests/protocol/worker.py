@@ -20,7 +20,7 @@ from core.request import Residency
 from engine.emission import Emission, Output
 from engine.outbox import TokenOutbox
 from engine.worker import Worker
-from kvcache import BatchLimits, BlockManager, KVCopy, LeaseExecutor, StepBatch
+from kvcache import BatchLimits, BlockManager, KVCopy, LeaseExecutor, PlanExecutor, StaticExecutor, StepBatch
 from tests.protocol.model import BLOCK, EOS, Device, LaggingDetokenizer
 from tests.protocol.network import Life, attempts
 
@@ -101,18 +101,21 @@ class WorkerPiece:
         self.world = world
         self.life = Life(name, world.clock)
         blocks = BlockManager(num_blocks, BLOCK)
-        host = BlockManager(world.num_host_blocks, BLOCK) if world.num_host_blocks else None
+        num_host_blocks = 0 if world.is_static else world.num_host_blocks
+        host = BlockManager(num_host_blocks, BLOCK) if num_host_blocks else None
         self.device = Device(limits, blocks, world.clients)
-        executor = LeaseExecutor(blocks, limits, incarnation, host)
-        ready = WorkerReady(incarnation, num_blocks, BLOCK, num_blocks * BLOCK, True, 1000, world.num_host_blocks)
+        executor: PlanExecutor = LeaseExecutor(blocks, limits, incarnation, host)
+        if world.is_static:
+            executor = StaticExecutor(blocks, limits, incarnation, num_blocks * BLOCK)
+        ready = WorkerReady(incarnation, num_blocks, BLOCK, num_blocks * BLOCK, True, 1000, num_host_blocks)
         self.worker = Worker(
             self.device,
             executor,
             LaggingDetokenizer(),
             (EOS,),
             ready,
-            prefix_cache=True,
-            copier=SlowCopier(self, world.num_host_blocks),
+            prefix_cache=not world.is_static,
+            copier=SlowCopier(self, num_host_blocks),
         )  # type: ignore[arg-type]
         self.worker.when_copied(self._wake)
         self._channels: dict[str, _Channel] = {}
@@ -123,7 +126,7 @@ class WorkerPiece:
         self._looks = False  # for silent ingress replicas, when this step is over
 
     @property
-    def executor(self) -> LeaseExecutor:
+    def executor(self) -> PlanExecutor:
         return self.worker.executor
 
     def connect(self, message: None, reply: Callable[[WorkerState], None]) -> None:
@@ -247,6 +250,8 @@ class WorkerPiece:
             self.device.ended |= {(output.delta.request_id, output.delta.attempt) for output in failures}
         else:
             emissions = self.worker.commit_step(batch, tokens, STEP_S)
+            self.world.count("static batches with padding", bool(batch.padding.items))
+            self.world.count("static batches returned", self.world.is_static and bool(emissions))
             self._note_ends(emission.end for emission in emissions)
         self._check()
         if self._looks:

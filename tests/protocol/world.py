@@ -80,6 +80,7 @@ class World:
         self.batch_preset = policy_rng.choice(BATCH_PRESETS)
         self.batch_settings = self._draw_batches(policy_rng)
         self.forecast_wait_s = policy_rng.choice([0.0, 0.05])
+        self.is_static = self.in_batches and policy_rng.random() < 0.5
         self.network = Network(self.clock, rng, self.faults, thorough=rng.random() < 0.1)
         self._build()
 

@@ -73,6 +73,9 @@ def test_engine_counts(registry: CollectorRegistry, engine: EngineMetrics) -> No
     engine.preempted(2)
     engine.step(8)
     engine.step(9)
+    engine.scheduled(0.25)
+    engine.scheduled(0.5)
+    assert value(registry, "farsight:scheduling_cpu_seconds_total") == 0.75
     assert value(registry, "vllm:num_preemptions_total") == 3
     assert value(registry, "vllm:iteration_tokens_total_sum") == 17
     assert value(registry, "vllm:iteration_tokens_total_bucket", le="8.0") == 1

@@ -156,7 +156,7 @@ def test_a_client_that_does_not_read_stops_nobody() -> None:
     worker.apply_plan(plan(1, slot("a"), slot("b")))
     worker.stall(frozenset({"a"}))
     assert set(step(worker)) == {"a", "b"}
-    assert [progress.stalled for progress in worker.report().progress] == [True, False]
+    assert not any(progress.stalled for progress in worker.report().progress), "or the scheduler would leave it out"
 
 
 def test_an_abort_takes_one_out_and_the_others_run_on_padded_as_before() -> None:

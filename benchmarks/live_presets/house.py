@@ -1,0 +1,122 @@
+"""A service in one process: the hosts and pieces that serve, and an ingress replica of it, without Ray and HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import ChainMap
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+from actors.host import PieceHost
+from actors.layout import by_host, initial_counts, wanted_pieces
+from actors.names import LOG_STORE, length_predictor_name
+from actors.peer import Answering, LocalPeer, Peer, PeerBook
+from actors.piece import Piece, PieceContext
+from actors.scheduler import FEED_S
+from core.codec import decode, encode
+from core.config import FarsightConfig
+from core.forecast import QUANTILES, Forecast
+from core.messages import ForecastQuestions, Forecasts
+from services.api.backend import ModelInfo
+from services.client import EngineClient
+from services.launch import EMBEDDED_MODEL
+
+_NOTHING_KNOWN = Forecast(1.0, (1.0,) * len(QUANTILES), 0, "none", 0)
+"""Has no samples: nobody goes by it."""
+
+
+class LocalBook(PeerBook):
+    """Every piece is in this process, or nowhere."""
+
+    def __init__(self, pieces: Mapping[str, Answering]) -> None:
+        super().__init__("fused")
+        self._pieces = pieces
+
+    def peer(self, name: str) -> Peer:
+        return LocalPeer(self._pieces, name)
+
+
+@dataclass(slots=True)
+class LocalSite:
+    """As ``actors.site.Site``, for hosts that are all here."""
+
+    config: FarsightConfig
+    model_dir: str = str(EMBEDDED_MODEL)
+    placement: str = "fused"
+    pieces: ChainMap[str, Answering] = field(default_factory=ChainMap)
+
+    def peers(self, local: dict[str, Answering] | None = None, host: str = "") -> PeerBook:
+        if local is not None:
+            self.pieces.maps.append(local)
+        return LocalBook(self.pieces)
+
+
+class GivenForecasts(Piece):
+    """Stands in for the LengthPredictor: it answers with the forecast of the request that the question names."""
+
+    kind = "LengthPredictor"
+
+    def __init__(self, context: PieceContext, forecasts: Mapping[str, Forecast]) -> None:
+        super().__init__(context)
+        self._forecasts = forecasts
+
+    async def predict(self, data: bytes) -> bytes:
+        """Takes ``ForecastQuestions``, whose user inputs are names of forecasts; answers with ``Forecasts``."""
+        questions = decode(data, ForecastQuestions).questions
+        return encode(Forecasts(tuple(self._forecasts[each.user_input] for each in questions)))
+
+    async def forecast(self, data: bytes = b"") -> bytes:
+        """Takes nothing; answers with a ``Forecast`` that knows nothing."""
+        return encode(_NOTHING_KNOWN)
+
+
+@dataclass(slots=True)
+class House:
+    """A running service."""
+
+    client: EngineClient
+    hosts: list[PieceHost]
+
+    async def metric(self, name: str) -> float:
+        """The sum of the samples of this name, when everything has been counted."""
+        await asyncio.sleep(2 * FEED_S)
+        pages = [await host.metrics() for host in self.hosts]
+        return sum(
+            sample.value
+            for page in pages
+            for family in text_string_to_metric_families(page)
+            for sample in family.samples
+            if sample.name == name
+        )
+
+
+@asynccontextmanager
+async def running(config: FarsightConfig, forecasts: Mapping[str, Forecast]) -> AsyncIterator[House]:
+    """A service of one replica, without a log.
+
+    Args:
+        forecasts: By name; requests wait for theirs if ``predictor.artefact`` says that there are any.
+    """
+    site = LocalSite(config)
+    predictor = length_predictor_name(0)
+    context = PieceContext(predictor, site, 0, site.peers(), CollectorRegistry())
+    site.pieces[predictor] = GivenForecasts(context, forecasts)
+    pieces = [name for name in wanted_pieces(initial_counts(config)) if name not in (LOG_STORE, predictor)]
+    named = by_host(pieces, site.placement)
+    hosts = {name: PieceHost(name, site, 0) for name in named}
+    for name, host in hosts.items():
+        await host.add(named[name])
+    model = ModelInfo("emulated", int(time.time()), config.engine.max_model_len, False, 0, benchmark_mode=True)
+    client = EngineClient(site, model)
+    await client.start()
+    try:
+        yield House(client, list(hosts.values()))
+    finally:
+        await client.close()
+        for host in hosts.values():
+            await host.close()

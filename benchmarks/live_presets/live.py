@@ -1,0 +1,171 @@
+"""One run of a workload through live pieces, open loop: every request comes at its instant, whatever has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import tempfile
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from benchmarks.live_presets.house import House, running
+from core.config import FarsightConfig, load_config
+from core.request import SamplingParams
+from estimator.device_profile import DeviceProfile
+from services.api.prompt_text import PromptText
+from simulator.records import Record, Recorder
+from simulator.workload import Arrival
+
+LATEST_S = 600.0
+"""After the last arrival: a run that takes longer has got stuck."""
+
+LAG_EVERY_S = 0.01
+
+_GAP = "farsight:step_gap_seconds"
+
+_TOKEN = 5
+"""Prompts are all of one token: nothing but their length matters without a prefix cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """A replica.
+
+    Attributes:
+        kv_tokens: That the device holds.
+        host_tokens: That the host holds.
+    """
+
+    profile: DeviceProfile
+    kv_tokens: int
+    host_tokens: int
+    max_num_seqs: int
+    max_batch_tokens: int
+    block_size: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRun:
+    """What came of it, in seconds of the profile, whatever the speed.
+
+    Attributes:
+        num_preemptions: How often somebody had to give way, to the host or to nothing.
+        gap_s: Mean time between two steps, in seconds of this machine.
+        lag_s: Mean time by which a timer rang late, in seconds of this machine: above some milliseconds other work had
+            the processors, and the figures are of a machine that was not there.
+    """
+
+    records: list[Record]
+    num_preemptions: int
+    gap_s: float
+    lag_s: float
+
+
+def run_live(
+    arrivals: Sequence[Arrival], hardware: Hardware, settings: dict[str, dict[str, Any]], speed: float = 1.0
+) -> LiveRun:
+    """Serves the arrivals.
+
+    Args:
+        settings: Of the service, by table, beside those that follow from the hardware.
+        speed: Divides every time of the profile and of the arrivals. What the service itself takes, and the periods
+            of its messages and policies, remain: they weigh so many times more.
+
+    Raises:
+        ConfigError: a setting is not known, or not of this version.
+    """
+    with tempfile.TemporaryDirectory() as folder, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        path = Path(folder) / "profile.json"
+        path.write_text(json.dumps(_profile(hardware.profile, speed)))
+        config = _config(f"emulated:{path}", arrivals, hardware, settings)
+        return runner.run(_run(arrivals, config, speed))
+
+
+def _profile(profile: DeviceProfile, speed: float) -> dict[str, float]:
+    """As a file of prices, so many times as fast."""
+    prices = {name: value / speed for name, value in dataclasses.asdict(profile.cost).items()}
+    return prices | {"kv_bytes": profile.kv_bytes, "copy_bandwidth": profile.copy_bandwidth * speed}
+
+
+def _config(
+    device: str, arrivals: Sequence[Arrival], hardware: Hardware, settings: dict[str, dict[str, Any]]
+) -> FarsightConfig:
+    kv_bytes = hardware.profile.kv_bytes
+    engine = {
+        "device": device,
+        "kv_memory": str(hardware.kv_tokens * kv_bytes),
+        "host_kv_memory": str(hardware.host_tokens * kv_bytes),
+        "block_size": hardware.block_size,
+        "prefix_cache": False,
+        "max_num_seqs": hardware.max_num_seqs,
+        "max_batch_tokens": hardware.max_batch_tokens,
+        "max_model_len": max(each.prompt_len + each.max_new_tokens for each in arrivals),
+        "benchmark_mode": True,
+    }
+    foreseen = any(each.forecast is not None for each in arrivals)
+    tables = {
+        "engine": engine,
+        "server": {"max_queued_requests": len(arrivals), "max_queued_tokens": 2**40},
+        "predictor": {"artefact": "given" if foreseen else "", "wait_s": LATEST_S if foreseen else 0.0},
+    }
+    return load_config(None, {name: tables.get(name, {}) | settings.get(name, {}) for name in {*tables, *settings}})
+
+
+async def _run(arrivals: Sequence[Arrival], config: FarsightConfig, speed: float) -> LiveRun:
+    forecasts = {each.request_id: each.forecast for each in arrivals if each.forecast is not None}
+    recorder = Recorder()
+    async with running(config, forecasts) as house:
+        async with asyncio.timeout(arrivals[-1].arrived_at / speed + LATEST_S), asyncio.TaskGroup() as group:
+            watches = [group.create_task(host.ended()) for host in house.hosts]  # raise what breaks a piece
+            await _ready(house)
+            lags: list[float] = []
+            watches.append(group.create_task(_watch_lag(lags)))
+            began_at = asyncio.get_running_loop().time()
+            await asyncio.gather(*(_one(house, arrival, recorder, began_at, speed) for arrival in arrivals))
+            for watch in watches:
+                watch.cancel()
+        preemptions = await house.metric("vllm:num_preemptions_total")
+        gap_s = await house.metric(f"{_GAP}_sum") / max(1.0, await house.metric(f"{_GAP}_count"))
+        return LiveRun(recorder.done, int(preemptions), gap_s, sum(lags) / max(1, len(lags)))
+
+
+async def _watch_lag(lags: list[float]) -> None:
+    """Until cancelled: by how much each ring of a timer is late."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due_at = loop.time() + LAG_EVERY_S
+        await asyncio.sleep(LAG_EVERY_S)
+        lags.append(loop.time() - due_at)
+
+
+async def _ready(house: House) -> None:
+    """A first request has gone through everything."""
+    async with aclosing(house.client.stream((_TOKEN,), SamplingParams(2))) as deltas:
+        async for _ in deltas:
+            pass
+
+
+async def _one(house: House, arrival: Arrival, recorder: Recorder, began_at: float, speed: float) -> None:
+    """Books the life of a request as its client sees it."""
+    loop = asyncio.get_running_loop()
+    record = Record(arrival)
+    sampling = SamplingParams(arrival.max_new_tokens, benchmark_len=arrival.output_len)
+    text = None if arrival.forecast is None else PromptText("", arrival.request_id)
+    await asyncio.sleep(began_at + arrival.arrived_at / speed - loop.time())
+    stream = house.client.stream((_TOKEN,) * arrival.prompt_len, sampling, text)
+    async with aclosing(stream) as deltas:
+        async for delta in deltas:
+            if delta.error is not None:
+                raise RuntimeError(f"{arrival.request_id}: {delta.error}")
+            if delta.token_ids:
+                at = (loop.time() - began_at) * speed
+                recorder.tokens(record, len(delta.token_ids), at, 0.0, at)
+    record.finished_at = record.last_token_at
+    assert record.num_tokens == arrival.output_len, "an output ends where it was told to"
+    recorder.done.append(record)

@@ -1,0 +1,125 @@
+"""Runs and their results, kept as JSON lines so that a measurement can go on where it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.live_presets.live import run_live
+from benchmarks.live_presets.setups import SETUPS, SYSTEMS
+from core.errors import ConfigError
+from simulator.records import Record
+from simulator.summary import Sla
+
+MAX_LAG_S = 0.010
+"""Mean lag above which a run was disturbed by other work on the machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a run follows from."""
+
+    setup: str
+    system: str
+    seed: int
+    num_requests: int
+    speed: float
+    live: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What came of a run; times in seconds of the device.
+
+    Attributes:
+        jct_s: Mean over requests; with batches their mean response time.
+        goodput: Requests a second that kept the SLA.
+        throughput: Requests a second, from the first arrival to the last token.
+        evictions: For each request, how often one had to give way; NaN where nobody counts.
+        gap_s: Mean time between two steps of the worker; NaN in the simulator.
+        lag_s: As in ``LiveRun``; 0 in the simulator.
+        refused: Why the service does not know the system; empty if it does. Then nothing else holds.
+    """
+
+    jct_s: float = float("nan")
+    p99_jct_s: float = float("nan")
+    goodput: float = float("nan")
+    throughput: float = float("nan")
+    evictions: float = float("nan")
+    gap_s: float = float("nan")
+    lag_s: float = 0.0
+    refused: str = ""
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is worth keeping: neither refused nor disturbed."""
+        return not self.refused and self.lag_s <= MAX_LAG_S
+
+
+class Store:
+    """Results by run, in a file that several processes append to."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._found: dict[Run, Figures] = {}
+        if path.exists():
+            for line in path.read_text("utf-8").splitlines():
+                row = json.loads(line)
+                self._found[Run(**row["run"])] = Figures(**row["figures"])
+
+    def get(self, run: Run) -> Figures | None:
+        return self._found.get(run)
+
+    def put(self, run: Run, figures: Figures) -> None:
+        """One write a line: lines of several processes do not mix."""
+        self._found[run] = figures
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"run": asdict(run), "figures": asdict(figures)}) + "\n")
+
+
+def measure(path: Path, runs: Sequence[Run]) -> None:
+    """Carries out runs of one setup and seed, all on the same arrivals, those aside whose results are there.
+
+    What the service has refused or other work has disturbed is tried again: it may be another version, or quieter.
+    """
+    store = Store(path)
+    missing = [run for run in runs if (found := store.get(run)) is None or not found.counts]
+    if not missing:
+        return
+    setup = SETUPS[missing[0].setup].sized(missing[0].num_requests)
+    arrivals = setup.arrivals(missing[0].seed)
+    for run in missing:
+        system = SYSTEMS[run.system]
+        if run.live:
+            try:
+                served = run_live(arrivals, setup.hardware, system.settings, run.speed)
+            except ConfigError as error:
+                store.put(run, Figures(refused=str(error)))
+                continue
+            evictions = served.num_preemptions / len(arrivals)
+            found = figures(served.records, setup.sla, evictions)
+            store.put(run, replace(found, gap_s=served.gap_s, lag_s=served.lag_s))
+        elif system.predict is not None:
+            records = system.predict(setup, arrivals)
+            evictions = sum(each.num_evictions + each.num_swaps for each in records) / len(arrivals)
+            store.put(run, figures(records, setup.sla, evictions))
+        else:
+            store.put(run, Figures(refused="not simulated"))
+
+
+def figures(records: Sequence[Record], sla: Sla, evictions: float) -> Figures:
+    """Of all requests of a run."""
+    jct_s = np.array([record.jct_s for record in records])
+    seconds = max(record.finished_at for record in records) - min(record.arrival.arrived_at for record in records)
+    good = sum(map(sla.meets, records))
+    return Figures(
+        float(jct_s.mean()),
+        float(np.quantile(jct_s, 0.99)),
+        good / seconds,
+        len(records) / seconds,
+        evictions,
+    )

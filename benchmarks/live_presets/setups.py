@@ -1,0 +1,146 @@
+"""What is served and by whom: the cells of the claims, and the systems that are compared in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from benchmarks.live_presets.live import Hardware
+from estimator.device_profile import A100_7B
+from policies.builders import PolicySettings, build_scheduler
+from simulator import predictors
+from simulator.arrivals import AllAtOnce
+from simulator.experiment import Experiment
+from simulator.latency import A100_7B as LATENCY
+from simulator.lengths import LengthPair, Uniform
+from simulator.records import Record
+from simulator.reproduce import combined_runs
+from simulator.reproduce.combined_runs import HOST_TOKENS, Cell, Policy
+from simulator.run import run as run_experiment
+from simulator.summary import Sla
+from simulator.workload import Arrival
+from simulator.workloads import draw
+
+CHUNK = 512
+"""Prompt tokens of one step beside the decodes, as in the simulated cells."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnCell(Cell):
+    """A cell of one law of lengths; ``workload`` is its name only."""
+
+    lengths: LengthPair = field(kw_only=True)
+
+    def _requests(self, seed: int, index: int) -> list[Arrival]:
+        return draw(self.name, self.lengths, AllAtOnce(), np.random.default_rng(seed), self.num_requests)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A cell, and how its requests are judged and foreseen.
+
+    Attributes:
+        forecasts: As in ``Cell.foreseen``, or ``oracle``.
+    """
+
+    cell: Cell
+    sla: Sla = field(default_factory=Sla)
+    forecasts: str = "given"
+
+    def arrivals(self, seed: int) -> list[Arrival]:
+        """With forecasts; the load is that of the simulated cells, so their oracle runs once before."""
+        arrivals = self.cell.arrivals(seed, 0)
+        if self.forecasts == "oracle":
+            return predictors.oracle(arrivals)
+        return self.cell.foreseen(arrivals, seed, self.forecasts)
+
+    def sized(self, num_requests: int | None) -> Setup:
+        """With another number of requests; None leaves it."""
+        return self if num_requests is None else replace(self, cell=replace(self.cell, num_requests=num_requests))
+
+    @property
+    def hardware(self) -> Hardware:
+        cell = self.cell
+        return Hardware(A100_7B, cell.kv_tokens, HOST_TOKENS, cell.max_num_seqs, CHUNK + cell.max_num_seqs)
+
+
+def _eighth(prompt: tuple[int, int], output: tuple[int, int]) -> LengthPair:
+    """Lengths of Past-Future's mixes, memory and limits of time divided by 8: the same contest in an eighth of it."""
+    (p, q), (a, b) = prompt, output
+    return LengthPair(Uniform(p // 8, q // 8), Uniform(a // 8, b // 8), b // 8)
+
+
+_D1 = _eighth((32, 4096), (2048, 4096))
+_D3 = _eighth((2048, 4096), (32, 4096))
+_D_SLA = Sla(10 / 8, 1.5 / 8)
+_D_KV = 121_060 // 8
+_BINS = LengthPair(Uniform(16, 128), Uniform(8, 256), 256)
+
+_TEXTS = Cell("i256", "apps8", 1.1, 30_000, num_requests=1200)
+_ZIPF = Cell("zipf", "zipf", 1.1, 30_000, num_requests=500, cv=4.0)
+
+SETUPS: dict[str, Setup] = {
+    "i256 1.1": Setup(_TEXTS),
+    "i256 0.9": Setup(replace(_TEXTS, load=0.9, num_requests=800)),
+    "zipf 1.1": Setup(_ZIPF),
+    "zipf15 0.9": Setup(replace(_ZIPF, name="zipf15", load=0.9, kv_tokens=15_000)),
+    "D1/8 1.0": Setup(DrawnCell("d1", "d1", 1.0, _D_KV, num_requests=200, lengths=_D1), _D_SLA, "none"),
+    "D3/8 1.0": Setup(DrawnCell("d3", "d3", 1.0, _D_KV, num_requests=200, lengths=_D3), _D_SLA, "none"),
+    "i64 0.5": Setup(Cell("i64", "apps8", 0.5, 121_000, num_requests=200, max_num_seqs=64)),
+    "bins": Setup(DrawnCell("bins", "bins", 1.0, 121_000, num_requests=256, lengths=_BINS), forecasts="oracle"),
+}
+"""i256, zipf and D as in the simulated cells of the combined policy; D1 and D3 as Past-Future's, an eighth as long."""
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """Who serves.
+
+    Attributes:
+        settings: Of the live service, by table.
+        predict: The same in the simulator: records of a cell's arrivals; None where it cannot say.
+    """
+
+    settings: dict[str, dict[str, Any]]
+    predict: Callable[[Setup, list[Arrival]], list[Record]] | None
+
+
+def _continuous(preset: str, look_every: int, setup: Setup, arrivals: list[Arrival]) -> list[Record]:
+    policy = Policy(
+        lambda limits: build_scheduler(preset, limits, PolicySettings(cost=LATENCY.cost)), look_every=look_every
+    )
+    return combined_runs.run(setup.cell, arrivals, policy)
+
+
+def _batches(preset: str, setup: Setup, arrivals: list[Arrival]) -> list[Record]:
+    experiment = Experiment(preset=preset, kv_tokens=setup.cell.kv_tokens, max_num_seqs=setup.cell.max_num_seqs)
+    return run_experiment(experiment, arrivals).recorder.done
+
+
+def _system(preset: str, look_every: int = 4) -> System:
+    return System({"scheduler": {"preset": preset}}, partial(_continuous, preset, look_every))
+
+
+def _static(preset: str, simulated: bool = True, **batch: int) -> System:
+    settings: dict[str, dict[str, Any]] = {"scheduler": {"preset": preset, "execution": "static"}}
+    return System(settings | ({"batch": batch} if batch else {}), partial(_batches, preset) if simulated else None)
+
+
+SYSTEMS: dict[str, System] = {
+    "fcfs": _system("fcfs", 0),
+    "aggressive": _system("aggressive", 0),
+    "conservative": _system("conservative", 0),
+    "past-future": _system("past-future", 1),
+    "fastserve": _system("fastserve"),
+    "fastserve-reactive": _system("fastserve-reactive"),
+    "fastserve-defer": _system("fastserve-defer"),
+    "farsight": _system("farsight"),
+    "magnus": _static("magnus"),
+    "magnus-vs": _static("magnus-vs"),
+    "multi-bin, 8 bins": _static("multi-bin", num_bins=8),
+    "multi-bin, 1 bin": _static("multi-bin", simulated=False, num_bins=1),
+}

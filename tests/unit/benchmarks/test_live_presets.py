@@ -1,0 +1,141 @@
+"""Live presets: what a claim makes of its runs, and one claim measured on live pieces, small."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from benchmarks.live_presets import __main__ as script
+from benchmarks.live_presets import runs
+from benchmarks.live_presets.claims import CLAIMS, Claim
+from benchmarks.live_presets.live import run_live
+from benchmarks.live_presets.runs import Figures, Run, Store
+from benchmarks.live_presets.setups import SETUPS, SYSTEMS
+from core.errors import ConfigError
+from simulator.records import Record
+
+KEYS = {"claim", "ratio", "low", "high", "target", "verdict"}
+CLAIM = Claim("a / b", "zipf 1.1", "a", "b", "jct_s", 0.5)
+
+
+def row(claim: Claim, live: Mapping[str, list[float]], simulated: Mapping[str, list[float]] | None = None) -> dict:
+    """Of values of ``jct_s`` by system, one a seed."""
+
+    def figures(system: str, seed: int, is_live: bool) -> Figures:
+        return Figures(jct_s=(live if is_live or simulated is None else simulated)[system][seed], gap_s=0.001)
+
+    return claim.row(range(len(live["a"])), 30, figures)
+
+
+def test_a_row_has_the_paired_ratio_and_its_interval() -> None:
+    found = row(CLAIM, {"a": [1.0, 2.0, 4.4], "b": [4.0, 8.0, 16.0]}, {"a": [3.0] * 3, "b": [10.0] * 3})
+    assert found.keys() >= KEYS
+    ratio = (0.25 * 0.25 * 0.275) ** (1 / 3)
+    assert (found["ratio"], found["live"], found["simulated"]) == pytest.approx((ratio, ratio, 0.3))
+    assert found["low"] < found["ratio"] < found["high"]
+    assert (found["target"], found["verdict"], found["seeds"], found["gap_ms"]) == ("<= 0.5", "holds", 3, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("ours", "verdict"), [([4.0, 4.1, 3.9], "holds"), ([5.2, 6.0, 4.5], "open"), ([6.0, 6.1, 6.2], "off")]
+)
+def test_a_target_is_held_missed_or_left_open(ours: list[float], verdict: str) -> None:
+    assert row(CLAIM, {"a": ours, "b": [10.0] * 3})["verdict"] == verdict
+    least = Claim("a / b", "zipf 1.1", "a", "b", "jct_s", 0.5, at_most=False)
+    assert row(least, {"a": [10.0 - each for each in ours], "b": [10.0] * 3})["verdict"] == verdict
+
+
+def test_beside_the_simulation_the_ratio_of_ratios_counts() -> None:
+    claim = Claim("a / b", "zipf 1.1", "a", "b", "jct_s", 1.1, to_simulation=True)
+    found = row(claim, {"a": [6.0, 6.0], "b": [10.0, 10.0]}, {"a": [4.0, 4.0], "b": [8.0, 8.0]})
+    assert (found["ratio"], found["live"], found["simulated"]) == pytest.approx((1.2, 0.6, 0.5))
+    assert found["verdict"] == "off"
+
+
+def test_without_a_base_the_mean_counts() -> None:
+    claim = Claim("a", "zipf 1.1", "a", "", "jct_s", 0.05)
+    found = row(claim, {"a": [0.0, 0.02, 0.04]})
+    assert (found["ratio"], found["verdict"]) == (pytest.approx(0.02), "holds")
+    assert found["low"] == pytest.approx(0.02 - 4.3027 * 0.02 / math.sqrt(3), abs=1e-5)
+
+
+def test_a_system_that_the_service_does_not_know_is_said_to_be_so() -> None:
+    def figures(system: str, seed: int, live: bool) -> Figures:
+        return Figures(refused="no such setting") if system == "b" else Figures(1.0)
+
+    found = CLAIM.row(range(2), 30, figures)
+    assert found.keys() >= KEYS
+    assert (found["verdict"], found["ratio"], found["why"]) == ("not served", None, "no such setting")
+
+
+def test_a_run_that_other_work_has_disturbed_decides_nothing() -> None:
+    def figures(system: str, seed: int, live: bool) -> Figures:
+        return Figures(1.0, gap_s=0.001, lag_s=0.05 if (system, seed, live) == ("b", 1, True) else 0.001)
+
+    found = CLAIM.row(range(2), 30, figures)
+    assert (found["verdict"], found["ratio"], found["lag_ms"]) == ("disturbed", 1.0, 50.0)
+
+
+def test_every_claim_names_what_there_is() -> None:
+    assert len({claim.name for claim in CLAIMS}) == len(CLAIMS)
+    for claim in CLAIMS:
+        assert claim.setup in SETUPS and set(claim.systems) <= SYSTEMS.keys() and hasattr(Figures(), claim.metric)
+
+
+def test_results_are_kept_and_the_last_of_a_run_counts(tmp_path: Path) -> None:
+    store = Store(tmp_path / "runs.jsonl")
+    run = Run("zipf 1.1", "fcfs", 1, 30, 1.0, True)
+    store.put(run, Figures(refused="not yet"))
+    store.put(run, Figures(2.0, evictions=math.nan))
+    again = Store(tmp_path / "runs.jsonl").get(run)
+    assert again is not None and (again.jct_s, again.refused) == (2.0, "") and math.isnan(again.evictions)
+
+
+def test_a_setting_of_another_version_is_refused() -> None:
+    setup = SETUPS["zipf 1.1"].sized(3)
+    with pytest.raises(ConfigError, match=r"scheduler\.no_such"):
+        run_live(setup.arrivals(1), setup.hardware, {"scheduler": {"no_such": 1}})
+
+
+def test_a_claim_is_measured_on_live_pieces_and_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--only", "farsight / fastserve, zipf", "--requests", "12", "--jobs", "1", "--speed", "8", "--json"]
+    words += ["--cache", str(tmp_path / "sub" / "runs.jsonl")]
+    [found] = script.main([*words, "--seeds", "1"])
+    assert json.loads(capsys.readouterr().out) == found
+    assert found.keys() >= KEYS and found["requests"] == 12
+    assert 0.2 < found["live"] < 5 and 0.2 < found["simulated"] < 5
+    measured: list[int] = []
+
+    def simulated_instead(path: Path, group: list[Run]) -> None:
+        store = Store(path)
+        for run in group:
+            if store.get(run) is None:
+                measured.append(run.seed)
+                store.put(run, Figures(3.0, gap_s=0.0))
+
+    monkeypatch.setattr(script, "measure", simulated_instead)
+    [again] = script.main([*words, "--seeds", "2"])
+    assert set(measured) == {12} and again["seeds"] == 2
+    with pytest.raises(SystemExit, match="no claim is called so"):
+        script.main(["--only", "nobody"])
+
+
+def test_a_run_sees_every_request_to_its_end() -> None:
+    setup = SETUPS["zipf15 0.9"].sized(10)
+    arrivals = setup.arrivals(3)
+    served = run_live(arrivals, setup.hardware, SYSTEMS["fastserve-reactive"].settings, speed=10.0)
+    ended: dict[str, Record] = {each.arrival.request_id: each for each in served.records}
+    assert ended.keys() == {each.request_id for each in arrivals}
+    for each in arrivals:
+        record = ended[each.request_id]
+        assert record.num_tokens == each.output_len
+        steps_s = (each.output_len - 1) * setup.hardware.profile.cost.decode_s(each.prompt_len)
+        assert record.jct_s > 0.9 * steps_s, "no faster than the device"
+    figures = runs.figures(served.records, setup.sla, 0.0)
+    assert figures.throughput >= figures.goodput > 0
