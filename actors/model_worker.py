@@ -263,7 +263,7 @@ class ModelWorker(Piece):
 
 
 def _build(model_dir: Path, config: FarsightConfig, incarnation: str) -> Worker:
-    """Imports torch only here."""
+    """Torch is imported only here, and only if a model is to compute."""
     from engine.build import build_worker
 
     worker = build_worker(

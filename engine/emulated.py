@@ -89,8 +89,8 @@ class EmulatedRunner:
 def token_hash(request: Request, index: int) -> int:
     """What the output token of this index follows from: the prompt's token in its place, and the seed unless greedy.
 
-    Nothing else: no batch, attempt or replica changes an answer. An answer repeats no other as long as their prompts
-    differ and it is as long as they are.
+    Nothing else: no batch, attempt or replica changes an answer. Two prompts of one length that differ in some tokens
+    have answers that differ in as many places.
     """
     sampling = request.sampling
     prompt_token = request.prompt_ids[index % len(request.prompt_ids)]

@@ -24,7 +24,7 @@ from actors.metrics import RequestMetrics
 from actors.names import LOG_STORE, ROUTER, SUPERVISOR, worker_name
 from actors.peer import LOOK_AGAIN_S, PeerLost
 from actors.site import Site
-from actors.waiting import again_and_again
+from actors.waiting import again_and_again, wait_for
 from core.codec import decode, encode
 from core.errors import CapacityError, InvalidValueError
 from core.forecast import Forecast, ForecastQuestion
@@ -218,8 +218,7 @@ class EngineClient:
         )
         wait_s = self._predictor_wait_s
         if forecaster.ask(question) and wait_s > 0:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(stream.foreseen.wait(), wait_s)
+            await wait_for(stream.foreseen, wait_s)
 
     def _foresee(self, answers: list[tuple[str, Forecast]]) -> None:
         """Forecasts have come: those of requests that are on their way follow them."""

@@ -16,6 +16,7 @@ from actors.peer import PeerBook, PeerLost
 from actors.registry import kind_of
 from actors.site import Site
 from core.codec import decode
+from core.errors import FarsightError
 from core.messages import ArtefactInfo, ArtefactList, KVUsage, PieceRows, PieceStatus, StatusReply
 from kvcache.residency import total_usage
 from services.api.metrics_page import merge_expositions
@@ -95,7 +96,7 @@ class Overview:
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 return decode(await self._peers.peer(LOG_STORE).call("artefacts"), ArtefactList).artefacts
-        except (PeerLost, TimeoutError, RayTaskError):
+        except (FarsightError, TimeoutError, RayTaskError):  # it may be there and not have opened its file yet
             return ()
 
     async def _ingress_rows(self) -> list[PieceStatus]:

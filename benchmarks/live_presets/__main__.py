@@ -20,7 +20,7 @@ from benchmarks.live_presets.claims import CLAIMS, Claim
 from benchmarks.live_presets.runs import Figures, Run, Store, measure
 from benchmarks.live_presets.setups import SETUPS
 
-SHOWN = ("claim", "ratio", "low", "high", "target", "verdict", "live", "simulated", "requests", "gap_ms")
+SHOWN = ("claim", "ratio", "low", "high", "target", "verdict", "live", "simulated", "requests", "gap_ms", "lag_ms")
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:

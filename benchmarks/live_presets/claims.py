@@ -41,8 +41,11 @@ class Claim:
         return (self.ours, self.base) if self.base else (self.ours,)
 
     def row(self, seeds: Sequence[int], num_requests: int, figures: Lookup) -> dict[str, Any]:
-        """The claim, what was found and whether it holds: ``verdict`` is ``holds`` if the ratio meets the target,
-        ``off`` if its whole interval misses it, else ``open``; ``not served`` if the service refuses a system."""
+        """The claim, what was found and whether it holds.
+
+        ``verdict`` is ``holds`` if the ratio meets the target, ``off`` if its whole interval misses it, else ``open``;
+        ``not served`` if the service refuses a system, ``disturbed`` if other work on the machine has spoilt a run.
+        """
         head = {"claim": self.name, "target": f"{'<=' if self.at_most else '>='} {self.target:g}"}
         tail = {"seeds": len(seeds), "requests": num_requests}
         refused = next((why for each in self.systems if (why := figures(each, seeds[0], True).refused)), "")
@@ -57,8 +60,10 @@ class Claim:
             judged = _over_seeds([a / b for a, b in zip(live, simulated, strict=True)], is_ratio=True)
         limits = {"ratio": judged.mean, "low": judged.low, "high": judged.high}
         shown = {"live": found.mean, "simulated": None if math.isnan(predicted.mean) else predicted.mean}
-        gaps = [figures(self.ours, seed, True).gap_s for seed in seeds]
-        return head | limits | {"verdict": self._verdict(judged)} | shown | tail | {"gap_ms": 1e3 * fmean(gaps)}
+        runs = [figures(each, seed, True) for each in self.systems for seed in seeds]
+        verdict = self._verdict(judged) if all(run.counts for run in runs) else "disturbed"
+        shown |= {"gap_ms": 1e3 * fmean(run.gap_s for run in runs), "lag_ms": 1e3 * max(run.lag_s for run in runs)}
+        return head | limits | {"verdict": verdict} | shown | tail
 
     def _value(self, seed: int, figures: Lookup, *, live: bool) -> float:
         ours, *base = (float(getattr(figures(each, seed, live), self.metric)) for each in self.systems)

@@ -25,6 +25,8 @@ from simulator.workload import Arrival
 LATEST_S = 600.0
 """After the last arrival: a run that takes longer has got stuck."""
 
+LAG_EVERY_S = 0.01
+
 _GAP = "farsight:step_gap_seconds"
 
 _TOKEN = 5
@@ -55,11 +57,14 @@ class LiveRun:
     Attributes:
         num_preemptions: How often somebody had to give way, to the host or to nothing.
         gap_s: Mean time between two steps, in seconds of this machine.
+        lag_s: Mean time by which a timer rang late, in seconds of this machine: above some milliseconds other work had
+            the processors, and the figures are of a machine that was not there.
     """
 
     records: list[Record]
     num_preemptions: int
     gap_s: float
+    lag_s: float
 
 
 def run_live(
@@ -119,13 +124,24 @@ async def _run(arrivals: Sequence[Arrival], config: FarsightConfig, speed: float
         async with asyncio.timeout(arrivals[-1].arrived_at / speed + LATEST_S), asyncio.TaskGroup() as group:
             watches = [group.create_task(host.ended()) for host in house.hosts]  # raise what breaks a piece
             await _ready(house)
+            lags: list[float] = []
+            watches.append(group.create_task(_watch_lag(lags)))
             began_at = asyncio.get_running_loop().time()
             await asyncio.gather(*(_one(house, arrival, recorder, began_at, speed) for arrival in arrivals))
             for watch in watches:
                 watch.cancel()
         preemptions = await house.metric("vllm:num_preemptions_total")
         gap_s = await house.metric(f"{_GAP}_sum") / max(1.0, await house.metric(f"{_GAP}_count"))
-        return LiveRun(recorder.done, int(preemptions), gap_s)
+        return LiveRun(recorder.done, int(preemptions), gap_s, sum(lags) / max(1, len(lags)))
+
+
+async def _watch_lag(lags: list[float]) -> None:
+    """Until cancelled: by how much each ring of a timer is late."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due_at = loop.time() + LAG_EVERY_S
+        await asyncio.sleep(LAG_EVERY_S)
+        lags.append(loop.time() - due_at)
 
 
 async def _ready(house: House) -> None:

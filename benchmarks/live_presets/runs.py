@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,9 @@ from benchmarks.live_presets.setups import SETUPS, SYSTEMS
 from core.errors import ConfigError
 from simulator.records import Record
 from simulator.summary import Sla
+
+MAX_LAG_S = 0.010
+"""Mean lag above which a run was disturbed by other work on the machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,7 @@ class Figures:
         throughput: Requests a second, from the first arrival to the last token.
         evictions: For each request, how often one had to give way; NaN where nobody counts.
         gap_s: Mean time between two steps of the worker; NaN in the simulator.
+        lag_s: As in ``LiveRun``; 0 in the simulator.
         refused: Why the service does not know the system; empty if it does. Then nothing else holds.
     """
 
@@ -47,7 +51,13 @@ class Figures:
     throughput: float = float("nan")
     evictions: float = float("nan")
     gap_s: float = float("nan")
+    lag_s: float = 0.0
     refused: str = ""
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is worth keeping: neither refused nor disturbed."""
+        return not self.refused and self.lag_s <= MAX_LAG_S
 
 
 class Store:
@@ -74,10 +84,10 @@ class Store:
 def measure(path: Path, runs: Sequence[Run]) -> None:
     """Carries out runs of one setup and seed, all on the same arrivals, those aside whose results are there.
 
-    What the service has refused is tried again: it may be another version by now.
+    What the service has refused or other work has disturbed is tried again: it may be another version, or quieter.
     """
     store = Store(path)
-    missing = [run for run in runs if (found := store.get(run)) is None or found.refused]
+    missing = [run for run in runs if (found := store.get(run)) is None or not found.counts]
     if not missing:
         return
     setup = SETUPS[missing[0].setup].sized(missing[0].num_requests)
@@ -91,7 +101,8 @@ def measure(path: Path, runs: Sequence[Run]) -> None:
                 store.put(run, Figures(refused=str(error)))
                 continue
             evictions = served.num_preemptions / len(arrivals)
-            store.put(run, figures(served.records, setup.sla, evictions, served.gap_s))
+            found = figures(served.records, setup.sla, evictions)
+            store.put(run, replace(found, gap_s=served.gap_s, lag_s=served.lag_s))
         elif system.predict is not None:
             records = system.predict(setup, arrivals)
             evictions = sum(each.num_evictions + each.num_swaps for each in records) / len(arrivals)
@@ -100,7 +111,7 @@ def measure(path: Path, runs: Sequence[Run]) -> None:
             store.put(run, Figures(refused="not simulated"))
 
 
-def figures(records: Sequence[Record], sla: Sla, evictions: float, gap_s: float = float("nan")) -> Figures:
+def figures(records: Sequence[Record], sla: Sla, evictions: float) -> Figures:
     """Of all requests of a run."""
     jct_s = np.array([record.jct_s for record in records])
     seconds = max(record.finished_at for record in records) - min(record.arrival.arrived_at for record in records)
@@ -111,5 +122,4 @@ def figures(records: Sequence[Record], sla: Sla, evictions: float, gap_s: float 
         good / seconds,
         len(records) / seconds,
         evictions,
-        gap_s,
     )

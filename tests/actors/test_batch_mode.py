@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from actors.names import LOG_STORE, ROUTER
-from core.config import BatchConfig, ModelConfig, SchedulerConfig
+from core.config import EXECUTIONS, BatchConfig, ModelConfig, SchedulerConfig
 from core.messages import BatchPage, LogQuery
 from services.client import EngineClient
 from tests.actors.conftest import open_house
@@ -29,15 +29,17 @@ def magnus(ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.Te
         yield house
 
 
-@pytest.fixture(scope="module")
-def cramped(ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+@pytest.fixture(scope="module", params=EXECUTIONS)
+def cramped(
+    request: pytest.FixtureRequest, ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[House]:
     """One worker whose memory holds two or three of the streams to their end, under batches of eight."""
     tables = {
         "model": ModelConfig(name="m", dtype="float32"),
         "engine": dataclasses.replace(ENGINE, kv_memory=KV_MEMORY),
         "batch": BatchConfig(batch_size=8, max_wait_s=1.0),
     }
-    scheduler = SchedulerConfig(preset="multi-bin")
+    scheduler = SchedulerConfig(preset="multi-bin", execution=request.param)
     with open_house("split", actor_model_dir, tmp_path_factory.mktemp("log"), scheduler, **tables) as house:
         yield house
 

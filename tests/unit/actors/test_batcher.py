@@ -41,6 +41,7 @@ from core.messages import (
 from core.request import Request, SamplingParams, SequenceStatus
 from estimator.knn import MIN_BATCHES, BatchTimes, ServedBatch
 from policies.builders import PRIOR_COST
+from policies.presets import PRESETS
 from tests.unit.actors.pieces import LONG_S, opened
 
 READY = WorkerReady("w1", 1000, 16, 4000, False, 100)
@@ -152,6 +153,16 @@ async def test_an_idle_worker_pulls_the_next_batch_and_every_batch_is_logged() -
         assert found.metric("farsight:batch_size_count") == 2
         assert found.metric("farsight:batch_size_sum") == 3
         assert b"farsight:batch_splits_total" in generate_latest(found.registry)
+
+
+@pytest.mark.parametrize("preset", [name for name, preset in PRESETS.items() if preset.mode == "batch"])
+async def test_every_preset_of_batch_mode_starts_serves_and_stops(preset: str) -> None:
+    async with opened() as log_store, shop(preset, log_store, max_wait_s=0.01) as found:
+        await found.up()
+        await found.submit("a", "b")
+        await eventually(lambda: found.placed() != [])
+        while found.batcher.queue:
+            await found.end(*found.placed()[-1])
 
 
 async def test_a_bin_that_is_not_full_goes_when_its_time_has_come() -> None:

@@ -72,6 +72,14 @@ def test_a_system_that_the_service_does_not_know_is_said_to_be_so() -> None:
     assert (found["verdict"], found["ratio"], found["why"]) == ("not served", None, "no such setting")
 
 
+def test_a_run_that_other_work_has_disturbed_decides_nothing() -> None:
+    def figures(system: str, seed: int, live: bool) -> Figures:
+        return Figures(1.0, gap_s=0.001, lag_s=0.05 if (system, seed, live) == ("b", 1, True) else 0.001)
+
+    found = CLAIM.row(range(2), 30, figures)
+    assert (found["verdict"], found["ratio"], found["lag_ms"]) == ("disturbed", 1.0, 50.0)
+
+
 def test_every_claim_names_what_there_is() -> None:
     assert len({claim.name for claim in CLAIMS}) == len(CLAIMS)
     for claim in CLAIMS:

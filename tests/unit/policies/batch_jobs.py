@@ -52,14 +52,14 @@ def drain(batcher: Batcher, now: float) -> list[list[str]]:
 
 
 def exercise(batcher: Batcher, seed: int, steps: int = 150) -> None:
-    """Random arrivals, aborts, pulls and splits: no job is lost or doubled, and the bookkeeping holds throughout."""
+    """All that a batcher hears, at random: no job is lost or doubled, and the bookkeeping holds throughout."""
     rng = np.random.default_rng(seed)
     waiting: set[str] = set()
     pulled: list[FormedBatch] = []
     now = 0.0
     for step in range(steps):
         now += float(rng.exponential())
-        action = rng.choice(["add", "remove", "pull", "split"], p=[0.6, 0.1, 0.2, 0.1])
+        action = rng.choice(["add", "remove", "pull", "split", "restore", "hold"], p=[0.6, 0.1, 0.15, 0.05, 0.05, 0.05])
         if action == "add":
             request_id = f"r{step}"
             priority = int(rng.integers(0, 2))
@@ -87,6 +87,12 @@ def exercise(batcher: Batcher, seed: int, steps: int = 150) -> None:
                 waiting |= set(names(batch))
             else:
                 assert [failed] == batch.jobs
+        elif action == "restore" and pulled:
+            batch = pulled.pop(int(rng.integers(len(pulled))))
+            batcher.restore(batch)
+            waiting |= set(names(batch))
+        elif action == "hold":
+            batcher.hold(float(rng.integers(50, 1000)), now)
         assert batcher.num_waiting == len(waiting)
         batcher.check_integrity()
     batcher.flush(now)

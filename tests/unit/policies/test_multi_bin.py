@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from core.errors import IntegrityError, InvalidValueError
 from policies.batch_queue import FormedBatch
 from policies.multi_bin import (
+    MIN_LENGTHS,
+    LearntBins,
     MultiBinBatcher,
     equal_mass_edges,
     exponential_edges,
@@ -269,3 +271,33 @@ def test_bad_edges() -> None:
     ):
         with pytest.raises(InvalidValueError):
             call()
+
+
+def test_bins_are_learnt_from_the_lengths_foreseen() -> None:
+    batcher = LearntBins(2, 3)
+    assert batcher.bin_of(1) == batcher.bin_of(1000) == 0, "one bin until enough is known"
+    lengths = [10, 90] * (MIN_LENGTHS // 2)
+    add(batcher, lengths[:-1])
+    assert batcher.edges == (0.0, math.inf)
+    add(batcher, lengths[-1:], MIN_LENGTHS - 1)
+    assert [batcher.bin_of(length) for length in (10, 49, 51, 90)] == [0, 0, 1, 1]
+    drain(batcher, MIN_LENGTHS)
+    add(batcher, [10, 90, 10, 90, 10, 90], MIN_LENGTHS)
+    pulled = drain(batcher, 2 * MIN_LENGTHS)
+    assert pulled
+    assert all(len({int(name) % 2 for name in names}) == 1 for names in pulled), "short and long ones apart"
+
+
+def test_jobs_that_wait_move_to_their_new_bins_and_fill_them_in_order_of_arrival() -> None:
+    batcher = MultiBinBatcher((0, 50, 100), 2)
+    add(batcher, [10, 60])
+    batcher.rebin((0, 80, 100), 5.0)
+    batcher.check_integrity()
+    assert drain(batcher, 5.0) == [["0", "1"]]
+    with pytest.raises(InvalidValueError, match="edges"):
+        batcher.rebin((3, 2), 5.0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_learnt_bins_lose_nothing(seed: int) -> None:
+    exercise(LearntBins(3, 4, max_wait_s=5.0), seed, steps=400)

@@ -15,6 +15,8 @@ from policies.builders import (
     build_router,
     build_scheduler,
     check_parts,
+    check_scheduler,
+    configured_replica,
     configured_scheduler,
     swaps_kv,
 )
@@ -99,6 +101,30 @@ def test_every_preset_of_batch_mode_builds_and_is_no_continuous_one(name: str) -
         build_scheduler(name, SchedulerLimits(16, 4))
     with pytest.raises(ConfigError, match=r"scheduler\.preset.*batch mode"):
         build_batcher("fcfs", settings)
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_every_preset_can_be_served_on_both_sides_of_a_replica(name: str) -> None:
+    check_scheduler(SchedulerConfig(preset=name))
+    configured_replica(SchedulerConfig(preset=name), 16).check_integrity()
+
+
+def test_in_batch_mode_nobody_places() -> None:
+    with pytest.raises(ConfigError, match=r"scheduler\.placement.*idle workers pull"):
+        check_scheduler(SchedulerConfig(preset="magnus", placement="least-work"))
+    with pytest.raises(ConfigError, match=r"scheduler\.placement.*round-robin"):
+        check_scheduler(SchedulerConfig(placement="idle-worker"))
+
+
+@pytest.mark.parametrize(("size", "max_num_seqs", "batch"), [(0, None, 7), (3, None, 3), (9, 5, 5), (0, 4, 4)])
+def test_no_batch_is_larger_than_a_worker_can_run(size: int, max_num_seqs: int | None, batch: int) -> None:
+    settings = BatchSettings(1000, lambda *_: 1.0, batch_size=size, max_num_seqs=max_num_seqs)
+    batcher = build_batcher("magnus-vs", settings)
+    for index in range(20):
+        batcher.add(job(str(index)), 0.0)
+    pulled = batcher.pull(0.0)
+    assert pulled is not None
+    assert len(pulled) == batch
 
 
 def test_only_formed_batches_can_be_padded() -> None:

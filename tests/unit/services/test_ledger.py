@@ -122,6 +122,17 @@ def test_an_answer_that_it_waits_does_not_undo_what_tokens_have_told() -> None:
     assert replica(ledger, "r") == "a"
 
 
+def test_where_a_request_runs_that_waited_is_known_from_the_answer_to_an_announcement() -> None:
+    ledger = RequestLedger("i")
+    ledger.open(request("r"))
+    ledger.take_outgoing()
+    ledger.submitted(placed("r", replica="", incarnation=""))
+    ledger.announced(AnnounceReply((), (), ("b",), (Placed("r", 0, "b", "w2"), Placed("r", 1, "c", "w3"))))
+    assert replica(ledger, "r") == "b"
+    ledger.worker_lost("b")
+    assert [each.attempt for each in ledger.take_outgoing()[0]] == [1]
+
+
 def test_an_answer_about_an_older_attempt_is_ignored() -> None:
     ledger = running("r")
     ledger.worker_lost("a")
