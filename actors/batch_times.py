@@ -40,13 +40,18 @@ class LiveBatchTimes:
     def __init__(self, peers: PeerBook) -> None:
         self._peers = peers
         self._times = BatchTimes(PRIOR_COST)
+        self._estimates_s: dict[tuple[int, int, int], float] = {}
         self._errors_s: deque[float] = deque(maxlen=NUM_SCORED)
         self._num_observed = 0
         self._unsaved = False
 
     def __call__(self, batch_size: int, prompt_len: int, output_len: int) -> float:
-        """Estimated seconds of a batch."""
-        return self._times(batch_size, prompt_len, output_len)
+        """Estimated seconds of a batch. O(1) for one that was asked about since anything was learnt."""
+        shape = batch_size, prompt_len, output_len
+        estimate_s = self._estimates_s.get(shape)
+        if estimate_s is None:
+            estimate_s = self._estimates_s[shape] = self._times(*shape)
+        return estimate_s
 
     @property
     def num_batches(self) -> int:
@@ -72,6 +77,7 @@ class LiveBatchTimes:
             if self._num_observed + self._times.num_batches >= MIN_BATCHES:
                 await asyncio.to_thread(importlib.import_module, "sklearn.neighbors")  # half a second, once
             self._unsaved |= self._times.learn(time.monotonic()) > 0
+            self._estimates_s.clear()
             if self._unsaved:
                 await self._save()
 
@@ -89,6 +95,7 @@ class LiveBatchTimes:
             return
         try:
             self._times = await asyncio.to_thread(BatchTimes.from_bytes, artefact.data, PRIOR_COST)
+            self._estimates_s.clear()
         except InvalidValueError as error:
             logger.error("version %d of %s cannot be read, learning begins anew: %s", artefact.version, KIND, error)
 
