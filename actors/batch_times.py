@@ -53,11 +53,6 @@ class LiveBatchTimes:
             estimate_s = self._estimates_s[shape] = self._times(*shape)
         return estimate_s
 
-    @property
-    def num_batches(self) -> int:
-        """That estimates rest on."""
-        return self._times.num_batches
-
     def ended(self, batch: BatchEnded) -> None:
         """A batch has run to its end."""
         try:
