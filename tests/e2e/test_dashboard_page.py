@@ -15,7 +15,8 @@ import pytest
 import uvicorn
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from core.messages import PieceStatus
+from core.decisions import Decision, pack_decisions
+from core.messages import PieceStatus, RequestTrace
 from services.api.app import build_app
 from services.api.prompts import PromptEncoder
 from tests.e2e.server import free_port
@@ -261,3 +262,21 @@ def test_screenshots(page: Page, live: LiveServer, tmp_path: Path, scheme: Any) 
     live.start()
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 28)"
     assert dark == (scheme == "dark")
+
+
+def test_a_request_is_explained_and_an_unknown_one_is_said_to_be(page: Page, live: LiveServer) -> None:
+    response_id = "cmpl-" + "0" * 32
+    page.get_by_test_id("explain-id").fill(f" {response_id} ")
+    page.get_by_test_id("explain-id").press("Enter")
+    expect(page.get_by_test_id("explain-note")).to_contain_text("expected the 'id' of an answer")
+    expect(page.get_by_test_id("explained")).to_be_hidden()
+    decisions = [Decision("received", 0.0, {"prompt_tokens": 7, "max_new_tokens": 20})]
+    decisions += [Decision("refused", 1.5, {"reason": "<b>too long</b>"})]
+    packed = pack_decisions(decisions)
+    live.backend.traces = [RequestTrace(f"{response_id}/i-0/ingress", "i-0", 0, b"", "ingress", 0, True, 0, packed)]
+    page.get_by_role("button", name="Explain").click()
+    rows = page.get_by_test_id("explained").locator("tbody tr")
+    expect(rows).to_have_count(2)
+    expect(rows.nth(0)).to_contain_text("a prompt of 7 tokens")
+    expect(rows.nth(1)).to_contain_text("1.500 singressRefused: <b>too long</b>.")
+    expect(page.get_by_test_id("explain-note")).to_be_empty()
