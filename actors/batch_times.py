@@ -40,18 +40,18 @@ class LiveBatchTimes:
     def __init__(self, peers: PeerBook) -> None:
         self._peers = peers
         self._times = BatchTimes(PRIOR_COST)
+        self._estimates_s: dict[tuple[int, int, int], float] = {}
         self._errors_s: deque[float] = deque(maxlen=NUM_SCORED)
         self._num_observed = 0
         self._unsaved = False
 
     def __call__(self, batch_size: int, prompt_len: int, output_len: int) -> float:
-        """Estimated seconds of a batch."""
-        return self._times(batch_size, prompt_len, output_len)
-
-    @property
-    def num_batches(self) -> int:
-        """That estimates rest on."""
-        return self._times.num_batches
+        """Estimated seconds of a batch. O(1) for one that was asked about since anything was learnt."""
+        shape = batch_size, prompt_len, output_len
+        estimate_s = self._estimates_s.get(shape)
+        if estimate_s is None:
+            estimate_s = self._estimates_s[shape] = self._times(*shape)
+        return estimate_s
 
     def ended(self, batch: BatchEnded) -> None:
         """A batch has run to its end."""
@@ -65,32 +65,35 @@ class LiveBatchTimes:
 
     async def run(self) -> None:
         """Until cancelled. While the log store is away nothing is lost: the next version holds what this one would."""
-        await self._load()
+        is_loaded = await self._load()
         while True:
             await asyncio.sleep(LOOK_S)
             await self._price()
-            if self._num_observed + self._times.num_batches >= MIN_BATCHES:
-                await asyncio.to_thread(importlib.import_module, "sklearn.neighbors")  # half a second, once
-            self._unsaved |= self._times.learn(time.monotonic()) > 0
-            if self._unsaved:
-                await self._save()
+            is_loaded = is_loaded or await self._load()
+            if is_loaded:
+                await self._learn()
+            self._estimates_s.clear()
 
-    async def _load(self) -> None:
-        """What an earlier life has learnt."""
-        log_store = self._peers.peer(LOG_STORE)
-        while True:
-            try:
-                data = await log_store.call("read_artefact", encode(ArtefactName(KIND)))
-                break
-            except FarsightError:  # it is not there, or has not opened its file yet
-                await asyncio.sleep(LOOK_S)
-        artefact = decode(data, ArtefactReply).artefact
-        if artefact is None:
-            return
+    async def _load(self) -> bool:
+        """Goes on from what an earlier life has learnt; False if that cannot be known yet."""
         try:
-            self._times = await asyncio.to_thread(BatchTimes.from_bytes, artefact.data, PRIOR_COST)
-        except InvalidValueError as error:
-            logger.error("version %d of %s cannot be read, learning begins anew: %s", artefact.version, KIND, error)
+            data = await self._peers.peer(LOG_STORE).call("read_artefact", encode(ArtefactName(KIND)))
+        except FarsightError:
+            return False  # it is not there, or has not opened its file yet
+        artefact = decode(data, ArtefactReply).artefact
+        if artefact is not None:
+            try:
+                self._times = await asyncio.to_thread(BatchTimes.from_bytes, artefact.data, PRIOR_COST)
+            except InvalidValueError as error:
+                logger.error("version %d of %s cannot be read, learning begins anew: %s", artefact.version, KIND, error)
+        return True
+
+    async def _learn(self) -> None:
+        if self._num_observed + self._times.num_batches >= MIN_BATCHES:
+            await asyncio.to_thread(importlib.import_module, "sklearn.neighbors")  # half a second, once
+        self._unsaved |= self._times.learn(time.monotonic()) > 0
+        if self._unsaved:
+            await self._save()
 
     async def _price(self) -> None:
         """Takes the step costs of the replica that has been measured best."""

@@ -269,11 +269,12 @@ class Worker:
         logger.error("step with %d sequences failed", len(batch.items), exc_info=error)
         message = f"the model step failed: {type(error).__name__}: {error}"
         outputs: list[Output] = []
-        for item in batch.items:
-            end = self.executor.end(item.request_id, SequenceStatus.FINISHED_FAILED)
-            outputs += self._failed(end, message)
         if self._held_back is not None:
             outputs += self.render(self._release(self.executor.flush(), self._held_back))
+        for request_id in dict.fromkeys(item.request_id for item in batch.items + batch.padding.items):
+            if self.executor.holds(request_id):
+                end = self.executor.end(request_id, SequenceStatus.FINISHED_FAILED)
+                outputs += self._failed(end, message)
         return outputs
 
     def abort_ingress(self, ingress_id: str) -> list[Output]:

@@ -64,6 +64,7 @@ class StaticExecutor(PlanExecutor):
         return []
 
     def complete_copy(self, copy_id: int, *, failed: bool = False) -> None:
+        """None was ordered."""
         raise IntegrityError(f"copy {copy_id} was not ordered")
 
     def next_batch(self) -> StepBatch | None:
@@ -101,22 +102,31 @@ class StaticExecutor(PlanExecutor):
         self.short_blocks = 0
         if self._has_ended:
             return bool(self._members)  # what is left of it yields nothing
-        num_output = 1 if self._prefills else self._num_decoded + 2
-        reach = self._prompt_len + num_output
-        short = sum(self.blocks.shortage(request_id, reach) for request_id in self._members)
-        if short > self.blocks.num_free:
-            self.short_blocks = short - self.blocks.num_free
-            return False
-        for request_id in self._members:
-            self.blocks.grow(request_id, reach)
-        return True
+        if self._shortage > 0:  # the longest may have left: no more padding than the others need
+            self._prompt_len = max(member.known_len for member in self._members.values())
+        self.short_blocks = self._shortage
+        if self.short_blocks == 0:
+            for request_id in self._members:
+                self.blocks.grow(request_id, self._reach)
+        return self.short_blocks == 0
+
+    @property
+    def _reach(self) -> int:
+        """Padded length of everybody with the token that the next step yields."""
+        return self._prompt_len + (1 if self._prefills else self._num_decoded + 2)
+
+    @property
+    def _shortage(self) -> int:
+        """Blocks that are not there for that."""
+        needed = sum(self.blocks.shortage(request_id, self._reach) for request_id in self._members)
+        return max(0, needed - self.blocks.num_free)
 
     def _prefill_step(self) -> StepBatch:
         items, pads = [], []
         tokens_left = self.limits.max_batch_tokens
         for request_id, member in self._members.items():
             start = member.prefilled
-            num_tokens = min(self._prompt_len - start, tokens_left)
+            num_tokens = max(0, min(self._prompt_len - start, tokens_left))
             tokens_left -= num_tokens
             table = self.blocks.table(request_id)
             known = max(0, min(num_tokens, member.known_len - start))
@@ -174,7 +184,7 @@ class StaticExecutor(PlanExecutor):
         return [self._finish(member.held, member.ended_as) for member in members if member.ended_as is not None]
 
     def _free(self, held: Held) -> None:
-        """Its place in the batch as well; the others run on, padded as before."""
+        """Its place in the batch as well; the others run on, padded as before while there is memory for it."""
         super()._free(held)
         member = self._members.get(held.request_id)
         if member is not None and member.held is held:

@@ -22,10 +22,6 @@ class Member:
     attempt: int
     ingress_id: str
 
-    @property
-    def key(self) -> Key:
-        return self.request_id, self.attempt
-
 
 @dataclass(slots=True)
 class _Broken:

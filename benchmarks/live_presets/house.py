@@ -8,6 +8,7 @@ from collections import ChainMap
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
@@ -24,7 +25,6 @@ from core.forecast import QUANTILES, Forecast
 from core.messages import ForecastQuestions, Forecasts
 from services.api.backend import ModelInfo
 from services.client import EngineClient
-from services.launch import EMBEDDED_MODEL
 
 _NOTHING_KNOWN = Forecast(1.0, (1.0,) * len(QUANTILES), 0, "none", 0)
 """Has no samples: nobody goes by it."""
@@ -46,7 +46,7 @@ class LocalSite:
     """As ``actors.site.Site``, for hosts that are all here."""
 
     config: FarsightConfig
-    model_dir: str = str(EMBEDDED_MODEL)
+    model_dir: str
     placement: str = "fused"
     pieces: ChainMap[str, Answering] = field(default_factory=ChainMap)
 
@@ -96,13 +96,13 @@ class House:
 
 
 @asynccontextmanager
-async def running(config: FarsightConfig, forecasts: Mapping[str, Forecast]) -> AsyncIterator[House]:
+async def running(config: FarsightConfig, forecasts: Mapping[str, Forecast], model_dir: Path) -> AsyncIterator[House]:
     """A service of one replica, without a log.
 
     Args:
         forecasts: By name; requests wait for theirs if ``predictor.artefact`` says that there are any.
     """
-    site = LocalSite(config)
+    site = LocalSite(config, str(model_dir))
     predictor = length_predictor_name(0)
     context = PieceContext(predictor, site, 0, site.peers(), CollectorRegistry())
     site.pieces[predictor] = GivenForecasts(context, forecasts)

@@ -19,6 +19,7 @@ from core.config import FarsightConfig, load_config
 from core.request import SamplingParams
 from estimator.device_profile import DeviceProfile
 from services.api.prompt_text import PromptText
+from services.launch import EMBEDDED_MODEL
 from simulator.records import Record, Recorder
 from simulator.workload import Arrival
 
@@ -68,7 +69,11 @@ class LiveRun:
 
 
 def run_live(
-    arrivals: Sequence[Arrival], hardware: Hardware, settings: dict[str, dict[str, Any]], speed: float = 1.0
+    arrivals: Sequence[Arrival],
+    hardware: Hardware,
+    settings: dict[str, dict[str, Any]],
+    speed: float = 1.0,
+    model: Path | None = None,
 ) -> LiveRun:
     """Serves the arrivals.
 
@@ -76,6 +81,7 @@ def run_live(
         settings: Of the service, by table, beside those that follow from the hardware.
         speed: Divides every time of the profile and of the arrivals. What the service itself takes, and the periods
             of its messages and policies, remain: they weigh so many times more.
+        model: Directory of one that computes, at its own pace, in place of the emulated device.
 
     Raises:
         ConfigError: a setting is not known, or not of this version.
@@ -83,8 +89,8 @@ def run_live(
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         path = Path(folder) / "profile.json"
         path.write_text(json.dumps(_profile(hardware.profile, speed)))
-        config = _config(f"emulated:{path}", arrivals, hardware, settings)
-        return runner.run(_run(arrivals, config, speed))
+        config = _config(f"emulated:{path}" if model is None else "cpu", arrivals, hardware, settings)
+        return runner.run(_run(arrivals, config, speed, model or EMBEDDED_MODEL))
 
 
 def _profile(profile: DeviceProfile, speed: float) -> dict[str, float]:
@@ -117,10 +123,10 @@ def _config(
     return load_config(None, {name: tables.get(name, {}) | settings.get(name, {}) for name in {*tables, *settings}})
 
 
-async def _run(arrivals: Sequence[Arrival], config: FarsightConfig, speed: float) -> LiveRun:
+async def _run(arrivals: Sequence[Arrival], config: FarsightConfig, speed: float, model_dir: Path) -> LiveRun:
     forecasts = {each.request_id: each.forecast for each in arrivals if each.forecast is not None}
     recorder = Recorder()
-    async with running(config, forecasts) as house:
+    async with running(config, forecasts, model_dir) as house:
         async with asyncio.timeout(arrivals[-1].arrived_at / speed + LATEST_S), asyncio.TaskGroup() as group:
             watches = [group.create_task(host.ended()) for host in house.hosts]  # raise what breaks a piece
             await _ready(house)

@@ -247,7 +247,7 @@ class World:
         """Whether this step raises; its requests then end with an error."""
         if not self._break_rate or self.rng.random() >= self._break_rate:
             return False
-        for item in batch.items:
+        for item in batch.items + batch.padding.items:
             self.clients[item.request_id].may_fail = True
         return True
 

@@ -180,8 +180,7 @@ async def test_what_was_learnt_outlives_the_batcher_and_estimates_come_from_it()
         await log_store.put_artefact(encode(Artefact(KIND, 3, 0.0, None, MIN_BATCHES, "", known.to_bytes())))
         await log_store.set_current(encode(ArtefactName(KIND, 3)))
         async with shop("magnus", log_store) as found:
-            times = found.batcher._times
-            await eventually(lambda: times.num_batches == MIN_BATCHES)
+            await eventually(lambda: found.batcher._times(1, 8, 30) == pytest.approx(77.0))
             await found.up()
             await found.submit("a")
             await found.end("a")

@@ -227,6 +227,7 @@ class RandomMoves:
     """A KV policy that also offloads, drops and calls back at random moments, more than anybody needs."""
 
     evicts = swaps = True
+    watches = False
 
     def __init__(self, rng: random.Random) -> None:
         self.num_events = 0

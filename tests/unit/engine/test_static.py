@@ -26,11 +26,13 @@ def backend(request: pytest.FixtureRequest) -> str:
     return name
 
 
-def make_worker(model_dir: Path, execution: str, backend: str = "torch", kv_memory: str = "4MiB") -> Worker:
+def make_worker(
+    model_dir: Path, execution: str, backend: str = "torch", kv_memory: str = "4MiB", max_batch_tokens: int = 48
+) -> Worker:
     config = EngineConfig(
         kv_memory=kv_memory,
         block_size=BLOCK_SIZES[backend],
-        max_batch_tokens=48,
+        max_batch_tokens=max_batch_tokens,
         max_num_seqs=16,
         num_threads=1,
         backend=backend,
@@ -207,6 +209,21 @@ def test_a_step_that_raises_returns_what_is_complete_and_ends_the_rest_without_a
     worker.check_integrity()
     assert worker.begin_step() is None
     assert worker.executor.blocks.num_free == worker.executor.blocks.num_blocks
+
+
+def test_a_step_of_nothing_but_pads_that_raises_ends_those_that_they_were_for(tiny_model_dir: Path) -> None:
+    worker = make_worker(tiny_model_dir, "static", max_batch_tokens=8)
+    sampling = SamplingParams(9, ignore_eos=True)
+    offer(worker, [Request(name, 0, name, (5,) * num, sampling) for name, num in (("a", 2), ("b", 20))])
+    first = worker.begin_step()
+    assert first is not None
+    assert worker.finish_step(first, worker.execute(first)) == []
+    pads = worker.begin_step()
+    assert pads is not None and not pads.items
+    assert ends(worker.fail_step(pads, RuntimeError("device on fire"))) == {"a": [(0, 1, None), (1, 0, "error")]}
+    worker.check_integrity()
+    (outputs,) = filter(None, steps(worker))
+    assert ends(outputs) == {"b": [(0, 9, "length")]}
 
 
 def test_a_silent_ingress_loses_its_own_requests_only(tiny_model_dir: Path) -> None:

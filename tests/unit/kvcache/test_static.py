@@ -231,6 +231,22 @@ def test_if_the_plan_that_took_all_back_was_lost_the_half_that_stays_goes_on() -
     assert [(end.request_id, end.output_len) for end in run(worker)[1]] == [("a", 9), ("b", 9)]
 
 
+def test_when_the_longest_has_left_nobody_lacks_blocks_for_its_padding() -> None:
+    worker = executor(num_blocks=6)
+    worker.apply_plan(plan(1, slot("long", prompt=10, out=9), slot("b", prompt=2, out=20)))
+    step(worker)
+    assert worker.apply_plan(plan(2, slot("b", payload=False))) == ["long"]
+    assert [(end.request_id, end.output_len) for end in run(worker)[1]] == [("b", 20)], "2 + 20 tokens fit, 10 + 20 not"
+
+
+def test_the_longest_leaves_while_prompts_are_computed() -> None:
+    worker = executor(num_blocks=6, max_batch_tokens=6)
+    worker.apply_plan(plan(1, slot("b", prompt=2, out=20), slot("long", prompt=10, out=9)))
+    step(worker)
+    assert worker.apply_plan(plan(2, slot("b", payload=False))) == ["long"]
+    assert [(end.request_id, end.output_len) for end in run(worker)[1]] == [("b", 20)]
+
+
 def test_a_preempted_one_computes_anew_after_the_batch() -> None:
     worker = executor()
     worker.apply_plan(plan(1, slot("a", prompt=4, out=3), slot("b", prompt=4, out=3)))
@@ -347,7 +363,7 @@ class Control:
 
     def next_plan(self) -> None:
         alive = self.alive
-        knows = self.worker.plan_seq == self.seq
+        knows = 0 < self.seq == self.worker.plan_seq
         if self.worker.short_blocks and knows:
             assert len(alive) > 1, "one alone always fits"
             half = -(-len(alive) // 2)

@@ -202,7 +202,7 @@ def test_memory_of_the_smallest_worker_bounds_the_batches() -> None:
 def test_what_fits_no_worker_is_refused_and_what_fits_another_one_stays() -> None:
     house = House(replicas="")
     house.arrive(request("huge", out=1000), request("large", out=350), request("small"))
-    refused, place = house.tell(ReplicaUp("a", ready(max_model_len=100))), None
+    refused = house.tell(ReplicaUp("a", ready(max_model_len=100)))
     assert [each.request_id for each in refused if isinstance(each, RefuseRequest)] == ["huge", "large"]
     assert placed(refused) == [("a", ["small"])]
     house.tell(ReplicaUp("b", ready(max_model_len=400)))
@@ -210,7 +210,6 @@ def test_what_fits_no_worker_is_refused_and_what_fits_another_one_stays() -> Non
     house.arrive(request("large2", out=350), request("small2"))
     assert placed(house.end(("small", 0))) == [("a", ["small2"])]
     assert placed(house.tell(ReplicaUp("b", ready(max_model_len=400)))) == [("b", ["large2"])]
-    assert place is None
 
 
 def broken_house(*names: str) -> House:
