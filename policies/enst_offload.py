@@ -181,9 +181,9 @@ class EnstOffload:
     _times: dict[str, float] = field(default_factory=dict, init=False, repr=False, compare=False)  # of the last moves
 
     def __post_init__(self) -> None:
-        for field in ("min_idle_slots", "num_burst_levels", "lookahead"):
-            if getattr(self, field) < 0:
-                raise InvalidValueError(field, getattr(self, field), "0 or more")
+        for name in ("min_idle_slots", "num_burst_levels", "lookahead"):
+            if getattr(self, name) < 0:
+                raise InvalidValueError(name, getattr(self, name), "0 or more")
 
     def idle_target(self, view: KvView) -> int:
         """Device tokens to keep free: max(K, jobs in the top K' levels) slots."""
