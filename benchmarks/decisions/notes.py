@@ -34,7 +34,7 @@ class _Drive:
             BlockManager(480, 32), BatchLimits(NUM_SEQS, 2048), "w", host=BlockManager(480, 32)
         )
         self.explained = explained
-        self.spent_s = 0.0
+        self.spent_s: list[float] = []
         self.now = 0.0
         ready = WorkerReady("w", 480, 32, 4096, True, 0, 480)
         self.tell(WorkerState(self.executor.take_over(), ready, (), self.executor.report()))
@@ -42,7 +42,7 @@ class _Drive:
     def tell(self, message: Submit | StepReport | WorkerState) -> None:
         """What the Scheduler does with a message, from its bytes to those of its answers."""
         data, kind = encode(message), type(message)
-        begin = time.process_time()
+        begin = time.perf_counter()
         plan = None
         for instruction in self.scheduler.handle(_event(decode(data, kind)), self.now):
             match instruction:
@@ -50,12 +50,12 @@ class _Drive:
                     encode(plan)
                 case AccountClosed():
                     encode(request_trace(instruction, "scheduler-0", 0.0, ended=True))
-        self.spent_s += time.process_time() - begin
+        self.spent_s.append(time.perf_counter() - begin)
         if plan is not None:
             self.executor.apply_plan(plan)
 
-    def run(self) -> float:
-        """Seconds in the scheduler until all have ended."""
+    def run(self) -> list[float]:
+        """Seconds in the Scheduler for each message, until all have ended."""
         waiting = self._requests()
         for step in range(1_000_000):
             if step % 2 == 0 and (request := next(waiting, None)) is not None:
@@ -96,6 +96,11 @@ def rows() -> list[Row]:
         for _ in range(ROUNDS):
             without.append(_Drive(preset, explained=False).run())
             with_notes.append(_Drive(preset, explained=True).run())
-        more = 100 * (min(with_notes) / min(without) - 1)
+        more = 100 * (_undisturbed_s(with_notes) / _undisturbed_s(without) - 1)
         found.append(Row(f"{preset}: notes of decisions, of a Scheduler's time", more, 2.0, "%"))
     return found
+
+
+def _undisturbed_s(rounds: list[list[float]]) -> float:
+    """All rounds are the same messages: each as quick as it ever was, together."""
+    return sum(map(min, zip(*rounds, strict=True)))
