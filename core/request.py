@@ -173,13 +173,13 @@ class Request:
         ingress_id: Which ingress replica holds the client; tokens go straight there.
         prompt_ids: Token ids; never empty.
         output_ids: What the client has already got from earlier attempts (a resumed request); usually empty.
+        origin: None if nobody will ask what has become of it.
         priority: Lower goes first, whatever the policies say.
         deadline_s: Of equal priority, the earlier deadline goes first; seconds from when a scheduler gets the request.
         forecast: Of the whole output length; None if nobody has foreseen it in time.
         expected_cached_len: Prompt tokens that its replica is believed to have in its prefix cache.
         prefix_hashes: Chained hashes of its full blocks as placement counts them, if the ingress has made them; empty
             if the Router is to.
-        origin: None if nobody will ask what has become of it.
     """
 
     request_id: str
@@ -188,12 +188,12 @@ class Request:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     output_ids: tuple[int, ...] = ()
+    origin: Origin | None = None
     priority: int = 0
     deadline_s: float | None = None
     forecast: Forecast | None = None
     expected_cached_len: int = 0
     prefix_hashes: tuple[int, ...] = ()
-    origin: Origin | None = None
 
     def __post_init__(self) -> None:
         _require(len(self.prompt_ids) > 0, "prompt", self.prompt_ids, "at least one token")

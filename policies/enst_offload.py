@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from core.decisions import Facts
 from core.errors import InvalidValueError
@@ -85,12 +85,17 @@ class _Ahead:
             self._urgency = urgency
 
 
-def by_enst(order: SkipJoinMlfq, jobs: Sequence[Job], now: float) -> list[Job]:
+def by_enst(order: SkipJoinMlfq, jobs: Sequence[Job], now: float, found: dict[str, float] | None = None) -> list[Job]:
     """Jobs in the order in which they come back: most urgent first, then by ENST; O(m log m) beyond ``enst_s``.
 
     Of equal ENST, those of a lower level and then the older are the last, and so the first to be offloaded.
+
+    Args:
+        found: Takes the times by request id.
     """
     times = enst_s(order, jobs, now)
+    if found is not None:
+        found.update(times)
     return sorted(jobs, key=lambda job: (job.urgency, times[job.request_id], order.level(job), -job.arrived_at))
 
 
@@ -173,11 +178,12 @@ class EnstOffload:
     evicts: bool = True
     swaps: bool = True
     watches: bool = False
+    _times: dict[str, float] = field(default_factory=dict, init=False, repr=False, compare=False)  # of the last moves
 
     def __post_init__(self) -> None:
-        for field in ("min_idle_slots", "num_burst_levels", "lookahead"):
-            if getattr(self, field) < 0:
-                raise InvalidValueError(field, getattr(self, field), "0 or more")
+        for name in ("min_idle_slots", "num_burst_levels", "lookahead"):
+            if getattr(self, name) < 0:
+                raise InvalidValueError(name, getattr(self, name), "0 or more")
 
     def idle_target(self, view: KvView) -> int:
         """Device tokens to keep free: max(K, jobs in the top K' levels) slots."""
@@ -189,9 +195,10 @@ class EnstOffload:
 
     def moves(self, view: KvView, now: float) -> KvMoves:
         """Makes room for the running jobs, then for the idle target; brings back only if nothing has to leave."""
+        self._times.clear()
         target = self.idle_target(view)
         is_short = view.needed + target > view.free
-        victims = by_enst(self.order, view.idle, now)[::-1] if is_short else []
+        victims = by_enst(self.order, view.idle, now, self._times)[::-1] if is_short else []
         room = make_room(view, victims, swaps=self.swaps)
         room.short += target
         room.take(victims, may_drop=False)
@@ -200,8 +207,9 @@ class EnstOffload:
         return KvMoves(upload=self._uploads(view, -room.short, now))
 
     def explain(self, job: Job, now: float) -> Facts:
-        """Its estimated next scheduled time."""
-        return {"enst_s": enst_s(self.order, [job], now)[job.request_id]}
+        """Its estimated next scheduled time, as it was just compared; that of a running job was not."""
+        known = self._times.get(job.request_id)
+        return {"enst_s": enst_s(self.order, [job], now)[job.request_id] if known is None else known}
 
     def may_start(self, view: KvView) -> bool:
         """Not while the host is nearly full: who starts then could not be moved out later."""
@@ -210,7 +218,7 @@ class EnstOffload:
     def _uploads(self, view: KvView, spare: int, now: float) -> tuple[Job, ...]:
         """In ascending ENST while the idle target stays free, or the next point would offload them again."""
         uploads: list[Job] = []
-        for job in by_enst(self.order, view.offloaded, now)[: self.lookahead]:
+        for job in by_enst(self.order, view.offloaded, now, self._times)[: self.lookahead]:
             spare -= -(-job.known_len // view.block_size) * view.block_size
             if spare < 0:
                 break

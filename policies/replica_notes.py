@@ -85,7 +85,9 @@ class ReplicaNotes:
                 self._note(job, "waits", now, self._standing(facts, job, now))
 
     def admitted(self, tracked: Tracked, *, returns: bool, ahead: bool, now: float) -> None:
-        """It has a place; if it ``returns``, its KV comes back from the host, perhaps ``ahead`` of its turn."""
+        """It has a place; if it ``returns``, its KV comes back from the host, ``ahead`` of its turn if the KV policy
+        has called it back.
+        """
         job = tracked.job
         if not self._has(job):
             return
@@ -96,7 +98,7 @@ class ReplicaNotes:
             facts.update(self._admission.explain(job, now))
         if returns:
             facts["host_tokens"] = job.host_len
-            if self._kv is not None:
+            if ahead and self._kv is not None:
                 facts.update(self._kv.explain(job, now))
         self._note(job, "uploaded" if returns else "admitted", now, self._standing(facts, job, now))
 
