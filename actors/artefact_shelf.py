@@ -9,7 +9,7 @@ import time
 from prometheus_client import CollectorRegistry, Counter
 
 from actors.peer import Peer
-from core import messages
+from core import log_messages
 from core.codec import decode, encode
 from predictor.artefact import Artefact, ArtefactError, from_bytes
 from predictor.retraining import feature_set
@@ -36,7 +36,7 @@ class ArtefactShelf:
         Raises:
             PeerLost: the log store is not there.
         """
-        infos = decode(await self._log_store.call("artefacts"), messages.ArtefactList).artefacts
+        infos = decode(await self._log_store.call("artefacts"), log_messages.ArtefactList).artefacts
         mine = {info.version: info.current for info in infos if info.kind == self._kind}
         current = max((version for version, is_current in mine.items() if is_current), default=0)
         for version in sorted(mine, reverse=True):
@@ -47,8 +47,8 @@ class ArtefactShelf:
         return None
 
     async def _read(self, version: int) -> Artefact | None:
-        name = encode(messages.ArtefactName(self._kind, version))
-        found = decode(await self._log_store.call("read_artefact", name), messages.ArtefactReply).artefact
+        name = encode(log_messages.ArtefactName(self._kind, version))
+        found = decode(await self._log_store.call("read_artefact", name), log_messages.ArtefactReply).artefact
         if found is None:
             return None  # retention was quicker
         try:
@@ -68,9 +68,9 @@ class ArtefactShelf:
         version = int(artefact.metadata["version"])
         num_examples = int(artefact.metadata["num_examples"])
         note = "learnt while serving; the score is the mean pinball loss in tokens"
-        entry = messages.Artefact(self._kind, version, time.time(), score, num_examples, note, artefact.to_bytes())
+        entry = log_messages.Artefact(self._kind, version, time.time(), score, num_examples, note, artefact.to_bytes())
         await self._log_store.call("put_artefact", encode(entry))
-        await self._log_store.call("set_current", encode(messages.ArtefactName(self._kind, version)))
+        await self._log_store.call("set_current", encode(log_messages.ArtefactName(self._kind, version)))
 
 
 @functools.cache

@@ -13,7 +13,8 @@ from actors.peer import PeerBook, PeerLost
 from core.codec import decode, encode
 from core.costs import StepCost
 from core.errors import FarsightError, InvalidValueError
-from core.messages import Artefact, ArtefactList, ArtefactName, ArtefactReply, StepProfileReply
+from core.log_messages import Artefact, ArtefactList, ArtefactName, ArtefactReply
+from core.messages import StepProfileReply
 from estimator.knn import MIN_BATCHES, BatchTimes, ServedBatch
 from estimator.step_profile import MIN_SAMPLES
 from policies.builders import PRIOR_COST

@@ -16,7 +16,8 @@ from actors.router import Router
 from actors.waiting import again_and_again, wait_for
 from core.codec import decode
 from core.forecast import Forecast
-from core.messages import FinishedBatch, FinishedBatches, ForecastsMade, ReplicaState
+from core.log_messages import FinishedBatch, FinishedBatches
+from core.messages import ForecastsMade, ReplicaState
 from policies.batch_scheduler import BatchScheduler
 from policies.builders import BatchSettings, build_batch_scheduler
 from policies.global_events import (

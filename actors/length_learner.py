@@ -12,7 +12,7 @@ import numpy as np
 from actors.artefact_shelf import ArtefactShelf
 from actors.peer import Peer, PeerLost
 from core.codec import decode, encode
-from core.messages import ExamplePage, LoggedExample, LogQuery
+from core.log_messages import ExamplePage, LoggedExample, LogQuery
 from predictor.artefact import Artefact, from_bytes
 from predictor.learning import ContinuousLearning, Outcome
 from predictor.learning_process import FitProcess

@@ -16,7 +16,8 @@ from actors.piece import Piece, PieceContext
 from actors.text_forecasts import TextForecasts
 from core.codec import decode, encode
 from core.errors import FarsightError
-from core.messages import FinishedRequest, ForecastQuestions, Forecasts, LogPage, LogQuery
+from core.log_messages import FinishedRequest, LogPage, LogQuery
+from core.messages import ForecastQuestions, Forecasts
 from predictor.history import HistoryPredictor
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from core.errors import MessageError
-from core.messages import (
+from core.log_messages import (
     Artefact,
     ArtefactInfo,
     BatchPage,

@@ -27,7 +27,7 @@ from actors.log_backend import (
     version_unknown,
 )
 from core.errors import ConfigError
-from core.messages import (
+from core.log_messages import (
     Artefact,
     ArtefactInfo,
     BatchPage,

@@ -25,7 +25,7 @@ from actors.log_backend import (
 )
 from actors.log_sqlite_schema import APPLICATION_ID, SQL_SCHEMA_VERSION, STEPS
 from core.errors import ConfigError
-from core.messages import (
+from core.log_messages import (
     Artefact,
     ArtefactInfo,
     BatchPage,

@@ -20,7 +20,7 @@ from actors.log_sqlite import SqliteLog
 from actors.piece import Piece, PieceContext
 from core.codec import decode, encode
 from core.errors import ConfigError, FarsightError, MessageError
-from core.messages import (
+from core.log_messages import (
     Artefact,
     ArtefactList,
     ArtefactName,

@@ -15,6 +15,7 @@ from actors.piece import Piece, PieceContext
 from core.codec import decode, encode
 from core.decisions import Decision, on_clock, pack_decisions
 from core.forecast import Forecast
+from core.log_messages import RequestTrace, RequestTraces, TraceQuery
 from core.messages import (
     Announce,
     AnnounceReply,
@@ -32,11 +33,8 @@ from core.messages import (
     Refusals,
     ReplicaName,
     ReplicaState,
-    RequestTrace,
-    RequestTraces,
     Submit,
     SubmitReply,
-    TraceQuery,
 )
 from core.request import Request
 from policies.builders import build_router

@@ -19,6 +19,7 @@ from actors.waiting import wait_for
 from core.codec import decode, encode
 from core.costs import StepCost
 from core.decisions import on_clock
+from core.log_messages import RequestTrace, RequestTraces, TraceQuery
 from core.messages import (
     Ended,
     FinishedSequence,
@@ -31,13 +32,10 @@ from core.messages import (
     ReplicaState,
     ReplicaStepProfile,
     ReportPoll,
-    RequestTrace,
-    RequestTraces,
     StepReport,
     StepSample,
     StepSamples,
     Submit,
-    TraceQuery,
     WorkerReady,
     WorkerState,
 )

@@ -19,7 +19,7 @@ from actors.peer import Peer, PeerLost
 from actors.piece import PieceContext
 from core.errors import ConfigError, FarsightError
 from core.forecast import Forecast, ForecastQuestion
-from core.messages import ForecastRecord, ForecastRecords
+from core.log_messages import ForecastRecord, ForecastRecords
 from predictor.artefact import Artefact, load
 from predictor.encoders import SentenceEncoder
 from predictor.history import HistoryPredictor

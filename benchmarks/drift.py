@@ -26,7 +26,7 @@ from actors.log_sqlite import SqliteLog
 from benchmarks.decisions.row import Row
 from benchmarks.servers import RunningServer, farsight_command
 from core.forecast import Example
-from core.messages import ArtefactInfo, LoggedExample, LogQuery
+from core.log_messages import ArtefactInfo, LoggedExample, LogQuery
 from predictor.training import RECIPES, train
 from services.forecast_data import EMBEDDED_TOKENIZER, TokenCounter, read_examples
 

@@ -1,9 +1,9 @@
 """Presets side by side on a model that computes: ``python -m benchmarks.real_presets --model DIR --profile FILE``.
 
 Three headlines of the emulated device (``benchmarks.live_presets``) as they come here, beside what the simulator
-predicts from the profile that ``farsight profile`` has measured of this model on this machine. Requests are those of the
-eight text tasks, at a rate of ``load`` times what FCFS gets through in the simulator. The service is one process, which
-the model shares with everything else.
+predicts from the profile that ``farsight profile`` has measured of this model on this machine. Requests are those of
+the eight text tasks, at a rate of ``load`` times what FCFS gets through in the simulator. The service is one process,
+which the model shares with everything else.
 """
 
 from __future__ import annotations

@@ -28,18 +28,15 @@ from actors.waiting import again_and_again, wait_for
 from core.codec import decode, encode
 from core.errors import CapacityError, InvalidValueError
 from core.forecast import Forecast, ForecastQuestion
+from core.log_messages import FinishedRequest, FinishedRequests, RequestTrace, RequestTraces
 from core.messages import (
     AnnounceReply,
-    FinishedRequest,
-    FinishedRequests,
     ForecastMade,
     ForecastsMade,
     Keys,
     PieceCounts,
     PieceStatus,
     Refusal,
-    RequestTrace,
-    RequestTraces,
     Scale,
     StatusReply,
     Submit,

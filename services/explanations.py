@@ -9,7 +9,7 @@ from actors.names import LOG_STORE, ROUTER
 from actors.peer import PeerBook
 from core.codec import decode, encode
 from core.errors import FarsightError
-from core.messages import RequestTrace, RequestTraces, TraceQuery
+from core.log_messages import RequestTrace, RequestTraces, TraceQuery
 
 TIMEOUT_S = 2.0
 

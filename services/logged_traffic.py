@@ -16,7 +16,7 @@ from actors.log_backend import LogBackend, Retention
 from actors.log_sqlite_schema import APPLICATION_ID, SQL_SCHEMA_VERSION
 from core.errors import ConfigError
 from core.forecast import Forecast
-from core.messages import FinishedRequest, LogQuery
+from core.log_messages import FinishedRequest, LogQuery
 
 if TYPE_CHECKING:
     from simulator.workload import Arrival

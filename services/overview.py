@@ -17,7 +17,8 @@ from actors.registry import kind_of
 from actors.site import Site
 from core.codec import decode
 from core.errors import FarsightError
-from core.messages import ArtefactInfo, ArtefactList, KVUsage, PieceRows, PieceStatus, StatusReply
+from core.log_messages import ArtefactInfo, ArtefactList
+from core.messages import KVUsage, PieceRows, PieceStatus, StatusReply
 from kvcache.residency import total_usage
 from services.api.metrics_page import merge_expositions
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from core.decisions import Decision, Facts, on_clock, pack_decisions
-from core.messages import FinishedRequest, RequestTrace
+from core.log_messages import FinishedRequest, RequestTrace
 from core.request import Request
 
 SOURCE = "ingress"

@@ -6,7 +6,8 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
-from core.messages import PieceCounts, RequestTrace, StatusReply, TokenDelta
+from core.log_messages import RequestTrace
+from core.messages import PieceCounts, StatusReply, TokenDelta
 from core.request import Origin, SamplingParams
 from services.api.prompt_text import PromptText
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from core.decisions import Decision, unpack_decisions
 from core.errors import FarsightError
-from core.messages import RequestTrace
+from core.log_messages import RequestTrace
 from services.api.backend import GenerationBackend
 from services.api.errors import SERVER_ERROR, ApiError
 from services.api.ownership import bearer_key, owns

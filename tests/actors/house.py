@@ -23,7 +23,8 @@ from actors.names import LOG_STORE, SUPERVISOR, actor_name, host_of
 from actors.site import Site
 from core.codec import decode, encode
 from core.config import EngineConfig, ServerConfig
-from core.messages import FinishedRequest, LogPage, LogQuery, PieceStatus, StatusReply
+from core.log_messages import FinishedRequest, LogPage, LogQuery
+from core.messages import PieceStatus, StatusReply
 from core.request import SamplingParams
 from engine import Engine
 from engine.sampler import counter_uniform, warp_logits

@@ -11,7 +11,7 @@ import pytest
 
 from actors.names import LOG_STORE, ROUTER
 from core.config import EXECUTIONS, BatchConfig, ModelConfig, SchedulerConfig
-from core.messages import BatchPage, LogQuery
+from core.log_messages import BatchPage, LogQuery
 from services.client import EngineClient
 from tests.actors.conftest import open_house
 from tests.actors.house import ENGINE, House, Truth, calm_client, eventually, kill, read, rows, under_load

@@ -7,7 +7,7 @@ import secrets
 from contextlib import aclosing
 
 from core.decisions import unpack_decisions
-from core.messages import RequestTrace
+from core.log_messages import RequestTrace
 from core.request import Origin
 from services.client import EngineClient
 from tests.actors.house import NUM_BEFORE_GATE, PROMPTS, House, calm_client, eventually, sampling

@@ -15,31 +15,33 @@ from actors.piece import Piece
 from actors.registry import piece_class
 from core.config import FarsightConfig
 from core.errors import MessageError
+from core.log_messages import (
+    Artefact,
+    ArtefactName,
+    FinishedBatches,
+    FinishedRequests,
+    ForecastRecords,
+    LogQuery,
+    RequestTraces,
+    TraceQuery,
+)
 from core.messages import (
     SCHEMA_VERSION,
     Announce,
-    Artefact,
-    ArtefactName,
     Ended,
-    FinishedBatches,
-    FinishedRequests,
     ForecastQuestions,
-    ForecastRecords,
     ForecastsMade,
     Keys,
-    LogQuery,
     PieceStatus,
     Plan,
     ReplicaName,
     ReplicaState,
     ReportPoll,
-    RequestTraces,
     Scale,
     StepReport,
     StepSamples,
     Submit,
     TokenPoll,
-    TraceQuery,
 )
 from services.client import EngineClient
 from tests.actors.house import House, Truth, read, rows

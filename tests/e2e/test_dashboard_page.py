@@ -16,7 +16,8 @@ import uvicorn
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from core.decisions import Decision, pack_decisions
-from core.messages import PieceStatus, RequestTrace
+from core.log_messages import RequestTrace
+from core.messages import PieceStatus
 from services.api.app import build_app
 from services.api.prompts import PromptEncoder
 from tests.e2e.server import free_port

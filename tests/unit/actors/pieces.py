@@ -15,7 +15,7 @@ from actors.site import Site
 from core.codec import decode, encode
 from core.config import FarsightConfig, LogConfig
 from core.forecast import QUANTILES
-from core.messages import (
+from core.log_messages import (
     Artefact,
     ArtefactInfo,
     ArtefactList,

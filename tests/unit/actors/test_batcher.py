@@ -21,15 +21,10 @@ from actors.site import Site
 from core.codec import decode, encode
 from core.config import BatchConfig, FarsightConfig, LogConfig, SchedulerConfig
 from core.forecast import QUANTILES, Forecast
+from core.log_messages import Artefact, ArtefactName, ArtefactReply, BatchPage, FinishedBatch, LogQuery
 from core.messages import (
-    Artefact,
-    ArtefactName,
-    ArtefactReply,
-    BatchPage,
     Ended,
-    FinishedBatch,
     FinishedSequence,
-    LogQuery,
     PieceCounts,
     Refusals,
     ReplicaState,

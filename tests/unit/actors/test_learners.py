@@ -17,7 +17,8 @@ from actors.serving_time_estimator import ServingTimeEstimator
 from core.codec import decode, encode
 from core.errors import FarsightError, MessageError
 from core.forecast import Forecast
-from core.messages import LogPage, LogQuery, ReplicaStepProfile, StepProfileReply, StepSample, StepSamples
+from core.log_messages import LogPage, LogQuery
+from core.messages import ReplicaStepProfile, StepProfileReply, StepSample, StepSamples
 from predictor.history import PRIOR_MEAN
 from tests.unit.actors.pieces import append, finished, piece_context, until
 

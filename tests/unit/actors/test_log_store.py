@@ -13,7 +13,7 @@ import pytest
 from actors.log_store import MAX_EXAMPLES, MAX_PAGE, LogStore
 from core.codec import decode, encode
 from core.errors import FarsightError, MessageError
-from core.messages import (
+from core.log_messages import (
     MAX_FEATURE_BYTES,
     ArtefactInfo,
     ArtefactName,
@@ -452,7 +452,7 @@ def unchecked(record: object, field: str, value: object) -> object:
 async def test_what_is_wrong_is_refused_by_the_name_of_its_field_and_nothing_is_written(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("core.messages.MAX_ARTEFACT_BYTES", 1000)
+    monkeypatch.setattr("core.log_messages.MAX_ARTEFACT_BYTES", 1000)
     async with opened(path=path) as store:
         for message, make, method, fields in (
             (ForecastRecords, forecast_record, store.append_forecasts, BAD_FORECASTS),

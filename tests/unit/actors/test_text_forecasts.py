@@ -19,7 +19,8 @@ from core.codec import decode, encode
 from core.config import PredictorConfig
 from core.errors import ConfigError, FarsightError
 from core.forecast import Example, Forecast, ForecastQuestion
-from core.messages import ArtefactList, ForecastQuestions, Forecasts
+from core.log_messages import ArtefactList
+from core.messages import ForecastQuestions, Forecasts
 from predictor.shedding import Effort
 from predictor.trainer import ForestOptions
 from predictor.training import Recipe, train

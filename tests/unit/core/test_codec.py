@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core import forecast, messages
+from core import forecast, log_messages, messages
 from core.codec import decode, encode
 from core.errors import MessageError
 from core.messages import SCHEMA_VERSION, Keys, PieceStatus, Plan, Slot, StepReport, Submit, TokenDelta
@@ -63,23 +63,27 @@ SCORE = st.none() | TIME
 QUANTILES = st.lists(TIME, min_size=6, max_size=6).map(lambda numbers: tuple(sorted(numbers)))
 
 st.register_type_strategy(
-    messages.ForecastRecord,
-    st.builds(messages.ForecastRecord, TEXT, TIME, TEXT, ROW, TIME, QUANTILES, SCORE, TEXT, st.binary(max_size=9)),
+    log_messages.ForecastRecord,
+    st.builds(log_messages.ForecastRecord, TEXT, TIME, TEXT, ROW, TIME, QUANTILES, SCORE, TEXT, st.binary(max_size=9)),
 )
 st.register_type_strategy(
-    messages.FinishedBatch,
-    st.builds(messages.FinishedBatch, TEXT, TEXT, VERSION, ROW, ROW, ROW, SECONDS, SECONDS, TIME),
+    log_messages.FinishedBatch,
+    st.builds(log_messages.FinishedBatch, TEXT, TEXT, VERSION, ROW, ROW, ROW, SECONDS, SECONDS, TIME),
 )
 NAME = st.text(min_size=1, max_size=8)
 st.register_type_strategy(
-    messages.Artefact, st.builds(messages.Artefact, NAME, VERSION, TIME, SCORE, ROW, TEXT, st.binary(max_size=9))
+    log_messages.Artefact,
+    st.builds(log_messages.Artefact, NAME, VERSION, TIME, SCORE, ROW, TEXT, st.binary(max_size=9)),
 )
-st.register_type_strategy(messages.ArtefactName, st.builds(messages.ArtefactName, TEXT, st.none() | VERSION))
+st.register_type_strategy(log_messages.ArtefactName, st.builds(log_messages.ArtefactName, TEXT, st.none() | VERSION))
 
 
 MESSAGES = list(
     dict.fromkeys(
-        kind for module in (messages, forecast) for kind in vars(module).values() if dataclasses.is_dataclass(kind)
+        kind
+        for module in (messages, log_messages, forecast)
+        for kind in vars(module).values()
+        if dataclasses.is_dataclass(kind)
     )
 )
 every_message = pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)

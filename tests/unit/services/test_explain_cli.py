@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from core.decisions import Decision, on_clock, pack_decisions
-from core.messages import RequestTrace
+from core.log_messages import RequestTrace
 from services.api.explain import explanation
 from services.cli import app
 

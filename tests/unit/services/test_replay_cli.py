@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from core.forecast import Forecast
-from core.messages import FinishedRequest
+from core.log_messages import FinishedRequest
 from services.cli import app
 from services.logged_traffic import read_traffic
 from simulator.experiment import Experiment, make_arrivals

@@ -10,16 +10,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from core.messages import (
-    ArtefactInfo,
-    KVTraffic,
-    KVUsage,
-    PieceCounts,
-    PieceStatus,
-    RequestTrace,
-    StatusReply,
-    TokenDelta,
-)
+from core.log_messages import ArtefactInfo, RequestTrace
+from core.messages import KVTraffic, KVUsage, PieceCounts, PieceStatus, StatusReply, TokenDelta
 from core.request import Origin, SamplingParams
 from services.api.backend import ModelInfo
 from services.api.prompt_text import PromptText

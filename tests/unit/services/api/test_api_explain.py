@@ -10,7 +10,7 @@ import pytest
 from api_support import MODEL, ScriptedBackend
 
 from core.decisions import Decision, on_clock, pack_decisions
-from core.messages import RequestTrace
+from core.log_messages import RequestTrace
 from core.request import Origin
 from services.api.admin import Administration
 from services.api.app import build_app
