@@ -30,7 +30,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--first-seed", type=int, default=11)
     parser.add_argument("--requests", type=int, help="of every run; default: each setup's own")
     parser.add_argument("--speed", type=float, default=1.0, help="divides the times of profile and arrivals")
-    parser.add_argument("--jobs", type=int, default=6, help="runs side by side; each takes about a sixth of a core")
+    parser.add_argument("--jobs", type=int, default=8, help="runs side by side; each takes about a seventh of a core")
     parser.add_argument("--cache", type=Path, default=Path("build/live_presets.jsonl"))
     parser.add_argument("--data", type=Path, help="folder of the data sets [FARSIGHT_DATA]")
     parser.add_argument("--json", action="store_true", help="a line for each claim")

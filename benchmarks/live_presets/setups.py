@@ -80,12 +80,13 @@ _D_SLA = Sla(10 / 8, 1.5 / 8)
 _D_KV = 121_060 // 8
 _BINS = LengthPair(Uniform(16, 128), Uniform(8, 256), 256)
 
-_TEXTS = Cell("i256", "apps8", 1.1, 30_000, num_requests=1200)
+_TEXTS = Cell("i256", "apps8", 1.1, 30_000)
 _ZIPF = Cell("zipf", "zipf", 1.1, 30_000, num_requests=500, cv=4.0)
 
 SETUPS: dict[str, Setup] = {
     "i256 1.1": Setup(_TEXTS),
-    "i256 0.9": Setup(replace(_TEXTS, load=0.9, num_requests=800)),
+    "i256 0.9": Setup(replace(_TEXTS, load=0.9, num_requests=2000)),
+    "i256 1.1, short": Setup(replace(_TEXTS, num_requests=800)),
     "zipf 1.1": Setup(_ZIPF),
     "zipf15 0.9": Setup(replace(_ZIPF, name="zipf15", load=0.9, kv_tokens=15_000)),
     "D1/8 1.0": Setup(DrawnCell("d1", "d1", 1.0, _D_KV, num_requests=200, lengths=_D1), _D_SLA, "none"),
