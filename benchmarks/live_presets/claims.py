@@ -129,4 +129,4 @@ CLAIMS: tuple[Claim, ...] = (
     _like_simulation("zipf 1.1", "past-future"),
     _like_simulation("zipf 1.1", "fastserve"),
 )
-"""An overload of few requests has little time to build a queue: what is compared with FCFS runs longer than the rest."""
+"""An overload of few requests has no time to build a queue: what is compared with FCFS runs longer than the rest."""
