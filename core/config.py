@@ -152,7 +152,7 @@ class SchedulerConfig:
     watermark: float = 0.95
     standby_slots: int = 16
     quantum_s: float = 0.02
-    starve_limit_s: float = 3.0
+    starve_limit_s: float = 30.0
     event_log: str = ""
 
     def __post_init__(self) -> None:

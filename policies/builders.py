@@ -262,10 +262,14 @@ def configured_scheduler(config: SchedulerConfig, max_num_seqs: int) -> ReplicaS
         expected = f"ragged with preset {config.preset!r}; batches are formed by {batching}"
         raise ConfigError("scheduler.execution", config.execution, expected)
     limits = SchedulerLimits(max_num_seqs, config.standby_slots)
-    mlfq = MlfqRules(config.quantum_s, follows_cost=True, starve_limit_s=config.starve_limit_s)
-    settings = PolicySettings(watermark=config.watermark, gamma=config.gamma, mlfq=mlfq)
     parts = {"order": config.order, "admission": config.admission, "kv": config.kv}
-    return build_scheduler(config.preset, limits, settings, **parts)
+    return build_scheduler(config.preset, limits, configured_settings(config), **parts)
+
+
+def configured_settings(config: SchedulerConfig) -> PolicySettings:
+    """What the parts go by on a server until it has measured more."""
+    mlfq = MlfqRules(config.quantum_s, follows_cost=True, starve_limit_s=config.starve_limit_s)
+    return PolicySettings(watermark=config.watermark, gamma=config.gamma, mlfq=mlfq)
 
 
 def swaps_kv(config: SchedulerConfig) -> bool:

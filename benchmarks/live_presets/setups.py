@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.live_presets.live import Hardware
+from core.config import SchedulerConfig
 from estimator.device_profile import A100_7B
-from policies.builders import PolicySettings, build_scheduler
+from policies.builders import build_scheduler, configured_settings
 from simulator import predictors
 from simulator.arrivals import AllAtOnce
 from simulator.experiment import Experiment
@@ -68,6 +69,9 @@ class Setup:
         return Hardware(A100_7B, cell.kv_tokens, HOST_TOKENS, cell.max_num_seqs, CHUNK + cell.max_num_seqs)
 
 
+_SETTINGS = replace(configured_settings(SchedulerConfig()), cost=LATENCY.cost)
+
+
 def _eighth(prompt: tuple[int, int], output: tuple[int, int]) -> LengthPair:
     """Lengths of Past-Future's mixes, memory and limits of time divided by 8: the same contest in an eighth of it."""
     (p, q), (a, b) = prompt, output
@@ -111,9 +115,7 @@ class System:
 
 
 def _continuous(preset: str, look_every: int, setup: Setup, arrivals: list[Arrival]) -> list[Record]:
-    policy = Policy(
-        lambda limits: build_scheduler(preset, limits, PolicySettings(cost=LATENCY.cost)), look_every=look_every
-    )
+    policy = Policy(lambda limits: build_scheduler(preset, limits, _SETTINGS), look_every=look_every)
     return combined_runs.run(setup.cell, arrivals, policy)
 
 
