@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 REPORT_INTERVAL_S = 0.1
 """Reports are this far apart ..."""
 
-ENDED_INTERVAL_S = 0.02
-"""... but those that tell of an end only this far, for standby slots take the place of what ended meanwhile. Under
-pressure, and when nothing is left to run, they go at once."""
+SOON_S = 0.02
+"""... but only this far if they tell of an end, for standby slots take the place of what ended meanwhile, or of one who
+rests because its grant is used up. Under pressure, and when nothing is left to run, they go at once."""
 
 POLL_TIMEOUT_S = 1.0
 """An idle long poll answers after this time, so that both sides know the other lives."""
@@ -205,7 +205,7 @@ class ModelWorker(Piece):
         if any(self._slow.values()) or any(channel.full for channel in self._channels.values()):
             self._stall(worker)
         ended = any(output.delta.finish_reason for output in outputs)
-        self._mark_report(ended=ended, pressure=worker.executor.short_blocks > 0)
+        self._mark_report(soon=ended or worker.executor.out_of_grants, pressure=worker.executor.short_blocks > 0)
 
     def _count_prefixes(self, worker: Worker) -> None:
         counts = worker.executor.prefix_queries, worker.executor.prefix_hits
@@ -214,11 +214,11 @@ class ModelWorker(Piece):
             self._metrics.prefix_cache(counts[0] - queries, counts[1] - hits)
             self._prefix_counts = counts
 
-    def _mark_report(self, *, ended: bool, pressure: bool) -> None:
-        wait_s = self._reported_at + (ENDED_INTERVAL_S if ended else REPORT_INTERVAL_S) - time.monotonic()
+    def _mark_report(self, *, soon: bool, pressure: bool) -> None:
+        wait_s = self._reported_at + (SOON_S if soon else REPORT_INTERVAL_S) - time.monotonic()
         if pressure or wait_s <= 0:
             self._report_due.set()
-        elif ended and self._report_timer is None:
+        elif soon and self._report_timer is None:
             self._report_timer = asyncio.get_running_loop().call_later(wait_s, self._report_due.set)
 
     def _dispatch(self, worker: Worker, outputs: list[Output]) -> None:

@@ -64,6 +64,7 @@ class PlanExecutor(ABC):
     Attributes:
         returns_together: Whether a sequence is returned only when all that run with it have ended.
         short_blocks: Blocks that the sequences of the step lack which did not run for want of them.
+        out_of_grants: Whether somebody was left out of the step because the plan lets it go no further.
         prefix_queries: Prompt tokens looked for in the cache so far, each request's once.
         prefix_hits: And found.
     """
@@ -78,6 +79,7 @@ class PlanExecutor(ABC):
         self.limits = limits
         self.incarnation = incarnation
         self.short_blocks = 0
+        self.out_of_grants = False
         self.prefix_queries = self.prefix_hits = 0
         self._held: dict[str, Held] = {}  # in plan order
         self._stalled: frozenset[str] = frozenset()

@@ -152,6 +152,7 @@ class LeaseExecutor(PlanExecutor):
         if self.host is not None:
             self._begin_offloads(self.host)
         selection = self._select(self._held.values(), within_grants=True)
+        self.out_of_grants = selection.out_of_grants
         if not selection.items and selection.out_of_grants:
             by_arrival = sorted(self._held.values(), key=lambda held: held.arrival)
             selection = self._select(by_arrival, within_grants=False)

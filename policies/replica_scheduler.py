@@ -63,10 +63,14 @@ class SchedulerLimits:
     Attributes:
         max_num_seqs: Admitted requests at most; the worker's own bound of a step.
         standby_slots: Requests shipped ahead so that a place never stays empty for a round trip.
+        grant_lead_s: Grants are renewed when less than this is left of one, so that nobody rests between the end of a
+            grant and the plan that follows the report of it; they last twice as long at least. 0 where reports and
+            plans take no time.
     """
 
     max_num_seqs: int
     standby_slots: int
+    grant_lead_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -515,10 +519,13 @@ class ReplicaScheduler:
                 self._preempt(job, Residency.HOST if fits else Residency.DEVICE, now)
 
     def _grants_are_used_up(self) -> bool:
-        """Whether a job that is to execute has come to the end of what the latest plan grants it."""
+        """Whether a job that is to execute has come near the end of what the latest plan grants it."""
+        decode_s = self._decode_s()
+        lead = 0 if decode_s is None else math.ceil(self.limits.grant_lead_s / decode_s)
         return any(
-            job.known_len >= self._tracked[job.request_id].granted_len < self._tracked[job.request_id].max_total_len
+            job.known_len + lead >= each.granted_len < each.max_total_len
             for job in self._running
+            for each in (self._tracked[job.request_id],)
         )
 
     def _plan(self, worker: WorkerReady) -> Plan:
@@ -581,7 +588,7 @@ class ReplicaScheduler:
         """
         if decode_s is None or self._cost is None or not self._contended:
             return tracked.max_total_len
-        slice_s = self.order.slice_s(tracked.job)
+        slice_s = max(self.order.slice_s(tracked.job), 2 * self.limits.grant_lead_s)
         if slice_s == math.inf:
             return tracked.max_total_len
         missing = tracked.job.missing_len
