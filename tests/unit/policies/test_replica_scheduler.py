@@ -6,11 +6,13 @@ import dataclasses
 
 import pytest
 
+from core.costs import StepCost
 from core.forecast import QUANTILES, Forecast
 from core.messages import FinishedSequence, ForecastMade, Plan, SlotProgress, StepReport, WorkerReady, WorkerState
 from core.request import Request, SamplingParams, SequenceStatus
 from policies.builders import PolicySettings, build_scheduler
 from policies.replica_events import (
+    CostLearnt,
     Event,
     ForecastsArrived,
     RefuseRequest,
@@ -52,9 +54,17 @@ def state(
 class Harness:
     """A scheduler whose integrity is checked after every event; keeps the latest plan."""
 
-    def __init__(self, max_num_seqs: int = 8, standby_slots: int = 2, worker: WorkerState | None = None) -> None:
-        limits = SchedulerLimits(max_num_seqs, standby_slots)
-        self.scheduler: ReplicaScheduler = build_scheduler("fcfs", limits, PolicySettings(watermark=1.0))
+    def __init__(
+        self,
+        max_num_seqs: int = 8,
+        standby_slots: int = 2,
+        worker: WorkerState | None = None,
+        *,
+        preset: str = "fcfs",
+        grant_lead_s: float = 0.0,
+    ) -> None:
+        limits = SchedulerLimits(max_num_seqs, standby_slots, grant_lead_s)
+        self.scheduler: ReplicaScheduler = build_scheduler(preset, limits, PolicySettings(watermark=1.0))
         self.plans: list[Plan] = []
         self.ended: list[RequestEnded] = []
         self.refused: list[RefuseRequest] = []
@@ -491,3 +501,24 @@ def test_a_forecast_changes_the_order_of_those_that_wait() -> None:
     assert foresee("long", 1, 1.0) == foresee("unknown", 0, 1.0) == []  # another attempt, another request
     assert foresee("long", 0, 30.0)[0] == "short"
     assert foresee("long", 0, 1.0)[0] == "long"
+
+
+@pytest.mark.parametrize(
+    ("lead_s", "first_grant", "renewed_after"),
+    [(0.0, 4 + 2, 2), (0.3, 4 + 6, 3)],
+    ids=["when it is used up", "before, where reports take their time"],
+)
+def test_a_grant_is_renewed(lead_s: float, first_grant: int, renewed_after: int) -> None:
+    """Two want one place; a token takes 0.1 s, and the first quantum that holds one is 0.16 s."""
+    worker = state(ready=dataclasses.replace(READY, num_blocks=100, max_model_len=400))
+    h = Harness(max_num_seqs=1, worker=worker, preset="fastserve-recompute", grant_lead_s=lead_s)
+    h.handle(CostLearnt(StepCost(0.1, 0.0, 0.0, 0.0)))
+    h.arrive(request("a", out=60), request("b", out=60))
+    (slot,) = [slot for slot in h.plans[-1].slots if slot.request_id == "a"]
+    assert slot.length_to == first_grant
+    num_plans = len(h.plans)
+    for output in range(1, renewed_after):
+        h.report(output, dataclasses.replace(running("a", output, 3), ran_s=0.0))
+        assert len(h.plans) == num_plans, f"{output} tokens: enough is left"
+    h.report(renewed_after, dataclasses.replace(running("a", renewed_after, 3), ran_s=0.0))
+    assert len(h.plans) == num_plans + 1
