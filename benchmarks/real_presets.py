@@ -13,7 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from simulator.workload import Arrival
 from simulator.workloads import build_workload, retime
 
 MAX_LEN = 2000
-"""Prompt and limit of a request, in tokens: what the model of ``benchmarks.make_model`` holds."""
+"""Of prompt and output together, in tokens: what the model of ``benchmarks.make_model`` holds."""
 
 SIGMA = 0.5
 """Of the forecasts' noise, as in the simulated cells."""
@@ -79,8 +79,12 @@ class Bench:
     def arrivals(self, seed: int, load: float) -> list[Arrival]:
         """Poisson, with forecasts; load 1 is what FCFS gets through when all come at once, less the last 15 %."""
         rng = np.random.default_rng(seed)
-        drawn = [each for each in build_workload("apps8", rng, 2 * self.num_requests) if _fits(each)]
-        requests = drawn[: self.num_requests]
+        drawn = build_workload("apps8", rng, 2 * self.num_requests)
+        fitting = [each for each in drawn if each.prompt_len + each.output_len <= MAX_LEN]
+        requests = [
+            replace(each, max_new_tokens=min(each.max_new_tokens, MAX_LEN - each.prompt_len))
+            for each in fitting[: self.num_requests]
+        ]
         at_once = self.simulated("fcfs", retime(requests, np.zeros(len(requests))))
         ends = sorted(record.finished_at for record in at_once)
         num_done = int(0.85 * len(ends))
@@ -136,10 +140,6 @@ class Bench:
                 row |= {f"{name}_low": ratio and ratio.low, f"{name}_high": ratio and ratio.high}
             rows.append(row)
         return rows
-
-
-def _fits(arrival: Arrival) -> bool:
-    return arrival.prompt_len + arrival.max_new_tokens <= MAX_LEN
 
 
 def main() -> None:
