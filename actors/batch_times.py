@@ -11,7 +11,7 @@ from collections import deque
 from actors.names import LOG_STORE, serving_time_estimator_name
 from actors.peer import PeerBook, PeerLost
 from core.codec import decode, encode
-from core.costs import StepCost
+from core.costs import profile_cost
 from core.errors import FarsightError, InvalidValueError
 from core.log_messages import Artefact, ArtefactList, ArtefactName, ArtefactReply
 from core.messages import StepProfileReply
@@ -104,9 +104,7 @@ class LiveBatchTimes:
             return  # what it said last still holds
         measured = [row for row in decode(data, StepProfileReply).profiles if row.num_samples >= MIN_SAMPLES]
         if measured:
-            best = max(measured, key=lambda row: row.num_samples)
-            prices = (best.base_s, best.prefill_token_s, best.decode_seq_s, best.context_token_s, best.prefill_pair_s)
-            self._times.price(StepCost(*prices))
+            self._times.price(profile_cost(max(measured, key=lambda row: row.num_samples)))
 
     async def _save(self) -> None:
         """Stores what is known as the next version, and makes it the current one."""

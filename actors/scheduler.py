@@ -17,7 +17,7 @@ from actors.peer import LOOK_AGAIN_S, Peer, PeerLost
 from actors.piece import Piece, PieceContext
 from actors.waiting import wait_for
 from core.codec import decode, encode
-from core.costs import StepCost
+from core.costs import profile_cost
 from core.decisions import on_clock
 from core.log_messages import RequestTrace, RequestTraces, TraceQuery
 from core.messages import (
@@ -294,11 +294,7 @@ class Scheduler(Piece):
                     with contextlib.suppress(PeerLost):
                         reply = await peers.peer(serving_time_estimator_name(index)).call("observe", samples)
                         if reply:
-                            self._price(decode(reply, ReplicaStepProfile))
-
-    def _price(self, profile: ReplicaStepProfile) -> None:
-        prices = (profile.base_s, profile.prefill_token_s, profile.decode_seq_s, profile.context_token_s)
-        self._handle(CostLearnt(StepCost(*prices, profile.prefill_pair_s)))
+                            self._handle(CostLearnt(profile_cost(decode(reply, ReplicaStepProfile))))
 
     def _count(self) -> None:
         machine = self._machine

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from core.messages import StepSample
+from core.messages import ReplicaStepProfile, StepSample
 
 
 def attention_pairs(num_tokens: int, start: int) -> int:
@@ -69,6 +69,17 @@ class StepCost:
 
 A100_7B = StepCost(base_s=0.010, prefill_token_s=0.11e-3, decode_seq_s=0.02e-3, context_token_s=0.2e-6)
 """About a 7B model on an A100."""
+
+
+def profile_cost(profile: ReplicaStepProfile) -> StepCost:
+    """The prices of a profile that was measured."""
+    return StepCost(
+        profile.base_s,
+        profile.prefill_token_s,
+        profile.decode_seq_s,
+        profile.context_token_s,
+        profile.prefill_pair_s,
+    )
 
 
 class CostModel(Protocol):

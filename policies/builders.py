@@ -212,23 +212,6 @@ def build_scheduler(
     return ReplicaScheduler(ReplicaPolicies(ranked, admits, _kv_policy(kv or row.kv, ranked)), limits)
 
 
-def check_parts(config: SchedulerConfig) -> None:
-    """Refuses a composition that cannot be served.
-
-    Raises:
-        ConfigError: there is no such preset or part, or they do not go together.
-    """
-    row = find_preset(config.preset)
-    if row.mode == "continuous":
-        configured_scheduler(config, 1)
-        return
-    for part in ("order", "admission", "kv"):
-        value = getattr(config, part)
-        if value:
-            expected = f"nothing: preset {row.name!r} forms batches in one queue, replicas decide nothing"
-            raise ConfigError(f"scheduler.{part}", value, expected)
-
-
 def configured_replica(config: SchedulerConfig, max_num_seqs: int) -> ReplicaScheduler:
     """The scheduler of one replica as the configuration of a server says, in either mode.
 
@@ -241,16 +224,22 @@ def configured_replica(config: SchedulerConfig, max_num_seqs: int) -> ReplicaSch
 
 
 def check_scheduler(config: SchedulerConfig) -> None:
-    """Refuses before anything starts what could not be scheduled so.
+    """Refuses before anything starts a composition that could not be served.
 
     Raises:
-        ConfigError: there is no such preset or placement, or static execution of a preset that forms no batches.
+        ConfigError: there is no such preset or part, or they do not go together.
     """
-    check_parts(config)
     if not is_batch_mode(config.preset):
+        configured_scheduler(config, 1)
         build_router(config.preset, config.placement)
-    elif config.placement:
+        return
+    if config.placement:
         raise ConfigError("scheduler.placement", config.placement, "nothing: under this preset idle workers pull")
+    for part in ("order", "admission", "kv"):
+        value = getattr(config, part)
+        if value:
+            expected = f"nothing: preset {config.preset!r} forms batches in one queue, replicas decide nothing"
+            raise ConfigError(f"scheduler.{part}", value, expected)
 
 
 def configured_scheduler(config: SchedulerConfig, max_num_seqs: int, grant_lead_s: float = 0.0) -> ReplicaScheduler:
@@ -284,7 +273,7 @@ def swaps_kv(config: SchedulerConfig) -> bool:
     Raises:
         ConfigError: as ``configured_scheduler``.
     """
-    return find_preset(config.preset).mode == "continuous" and configured_scheduler(config, 1).kv.swaps
+    return not is_batch_mode(config.preset) and configured_scheduler(config, 1).kv.swaps
 
 
 def _admission(name: str, order: Order, settings: PolicySettings) -> Admission:

@@ -14,7 +14,6 @@ from policies.builders import (
     build_batcher,
     build_router,
     build_scheduler,
-    check_parts,
     check_scheduler,
     configured_replica,
     configured_scheduler,
@@ -128,15 +127,15 @@ def test_no_batch_is_larger_than_a_worker_can_run(size: int, max_num_seqs: int |
 
 
 def test_only_formed_batches_can_be_padded() -> None:
-    check_parts(SchedulerConfig(preset="magnus", execution="static"))
+    check_scheduler(SchedulerConfig(preset="magnus", execution="static"))
     with pytest.raises(ConfigError, match=r"scheduler\.execution.*'static'.*ragged.*'fastserve'.*multi-bin"):
-        check_parts(SchedulerConfig(preset="fastserve", execution="static"))
+        check_scheduler(SchedulerConfig(preset="fastserve", execution="static"))
 
 
 @pytest.mark.parametrize("part", ["order", "admission", "kv"])
 def test_replicas_of_batch_mode_decide_nothing(part: str) -> None:
     with pytest.raises(ConfigError, match=rf"scheduler\.{part}.*'multi-bin'"):
-        check_parts(SchedulerConfig(preset="multi-bin", **{part: "fcfs"}))
+        check_scheduler(SchedulerConfig(preset="multi-bin", **{part: "fcfs"}))
 
 
 def test_the_configuration_sets_parts_alone() -> None:
@@ -144,7 +143,7 @@ def test_the_configuration_sets_parts_alone() -> None:
     built = configured_scheduler(config, 4)
     assert [type(part) for part in (built.order, built.admission, built.kv)] == [SkipJoinMlfq, Aggressive, Reactive]
     with pytest.raises(ConfigError, match=r"scheduler\.kv.*not skip-join-mlfq"):
-        check_parts(SchedulerConfig(kv="enst-reactive"))
+        check_scheduler(SchedulerConfig(kv="enst-reactive"))
 
 
 SWAPPING = {"fastserve", "fastserve-reactive", "farsight"}
