@@ -6,6 +6,8 @@ PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 TORCH_INDEX_URL ?=
 TORCH_VERSION = $(shell sed -n 's/^torch==//p' constraints.txt)
 ARGS ?=
+# Processes that run tests beside each other, each file in one of them; 0: this one alone.
+TEST_PROCESSES ?= 0
 CODE = core kvcache policies predictor estimator engine actors simulator services benchmarks tools tests
 
 .PHONY: help setup setup-dev serve test check format clean
@@ -20,8 +22,9 @@ setup-dev: $(VENV)/.installed-dev ## Install what development needs as well
 serve: setup ## Serve the embedded model on 127.0.0.1:8000 (flags: make serve ARGS="--port 9000")
 	@exec $(VENV)/bin/farsight serve $(ARGS)
 
+# Where Python is told to write no bytecode, each process of each server under test would compile everything again.
 test: setup-dev ## Run every test that needs no GPU
-	$(VENV)/bin/python -m pytest -q -m "not gpu" $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -q -m "not gpu" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: setup-dev ## Lint, format, types, dependency rule
 	$(VENV)/bin/ruff check $(CODE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 from typing import Any
@@ -19,6 +20,8 @@ from actors.registry import piece_class
 from actors.site import Site
 from core.codec import encode
 from core.messages import PieceRows, PieceStatus
+
+logger = logging.getLogger(__name__)
 
 
 class PieceHost:
@@ -128,6 +131,7 @@ class PieceHost:
 
     def _piece_failed(self, failed: asyncio.Future[None]) -> None:
         self._failure = failed.exception()
+        logger.error("a piece has failed", exc_info=self._failure)  # whoever watches may be another piece here
         self._broken.set()
 
     def _rows(self) -> list[PieceStatus]:
@@ -144,4 +148,6 @@ class PieceHost:
             last_step_age_s=piece.last_step_age_s,
             restarts=self._restarts,
             http_port=self._port,
+            url=piece.url,
+            breaker=piece.breaker,
         )

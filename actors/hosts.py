@@ -6,10 +6,13 @@ import asyncio
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.host import PieceHost
-from actors.names import SUPERVISOR, actor_name, host_of
+from actors.names import SUPERVISOR, actor_name, host_of, worker_name
+from actors.nodes import head_node, living_nodes
 from actors.peer import LOOK_AGAIN_S
+from actors.rank_groups import rank_options
 from actors.site import Site
 
 CREATE_TIMEOUT_S = 30.0
@@ -24,14 +27,23 @@ def find_host(host: str, namespace: str) -> Any | None:
         return None
 
 
-def create_host(host: str, site: Site, restarts: int) -> Any:
+def create_host(host: str, site: Site, restarts: int, node_id: str = "") -> Any:
     """A handle of that host; of two callers at once both get the same one.
+
+    Args:
+        node_id: Where it is to live; empty for the head. If that is lost meanwhile, every call of the handle raises
+            ``ActorUnschedulableError``. One of several ranks lives where its replica's placement group is.
 
     Raises:
         ValueError: the name still belongs to a dead actor; try again.
     """
     # Handles are Any: Ray adds methods at run time that no type describes.
     host_class: Any = ray.remote(PieceHost)
+    placed = {
+        "num_gpus": num_gpus(host, site),  # without any, Ray hides them all from the process
+        # Not soft: to that Ray pays no heed where an actor needs no resources (2.60).
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id or head_node(living_nodes()), soft=False),
+    }
     options: Any = host_class.options(
         name=actor_name(host),
         namespace=site.namespace,
@@ -40,12 +52,18 @@ def create_host(host: str, site: Site, restarts: int) -> Any:
         num_cpus=0,
         max_restarts=0,
         max_concurrency=1000,
+        **placed | rank_options(host, site),
     )
     return options.remote(host, site, restarts)
 
 
-async def recreate_host(host: str, site: Site, restarts: int) -> Any:
-    """Creates it as soon as the name of its predecessor is free.
+def num_gpus(host: str, site: Site) -> int:
+    """GPUs of its own that a host needs."""
+    return int(site.config.engine.device == "cuda" and host.startswith(worker_name("")))
+
+
+async def recreate_host(host: str, site: Site, restarts: int, node_id: str = "") -> Any:
+    """Creates it as soon as the name of its predecessor is free; ``node_id`` as for ``create_host``.
 
     Raises:
         TimeoutError: it does not come free.
@@ -53,7 +71,7 @@ async def recreate_host(host: str, site: Site, restarts: int) -> Any:
     async with asyncio.timeout(CREATE_TIMEOUT_S):
         while True:
             try:
-                return create_host(host, site, restarts)
+                return create_host(host, site, restarts, node_id)
             except ValueError:
                 await asyncio.sleep(LOOK_AGAIN_S)
 

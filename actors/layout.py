@@ -6,9 +6,11 @@ from actors.names import (
     LOG_STORE,
     ROUTER,
     SUPERVISOR,
+    backend_name,
     host_of,
     kv_offload_manager_name,
     length_predictor_name,
+    rank_name,
     scheduler_name,
     serving_time_estimator_name,
     worker_name,
@@ -30,12 +32,14 @@ SCALABLE = {
 def initial_counts(config: FarsightConfig) -> PieceCounts:
     """As configured. ``ingress_replicas`` is 0 until somebody asks for another number than Ray Serve was given."""
     actors = config.actors
-    return PieceCounts(config.model.replicas, actors.length_predictors, actors.serving_time_estimators, 0)
+    counts = (config.model.replicas, actors.length_predictors, actors.serving_time_estimators)
+    return PieceCounts(*counts, ingress_replicas=0, backends=len(config.replica))
 
 
-def replica_pieces(replica: str) -> list[str]:
-    """The pieces of one replica; the worker last, since it is what takes long to start."""
-    return [scheduler_name(replica), kv_offload_manager_name(replica), worker_name(replica)]
+def replica_pieces(replica: str, num_ranks: int = 1) -> list[str]:
+    """The pieces of one replica; the ranks of its model last, since they are what takes long to start."""
+    ranks = [rank_name(replica, rank) for rank in range(1, num_ranks)]
+    return [scheduler_name(replica), kv_offload_manager_name(replica), worker_name(replica), *ranks]
 
 
 async def current_counts(peers: PeerBook, known: PieceCounts) -> PieceCounts:
@@ -46,13 +50,18 @@ async def current_counts(peers: PeerBook, known: PieceCounts) -> PieceCounts:
         return known
 
 
-def wanted_pieces(counts: PieceCounts) -> list[str]:
-    """Every piece but the Supervisor and the ingress replicas."""
+def wanted_pieces(counts: PieceCounts, num_ranks: int = 1) -> list[str]:
+    """Every piece but the Supervisor and the ingress replicas.
+
+    Args:
+        num_ranks: Of each replica (``ModelConfig.num_ranks``).
+    """
     pieces = [ROUTER, LOG_STORE]
     pieces += map(length_predictor_name, range(counts.length_predictors))
     pieces += map(serving_time_estimator_name, range(counts.serving_time_estimators))
     for index in range(counts.replicas):
-        pieces += replica_pieces(str(index))
+        pieces += replica_pieces(str(index), num_ranks)
+    pieces += map(backend_name, range(counts.backends))
     return pieces
 
 

@@ -6,6 +6,7 @@ since several pieces of one process may write to it.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, TypeVar, cast
@@ -14,7 +15,9 @@ from weakref import WeakKeyDictionary
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
 
-from core.messages import KVTraffic, KVUsage
+from core.kv_messages import KVTraffic, KVUsage
+from policies.backend_events import FAILURE_KINDS
+from policies.circuit_breaker import BreakerState
 
 TTFT_BUCKETS_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -185,6 +188,33 @@ class EngineMetrics:
             family.remove_by_labels(dict(self._labels))
 
 
+class BackendMetrics:
+    """What is measured of a replica that is another server, beside its queues (``EngineMetrics.set_queues``)."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str, replica: str) -> None:
+        self._labels: Mapping[str, str] = {"model_name": model_name, "engine": replica}
+        self._state = _family(
+            registry,
+            Gauge,
+            "farsight:backend_state",
+            "Of another server's circuit breaker: 1 for the state it is in. Requests go there while it is closed.",
+            (*_LABELS, "state"),
+        )
+        self._failures = _family(
+            registry, Counter, "farsight:backend_failures", "What another server did wrong.", (*_LABELS, "kind")
+        )
+        for kind in FAILURE_KINDS:
+            self._failures.labels(**self._labels, kind=kind)
+
+    def set_state(self, state: BreakerState) -> None:
+        for each in BreakerState:
+            self._state.labels(**self._labels, state=each.value).set(each is state)
+
+    def failed(self, kind: str) -> None:
+        """One failure of a kind (``FAILURE_KINDS``)."""
+        self._failures.labels(**self._labels, kind=kind).inc()
+
+
 class BatchMetrics:
     """What is measured of batches where idle workers pull them; one object per registry and model."""
 
@@ -292,6 +322,18 @@ class RequestMetrics:
     def rejected(self, reason: str) -> None:
         """The service was full; vLLM's reasons are ``max_num_queued_reqs`` and ``max_num_queued_tokens``."""
         self._rejections.labels(**self._labels, reason=reason).inc()
+
+
+class QueueDelay:
+    """How long a new request would wait, as the Router predicts it; one object per registry and model."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        text = "Predicted wait of a request that came now; NaN as long as that cannot be said."
+        family = _family(registry, Gauge, "farsight:predicted_queue_delay_seconds", text, ("model_name",))
+        self._gauge = family.labels(model_name)
+
+    def set(self, delay_s: float | None) -> None:
+        self._gauge.set(math.nan if delay_s is None else delay_s)
 
 
 class RefusedMessages:

@@ -6,30 +6,37 @@ Nothing here may import torch at the top: Ray imports this module in every proce
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import logging
 import sys
 import time
 import uuid
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prometheus_client import Counter, Histogram
+import ray
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from actors.metrics import EngineMetrics
 from actors.piece import Piece, PieceContext
 from actors.step_loop import Step, StepLoop
-from actors.token_channel import TICK_S, TokenChannel
+from actors.token_channel import TICK_S
+from actors.token_channels import POLL_TIMEOUT_S, TokenChannels
 from actors.waiting import wait_for
 from core.codec import decode, encode
+from core.errors import RankLost
 from core.messages import Plan, ReportPoll, StepSample, TokenDelta, TokenPoll
+from core.rank_messages import RankTicket
 
 if TYPE_CHECKING:
     from core.config import FarsightConfig
     from engine.emission import Output
+    from engine.parallel.links import Ranks
     from engine.worker import Worker
 
 REPORT_INTERVAL_S = 0.1
@@ -38,15 +45,6 @@ REPORT_INTERVAL_S = 0.1
 SOON_S = 0.02
 """... but only this far if they tell of an end, for standby slots take the place of what ended meanwhile, or of one who
 rests because its grant is used up. Under pressure, and when nothing is left to run, they go at once."""
-
-POLL_TIMEOUT_S = 1.0
-"""An idle long poll answers after this time, so that both sides know the other lives."""
-
-SILENCE_S = 2.0
-"""An ingress replica that has not polled for this long has lost its clients: their requests are aborted."""
-
-FORGET_S = 60.0
-"""After this silence what was kept for an ingress replica is dropped; its channel stays, for its numbers go on."""
 
 MAX_SAMPLES = 8
 """Steps that a report tells of; the profile needs examples, not all of them."""
@@ -60,16 +58,19 @@ logger = logging.getLogger(__name__)
 
 
 class ModelWorker(Piece):
-    """One rank of one replica."""
+    """One replica; where its model is spread over several processes the first of them, which the others follow."""
 
     kind = "ModelWorker"
 
     def __init__(self, context: PieceContext) -> None:
         super().__init__(context)
         self._built: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
+        self._ticket: asyncio.Future[RankTicket] = asyncio.get_running_loop().create_future()
         self._steps: StepLoop | None = None
-        self._channels: dict[str, TokenChannel] = {}
-        self._slow: dict[str, frozenset[str]] = {}
+        # Of its own: asyncio has as many threads as cores and four, and workers may share a process.
+        self._thread = ThreadPoolExecutor(1, "steps")
+        self._incarnation = uuid.uuid4().hex[:12]
+        self._channels = TokenChannels(self._incarnation)
         self._wake = asyncio.Event()
         self._report_due = asyncio.Event()
         self._report_timer: asyncio.TimerHandle | None = None
@@ -78,27 +79,21 @@ class ModelWorker(Piece):
         self._reported_at = 0.0
         self._stepped_at: float | None = None
         self._metrics = EngineMetrics(context.registry, context.config.model.name, context.index)
-        self._gaps = Histogram(
-            "farsight:step_gap_seconds",
-            "Between the end of a step and the beginning of the next, while there is work.",
-            registry=context.registry,
-            buckets=_GAP_BUCKETS_S,
-        )
-        self._model_cpu = Counter(
-            "farsight:model_cpu_seconds", "CPU time of the model's forward passes.", registry=context.registry
-        )
+        self._gaps, self._model_cpu, self._ooms = _step_metrics(context.registry)
+        self._num_ooms = 0  # that the metric knows
 
     async def start(self) -> None:
         """Loads the model and begins to step.
 
         Raises:
             InvalidValueError: the model, its directory or a setting cannot be used.
+            RankLost: another rank of the replica does not come up.
         """
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         config = self.context.config
-        incarnation = uuid.uuid4().hex[:12]
-        worker = await asyncio.to_thread(_build, Path(self.context.site.model_dir), config, incarnation)
         loop = asyncio.get_running_loop()
+        ranks = self._open_ranks(loop) if config.model.num_ranks > 1 else None
+        worker = await asyncio.to_thread(_build, Path(self.context.site.model_dir), config, self._incarnation, ranks)
         self._steps = StepLoop(
             worker,
             on_step=lambda step: loop.call_soon_threadsafe(self._after_step, step),
@@ -114,8 +109,28 @@ class ModelWorker(Piece):
 
     async def stop(self) -> None:
         await super().stop()
-        for channel in self._channels.values():
-            channel.close()
+        self._thread.shutdown(wait=False)
+        self._channels.close()
+
+    def _open_ranks(self, loop: asyncio.AbstractEventLoop) -> Ranks:
+        """Lets the other ranks come."""
+        from engine.parallel.links import Gathering, Ranks
+        from engine.parallel.mesh import Mesh
+
+        model = self.context.config.model
+        mesh = Mesh(model.tensor_parallel, model.pipeline_parallel)
+        gathering = Gathering(mesh.size, ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        self._ticket.set_result(RankTicket(gathering.ticket.host, gathering.ticket.port, gathering.ticket.key))
+        return Ranks(mesh, gathering, lambda error: loop.call_soon_threadsafe(self._rank_lost, error))
+
+    def _rank_lost(self, error: RankLost) -> None:
+        """The replica ends as a whole: no rank could go on without the others."""
+        if not self.failed.done():
+            self.failed.set_exception(error)
+
+    async def gather(self, data: bytes) -> bytes:
+        """``RankTicket``: where the other ranks of the replica are to come to."""
+        return encode(await asyncio.shield(self._ticket))
 
     async def connect(self, data: bytes) -> bytes:
         """A Scheduler takes over: ``WorkerState``. Waits until the model is loaded."""
@@ -139,6 +154,8 @@ class ModelWorker(Piece):
         worker = await asyncio.shield(self._built)
         with self._locked:
             worker.executor.acknowledge(poll.ack_seq)
+            if poll.wants_cache:
+                worker.executor.tell_whole_cache()
         await wait_for(self._report_due, POLL_TIMEOUT_S)
         self._report_due.clear()
         if self._report_timer is not None:
@@ -155,15 +172,10 @@ class ModelWorker(Piece):
         """Takes a ``TokenPoll``; answers with ``TokenBatches`` when there are any."""
         poll = decode(data, TokenPoll)
         worker = await asyncio.shield(self._built)
-        channel = self._channel(worker, poll.ingress_id)
-        was_full = channel.full
-        channel.acknowledge(poll.ack_seq)
-        slow = frozenset(poll.slow)
-        if was_full or slow != self._slow.get(poll.ingress_id, frozenset()):
-            self._slow[poll.ingress_id] = slow
-            self._stall(worker)
+        if self._channels.hear(poll):
+            self._stall(worker, self._channels.stalled())
             self._wake.set()
-        return await channel.poll(POLL_TIMEOUT_S)
+        return await self._channels.answer(poll)
 
     @property
     def state(self) -> str:
@@ -187,7 +199,7 @@ class ModelWorker(Piece):
         assert self._steps is not None
         while True:
             self._wake.clear()
-            await asyncio.to_thread(self._steps.run)
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._steps.run)
             self._report_due.set()  # nothing runs: whatever the plan freed or left waiting is to be known at once
             await self._wake.wait()
 
@@ -197,13 +209,17 @@ class ModelWorker(Piece):
         self._samples.append(sample)
         self._metrics.step(sample.prefill_tokens + sample.decode_seqs)
         self._model_cpu.inc(step.cpu_s)
+        num_ooms = worker.runner.num_ooms
+        self._ooms.inc(num_ooms - self._num_ooms)
+        self._num_ooms = num_ooms
         self._count_prefixes(worker)
         if step.gap_s is not None:
             self._gaps.observe(step.gap_s)
         outputs = worker.render(step.emissions) + step.failures
-        self._dispatch(worker, outputs)
-        if any(self._slow.values()) or any(channel.full for channel in self._channels.values()):
-            self._stall(worker)
+        self._dispatch(outputs)
+        stalled = self._channels.stalled()
+        if stalled:
+            self._stall(worker, stalled)
         ended = any(output.delta.finish_reason for output in outputs)
         self._mark_report(soon=ended or worker.executor.out_of_grants, pressure=worker.executor.short_blocks > 0)
 
@@ -221,23 +237,16 @@ class ModelWorker(Piece):
         elif soon and self._report_timer is None:
             self._report_timer = asyncio.get_running_loop().call_later(wait_s, self._report_due.set)
 
-    def _dispatch(self, worker: Worker, outputs: list[Output]) -> None:
+    def _dispatch(self, outputs: list[Output]) -> None:
         deltas: dict[str, list[TokenDelta]] = {}
         for output in outputs:
             deltas.setdefault(output.ingress_id, []).append(output.delta)
         for ingress_id, addressed in deltas.items():
-            self._channel(worker, ingress_id).put(addressed, num_rows=len(outputs))
+            self._channels.put(ingress_id, addressed, num_rows=len(outputs))
 
-    def _channel(self, worker: Worker, ingress_id: str) -> TokenChannel:
-        if ingress_id not in self._channels:
-            self._channels[ingress_id] = TokenChannel(worker.ready.worker_incarnation)
-        return self._channels[ingress_id]
-
-    def _stall(self, worker: Worker) -> None:
-        slow: dict[str, Collection[str] | None] = dict(self._slow)
-        slow |= {ingress_id: None for ingress_id, channel in self._channels.items() if channel.full}
+    def _stall(self, worker: Worker, stalled: Mapping[str, Collection[str] | None]) -> None:
         with self._locked:
-            worker.stall(slow)
+            worker.stall(stalled)
 
     async def _watch_ingresses(self) -> None:
         """Ends what belongs to ingress replicas that have fallen silent, or have never asked for their tokens."""
@@ -247,27 +256,40 @@ class ModelWorker(Piece):
             await asyncio.sleep(TICK_S)
             with self._locked:
                 owners = worker.ingress_ids
-            for ingress_id in owners:
-                if self._channel(worker, ingress_id).silent_s >= SILENCE_S:
-                    self._steps.abort_ingress(ingress_id)
-                    self._wake.set()
-            for ingress_id, channel in self._channels.items():
-                if channel.silent_s > FORGET_S and ingress_id not in owners:
-                    channel.clear()
-                    self._slow.pop(ingress_id, None)
+            for ingress_id in self._channels.silent(owners):
+                self._steps.abort_ingress(ingress_id)
+                self._wake.set()
 
     def _after_abort(self, outputs: list[Output]) -> None:
         logger.warning("%d requests of silent ingress replicas aborted", len(outputs))
-        self._dispatch(self._built.result(), outputs)
+        self._dispatch(outputs)
         self._report_due.set()
 
 
-def _build(model_dir: Path, config: FarsightConfig, incarnation: str) -> Worker:
+@functools.cache
+def _step_metrics(registry: CollectorRegistry) -> tuple[Histogram, Counter, Counter]:
+    """Step gaps, CPU time and steps out of memory, once a registry: workers of emulated devices may share a process."""
+    gaps = Histogram(
+        "farsight:step_gap_seconds",
+        "Between the end of a step and the beginning of the next, while there is work.",
+        registry=registry,
+        buckets=_GAP_BUCKETS_S,
+    )
+    model_cpu = Counter("farsight:model_cpu_seconds", "CPU time of the model's forward passes.", registry=registry)
+    ooms = Counter(
+        "farsight:device_ooms",
+        "Times the device ran out of memory in a step, which was then computed in parts.",
+        registry=registry,
+    )
+    return gaps, model_cpu, ooms
+
+
+def _build(model_dir: Path, config: FarsightConfig, incarnation: str, ranks: Ranks | None) -> Worker:
     """Torch is imported only here, and only if a model is to compute."""
     from engine.build import build_worker
 
     worker = build_worker(
-        model_dir, config.model.dtype, config.engine, incarnation, config.model.replicas, config.scheduler
+        model_dir, config.model.dtype, config.engine, incarnation, config.model.most_replicas, config.scheduler, ranks
     )
     gc.collect()
     gc.freeze()  # what torch has brought need not be looked through again, in the middle of a step

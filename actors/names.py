@@ -8,17 +8,48 @@ ROUTER = "router"
 LOG_STORE = "log-store"
 SUPERVISOR = "supervisor"
 CONTROL = "control"
-"""The one actor that hosts every piece of ``placement = "fused"`` that is not listed in ``_ALONE``."""
+"""The one actor that hosts every piece of ``placement = "fused"``, or "packed", that is not listed in ``_ALONE``."""
 
-_ALONE = ("worker", "length-predictor")
+PACKED_WORKERS = 16
+"""Workers of emulated devices that share a process under ``placement = "packed"``."""
+
+BACKENDS = "backends"
+"""The one that under ``fused`` talks to all other servers."""
+
+_ALONE = ("worker", "rank", "length-predictor")
+_BACKEND = "backend-"
+
+
+def backend_name(index: int) -> str:
+    """Of a replica that is another server, and of the one piece that stands for its scheduler and its worker."""
+    return f"{_BACKEND}{index}"
+
+
+def is_backend(replica: str) -> bool:
+    """Whether that replica is another server."""
+    return replica.startswith(_BACKEND)
 
 
 def worker_name(replica: str) -> str:
-    return f"worker-{replica}"
+    return replica if is_backend(replica) else f"worker-{replica}"
+
+
+def rank_name(replica: str, rank: int) -> str:
+    """Of ranks 1, 2 ... of a replica; rank 0 is its worker."""
+    return f"rank-{replica}.{rank}"
+
+
+def rank_of(host: str) -> tuple[str, int] | None:
+    """The replica and the rank that a host is; None if it computes nothing."""
+    kind, _, index = host.rpartition("-")
+    if kind == "worker":
+        return index, 0
+    replica, _, rank = index.partition(".")
+    return (replica, int(rank)) if kind == "rank" else None
 
 
 def scheduler_name(replica: str) -> str:
-    return f"scheduler-{replica}"
+    return replica if is_backend(replica) else f"scheduler-{replica}"
 
 
 def kv_offload_manager_name(replica: str) -> str:
@@ -33,11 +64,19 @@ def serving_time_estimator_name(index: int) -> str:
     return f"serving-time-estimator-{index}"
 
 
+def replica_of(piece: str) -> str:
+    """The replica that a piece belongs to; empty for pieces of the whole service."""
+    kind, _, index = piece.rpartition("-")
+    return index if kind in ("worker", "scheduler", "kv-offload-manager") else ""
+
+
 def host_of(piece: str, placement: str) -> str:
-    """The name of the actor that hosts a piece under ``fused`` or ``split``."""
+    """The name of the actor that hosts a piece under ``fused``, ``split`` or ``packed``."""
+    if placement == "packed" and piece.startswith("worker-"):
+        return f"workers-{int(piece.rpartition('-')[2]) // PACKED_WORKERS}"
     if placement == "split" or piece.startswith(_ALONE):
         return piece
-    return CONTROL
+    return BACKENDS if is_backend(piece) else CONTROL
 
 
 def actor_name(host: str) -> str:

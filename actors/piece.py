@@ -108,3 +108,12 @@ class Piece:
     def last_step_age_s(self) -> float | None:
         """Seconds since it last did what it exists for; None if never."""
         return None
+
+    @property
+    def url(self) -> str:
+        """As in ``PieceStatus.url``, and so ``breaker``."""
+        return ""
+
+    @property
+    def breaker(self) -> str:
+        return ""

@@ -14,6 +14,8 @@ _CLASSES = {
     "scheduler": "actors.scheduler:Scheduler",
     "kv-offload-manager": "actors.kv_offload_manager:KVOffloadManager",
     "worker": "actors.model_worker:ModelWorker",
+    "rank": "actors.rank:Rank",
+    "backend": "actors.backend:OpenAIBackend",
     "length-predictor": "actors.length_predictor:LengthPredictor",
     "serving-time-estimator": "actors.serving_time_estimator:ServingTimeEstimator",
     "log-store": "actors.log_store:LogStore",

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnschedulableError, ObjectLostError, RayActorError
 
 from actors.local_link import LinkLost, LocalLink, connect
 from actors.names import NAMESPACE, actor_name
@@ -83,7 +83,8 @@ class RemoteActor:
         handle = self._handle = self._handle or self._find()
         try:
             return await getattr(handle, method).remote(*args)
-        except RayActorError as error:
+        except (RayActorError, ActorUnschedulableError, ObjectLostError) as error:
+            # The last: a long answer went down with its node; the one before: the node was lost before it started.
             if self._handle is handle:
                 self._handle = None
             raise PeerLost(self._host) from error

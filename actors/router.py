@@ -9,17 +9,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from actors.layout import current_counts, initial_counts
+from actors.metrics import QueueDelay
 from actors.names import ROUTER, length_predictor_name, scheduler_name
 from actors.peer import Peer, PeerLost
 from actors.piece import Piece, PieceContext
+from core.cache_messages import CacheReply
 from core.codec import decode, encode
-from core.decisions import Decision, on_clock, pack_decisions
+from core.costs import StepCost, profile_cost
+from core.decisions import Decision, DecisionPacker, on_clock, pack_decisions
 from core.forecast import Forecast
 from core.log_messages import RequestTrace, RequestTraces, TraceQuery
 from core.messages import (
     Announce,
     AnnounceReply,
-    Ended,
     ForecastMade,
     ForecastsMade,
     InFlight,
@@ -32,15 +34,28 @@ from core.messages import (
     Refusal,
     Refusals,
     ReplicaName,
+    ReplicaNews,
     ReplicaState,
+    ServedModel,
     Submit,
     SubmitReply,
 )
+from core.placement_messages import PlacementView
+from core.queue_outlook import QueueOutlook
 from core.request import Request
-from policies.builders import build_router
+from policies.builders import (
+    PolicySettings,
+    build_router,
+    configured_e2,
+    follows_prefixes,
+    is_batch_mode,
+    placement_of,
+)
 from policies.global_events import (
     AbortOnReplica,
+    AskCache,
     AskReplica,
+    CacheNoticed,
     GlobalEvent,
     GlobalInstruction,
     IngressAnnounced,
@@ -54,9 +69,14 @@ from policies.global_events import (
     ReplicaUp,
     ReportLost,
     RequestsEnded,
+    RequestsStarted,
+    StepsPriced,
 )
 from policies.global_scheduler import GlobalScheduler
-from policies.replica_events import RefuseRequest, RequestsAborted, RequestsArrived
+from policies.placement_notes import PlacementNotes
+from policies.presets import max_running
+from policies.queue_delay import queue_delay_s
+from policies.replica_events import ForecastsArrived, RefuseRequest, RequestsAborted, RequestsArrived
 
 TICK_S = 1.0
 """How often the forecast is read and silent ingress replicas are looked for."""
@@ -66,6 +86,12 @@ LOST_AFTER_S = 3.0
 
 FORGET_AFTER_S = 10.0
 """... and after so long its requests are aborted and it is shown no more."""
+
+NUM_PREFIXES = 40
+"""Nodes of the prefix tree that are shown."""
+
+VIEW_S = 0.5
+"""Whoever looks on, and however many they are: what they see is drawn up no more often."""
 
 
 @dataclass(slots=True)
@@ -96,33 +122,52 @@ class Router(Piece):
     def __init__(self, context: PieceContext) -> None:
         super().__init__(context)
         self._machine = self._make_machine()
+        self._follows_prefixes = follows_prefixes(context.config.scheduler)
         self._schedulers: dict[str, Peer] = {}
         self._ingresses: dict[str, _IngressReplica] = {}
+        self._asking: set[asyncio.Task[None]] = set()
         self._handled_at: float | None = None
+        self._notes = PlacementNotes()
+        self._packer = DecisionPacker()
+        self._shown: tuple[float, bytes] | None = None
+        self._cost: StepCost | None = None
+        self._queue_delay = QueueDelay(context.registry, context.config.model.name)
 
     def _make_machine(self) -> GlobalScheduler:
-        scheduler = self.context.config.scheduler
-        return build_router(scheduler.preset, scheduler.placement)
+        config = self.context.config
+        settings = PolicySettings(block_size=config.engine.kv_block_size, e2=configured_e2(config.placement))
+        return build_router(config.scheduler.preset, config.scheduler.placement, settings)
 
     async def start(self) -> None:
         self.spawn(self._tick())
 
+    async def stop(self) -> None:
+        for task in self._asking:
+            task.cancel()
+        await super().stop()
+
     async def submit(self, data: bytes) -> bytes:
         """Takes ``Submit``; answers with ``SubmitReply``."""
-        requests = decode(data, Submit).requests
+        requests = decode(data, Submit, keep_packed=True).requests
         answers = await self._handle(RequestsArrived(requests))
         placed = tuple(self._machine.placed(request.request_id, request.attempt) for request in requests)
         return encode(SubmitReply(placed, tuple(answers.refusals)))
 
     async def foresee(self, data: bytes) -> bytes:
-        """Takes ``ForecastsMade`` and passes them on to where the requests are; whoever is nowhere goes without."""
+        """Takes ``ForecastsMade`` and passes them on to where the requests are; those that wait keep theirs."""
+        forecasts = decode(data, ForecastsMade).made
+        await self._handle(ForecastsArrived(forecasts))
         by_replica: dict[str, list[ForecastMade]] = {}
-        for made in decode(data, ForecastsMade).made:
+        for made in forecasts:
             replica = self._machine.placed(made.request_id, made.attempt).replica
             if replica:
                 by_replica.setdefault(replica, []).append(made)
         await asyncio.gather(*(self._foresee_on(name, made) for name, made in by_replica.items()))
         return b""
+
+    async def outlook(self, data: bytes) -> bytes:
+        """Takes nothing; answers with ``QueueOutlook``."""
+        return encode(self._outlook())
 
     async def explain(self, data: bytes) -> bytes:
         """Takes ``TraceQuery``; answers with ``RequestTraces``: what it and every Scheduler know."""
@@ -169,9 +214,12 @@ class Router(Piece):
         return encode(PieceRows(tuple(rows)))
 
     async def model(self, data: bytes) -> bytes:
-        """``WorkerReady`` of the replica that holds the shortest sequences; nothing before any is up."""
+        """``ServedModel``; nothing before any replica is up."""
         lives = self._machine.lives()
-        return encode(min(lives, key=lambda ready: ready.max_model_len)) if lives else b""
+        if not lives:
+            return b""
+        ready = min(lives, key=lambda ready: ready.max_model_len)
+        return encode(ServedModel(ready, ready.block_size if self._follows_prefixes else 0))
 
     async def replica_state(self, data: bytes) -> bytes:
         """Takes ``ReplicaState`` from a Scheduler."""
@@ -180,13 +228,39 @@ class Router(Piece):
         for refusal in message.refusals:
             self._refuse_late(refusal)
         name, ready = message.replica, message.ready
-        await self._handle(ReplicaAway(name) if ready is None else ReplicaUp(name, ready))
+        await self._handle(ReplicaAway(name) if ready is None else ReplicaUp(name, ready, message.cache_seq))
         return b""
 
-    async def requests_ended(self, data: bytes) -> bytes:
-        """Takes ``Ended`` from a Scheduler."""
-        await self._handle(RequestsEnded(decode(data, Ended).finished))
+    async def replica_news(self, data: bytes) -> bytes:
+        """Takes ``ReplicaNews`` from a Scheduler: what is cached first, for those that end have filled it."""
+        news = decode(data, ReplicaNews)
+        if news.cache:
+            await self._handle(CacheNoticed(news.replica, news.worker_incarnation, news.cache))
+        if news.started:
+            await self._handle(RequestsStarted(news.started))
+        if news.finished:
+            await self._handle(RequestsEnded(news.finished))
+        if news.profile is not None:
+            self._cost = profile_cost(news.profile)
+            await self._handle(StepsPriced(news.replica, self._cost))
         return b""
+
+    async def placement(self, data: bytes) -> bytes:
+        """``PlacementView``, at most ``VIEW_S`` old."""
+        now = time.monotonic()
+        if self._shown is None or now - self._shown[0] > VIEW_S:
+            self._shown = now, encode(self._view())
+        return self._shown[1]
+
+    def _view(self) -> PlacementView:
+        return PlacementView(
+            placement=placement_of(self.context.config.scheduler),
+            by_prefixes=self._machine.goes_by_prefixes,
+            replicas=self._machine.replica_views(),
+            prefixes=self._machine.busiest_prefixes(NUM_PREFIXES),
+            reasons=self._notes.reasons(),
+            recent=self._notes.recent(),
+        )
 
     async def drain(self, data: bytes) -> bytes:
         """Takes ``ReplicaName``; nothing new goes there. Answers with ``InFlight``: what is still on it."""
@@ -226,6 +300,8 @@ class Router(Piece):
                     calls.append(asyncio.create_task(self._abort_on(name, keys)))
                 case AskReplica(name, keys):
                     calls.append(asyncio.create_task(self._ask(name, keys, answers)))
+                case AskCache(name):
+                    self._ask_cache(name)
                 case ReportLost(ingress_id, keys):
                     answers.lost.setdefault(ingress_id, []).extend(keys)
                 case RefuseRequest(request_id, attempt, field_name, message):
@@ -255,11 +331,15 @@ class Router(Piece):
     def _placement(self, request: Request) -> bytes:
         """Why it goes where it goes."""
         choice = self._machine.choice(request.request_id)
-        if choice is None or request.origin is None:
+        if choice is None:
+            return b""
+        placed_at = time.time()
+        self._notes.add(request, choice, placed_at)
+        if request.origin is None:
             return b""
         waited_s = self._machine.waited_s(request.request_id)
         facts = choice.facts() if not waited_s else {**choice.facts(), "waited_s": waited_s}
-        return pack_decisions([Decision("placed", time.time(), facts)])
+        return self._packer.pack("placed", placed_at, facts)
 
     async def _explain_on(self, name: str, data: bytes) -> tuple[RequestTrace, ...]:
         try:
@@ -289,6 +369,26 @@ class Router(Piece):
         unknown = decode(reply, Keys).keys
         if unknown:
             answers.add(await self._handle(KeysUnknown(name, unknown)))
+
+    def _ask_cache(self, name: str) -> None:
+        """The answer comes when it comes; without one the machine asks again."""
+        task = asyncio.create_task(self._hear_cache(name))
+        self._asking.add(task)
+        task.add_done_callback(self._has_asked)
+
+    def _has_asked(self, task: asyncio.Task[None]) -> None:
+        self._asking.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._task_ended(task)
+
+    async def _hear_cache(self, name: str) -> None:
+        try:
+            reply = decode(await self._scheduler(name).call("cached"), CacheReply)
+        except PeerLost:
+            await self._lose_scheduler(name)
+            return
+        if reply.notice is not None:
+            await self._handle(CacheNoticed(name, reply.worker_incarnation, (reply.notice,)))
 
     def _scheduler(self, replica: str) -> Peer:
         if replica not in self._schedulers:
@@ -320,6 +420,8 @@ class Router(Piece):
                 await self._handle(IngressLost(ingress_id))
             counts = await current_counts(peers, counts)
             await self._learn(peers.peer(length_predictor_name(turn % counts.length_predictors)))
+            outlook = self._outlook()
+            self._queue_delay.set(queue_delay_s(outlook, outlook.num_replicas))
             await asyncio.sleep(TICK_S)
 
     async def _learn(self, predictor: Peer) -> None:
@@ -332,6 +434,18 @@ class Router(Piece):
 
     def _learnt(self, forecast: Forecast) -> GlobalEvent:
         return MeanOutputLen(forecast.mean)
+
+    def _outlook(self) -> QueueOutlook:
+        config, takers = self.context.config, self._machine.own_takers()
+        preset = config.scheduler.preset
+        return QueueOutlook(
+            demand=self._machine.demand(),
+            num_replicas=len(takers),
+            max_num_seqs=max_running(preset, config.engine.max_num_seqs, config.batch.batch_size),
+            kv_tokens=min((ready.num_blocks * ready.block_size for ready in takers), default=0),
+            joins=not is_batch_mode(preset),
+            cost=self._cost,
+        )
 
 
 def _waiting(response_id: str, request: Request, since: float) -> RequestTrace:

@@ -15,13 +15,13 @@ from actors.metrics import EngineMetrics
 from actors.names import LOG_STORE, ROUTER, kv_offload_manager_name, serving_time_estimator_name, worker_name
 from actors.peer import LOOK_AGAIN_S, Peer, PeerLost
 from actors.piece import Piece, PieceContext
+from actors.request_traces import request_trace
 from actors.waiting import wait_for
+from core.cache_messages import CacheNotice, CacheReply, StartedRequest
 from core.codec import decode, encode
 from core.costs import profile_cost
-from core.decisions import on_clock
 from core.log_messages import RequestTrace, RequestTraces, TraceQuery
 from core.messages import (
-    Ended,
     FinishedSequence,
     ForecastsMade,
     Key,
@@ -29,6 +29,7 @@ from core.messages import (
     Plan,
     Refusal,
     Refusals,
+    ReplicaNews,
     ReplicaState,
     ReplicaStepProfile,
     ReportPoll,
@@ -43,6 +44,7 @@ from policies.builders import configured_replica, is_batch_mode
 from policies.replica_events import (
     AccountClosed,
     BatchBroken,
+    CacheTold,
     CostLearnt,
     Event,
     ForecastsArrived,
@@ -50,6 +52,7 @@ from policies.replica_events import (
     RequestEnded,
     RequestsAborted,
     RequestsArrived,
+    RequestStarted,
     SendPlan,
     WorkerConnected,
     WorkerLost,
@@ -66,10 +69,13 @@ PLAN_INTERVAL_S = 0.005
 FEW_SEQUENCES = 4
 """Up to so many every plan goes at once: it may be what the worker waits for."""
 
-ENDS_S = 0.05
-"""The Router hears of ends this late, of several at once: they only change what it thinks of the load.
+NEWS_S = 0.05
+"""The Router hears of starts, ends and the prefix cache this late, of several at once: they change what it thinks.
 
-In batch mode it hears of them at once: the last one lets the next batch come."""
+In batch mode it hears of ends at once: the last one lets the next batch come."""
+
+MAX_NOTICES = 256
+"""Notices that wait for the Router; with more the oldest are dropped, and it asks for all that is cached."""
 
 FEED_S = 0.25
 """The KV offload manager and the estimators hear of the worker's reports this often: none of them is in a hurry."""
@@ -100,8 +106,12 @@ class Scheduler(Piece):
         self._plan: Plan | None = None
         self._plan_due = asyncio.Event()
         self._news_due = asyncio.Event()
-        self._ended_due = asyncio.Event()
+        self._events_due = asyncio.Event()
+        self._started: list[StartedRequest] = []
         self._ended: list[FinishedSequence] = []
+        self._told: deque[CacheNotice] = deque(maxlen=MAX_NOTICES)
+        self._told_seq = 0
+        self._profile: ReplicaStepProfile | None = None  # measured anew, and the Router has not heard of it
         self._late_refusals: list[Refusal] = []
         self._in_batches = is_batch_mode(config.scheduler.preset)
         self._broken: list[Key] = []
@@ -114,7 +124,7 @@ class Scheduler(Piece):
         self._traces = LogOutbox(context.peers.peer(LOG_STORE), "append_traces", RequestTraces)
 
     async def start(self) -> None:
-        for work in (self._lease, self._push_plans, self._tell_router, self._tell_ends, self._feed, self._traces.run):
+        for work in (self._lease, self._push_plans, self._tell_router, self._tell_events, self._feed, self._traces.run):
             self.spawn(work())
 
     async def stop(self) -> None:
@@ -145,6 +155,12 @@ class Scheduler(Piece):
         """
         keys = [key for key in decode(data, Keys).keys if key not in self._broken]
         return encode(Keys(self._machine.unknown(keys) if self._ready is not None else ()))
+
+    async def cached(self, data: bytes) -> bytes:
+        """``CacheReply``: all that the worker caches."""
+        if self._ready is None:
+            return encode(CacheReply("", None))
+        return encode(CacheReply(self._ready.worker_incarnation, self._machine.cache.whole()))
 
     async def explain(self, data: bytes) -> bytes:
         """Takes ``TraceQuery``; answers with ``RequestTraces`` of what is here and of what is on its way to the log."""
@@ -177,9 +193,15 @@ class Scheduler(Piece):
                     self._plan_due.set()
                 case RefuseRequest(request_id, attempt, field, message):
                     refusals.append(Refusal(request_id, attempt, field, message))
+                case RequestStarted(started):
+                    self._started.append(started)
+                    self._events_due.set()
+                case CacheTold(notice):
+                    self._told.append(notice)
+                    self._events_due.set()
                 case RequestEnded(finished):
                     self._ended.append(finished)
-                    self._ended_due.set()
+                    self._events_due.set()
                 case BatchBroken(keys):
                     self._broken += keys
                     self._news_due.set()
@@ -214,6 +236,8 @@ class Scheduler(Piece):
                 self._set_ready(state.ready)
                 await self._follow(state)
             except PeerLost:
+                self._told.clear()
+                self._told_seq = 0
                 if self._ready is not None:
                     self._handle(WorkerLost())
                     self._set_ready(None)
@@ -227,7 +251,8 @@ class Scheduler(Piece):
         """Until the worker has granted another lease: to a dead predecessor of ours, whose message came late."""
         ack_seq = state.report.report_seq
         while True:
-            data = await self._worker.call("poll_report", encode(ReportPoll(ack_seq)))
+            poll = ReportPoll(ack_seq, self._machine.cache.missed)
+            data = await self._worker.call("poll_report", encode(poll))
             with self._scheduling():
                 report = decode(data, StepReport)
             if report.lease != state.lease:
@@ -257,7 +282,7 @@ class Scheduler(Piece):
             self._news_due.clear()
             refusals, self._late_refusals = tuple(self._late_refusals), []
             broken = tuple(self._broken)
-            state = ReplicaState(self._replica, self._ready, refusals, broken, self._resting)
+            state = ReplicaState(self._replica, self._ready, refusals, broken, self._resting, self._told_seq)
             told = await self._try(router, "replica_state", encode(state))
             if told:
                 del self._broken[: len(broken)]
@@ -265,15 +290,24 @@ class Scheduler(Piece):
                 self._late_refusals = [*refusals, *self._late_refusals]
             await wait_for(self._news_due, SAY_AGAIN_S if told else LOOK_AGAIN_S)
 
-    async def _tell_ends(self) -> None:
-        """A Router that dies meanwhile need not hear of them: its successor asks the ingress replicas."""
+    async def _tell_events(self) -> None:
+        """A Router that dies meanwhile need not hear of them: its successor asks, us and the ingress replicas."""
         router = self.context.peers.peer(ROUTER)
         while True:
-            await self._ended_due.wait()
-            await asyncio.sleep(0.0 if self._in_batches else ENDS_S)
-            self._ended_due.clear()
-            ended, self._ended = tuple(self._ended), []
-            await self._try(router, "requests_ended", encode(Ended(ended)))
+            await self._events_due.wait()
+            await asyncio.sleep(0.0 if self._in_batches else NEWS_S)
+            self._events_due.clear()
+            await self._try(router, "replica_news", encode(self._take_news()))
+
+    def _take_news(self) -> ReplicaNews:
+        incarnation = "" if self._ready is None else self._ready.worker_incarnation
+        what = tuple(self._started), tuple(self._ended), tuple(self._told)
+        news = ReplicaNews(self._replica, incarnation, *what, self._profile)
+        if self._told:
+            self._told_seq = self._told[-1].seq
+        self._started, self._ended, self._profile = [], [], None
+        self._told.clear()
+        return news
 
     async def _feed(self) -> None:
         """Passes on what others learn from; who is not there misses it."""
@@ -294,7 +328,9 @@ class Scheduler(Piece):
                     with contextlib.suppress(PeerLost):
                         reply = await peers.peer(serving_time_estimator_name(index)).call("observe", samples)
                         if reply:
-                            self._handle(CostLearnt(profile_cost(decode(reply, ReplicaStepProfile))))
+                            self._profile = decode(reply, ReplicaStepProfile)
+                            self._events_due.set()
+                            self._handle(CostLearnt(profile_cost(self._profile)))
 
     def _count(self) -> None:
         machine = self._machine
@@ -310,23 +346,3 @@ class Scheduler(Piece):
         except PeerLost:
             return False
         return True
-
-
-def request_trace(account: AccountClosed, source: str, epoch_s: float, *, ended: bool) -> RequestTrace:
-    """An account as others may have it.
-
-    Args:
-        epoch_s: Seconds since the epoch when the clock of its decisions stood at 0.
-    """
-    origin = account.origin
-    return RequestTrace(
-        trace_id=f"{origin.response_id}/{account.request_id}/{account.attempt}",
-        request_id=account.request_id,
-        choice=origin.choice,
-        owner=origin.owner,
-        source=source,
-        attempt=account.attempt,
-        ended=ended,
-        num_left_out=account.num_left_out,
-        decisions=account.placement + on_clock(epoch_s, account.decisions),
-    )

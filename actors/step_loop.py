@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from core.errors import RankLost
 from core.messages import StepSample
 from estimator.samples import step_sample
 
@@ -68,12 +70,18 @@ class StepLoop:
             self._orphaned.add(ingress_id)
 
     def run(self) -> None:
-        """Steps until nothing can run."""
+        """Steps until nothing can run.
+
+        Raises:
+            RankLost: the worker is one of several ranks, and another has gone.
+        """
         ended_at: float | None = None
+        begun: deque[StepBatch] = deque()
         with self._lock:
-            batch = self._begin_step()
+            self._begin_steps(begun)
         self._tell_aborted()
-        while batch is not None:
+        while begun:
+            batch = begun.popleft()
             began_at, cpu_s = time.perf_counter(), time.thread_time()
             gap_s = None if ended_at is None else began_at - ended_at
             tokens, failure = self._execute(batch)
@@ -85,16 +93,20 @@ class StepLoop:
                     emissions = self._worker.commit_step(batch, tokens, ended_at - began_at)
                 else:
                     failures = self._worker.fail_step(batch, failure)
-                next_batch = self._begin_step()
+                self._begin_steps(begun)
             # The event loop wakes and wants the interpreter: only now, that the next step is about to leave it.
             self._on_step(Step(emissions, failures, step_sample(batch, ended_at - began_at), gap_s, cpu_s))
             self._tell_aborted()
-            batch = next_batch
 
-    def _begin_step(self) -> StepBatch | None:
+    def _begin_steps(self, begun: deque[StepBatch]) -> None:
+        """As many as may be under way at once."""
         while self._orphaned:
             self._aborted += self._worker.abort_ingress(self._orphaned.pop())
-        return self._worker.begin_step()
+        while len(begun) < self._worker.executor.max_in_flight:
+            batch = self._worker.begin_step()
+            if batch is None:
+                return
+            begun.append(batch)
 
     def _tell_aborted(self) -> None:
         if self._aborted:
@@ -104,5 +116,7 @@ class StepLoop:
     def _execute(self, batch: StepBatch) -> tuple[list[int | None], Exception | None]:
         try:
             return self._worker.execute(batch), None
+        except RankLost:
+            raise  # not these requests' fault: they are resumed in another life
         except Exception as error:  # whatever torch raises ends the step's requests, not the worker
             return [], error

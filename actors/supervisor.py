@@ -16,19 +16,21 @@ from collections.abc import Coroutine
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, ActorUnschedulableError, RayActorError, RayTaskError
 
-from actors.autoscaling import LOOK_S, QueueScaler
+from actors.autoscaler import Autoscaler
 from actors.cluster_store import ClusterStore
 from actors.hosts import find_host, list_hosts, recreate_host
 from actors.layout import SCALABLE, by_host, initial_counts, wanted_pieces
 from actors.metrics import PieceRestarts
-from actors.names import ROUTER, SUPERVISOR, host_of, length_predictor_name
+from actors.names import ROUTER, SUPERVISOR, host_of
+from actors.nodes import Homes
 from actors.peer import LOOK_AGAIN_S, PeerLost
 from actors.piece import Piece, PieceContext
+from actors.rank_groups import remove_rank_group
 from core.codec import decode, encode
 from core.errors import FarsightError, MessageError
-from core.messages import InFlight, PieceCounts, PieceRows, ReplicaName, Scale
+from core.messages import InFlight, PieceCounts, ReplicaName, Scale
 
 HEALTHY_AFTER_S = 10.0
 """Who lived so long and dies is started again at once; who dies sooner waits, each time twice as long ..."""
@@ -56,6 +58,7 @@ class Supervisor(Piece):
         self._own = host_of(SUPERVISOR, self._site.placement)
         self._counts = initial_counts(context.config)
         self._store = ClusterStore(self._site.namespace)
+        self._homes = Homes(self._store, on_gpu=context.config.engine.device == "cuda")
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._started: dict[str, asyncio.Future[None]] = {}
         self._restarts = PieceRestarts(context.registry)
@@ -68,9 +71,9 @@ class Supervisor(Piece):
         self._started[self._own] = asyncio.get_running_loop().create_future()
         # Not awaited here: this process takes no other pieces before the Supervisor has started.
         self._keepers[self._own] = self._watched(self._start_own())
-        actors = self.context.config.actors
-        if actors.max_length_predictors > actors.length_predictors:
-            self.spawn(self._autoscale(QueueScaler(actors.length_predictors, actors.max_length_predictors)))
+        scaler = Autoscaler(self.context.config, self.context.peers, lambda: self._counts, self._scale)
+        for task in scaler.tasks():
+            self.spawn(task)
 
     async def stop(self) -> None:
         for task in self._keepers.values():
@@ -100,58 +103,41 @@ class Supervisor(Piece):
         message = decode(data, Scale)
         if message.kind not in SCALABLE:
             raise MessageError("kind", message.kind, f"one of {', '.join(SCALABLE)}")
-        if not 1 <= message.count <= 1000:
-            raise MessageError("count", message.count, "an integer from 1 to 1000")
+        model = self.context.config.model
+        follows = message.kind == "replica" and model.max_replicas > 0
+        low, high = (model.min_replicas, model.max_replicas) if follows else (1, 1000)
+        if not low <= message.count <= high:
+            why = ", between which their number follows the load" if follows else ""
+            raise MessageError("count", message.count, f"an integer from {low} to {high}{why}")
+        await self._scale(message.kind, message.count)
+        return encode(self._counts)
+
+    async def _scale(self, kind: str, count: int, known: int | None = None) -> None:
+        """From the number that is ``known``; by somebody who has not looked, from any number."""
         async with self._scaling:
             before = self._counts
+            if known not in (None, getattr(before, SCALABLE[kind])):
+                return
             try:
-                await self._change(dataclasses.replace(before, **{SCALABLE[message.kind]: message.count}))
+                await self._change(dataclasses.replace(before, **{SCALABLE[kind]: count}))
             except FarsightError:  # what was to be added cannot start
                 await self._change(before)
                 raise
-        return encode(self._counts)
-
-    async def _autoscale(self, scaler: QueueScaler) -> None:
-        """Follows the queues of the length predictors."""
-        while True:
-            await asyncio.sleep(LOOK_S)
-            queues = await self._predictor_queues()
-            if queues is None:
-                continue  # one has died: it is started again first
-            wanted = scaler.wanted(queues, time.monotonic())
-            if wanted == len(queues):
-                continue
-            logger.warning("%d length predictors, their queues %s: %d from now on", len(queues), queues, wanted)
-            try:
-                await self.scale(encode(Scale("length-predictor", wanted)))
-            except FarsightError:
-                logger.exception("there are %d length predictors still", self._counts.length_predictors)
-
-    async def _predictor_queues(self) -> list[int] | None:
-        """Questions in the hands of each; None if one does not answer."""
-        queues = []
-        for index in range(self._counts.length_predictors):
-            name = length_predictor_name(index)
-            host = self.context.peers.actor(host_of(name, self._site.placement))
-            try:
-                rows = decode(await host.call("rows"), PieceRows).pieces
-            except PeerLost:
-                return None
-            queues += [row.queue for row in rows if row.name == name]
-        return queues if len(queues) == self._counts.length_predictors else None
 
     async def _change(self, counts: PieceCounts) -> None:
         before, self._counts = self._counts, counts
         given_up = [str(index) for index in range(counts.replicas, before.replicas)]
         for replica in given_up:
             await self._drain(replica)
-        for piece in set(wanted_pieces(before)) - set(wanted_pieces(counts)):
+        for piece in set(self._pieces(before)) - set(self._pieces(counts)):
             await self._end_piece(piece)
         for replica in given_up:
             await self._forget(replica)
+            await asyncio.to_thread(remove_rank_group, replica, self._site)
+            await self._homes.forget(replica)
         await self._store.put(_COUNTS, encode(counts))
         self._keep_wanted()
-        await self._add_own()
+        await self._add_to_living()
         await self.started(b"")
 
     @property
@@ -171,9 +157,13 @@ class Supervisor(Piece):
         if data is not None:
             self._counts = decode(data, PieceCounts)
         await self._store.put(_COUNTS, encode(self._counts))
+        await self._homes.load()
+
+    def _pieces(self, counts: PieceCounts) -> list[str]:
+        return wanted_pieces(counts, self.context.config.model.num_ranks)
 
     def _wanted(self) -> dict[str, list[str]]:
-        return by_host(wanted_pieces(self._counts), self._site.placement)
+        return by_host(self._pieces(self._counts), self._site.placement)
 
     def _keep_wanted(self) -> None:
         """A task for every other host that has none."""
@@ -189,6 +179,14 @@ class Supervisor(Piece):
             lambda done: None if done.cancelled() or not done.exception() else self._task_ended(done)
         )
         return task
+
+    async def _add_to_living(self) -> None:
+        """Pieces that are new in processes which host others already."""
+        await self._add_own()
+        for host in self._wanted():
+            handle = find_host(host, self._site.namespace) if host != self._own else None
+            if handle is not None:
+                await self._add(host, handle)
 
     async def _add_own(self) -> None:
         """The pieces that live in this process: whoever keeps the Supervisor keeps them too."""
@@ -221,21 +219,27 @@ class Supervisor(Piece):
 
     async def _create(self, host: str, restarts: int) -> Any:
         await self._store.put(_restarts_key(host), b"%d" % restarts)
-        return await recreate_host(host, self._site, restarts)
+        return await recreate_host(host, self._site, restarts, await self._homes.of(host))
 
     async def _live(self, host: str, handle: Any, restarts: int) -> int:
         """One life of a host; returns how often it will have been started again after the next start."""
-        try:
-            restarts = await handle.restarts.remote()
-            await self._add(host, handle)
-            await handle.ended.remote()
-        except RayActorError as error:
-            self._not_started(host, error)
-        except RayTaskError as error:
-            logger.error("a piece of %s failed: %s", host, error.cause)
-            self._not_started(host, error.cause)
-            ray.kill(handle)
-        return restarts + 1
+        while True:
+            try:
+                restarts = await handle.restarts.remote()
+                await self._add(host, handle)
+                await handle.ended.remote()
+            except ActorUnavailableError:  # its node may be lost; until Ray knows, the name is not free either
+                await asyncio.sleep(LOOK_AGAIN_S)
+            except ActorUnschedulableError:  # its node was lost before it began; the next start is on another one
+                return restarts
+            except RayActorError as error:
+                self._not_started(host, error)
+                return restarts + 1
+            except RayTaskError as error:
+                logger.error("a piece of %s failed: %s", host, error.cause)
+                self._not_started(host, error.cause)
+                ray.kill(handle)
+                return restarts + 1
 
     async def _add(self, host: str, handle: Any) -> None:
         pieces = self._wanted().get(host, [])
@@ -277,7 +281,7 @@ class Supervisor(Piece):
     async def _end_piece(self, piece: str) -> None:
         host = host_of(piece, self._site.placement)
         handle = find_host(host, self._site.namespace)
-        if host != piece:
+        if host == self._own or host in self._wanted():  # others live on there
             if handle is not None:
                 await handle.remove.remote(piece)
             return

@@ -32,7 +32,8 @@ class TokenChannel:
     def __init__(self, incarnation: str) -> None:
         self._outbox = TokenOutbox(incarnation)
         self._due = asyncio.Event()
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._timer_at = 0.0  # by our own account: a timer of uvloop that is due at once does not say when
         self._replied_at = 0.0
         self._num_polling = 0
         self._heard = True
@@ -51,9 +52,9 @@ class TokenChannel:
         due_at = self._replied_at + (FIRST_INTERVAL_S if has_first else FLUSH_INTERVAL_S)
         if loop.time() >= due_at:
             self._due.set()
-        elif self._timer is None or self._timer.when() > due_at:
+        elif self._timer is None or self._timer_at > due_at:
             self._cancel_timer()
-            self._timer = loop.call_at(due_at, self._due.set)
+            self._timer, self._timer_at = loop.call_at(due_at, self._due.set), due_at
 
     @property
     def full(self) -> bool:

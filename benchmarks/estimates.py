@@ -77,6 +77,12 @@ class SamplingRunner:
         self._runner = runner
         self.steps: list[Timed] = []
 
+    def begin(self, batch: StepBatch, sequences: dict[str, Sequence]) -> None:
+        self._runner.begin(batch, sequences)
+
+    def rest(self) -> None:
+        self._runner.rest()
+
     def execute(self, batch: StepBatch, sequences: dict[str, Sequence]) -> list[int | None]:
         began_at, cpu_s = time.perf_counter(), time.process_time()
         tokens = self._runner.execute(batch, sequences)

@@ -138,7 +138,7 @@ def _row(
         workload=name,
         kv_tokens=KV_TOKENS,
         host_kv_tokens=4 * KV_TOKENS,
-        block_size=engine.block_size,
+        block_size=engine.kv_block_size,
         max_num_seqs=engine.max_num_seqs,
         max_batch_tokens=engine.max_batch_tokens,
     )

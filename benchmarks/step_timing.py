@@ -22,12 +22,18 @@ class TimedRunner:
         self.total_s = 0.0
         self._last: StepBatch | None = None
 
+    def begin(self, batch: StepBatch, sequences: dict[str, Sequence]) -> None:
+        self._runner.begin(batch, sequences)
+
     def execute(self, batch: StepBatch, sequences: dict[str, Sequence]) -> list[int | None]:
         began = time.perf_counter()
         tokens = self._runner.execute(batch, sequences)
         self.total_s += time.perf_counter() - began
         self._last = batch
         return tokens
+
+    def rest(self) -> None:
+        self._runner.rest()
 
     def take_last(self) -> StepBatch | None:
         """What the step just run held, if it ran anything."""

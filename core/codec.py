@@ -1,22 +1,26 @@
 """msgpack on the wire: ``encode(message) -> bytes`` and ``decode(bytes, Type) -> message``.
 
 A message is ``[schema version, type name, fields...]``; a nested dataclass is the array of its fields. Fields at the
-end that hold their defaults are left out; derived ones (``init=False``) always are. Decoding checks every value against
-the annotated type and names the field that is wrong. Encoders and decoders are built once a type, because token batches
-cross at every step.
+end that hold their defaults are left out; derived ones (``init=False``) always are. Many integers in a row, as the
+tokens of a prompt, are one binary string: a letter for their size, then little-endian. Decoding checks every value
+against the annotated type and names the field that is wrong. Encoders and decoders are built once a type, because token
+batches cross at every step.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import operator
+import sys
 import types
 import typing
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import msgpack
 
@@ -24,6 +28,15 @@ from core.errors import InvalidValueError, MessageError
 from core.messages import SCHEMA_VERSION
 
 T = TypeVar("T")
+_MANY = 16
+"""So many integers or more are sent as one binary string."""
+
+_INT_KINDS = ("I", "Q")
+"""Of 4 and 8 bytes, without a sign."""
+
+_TOKENS, _INT_BYTES = b"I", 4
+"""Of integers that fit: letter and size."""
+
 _Decoder = Callable[[Any, str], Any]
 _Encoder = Callable[[Any], Any]
 
@@ -36,8 +49,11 @@ def encode(message: Any) -> bytes:
     return packed
 
 
-def decode(data: bytes, expected: type[T]) -> T:
+def decode(data: bytes, expected: type[T], *, keep_packed: bool = False) -> T:
     """The message in ``data``.
+
+    Args:
+        keep_packed: Tokens are only to be counted and passed on: they are left as ``PackedInts``.
 
     Raises:
         MessageError: not msgpack, another version, another type, or a field of the wrong type; names the field.
@@ -54,8 +70,30 @@ def decode(data: bytes, expected: type[T]) -> T:
     if raw[1] != name:
         raise MessageError(f"{name}.type", raw[1], f"a {name} message")
     kind: Any = expected
-    message: T = _decoder(kind)(raw[2:], name)
+    message: T = _decoder(kind, keep_packed)(raw[2:], name)
     return message
+
+
+class PackedInts(Sequence[int]):
+    """Integers as they came, in the place of a tuple of them: counted and sent on at no cost, and slow to read."""
+
+    __slots__ = ("_values", "packed")
+
+    def __init__(self, packed: bytes) -> None:
+        self.packed = packed
+        self._values: tuple[int, ...] | None = None
+
+    def __len__(self) -> int:
+        return (len(self.packed) - 1) // _INT_BYTES
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[int, ...]: ...
+    def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
+        if self._values is None:
+            self._values = _unpack_ints(self.packed, "packed")
+        return self._values[index]
 
 
 @functools.cache
@@ -105,6 +143,8 @@ def _wire_fields(kind: Any) -> list[dataclasses.Field[Any]]:
 
 def _tuple_encoder(args: tuple[Any, ...]) -> _Encoder:
     if len(args) == 2 and args[1] is Ellipsis:
+        if args[0] is int:
+            return _pack_ints
         inner = _encoder(args[0])
         if inner is _same:
             return list
@@ -113,68 +153,110 @@ def _tuple_encoder(args: tuple[Any, ...]) -> _Encoder:
     return lambda value: [enc(item) for enc, item in zip(parts, value, strict=True)]
 
 
+def _pack_ints(values: Sequence[int]) -> Any:
+    """A list of a few integers, of larger or negative ones; else a binary string."""
+    if type(values) is PackedInts:
+        return values.packed
+    if len(values) >= _MANY:
+        for kind in _INT_KINDS:
+            try:
+                packed = array(kind, values)
+            except OverflowError:
+                continue
+            if sys.byteorder == "big":
+                packed.byteswap()
+            return kind.encode() + packed.tobytes()
+    return list(values)
+
+
+def _unpack_ints(raw: bytes, field: str) -> tuple[int, ...]:
+    kind = raw[:1].decode("latin-1")
+    values = array(kind if kind in _INT_KINDS else "B")
+    if kind not in _INT_KINDS or (len(raw) - 1) % values.itemsize:
+        raise MessageError(field, raw[:40], "integers as a binary string")
+    values.frombytes(memoryview(raw)[1:])
+    if sys.byteorder == "big":
+        values.byteswap()
+    return tuple(values)
+
+
 def _same(value: Any) -> Any:
     return value
 
 
 @functools.cache
-def _decoder(kind: Any) -> _Decoder:
-    """Returns a checking function from (msgpack value, field name) to a value of ``kind``."""
+def _decoder(kind: Any, keep_packed: bool) -> _Decoder:
+    """Returns a checking function from (msgpack value, field name) to a value of ``kind``.
+
+    Names are relative; whoever catches an error on its way out puts its own before it, so that names cost nothing else.
+    """
     if dataclasses.is_dataclass(kind):
-        return _dataclass_decoder(kind)
+        return _dataclass_decoder(kind, keep_packed)
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is tuple:
-        return _tuple_decoder(args)
+        return _tuple_decoder(args, keep_packed)
     if origin in (types.UnionType, typing.Union):
-        inner = _decoder(_optional_inner(kind))
+        inner = _decoder(_optional_inner(kind), keep_packed)
         return lambda raw, field: None if raw is None else inner(raw, field)
     if issubclass(kind, IntEnum):
         return lambda raw, field: _enum(kind, raw, field)
     if kind is float:
         return _float
-    return lambda raw, field: _scalar(kind, raw, field)
+    return _scalar_decoder(kind)
 
 
-def _dataclass_decoder(kind: Any) -> _Decoder:
+def _dataclass_decoder(kind: Any, keep_packed: bool) -> _Decoder:
     hints = typing.get_type_hints(kind)
     fields = _wire_fields(kind)
-    parts = [(field.name, _decoder(hints[field.name])) for field in fields]
+    parts = [(field.name, _decoder(hints[field.name], keep_packed)) for field in fields]
     num_required = sum(field.default is dataclasses.MISSING for field in fields)
 
     def decode_fields(raw: Any, field: str) -> Any:
         if not isinstance(raw, list) or not num_required <= len(raw) <= len(parts):
             raise MessageError(field, raw, f"the {len(parts)} fields of {kind.__name__}")
-        values = [dec(item, f"{field}.{name}") for (name, dec), item in zip(parts, raw, strict=False)]
         try:
-            return kind(*values)
+            return kind(*[dec(item, name) for (name, dec), item in zip(parts, raw, strict=False)])
         except InvalidValueError as error:
             raise MessageError(f"{field}.{error.field}", error.value, error.expected) from error
 
     return decode_fields
 
 
-def _tuple_decoder(args: tuple[Any, ...]) -> _Decoder:
+def _tuple_decoder(args: tuple[Any, ...], keep_packed: bool) -> _Decoder:
     repeated = len(args) == 2 and args[1] is Ellipsis
     if repeated and args[0] is int:
-        return _int_tuple
+        return _packed_ints if keep_packed else _int_tuple
     if repeated and args[0] is float:
         return _float_tuple
-    parts = [_decoder(arg) for arg in args if arg is not Ellipsis]
+    parts = [_decoder(arg, keep_packed) for arg in args if arg is not Ellipsis]
 
     def decode_items(raw: Any, field: str) -> tuple[Any, ...]:
         if not isinstance(raw, list):
             raise MessageError(field, raw, "an array")
-        if repeated:
-            return tuple(parts[0](item, f"{field}[{i}]") for i, item in enumerate(raw))
-        if len(raw) != len(parts):
+        if not repeated and len(raw) != len(parts):
             raise MessageError(field, raw, f"an array of {len(parts)}")
-        return tuple(dec(item, f"{field}[{i}]") for i, (dec, item) in enumerate(zip(parts, raw, strict=True)))
+        found = []
+        try:
+            for dec, item in zip(itertools.cycle(parts) if repeated else parts, raw, strict=False):
+                found.append(dec(item, ""))  # how many there are tells which one is wrong
+        except MessageError as error:
+            raise MessageError(f"{field}[{len(found)}]{error.field}", error.value, error.expected) from error
+        return tuple(found)
 
     return decode_items
 
 
+def _packed_ints(raw: Any, field: str) -> Sequence[int]:
+    """Tokens as they came; hashes, which are wider, as they are."""
+    if isinstance(raw, bytes) and raw[:1] == _TOKENS and len(raw) % _INT_BYTES == 1:
+        return PackedInts(raw)
+    return _int_tuple(raw, field)
+
+
 def _int_tuple(raw: Any, field: str) -> tuple[int, ...]:
     """Token ids: thousands in a message, so one pass in C decides the common, correct case."""
+    if isinstance(raw, bytes):
+        return _unpack_ints(raw, field)
     if not isinstance(raw, list):
         raise MessageError(field, raw, "an array of integers")
     if not set(map(type, raw)) <= {int}:
@@ -199,10 +281,13 @@ def _optional_inner(kind: Any) -> Any:
     return inner[0]
 
 
-def _scalar(kind: type, raw: Any, field: str) -> Any:
-    if type(raw) is not kind:
-        raise MessageError(field, raw, f"a value of type {kind.__name__}")
-    return raw
+def _scalar_decoder(kind: type) -> _Decoder:
+    def decode_scalar(raw: Any, field: str) -> Any:
+        if type(raw) is not kind:
+            raise MessageError(field, raw, f"a value of type {kind.__name__}")
+        return raw
+
+    return decode_scalar
 
 
 def _float(raw: Any, field: str) -> float:

@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import ConfigError, InvalidValueError
+from core.replica_config import ReplicaConfig
 from core.units import parse_memory
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 PROXIES = ("auto", "serve", "haproxy")
 HAPROXY_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0")
-BACKENDS = ("auto", "native", "torch")
+BACKENDS = ("auto", "native", "torch", "xformers")
+WEIGHTS = ("auto", "full", "int4")
 EXECUTIONS = ("ragged", "static")
-PLACEMENTS = ("auto", "fused", "split")
+PLACEMENTS = ("auto", "fused", "split", "packed")
+PREFIX_SHARING = ("all", "key")
 EMULATED = "emulated:"
 
 
@@ -31,17 +34,49 @@ class ModelConfig:
         path: A directory or a hub id; empty means the embedded model.
         name: The name clients ask for; empty means the directory's name.
         dtype: One of ``DTYPES``.
-        replicas: Copies of the model, each with a worker and a scheduler of its own.
+        replicas: Copies of the model on our own engine, each with a worker and a scheduler of its own. In a file with
+            ``[[replica]]`` tables that does not say, there are none.
+        tensor_parallel: Processes that each layer of a replica is split over; must divide its attention heads.
+        pipeline_parallel: Stages of consecutive layers that a replica is cut into, each with ``tensor_parallel``
+            processes; as many batches are under way at once.
+        max_replicas: Up to so many, as the predicted queue delay asks for; 0: always ``replicas``. With it:
+        min_replicas: Never fewer.
+        target_queue_delay_s: A new request should not have to wait longer; while it would, there are more replicas.
+        scale_down_after_s: One fewer, once a request would not have waited half of that for so long even so.
     """
 
     path: str = ""
     name: str = ""
     dtype: str = "auto"
     replicas: int = 1
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    min_replicas: int = 1
+    max_replicas: int = 0
+    target_queue_delay_s: float = 1.0
+    scale_down_after_s: float = 60.0
 
     def __post_init__(self) -> None:
-        _require(self.replicas >= 1, "model.replicas", self.replicas, "an integer >= 1")
+        _require(self.replicas >= 0, "model.replicas", self.replicas, "an integer >= 0")
+        for name in ("tensor_parallel", "pipeline_parallel", "min_replicas"):
+            _require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "an integer >= 1")
+        if self.max_replicas:
+            low, high = max(self.replicas, self.min_replicas), self.max_replicas
+            _require(high >= low, "model.max_replicas", high, f"0, or at least {low}")
+            _require(self.replicas >= self.min_replicas, "model.min_replicas", self.min_replicas, f"<= {self.replicas}")
+        for name in ("target_queue_delay_s", "scale_down_after_s"):
+            _require(getattr(self, name) > 0, f"model.{name}", getattr(self, name), "a number > 0")
         _require(self.dtype in DTYPES, "model.dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+
+    @property
+    def most_replicas(self) -> int:
+        """How many there may be without anybody asking for it: they share what one machine has."""
+        return max(self.replicas, self.max_replicas)
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that a replica computes in."""
+        return self.tensor_parallel * self.pipeline_parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +84,18 @@ class EngineConfig:
     """How one worker runs.
 
     Attributes:
-        device: What computes. ``cpu``, or ``emulated:PROFILE``: nothing does; steps and copies take as long as the
-            profile says (a name, or a file of ``farsight profile``), and the tokens are made up. To measure scheduling.
+        device: What computes. ``cpu``, ``cuda`` (the first GPU that the process sees), or ``emulated:PROFILE``: nothing
+            does; steps and copies take as long as the profile says (a name, or a file of ``farsight profile``), and the
+            tokens are made up. To measure scheduling.
         kv_memory: Memory of the KV pool, as ``512MiB`` or ``2GiB``; ``auto`` takes what a full batch of
-            full-length sequences needs, but all replicas together at most a fifth of the machine's free memory. An
-            emulated device counts it in the tokens of its profile, and takes at most what that says the device has.
+            full-length sequences needs, but all replicas together at most a fifth of the machine's free memory. On a
+            GPU it takes at most what weights and the largest step leave of ``gpu_memory_utilization``. An
+            emulated device counts it in the tokens of its profile, and takes at most what that says the device has. A
+            replica of several processes has so much in each of them.
         host_kv_memory: Memory of the host pool that sequences can be offloaded to, as for ``kv_memory``; ``0`` is none.
             ``auto`` is as much as the KV pool has, but all replicas together at most a fifth of the machine's free
             memory, where the KV policy moves KV to the host, and none where it does not.
-        block_size: Tokens in a KV block.
+        block_size: Tokens in a KV block; 0 is 64 on a GPU, whose kernels take multiples of that, and 32 elsewhere.
         prefix_cache: Sequences that begin with the same tokens share the KV of their full blocks, also with
             sequences that have ended, as long as the memory is not needed.
         max_num_seqs: Sequences in one step.
@@ -67,14 +105,19 @@ class EngineConfig:
         num_threads: Compute threads of a worker; 0 shares all cores but one, which serves HTTP and scheduling,
             among the replicas.
         benchmark_mode: Requests may say, with ``benchmark_len``, where their outputs end. Only to measure scheduling.
-        backend: What computes a step: ``native`` is one compiled call, ``torch`` the reference; ``auto`` takes the
-            former where there is a compiler and the model is one that it knows.
+        backend: What computes a step: ``native`` is one compiled call on the CPU, ``xformers`` torch operations with
+            xformers' attention on a GPU, ``torch`` the reference on either; ``auto`` takes one of the former where it
+            can be had and the model is one that it knows.
+        gpu_memory_utilization: Share of a GPU's memory that weights, KV pool and the largest step may take together.
+        compile: Let torch compile what lies between two attentions. It takes minutes at the start.
+        weights: ``int4`` rounds the matrices of the layers to 4 bits, in groups of 128 with a scale each: a quarter of
+            the memory, slower steps. ``full`` leaves them as they are; ``auto`` is what the preset says.
     """
 
     device: str = "cpu"
     kv_memory: str = "auto"
     host_kv_memory: str = "auto"
-    block_size: int = 32
+    block_size: int = 0
     prefix_cache: bool = True
     max_num_seqs: int = 128
     max_batch_tokens: int = 1024
@@ -82,24 +125,44 @@ class EngineConfig:
     num_threads: int = 0
     benchmark_mode: bool = False
     backend: str = "auto"
+    gpu_memory_utilization: float = 0.9
+    compile: bool = False
+    weights: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_num_seqs", "max_batch_tokens"):
+        for name in ("max_num_seqs", "max_batch_tokens"):
             value = getattr(self, name)
             _require(value >= 1, f"engine.{name}", value, "an integer >= 1")
         self.kv_bytes()
         self.host_kv_bytes()
-        for name in ("max_model_len", "num_threads"):
+        for name in ("block_size", "max_model_len", "num_threads"):
             value = getattr(self, name)
             _require(value >= 0, f"engine.{name}", value, "an integer >= 0")
         _require(self.backend in BACKENDS, "engine.backend", self.backend, f"one of {', '.join(BACKENDS)}")
-        known = self.device == "cpu" or bool(self.profile)
-        _require(known, "engine.device", self.device, f"cpu, or {EMULATED}PROFILE as in {EMULATED}a100-7b")
+        _require(self.weights in WEIGHTS, "engine.weights", self.weights, f"one of {', '.join(WEIGHTS)}")
+        share = self.gpu_memory_utilization
+        _require(0 < share <= 1, "engine.gpu_memory_utilization", share, "a number > 0 and <= 1")
+        self._check_device()
+
+    def _check_device(self) -> None:
+        known = self.device in ("cpu", "cuda") or bool(self.profile)
+        _require(known, "engine.device", self.device, f"cpu, cuda, or {EMULATED}PROFILE as in {EMULATED}a100-7b")
+        if self.device == "cuda":
+            _require(self.backend != "native", "engine.backend", self.backend, "auto, xformers or torch on a GPU")
+        if self.backend == "xformers":
+            _require(self.device == "cuda", "engine.device", self.device, "cuda, where xformers computes")
+            size = self.kv_block_size
+            _require(size % 64 == 0, "engine.block_size", size, "a multiple of 64, as xformers' kernels take it")
 
     @property
     def profile(self) -> str:
         """What an emulated device is emulated from; empty if the device is a real one."""
         return self.device.removeprefix(EMULATED) if self.device.startswith(EMULATED) else ""
+
+    @property
+    def kv_block_size(self) -> int:
+        """``block_size``, or what it is on this device."""
+        return self.block_size or (64 if self.device == "cuda" else 32)
 
     def kv_bytes(self) -> int | None:
         """``kv_memory`` in bytes; None for ``auto``."""
@@ -166,6 +229,29 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class PlacementConfig:
+    """What of E2 is used, where ``scheduler.placement`` or the preset's own is ``e2`` (Preble, section 4.2).
+
+    Attributes:
+        window_s: H, seconds over which load, sharing and queueing are counted.
+        rebalance: Redirect requests from replicas that are too heavy ...
+        rebalance_ratio: ... by so many times the load of the lightest.
+        autoscale: Give prefixes whose queueing doubles on a replica too heavy to one more.
+        balance: Send what is not cached to replicas that mostly decode.
+    """
+
+    window_s: float = 180.0
+    rebalance: bool = True
+    rebalance_ratio: float = 1.5
+    autoscale: bool = True
+    balance: bool = True
+
+    def __post_init__(self) -> None:
+        _require(self.window_s > 0, "placement.window_s", self.window_s, "a number > 0")
+        _require(self.rebalance_ratio >= 1, "placement.rebalance_ratio", self.rebalance_ratio, "a number >= 1")
+
+
+@dataclass(frozen=True, slots=True)
 class BatchConfig:
     """How batches are formed under a preset of batch mode.
 
@@ -197,9 +283,13 @@ class ServerConfig:
         max_body_bytes: Larger request bodies are refused.
         max_queued_requests: Requests in the house at once, per ingress replica; more are refused with 429.
         max_queued_tokens: The same, counted in prompt tokens.
+        prefix_sharing: Whose requests share cached prefixes: ``all``, or only those of the same bearer ``key`` (those
+            without one share with each other). ``cache_salt`` of a request divides further.
         proxy: ``serve`` is Ray Serve's own proxy. ``haproxy`` carries several times the requests; ``host`` must be
-            the loopback interface or all of them, and the ingress replicas listen there too (ports 30000 and up).
+            the loopback interface or all of them, and the ingress replicas listen there too (ports 30000 to 32699).
             ``auto`` takes the latter where it can be had.
+        first_token_deadline_s: Where there are ``[[replica]]`` tables, a request without a token after so long fails,
+            wherever it has been by then; not while it is on our own engine.
     """
 
     host: str = "127.0.0.1"
@@ -208,10 +298,14 @@ class ServerConfig:
     max_body_bytes: int = 4 * 1024 * 1024
     max_queued_requests: int = 2048
     max_queued_tokens: int = 2_000_000
+    prefix_sharing: str = "all"
     proxy: str = "auto"
+    first_token_deadline_s: float = 120.0
 
     def __post_init__(self) -> None:
         _require(1 <= self.port <= 65535, "server.port", self.port, "a port from 1 to 65535")
+        sharing = self.prefix_sharing
+        _require(sharing in PREFIX_SHARING, "server.prefix_sharing", sharing, f"one of {', '.join(PREFIX_SHARING)}")
         _require(self.proxy in PROXIES, "server.proxy", self.proxy, f"one of {', '.join(PROXIES)}")
         if self.proxy == "haproxy":
             _require(self.host in HAPROXY_HOSTS, "server.host", self.host, f"one of {', '.join(HAPROXY_HOSTS)}")
@@ -219,6 +313,8 @@ class ServerConfig:
         for name in ("max_body_bytes", "max_queued_requests", "max_queued_tokens"):
             value = getattr(self, name)
             _require(value >= 1, f"server.{name}", value, "an integer >= 1")
+        deadline_s = self.first_token_deadline_s
+        _require(deadline_s > 0, "server.first_token_deadline_s", deadline_s, "a number > 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,10 +323,13 @@ class ActorsConfig:
 
     Attributes:
         placement: ``split`` gives every piece its own actor; ``fused`` puts Router, Schedulers, KV offload managers,
-            estimator, log store and supervisor into one; ``auto`` picks by the machine's size.
+            estimator, log store and supervisor into one; ``packed`` is that, and sixteen workers of emulated devices
+            share a process as well; ``auto`` picks by the machine's size, and by how many devices are emulated.
         length_predictors: How many ...
         max_length_predictors: ... and up to how many while questions queue before them; 0: never more.
         serving_time_estimators: How many.
+        gpus_per_rank: GPUs that Ray sets aside for each process of a replica that is spread over several; negative: one
+            where it computes on a GPU, else none.
         scheduler_delay_s: Holds back every message to and from a Scheduler for so long; to measure that no step
             waits for one.
     """
@@ -239,6 +338,7 @@ class ActorsConfig:
     length_predictors: int = 1
     max_length_predictors: int = 0
     serving_time_estimators: int = 1
+    gpus_per_rank: float = -1.0
     scheduler_delay_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -308,16 +408,26 @@ class LogConfig:
 
 @dataclass(frozen=True, slots=True)
 class FarsightConfig:
-    """Everything that can be set; each field is a table of the TOML file."""
+    """Everything that can be set; each field is a table of the TOML file.
+
+    Attributes:
+        replica: An array of tables: replicas that are other servers.
+    """
 
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     actors: ActorsConfig = field(default_factory=ActorsConfig)
     predictor: PredictorConfig = field(default_factory=PredictorConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    replica: tuple[ReplicaConfig, ...] = ()
+
+    def __post_init__(self) -> None:
+        count = self.model.replicas
+        _require(count >= 1 or bool(self.replica), "model.replicas", count, "an integer >= 1, or a [[replica]] table")
 
 
 def load_config(path: Path | None, overrides: dict[str, dict[str, Any]]) -> FarsightConfig:
@@ -330,11 +440,23 @@ def load_config(path: Path | None, overrides: dict[str, dict[str, Any]]) -> Fars
     for section, values in overrides.items():
         merged = tables.setdefault(section, {})
         merged.update({key: value for key, value in values.items() if value is not None})
-    sections = {f.name: f.default_factory for f in dataclasses.fields(FarsightConfig)}
+    names = [f.name for f in dataclasses.fields(FarsightConfig)]
     for name in tables:
-        if name not in sections:
-            raise ConfigError(name, tables[name], f"a known table{_nearest(name, list(sections))}")
-    return FarsightConfig(**{name: _section(kind, name, tables.get(name, {})) for name, kind in sections.items()})
+        if name not in names:
+            raise ConfigError(name, tables[name], f"a known table{_nearest(name, names)}")
+    replica = _replicas(tables.pop("replica", []))
+    if replica and isinstance(tables.setdefault("model", {}), dict):
+        tables["model"].setdefault("replicas", 0)
+    sections = {f.name: f.default_factory for f in dataclasses.fields(FarsightConfig) if f.name != "replica"}
+    return FarsightConfig(
+        **{name: _section(kind, name, tables.get(name, {})) for name, kind in sections.items()}, replica=replica
+    )
+
+
+def _replicas(tables: Any) -> tuple[ReplicaConfig, ...]:
+    if not isinstance(tables, list):
+        raise ConfigError("replica", tables, "an array of tables, each under its own [[replica]]")
+    return tuple(_section(ReplicaConfig, "replica", table) for table in tables)
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import astuple, dataclass
 from typing import Protocol
 
 from core.messages import ReplicaStepProfile, StepSample
@@ -65,6 +65,11 @@ class StepCost:
         steps = ((0, 1, 500, 0), (0, 64, 32_000, 0), (512, 0, 0, attention_pairs(512, 0)))
         prices = ((self.step_s(*step), other.step_s(*step)) for step in steps)
         return all(abs(mine - theirs) <= share * theirs for mine, theirs in prices)
+
+
+def mean_cost(costs: Collection[StepCost]) -> StepCost:
+    """Each price the mean of theirs; at least one."""
+    return StepCost(*(sum(terms) / len(costs) for terms in zip(*map(astuple, costs), strict=True)))
 
 
 A100_7B = StepCost(base_s=0.010, prefill_token_s=0.11e-3, decode_seq_s=0.02e-3, context_token_s=0.2e-6)

@@ -17,7 +17,8 @@ def joined(deltas: Sequence[TokenDelta]) -> TokenDelta:
         start=first.start,
         token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
         text="".join(delta.text for delta in deltas),
-        cached_len=first.cached_len,
+        cached_len=first.cached_len or last.cached_len,
+        num_unnamed=sum(delta.num_unnamed for delta in deltas),
         logprobs=_joined_logprobs(logprobs) if logprobs else None,
     )
 

@@ -57,6 +57,11 @@ class IntegrityError(FarsightError):
     """An invariant of a state machine does not hold: a defect in Farsight itself."""
 
 
-def _short(value: Any, limit: int = 80) -> str:
+def _short(value: Any, limit: int = 200) -> str:
+    """A path is told whole, a prompt is not."""
     text = repr(value)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+class RankLost(FarsightError):
+    """A process of a replica that is spread over several is gone, or out of step: the replica ends as a whole."""

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from core.cache_messages import CacheNotice, StartedRequest
 from core.forecast import Forecast, ForecastQuestion
+from core.kv_messages import NO_TRAFFIC, KVTraffic, KVUsage
 from core.log_messages import ArtefactInfo
 from core.request import Request, Residency, SequenceStatus
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 """Raised when any message changes shape; a message of another version is refused."""
 
 Key = tuple[str, int]
@@ -115,6 +117,7 @@ class ReplicaState:
         refusals: Requests that turned out, since they were placed, not to fit the worker.
         broken: Of a batch that ran out of memory, all that had not ended: nobody runs them any more.
         resting: All that the replica holds, if every client of it has stopped reading: else nothing.
+        cache_seq: Of the last notice of its prefix cache that the Router has been sent; 0 if there was none.
     """
 
     replica: str
@@ -122,6 +125,7 @@ class ReplicaState:
     refusals: tuple[Refusal, ...]
     broken: tuple[Key, ...] = ()
     resting: tuple[Key, ...] = ()
+    cache_seq: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,50 +143,22 @@ class InFlight:
 
 
 @dataclass(frozen=True, slots=True)
-class KVTraffic:
-    """What one life of a worker has done with KV so far; the numbers only rise.
+class ReplicaNews:
+    """Scheduler -> Router, several times a second: what has become of requests there, and of the prefix cache.
 
     Attributes:
-        offloads: Copies to the host that have arrived; ``uploads`` those to the device.
-        offloaded_bytes: What they held together.
-        refused_offloads: Orders to the host that found no room there, or nothing to move.
-        recomputed_tokens: Tokens computed again after their KV was dropped.
+        finished: Sequences that reached their end; what they left in the cache is in this message, or was in an
+            earlier one.
+        cache: The worker's notices, in order; none where placement does not look at prefixes.
+        profile: What steps cost there, if that has been measured anew.
     """
 
-    offloads: int = 0
-    uploads: int = 0
-    offloaded_bytes: int = 0
-    uploaded_bytes: int = 0
-    refused_offloads: int = 0
-    recomputed_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class KVUsage:
-    """KVOffloadManager ->: where the KV of one replica is, as last reported, and what has moved.
-
-    Attributes:
-        num_resident: Sequences with blocks on the device.
-        short_blocks: Blocks that paused sequences lack.
-        num_host_blocks: Blocks of the host pool; 0 if there is none.
-        flying_blocks: Blocks that copies in flight are to fill; they hold as many in either pool.
-    """
-
-    num_blocks: int = 0
-    free_blocks: int = 0
-    num_resident: int = 0
-    short_blocks: int = 0
-    num_host_blocks: int = 0
-    free_host_blocks: int = 0
-    flying_blocks: int = 0
-    traffic: KVTraffic = KVTraffic()
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """Scheduler -> Router: sequences that reached their end."""
-
-    finished: tuple[FinishedSequence, ...]
+    replica: str
+    worker_incarnation: str
+    started: tuple[StartedRequest, ...] = ()
+    finished: tuple[FinishedSequence, ...] = ()
+    cache: tuple[CacheNotice, ...] = ()
+    profile: ReplicaStepProfile | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,10 +241,18 @@ class SlotProgress:
 
 @dataclass(frozen=True, slots=True)
 class FinishedSequence:
+    """
+    Attributes:
+        cached_len: Prompt tokens that it found in the prefix cache when it first started.
+        ran_s: Seconds of all the steps that it took part in.
+    """
+
     request_id: str
     attempt: int
     status: SequenceStatus
     output_len: int
+    cached_len: int = 0
+    ran_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +284,7 @@ class StepReport:
         steps: Some of the steps since the last report.
         shared_blocks: By how much the block tables in ``progress`` together exceed the blocks in use.
         num_host_blocks, free_host_blocks, flying_blocks, traffic: As in ``KVUsage``.
+        cache: Notices of the prefix cache; each repeats until acknowledged.
     """
 
     worker_incarnation: str
@@ -315,14 +300,20 @@ class StepReport:
     num_host_blocks: int = 0
     free_host_blocks: int = 0
     flying_blocks: int = 0
-    traffic: KVTraffic = KVTraffic()
+    traffic: KVTraffic = NO_TRAFFIC
+    cache: tuple[CacheNotice, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ReportPoll:
-    """Scheduler -> worker: give me the next ``StepReport``; ``ack_seq`` is the last one received."""
+    """Scheduler -> worker: give me the next ``StepReport``; ``ack_seq`` is the last one received.
+
+    Attributes:
+        wants_cache: Notices were lost: it is to tell all that is cached.
+    """
 
     ack_seq: int
+    wants_cache: bool = False
 
 
 TokenLogprobs = tuple[tuple[int, ...], tuple[float, ...]]
@@ -351,8 +342,9 @@ class TokenDelta:
         text: What may be shown; trails ``token_ids`` while a stop string may still complete.
         finish_reason: Set on the last delta of an attempt only.
         error: Why the sequence failed, when ``finish_reason`` is ``error``.
-        cached_len: Tokens of the prompt that came from a cache; on an attempt's first delta only.
+        cached_len: Tokens of the prompt that came from a cache; on an attempt's first delta, or its last (a server).
         logprobs: None unless the request wants them.
+        num_unnamed: Tokens after ``token_ids`` of which only the text is known: another server's.
     """
 
     request_id: str
@@ -364,6 +356,11 @@ class TokenDelta:
     error: str | None = None
     cached_len: int = 0
     logprobs: DeltaLogprobs | None = None
+    num_unnamed: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) + self.num_unnamed
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,6 +400,7 @@ class WorkerReady:
         max_model_len: Tokens a sequence may reach: the context or the pool, whichever is smaller.
         pool_limited: Whether it is the pool.
         num_host_blocks: KV blocks in the host pool; 0 if there is none.
+        external: It is another server, which takes no requests that only our own engine can answer.
     """
 
     worker_incarnation: str
@@ -412,6 +410,20 @@ class WorkerReady:
     pool_limited: bool
     vocab_size: int
     num_host_blocks: int = 0
+    external: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """Router -> ingress: what a request may be.
+
+    Attributes:
+        ready: Of the replica that holds the shortest sequences.
+        prefix_block_size: Tokens of a block of ``Request.prefix_hashes``; 0 where nobody looks at prefixes.
+    """
+
+    ready: WorkerReady
+    prefix_block_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -473,6 +485,7 @@ class PieceStatus:
         state: ready, starting, waiting (for a piece it depends on), draining, dead or lost (silent).
         restarts: How often the supervisor has started it again.
         http_port: Of the /healthz and /metrics of its process, on the loopback interface; 0 if there are none.
+        url, breaker: Of a replica that is another server: where it is; ``closed``, or why requests do not go there.
     """
 
     name: str
@@ -484,6 +497,8 @@ class PieceStatus:
     last_step_age_s: float | None
     restarts: int
     http_port: int
+    url: str = ""
+    breaker: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -495,21 +510,27 @@ class PieceRows:
 
 @dataclass(frozen=True, slots=True)
 class StatusReply:
-    """Every logical piece, the KV of all replicas together as last reported, and what has been learnt while serving."""
+    """Every logical piece, the KV of all replicas together as last reported, and what has been learnt while serving.
+
+    Attributes:
+        queue_delay_s: That a request which came now is predicted to wait; None if that cannot be said.
+    """
 
     pieces: tuple[PieceStatus, ...]
     kv: KVUsage
     artefacts: tuple[ArtefactInfo, ...] = ()
+    queue_delay_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PieceCounts:
-    """Supervisor ->: how many there should be of what can be scaled."""
+    """Supervisor ->: how many there should be of what can be scaled; ``backends`` are other servers."""
 
     replicas: int
     length_predictors: int
     serving_time_estimators: int
     ingress_replicas: int
+    backends: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,6 +129,13 @@ class SamplingParams:
         _require(ok, "benchmark_len", self.benchmark_len, "an integer >= 1")
 
     @property
+    def own_engine_field(self) -> str:
+        """A field that other servers cannot be asked for, since their replies lack what it needs; empty if none is."""
+        if self.logprobs is not None:
+            return "logprobs"
+        return "" if self.benchmark_len is None else "benchmark_len"
+
+    @property
     def greedy(self) -> bool:
         return self.temperature == 0
 
@@ -164,6 +171,19 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptSource:
+    """A prompt as its client wrote it, for servers that take no token ids.
+
+    Attributes:
+        text: Of a completion; empty if it is a chat.
+        messages: (role, content) of a chat's.
+    """
+
+    text: str = ""
+    messages: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One user call as the scheduler and the worker see it.
 
@@ -178,8 +198,10 @@ class Request:
         deadline_s: Of equal priority, the earlier deadline goes first; seconds from when a scheduler gets the request.
         forecast: Of the whole output length; None if nobody has foreseen it in time.
         expected_cached_len: Prompt tokens that its replica is believed to have in its prefix cache.
-        prefix_hashes: Chained hashes of its full blocks as placement counts them, if the ingress has made them; empty
-            if the Router is to.
+        prefix_hashes: Chained hashes of the prompt's full blocks (``kvcache.prefix``), made by the ingress; empty where
+            nobody looks at prefixes, and of a request that can share none.
+        cache_salt: Only requests of the same salt share cached prefixes.
+        source: None where no replica asks for it (``[[replica]] prompt``), or the client sent token ids.
     """
 
     request_id: str
@@ -194,6 +216,8 @@ class Request:
     forecast: Forecast | None = None
     expected_cached_len: int = 0
     prefix_hashes: tuple[int, ...] = ()
+    cache_salt: str = ""
+    source: PromptSource | None = None
 
     def __post_init__(self) -> None:
         _require(len(self.prompt_ids) > 0, "prompt", self.prompt_ids, "at least one token")

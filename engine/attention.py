@@ -44,6 +44,19 @@ class PrefillPart:
 
 
 @dataclass(frozen=True, slots=True)
+class StaticDecode:
+    """Rows of one token each in memory that stays where it is: what a captured step reads, each time with other values.
+
+    Attributes:
+        block_tables: int32 ``[rows, width]``; unused entries are any block.
+        kv_lens: int32 ``[rows]``: tokens each row attends over, its own included; at least 1.
+    """
+
+    block_tables: Tensor
+    kv_lens: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class StepLayout:
     """One step, flattened; ``T`` rows.
 
@@ -86,8 +99,18 @@ class StepAttention(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """A way to compute paged attention."""
+    """A way to compute paged attention.
+
+    Attributes:
+        reads_whole_blocks: It multiplies what lies in a block beyond its sequence's end with 0, so no NaN may be there.
+    """
+
+    reads_whole_blocks: bool
 
     def begin_step(self, layout: StepLayout, pool: KVPool) -> StepAttention:
         """Makes masks and tables for a step; called before the first layer."""
+        ...
+
+    def begin_static(self, decode: StaticDecode, pool: KVPool) -> StepAttention:
+        """Attention of steps that only decode, over and over; no operation of its depends on what ``decode`` holds."""
         ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from core.errors import ConfigError
 from engine.attention import AttentionBackend
+from engine.decode_graphs import Capture, DecodeGraphs
 from engine.kv_pool import KVPool
 from engine.layout import build_layout
 from engine.model import DecoderModel
@@ -19,8 +20,9 @@ from engine.native.layout import build_native_step
 from engine.native.library import NativeUnavailable
 from engine.native.model import NativeModel, native_problem
 from engine.sequence import Sequence
+from engine.step_sizes import StepSizes
 from engine.torch_attention import TorchAttention
-from engine.weights import ModelWeights
+from engine.weights import ModelWeights, PackedLinear
 from kvcache import StepBatch
 
 logger = logging.getLogger(__name__)
@@ -69,8 +71,10 @@ class TorchBackend:
         pool: KVPool,
         max_len: int,
         attention: AttentionBackend | None = None,
+        *,
+        compiled: bool = False,
     ) -> None:
-        self._model = DecoderModel(config, weights, max_len)
+        self._model = DecoderModel(config, weights, max_len, compiled=compiled)
         self._pool = pool
         self._attention = attention or TorchAttention(config.sliding_windows)
 
@@ -83,11 +87,57 @@ class TorchBackend:
         more_rows: list[int] | None = None,
     ) -> StepLogits:
         """See ``StepBackend.run``."""
-        layout = build_layout(batch, order, sequences, self._pool.block_size, more_rows=more_rows)
-        if len(layout.opened_blocks):
+        layout = build_layout(batch, order, sequences, self._pool.block_size, self._pool.device, more_rows)
+        if self._attention.reads_whole_blocks and len(layout.opened_blocks):
             self._pool.clear_blocks(layout.opened_blocks)
         attention = self._attention.begin_step(layout, self._pool)
         return StepLogits(self._model.forward(layout, self._pool, attention), None)
+
+
+class GraphBackend(TorchBackend):
+    """Torch operations; steps that only decode are recorded at the start and replayed.
+
+    Args:
+        sizes: Of the steps that are recorded.
+        capture: Records.
+        synchronize: Returns when the device has done what it was given. A step that samples reads what it has sampled;
+            one that does not would be over for the host before it has begun, and be timed so.
+        compiled: As for ``DecoderModel``.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        pool: KVPool,
+        max_len: int,
+        attention: AttentionBackend,
+        sizes: StepSizes,
+        capture: Capture,
+        synchronize: Callable[[], object],
+        *,
+        compiled: bool = False,
+    ) -> None:
+        super().__init__(config, weights, pool, max_len, attention, compiled=compiled)
+        self._synchronize = synchronize
+        self._graphs = DecodeGraphs(self._model, pool, attention, sizes, capture)
+
+    def run(
+        self,
+        batch: StepBatch,
+        order: list[int],
+        sequences: Mapping[str, Sequence],
+        more_rows: list[int] | None = None,
+    ) -> StepLogits:
+        """See ``StepBackend.run``."""
+        items = [batch.items[i] for i in order]
+        size = None if more_rows or not items else self._graphs.find(items)
+        if size is None:
+            found = super().run(batch, order, sequences, more_rows)
+            if not len(found.logits):
+                self._synchronize()
+            return found
+        return StepLogits(*self._graphs.run(size, items, sequences))
 
 
 class NativeBackend:
@@ -110,14 +160,18 @@ class NativeBackend:
 
 
 def make_backend(name: str, config: ModelConfig, weights: ModelWeights, pool: KVPool, max_len: int) -> StepBackend:
-    """The backend of that name; ``auto`` is the compiled one where it can be had.
+    """The backend of that name on the CPU; ``auto`` is the compiled one where it can be had.
 
     Raises:
-        ConfigError: ``native`` was asked for and cannot be had.
+        ConfigError: ``native`` or ``xformers`` was asked for and cannot be had.
     """
+    if name == "xformers":
+        raise ConfigError("engine.backend", name, "auto, native or torch (xformers computes on a GPU)")
     if name == "torch":
         return TorchBackend(config, weights, pool, max_len)
     problem = native_problem(config, pool.dtype, pool.block_size)
+    if any(isinstance(layer.qkv, PackedLinear) for layer in weights.layers):
+        problem = "weights of 4 bits are not compiled"
     if problem is None:
         try:
             return NativeBackend(config, weights, pool, max_len)
@@ -127,3 +181,32 @@ def make_backend(name: str, config: ModelConfig, weights: ModelWeights, pool: KV
         raise ConfigError("engine.backend", name, f"auto or torch ({problem})")
     logger.warning("steps are computed by torch operations, several times slower than compiled: %s", problem)
     return TorchBackend(config, weights, pool, max_len)
+
+
+def gpu_attention(name: str, config: ModelConfig, pool: KVPool, sizes: StepSizes) -> AttentionBackend:
+    """Attention for a pool on a GPU, for the backend of that name; ``auto`` is xformers' where it can be had.
+
+    Args:
+        sizes: That its kernels are compiled for.
+
+    Raises:
+        ConfigError: ``xformers`` was asked for and cannot be had, or ``native``, which computes on the CPU.
+    """
+    if name == "native":
+        raise ConfigError("engine.backend", name, "auto, xformers or torch (native computes on the CPU)")
+    if name == "torch":
+        return TorchAttention(config.sliding_windows)
+    logging.getLogger("xformers").setLevel(logging.ERROR)  # it warns of an extension that is not needed
+    try:
+        from engine.xformers_attention import XformersAttention, gpu_operators, operator_problem, xformers_problem
+    except ImportError as error:
+        problem: str | None = f"xformers cannot be imported, the extra `gpu` installs it ({error})"
+    else:
+        operators = gpu_operators()
+        problem = xformers_problem(config, pool.dtype, pool.block_size) or operator_problem(operators, config, pool)
+        if problem is None:
+            return XformersAttention(operators, sizes)
+    if name == "xformers":
+        raise ConfigError("engine.backend", name, f"auto or torch ({problem})")
+    logger.warning("attention is computed by torch operations, slower than by xformers' kernels: %s", problem)
+    return TorchAttention(config.sliding_windows)

@@ -4,24 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from core.config import EngineConfig, SchedulerConfig
+from core.errors import ConfigError
 from core.messages import WorkerReady
 from engine.detokenizer import Detokenizer, load_tokenizer
 from engine.emulated_device import emulate_device
 from engine.model_config import load_model_config, resolve_max_model_len
+from engine.parallel.mesh import ALONE, Mesh, check_parallel
 from engine.worker import Worker
-from kvcache import BatchLimits, BlockManager, LeaseExecutor, PlanExecutor, StaticExecutor
-from policies.builders import swaps_kv
+from kvcache import BatchLimits, BlockManager, LeaseExecutor, PipelinedExecutor, PlanExecutor, StaticExecutor
+from policies.builders import follows_prefixes, swaps_kv
+from policies.presets import find_preset
+
+if TYPE_CHECKING:
+    from engine.parallel.links import Ranks
 
 
-def check_worker(model_dir: Path, engine: EngineConfig) -> None:
+def check_worker(model_dir: Path, engine: EngineConfig, mesh: Mesh = ALONE) -> None:
     """Refuses before anything is loaded what could not be built.
+
+    Args:
+        mesh: The ranks that the model is to be spread over.
 
     Raises:
         InvalidValueError: the directory, the model or a setting cannot be used; names the field.
     """
     config = load_model_config(model_dir)
+    if mesh.size > 1:
+        check_parallel(mesh, config, engine)
     if engine.profile:
         emulate_device(config, load_tokenizer(model_dir), engine)  # costs nothing, and holds nothing
     else:
@@ -35,6 +47,7 @@ def build_worker(
     incarnation: str,
     num_replicas: int = 1,
     scheduler: SchedulerConfig | None = None,
+    ranks: Ranks | None = None,
 ) -> Worker:
     """Loads the model, or emulates a device in its place, and sizes the pools.
 
@@ -42,6 +55,7 @@ def build_worker(
         num_replicas: Workers that share this machine's cores and memory where a setting is automatic.
         scheduler: Who decides: how batches are executed, and whether KV is moved to the host. Static execution has no
             use for a host pool or a prefix cache.
+        ranks: The others, where the model is spread over several processes.
 
     Raises:
         InvalidValueError: the directory, the model or a setting cannot be used; names the field.
@@ -53,31 +67,55 @@ def build_worker(
         engine = dataclasses.replace(engine, host_kv_memory="0", prefix_cache=False)
     config = load_model_config(model_dir)
     tokenizer = load_tokenizer(model_dir)
-    if engine.profile:
+    packed = (find_preset(scheduler.preset).weights if engine.weights == "auto" else engine.weights) == "int4"
+    if ranks is not None:
+        from engine.parallel.device import load_parallel_device
+
+        if packed:
+            raise ConfigError("engine.weights", "int4", "full where a replica has several ranks")
+        device = load_parallel_device(
+            model_dir,
+            config,
+            dtype_name,
+            engine,
+            num_replicas,
+            ranks,
+            swaps=swaps,
+            counts=lambda batch, request_id: executor.counts(batch, request_id),  # which is made for the device
+        )
+    elif engine.profile:
         device = emulate_device(config, tokenizer, engine, swaps=swaps)
     else:
-        from engine.model_device import load_device
-
-        device = load_device(model_dir, config, dtype_name, engine, num_replicas, swaps=swaps)
+        if engine.device == "cuda":
+            from engine.cuda_device import load_device
+        else:
+            from engine.model_device import load_device
+        device = load_device(model_dir, config, dtype_name, engine, num_replicas, swaps=swaps, packed=packed)
     limits = BatchLimits(engine.max_num_seqs, engine.max_batch_tokens)
-    blocks = BlockManager(device.num_blocks, engine.block_size, device.token_bytes * engine.block_size)
-    num_slots = device.num_blocks * engine.block_size
+    blocks = BlockManager(device.num_blocks, engine.kv_block_size, device.token_bytes * engine.kv_block_size)
+    num_slots = device.num_blocks * engine.kv_block_size
     max_model_len = min(device.context_len, num_slots)
     executor: PlanExecutor
     if static:
         executor = StaticExecutor(blocks, limits, incarnation, max_model_len)
     else:
-        host = BlockManager(device.num_host_blocks, engine.block_size) if device.num_host_blocks else None
-        executor = LeaseExecutor(blocks, limits, incarnation, host)
+        host = BlockManager(device.num_host_blocks, engine.kv_block_size) if device.num_host_blocks else None
+        num_stages = 1 if ranks is None else ranks.mesh.pipeline
+        if num_stages == 1:
+            executor = LeaseExecutor(blocks, limits, incarnation, host)
+        else:
+            executor = PipelinedExecutor(blocks, limits, incarnation, host, max_in_flight=num_stages)
     ready = WorkerReady(
         worker_incarnation=incarnation,
         num_blocks=device.num_blocks,
-        block_size=engine.block_size,
+        block_size=engine.kv_block_size,
         max_model_len=max_model_len,
         pool_limited=num_slots < device.context_len,
         vocab_size=config.vocab_size,
         num_host_blocks=device.num_host_blocks,
     )
+    if engine.prefix_cache and follows_prefixes(scheduler):
+        executor.tell_cache()
     return Worker(
         device.runner,
         executor,

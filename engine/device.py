@@ -39,9 +39,9 @@ def num_pool_blocks(engine: EngineConfig, token_bytes: int, context_len: int, fr
     Raises:
         ConfigError: there is room for none.
     """
-    block_bytes = token_bytes * engine.block_size
+    block_bytes = token_bytes * engine.kv_block_size
     asked = engine.kv_bytes()
-    full = -(-context_len // engine.block_size) * engine.max_num_seqs  # more would never be held
+    full = -(-context_len // engine.kv_block_size) * engine.max_num_seqs  # more would never be held
     if asked is not None:
         blocks = asked // block_bytes
     else:
@@ -61,7 +61,7 @@ def num_host_pool_blocks(engine: EngineConfig, token_bytes: int, auto_blocks: in
     Raises:
         ConfigError: there is room for none where one is asked for.
     """
-    block_bytes = token_bytes * engine.block_size
+    block_bytes = token_bytes * engine.kv_block_size
     asked = engine.host_kv_bytes()
     if asked is None:
         return auto_blocks if free_bytes is None else min(auto_blocks, free_bytes // block_bytes)

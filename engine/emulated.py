@@ -66,6 +66,11 @@ class EmulatedRunner:
         self._pace = pace or Pace()
         self._free_at = -math.inf
 
+    num_ooms = 0
+
+    def begin(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> None:
+        """Nothing is to be done ahead: there is one step at a time."""
+
     def execute(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> list[int | None]:
         """A made-up token for each item that samples, when the step is over."""
         step_s = self._cost.step_s(*step_work(batch))

@@ -51,4 +51,4 @@ def _block_s(profile: DeviceProfile, engine: EngineConfig) -> float:
     if not profile.copy_bandwidth:
         expected = "a profile with copy_bandwidth where there is a host pool (engine.host_kv_memory)"
         raise ConfigError("engine.device", engine.device, expected)
-    return engine.block_size * profile.kv_bytes / profile.copy_bandwidth
+    return engine.kv_block_size * profile.kv_bytes / profile.copy_bandwidth

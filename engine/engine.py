@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from core.config import EngineConfig, SchedulerConfig
 from core.errors import InvalidValueError
@@ -17,9 +19,13 @@ from engine.build import build_worker
 from engine.detokenizer import load_tokenizer
 from engine.model_config import resolve_model_dir
 from engine.worker import Worker
+from kvcache import StepBatch
 from policies.builders import configured_scheduler
 from policies.replica_events import Event, RequestsAborted, RequestsArrived, SendPlan, WorkerConnected, WorkerReported
 from policies.replica_scheduler import ReplicaScheduler
+
+if TYPE_CHECKING:
+    from engine.parallel.links import Ranks
 
 Prompt = str | list[int] | tuple[int, ...]
 """Text, or token ids as the model sees them."""
@@ -44,6 +50,7 @@ class Engine:
         engine: Batch limits, block size, KV memory, context length, threads.
         scheduler: Preset and its parameters.
         clock: Seconds, monotonic.
+        ranks: The other processes of a model that is spread over several, from ``engine.parallel.local.LocalRanks``.
     """
 
     def __init__(
@@ -54,15 +61,19 @@ class Engine:
         engine: EngineConfig | None = None,
         scheduler: SchedulerConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
+        ranks: Ranks | None = None,
     ) -> None:
         engine = engine or EngineConfig()
         scheduler = scheduler or SchedulerConfig()
         model_dir = resolve_model_dir(str(model))
         self.tokenizer = load_tokenizer(model_dir)
-        self.worker: Worker = build_worker(model_dir, dtype, engine, incarnation="engine", scheduler=scheduler)
+        self.worker: Worker = build_worker(
+            model_dir, dtype, engine, incarnation="engine", scheduler=scheduler, ranks=ranks
+        )
         self.scheduler: ReplicaScheduler = configured_scheduler(scheduler, engine.max_num_seqs)
         self._clock = clock
         self._ids = itertools.count()
+        self._begun: deque[StepBatch] = deque()
         self._handle(WorkerConnected(self.worker.take_over()))
 
     def submit(self, prompt: Prompt, sampling: SamplingParams) -> str:
@@ -88,11 +99,13 @@ class Engine:
 
     def step(self) -> list[TokenDelta]:
         """Runs one step; returns what it added to each sequence."""
-        batch = self.worker.begin_step()
+        while len(self._begun) < self.worker.executor.max_in_flight and (batch := self.worker.begin_step()):
+            self._begun.append(batch)
         outputs = []
-        if batch is None:
+        if not self._begun:
             self.worker.wait_for_copy()
         else:
+            batch = self._begun.popleft()
             began_at = self._clock()
             tokens = self.worker.execute(batch)
             outputs = self.worker.finish_step(batch, tokens, self._clock() - began_at)

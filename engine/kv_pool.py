@@ -41,6 +41,10 @@ class KVPool:
         self._by_block = data.view(2, config.num_hidden_layers, num_blocks, -1)
 
     @property
+    def device(self) -> torch.device:
+        return self._by_block.device
+
+    @property
     def num_slots(self) -> int:
         return self.num_blocks * self.block_size
 
@@ -58,3 +62,26 @@ class KVPool:
         ours = torch.tensor(target, dtype=torch.int64, device=self._by_block.device)
         blocks = other._by_block.index_select(2, theirs)
         self._by_block.index_copy_(2, ours, blocks.to(self._by_block.device))
+
+    @property
+    def block_shape(self) -> tuple[int, int, int]:
+        """Of a block that has been put together: keys and values, layers, elements of the block in a layer."""
+        kinds, num_layers, _, num_elements = self._by_block.shape
+        return kinds, num_layers, num_elements
+
+    def read_blocks(self, block_ids: Sequence[int], out: Tensor) -> None:
+        """Puts blocks together, each of them in one piece, in ``out`` (``[blocks, *block_shape]``).
+
+        In one call: block by block, a large pool, which 32 bits do not index, would be read layer by layer.
+        """
+        torch.index_select(self._by_block, 2, self._indices(block_ids), out=out.permute(1, 2, 0, 3))
+
+    def write_blocks(self, block_ids: Sequence[int], blocks: Tensor) -> None:
+        """Writes blocks that ``read_blocks`` has put together."""
+        self._by_block.index_copy_(2, self._indices(block_ids), blocks.permute(1, 2, 0, 3))
+
+    def _indices(self, block_ids: Sequence[int]) -> Tensor:
+        """On the device; the host does not wait for it."""
+        pinned = self.device.type == "cuda"
+        ids = torch.tensor(block_ids, dtype=torch.int64, pin_memory=pinned)
+        return ids.to(self.device, non_blocking=True)

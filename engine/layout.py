@@ -39,14 +39,24 @@ def build_layout(
         IntegrityError: an item asks for tokens or blocks that are not there, or there are no items.
     """
     items = [batch.items[i] for i in order]
-    rows = fill_rows(items, sequences, block_size)
+    return layout_of(items, fill_rows(items, sequences, block_size), block_size, device, more_rows)
+
+
+def layout_of(
+    items: list[StepItem],
+    rows: np.ndarray,
+    block_size: int,
+    device: torch.device | str = "cpu",
+    more_rows: list[int] | None = None,
+) -> StepLayout:
+    """The layout of ordered items and their ``rows`` (from ``fill_rows``)."""
     num_decode = sum(item.num_tokens == 1 for item in items)
     token_ids, positions, slot_ids = torch.from_numpy(rows).to(device).unbind(0)
     return StepLayout(
         token_ids=token_ids,
         positions=positions,
         slot_ids=slot_ids,
-        opened_blocks=_tensor(_opened_blocks(items, block_size), device),
+        opened_blocks=_tensor(find_opened_blocks(items, block_size), device),
         sample_rows=_tensor(find_sample_rows(items, more_rows), device),
         decode=_decode_part(items[:num_decode], block_size, device),
         prefill=_prefill_part(items[num_decode:], block_size, device),
@@ -100,7 +110,7 @@ def _check(item: StepItem, num_known: int, block_size: int) -> None:
         raise IntegrityError(f"{item.request_id}: step over {tokens} in {len(item.blocks)} blocks of {block_size}")
 
 
-def _opened_blocks(items: list[StepItem], block_size: int) -> list[int]:
+def find_opened_blocks(items: list[StepItem], block_size: int) -> list[int]:
     """Blocks whose first slot is written in this step but not their last; only an item's last block can be one."""
     opened = []
     for item in items:

@@ -6,6 +6,8 @@ few of them as the arithmetic allows. Numerics follow transformers' models of th
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -15,10 +17,13 @@ from engine.kv_pool import KVPool
 from engine.model_config import ModelConfig
 from engine.rotary import rotary_tables
 from engine.rotary_config import RotaryConfig
-from engine.weights import LayerWeights, Linear, ModelWeights, Norm
+from engine.weights import LayerWeights, Linear, ModelWeights, Norm, PackedLinear
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines of the rotary embedding, each ``[rows, 1, rotary_dim]``."""
+
+BeforeAttention = Callable[[LayerWeights, Tensor, Rotation | None], tuple[Tensor, Tensor, Tensor]]
+AfterAttention = Callable[[LayerWeights, Tensor, Tensor], Tensor]
 
 
 class DecoderModel:
@@ -26,12 +31,13 @@ class DecoderModel:
 
     Args:
         max_len: Longest sequence to be run, in tokens; the rotary tables are made for it.
+        compiled: Let torch compile what lies between two attentions, once for all layers.
     """
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, max_len: int) -> None:
+    def __init__(self, config: ModelConfig, weights: ModelWeights, max_len: int, *, compiled: bool = False) -> None:
         self.config = config
         self.weights = weights
-        self._tables = _tables(config.rotary, max_len, weights.embedding.dtype)
+        self._layers = make_layers(config, weights.layers, max_len, weights.embedding, compiled=compiled)
 
     def forward(self, layout: StepLayout, pool: KVPool, attention: StepAttention) -> Tensor:
         """Runs a step: writes its keys and values into the pool.
@@ -39,40 +45,107 @@ class DecoderModel:
         Returns:
             Logits of ``layout.sample_rows``, float32 ``[R, vocab]``.
         """
-        hidden = F.embedding(layout.token_ids, self.weights.embedding)
-        if self.weights.positions is not None:
-            hidden += self.weights.positions.index_select(0, layout.positions)
+        hidden = embed(layout, self.weights.embedding, self.weights.positions)
+        hidden = self._layers.run(hidden, layout, pool, attention)
+        rows = hidden.index_select(0, layout.sample_rows)
+        return output_logits(rows, self.config, self.weights.norm, self.weights.lm_head)
+
+
+def embed(layout: StepLayout, embedding: Tensor, positions: Tensor | None) -> Tensor:
+    """The step's tokens, ``[T, hidden]``."""
+    hidden = F.embedding(layout.token_ids, embedding)
+    if positions is not None:
+        hidden += positions.index_select(0, layout.positions)
+    return hidden
+
+
+def output_logits(rows: Tensor, config: ModelConfig, norm: Norm | None, lm_head: Tensor) -> Tensor:
+    """Of rows behind the last layer, float32 ``[R, outputs of lm_head]``."""
+    if norm is not None:
+        rows = _norm(rows, norm, config)
+    return F.linear(rows, lm_head).float()
+
+
+def make_layers(
+    config: ModelConfig, layers: Sequence[LayerWeights], max_len: int, like: Tensor, *, compiled: bool
+) -> DecoderLayers:
+    """Those of a whole model, as they are quickest where ``like`` is; see ``DecoderLayers``."""
+    if like.device.type == "cuda" and not compiled:
+        from engine.fused_layers import FusedLayers, can_fuse  # needs Triton, which torch brings where it has CUDA
+
+        if can_fuse(config):
+            return FusedLayers(config, layers, max_len, like)
+    return DecoderLayers(config, layers, max_len, like, compiled=compiled)
+
+
+def _whole(partial: Tensor) -> Tensor:
+    return partial
+
+
+class DecoderLayers:
+    """Consecutive layers of a model, or one rank's share of their heads and columns.
+
+    Args:
+        config: Its heads, windows and sizes are those of ``layers``.
+        max_len, compiled: As of ``DecoderModel``.
+        like: Anything in the dtype and on the device of the weights.
+        add_up: What attention and MLP give to the residual stream, from this rank's part of it. A model that is whole
+            has it already.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers: Sequence[LayerWeights],
+        max_len: int,
+        like: Tensor,
+        *,
+        compiled: bool = False,
+        add_up: Callable[[Tensor], Tensor] = _whole,
+    ) -> None:
+        self.config = config
+        self._layers = layers
+        self._add_up = add_up
+        self._before: BeforeAttention = self._heads
+        self._after: AfterAttention = self._rest_of_layer
+        if compiled:
+            self._before = torch.compile(self._heads, dynamic=True)
+            self._after = torch.compile(self._rest_of_layer, dynamic=True)
+        self._tables = _tables(config.rotary, max_len, like)
+
+    def run(self, hidden: Tensor, layout: StepLayout, pool: KVPool, attention: StepAttention) -> Tensor:
+        """``hidden`` (``[T, hidden]``, overwritten) behind the last of the layers."""
         rotation = None
         if self._tables is not None:
             cos, sin = self._tables
             rotation = cos.index_select(0, layout.positions), sin.index_select(0, layout.positions)
-        for i, layer in enumerate(self.weights.layers):
-            normed = self._norm(hidden, layer.input_norm)
-            hidden += self._attention(i, layer, normed, layout.slot_ids, rotation, pool, attention)
-            normed = self._norm(hidden, layer.post_norm)
-            hidden += self._mlp(layer, normed)
-        return self._logits(hidden, layout.sample_rows)
+        for i, layer in enumerate(self._layers):
+            query, key, value = self._before(layer, hidden, rotation)
+            pool.keys[i].index_copy_(0, layout.slot_ids, key)
+            pool.values[i].index_copy_(0, layout.slot_ids, value)
+            hidden = self._after(layer, hidden, attention.attend(i, query, key, value))
+        return hidden
 
-    def _attention(
-        self,
-        index: int,
-        layer: LayerWeights,
-        normed: Tensor,
-        slot_ids: Tensor,
-        rotation: Rotation | None,
-        pool: KVPool,
-        attention: StepAttention,
-    ) -> Tensor:
-        num_heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
-        qkv = _linear(normed, layer.qkv).view(len(normed), num_heads + 2 * kv_heads, self.config.head_dim)
-        value = qkv[:, num_heads + kv_heads :]
-        heads = self._head_norms(qkv[:, : num_heads + kv_heads], layer)
+    def _heads(self, layer: LayerWeights, hidden: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of a layer, each ``[T, heads, head_dim]``."""
+        num_heads = self.config.num_attention_heads
+        normed = _norm(hidden, layer.input_norm, self.config)
+        heads, value = self._split(linear(normed, layer.qkv), layer)
         if rotation is not None:
             heads = _rotate(heads, rotation)
-        query, key = heads[:, :num_heads], heads[:, num_heads:]
-        pool.keys[index].index_copy_(0, slot_ids, key)
-        pool.values[index].index_copy_(0, slot_ids, value)
-        return _linear(attention.attend(index, query, key, value), layer.out)
+        return heads[:, :num_heads], heads[:, num_heads:], value
+
+    def _split(self, qkv: Tensor, layer: LayerWeights) -> tuple[Tensor, Tensor]:
+        """Queries and keys, ``[T, heads + kv_heads, head_dim]`` and normed where the model has it, and values."""
+        num_heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
+        qkv = qkv.view(len(qkv), num_heads + 2 * kv_heads, self.config.head_dim)
+        return self._head_norms(qkv[:, : num_heads + kv_heads], layer), qkv[:, num_heads + kv_heads :]
+
+    def _rest_of_layer(self, layer: LayerWeights, hidden: Tensor, attended: Tensor) -> Tensor:
+        """What a layer adds once attention is known; ``hidden`` is changed."""
+        hidden += self._add_up(linear(attended, layer.out))
+        hidden += self._add_up(self._mlp(layer, _norm(hidden, layer.post_norm, self.config)))
+        return hidden
 
     def _head_norms(self, heads: Tensor, layer: LayerWeights) -> Tensor:
         """RMSNorm of each head (``[T, heads + kv_heads, head_dim]``), where the model has it."""
@@ -84,33 +157,31 @@ class DecoderModel:
         return normed
 
     def _mlp(self, layer: LayerWeights, normed: Tensor) -> Tensor:
-        up = _linear(normed, layer.up)
+        up = linear(normed, layer.up)
         if self.config.activation == "silu":
             gate, up = up.chunk(2, -1)
-            return _linear(F.silu(gate).mul_(up), layer.down)
-        return _linear(F.relu(up) if self.config.activation == "relu" else F.gelu(up), layer.down)
-
-    def _norm(self, hidden: Tensor, norm: Norm) -> Tensor:
-        """RMSNorm's weight is multiplied after rounding to the model's dtype, as transformers does."""
-        shape, eps = (self.config.hidden_size,), self.config.norm_eps
-        if self.config.norm == "layer":
-            return F.layer_norm(hidden, shape, norm.weight, norm.bias, eps)
-        return F.rms_norm(hidden, shape, None, eps).mul_(norm.weight)
-
-    def _logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        hidden = hidden.index_select(0, rows)
-        if self.weights.norm is not None:
-            hidden = self._norm(hidden, self.weights.norm)
-        return F.linear(hidden, self.weights.lm_head).float()
+            return linear(F.silu(gate).mul_(up), layer.down)
+        return linear(F.relu(up) if self.config.activation == "relu" else F.gelu(up), layer.down)
 
 
-def _tables(config: RotaryConfig | None, max_len: int, dtype: torch.dtype) -> Rotation | None:
-    """The first half of the sines carries the minus sign of ``rotate_half``: rotating needs only a swap of halves."""
+def _norm(hidden: Tensor, norm: Norm, config: ModelConfig) -> Tensor:
+    """RMSNorm's weight is multiplied after rounding to the model's dtype, as transformers does."""
+    shape, eps = (config.hidden_size,), config.norm_eps
+    if config.norm == "layer":
+        return F.layer_norm(hidden, shape, norm.weight, norm.bias, eps)
+    return F.rms_norm(hidden, shape, None, eps).mul_(norm.weight)
+
+
+def _tables(config: RotaryConfig | None, max_len: int, like: Tensor) -> Rotation | None:
+    """In dtype and on the device of ``like``.
+
+    The first half of the sines carries the minus sign of ``rotate_half``: rotating needs only a swap of halves.
+    """
     if config is None:
         return None
-    cos, sin = rotary_tables(config, max_len, dtype)
+    cos, sin = rotary_tables(config, max_len, like.dtype)
     sin[:, : config.rotary_dim // 2].neg_()
-    return cos[:, None], sin[:, None]
+    return cos[:, None].to(like.device), sin[:, None].to(like.device)
 
 
 def _rotate(heads: Tensor, rotation: Rotation) -> Tensor:
@@ -124,5 +195,6 @@ def _rotate(heads: Tensor, rotation: Rotation) -> Tensor:
     return heads
 
 
-def _linear(rows: Tensor, layer: Linear) -> Tensor:
-    return F.linear(rows, layer.weight, layer.bias)
+def linear(rows: Tensor, layer: Linear | PackedLinear) -> Tensor:
+    """A layer of ``rows``, ``[T, outputs]``."""
+    return F.linear(rows, layer.dense(), layer.bias)

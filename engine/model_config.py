@@ -132,8 +132,11 @@ def resolve_max_model_len(config: ModelConfig, asked: int) -> int:
     return wanted
 
 
-def resolve_model_dir(name_or_path: str) -> Path:
+def resolve_model_dir(name_or_path: str, *, weights: bool = True) -> Path:
     """The directory of a model: an existing one as it is, else a hub id, downloaded or found in the hub's cache.
+
+    Args:
+        weights: Whether they are needed; of a hub id all else is small.
 
     Raises:
         InvalidValueError: neither a directory nor a model that can be had from the hub.
@@ -141,10 +144,11 @@ def resolve_model_dir(name_or_path: str) -> Path:
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return path
+    patterns = [pattern for pattern in MODEL_FILES if weights or "safetensors" not in pattern]
     import huggingface_hub  # only here: most starts are from a directory, and the import costs time
 
     try:
-        return Path(huggingface_hub.snapshot_download(name_or_path, allow_patterns=MODEL_FILES))
+        return Path(huggingface_hub.snapshot_download(name_or_path, allow_patterns=patterns))
     except (OSError, ValueError, RuntimeError) as error:  # no network, unknown or gated, malformed id
         reason = str(error).strip().split("\n")[0]
         expected = f"a model directory or a Hugging Face hub id ({reason})"

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from core.request import Request, SamplingParams
 from engine.backends import StepBackend, StepLogits, make_backend
+from engine.careful_steps import CarefulSteps
+from engine.int4 import pack_weights
 from engine.kv_pool import KVPool
 from engine.layout import find_sample_rows, order_items
 from engine.logged_tokens import ItemLogprobs, LoggedTokens
@@ -31,6 +33,7 @@ class ModelRunner:
         pool: In the dtype of the weights.
         backend: Computes the steps over the pool.
         max_model_len: Tokens a sequence may reach.
+        careful: What becomes of steps that the device has no memory for; None where they fail.
     """
 
     def __init__(
@@ -40,11 +43,13 @@ class ModelRunner:
         backend: StepBackend,
         max_model_len: int,
         sampler: Sampler | None = None,
+        careful: CarefulSteps | None = None,
     ) -> None:
         self.config = config
         self.pool = pool
         self.backend = backend
         self.max_model_len = max_model_len
+        self._careful = careful
         self._sampler = sampler or Sampler(config.eos_token_ids)
         self._pads = Sequence.of(Request(_PADS, 0, "", (0,) * max_model_len, SamplingParams(1)))
 
@@ -58,6 +63,7 @@ class ModelRunner:
         block_size: int,
         context_len: int = 0,
         backend: str = "auto",
+        packed: bool = False,
     ) -> ModelRunner:
         """A runner of the checkpoint in ``model_dir`` with a pool of ``num_blocks`` blocks.
 
@@ -65,15 +71,21 @@ class ModelRunner:
             context_len: Tokens a sequence may reach by what was asked for, if the pool holds them; 0 is the model's
                 own context.
             backend: As in ``make_backend``.
+            packed: Round the matrices of the layers to 4 bits.
 
         Raises:
             InvalidValueError: a checkpoint that cannot be used; names it.
         """
         config = load_model_config(model_dir)
         weights = load_weights(model_dir, config, dtype)
+        if packed:
+            weights = pack_weights(weights)
         pool = KVPool(config, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
         max_model_len = min(resolve_max_model_len(config, context_len), pool.num_slots)
         return cls(config, pool, make_backend(backend, config, weights, pool, max_model_len), max_model_len)
+
+    def begin(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> None:
+        """Nothing is to be done ahead: there is one step at a time."""
 
     def execute(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> list[int | None]:
         """Runs a step and samples.
@@ -88,6 +100,18 @@ class ModelRunner:
         Raises:
             IntegrityError: an item asks for tokens or blocks that are not there.
         """
+        if self._careful is None:
+            return self._execute(batch, sequences)
+        careful = self._careful
+        return careful.execute(lambda part: self._execute(part, sequences), batch, sequences, whole=careful.fits(batch))
+
+    @property
+    def num_ooms(self) -> int:
+        """How often the device has run out of memory."""
+        return 0 if self._careful is None else self._careful.num_ooms
+
+    def _execute(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> list[int | None]:
+        """As ``execute``, in one go."""
         num_items = len(batch.items)
         if batch.padding.items:
             batch, sequences = self._with_padding(batch, sequences)

@@ -155,10 +155,11 @@ def _keep_top_k(scores: Tensor, limited: list[tuple[int, int]]) -> None:
 def _keep_top_p(scores: Tensor, nucleus: list[tuple[int, float]]) -> None:
     """Drops the least likely tokens as long as their mass together is at most 1 - p; the likeliest stays."""
     rows = torch.tensor([row for row, _ in nucleus], device=scores.device)
-    tail_mass = torch.tensor([1 - top_p for _, top_p in nucleus], device=scores.device)
+    tail_mass = torch.tensor([1 - top_p for _, top_p in nucleus], dtype=torch.float64, device=scores.device)
     chosen = scores[rows]
     ascending, order = chosen.sort()
-    dropped = ascending.softmax(-1).cumsum(-1) <= tail_mass[:, None]
+    # In double precision: sums of float32 depend on their order, which is another on each device.
+    dropped = ascending.softmax(-1, dtype=torch.float64).cumsum(-1) <= tail_mass[:, None]
     dropped[:, -1] = False
     scores[rows] = chosen.masked_fill_(dropped.scatter(1, order, dropped), float("-inf"))
 

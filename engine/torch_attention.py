@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.attention import DecodePart, PrefillPart, StepLayout
+from engine.attention import DecodePart, PrefillPart, StaticDecode, StepLayout
 from engine.kv_pool import KVPool
 
 Masks = dict[int | None, Tensor | None]
@@ -28,6 +28,8 @@ class TorchAttention:
         windows: By layer, over how many tokens one attends, itself included; None for all.
     """
 
+    reads_whole_blocks = True
+
     def __init__(self, windows: Sequence[int | None]) -> None:
         self._windows = tuple(windows)
         self._distinct = tuple(set(windows))
@@ -42,6 +44,10 @@ class TorchAttention:
         parts = [*decode, *prefill]
         buffers = self._reserve(max(part.num_gathered for part in parts), pool)
         return TorchStepAttention(pool, parts, self._windows, buffers)
+
+    def begin_static(self, decode: StaticDecode, pool: KVPool) -> TorchStaticAttention:
+        """See ``AttentionBackend.begin_static``."""
+        return TorchStaticAttention(pool, decode, self._windows)
 
     def _reserve(self, num_blocks: int, pool: KVPool) -> tuple[Tensor, Tensor]:
         """Buffers for keys and values of ``num_blocks`` blocks at least, each ``[blocks, elements of a block]``."""
@@ -80,6 +86,37 @@ class TorchStepAttention:
         window = self._windows[layer]
         outputs = [part.attend(query, key, value, window, cache) for part in self._parts]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+class TorchStaticAttention:
+    """Steps that only decode: every row is padded to the width of the table."""
+
+    def __init__(self, pool: KVPool, decode: StaticDecode, windows: tuple[int | None, ...]) -> None:
+        self._pool = pool
+        self._decode = decode
+        self._windows = windows
+        num_slots = decode.block_tables.shape[1] * pool.block_size
+        self._positions = torch.arange(num_slots, device=decode.block_tables.device)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See ``StepAttention.attend``."""
+        num_rows, kv_heads, head_dim = len(query), *key.shape[1:]
+        ends = self._decode.kv_lens[:, None]
+        hidden = self._positions >= ends
+        window = self._windows[layer]
+        if window is not None:
+            hidden |= self._positions < ends - window
+        block_ids = self._decode.block_tables.flatten()
+        keys, values = (
+            cache.view(self._pool.num_blocks, -1)
+            .index_select(0, block_ids)
+            .view(num_rows, -1, kv_heads, head_dim)
+            .transpose(1, 2)
+            for cache in (self._pool.keys[layer], self._pool.values[layer])
+        )
+        folded = query.reshape(num_rows, kv_heads, -1, head_dim)
+        mask = _additive(hidden, query.dtype)[:, None, None]
+        return scaled_dot_product_attention(folded, keys, values, attn_mask=mask).reshape(num_rows, -1)
 
 
 class _LayerCache:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence, Set, Sized
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,6 +32,27 @@ class Linear:
     weight: Tensor
     bias: Tensor | None
 
+    def dense(self) -> Tensor:
+        return self.weight
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """The same with weights of 4 bits, unpacked each time they are multiplied with.
+
+    Attributes:
+        packed: uint8 ``[out, in / 2]``: two neighbours in a byte, the first in its lower half, each plus 8.
+        scales: ``[out, groups]``, of as many neighbours each.
+    """
+
+    packed: Tensor
+    scales: Tensor
+    bias: Tensor | None
+
+    def dense(self) -> Tensor:
+        pairs = torch.stack((self.packed & 15, self.packed >> 4), -1).view(*self.scales.shape, -1)
+        return (pairs.to(self.scales.dtype) - 8).mul_(self.scales[..., None]).view(len(self.packed), -1)
+
 
 @dataclass(frozen=True, slots=True)
 class Norm:
@@ -53,13 +75,13 @@ class LayerWeights:
     """
 
     input_norm: Norm
-    qkv: Linear
+    qkv: Linear | PackedLinear
     q_norm: Tensor | None
     k_norm: Tensor | None
-    out: Linear
+    out: Linear | PackedLinear
     post_norm: Norm
-    up: Linear
-    down: Linear
+    up: Linear | PackedLinear
+    down: Linear | PackedLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +102,19 @@ class ModelWeights:
     lm_head: Tensor
 
 
-def parse_dtype(name: str, config: ModelConfig) -> torch.dtype:
+def parse_dtype(name: str, config: ModelConfig, device: str = "cpu") -> torch.dtype:
     """The dtype to compute in.
 
     ``auto`` is float32, in which a resumed sequence continues token for token, unless the model has more than
-    ``LARGE_MODEL_PARAMETERS`` parameters: then it is the checkpoint's own.
+    ``LARGE_MODEL_PARAMETERS`` parameters: then it is the checkpoint's own. On a GPU it is the checkpoint's own if that
+    has 16 bits, else bfloat16.
 
     Raises:
         InvalidValueError: not one of the known names.
     """
+    if name == "auto" and device == "cuda":
+        own = _DTYPES[config.checkpoint_dtype]
+        return torch.bfloat16 if own is torch.float32 else own
     if name == "auto":
         return _DTYPES[config.checkpoint_dtype] if config.num_parameters > LARGE_MODEL_PARAMETERS else torch.float32
     if name not in _DTYPES:
@@ -96,27 +122,50 @@ def parse_dtype(name: str, config: ModelConfig) -> torch.dtype:
     return _DTYPES[name]
 
 
-def load_weights(model_dir: Path, config: ModelConfig, dtype: torch.dtype) -> ModelWeights:
-    """Reads ``model.safetensors``, or the shards that ``model.safetensors.index.json`` lists.
+def load_weights(model_dir: Path, config: ModelConfig, dtype: torch.dtype, device: str = "cpu") -> ModelWeights:
+    """Reads ``model.safetensors``, or the shards that ``model.safetensors.index.json`` lists, onto the device.
 
     Raises:
         CheckpointError: no such files, an unreadable file, or a missing, unexpected or odd tensor; names it.
     """
-    allocation = _Allocation(config, dtype)
-    weights, targets = allocation.model(), allocation.targets
+    weights, targets = allocate_weights(config, dtype, device)
     missing = set(targets)
-    for found, tensor in _tensors(model_dir):
-        name = found if found in targets else f"model.{found}"  # a checkpoint of the model without its head
-        if name not in targets:
-            if _may_be_ignored(found, config):
-                continue
-            expected = f"only tensors of {config.architecture} with {config.num_hidden_layers} layers"
-            raise CheckpointError(found, list(tensor.shape), expected)
-        _fill(targets[name], tensor, found)
-        missing.discard(name)
+    for file, found in checkpoint_tensors(model_dir, device):
+        name = known_name(found, targets, config)
+        if name is not None:
+            _fill(targets[name], file.get_tensor(found), found)
+            missing.discard(name)
+    check_complete(missing, targets)
+    return weights
+
+
+def known_name(found: str, targets: Container[str], config: ModelConfig) -> str | None:
+    """Which of the tensors this one of a checkpoint is; None if it carries nothing.
+
+    Raises:
+        CheckpointError: a tensor that such a model does not have.
+    """
+    name = found if found in targets else f"model.{found}"  # a checkpoint of the model without its head
+    if name in targets:
+        return name
+    if _may_be_ignored(found, config):
+        return None
+    expected = f"only tensors of {config.architecture} with {config.num_hidden_layers} layers"
+    raise CheckpointError(found, "a tensor of that name", expected)
+
+
+def check_complete(missing: Set[str], targets: Sized) -> None:
+    """Raises CheckpointError if there are some."""
     if missing:
         raise CheckpointError(min(missing), "nothing", f"a tensor ({len(missing)} of {len(targets)} are missing)")
-    return weights
+
+
+def allocate_weights(
+    config: ModelConfig, dtype: torch.dtype, device: str = "cpu"
+) -> tuple[ModelWeights, dict[str, Tensor]]:
+    """Weights that hold anything, and by the checkpoint's names the places in them where its tensors go."""
+    allocation = Allocation(config, dtype, device)
+    return allocation.model(), allocation.targets
 
 
 def _fill(target: Tensor, tensor: Tensor, name: str) -> None:
@@ -126,47 +175,60 @@ def _fill(target: Tensor, tensor: Tensor, name: str) -> None:
     target.copy_(tensor)
 
 
-class _Allocation:
-    """Makes the tensors of a model.
+class Allocation:
+    """Makes the tensors of a model, or of some of its layers.
+
+    Args:
+        config: Its layers and their sizes are those to be made.
+        first_layer: What the checkpoint calls the first of them.
 
     Attributes:
         targets: Where each tensor of the checkpoint goes: views into the fused tensors, by the checkpoint's names.
+        names: What the checkpoint calls its tensors.
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str, first_layer: int = 0) -> None:
         self.targets: dict[str, Tensor] = {}
+        self.names = TENSOR_NAMES.get(config.architecture, TensorNames())
         self._config = config
         self._dtype = dtype
-        self._names = _NAMES.get(config.architecture, _TensorNames())
+        self._device = device
+        self._first_layer = first_layer
 
     def model(self) -> ModelWeights:
-        config, names = self._config, self._names
-        embedding = self._tensor(f"{names.model}.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        """All of it."""
+        embedding = self.embedding()
         lm_head = embedding
-        if not config.tie_word_embeddings:
-            lm_head = self._tensor("lm_head.weight", config.vocab_size, config.hidden_size)
-        return ModelWeights(
-            embedding=embedding,
-            positions=self._positions() if config.rotary is None else None,
-            layers=tuple(self._layer(f"{names.model}.layers.{i}.") for i in range(config.num_hidden_layers)),
-            norm=self._norm(f"{names.model}.{names.norm}") if config.final_norm else None,
-            lm_head=lm_head,
-        )
+        if not self._config.tie_word_embeddings:
+            lm_head = self.tensor("lm_head.weight", self._config.vocab_size, self._config.hidden_size)
+        return ModelWeights(embedding, self.positions(), self.layers(), self.final_norm(), lm_head)
 
-    def _positions(self) -> Tensor:
+    def embedding(self) -> Tensor:
+        return self.tensor(self.names.embedding, self._config.vocab_size, self._config.hidden_size)
+
+    def positions(self) -> Tensor | None:
+        if self._config.rotary is not None:
+            return None
         rows = self._config.max_position_embeddings + POSITION_OFFSET
-        table = self._tensor(f"{self._names.model}.embed_positions.weight", rows, self._config.hidden_size)
+        table = self.tensor(f"{self.names.model}.embed_positions.weight", rows, self._config.hidden_size)
         return table[POSITION_OFFSET:]
 
+    def layers(self) -> tuple[LayerWeights, ...]:
+        first = self._first_layer
+        return tuple(self._layer(self.names.layer(first + i)) for i in range(self._config.num_hidden_layers))
+
+    def final_norm(self) -> Norm | None:
+        return self._norm(f"{self.names.model}.{self.names.norm}") if self._config.final_norm else None
+
     def _layer(self, prefix: str) -> LayerWeights:
-        config, names = self._config, self._names
+        config, names = self._config, self.names
         hidden = config.hidden_size
         query, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
         return LayerWeights(
             input_norm=self._norm(prefix + names.input_norm),
             qkv=self._linear(prefix, names.qkv, [query, kv, kv], hidden, bias=config.qkv_bias),
-            q_norm=self._tensor(f"{prefix}self_attn.q_norm.weight", config.head_dim) if config.qk_norm else None,
-            k_norm=self._tensor(f"{prefix}self_attn.k_norm.weight", config.head_dim) if config.qk_norm else None,
+            q_norm=self.tensor(f"{prefix}self_attn.q_norm.weight", config.head_dim) if config.qk_norm else None,
+            k_norm=self.tensor(f"{prefix}self_attn.k_norm.weight", config.head_dim) if config.qk_norm else None,
             out=self._linear(prefix, [names.out], [hidden], query, bias=config.out_bias),
             post_norm=self._norm(prefix + names.post_norm),
             up=self._linear(prefix, names.up, self._up_sizes(), hidden, bias=config.mlp_bias),
@@ -179,11 +241,11 @@ class _Allocation:
     def _linear(self, prefix: str, names: Sequence[str], sizes: list[int], inputs: int, *, bias: bool) -> Linear:
         """A layer of ``sum(sizes)`` outputs; the checkpoint holds them in so many tensors or in a single one."""
         sizes = sizes if len(names) > 1 else [sum(sizes)]
-        weight = torch.empty(sum(sizes), inputs, dtype=self._dtype)
+        weight = self._empty(sum(sizes), inputs)
         self._register(prefix, names, "weight", torch.split(weight, sizes))
         if not bias:
             return Linear(weight, None)
-        biases = torch.empty(sum(sizes), dtype=self._dtype)
+        biases = self._empty(sum(sizes))
         self._register(prefix, names, "bias", torch.split(biases, sizes))
         return Linear(weight, biases)
 
@@ -192,16 +254,19 @@ class _Allocation:
 
     def _norm(self, name: str) -> Norm:
         hidden = self._config.hidden_size
-        bias = self._tensor(f"{name}.bias", hidden) if self._config.norm == "layer" else None
-        return Norm(self._tensor(f"{name}.weight", hidden), bias)
+        bias = self.tensor(f"{name}.bias", hidden) if self._config.norm == "layer" else None
+        return Norm(self.tensor(f"{name}.weight", hidden), bias)
 
-    def _tensor(self, name: str, *shape: int) -> Tensor:
-        self.targets[name] = torch.empty(shape, dtype=self._dtype)
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        self.targets[name] = self._empty(*shape)
         return self.targets[name]
+
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
 
 
 @dataclass(frozen=True, slots=True)
-class _TensorNames:
+class TensorNames:
     """What a checkpoint calls its tensors; those of a layer without ``layers.N.``. Llama's unless given."""
 
     model: str = "model"
@@ -213,10 +278,18 @@ class _TensorNames:
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
 
+    @property
+    def embedding(self) -> str:
+        return f"{self.model}.embed_tokens.weight"
 
-_NAMES = {
-    "Phi3ForCausalLM": _TensorNames(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
-    "OPTForCausalLM": _TensorNames(
+    def layer(self, index: int) -> str:
+        """What the names of a layer's tensors begin with."""
+        return f"{self.model}.layers.{index}."
+
+
+TENSOR_NAMES = {
+    "Phi3ForCausalLM": TensorNames(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
+    "OPTForCausalLM": TensorNames(
         model="model.decoder",
         norm="final_layer_norm",
         input_norm="self_attn_layer_norm",
@@ -233,12 +306,17 @@ def _may_be_ignored(name: str, config: ModelConfig) -> bool:
     return (name == "lm_head.weight" and config.tie_word_embeddings) or name.endswith("rotary_emb.inv_freq")
 
 
-def _tensors(model_dir: Path) -> Iterator[tuple[str, Tensor]]:
+def checkpoint_tensors(model_dir: Path, device: str) -> Iterator[tuple[Any, str]]:
+    """Every tensor: the safetensors file that it is in, open to be read onto the device, and its name.
+
+    Raises:
+        CheckpointError: there are no files, or one cannot be read.
+    """
     for path in _files(model_dir):
         try:
-            with safe_open(path, framework="pt") as file:
+            with safe_open(path, framework="pt", device=device) as file:
                 for name in file.keys():  # noqa: SIM118 (not a dict: it cannot be iterated itself)
-                    yield name, file.get_tensor(name)
+                    yield file, name
         except (SafetensorError, OSError) as error:
             raise CheckpointError(path.name, str(error), "a readable safetensors file") from error
 

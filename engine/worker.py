@@ -1,7 +1,8 @@
 """One worker without its shell: plans in, steps run, deltas and reports out. No threads, no asyncio, no Ray.
 
 The shell calls ``begin_step``, runs ``execute`` where it likes (a thread), then calls ``finish_step``; everything
-but ``execute`` belongs to one thread.
+but ``execute`` belongs to one thread. As many steps as ``executor.max_in_flight`` says may have begun; they are
+executed and finished in that order.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from engine.held_back import HeldBack, joined_outputs
 from engine.logged_tokens import LoggedTokens
 from engine.sequence import Sequence
 from kvcache import KVCopy, PlanExecutor, StepBatch
-from kvcache.prefix import NO_PARENT, extend_hashes, root_of
+from kvcache.prefix import are_hashes_of, extend_hashes, root_of, salted_root
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,15 @@ Prepared = dict[Key, tuple[Sequence, OutputText]]
 
 class Runner(Protocol):
     """Computes a step; the model runner, or a device emulated from a profile."""
+
+    @property
+    def num_ooms(self) -> int:
+        """How often the device has run out of memory and computed a step in parts."""
+        ...
+
+    def begin(self, batch: StepBatch, sequences: dict[str, Sequence]) -> None:
+        """The step is going to be executed, after those that have begun before it."""
+        ...
 
     def execute(self, batch: StepBatch, sequences: dict[str, Sequence]) -> list[int | None]: ...
 
@@ -91,11 +101,16 @@ class Worker:
 
     def _hash(self, sequence: Sequence, num_blocks: int) -> list[int]:
         """At least its first ``num_blocks`` hashes; each is computed once."""
-        root = NO_PARENT
-        if sequence.sampling.prompt_logprobs:  # they come with the computation: no other request's can be taken
-            root = root_of(sequence.request.request_id)
+        root = _root(sequence.request)
         extend_hashes(sequence.block_hashes, sequence.token_ids, self.ready.block_size, num_blocks, root)
         return sequence.block_hashes
+
+    def _take_hashes(self, sequence: Sequence) -> None:
+        """Those that its request came with, if they are of blocks like ours; the others are computed."""
+        request, size = sequence.request, self.ready.block_size
+        if request.prefix_hashes and are_hashes_of(request.prefix_hashes, request.prompt_ids, size, _root(request)):
+            sequence.block_hashes = list(request.prefix_hashes)
+        self._hash(sequence, request.known_len // size)
 
     def take_over(self) -> WorkerState:
         """A Scheduler life begins: what it needs to go on where another one left. Between steps."""
@@ -113,7 +128,7 @@ class Worker:
             if request is not None and not self._has(request):
                 sequence = Sequence.of(request)
                 if self._prefix_cache:
-                    self._hash(sequence, request.known_len // self.ready.block_size)
+                    self._take_hashes(sequence)
                 prepared[request.request_id, request.attempt] = sequence, self._start_text(request)
         return prepared
 
@@ -144,6 +159,8 @@ class Worker:
                 copier.begin(copy)
         if batch is None:
             self.runner.rest()
+        else:
+            self.runner.begin(batch, self._sequences)
         return batch
 
     def when_copied(self, callback: Callable[[], object]) -> None:
@@ -194,7 +211,7 @@ class Worker:
         stopped = set()
         emissions = {}
         for item, token in zip(batch.items, tokens, strict=True):
-            if token is None:
+            if token is None or not self.executor.counts(batch, item.request_id):
                 continue
             sequence, text = self._sequences[item.request_id], self._texts[item.request_id]
             start = sequence.output_len
@@ -229,6 +246,8 @@ class Worker:
         """Those of a prompt are kept until its first output token goes out."""
         for i, found in tokens.logprobs.items():
             request_id = batch.items[i].request_id
+            if not self.executor.counts(batch, request_id):
+                continue
             sequence = self._sequences[request_id]
             if sequence.prompt_logprobs is not None:
                 sequence.prompt_logprobs += found.prompt
@@ -333,6 +352,13 @@ class Worker:
         held = {request_id for request_id in self._sequences if self.executor.holds(request_id)}
         if not len(held) == len(self._sequences) == len(self._texts) == self.executor.num_held:
             raise IntegrityError(f"{self.executor.num_held} sequences held, {len(self._sequences)} with tokens")
+
+
+def _root(request: Request) -> int:
+    """Whose prefixes it shares."""
+    if request.sampling.prompt_logprobs:  # they come with the computation: no other request's can be taken
+        return root_of(request.request_id, b"request")
+    return salted_root(request.cache_salt)
 
 
 def _push(text: OutputText, token: int, index: int, sampling: SamplingParams) -> str:

@@ -34,6 +34,7 @@ _CHUNK = 64
 """Samples that are fitted at once; within them outliers are judged by the coefficients before them."""
 
 _NUM_TERMS = len(_SCALES)
+_DECODE_SEQS = 2  # its place among them
 
 _Array = npt.NDArray[np.float64]
 
@@ -91,13 +92,19 @@ class StepProfile:
         return a, b, c, d, e
 
     def cost(self) -> StepCost | None:
-        """The coefficients as policies take them; None before ``MIN_SAMPLES`` samples."""
-        return StepCost(*self.coefficients()) if self._num_samples >= MIN_SAMPLES else None
+        """The coefficients as policies take them.
+
+        None before ``MIN_SAMPLES`` samples, and before they say what decoding takes: a busy replica may begin with
+        nothing but prompts.
+        """
+        cost = StepCost(*self.coefficients())
+        has_decoded = self._largest[_DECODE_SEQS] > 0 and cost.decode_s(1) > 0
+        return cost if has_decoded and self._num_samples >= MIN_SAMPLES else None
 
     def step_time_s(
         self, prefill_tokens: int, decode_seqs: int, context_tokens: int, prefill_pairs: int = 0
     ) -> float | None:
-        """Seconds, at least those of the shortest step ever measured; None before ``MIN_SAMPLES`` samples."""
+        """Seconds, at least those of the shortest step ever measured; None as long as ``cost`` is."""
         cost = self.cost()
         if cost is None:
             return None

@@ -3,6 +3,7 @@
 from kvcache.block_manager import BlockManager
 from kvcache.held import PlanExecutor
 from kvcache.lease import LeaseExecutor
+from kvcache.pipelined import PipelinedExecutor
 from kvcache.static import StaticExecutor
 from kvcache.step_batch import BatchLimits, KVCopy, Padding, StepBatch, StepItem
 
@@ -12,6 +13,7 @@ __all__ = [
     "KVCopy",
     "LeaseExecutor",
     "Padding",
+    "PipelinedExecutor",
     "PlanExecutor",
     "StaticExecutor",
     "StepBatch",

@@ -33,6 +33,8 @@ class BlockManager:
         self._cached: dict[int, int] = {}  # hash -> block
         self._names: dict[int, tuple[int, int]] = {}  # cached block -> its hash and its parent's
         self._idle: dict[int, None] = {}  # cached blocks that nobody holds, least recently used first
+        self._changed: dict[int, int] | None = None  # names that have come or gone, latest last -> their parents
+        self._changed_too_much = False
 
     @property
     def num_free(self) -> int:
@@ -82,7 +84,10 @@ class BlockManager:
     def _evict(self) -> int:
         block = next(iter(self._idle))
         del self._idle[block]
-        del self._cached[self._names.pop(block)[0]]
+        name, parent = self._names.pop(block)
+        del self._cached[name]
+        if self._changed is not None:
+            self._note(self._changed, name, parent)
         return block
 
     def match(self, hashes: Sequence[int], limit: int) -> list[int]:
@@ -119,12 +124,54 @@ class BlockManager:
         for i in range(first, end):
             known = self._cached.get(hashes[i])
             if known is None:
+                parent = hashes[i - 1] if i else NO_PARENT
                 self._cached[hashes[i]] = table[i]
-                self._names[table[i]] = hashes[i], hashes[i - 1] if i else NO_PARENT
+                self._names[table[i]] = hashes[i], parent
+                if self._changed is not None:
+                    self._note(self._changed, hashes[i], parent)
             elif known != table[i]:
                 self._hold(known)
                 self._drop(table[i])
                 table[i] = known
+
+    def watch(self) -> None:
+        """From now on it is noted which cached blocks come and go."""
+        self._changed = {}
+
+    def _note(self, changed: dict[int, int], name: int, parent: int) -> None:
+        if len(changed) > self.num_blocks:
+            changed.clear()
+            self._changed_too_much = True
+        changed.pop(name, None)
+        changed[name] = parent
+
+    def take_changes(self) -> dict[int, int] | None:
+        """Names that have come or gone since this was last asked, the latest last, and their parents.
+
+        So parents stand before those that follow them among the names that are cached now, and behind them among those
+        that are not. None where more has changed than the pool can hold.
+        """
+        changed, self._changed = self._changed or {}, {}
+        too_much, self._changed_too_much = self._changed_too_much, False
+        return None if too_much else changed
+
+    def caches(self, name: int) -> bool:
+        """Whether a block of this name is cached, held or not."""
+        return name in self._cached
+
+    def cached_chain(self) -> list[tuple[int, int]]:
+        """The names of all cached blocks and their parents: parents first, what was used lately last. O(blocks)."""
+        chain: dict[int, int] = {}
+        for block in [*self._idle, *(block for block in self._names if block not in self._idle)]:
+            above: list[tuple[int, int]] = []
+            name, parent = self._names[block]
+            while name not in chain:
+                above.append((name, parent))
+                if parent == NO_PARENT:
+                    break
+                name, parent = self._names[self._cached[parent]]
+            chain.update(reversed(above))
+        return list(chain.items())
 
     def hand_over(self, sequence_id: str, heir: str) -> None:
         """All blocks of the sequence, if any, become those of ``heir``, who holds none."""

@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from core.errors import IntegrityError
-from core.messages import FinishedSequence, KVTraffic, Plan, Slot, SlotProgress, StepReport, StepSample
+from core.kv_messages import KVTraffic
+from core.messages import FinishedSequence, Plan, Slot, SlotProgress, StepReport, StepSample
 from core.request import Residency, SequenceStatus
 from kvcache.block_manager import BlockManager
+from kvcache.cache_journal import CacheJournal
 from kvcache.prefix import BlockHashes
 from kvcache.step_batch import BatchLimits, KVCopy, StepBatch
 
@@ -63,6 +65,7 @@ class PlanExecutor(ABC):
 
     Attributes:
         returns_together: Whether a sequence is returned only when all that run with it have ended.
+        max_in_flight: Steps that may have begun and not been committed; they are committed in their order.
         short_blocks: Blocks that the sequences of the step lack which did not run for want of them.
         out_of_grants: Whether somebody was left out of the step because the plan lets it go no further.
         prefix_queries: Prompt tokens looked for in the cache so far, each request's once.
@@ -70,6 +73,7 @@ class PlanExecutor(ABC):
     """
 
     returns_together: ClassVar[bool]
+    max_in_flight = 1
 
     def __init__(
         self, blocks: BlockManager, limits: BatchLimits, incarnation: str, host: BlockManager | None = None
@@ -91,6 +95,7 @@ class PlanExecutor(ABC):
         self._report_seq = 0
         self._traffic = KVTraffic()
         self._recomputed_tokens = 0
+        self._journal: CacheJournal | None = None
         self._arrivals = 0
         # Finished sequences: until acknowledged they are repeated in reports; until a plan is made with that
         # knowledge they are remembered, so that an older view of the world cannot start them again.
@@ -105,9 +110,25 @@ class PlanExecutor(ABC):
             block_hashes: Of sequences held here; asked when one starts, and when one has filled a block.
         """
 
+    def tell_cache(self) -> None:
+        """From now on reports tell what the prefix cache gets and loses; before the first plan."""
+        self._journal = CacheJournal(self.blocks)
+
+    def tell_whole_cache(self) -> None:
+        """The next report tells all that is cached: notices were lost."""
+        if self._journal is not None:
+            self._journal.begin_anew()
+
     @abstractmethod
     def next_batch(self) -> StepBatch | None:
         """The next step, its blocks allocated; None if nothing can run."""
+
+    def counts(self, batch: StepBatch, request_id: str) -> bool:
+        """Whether what a step that has begun yields for this sequence is still wanted.
+
+        It is not if the sequence has meanwhile ended, or lost its KV: possible only beside other steps.
+        """
+        return True
 
     @abstractmethod
     def commit(
@@ -155,6 +176,7 @@ class PlanExecutor(ABC):
         """A Scheduler life begins: the lease that its plans must bear. What is held stays and goes on."""
         self._lease += 1
         self._plan_seq = 0
+        self.tell_whole_cache()
         return self._lease
 
     def stall(self, request_ids: frozenset[str]) -> None:
@@ -251,7 +273,9 @@ class PlanExecutor(ABC):
         del self._held[held.request_id]
         self._free(held)
         self._vacated += not held.slot.standby
-        finished = FinishedSequence(held.request_id, held.attempt, status, held.output_len)
+        finished = FinishedSequence(
+            held.request_id, held.attempt, status, held.output_len, held.cached_len or 0, held.ran_s
+        )
         key = (held.request_id, held.attempt)
         first_report = self._report_seq + 1
         self._unacknowledged[key] = (finished, first_report)
@@ -276,6 +300,7 @@ class PlanExecutor(ABC):
             free_host_blocks=0 if self.host is None else self.host.num_free,
             flying_blocks=self._flying_blocks,
             traffic=replace(self._traffic, recomputed_tokens=self._recomputed_tokens),
+            cache=() if self._journal is None else self._journal.notices(self._report_seq),
         )
 
     @property
@@ -306,6 +331,8 @@ class PlanExecutor(ABC):
         acknowledged = [key for key, (_, seq) in self._unacknowledged.items() if seq <= report_seq]
         for key in acknowledged:
             del self._unacknowledged[key]
+        if self._journal is not None:
+            self._journal.acknowledge(report_seq)
 
     def _bury(self, report_seq: int) -> None:
         """Forgets finished sequences that no later plan can name."""

@@ -21,7 +21,7 @@ from kvcache.step_batch import BatchLimits, KVCopy, StepBatch, StepItem
 
 
 @dataclass(slots=True)
-class _Selection:
+class Selection:
     """A batch in the making.
 
     Attributes:
@@ -61,6 +61,7 @@ class LeaseExecutor(PlanExecutor):
         self._in_flight: dict[int, _Flight] = {}
         self._num_copies = 0
         self._running: list[Held] = []  # of the step that runs or has run last
+        self._busy: dict[str, StepBatch] = {}  # in a step that has begun, where another may begin beside it
 
     def share_prefixes(self, block_hashes: BlockHashes) -> None:
         """See ``PlanExecutor.share_prefixes``."""
@@ -91,7 +92,7 @@ class LeaseExecutor(PlanExecutor):
         else:
             self._order_copy(held, Residency.HOST, table[: len(room)], room)
 
-    def _upload(self, held: Held, selection: _Selection) -> None:
+    def _upload(self, held: Held, selection: Selection) -> None:
         """Orders the copy back under the same conditions as a start."""
         assert self.host is not None
         if self._has_room(self.blocks.blocks_for(held.num_tokens), selection):
@@ -153,7 +154,7 @@ class LeaseExecutor(PlanExecutor):
             self._begin_offloads(self.host)
         selection = self._select(self._held.values(), within_grants=True)
         self.out_of_grants = selection.out_of_grants
-        if not selection.items and selection.out_of_grants:
+        if not selection.items and selection.out_of_grants and not self._busy:
             by_arrival = sorted(self._held.values(), key=lambda held: held.arrival)
             selection = self._select(by_arrival, within_grants=False)
         self.short_blocks = selection.short_blocks
@@ -165,13 +166,15 @@ class LeaseExecutor(PlanExecutor):
             held.status = SequenceStatus.RUNNING
         return StepBatch(tuple(selection.items)) if selection.items else None
 
-    def _select(self, ranked: Iterable[Held], *, within_grants: bool) -> _Selection:
-        selection = _Selection(tokens_left=self.limits.max_batch_tokens)
+    def _select(self, ranked: Iterable[Held], *, within_grants: bool) -> Selection:
+        selection = Selection(tokens_left=self.limits.max_batch_tokens)
         credit = self._standby_credit()
         for held in ranked:
             if len(selection.items) >= self.limits.max_num_seqs or selection.tokens_left == 0:
                 break
             if held.request_id in self._stalled or held.copy_id is not None or held.residency is Residency.HOST:
+                continue
+            if held.request_id in self._busy:
                 continue
             wanted = self._runnable_tokens(held, within_grants)
             if wanted == 0:
@@ -184,7 +187,7 @@ class LeaseExecutor(PlanExecutor):
                 credit -= held.slot.standby
         return selection
 
-    def _continue(self, held: Held, wanted: int, selection: _Selection) -> None:
+    def _continue(self, held: Held, wanted: int, selection: Selection) -> None:
         num_tokens = min(wanted, selection.tokens_left)
         reach = held.computed_len + num_tokens
         table = self.blocks.grow(held.request_id, reach)
@@ -194,7 +197,7 @@ class LeaseExecutor(PlanExecutor):
             selection.short_blocks += self.blocks.shortage(held.request_id, reach)
             selection.may_start = False
 
-    def _start(self, held: Held, wanted: int, selection: _Selection) -> bool:
+    def _start(self, held: Held, wanted: int, selection: Selection) -> bool:
         """Starts a sequence if all its known tokens fit at once, so that no half-prefilled prompts block each other."""
         if not selection.may_start:
             return False
@@ -214,13 +217,13 @@ class LeaseExecutor(PlanExecutor):
         self._add(held, min(wanted - held.computed_len, selection.tokens_left), table, selection)
         return True
 
-    def _has_room(self, needed: int, selection: _Selection) -> bool:
+    def _has_room(self, needed: int, selection: Selection) -> bool:
         """Whether a start finds so many blocks; if not, nothing of lower rank overtakes it."""
         alone = self.blocks.num_free == self.blocks.num_blocks
         selection.may_start = needed + (0 if alone else self._reserve_blocks) <= self.blocks.num_free
         return selection.may_start
 
-    def _cached_blocks(self, held: Held, wanted: int, selection: _Selection) -> list[int] | None:
+    def _cached_blocks(self, held: Held, wanted: int, selection: Selection) -> list[int] | None:
         """Cached blocks that a start may take over; None if the next one is being computed in this very step.
 
         At least one of the ``wanted`` tokens is left to compute, so that a start always yields something. Whoever
@@ -235,7 +238,7 @@ class LeaseExecutor(PlanExecutor):
             return None
         return cached
 
-    def _arising(self, selection: _Selection, block_hashes: BlockHashes) -> set[int]:
+    def _arising(self, selection: Selection, block_hashes: BlockHashes) -> set[int]:
         """Hashes of the blocks that the step chosen so far works on, as far as all their tokens are known."""
         size = self.blocks.block_size
         for item, held in zip(
@@ -257,7 +260,7 @@ class LeaseExecutor(PlanExecutor):
             self.prefix_queries += held.prompt_len
             self.prefix_hits += held.cached_len
 
-    def _add(self, held: Held, num_tokens: int, table: list[int], selection: _Selection) -> None:
+    def _add(self, held: Held, num_tokens: int, table: list[int], selection: Selection) -> None:
         samples = held.computed_len + num_tokens == held.num_tokens
         selection.items.append(StepItem(held.request_id, held.computed_len, num_tokens, samples, table))
         selection.chosen.append(held)

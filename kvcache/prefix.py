@@ -34,13 +34,30 @@ def extend_hashes(
         hashes.append(int.from_bytes(parent, "little"))
 
 
-def root_of(name: str) -> int:
-    """A root of its own for each name."""
-    return int.from_bytes(blake2b(name.encode(), digest_size=_HASH_BYTES).digest(), "little")
+def root_of(name: str, kind: bytes = b"") -> int:
+    """A root of its own for each name of a kind."""
+    return int.from_bytes(blake2b(name.encode(), digest_size=_HASH_BYTES, person=kind).digest(), "little")
 
 
-def hash_blocks(token_ids: Sequence[int], block_size: int) -> list[int]:
+def salted_root(cache_salt: str) -> int:
+    """Of requests with this salt; without one they share the root of all."""
+    return root_of(cache_salt, b"salt") if cache_salt else NO_PARENT
+
+
+def hash_blocks(token_ids: Sequence[int], block_size: int, root: int = NO_PARENT) -> list[int]:
     """The hashes of all full blocks."""
     hashes: list[int] = []
-    extend_hashes(hashes, token_ids, block_size, len(token_ids) // block_size)
+    extend_hashes(hashes, token_ids, block_size, len(token_ids) // block_size, root)
     return hashes
+
+
+def are_hashes_of(hashes: Sequence[int], token_ids: Sequence[int], block_size: int, root: int = NO_PARENT) -> bool:
+    """Whether these are the hashes of all full blocks, as far as number, first and last one tell. O(block)."""
+    num_blocks = len(token_ids) // block_size
+    if len(hashes) != num_blocks:
+        return False
+    first: list[int] = []
+    extend_hashes(first, token_ids, block_size, min(1, num_blocks), root)
+    last = list(hashes[: num_blocks - 1])
+    extend_hashes(last, token_ids, block_size, num_blocks, root)
+    return first == list(hashes[:1]) and last[num_blocks - 1 :] == list(hashes[num_blocks - 1 :])

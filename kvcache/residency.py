@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from core.messages import KVTraffic, KVUsage, StepReport
+from core.kv_messages import KVTraffic, KVUsage
+from core.messages import StepReport
 
 
 class ResidencyShadow:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from core.errors import IntegrityError
 from core.messages import ForecastMade, Key, OpenRequest
@@ -27,11 +27,11 @@ from policies.global_events import (
     ReplicaRests,
     ReportLost,
 )
-from policies.global_scheduler import Entry, GlobalScheduler
+from policies.global_scheduler import GlobalScheduler
 from policies.hrrn import ServingTime
 from policies.job import Job
 from policies.placement import Choice, Placement
-from policies.replica_events import ForecastsArrived, RefuseRequest
+from policies.replica_events import RefuseRequest
 
 
 @dataclass(slots=True)
@@ -93,8 +93,6 @@ class BatchScheduler(GlobalScheduler):
                 self._break_off(name, keys)
             case ReplicaRests(name, keys):
                 self._resting[name] = frozenset(keys)
-            case ForecastsArrived(made):
-                self._foresee(made)
             case HistoryLearnt(forecast):
                 self._waiting.foresee_usually(forecast)
                 event = MeanOutputLen(forecast.mean)
@@ -126,7 +124,7 @@ class BatchScheduler(GlobalScheduler):
             if self._never_fits(request):
                 self._waiting.remove(request.request_id, self._now)
                 self._queued_since.pop(request.request_id, None)
-                refused.append(self._too_long(request))
+                refused.append(self._refusal(request))
             else:
                 self._queued[request.request_id] = request
                 self._queued_since.setdefault(request.request_id, self._now)
@@ -139,7 +137,7 @@ class BatchScheduler(GlobalScheduler):
         unfit = [request for request in self._queued.values() if self._never_fits(request)]
         for request in unfit:
             self._remove(request.request_id)
-        return [self._too_long(request) for request in unfit]
+        return [self._refusal(request) for request in unfit]
 
     def _refuse_failed(self) -> list[GlobalInstruction]:
         """A request that runs out of memory alone would do so for ever."""
@@ -172,8 +170,7 @@ class BatchScheduler(GlobalScheduler):
         requests = tuple(self._queued.pop(job.request_id) for job in batch.jobs)
         for request in requests:
             waited_s = self._now - self._queued_since.pop(request.request_id)
-            entry = Entry(request.attempt, request.ingress_id, name, ready.worker_incarnation, choice, waited_s)
-            self._enter(request.request_id, entry, self._work(request))
+            self._enter(request.request_id, self._entry(request, ready, choice, waited_s), self._work(request))
         estimated_s = self._serving_time_s(len(batch), batch.prompt_len, batch.predicted_len)
         left = {request.request_id: len(request.output_ids) for request in requests}
         self._runs[name] = _Run(batch, self._now, estimated_s, left)
@@ -236,10 +233,11 @@ class BatchScheduler(GlobalScheduler):
         self.num_splits += 1
 
     def _foresee(self, made: Iterable[ForecastMade]) -> None:
+        made = tuple(made)
+        super()._foresee(made)
         for each in made:
             request = self._queued.get(each.request_id)
             if request is not None and request.attempt == each.attempt:
-                self._queued[each.request_id] = replace(request, forecast=each.forecast)
                 self._waiting.foresee(each.request_id, each.forecast, self._now)
 
     def _reconcile(self, ingress_id: str, announced: tuple[OpenRequest, ...]) -> list[GlobalInstruction]:

@@ -9,16 +9,18 @@ from typing import TypeVar
 
 import numpy as np
 
-from core.config import SchedulerConfig
+from core.config import PlacementConfig, SchedulerConfig
 from core.costs import A100_7B, StepCost
 from core.errors import ConfigError
 from policies.aggressive import Aggressive
+from policies.backend_scheduler import BackendScheduler
 from policies.batch_queue import Batcher, first_arrived
 from policies.batch_scheduler import BatchScheduler
 from policies.cheapest_victim import CheapestVictim
 from policies.conservative import Conservative
+from policies.e2_forecast import E2Forecast
 from policies.e2_profiles import from_step_cost
-from policies.e2_router import E2Router
+from policies.e2_router import E2Config, E2Router
 from policies.enst_offload import EnstOffload
 from policies.fcfs import Fcfs
 from policies.fcfs_batches import FcfsBatches
@@ -35,9 +37,9 @@ from policies.multi_bin import LearntBins, MultiBinBatcher
 from policies.past_future import HistoryLengths, PastFuture, TrueLengths
 from policies.placement import Placement
 from policies.presets import PRESETS, Preset, find_preset
-from policies.protocols import Admission, KvPolicy, Order
+from policies.protocols import Admission, KvPolicy, Order, ReplicaPolicies
 from policies.recompute import NewestGiveWay
-from policies.replica_scheduler import ReplicaPolicies, ReplicaScheduler, SchedulerLimits
+from policies.replica_scheduler import ReplicaScheduler, SchedulerLimits
 from policies.round_robin import RoundRobin
 from policies.skip_join_mlfq import MlfqRules, SkipJoinMlfq
 from policies.split_batch import SplitBatch, WholeBatch
@@ -70,6 +72,7 @@ class PolicySettings:
         gamma: Its ageing.
         cost: What steps cost; replaced where it is measured.
         block_size: Tokens of a block as placement by prefixes counts them.
+        e2: What of E2 is used.
         seed: Of everything that is drawn.
     """
 
@@ -83,6 +86,7 @@ class PolicySettings:
     mlfq: MlfqRules = field(default_factory=MlfqRules)
     cost: StepCost = PRIOR_COST
     block_size: int = 64
+    e2: E2Config = field(default_factory=E2Config)
     seed: int = 0
 
 
@@ -130,11 +134,14 @@ def _past_future(settings: PolicySettings) -> PastFuture:
     return PastFuture(HistoryLengths(history, rng), reserve_ratio=settings.reserve_ratio)
 
 
+HIT_GROUPS = "hit-groups"
+"""The order that asks what is cached of the prompts that wait."""
+
 ORDERS: dict[str, Callable[[PolicySettings, SchedulerLimits], Order]] = {
     "fcfs": lambda settings, limits: Fcfs(),
     "hrrn": lambda settings, limits: HrrnOrder(remaining_service_s, settings.cost),
     "gittins": lambda settings, limits: _gittins(settings, limits),
-    "hit-groups": lambda settings, limits: HitGroups(limits.max_num_seqs),
+    HIT_GROUPS: lambda settings, limits: HitGroups(limits.max_num_seqs),
     "skip-join-mlfq": lambda settings, limits: SkipJoinMlfq(settings.cost, settings.mlfq),
 }
 
@@ -161,7 +168,8 @@ CHEAPEST_VICTIM = "cheapest-victim"
 PLACEMENTS: dict[str, Callable[[PolicySettings], Placement]] = {
     "round-robin": lambda settings: RoundRobin(),
     "least-work": lambda settings: LeastWork(),
-    "e2": lambda settings: E2Router(from_step_cost(settings.cost), settings.block_size),
+    "e2": lambda settings: E2Router(from_step_cost(settings.cost), settings.block_size, settings.e2),
+    "e2-forecast": lambda settings: E2Forecast(settings.cost, settings.block_size),
 }
 
 BATCHERS: dict[str, Callable[[BatchSettings, int | None], Batcher]] = {
@@ -186,8 +194,20 @@ def build_router(preset: str, placement: str = "", settings: PolicySettings | No
     Raises:
         ConfigError: there is no such preset or placement.
     """
-    name = placement or _continuous(preset).placement
-    return GlobalScheduler(_part(PLACEMENTS, "scheduler.placement", name)(settings or PolicySettings()))
+    return GlobalScheduler(_placement(preset, placement, settings or PolicySettings()))
+
+
+def _placement(preset: str, placement: str, settings: PolicySettings) -> Placement:
+    return _part(PLACEMENTS, "scheduler.placement", placement or _continuous(preset).placement)(settings)
+
+
+def placement_of(config: SchedulerConfig) -> str:
+    """Name of the placement on a server.
+
+    Raises:
+        ConfigError: there is no such preset.
+    """
+    return config.placement or find_preset(config.preset).placement
 
 
 def build_scheduler(
@@ -221,6 +241,17 @@ def configured_replica(config: SchedulerConfig, max_num_seqs: int) -> ReplicaSch
     if is_batch_mode(config.preset):
         return build_batch_runner(max_num_seqs)
     return configured_scheduler(config, max_num_seqs, GRANT_LEAD_S)
+
+
+def configured_backend(config: SchedulerConfig, max_num_seqs: int) -> BackendScheduler:
+    """The scheduler of a replica that is another server: its order is that of the preset, the rest is the server's.
+
+    Raises:
+        ConfigError: there is no such preset or order, or the preset is not of continuous batching.
+    """
+    order = config.order or _continuous(config.preset).order
+    limits = SchedulerLimits(max_num_seqs, 0)
+    return BackendScheduler(_part(ORDERS, "scheduler.order", order)(configured_settings(config), limits), max_num_seqs)
 
 
 def check_scheduler(config: SchedulerConfig) -> None:
@@ -267,13 +298,36 @@ def configured_settings(config: SchedulerConfig) -> PolicySettings:
     return PolicySettings(watermark=config.watermark, gamma=config.gamma, mlfq=mlfq)
 
 
+def configured_e2(config: PlacementConfig) -> E2Config:
+    """What of E2 a server uses."""
+    return E2Config(
+        window_s=config.window_s,
+        rebalance=config.rebalance,
+        rebalance_ratio=config.rebalance_ratio,
+        autoscale=config.autoscale,
+        balance=config.balance,
+    )
+
+
 def swaps_kv(config: SchedulerConfig) -> bool:
     """Whether workers need a host pool: the KV policy moves KV there.
 
     Raises:
         ConfigError: as ``configured_scheduler``.
     """
-    return not is_batch_mode(config.preset) and configured_scheduler(config, 1).kv.swaps
+    return not is_batch_mode(config.preset) and configured_scheduler(config, 1).turns.kv.swaps
+
+
+def follows_prefixes(config: SchedulerConfig) -> bool:
+    """Whether anybody decides by what workers cache: placement, or the order of a replica.
+
+    Raises:
+        ConfigError: as ``build_router``.
+    """
+    if is_batch_mode(config.preset):
+        return False
+    order = config.order or _continuous(config.preset).order
+    return order == HIT_GROUPS or _placement(config.preset, config.placement, PolicySettings()).block_size > 0
 
 
 def _admission(name: str, order: Order, settings: PolicySettings) -> Admission:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from core.errors import IntegrityError, InvalidValueError
+from core.cache_messages import CacheNotice
+from core.costs import StepCost
+from core.errors import InvalidValueError
+from core.placement_messages import PrefixView, ReplicaView
 from core.request import Request
 from policies.e2_profiles import Regressions
-from policies.load_cost import LoadCost, Query
-from policies.load_window import LoadWindow
+from policies.load_cost import Query
 from policies.placement import Choice, Placement, ReplicaLoad
+from policies.prefix_loads import PrefixLoads
 from policies.prefix_scaling import PrefixScaling
-from policies.radix_tree import Node, Path, RadixTree
-from policies.replica_slots import ReplicaSlots, bits, is_single
+from policies.radix_tree import Node, Path
+from policies.replica_slots import bits, is_single
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,28 +76,6 @@ class E2Choice(Choice):
         return self.load_s + self.evict_s + self.prefill_s
 
 
-@dataclass(slots=True, eq=False)
-class _Placed:
-    """A request from its placement until it has ended and left the window.
-
-    Attributes:
-        end: Last node of its path, by which the tree knows it.
-        key: Its key portion, if it was placed where that is cached.
-        prefill_s: As it counts in the load of its replica.
-        counts: Whether the window still holds it.
-    """
-
-    request_id: str
-    placed_at: float
-    slot: int
-    end: Node
-    key: Node | None
-    prompt_len: int
-    hit_len: int
-    prefill_s: float
-    counts: bool = True
-
-
 def key_portion(spans: Sequence[int]) -> int:
     """Which node of a path is the key portion: the deepest with more tokens than all before it together (section 3).
 
@@ -132,14 +112,10 @@ class E2Router(Placement):
         _require(block_size >= 1, "block_size", block_size, "an integer >= 1")
         self.block_size = block_size
         self.config = config or E2Config()
-        self.tree = RadixTree()
-        self.load = LoadWindow(regressions, self.config.window_s, self.config.initial_output_len)
-        self._prefill_s = regressions.prefill_s
-        self._slots = ReplicaSlots()
-        self._cost = LoadCost(self.tree, self.load, self._slots, regressions.prefill_s, block_size, ties)
+        self.prefixes = PrefixLoads(regressions, block_size, self.config.window_s, self.config.initial_output_len, ties)
+        self.tree, self.load = self.prefixes.tree, self.prefixes.load
+        self._slots, self._cost = self.prefixes.slots, self.prefixes.cost
         self._scaling = PrefixScaling(self.config.window_s)
-        self._in_flight: dict[str, _Placed] = {}
-        self._window: deque[_Placed] = deque()
 
     def choose(self, request: Request, prefix: Sequence[int], loads: tuple[ReplicaLoad, ...], now: float) -> E2Choice:
         """A replica for this request, of those given (never empty)."""
@@ -149,79 +125,57 @@ class E2Router(Placement):
         self, request_id: str, prefix: Path, prompt_len: int, loads: tuple[ReplicaLoad, ...], now: float
     ) -> E2Choice:
         """Algorithm 1; ``choose`` by what it needs to know of the request, which is not in flight yet."""
-        _require(request_id not in self._in_flight, "request_id", request_id, "a request that is not in flight")
-        self._advance(now)
-        self._slots.open(loads)
-        query = self._match(prefix, prompt_len)
+        query = self.prefixes.match(request_id, prefix, prompt_len, loads, now)
+        self._scaling.advance(now)
         cached = query.matched[-1].end * self.block_size if query.matched else 0
         exploits = prompt_len - cached < cached
         slot, reason = self._exploit(query) if exploits else self._explore(query)
-        choice = self._price(slot, reason, query)
-        end = query.path[-1] if query.path else self.tree.root
+        load_s = float(self.load.prefill_s[slot] + self.load.decode_s[slot])
+        evict_s = self._cost.evict_s(slot, query)
         key = _key_of(query.matched) if exploits else None
-        placed = _Placed(request_id, now, slot, end, key, prompt_len, choice.hit_len, choice.prefill_s)
-        self._enter(placed, query.path)
-        return choice
+        placed = self.prefixes.enter(request_id, query, slot, now, key)
+        hits = placed.hit_len, placed.pending_len
+        return E2Choice(self._slots.names[slot], reason, *hits, load_s, evict_s, placed.prefill_s)
 
     def replica_up(self, name: str, capacity: int) -> None:
         """A worker life begins that holds ``capacity`` KV tokens: nothing is cached there. O(nodes)."""
-        slot = self._slots.find(name)
-        if slot is not None:
-            self._clear(slot)
-        else:
-            slot, is_new = self._slots.take(name)
-            if is_new:
-                self.tree.add_replica()
-                self.load.add_replica()
-                self._cost.capacity.append(0)
-        self._cost.capacity[slot] = capacity // self.block_size
+        self.prefixes.replica_up(name, capacity)
 
     def replica_gone(self, name: str) -> None:
         """The replica will not come back; unknown ones are fine. O(nodes)."""
-        slot = self._slots.find(name)
-        if slot is not None:
-            self._clear(slot)
-            self._slots.give_back(name)
+        self.prefixes.replica_gone(name)
 
     def started(self, request_id: str, cached_len: int, queue_s: float, now: float) -> None:
-        """A request has first run and found so many tokens cached: its load and the tree are set right by that."""
-        placed = self._in_flight.get(request_id)
-        if placed is None:
+        """A request has first run and found so many tokens cached: its load is set right by that, and the tree
+        where the replica tells no notices.
+        """
+        placed = self.prefixes.started(request_id, cached_len, now)
+        if placed is None or placed.key is None or not self.config.autoscale:
             return
-        self._advance(now)
-        if cached_len < placed.hit_len:
-            self.tree.correct(placed.end, placed.slot, cached_len // self.block_size)
-        prefill_s = self._prefill_s(placed.prompt_len - cached_len, placed.prompt_len)
-        if placed.counts:
-            self.load.correct(placed.slot, prefill_s - placed.prefill_s)
-        placed.hit_len, placed.prefill_s = cached_len, prefill_s
-        if self.config.autoscale and placed.key is not None:
-            self._scaling.observe(placed.key, queue_s, now)
-            if self._scaling.doubled(placed.key) and self._lighter_than(placed.slot) is not None:
-                self._replicate(placed.key)
+        self._scaling.advance(now)
+        self._scaling.observe(placed.key, queue_s, now)
+        if self._scaling.doubled(placed.key) and self._lighter_than(placed.slot) is not None:
+            self._replicate(placed.key)
 
     def ended(self, request_id: str, output_len: int | None, now: float) -> None:
         """A request is not in flight any more; None where its output did not come to its end. O(nodes of its path)."""
-        placed = self._in_flight.pop(request_id, None)
-        if placed is None:
-            return
-        self._advance(now)
-        self.tree.release(placed.end, placed.slot)
-        if output_len is not None:
-            self.load.ended(placed.slot, output_len, now)
+        self.prefixes.ended(request_id, output_len, now)
 
-    def evicted(self, replica: str, prefix: Sequence[int]) -> None:
-        """The replica no longer caches the last block of ``prefix``, nor what comes after it."""
-        slot = self._slots.find(replica)
-        if slot is not None:
-            self.tree.evict(tuple(prefix), slot)
+    def noticed(self, replica: str, notice: CacheNotice) -> None:
+        """The replica tells what it caches."""
+        self.prefixes.noticed(replica, notice)
 
-    def _match(self, prefix: Path, prompt_len: int) -> Query:
-        path = self.tree.insert(prefix)
-        num = len(path)
-        while num and not path[num - 1].replicas & self._slots.open_mask:
-            num -= 1
-        return Query(path, path[:num], prompt_len)
+    def priced(self, replica: str, cost: StepCost) -> None:
+        """Steps of this replica cost so much: PT and DT are those of the mean over the replicas that have said so."""
+        self.prefixes.priced(replica, cost)
+
+    def show(self, view: ReplicaView) -> ReplicaView:
+        """A replica with its load within the window and what it is believed to cache."""
+        return self.prefixes.show(view)
+
+    def busiest_prefixes(self, limit: int) -> tuple[PrefixView, ...]:
+        """By the requests placed within the window."""
+        return self.prefixes.busiest(limit)
 
     def _exploit(self, query: Query) -> tuple[int, str]:
         """The cheapest replica that caches the longest node of the match, or to which its prefix was replicated."""
@@ -271,59 +225,9 @@ class E2Router(Placement):
             prefix.assigned |= 1 << lightest
             self._scaling.restart(prefix)
 
-    def _price(self, slot: int, reason: str, query: Query) -> E2Choice:
-        load_s = float(self.load.prefill_s[slot] + self.load.decode_s[slot])
-        hit_len = query.hit_end(slot) * self.block_size
-        evict_s, prefill_s = self._cost.evict_s(slot, query), self._cost.prefill_s(slot, query)
-        return E2Choice(self._slots.names[slot], reason, hit_len, load_s, evict_s, prefill_s)
-
-    def _enter(self, placed: _Placed, path: list[Node]) -> None:
-        """The replica computes and caches the path; what it has no room for beside that is taken to be evicted."""
-        slot = placed.slot
-        self.tree.hold(path, slot)
-        excess = self.tree.num_cached[slot] - self._cost.capacity[slot]
-        if excess > 0:
-            self.tree.evict_lru(slot, excess)
-        self.load.add(slot, placed.prefill_s, placed.prompt_len)
-        self._in_flight[placed.request_id] = placed
-        self._window.append(placed)
-
-    def _advance(self, now: float) -> None:
-        """What was placed a window ago counts no more. Amortised O(nodes of a path)."""
-        window, expired_at = self._window, now - self.config.window_s
-        while window and window[0].placed_at <= expired_at:
-            placed = window.popleft()
-            if placed.counts:
-                placed.counts = False
-                self.tree.forget(placed.end, placed.slot)
-                self.load.remove(placed.slot, placed.prefill_s, placed.prompt_len)
-        self.load.advance(now)
-        self._scaling.advance(now)
-
-    def _clear(self, slot: int) -> None:
-        for request_id in [each for each, placed in self._in_flight.items() if placed.slot == slot]:
-            del self._in_flight[request_id]
-        for placed in self._window:
-            if placed.slot == slot:
-                placed.counts = False
-        self.tree.clear(slot)
-        self.load.clear(slot)
-
     def check_integrity(self) -> None:
         """Raises IntegrityError unless tree, window, loads and requests in flight agree."""
-        self.tree.check_integrity()
-        self.load.check_integrity()
-        counted = [placed for placed in self._window if placed.counts]
-        in_flight = self._in_flight.values()
-        self.tree.check_counts(
-            ((each.end, each.slot) for each in in_flight), ((each.end, each.slot) for each in counted)
-        )
-        for slot, num_requests in enumerate(self.load.num_requests):
-            times_s = [placed.prefill_s for placed in counted if placed.slot == slot]
-            if len(times_s) != num_requests:
-                raise IntegrityError(f"replica {slot}: the window does not hold what its load counts")
-            if abs(sum(times_s) - self.load.prefill_s[slot]) > 1e-6 * max(1.0, sum(times_s)):
-                raise IntegrityError(f"replica {slot}: prefill times add up to {sum(times_s)}")
+        self.prefixes.check_integrity()
 
 
 def _key_of(matched: list[Node]) -> Node:

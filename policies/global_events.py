@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from core.cache_messages import CacheNotice, StartedRequest
+from core.costs import StepCost
 from core.forecast import Forecast
 from core.messages import FinishedSequence, Key, OpenRequest, WorkerReady
 from core.request import Request
@@ -12,10 +14,15 @@ from policies.replica_events import ForecastsArrived, RefuseRequest, RequestsAbo
 
 @dataclass(frozen=True, slots=True)
 class ReplicaUp:
-    """A replica takes requests; said again and again while it does."""
+    """A replica takes requests; said again and again while it does.
+
+    Attributes:
+        cache_seq: Of the last notice of its prefix cache that was sent; 0 if there was none.
+    """
 
     name: str
     ready: WorkerReady
+    cache_seq: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,36 +84,27 @@ class MeanOutputLen:
 
 
 @dataclass(frozen=True, slots=True)
-class StartedRequest:
-    """An attempt has run for the first time.
-
-    Attributes:
-        cached_len: Prompt tokens that the replica found cached.
-        queue_s: How long it waited there.
-    """
-
-    request_id: str
-    attempt: int
-    cached_len: int
-    queue_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class RequestsStarted:
+    """These have run for the first time."""
+
     started: tuple[StartedRequest, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixesEvicted:
-    """A worker life no longer caches the last block of each of these, nor what comes after it.
-
-    Attributes:
-        prefixes: Chained hashes of blocks of the placement's ``block_size``, each from the first block on.
-    """
+class CacheNoticed:
+    """News of the prefix cache of a worker life, in order; or all of it, in answer to ``AskCache``."""
 
     replica: str
     worker_incarnation: str
-    prefixes: tuple[tuple[int, ...], ...]
+    notices: tuple[CacheNotice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepsPriced:
+    """What steps cost on a replica, as measured by now."""
+
+    replica: str
+    cost: StepCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +148,8 @@ GlobalEvent = (
     | KeysUnknown
     | MeanOutputLen
     | RequestsStarted
-    | PrefixesEvicted
+    | CacheNoticed
+    | StepsPriced
     | ForecastsArrived
     | ReplicaBroke
     | ReplicaRests
@@ -184,6 +183,13 @@ class AskReplica:
 
 
 @dataclass(frozen=True, slots=True)
+class AskCache:
+    """What does this replica cache? Nothing has been heard yet of its worker's life, or something was lost."""
+
+    replica: str
+
+
+@dataclass(frozen=True, slots=True)
 class ReportLost:
     """Nobody runs these attempts; their ingress replica is to resume them."""
 
@@ -212,4 +218,4 @@ class BatchEnded:
     duration_s: float
 
 
-GlobalInstruction = PlaceRequests | AbortOnReplica | AskReplica | ReportLost | RefuseRequest | BatchEnded
+GlobalInstruction = PlaceRequests | AbortOnReplica | AskReplica | AskCache | ReportLost | RefuseRequest | BatchEnded

@@ -7,16 +7,21 @@ streams and the Schedulers their replicas, and from both a new Router knows what
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from core.cache_messages import CacheNotice, StartedRequest
 from core.errors import IntegrityError
-from core.messages import FinishedSequence, Key, OpenRequest, Placed, WorkerReady
+from core.messages import FinishedSequence, ForecastMade, Key, OpenRequest, Placed, WorkerReady
+from core.placement_messages import PrefixView, ReplicaView
+from core.queue_outlook import Demand
 from core.request import Request, SequenceStatus
-from kvcache.prefix import hash_blocks
 from policies.global_events import (
     AbortOnReplica,
+    AskCache,
     AskReplica,
+    CacheNoticed,
     GlobalEvent,
     GlobalInstruction,
     IngressAnnounced,
@@ -24,7 +29,6 @@ from policies.global_events import (
     KeysUnknown,
     MeanOutputLen,
     PlaceRequests,
-    PrefixesEvicted,
     ReplicaAway,
     ReplicaDraining,
     ReplicaGone,
@@ -32,20 +36,30 @@ from policies.global_events import (
     ReportLost,
     RequestsEnded,
     RequestsStarted,
-    StartedRequest,
+    StepsPriced,
 )
 from policies.placement import Choice, Placement, ReplicaLoad
-from policies.replica_events import RefuseRequest, RequestsAborted, RequestsArrived
+from policies.replica_events import ForecastsArrived, RefuseRequest, RequestsAborted, RequestsArrived
+
+ASK_AGAIN_S = 1.0
+"""A replica that has not said what it caches is asked again after so long."""
 
 
 @dataclass(slots=True)
 class _Replica:
-    """``ready`` is of its latest worker life; ``up`` says whether it takes requests now."""
+    """``ready`` is of its latest worker life; ``up`` says whether it takes requests now.
+
+    Attributes:
+        cache_seq: Of the last notice of its prefix cache; None before it has told all of it, and once one was lost.
+        asked_at: When it was last asked for all of it.
+    """
 
     load: ReplicaLoad
     ready: WorkerReady | None = None
     up: bool = False
     draining: bool = False
+    cache_seq: int | None = None
+    asked_at: float = -math.inf
     requests: dict[str, float] = field(default_factory=dict)  # id -> tokens of work
 
     @property
@@ -63,8 +77,15 @@ class _Replica:
         self.load.num_requests = len(self.requests)
         self.load.work_tokens += more_tokens
 
+    def view(self) -> ReplicaView:
+        capacity = 0 if self.ready is None else self.ready.num_blocks * self.ready.block_size
+        taking = self.up and not self.draining
+        return ReplicaView(self.name, taking, self.load.num_requests, self.load.work_tokens, capacity_tokens=capacity)
+
     def fits(self, request: Request) -> bool:
-        return self.ready is not None and request.max_total_len <= self.ready.max_model_len
+        if self.ready is None or (self.ready.external and request.sampling.own_engine_field):
+            return False
+        return request.max_total_len <= self.ready.max_model_len
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +95,8 @@ class Entry:
     Attributes:
         choice: Why there; None if an earlier Router placed it.
         waited_s: Until a replica took requests.
+        known_len: Tokens of its prompt, and of its output in earlier attempts, when it was placed.
+        expected_len: Output tokens foreseen beyond these, at most ``most_len``.
     """
 
     attempt: int
@@ -82,6 +105,13 @@ class Entry:
     worker_incarnation: str
     choice: Choice | None = None
     waited_s: float = 0.0
+    known_len: float = 0.0
+    expected_len: float = 0.0
+    most_len: float = 0.0
+
+    @property
+    def hit_len(self) -> int:
+        return 0 if self.choice is None else self.choice.hit_len
 
 
 class GlobalScheduler:
@@ -115,9 +145,41 @@ class GlobalScheduler:
         """The latest worker life of every replica."""
         return [replica.ready for replica in self._replicas.values() if replica.ready is not None]
 
+    @property
+    def goes_by_prefixes(self) -> bool:
+        """Whether placement looks at the blocks of a prompt."""
+        return self._placement.block_size > 0
+
+    def replica_views(self) -> tuple[ReplicaView, ...]:
+        """Every replica that is known, for people to look at."""
+        return tuple(self._placement.show(each.view()) for each in self._replicas.values())
+
+    def busiest_prefixes(self, limit: int) -> tuple[PrefixView, ...]:
+        """As of ``Placement``."""
+        return self._placement.busiest_prefixes(limit)
+
     def num_on(self, replica: str) -> int:
         """Requests placed on a replica and not ended."""
         return len(self._replicas[replica].requests) if replica in self._replicas else 0
+
+    def own_takers(self) -> list[WorkerReady]:
+        """The worker lives of our own engine, not other servers, that take requests."""
+        takers = [each for each in self._replicas.values() if each.up and not each.draining]
+        return [each.ready for each in takers if each.ready is not None and not each.ready.external]
+
+    def demand(self) -> Demand:
+        """What is in flight, but for what other servers have; for a prediction of who would wait. O(in flight)."""
+        own = {name: each for name, each in self._replicas.items() if each.ready is None or not each.ready.external}
+        placed = [entry for entry in self._placed.values() if entry.replica in own]
+        waiting = self._queued.values()
+        return Demand(
+            num_requests=len(placed) + len(waiting),
+            num_waiting=len(waiting),
+            num_busy=sum(bool(replica.requests) for replica in own.values()),
+            known_tokens=sum(entry.known_len for entry in placed) + sum(request.known_len for request in waiting),
+            cached_tokens=sum(entry.hit_len for entry in placed),
+            output_tokens=sum(entry.expected_len for entry in placed) + sum(map(self._expected_len, waiting)),
+        )
 
     def placed(self, request_id: str, attempt: int) -> Placed:
         """Where an attempt was placed; an empty replica if it waits."""
@@ -160,8 +222,8 @@ class GlobalScheduler:
                 return self._abort([key for key, owner in self._keys() if owner == ingress_id])
             case KeysUnknown(replica, keys):
                 return self._drop_unknown(replica, keys)
-            case ReplicaUp(name, ready):
-                return self._bring_up(name, ready)
+            case ReplicaUp(name, ready, cache_seq):
+                return self._bring_up(name, ready, cache_seq)
             case ReplicaAway(name):
                 self._replica(name).up = False
                 self._open = None
@@ -172,16 +234,21 @@ class GlobalScheduler:
                 self._drop_replica(name)
             case MeanOutputLen(mean):
                 self._mean_output_len = mean
+            case ForecastsArrived(made):
+                self._foresee(made)
             case RequestsStarted(started):
                 self._start(started)
-            case PrefixesEvicted(name, worker_incarnation, prefixes):
-                self._evict(name, worker_incarnation, prefixes)
+            case CacheNoticed(name, worker_incarnation, notices):
+                return self._take_notices(name, worker_incarnation, notices)
+            case StepsPriced(name, cost):
+                if name in self._replicas:
+                    self._placement.priced(name, cost)
         return []
 
     def _replica(self, name: str) -> _Replica:
         return self._replicas.setdefault(name, _Replica(ReplicaLoad(name, 0, 0.0)))
 
-    def _bring_up(self, name: str, ready: WorkerReady) -> list[GlobalInstruction]:
+    def _bring_up(self, name: str, ready: WorkerReady, cache_seq: int) -> list[GlobalInstruction]:
         replica = self._replica(name)
         self._gone.discard(name)
         before, replica.ready, replica.up = replica.ready, ready, True
@@ -191,7 +258,10 @@ class GlobalScheduler:
                 self._remove(request_id)  # it went down with the worker; its ingress resumes it
         if before is None or before.worker_incarnation != ready.worker_incarnation:
             self._placement.replica_up(name, ready.num_blocks * ready.block_size)
-        return self._serve_queued()
+            replica.cache_seq, replica.asked_at = None, -math.inf
+        if replica.cache_seq is not None and replica.cache_seq < cache_seq:
+            replica.cache_seq = None  # the last one was lost
+        return [*self._ask_cache(replica), *self._serve_queued()]
 
     def _serve_queued(self) -> list[GlobalInstruction]:
         """A replica takes requests: those that wait for one may go."""
@@ -232,11 +302,12 @@ class GlobalScheduler:
             fitting = self._fitting(request, loads)
             if fitting:
                 choice = self._place(request, fitting)
-                if choice.hit_len:
-                    request = replace(request, expected_cached_len=choice.hit_len)
+                cached_len = choice.hit_len - choice.pending_len
+                if cached_len:
+                    request = replace(request, expected_cached_len=cached_len)
                 placed.setdefault(choice.replica, []).append(request)
             elif self._never_fits(request):
-                refused.append(self._too_long(request))
+                refused.append(self._refusal(request))
                 self._queued_since.pop(request.request_id, None)
             else:
                 self._queued[request.request_id] = request
@@ -248,24 +319,44 @@ class GlobalScheduler:
 
     def _fitting(self, request: Request, loads: tuple[ReplicaLoad, ...]) -> tuple[ReplicaLoad, ...]:
         """Those that hold the request when it is as long as it may get; usually all, and then ``loads`` itself."""
-        if request.max_total_len <= self._open_max_len:
+        if request.max_total_len <= self._open_max_len and not request.sampling.own_engine_field:
             return loads
         return tuple(load for load in loads if self._replicas[load.name].fits(request))
 
     def _place(self, request: Request, loads: tuple[ReplicaLoad, ...]) -> Choice:
-        choice = self._placement.choose(request, self._prefix(request), loads, self._now)
+        choice = self._placement.choose(request, request.prefix_hashes, loads, self._now)
         ready = self._replicas[choice.replica].ready
         assert ready is not None
         waited_s = self._now - self._queued_since.pop(request.request_id, self._now)
-        entry = Entry(request.attempt, request.ingress_id, choice.replica, ready.worker_incarnation, choice, waited_s)
-        self._enter(request.request_id, entry, self._work(request))
+        self._enter(request.request_id, self._entry(request, ready, choice, waited_s), self._work(request))
         return choice
 
-    def _prefix(self, request: Request) -> Sequence[int]:
-        block_size = self._placement.block_size
-        if not block_size:
-            return ()
-        return request.prefix_hashes or hash_blocks(request.prompt_ids + request.output_ids, block_size)
+    def _entry(self, request: Request, ready: WorkerReady, choice: Choice, waited_s: float) -> Entry:
+        return Entry(
+            attempt=request.attempt,
+            ingress_id=request.ingress_id,
+            replica=choice.replica,
+            worker_incarnation=ready.worker_incarnation,
+            choice=choice,
+            waited_s=waited_s,
+            known_len=request.known_len,
+            expected_len=self._expected_len(request),
+            most_len=request.max_total_len - request.known_len,
+        )
+
+    def _foresee(self, made: Iterable[ForecastMade]) -> None:
+        """Forecasts that were made after their requests had arrived; of what is gone meanwhile they say nothing."""
+        for each in made:
+            if self._attempt_of(each.request_id) != each.attempt:
+                continue
+            request = self._queued.get(each.request_id)
+            if request is not None:
+                self._queued[each.request_id] = replace(request, forecast=each.forecast)
+                continue
+            self._placement.foreseen(each.request_id, each.forecast, self._now)
+            entry = self._placed[each.request_id]
+            if entry.attempt == 0:  # later ones bring theirs with them
+                self._placed[each.request_id] = replace(entry, expected_len=min(entry.most_len, each.forecast.mean))
 
     def _start(self, started: Iterable[StartedRequest]) -> None:
         for start in started:
@@ -273,15 +364,48 @@ class GlobalScheduler:
             if entry is not None and entry.attempt == start.attempt:
                 self._placement.started(start.request_id, start.cached_len, start.queue_s, self._now)
 
-    def _evict(self, name: str, worker_incarnation: str, prefixes: Iterable[tuple[int, ...]]) -> None:
+    def _take_notices(
+        self, name: str, worker_incarnation: str, notices: Iterable[CacheNotice]
+    ) -> list[GlobalInstruction]:
+        """Each once and in order; if one is missing, all that is cached is asked for."""
         replica = self._replicas.get(name)
-        if replica is None or replica.ready is None or replica.ready.worker_incarnation != worker_incarnation:
-            return  # of a life that is over, with all that it cached
-        for prefix in prefixes:
-            self._placement.evicted(name, prefix)
+        if replica is None or not self._hears_of_cache(replica, worker_incarnation):
+            return []
+        for notice in notices:
+            last = replica.cache_seq
+            if last is not None and notice.seq <= last:
+                continue  # a duplicate, or an answer that news have overtaken
+            if not notice.whole and (last is None or notice.seq > last + 1):
+                replica.cache_seq = None
+                continue
+            replica.cache_seq = notice.seq
+            self._placement.noticed(name, notice)
+        return self._ask_cache(replica)
 
-    def _too_long(self, request: Request) -> RefuseRequest:
-        limit = max(replica.ready.max_model_len for replica in self._replicas.values() if replica.ready is not None)
+    def _hears_of_cache(self, replica: _Replica, worker_incarnation: str) -> bool:
+        """Whether placement has a use for notices of this worker life: its blocks must be those of the placement."""
+        ready = replica.ready
+        if ready is None or ready.worker_incarnation != worker_incarnation:
+            return False  # of a life that is over, with all that it cached
+        return not ready.external and ready.block_size == self._placement.block_size
+
+    def _ask_cache(self, replica: _Replica) -> list[GlobalInstruction]:
+        ready = replica.ready
+        if ready is None or replica.cache_seq is not None or self._now < replica.asked_at + ASK_AGAIN_S:
+            return []
+        if not self._hears_of_cache(replica, ready.worker_incarnation):
+            return []
+        replica.asked_at = self._now
+        return [AskCache(replica.name)]
+
+    def _refusal(self, request: Request) -> RefuseRequest:
+        """Why it never fits."""
+        known = [replica.ready for replica in self._replicas.values() if replica.ready is not None]
+        field = request.sampling.own_engine_field
+        if field and all(ready.external for ready in known):
+            message = "none (nor best_of or echo with it): other servers answer here, which are not asked for it"
+            return RefuseRequest(request.request_id, request.attempt, field, message)
+        limit = max(ready.max_model_len for ready in known)
         message = f"prompt and max_tokens make {request.max_total_len} tokens, a worker holds at most {limit}"
         return RefuseRequest(request.request_id, request.attempt, "max_tokens", message)
 
@@ -290,6 +414,12 @@ class GlobalScheduler:
         most = float(request.max_total_len - request.known_len)
         expected = most if self._mean_output_len is None else min(most, self._mean_output_len)
         return request.known_len + expected
+
+    def _expected_len(self, request: Request) -> float:
+        """Output tokens still to come: by its own forecast, else by the mean, else as many as were asked for."""
+        most = float(request.max_total_len - request.known_len)
+        foreseen = self._mean_output_len if request.forecast is None else request.forecast.mean
+        return most if foreseen is None else min(most, max(1.0, foreseen - len(request.output_ids)))
 
     def _abort(self, keys: Iterable[Key]) -> list[GlobalInstruction]:
         by_replica: dict[str, list[Key]] = {}
@@ -341,8 +471,18 @@ class GlobalScheduler:
         ready = self._replica(stream.replica).ready
         if ready is not None and ready.worker_incarnation != stream.worker_incarnation:
             return False
-        entry = Entry(stream.attempt, ingress_id, stream.replica, stream.worker_incarnation)
-        self._enter(stream.request_id, entry, float(stream.work_tokens))
+        work_tokens = float(stream.work_tokens)
+        expected_len = work_tokens if self._mean_output_len is None else min(work_tokens, self._mean_output_len)
+        entry = Entry(
+            attempt=stream.attempt,
+            ingress_id=ingress_id,
+            replica=stream.replica,
+            worker_incarnation=stream.worker_incarnation,
+            known_len=work_tokens - expected_len,
+            expected_len=expected_len,
+            most_len=work_tokens,
+        )
+        self._enter(stream.request_id, entry, work_tokens)
         return True
 
     def _drop_unknown(self, replica: str, keys: Iterable[Key]) -> list[GlobalInstruction]:

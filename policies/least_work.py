@@ -14,7 +14,13 @@ class LeastWork(Placement):
     def choose(self, request: Request, prefix: Sequence[int], loads: tuple[ReplicaLoad, ...], now: float) -> Choice:
         """The replica for this request, of those given (never empty)."""
         least, most = min(loads, key=_work), max(loads, key=_work)
-        return LoadChoice(least.name, "least work", 0, least.work_tokens, most.work_tokens, len(loads))
+        return LoadChoice(
+            least.name,
+            "least work",
+            work_tokens=least.work_tokens,
+            most_work_tokens=most.work_tokens,
+            num_replicas=len(loads),
+        )
 
 
 def _work(load: ReplicaLoad) -> float:

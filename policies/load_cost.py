@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from policies.e2_profiles import Regressions
 from policies.load_window import LoadWindow
 from policies.radix_tree import Node, RadixTree
 from policies.replica_slots import Floats, ReplicaSlots, bits, is_single
@@ -71,13 +72,17 @@ class LoadCost:
         self._block_size = block_size
         self._ties = ties
 
+    def price(self, regressions: Regressions) -> None:
+        """Steps cost something else from now on."""
+        self._prefill_s = regressions.prefill_s
+
     def cheapest(self, query: Query, among: int) -> int:
         """The slot of this mask (never empty) where the request costs least.
 
         M is priced only where L + P alone could still win, which changes nothing: M is never negative. O(nodes matched
         + those evicted) and some numpy operations over all replicas.
         """
-        costs = self._prefill_by_slot(query)
+        costs = self.prefill_by_slot(query)
         costs += self._load.prefill_s
         costs += self._load.decode_s
         if among == self._slots.open_mask:
@@ -100,10 +105,11 @@ class LoadCost:
             costs[slot] = np.inf
         return min(tied) if self._ties is None else int(self._ties.choice(sorted(tied)))
 
-    def _prefill_by_slot(self, query: Query) -> Floats:
+    def prefill_by_slot(self, query: Query) -> Floats:
         """P by slot. Who caches a node caches those before it, so deeper nodes overwrite what these have set."""
         prompt_len, matched = query.prompt_len, query.matched
-        costs = np.full(len(self._slots.names), self._prefill_s(prompt_len, prompt_len))
+        costs = np.empty(len(self._slots.names))
+        costs.fill(self._prefill_s(prompt_len, prompt_len))
         for i, node in enumerate(matched):
             if i + 1 < len(matched) and matched[i + 1].replicas == node.replicas:
                 continue
@@ -111,7 +117,7 @@ class LoadCost:
             if is_single(node.replicas):
                 costs[node.replicas.bit_length() - 1] = prefill_s
             else:
-                costs[bits(node.replicas, len(costs))] = prefill_s
+                np.putmask(costs, bits(node.replicas, len(costs)), prefill_s)
         return costs
 
     def evict_s(self, slot: int, query: Query) -> float:

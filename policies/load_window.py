@@ -35,6 +35,12 @@ class LoadWindow:
         self._num_outputs: list[int] = []
         self._output_lens: list[int] = []
 
+    def price(self, regressions: Regressions) -> None:
+        """Decoding costs something else from now on; what prefills cost is corrected by whoever entered them."""
+        self._regressions = regressions
+        for replica in range(len(self.num_requests)):
+            self._price_decode(replica)
+
     def add_replica(self) -> None:
         self.num_requests.append(0)
         self._context_lens.append(0)
@@ -90,6 +96,11 @@ class LoadWindow:
         """Of the requests that ended there within the window."""
         num = self._num_outputs[replica]
         return self._output_lens[replica] / num if num else self._initial_output_len
+
+    @property
+    def overall_output_len(self) -> float:
+        """Of the requests that ended within the window, wherever; O(replicas)."""
+        return sum(self._output_lens) / len(self._outputs) if self._outputs else self._initial_output_len
 
     def _price_decode(self, replica: int) -> None:
         num = self.num_requests[replica]

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from core.cache_messages import CacheNotice
+from core.costs import StepCost
 from core.decisions import Facts
+from core.forecast import Forecast
+from core.placement_messages import PrefixView, ReplicaView
 from core.request import Request
 
 
@@ -27,12 +31,14 @@ class Choice:
     """A replica and, in a few words, why.
 
     Attributes:
-        hit_len: Prompt tokens believed to be cached there.
+        hit_len: Prompt tokens believed to be cached there when the request starts.
+        pending_len: Of those, tokens that requests placed before it are still to compute.
     """
 
     replica: str
     reason: str
     hit_len: int = 0
+    pending_len: int = 0
 
     def facts(self) -> Facts:
         """Everything that is in it, by name."""
@@ -83,8 +89,22 @@ class Placement:
     def started(self, request_id: str, cached_len: int, queue_s: float, now: float) -> None:
         """A request has first run, ``queue_s`` after it was placed, and found ``cached_len`` tokens cached."""
 
+    def foreseen(self, request_id: str, forecast: Forecast, now: float) -> None:
+        """What is foreseen of a request in flight: it was placed without, or by another one."""
+
     def ended(self, request_id: str, output_len: int | None, now: float) -> None:
         """A request is not in flight any more; None where its output did not come to its end."""
 
-    def evicted(self, replica: str, prefix: Sequence[int]) -> None:
-        """The replica no longer caches the last block of ``prefix``, nor what comes after it."""
+    def noticed(self, replica: str, notice: CacheNotice) -> None:
+        """News of what the replica caches, in blocks of ``block_size``; the first one of a worker life is whole."""
+
+    def priced(self, replica: str, cost: StepCost) -> None:
+        """What steps cost there, as measured by now."""
+
+    def show(self, view: ReplicaView) -> ReplicaView:
+        """A replica with what this policy knows of it beside."""
+        return view
+
+    def busiest_prefixes(self, limit: int) -> tuple[PrefixView, ...]:
+        """The nodes of the prefix tree that most requests went through lately, each after the one above it."""
+        return ()

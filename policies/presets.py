@@ -17,6 +17,7 @@ class Preset:
         mode: ``continuous``: each replica has a scheduler, requests join and leave at every step. ``batch``: idle
             workers pull formed batches from one central queue; ``order`` then says how those are formed and chosen.
         max_num_seqs: Requests that run at once at most; 0 where the engine's own limit decides.
+        weights: As ``EngineConfig.weights``.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Preset:
     admission: str
     kv: str
     max_num_seqs: int = 0
+    weights: Literal["full", "int4"] = "full"
 
 
 _PULL = "idle-worker"
@@ -36,7 +38,7 @@ PRESETS: dict[str, Preset] = {
         Preset("fcfs", "continuous", "round-robin", "fcfs", "watermark", "recompute-newest"),
         Preset("magnus", "batch", _PULL, "wma-hrrn", "batch-memory", "split"),
         Preset("magnus-vs", "batch", _PULL, "fcfs-batches", "fixed-size", "split", max_num_seqs=7),
-        Preset("magnus-vsq", "batch", _PULL, "fcfs-batches", "fixed-size", "split", max_num_seqs=10),
+        Preset("magnus-vsq", "batch", _PULL, "fcfs-batches", "fixed-size", "split", max_num_seqs=10, weights="int4"),
         Preset("magnus-ccb", "continuous", "least-work", "fcfs", "watermark", "recompute-newest", max_num_seqs=7),
         Preset("magnus-glp", "batch", _PULL, "wma-fcfs", "batch-memory", "split", max_num_seqs=7),
         Preset("magnus-abp", "batch", _PULL, "wma-fcfs", "batch-memory", "split"),
@@ -49,9 +51,24 @@ PRESETS: dict[str, Preset] = {
         Preset("conservative", "continuous", "least-work", "fcfs", "conservative", "recompute-newest"),
         Preset("aggressive", "continuous", "least-work", "fcfs", "watermark", "recompute-newest"),
         Preset("preble", "continuous", "e2", "hit-groups", "watermark", "recompute-newest"),
-        Preset("farsight", "continuous", "e2", "gittins", "watermark", "cheapest-victim"),
+        Preset("farsight", "continuous", "e2-forecast", "gittins", "watermark", "cheapest-victim"),
     )
 }
+
+
+def max_running(preset: str, max_num_seqs: int, batch_size: int = 0) -> int:
+    """Requests that one replica runs at once at most.
+
+    Args:
+        max_num_seqs: Of the engine.
+        batch_size: As configured for batch mode; 0 is the preset's own.
+
+    Raises:
+        ConfigError: there is no such preset.
+    """
+    row = find_preset(preset)
+    own = (batch_size if row.mode == "batch" else 0) or row.max_num_seqs
+    return min(own or max_num_seqs, max_num_seqs)
 
 
 def find_preset(name: str) -> Preset:

@@ -191,3 +191,12 @@ class KvPolicy(Protocol):
     def may_start(self, view: KvView) -> bool:
         """Whether jobs without any KV may start; no where their KV could not be put anywhere later."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaPolicies:
+    """What decides on one replica."""
+
+    order: Order
+    admission: Admission
+    kv: KvPolicy

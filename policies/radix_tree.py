@@ -1,11 +1,13 @@
 """The global prefix tree of Preble (section 4.2): which replica caches which prefix, and who has used it lately.
 
-A radix tree over paths of ints, here chained hashes of token blocks; lengths are counted in path elements. It is a
-hint: replicas know the truth, and what they report corrects it.
+A radix tree over paths of ints, here chained hashes of token blocks; lengths are counted in path elements. A chained
+hash stands for one place in the tree, by which notices find it. The tree is a hint: replicas know the truth, and what
+they report corrects it.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -21,12 +23,14 @@ class Node:
     Attributes:
         span: Its elements; empty at the root alone.
         end: Elements from the root to the end of the span.
-        replicas: Those that cache the whole span, and so all before it: bit i stands for replica i.
+        replicas: Those that cache the whole span, and so all before it, or will when those in flight have run: bit i
+            stands for replica i.
+        pending: Of those, where it is only going to be cached.
         assigned: Those that may serve it as well, though they need not cache it yet (prefix autoscaling).
         copies: By replica, what is known of the node there.
     """
 
-    __slots__ = ("assigned", "children", "copies", "end", "parent", "replicas", "span")
+    __slots__ = ("assigned", "children", "copies", "end", "parent", "pending", "replicas", "span")
 
     def __init__(self, span: Path, parent: Node | None) -> None:
         self.span = span
@@ -34,6 +38,7 @@ class Node:
         self.end: int = len(span) + (parent.end if parent else 0)
         self.children: dict[int, Node] = {}
         self.replicas = 0
+        self.pending = 0
         self.assigned = 0
         self.copies: dict[int, Copy] = {}
 
@@ -46,14 +51,16 @@ class Copy:
     Attributes:
         ref_count: Requests in flight there that go through the node.
         num_recent: Requests placed there within the window that go through the node.
+        stored: Of a node that is pending, how many elements from its start the replica has said that it caches.
     """
 
-    __slots__ = ("newer", "node", "num_recent", "older", "ref_count")
+    __slots__ = ("newer", "node", "num_recent", "older", "ref_count", "stored")
 
     def __init__(self, node: Node, ref_count: int = 0, num_recent: int = 0) -> None:
         self.node = node
         self.ref_count = ref_count
         self.num_recent = num_recent
+        self.stored = 0
         self.older: Copy | None = None
         self.newer: Copy | None = None
 
@@ -75,6 +82,7 @@ class RadixTree:
 
     def __init__(self) -> None:
         self.root = Node((), None)
+        self._places: dict[int, Node] = {}  # by element
         self._oldest: list[Copy] = []  # by replica: the ring's fixed point, ``newer`` of it is the oldest
         self.num_cached: list[int] = []  # by replica: elements
 
@@ -112,11 +120,32 @@ class RadixTree:
             nodes.append(node)
         if node.end < len(path):
             leaf = node.children[path[node.end]] = Node(path[node.end :], node)
+            self._places.update(dict.fromkeys(leaf.span, leaf))
             nodes.append(leaf)
         return nodes
 
-    def hold(self, nodes: Sequence[Node], replica: int) -> None:
-        """A request with this path is placed on the replica, which caches all of it from now on. O(nodes)."""
+    def path_to(self, element: int) -> Path | None:
+        """The path that ends with this element; None if it is not in the tree. O(length)."""
+        node: Node | None = self._places.get(element)
+        if node is None:
+            return None
+        parts = [node.span[: node.span.index(element) + 1]]
+        while (node := node.parent) is not None:
+            parts.append(node.span)
+        return tuple(itertools.chain.from_iterable(reversed(parts)))
+
+    def caches(self, element: int, replica: int) -> bool:
+        """Whether the replica is believed to cache the element, or to be about to. O(1)."""
+        node = self._places.get(element)
+        return node is not None and bool(node.replicas >> replica & 1)
+
+    def hold(self, nodes: Sequence[Node], replica: int, *, pending: bool = False) -> None:
+        """A request with this path is placed on the replica, which caches all of it from now on. O(nodes).
+
+        Args:
+            pending: What is not cached yet counts as such only from ``store`` on; it is forgotten if nobody who holds
+                it is left before that.
+        """
         bit = 1 << replica
         for node in nodes:
             copy = node.copies.get(replica)
@@ -124,8 +153,10 @@ class RadixTree:
                 copy = node.copies[replica] = Copy(node)
             elif copy.newer is not None:
                 _unlink(copy)
+            pending = pending or bool(node.pending & bit)  # what follows it cannot be cached before it is
             if not node.replicas & bit:
                 node.replicas |= bit
+                node.pending |= bit if pending else 0
                 self.num_cached[replica] += len(node.span)
             copy.ref_count += 1
             copy.num_recent += 1
@@ -137,7 +168,9 @@ class RadixTree:
             parent, copy = node.parent, node.copies[replica]
             copy.ref_count -= 1
             if copy.ref_count == 0:
-                if node.replicas >> replica & 1:
+                if node.pending >> replica & 1:
+                    self._give_up(copy, replica)
+                elif node.replicas >> replica & 1:
                     _link_after(copy, _older(self._oldest[replica]))
                 else:
                     self._drop_if_unused(copy, replica)
@@ -176,10 +209,61 @@ class RadixTree:
                 self._split(node, len(node.span) - taken)
             self._uncache(node, replica)
 
+    def store(self, path: Path, replica: int) -> None:
+        """The replica says that it caches all of this path: it has just been used there. O(length).
+
+        A node that it is about to cache stays whole as long as somebody computes it, whatever part is there already.
+        """
+        bit = 1 << replica
+        nodes, partial = self.match_prefix(path)
+        parent = nodes[-1] if nodes else self.root
+        child = parent.children[path[parent.end]] if partial else parent
+        if partial and child.replicas & bit and parent.end + partial == len(path):
+            if child.pending & bit:
+                child.copies[replica].stored = max(child.copies[replica].stored, partial)
+        else:
+            nodes = self._extend(nodes, path, replica) or self.insert(path)
+        for node in reversed(nodes):
+            copy = node.copies.get(replica)
+            if copy is None:
+                copy = node.copies[replica] = Copy(node)
+            elif copy.newer is not None:
+                _unlink(copy)
+            if not node.replicas & bit:
+                node.replicas |= bit
+                self.num_cached[replica] += len(node.span)
+            node.pending &= ~bit
+            copy.stored = 0
+            if not copy.ref_count:
+                _link_after(copy, _older(self._oldest[replica]))
+
+    def _extend(self, nodes: list[Node], path: Path, replica: int) -> list[Node] | None:
+        """The nodes of this path, where it goes on behind one that only this replica caches and nobody has used: as
+        outputs grow, no node follows another. None if it does not.
+        """
+        last = nodes[-1] if nodes else self.root
+        copy = last.copies.get(replica)
+        if copy is None or last.end == len(path) or last.children or len(last.copies) > 1:
+            return None
+        if copy.ref_count or copy.num_recent or not last.replicas >> replica & 1:
+            return None
+        new = path[last.end :]
+        last.span, last.end = last.span + new, len(path)
+        self.num_cached[replica] += len(new)
+        self._places.update(dict.fromkeys(new, last))
+        return nodes
+
+    def forget_cached(self, replica: int) -> None:
+        """Nothing is known any more of what the replica caches but what those in flight compute there. O(nodes)."""
+        for node in reversed(list(_subtree(self.root, replica))):
+            if node.replicas >> replica & 1:
+                self._lose(node.copies[replica], replica)
+
     def evict(self, path: Path, replica: int) -> None:
         """The replica does not cache the last element of ``path`` any more, nor anything after it.
 
-        O(length and nodes below); nothing happens where the path is unknown.
+        What requests in flight go through is pending again: they compute it. O(length and nodes below); nothing
+        happens where the path is unknown.
         """
         if not path:
             return
@@ -228,21 +312,42 @@ class RadixTree:
         parent.children[upper.span[0]] = upper
         node.span, node.parent = node.span[num:], upper
         upper.children[node.span[0]] = node
-        upper.replicas, upper.assigned = node.replicas, node.assigned
+        upper.replicas, upper.pending, upper.assigned = node.replicas, node.pending, node.assigned
+        self._places.update(dict.fromkeys(upper.span, upper))
         for replica, copy in node.copies.items():
             twin = upper.copies[replica] = Copy(upper, copy.ref_count, copy.num_recent)
             if copy.newer is not None:
                 _link_after(twin, copy)
+            twin.stored, copy.stored = min(copy.stored, num), max(copy.stored - num, 0)
+            if twin.stored == num:
+                upper.pending &= ~(1 << replica)
+                twin.stored = 0
         return upper
+
+    def _give_up(self, copy: Copy, replica: int) -> None:
+        """Nobody computes what the node is short of any more: what the replica has of it stays."""
+        if copy.stored:
+            upper = self._split(copy.node, copy.stored)
+            _link_after(upper.copies[replica], _older(self._oldest[replica]))
+        self._uncache_one(copy, replica)
 
     def _uncache(self, node: Node, replica: int) -> None:
         """The replica caches neither the node nor what is below it."""
         cached = [each for each in _subtree(node, replica) if each.replicas >> replica & 1]
         for each in reversed(cached):
-            self._uncache_one(each.copies[replica], replica)
+            self._lose(each.copies[replica], replica)
+
+    def _lose(self, copy: Copy, replica: int) -> None:
+        if copy.ref_count:
+            copy.node.pending |= 1 << replica
+            copy.stored = 0
+        else:
+            self._uncache_one(copy, replica)
 
     def _uncache_one(self, copy: Copy, replica: int) -> None:
         copy.node.replicas &= ~(1 << replica)
+        copy.node.pending &= ~(1 << replica)
+        copy.stored = 0
         self.num_cached[replica] -= len(copy.node.span)
         if copy.newer is not None:
             _unlink(copy)
@@ -256,11 +361,16 @@ class RadixTree:
         del node.copies[replica]
         if not node.copies and node.parent is not None:
             del node.parent.children[node.span[0]]
+            for element in node.span:
+                self._places.pop(element, None)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless spans, counts, bits, sizes and rings agree."""
         num_cached = [0] * len(self.num_cached)
         idle = [0] * len(self.num_cached)
+        for element, node in self._places.items():
+            if element not in node.span:
+                raise IntegrityError(f"{element:x} is not where it is looked for")
         for node in _subtree(self.root):
             for first, child in node.children.items():
                 _check_child(node, first, child)
@@ -270,6 +380,10 @@ class RadixTree:
                 idle[replica] += copy.newer is not None
                 if (copy.newer is not None) != (cached and not copy.ref_count):
                     raise IntegrityError(f"replica {replica}: a copy is wrongly in or out of the last-access order")
+                if node.pending >> replica & 1 and not (cached and copy.ref_count):
+                    raise IntegrityError(f"replica {replica}: a node is pending that nobody in flight computes")
+                if copy.stored and not (node.pending >> replica & 1 and copy.stored < len(node.span)):
+                    raise IntegrityError(f"replica {replica}: a node that is not pending is stored in part")
         if num_cached != self.num_cached:
             raise IntegrityError(f"{self.num_cached} elements are cached by the counters, {num_cached} by the nodes")
         for replica, size in enumerate(idle):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from core.cache_messages import CacheNotice, StartedRequest
 from core.costs import StepCost
 from core.messages import FinishedSequence, ForecastMade, Key, Plan, StepReport, WorkerState
 from core.request import Origin, Request
@@ -100,6 +101,20 @@ class RefuseRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestStarted:
+    """A request has run for the first time; said once, before its end."""
+
+    started: StartedRequest
+
+
+@dataclass(frozen=True, slots=True)
+class CacheTold:
+    """News of the worker's prefix cache; said once, in order, and before the ends of those who filled it."""
+
+    notice: CacheNotice
+
+
+@dataclass(frozen=True, slots=True)
 class RequestEnded:
     """A request reached its end in the worker; said once."""
 
@@ -127,4 +142,4 @@ class AccountClosed:
     num_left_out: int
 
 
-Instruction = SendPlan | RefuseRequest | RequestEnded | BatchBroken | AccountClosed
+Instruction = SendPlan | RefuseRequest | RequestStarted | CacheTold | RequestEnded | BatchBroken | AccountClosed

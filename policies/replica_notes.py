@@ -9,7 +9,7 @@ from core.forecast import QUANTILES, Forecast
 from core.request import Request, SequenceStatus
 from policies.job import Job
 from policies.journal import Account, Journal
-from policies.protocols import Admission, Explains, KvPolicy, MovesJobs, Order
+from policies.protocols import Explains, MovesJobs, ReplicaPolicies
 from policies.replica_events import AccountClosed, Instruction
 from policies.tracked import Tracked
 
@@ -28,13 +28,13 @@ class ReplicaNotes:
 
     def __init__(
         self,
-        parts: tuple[Order, Admission, KvPolicy],
+        policies: ReplicaPolicies,
         max_num_seqs: int,
         tracked: Mapping[str, Tracked],
         admitted: Mapping[str, Tracked],
     ) -> None:
         self.journal = Journal()
-        order, admission, kv = parts
+        order, admission, kv = policies.order, policies.admission, policies.kv
         self._order = order if isinstance(order, Explains) else None
         self._admission = admission if isinstance(admission, Explains) else None
         self._kv = kv if isinstance(kv, Explains) else None

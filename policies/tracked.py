@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from core.cache_messages import StartedRequest
 from core.messages import SlotProgress
 from core.request import Request, Residency
+from kvcache.cache_journal import CacheShadow
 from policies.job import Job
 
 
@@ -19,6 +21,7 @@ class Tracked:
         shipped_in: First plan of this lease that carried the payload.
         delivered: The worker has the payload.
         stalled: Its client does not read.
+        started: It has run, and that has been told.
         granted_len: Total length it may reach by the latest plan.
         ran_s: Seconds of the steps that it took part in, in this life of the worker.
         waits_since: When it came, lost its place, or had to let others go first.
@@ -36,6 +39,7 @@ class Tracked:
     shipped_in: int | None = None
     delivered: bool = False
     stalled: bool = False
+    started: bool = False
     granted_len: int = 0
     ran_s: float = 0.0
     waits_since: float = 0.0
@@ -73,6 +77,18 @@ class Tracked:
         job.computed_len = progress.computed_len if progress.num_blocks else 0
         job.host_len = min(progress.computed_len, progress.num_host_blocks * block_size)
         return ran_s
+
+    def start(self, cached_len: int, ran_s: float, now: float) -> StartedRequest:
+        """It has run for the first time, for ``ran_s`` seconds by now."""
+        self.started = True
+        queue_s = max(0.0, now - self.job.arrived_at - ran_s)
+        return StartedRequest(self.request.request_id, self.request.attempt, cached_len, queue_s)
+
+    def look_up(self, cache: CacheShadow, block_size: int) -> None:
+        """How much of its prompt it would find if it started now. At least one token is always computed."""
+        hashes, prompt_len = self.request.prefix_hashes, self.request.prompt_len
+        if self.num_blocks == 0 and len(hashes) == prompt_len // block_size:
+            self.job.cached_len = min(cache.num_cached(hashes), (prompt_len - 1) // block_size) * block_size
 
     def decode(self, num_steps: int, duration_s: float, block_size: int) -> None:
         """It has decoded so many tokens, as the next report will say too."""

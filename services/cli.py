@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import urllib.error
-import urllib.request
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +12,7 @@ import typer
 
 from core.config import load_config
 from core.errors import FarsightError
+from services.ask import ask
 from services.bench.command import bench
 from services.evaluate import evaluate
 from services.explain import explain
@@ -21,6 +20,8 @@ from services.profile import profile
 from services.replay import replay
 from services.simulate import compare, simulate
 from services.train import train
+
+STATUS_TIMEOUT_S = 5.0
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -45,12 +46,12 @@ def serve(
     model: Annotated[str | None, typer.Option(help="Directory or hub id; default: the embedded model.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
     device: Annotated[
-        str | None, typer.Option(help="cpu, or emulated:PROFILE, which only takes a device's time [cpu].")
+        str | None, typer.Option(help="cpu, cuda, or emulated:PROFILE, which only takes a device's time; default: cpu.")
     ] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file; flags override it.")] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on [8000].")] = None,
-    kv_memory: Annotated[str | None, typer.Option(help="KV pool, as 512MiB or 2GiB [auto].")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on; default: 127.0.0.1.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; default: 8000.")] = None,
+    kv_memory: Annotated[str | None, typer.Option(help="KV pool, as 512MiB or 2GiB; default: auto.")] = None,
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest sequence, in tokens; default: the model's context.")
     ] = None,
@@ -58,14 +59,28 @@ def serve(
         bool | None,
         typer.Option("--prefix-cache/--no-prefix-cache", help="Share the KV of equal beginnings."),
     ] = None,
-    preset: Annotated[str | None, typer.Option(help="Composition of policies [fcfs].")] = None,
+    preset: Annotated[str | None, typer.Option(help="Composition of policies; default: fcfs.")] = None,
     execution: Annotated[
-        str | None, typer.Option(help="How formed batches run: ragged, or static (padded, returned together) [ragged].")
+        str | None,
+        typer.Option(help="How formed batches run: ragged (the default), or static (padded, returned together)."),
     ] = None,
-    replicas: Annotated[int | None, typer.Option(help="Copies of the model [1].")] = None,
-    placement: Annotated[str | None, typer.Option(help="Which pieces share a process: auto, fused, split.")] = None,
+    replicas: Annotated[int | None, typer.Option(help="Copies of the model; default: 1.")] = None,
+    tensor_parallel: Annotated[
+        int | None, typer.Option(help="Processes that each layer is split over; default: 1.")
+    ] = None,
+    pipeline_parallel: Annotated[
+        int | None, typer.Option(help="Stages that the layers are cut into; default: 1.")
+    ] = None,
+    max_replicas: Annotated[
+        int | None,
+        typer.Option(help="Up to so many copies, as the predicted queue delay asks for; default: --replicas."),
+    ] = None,
+    placement: Annotated[
+        str | None, typer.Option(help="Which pieces share a process: auto, fused, split or packed.")
+    ] = None,
     predictor: Annotated[
-        Path | None, typer.Option(help="Forecasts output lengths: what `farsight train` wrote [the last outputs].")
+        Path | None,
+        typer.Option(help="Forecasts output lengths: what `farsight train` wrote; default: by the last outputs."),
     ] = None,
     proxy: Annotated[str | None, typer.Option(help="HTTP proxy: auto, serve or haproxy.")] = None,
     benchmark_mode: Annotated[
@@ -74,7 +89,14 @@ def serve(
 ) -> None:
     """Serve a model over an OpenAI-compatible HTTP API until Ctrl-C."""
     overrides: dict[str, dict[str, Any]] = {
-        "model": {"path": model, "dtype": dtype, "replicas": replicas},
+        "model": {
+            "path": model,
+            "dtype": dtype,
+            "replicas": replicas,
+            "tensor_parallel": tensor_parallel,
+            "pipeline_parallel": pipeline_parallel,
+            "max_replicas": max_replicas,
+        },
         "engine": {
             "device": device,
             "kv_memory": kv_memory,
@@ -105,18 +127,18 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show every logical piece of a running server."""
-    url = f"http://{host}:{port}/status"
     try:
-        with urllib.request.urlopen(url, timeout=5) as reply:
-            body = json.load(reply)
-    except (urllib.error.URLError, OSError, ValueError) as error:
-        typer.echo(f"farsight: no Farsight server answers at {url}: {error}", err=True)
+        body = ask(f"http://{host}:{port}", "/status", STATUS_TIMEOUT_S)
+    except FarsightError as error:
+        typer.echo(f"farsight: {error}", err=True)
         raise typer.Exit(1) from error
     if as_json:
         typer.echo(json.dumps(body))
     else:
         if body["emulated"]:
             typer.echo(f"Emulated device ({body['emulated']}): answers are made up.")
+        if body["queue_delay_s"] is not None:
+            typer.echo(f"A request that came now would wait {body['queue_delay_s']:.2f} s, as predicted.")
         _print_status(body["actors"], body["learnt"])
 
 
@@ -134,6 +156,12 @@ def _print_status(actors: list[dict[str, Any]], learnt: list[dict[str, Any]]) ->
     if not console.is_terminal:
         console.width = 200  # a pipe has no width: nothing is to be cut
     console.print(table)
+    servers = [row for row in actors if row["url"]]
+    if servers:
+        table = Table("replica", "is the server", "breaker")
+        for row in servers:
+            table.add_row(row["name"], row["url"], row["breaker"])
+        console.print(table)
     if learnt:
         table = Table("learnt while serving", "version", "score", "examples", "at", "in use")
         for row in learnt:
@@ -151,7 +179,9 @@ def scale(
     count: Annotated[int, typer.Argument(help="How many there are to be.")],
     port: Annotated[int, typer.Option(help="Port of the running server.")] = 8000,
     host: Annotated[str, typer.Option(help="Its address.")] = "127.0.0.1",
-    token: Annotated[str | None, typer.Option(help="Admin token [FARSIGHT_ADMIN_TOKEN, or the run file].")] = None,
+    token: Annotated[
+        str | None, typer.Option(help="Admin token; default: FARSIGHT_ADMIN_TOKEN, or the run file's.")
+    ] = None,
 ) -> None:
     """Change how many there are of a kind of piece while the server runs."""
     from services.run_file import find_admin_token

@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from actors.health import HealthServer
 from actors.log_outbox import LogOutbox
 from actors.metrics import RequestMetrics
-from actors.names import LOG_STORE, ROUTER, SUPERVISOR, worker_name
+from actors.names import LOG_STORE, ROUTER, SUPERVISOR, is_backend, worker_name
 from actors.peer import LOOK_AGAIN_S, PeerLost
 from actors.site import Site
 from actors.waiting import again_and_again, wait_for
@@ -45,7 +45,9 @@ from core.messages import (
     TokenDelta,
     TokenPoll,
 )
+from core.placement_messages import PlacementView
 from core.request import Origin, Request, SamplingParams
+from kvcache.prefix import hash_blocks, salted_root
 from services.api.backend import ModelInfo
 from services.api.prompt_text import PromptText
 from services.explanations import Explanations
@@ -70,6 +72,9 @@ SLOW_DELTAS = 256
 READING_DELTAS = 64
 """... until no more than these are left."""
 
+OWN_ENGINE_S = 1.0
+"""How often it is looked whether a request past its deadline is on our own engine still."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -87,6 +92,8 @@ class _Stream:
     attempts: int = 1
     replica: str = ""
     reason: str = "abort"
+    trouble: str = ""  # what the last server that gave it back has said
+    deadline: asyncio.TimerHandle | None = None
     foreseen: asyncio.Event = field(default_factory=asyncio.Event)
     notes: StreamNotes = field(init=False)
 
@@ -115,6 +122,7 @@ class EngineClient:
         site: Where they are.
         model: What clients may know about it.
         keep: Sees to it that there is a Supervisor; runs as long as the client.
+        prefix_block_size: Tokens of the blocks by which prompts are compared; 0 if nobody does.
     """
 
     def __init__(
@@ -122,11 +130,16 @@ class EngineClient:
         site: Site,
         model: ModelInfo,
         keep: Callable[[], Coroutine[Any, Any, None]] | None = None,
+        *,
+        prefix_block_size: int = 0,
     ) -> None:
         self.model = model
+        self._prefix_block_size = prefix_block_size
         self._peers = site.peers()
         self._router = self._peers.peer(ROUTER)
         self._limits = site.config.server
+        self._sends_text = any(each.prompt == "text" for each in site.config.replica)
+        self._deadline_s = site.config.server.first_token_deadline_s if site.config.replica else None
         self._keep = keep
         self._ingress_id = uuid.uuid4().hex[:12]
         self._ledger = RequestLedger(self._ingress_id)
@@ -169,6 +182,7 @@ class EngineClient:
         text: PromptText | None = None,
         origin: Origin | None = None,
         priority: int = 0,
+        cache_salt: str = "",
     ) -> AsyncGenerator[TokenDelta, None]:
         """Deltas of one request, the last with a finish reason; closing early aborts it.
 
@@ -176,7 +190,19 @@ class EngineClient:
             CapacityError: too much is in the house already.
             InvalidValueError: no worker can ever run it.
         """
-        stream = self._open(prompt_ids, sampling, origin, priority)
+        request = Request(
+            f"{self._ingress_id}-{next(self._ids)}",
+            0,
+            self._ingress_id,
+            prompt_ids,
+            sampling,
+            origin=origin,
+            priority=priority,
+            prefix_hashes=self._prefix_hashes(prompt_ids, sampling, cache_salt),
+            cache_salt=cache_salt,
+            source=text.source if self._sends_text and text is not None else None,
+        )
+        stream = self._open(request)
         try:
             if text is not None and self._forecaster is not None:
                 await self._ask(stream, text, self._forecaster)
@@ -191,16 +217,38 @@ class EngineClient:
         finally:
             self._close(stream)
 
-    def _open(
-        self, prompt_ids: tuple[int, ...], sampling: SamplingParams, origin: Origin | None, priority: int
-    ) -> _Stream:
-        self._admit(len(prompt_ids))
-        request_id = f"{self._ingress_id}-{next(self._ids)}"
-        request = Request(request_id, 0, self._ingress_id, prompt_ids, sampling, origin=origin, priority=priority)
+    def _open(self, request: Request) -> _Stream:
+        self._admit(request.prompt_len)
         stream = _Stream(request)
-        self._streams[request_id] = stream
-        self._open_tokens += len(prompt_ids)
+        self._streams[request.request_id] = stream
+        self._open_tokens += request.prompt_len
+        self._watch_deadline(stream)
         return stream
+
+    def _watch_deadline(self, stream: _Stream) -> None:
+        """Where there are other servers, a request has its first token in time, or fails."""
+        if self._deadline_s is not None:
+            loop = asyncio.get_running_loop()
+            stream.deadline = loop.call_later(self._deadline_s, self._miss_deadline, stream)
+
+    def _miss_deadline(self, stream: _Stream) -> None:
+        request_id = stream.request.request_id
+        replica = self._ledger.replica_of(request_id)
+        if replica is None:
+            return  # it has come to its end, without a single token
+        if replica and not is_backend(replica):  # our own engine comes to everything in the end
+            stream.deadline = asyncio.get_running_loop().call_later(OWN_ENGINE_S, self._miss_deadline, stream)
+            return
+        self._ledger.close(request_id, time.monotonic())
+        where = f"it was on {replica}" if replica else "no replica takes requests"
+        self._fail(stream, stream.attempts, f"no token within {self._deadline_s:g} s; {where}")
+        self._outgoing_due.set()
+
+    def _prefix_hashes(self, prompt_ids: tuple[int, ...], sampling: SamplingParams, cache_salt: str) -> tuple[int, ...]:
+        """Made here, once: there are several ingress replicas, and one Router."""
+        if not self._prefix_block_size or sampling.prompt_logprobs:
+            return ()
+        return tuple(hash_blocks(prompt_ids, self._prefix_block_size, salted_root(cache_salt)))
 
     async def _ask(self, stream: _Stream, text: PromptText, forecaster: Forecaster) -> None:
         """Asks how long it will be, and waits for the answer as long as the settings allow."""
@@ -244,6 +292,8 @@ class EngineClient:
 
     def _close(self, stream: _Stream) -> None:
         """The client has all it will get."""
+        if stream.deadline is not None:
+            stream.deadline.cancel()
         request, now = stream.request, time.monotonic()
         del self._streams[request.request_id]
         self._slow.discard(request.request_id)
@@ -313,8 +363,8 @@ class EngineClient:
             if stream is not None:
                 stream.reason = "error"
                 stream.notes.note("refused", {"reason": refusal.message})
-                total = stream.request.max_total_len
-                stream.deltas.fail(InvalidValueError(refusal.field, total, refusal.message))
+                value = getattr(stream.request.sampling, refusal.field, stream.request.max_total_len)
+                stream.deltas.fail(InvalidValueError(refusal.field, value, refusal.message))
 
     def _follow(self, replicas: Iterable[str]) -> None:
         for replica in replicas:
@@ -347,6 +397,8 @@ class EngineClient:
     def _deliver(self, replica: str, inbox: TokenInbox, reply: TokenBatches) -> None:
         now = time.monotonic()
         deltas = inbox.receive(reply)
+        if is_backend(replica):
+            self._note_returned(replica, deltas)
         for delta in self._ledger.receive(replica, inbox.incarnation, deltas, now):
             stream = self._streams[delta.request_id]
             self._measure(stream, delta, now)
@@ -358,23 +410,37 @@ class EngineClient:
                 stream.notes.note("client_slow", {"unread_deltas": len(stream.deltas)})
         self._after_faults()
 
+    def _note_returned(self, replica: str, deltas: Iterable[TokenDelta]) -> None:
+        """Why another server did not answer: if none does in the end, the client hears of it."""
+        for delta in deltas:
+            stream = self._streams.get(delta.request_id)
+            if stream is not None and delta.error is not None:
+                stream.trouble = f"{replica}: {delta.error}" if delta.finish_reason == "abort" else ""
+
     def _after_faults(self) -> None:
         """What the ledger has found lost goes out again, or is given up."""
-        for request_id in self._ledger.take_given_up():
-            stream = self._streams.get(request_id)
-            if stream is None:
-                continue  # its client has left
-            stream.reason = "error"
-            message = f"{stream.attempts} workers died with it or lost it"
-            stream.deltas.put(TokenDelta(request_id, stream.attempts, 0, (), "", "error", message))
+        for given_up in self._ledger.take_given_up():
+            stream = self._streams.get(given_up.request_id)
+            if stream is not None:  # else its client has left
+                self._fail(stream, given_up.attempts, given_up.reason)
         if self._ledger.has_outgoing:
             self._outgoing_due.set()
 
+    @staticmethod
+    def _fail(stream: _Stream, attempts: int, reason: str) -> None:
+        """Ends it, behind what has come."""
+        if stream.trouble:
+            reason = f"{reason}; {stream.trouble}"
+        stream.reason = "error"
+        stream.deltas.put(TokenDelta(stream.request.request_id, attempts, 0, (), "", "error", reason))
+
     def _measure(self, stream: _Stream, delta: TokenDelta, now: float) -> None:
-        count = len(delta.token_ids)
+        count = delta.num_tokens
         if not count:
             return
         if stream.token_at is None:
+            if stream.deadline is not None:
+                stream.deadline.cancel()
             stream.ttft_s = now - stream.began
             self._metrics.first_token(stream.ttft_s, count)
             stream.notes.note("first_token", {"ttft_s": stream.ttft_s})
@@ -413,6 +479,14 @@ class EngineClient:
         """Of every process."""
         own = generate_latest(self._registry).decode()
         return await self._overview.metrics(f"ingress-{self._ingress_id}", own)
+
+    async def placement(self) -> PlacementView:
+        """What the Router says of its placements.
+
+        Raises:
+            FarsightError: it does not answer.
+        """
+        return await self._overview.placement()
 
     async def explain(self, response_id: str) -> tuple[RequestTrace, ...]:
         """What is known of the decisions behind an answer, whoever took them.

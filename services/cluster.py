@@ -8,7 +8,6 @@ import logging
 import os
 import secrets
 import shutil
-import socket
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any
 from actors.names import NAMESPACE
 from core.errors import FarsightError
 from services.haproxy import haproxy_environment
+from services.ports import free_ports, reserved_ports
 from services.run_file import ADMIN_TOKEN_VARIABLE
 from services.signals import StopSignal
 
@@ -36,32 +36,46 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def private_cluster(stop: StopSignal, *, proxy: str = "serve", dashboard: bool = False) -> Iterator[Cluster]:
-    """A Ray cluster of our own with token auth, in a temporary directory that goes with it."""
-    directory = Path(tempfile.mkdtemp(prefix="farsight-"))
-    stop.starting(lambda: shutil.rmtree(directory, ignore_errors=True))
-    _set_environment(directory, proxy)
+def private_cluster(
+    stop: StopSignal, *, proxy: str = "serve", port: int = 0, dashboard: bool = False
+) -> Iterator[Cluster]:
+    """A Ray cluster of our own with token auth, in a temporary directory and on ports that go with it.
+
+    Args:
+        stop: Its signals abandon the start.
+        proxy: Of Ray Serve: ``serve`` or ``haproxy``.
+        port: Where that is to listen; 0 if there is none.
+        dashboard: Whether to start Ray's dashboard, with the Jobs API.
+
+    Raises:
+        FarsightError: it cannot start.
+    """
+    with reserved_ports(avoid=port) as ports:
+        directory = Path(tempfile.mkdtemp(prefix="farsight-"))
+        stop.starting(lambda: shutil.rmtree(directory, ignore_errors=True))
+        _set_environment(directory, proxy, ports)
+        import ray
+
+        try:
+            context = _start_ray(free_ports(ports, 1)[0] if dashboard else None)
+            stop.install()
+            yield Cluster(f"http://{context.dashboard_url}" if dashboard else "")
+        finally:
+            ray.shutdown()
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _start_ray(dashboard_port: int | None) -> Any:
+    """Without a port, without a dashboard."""
     import ray
 
     try:
-        context = _start_ray(dashboard)
-        stop.install()
-        yield Cluster(f"http://{context.dashboard_url}" if dashboard else "")
-    finally:
-        ray.shutdown()
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-def _start_ray(dashboard: bool) -> Any:
-    import ray
-
-    try:
-        with any_agent_port():
+        with few_daemons():
             return ray.init(
                 address="local",
                 namespace=NAMESPACE,
-                include_dashboard=dashboard,
-                dashboard_port=_free_port() if dashboard else None,
+                include_dashboard=dashboard_port is not None,
+                dashboard_port=dashboard_port,
                 object_store_memory=OBJECT_STORE_BYTES,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
@@ -71,30 +85,26 @@ def _start_ray(dashboard: bool) -> Any:
 
 
 @contextlib.contextmanager
-def any_agent_port() -> Iterator[None]:
-    """In it, ``ray.init`` lets the agent that takes jobs listen on any free port.
+def few_daemons() -> Iterator[None]:
+    """In it, ``ray.init`` starts no daemons that a cluster on one machine has no use for: they make a start longer.
 
-    Ray's own choice is the same port for every cluster: of several on one machine, only the first would take jobs.
+    The autoscaler's finds more machines, the log monitor's prints what workers write. Besides, the agent that takes
+    jobs listens on any free port. Ray's own choice is the same port for every cluster: of several on one machine, only
+    the first would take jobs.
     """
     import ray._private.parameter
 
     parameter: Any = ray._private.parameter
     before = parameter.RayParams
-    parameter.RayParams = functools.partial(before, dashboard_agent_listen_port=0)
+    changes = {"dashboard_agent_listen_port": 0, "no_monitor": True, "include_log_monitor": False}
+    parameter.RayParams = functools.partial(before, **changes)
     try:
         yield
     finally:
         parameter.RayParams = before
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def _set_environment(directory: Path, proxy: str) -> None:
+def _set_environment(directory: Path, proxy: str, ports: range) -> None:
     """Must run before Ray is imported; its daemons and workers inherit it."""
     token = directory / "auth_token"
     token.write_text(secrets.token_hex(32))
@@ -116,8 +126,10 @@ def _set_environment(directory: Path, proxy: str) -> None:
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "1",
+        # Ray kills a proxy that is not up after three times so long; with its 5 s no service starts on a busy machine.
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
         "RAY_enable_metrics_collection": "0",
     }
     if proxy == "haproxy":
-        os.environ |= haproxy_environment(directory)
+        os.environ |= haproxy_environment(directory, ports)
         del os.environ["RAY_SERVE_ENABLE_DIRECT_INGRESS"]

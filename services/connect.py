@@ -11,7 +11,7 @@ from actors.names import ROUTER
 from actors.peer import LOOK_AGAIN_S, PeerLost
 from actors.site import Site
 from core.codec import decode
-from core.messages import WorkerReady
+from core.messages import ServedModel
 from estimator.device_profile import profile_label
 from services.api.backend import ModelInfo
 from services.client import EngineClient
@@ -19,7 +19,8 @@ from services.client import EngineClient
 
 async def open_client(site: Site) -> EngineClient:
     """A started client; waits until a replica is up."""
-    ready = await _wait_for_model(site)
+    served = await _wait_for_model(site)
+    ready = served.ready
     model = ModelInfo(
         name=site.config.model.name,
         created=int(time.time()),
@@ -29,12 +30,12 @@ async def open_client(site: Site) -> EngineClient:
         benchmark_mode=site.config.engine.benchmark_mode,
         emulated=profile_label(site.config.engine.profile),
     )
-    client = EngineClient(site, model, lambda: keep_supervisor(site))
+    client = EngineClient(site, model, lambda: keep_supervisor(site), prefix_block_size=served.prefix_block_size)
     await client.start()
     return client
 
 
-async def _wait_for_model(site: Site) -> WorkerReady:
+async def _wait_for_model(site: Site) -> ServedModel:
     with contextlib.closing(site.peers()) as peers:
         router = peers.peer(ROUTER)
         while True:
@@ -43,5 +44,5 @@ async def _wait_for_model(site: Site) -> WorkerReady:
             except PeerLost:
                 data = b""
             if data:
-                return decode(data, WorkerReady)
+                return decode(data, ServedModel)
             await asyncio.sleep(LOOK_AGAIN_S)

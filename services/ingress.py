@@ -30,4 +30,5 @@ class Ingress:
     async def __serve_build_asgi_app__(self) -> Any:
         client = await open_client(self._site)
         server = self._site.config.server
-        return build_app(client, self._encoder, server.max_body_bytes, self._administration)
+        shares = server.prefix_sharing == "all"
+        return build_app(client, self._encoder, server.max_body_bytes, self._administration, shares_across_keys=shares)

@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from core.errors import ConfigError, FarsightError
 from core.messages import PieceCounts
 from estimator.device_profile import profile_label, resolve_device
 from policies.builders import check_scheduler
+from services.backends import check_replicas, look_for_servers
 from services.cluster import ServiceFailed, private_cluster
 from services.haproxy import choose_proxy
 from services.run_file import ADMIN_TOKEN_VARIABLE, published
@@ -48,19 +49,26 @@ class ServedModel:
 
 
 def find_model(config: FarsightConfig) -> ServedModel:
-    """The configured model, or the embedded one.
+    """The configured model, or the embedded one. Without replicas of our own engine its tokenizer is enough.
 
     Raises:
         InvalidValueError: it does not exist, is not supported or cannot run as configured.
     """
     from engine.build import check_worker
     from engine.model_config import resolve_model_dir
+    from engine.parallel.mesh import Mesh
+    from engine.vocabulary import vocabulary_size
 
     model = ServedModel(EMBEDDED_MODEL, config.model.name or EMBEDDED_NAME)
     if config.model.path:
-        directory = resolve_model_dir(config.model.path)
+        directory = resolve_model_dir(config.model.path, weights=config.model.replicas > 0)
         model = ServedModel(directory, config.model.name or Path(config.model.path).resolve().name)
-    check_worker(model.directory, config.engine)  # what cannot run is refused here, before anything starts
+    # What cannot run is refused here, before anything starts.
+    if config.model.replicas:
+        mesh = Mesh(config.model.tensor_parallel, config.model.pipeline_parallel)
+        check_worker(model.directory, config.engine, mesh)
+    else:
+        vocabulary_size(model.directory)
     return model
 
 
@@ -68,8 +76,9 @@ def find_site(config: FarsightConfig, model: ServedModel) -> Site:
     """The service as configured, with what the configuration leaves open filled in.
 
     Raises:
-        ConfigError: what is to forecast cannot be loaded.
+        ConfigError: what is to forecast cannot be loaded, or other servers cannot be replicas under these settings.
     """
+    check_replicas(config)
     is_file = config.log.path and not config.log.on_redis
     log = dataclasses.replace(config.log, path=str(Path(config.log.path).absolute())) if is_file else config.log
     named = dataclasses.replace(
@@ -79,7 +88,7 @@ def find_site(config: FarsightConfig, model: ServedModel) -> Site:
         log=log,
         predictor=_find_predictor(config.predictor),
     )
-    return Site(named, str(model.directory), resolve_placement(config.actors.placement))
+    return Site(named, str(model.directory), resolve_placement(config))
 
 
 def _find_predictor(predictor: PredictorConfig) -> PredictorConfig:
@@ -166,15 +175,38 @@ class Service:
 
 
 def start_pieces(site: Site) -> Callable[[], None]:
-    """Begins to start every piece; what is returned waits until all have, or raises why one cannot (FarsightError)."""
+    """Begins to start every piece; what is returned waits until all have, or raises why one cannot (FarsightError).
+
+    Raises:
+        ConfigError: the cluster has too few GPUs: workers would wait for them for ever.
+    """
     import ray
 
     from actors.hosts import create_host
 
+    check_gpus(site.config, ray.cluster_resources())  # type: ignore[no-untyped-call]
     host = create_host(host_of(SUPERVISOR, site.placement), site, 0)
     ray.get(host.add.remote([SUPERVISOR]))
     started = host.call.remote(SUPERVISOR, "started", b"")
     return lambda: _wait_started(started)
+
+
+def check_gpus(config: FarsightConfig, resources: Mapping[str, float]) -> None:
+    """Raises ConfigError unless each process that computes on a GPU can have one of its own.
+
+    Args:
+        resources: What the cluster has, as Ray counts it.
+    """
+    from actors.rank_groups import gpus_per_rank
+
+    found = resources.get("GPU", 0)
+    needed = config.model.replicas * config.model.num_ranks * gpus_per_rank(config)
+    if found >= needed:
+        return
+    if config.engine.device == "cuda":
+        raise ConfigError("engine.device", "cuda", f"cpu, or a cluster with {needed:g} GPUs, not {found:g}")
+    expected = f"{needed:g} GPUs in the cluster, not {found:g}"
+    raise ConfigError("actors.gpus_per_rank", config.actors.gpus_per_rank, expected)
 
 
 def ingress_app(site: Site, replicas: int, *, scalable: bool = False) -> Any:
@@ -219,10 +251,21 @@ def _wait_started(started: Any) -> None:
         raise ServiceFailed(f"the supervisor died while it started: {error}") from error
 
 
-def resolve_placement(placement: str) -> str:
-    """``auto`` is ``fused`` on a small machine, where processes compete for cores, else ``split``."""
+def resolve_placement(config: FarsightConfig) -> str:
+    """``auto`` is ``fused`` on a small machine, where processes compete for cores, else ``split``.
+
+    It is ``packed`` where more devices are emulated than there are cores: they compute nothing.
+
+    Raises:
+        ConfigError: models that compute are to share a process.
+    """
+    placement, emulates = config.actors.placement, bool(config.engine.profile)
+    if placement == "packed" and not emulates:
+        raise ConfigError("actors.placement", placement, "fused or split where the devices are not emulated")
     if placement != "auto":
         return placement
+    if emulates and config.model.replicas > (os.cpu_count() or 1):
+        return "packed"
     return "fused" if _small_machine() else "split"
 
 
@@ -247,9 +290,10 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
     check_port(config.server.host, config.server.port)
     site = find_site(config, model)
     say(f"Farsight is starting: model {model.name}, preset {config.scheduler.preset}, placement {site.placement}.")
+    look_for_servers(config, model.name, say)
     if config.engine.profile:
         say(f"The device is emulated ({profile_label(config.engine.profile)}): answers are made up.")
-    with private_cluster(stop, proxy=choose_proxy(config.server)):
+    with private_cluster(stop, proxy=choose_proxy(config.server), port=config.server.port):
         service = Service(site)
         service.start()
         stop.running()

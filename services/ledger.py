@@ -36,11 +36,14 @@ class _Open:
     """``request`` is the current attempt; ``output_ids`` all that has come, over all attempts.
 
     Attributes:
+        num_unnamed: Tokens behind them that another server made: of these only the text is known, and nobody else can
+            go on where they end.
         num_lost: Attempts that were lost after a Router had taken them.
     """
 
     request: Request
     output_ids: list[int] = field(default_factory=list)
+    num_unnamed: int = 0
     num_lost: int = 0
     sent: bool = False
     replica: str = ""
@@ -49,6 +52,23 @@ class _Open:
     @property
     def key(self) -> Key:
         return self.request.request_id, self.request.attempt
+
+    @property
+    def output_len(self) -> int:
+        return len(self.output_ids) + self.num_unnamed
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """A request that is closed without an end; its client has yet to be told.
+
+    Attributes:
+        attempts: How many there were.
+    """
+
+    request_id: str
+    attempts: int
+    reason: str
 
 
 class RequestLedger:
@@ -60,7 +80,7 @@ class RequestLedger:
         self._outgoing: dict[str, None] = {}  # ids whose current attempt has not been sent
         self._aborts: dict[Key, None] = {}
         self._aborted_at: dict[Key, float] = {}
-        self._given_up: list[str] = []
+        self._given_up: list[GivenUp] = []
         self.num_resumed = 0
 
     def __len__(self) -> int:
@@ -73,6 +93,11 @@ class RequestLedger:
     def runs_on(self, replica: str) -> bool:
         """Whether tokens of an open request may come from there."""
         return any(stream.replica == replica for stream in self._open.values())
+
+    def replica_of(self, request_id: str) -> str | None:
+        """Where the current attempt of an open request is, empty if it is nowhere; None if it is not open."""
+        stream = self._open.get(request_id)
+        return None if stream is None else stream.replica
 
     def open(self, request: Request) -> None:
         """A client wants this; it goes out with the next ``take_outgoing``."""
@@ -123,7 +148,7 @@ class RequestLedger:
         """The Router died with these in its hands, or is not there; nobody knows whether they were placed."""
         for request in requests:
             stream = self._current((request.request_id, request.attempt))
-            if stream is not None:
+            if stream is not None and not stream.num_unnamed:  # whose tokens have come is placed, and runs
                 self._follow_up(stream)
 
     def receive(self, replica: str, incarnation: str, deltas: Iterable[TokenDelta], now: float) -> list[TokenDelta]:
@@ -137,10 +162,11 @@ class RequestLedger:
                 self._abort((delta.request_id, delta.attempt), now)
             return False
         stream.replica, stream.worker_incarnation = replica, incarnation
-        if delta.finish_reason == "abort" or delta.start != len(stream.output_ids):
+        if delta.finish_reason == "abort" or delta.start != stream.output_len:
             self._resume([stream.key])  # nobody here has aborted it, or tokens were lost on the way
             return False
         stream.output_ids += delta.token_ids
+        stream.num_unnamed += delta.num_unnamed
         if delta.finish_reason is not None:
             del self._open[delta.request_id]
         return True
@@ -160,8 +186,8 @@ class RequestLedger:
         self._resume(reply.lost)
         return self._refused(reply.refusals)
 
-    def take_given_up(self) -> list[str]:
-        """Ids of requests that were resumed too often and are closed now; their clients have yet to be told."""
+    def take_given_up(self) -> list[GivenUp]:
+        """Requests that were resumed too often, or cannot be resumed."""
         given_up, self._given_up = self._given_up, []
         return given_up
 
@@ -184,11 +210,17 @@ class RequestLedger:
             if stream is None:
                 continue
             stream.num_lost += 1
-            if stream.num_lost == MAX_ATTEMPTS:
-                del self._open[key[0]]
-                self._given_up.append(key[0])
+            if stream.num_unnamed:
+                self._give_up(stream, f"{stream.replica}, another server, was lost {stream.output_len} tokens into it")
+            elif stream.num_lost == MAX_ATTEMPTS:
+                self._give_up(stream, f"{stream.request.attempt + 1} workers died with it or lost it")
             else:
                 self._follow_up(stream)
+
+    def _give_up(self, stream: _Open, reason: str) -> None:
+        request_id, attempt = stream.key
+        del self._open[request_id]
+        self._given_up.append(GivenUp(request_id, attempt + 1, reason))
 
     def _follow_up(self, stream: _Open) -> None:
         """A higher attempt goes on where the client's tokens end."""

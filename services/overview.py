@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -17,9 +18,13 @@ from actors.registry import kind_of
 from actors.site import Site
 from core.codec import decode
 from core.errors import FarsightError
+from core.kv_messages import KVUsage
 from core.log_messages import ArtefactInfo, ArtefactList
-from core.messages import KVUsage, PieceRows, PieceStatus, StatusReply
+from core.messages import PieceRows, PieceStatus, StatusReply
+from core.placement_messages import PlacementView
+from core.queue_outlook import QueueOutlook
 from kvcache.residency import total_usage
+from policies.queue_delay import queue_delay_s
 from services.api.metrics_page import merge_expositions
 
 TIMEOUT_S = 1.0
@@ -36,16 +41,32 @@ class Overview:
         self._last: dict[str, PieceStatus] = {}
 
     async def status(self) -> StatusReply:
-        """A row for every piece; those of a process that does not answer are dead."""
+        """A row for every piece; those of a process that does not answer are dead.
+
+        All are asked at once: however many are dead, it takes twice ``TIMEOUT_S`` at most.
+        """
         hosts = await self._hosts()
-        answers = await asyncio.gather(*(self._rows(host, pieces) for host, pieces in hosts.items()))
-        rows = [row for answer in answers for row in answer]
-        usages = await asyncio.gather(*(self._kv(str(index)) for index in range(self._counts.replicas)))
-        return StatusReply(
-            pieces=tuple(rows + await self._ingress_rows()),
-            kv=total_usage(usages),
-            artefacts=await self._artefacts(),
+        rows, ingress_rows, usages, artefacts, delay_s = await asyncio.gather(
+            asyncio.gather(*(self._rows(host, pieces) for host, pieces in hosts.items())),
+            self._ingress_rows(),
+            asyncio.gather(*(self._kv(str(index)) for index in range(self._counts.replicas))),
+            self._artefacts(),
+            self._queue_delay_s(),
         )
+        pieces = (*itertools.chain.from_iterable(rows), *ingress_rows)
+        return StatusReply(pieces, total_usage(usages), artefacts, delay_s)
+
+    async def placement(self) -> PlacementView:
+        """What the Router says of its placements.
+
+        Raises:
+            FarsightError: it does not answer.
+        """
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                return decode(await self._peers.peer(ROUTER).call("placement"), PlacementView)
+        except (PeerLost, TimeoutError, RayTaskError) as error:
+            raise FarsightError("the Router does not answer") from error
 
     async def metrics(self, own_name: str, own_text: str) -> str:
         """Of every process that answers, and of this one."""
@@ -66,7 +87,8 @@ class Overview:
         with suppress(TimeoutError):
             async with asyncio.timeout(TIMEOUT_S):
                 self._counts = await current_counts(self._peers, self._counts)
-        return by_host([SUPERVISOR, *wanted_pieces(self._counts)], self._peers.placement)
+        pieces = wanted_pieces(self._counts, self._config.model.num_ranks)
+        return by_host([SUPERVISOR, *pieces], self._peers.placement)
 
     async def _rows(self, host: str, pieces: list[str]) -> list[PieceStatus]:
         try:
@@ -99,6 +121,14 @@ class Overview:
                 return decode(await self._peers.peer(LOG_STORE).call("artefacts"), ArtefactList).artefacts
         except (FarsightError, TimeoutError, RayTaskError):  # it may be there and not have opened its file yet
             return ()
+
+    async def _queue_delay_s(self) -> float | None:
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                outlook = decode(await self._peers.peer(ROUTER).call("outlook"), QueueOutlook)
+        except (PeerLost, TimeoutError, RayTaskError):
+            return None
+        return queue_delay_s(outlook, outlook.num_replicas)
 
     async def _ingress_rows(self) -> list[PieceStatus]:
         try:

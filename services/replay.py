@@ -37,7 +37,7 @@ _Row = dict[str, Any]
 
 
 def replay(
-    log: Annotated[str, typer.Argument(metavar="LOG", help="What [log] path names: a SQLite file, or a redis:// URL.")],
+    log: Annotated[str, typer.Argument(metavar="LOG", help="What `log.path` names: a SQLite file, or a redis:// URL.")],
     preset: Annotated[list[str], typer.Option("--preset", help="Compositions of policies, as fcfs,fastserve.")],
     replicas: ReplicasOption = 1,
     gpu: GpuOption = None,

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import time
-import urllib.error
-import urllib.request
-from typing import Any
 
 from actors.layout import SCALABLE
-from core.errors import FarsightError, InvalidValueError
+from core.errors import InvalidValueError
+from services.ask import ask
 
 ROW_KINDS = {
     "replica": "ModelWorker",
@@ -37,7 +34,7 @@ def scale_service(url: str, token: str, kind: str, count: int) -> str:
         raise InvalidValueError("KIND", kind, f"one of {', '.join(SCALABLE)}")
     began = time.monotonic()
     before = _num_rows(url, kind)
-    _request(f"{url}/admin/scale", SCALE_TIMEOUT_S, token, {"kind": kind, "count": count})
+    ask(url, "/admin/scale", SCALE_TIMEOUT_S, token, {"kind": kind, "count": count})
     note = "" if kind != "ingress" else _wait_ingress(url, count)
     return f"{kind}: {before} -> {count} after {time.monotonic() - began:.1f} s{note}"
 
@@ -53,25 +50,5 @@ def _wait_ingress(url: str, count: int) -> str:
 
 
 def _num_rows(url: str, kind: str) -> int:
-    rows = _request(f"{url}/status", STATUS_TIMEOUT_S)["actors"]
+    rows = ask(url, "/status", STATUS_TIMEOUT_S)["actors"]
     return sum(row["kind"] == ROW_KINDS[kind] for row in rows)
-
-
-def _request(url: str, timeout_s: float, token: str = "", body: dict[str, Any] | None = None) -> Any:
-    """The JSON answer to a GET, or to a POST if there is a body."""
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
-    data = None if body is None else json.dumps(body).encode()
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=timeout_s) as reply:
-            return json.load(reply)
-    except urllib.error.HTTPError as error:
-        raise FarsightError(_refusal(error)) from error
-    except (urllib.error.URLError, OSError, ValueError) as error:
-        raise FarsightError(f"no Farsight server answers at {url}: {error}") from error
-
-
-def _refusal(error: urllib.error.HTTPError) -> str:
-    try:
-        return str(json.load(error)["error"]["message"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return str(error)

@@ -50,7 +50,7 @@ def config_from_tables(tables: dict[str, Any]) -> FarsightConfig:
         ConfigError: a wrong key or value, or a setting that ``serve deploy`` has in another place.
     """
     for name, values in tables.items():
-        if not isinstance(values, dict):
+        if name != "replica" and not isinstance(values, dict):
             raise ConfigError(name, values, "a table of settings")
     for key, expected in _ELSEWHERE.items():
         if key in tables.get("server", {}):

@@ -10,9 +10,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from core.cache_messages import StartedRequest
 from core.messages import FinishedSequence
 from core.request import Request
-from policies.global_events import PlaceRequests, ReplicaUp, RequestsEnded, RequestsStarted, StartedRequest
+from policies.global_events import PlaceRequests, ReplicaUp, RequestsEnded, RequestsStarted
 from policies.global_scheduler import GlobalScheduler
 from policies.replica_events import RefuseRequest, RequestsArrived
 from policies.replica_scheduler import ReplicaScheduler

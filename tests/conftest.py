@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+from collections.abc import Generator
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -16,3 +20,22 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # The same examples in every run, and no deadline: a verdict must not depend on the machine's speed.
 settings.register_profile("farsight", derandomize=True, deadline=None, max_examples=50, database=None)
 settings.load_profile("farsight")
+
+# Files that are there anyway, locked and not changed.
+GATE = Path(__file__)
+MACHINE = GATE.with_name("__init__.py")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # so that a test's time does not run while it waits
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Beside other processes of pytest-xdist, a test marked ``alone`` waits until they run none, and they for its end.
+
+    Who waits for the machine holds the gate, so that tests that share the machine cannot keep it for ever.
+    """
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return (yield)
+    with GATE.open() as gate, MACHINE.open() as machine:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        fcntl.flock(machine, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
+        fcntl.flock(gate, fcntl.LOCK_UN)
+        return (yield)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.decisions.row import Row
+from core.cache_messages import CacheNotice
 from core.costs import StepCost
 from kvcache.prefix import hash_blocks
 from policies.e2_profiles import from_step_cost
@@ -91,7 +92,7 @@ def drive(
             if ends:
                 router.ended(str(j), arrivals[j][3], at)
                 if j % 20 == 0:
-                    router.evicted(replicas[j], arrivals[j][1])
+                    router.noticed(replicas[j], CacheNotice(0, False, evicted=arrivals[j][1][-1:]))
             else:
                 router.started(str(j), hits[j] if j % 200 else 0, 0.5, at)
             spent += clock() - begin

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from actors.scheduler import request_trace
+from actors.request_traces import request_trace
 from benchmarks.decisions.row import Row
 from core.codec import decode, encode
 from core.messages import StepReport, Submit, WorkerReady, WorkerState

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import ChainMap
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,16 +15,19 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from actors.host import PieceHost
 from actors.layout import by_host, initial_counts, wanted_pieces
-from actors.names import LOG_STORE, length_predictor_name
+from actors.names import LOG_STORE, ROUTER, length_predictor_name
 from actors.peer import Answering, LocalPeer, Peer, PeerBook
 from actors.piece import Piece, PieceContext
 from actors.scheduler import FEED_S
 from core.codec import decode, encode
 from core.config import FarsightConfig
 from core.forecast import QUANTILES, Forecast
-from core.messages import ForecastQuestions, Forecasts
+from core.messages import ForecastQuestions, Forecasts, PieceRows, ServedModel
 from services.api.backend import ModelInfo
 from services.client import EngineClient
+
+_SERVING = ("Router", "Batcher", "Scheduler", "ModelWorker")
+"""Kinds of pieces without which nothing is served."""
 
 _NOTHING_KNOWN = Forecast(1.0, (1.0,) * len(QUANTILES), 0, "none", 0)
 """Has no samples: nobody goes by it."""
@@ -97,7 +100,7 @@ class House:
 
 @asynccontextmanager
 async def running(config: FarsightConfig, forecasts: Mapping[str, Forecast], model_dir: Path) -> AsyncIterator[House]:
-    """A service of one replica, without a log.
+    """A service without a log.
 
     Args:
         forecasts: By name; requests wait for theirs if ``predictor.artefact`` says that there are any.
@@ -106,13 +109,19 @@ async def running(config: FarsightConfig, forecasts: Mapping[str, Forecast], mod
     predictor = length_predictor_name(0)
     context = PieceContext(predictor, site, 0, site.peers(), CollectorRegistry())
     site.pieces[predictor] = GivenForecasts(context, forecasts)
-    pieces = [name for name in wanted_pieces(initial_counts(config)) if name not in (LOG_STORE, predictor)]
+    pieces = [
+        name
+        for name in wanted_pieces(initial_counts(config), config.model.num_ranks)
+        if name not in (LOG_STORE, predictor)
+    ]
     named = by_host(pieces, site.placement)
     hosts = {name: PieceHost(name, site, 0) for name in named}
     for name, host in hosts.items():
         await host.add(named[name])
+    await _up(hosts.values())
+    served = decode(await site.peers().peer(ROUTER).call("model"), ServedModel)
     model = ModelInfo("emulated", int(time.time()), config.engine.max_model_len, False, 0, benchmark_mode=True)
-    client = EngineClient(site, model)
+    client = EngineClient(site, model, prefix_block_size=served.prefix_block_size)
     await client.start()
     try:
         yield House(client, list(hosts.values()))
@@ -120,3 +129,12 @@ async def running(config: FarsightConfig, forecasts: Mapping[str, Forecast], mod
         await client.close()
         for host in hosts.values():
             await host.close()
+
+
+async def _up(hosts: Iterable[PieceHost]) -> None:
+    """Returns when every replica has a worker, and the Router knows of one."""
+    while True:
+        pieces = [piece for host in hosts for piece in decode(await host.rows(), PieceRows).pieces]
+        if all(piece.state == "ready" for piece in pieces if piece.kind in _SERVING):
+            return
+        await asyncio.sleep(FEED_S)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import random
 import tempfile
+import zlib
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +34,15 @@ LAG_EVERY_S = 0.01
 _GAP = "farsight:step_gap_seconds"
 
 _TOKEN = 5
-"""Prompts are all of one token: nothing but their length matters without a prefix cache."""
+"""What prompts are made of that share nothing: only their length matters then."""
+
+_TOKENS = range(5, 256)
+"""What the blocks of prompts that may be shared are made of."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A replica.
+    """Equal replicas.
 
     Attributes:
         kv_tokens: That the device holds.
@@ -49,6 +55,7 @@ class Hardware:
     max_num_seqs: int
     max_batch_tokens: int
     block_size: int = 16
+    num_replicas: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +115,7 @@ def _config(
         "kv_memory": str(hardware.kv_tokens * kv_bytes),
         "host_kv_memory": str(hardware.host_tokens * kv_bytes),
         "block_size": hardware.block_size,
-        "prefix_cache": False,
+        "prefix_cache": any(each.prefix for each in arrivals),
         "max_num_seqs": hardware.max_num_seqs,
         "max_batch_tokens": hardware.max_batch_tokens,
         "max_model_len": max(each.prompt_len + each.max_new_tokens for each in arrivals),
@@ -117,6 +124,7 @@ def _config(
     foreseen = any(each.forecast is not None for each in arrivals)
     tables = {
         "engine": engine,
+        "model": {"replicas": hardware.num_replicas},
         "server": {"max_queued_requests": len(arrivals), "max_queued_tokens": 2**40},
         "predictor": {"artefact": "given" if foreseen else "", "wait_s": LATEST_S if foreseen else 0.0},
     }
@@ -126,6 +134,7 @@ def _config(
 async def _run(arrivals: Sequence[Arrival], config: FarsightConfig, speed: float, model_dir: Path) -> LiveRun:
     forecasts = {each.request_id: each.forecast for each in arrivals if each.forecast is not None}
     recorder = Recorder()
+    prompts = [prompt_ids(each, config.engine.kv_block_size) for each in arrivals]
     async with running(config, forecasts, model_dir) as house:
         async with asyncio.timeout(arrivals[-1].arrived_at / speed + LATEST_S), asyncio.TaskGroup() as group:
             watches = [group.create_task(host.ended()) for host in house.hosts]  # raise what breaks a piece
@@ -133,12 +142,31 @@ async def _run(arrivals: Sequence[Arrival], config: FarsightConfig, speed: float
             lags: list[float] = []
             watches.append(group.create_task(_watch_lag(lags)))
             began_at = asyncio.get_running_loop().time()
-            await asyncio.gather(*(_one(house, arrival, recorder, began_at, speed) for arrival in arrivals))
+            each = zip(arrivals, prompts, strict=True)
+            await asyncio.gather(*(_one(house, *request, recorder, began_at, speed) for request in each))
             for watch in watches:
                 watch.cancel()
         preemptions = await house.metric("vllm:num_preemptions_total")
         gap_s = await house.metric(f"{_GAP}_sum") / max(1.0, await house.metric(f"{_GAP}_count"))
         return LiveRun(recorder.done, int(preemptions), gap_s, sum(lags) / max(1, len(lags)))
+
+
+def prompt_ids(arrival: Arrival, block_size: int) -> tuple[int, ...]:
+    """Tokens that two prompts have in common as far as the names of their blocks are the same."""
+    if not arrival.prefix:
+        return (_TOKEN,) * arrival.prompt_len
+    shared = [token for name in arrival.prefix for token in _block(name, block_size)]
+    own = _drawn(zlib.crc32(arrival.request_id.encode()), arrival.prompt_len - len(shared))
+    return (*shared, *own)
+
+
+@lru_cache(maxsize=100_000)
+def _block(name: int, block_size: int) -> tuple[int, ...]:
+    return _drawn(name, block_size)
+
+
+def _drawn(seed: int, num_tokens: int) -> tuple[int, ...]:
+    return tuple(random.Random(seed).choices(_TOKENS, k=num_tokens))
 
 
 async def _watch_lag(lags: list[float]) -> None:
@@ -157,18 +185,22 @@ async def _ready(house: House) -> None:
             pass
 
 
-async def _one(house: House, arrival: Arrival, recorder: Recorder, began_at: float, speed: float) -> None:
+async def _one(
+    house: House, arrival: Arrival, prompt: tuple[int, ...], recorder: Recorder, began_at: float, speed: float
+) -> None:
     """Books the life of a request as its client sees it."""
     loop = asyncio.get_running_loop()
     record = Record(arrival)
     sampling = SamplingParams(arrival.max_new_tokens, benchmark_len=arrival.output_len)
     text = None if arrival.forecast is None else PromptText("", arrival.request_id)
     await asyncio.sleep(began_at + arrival.arrived_at / speed - loop.time())
-    stream = house.client.stream((_TOKEN,) * arrival.prompt_len, sampling, text)
+    stream = house.client.stream(prompt, sampling, text)
     async with aclosing(stream) as deltas:
         async for delta in deltas:
             if delta.error is not None:
                 raise RuntimeError(f"{arrival.request_id}: {delta.error}")
+            if delta.start == 0:
+                record.cached_len += delta.cached_len
             if delta.token_ids:
                 at = (loop.time() - began_at) * speed
                 recorder.tokens(record, len(delta.token_ids), at, 0.0, at)

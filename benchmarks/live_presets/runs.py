@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.live_presets.live import run_live
-from benchmarks.live_presets.setups import SETUPS, SYSTEMS
+from benchmarks.live_presets.priority import before_others
+from benchmarks.live_presets.study import Setup, Study, System
 from core.errors import ConfigError
 from simulator.records import Record
 from simulator.summary import Sla
+from simulator.workload import Arrival
 
 MAX_LAG_S = 0.004
 """Mean lag above which a run was disturbed by other work on the machine. At 2 ms mean JCTs were within 8 % of the
@@ -40,6 +43,7 @@ class Figures:
         jct_s: Mean over requests; with batches their mean response time.
         goodput: Requests a second that kept the SLA.
         throughput: Requests a second, from the first arrival to the last token.
+        hit_rate: Part of the prompt tokens that came from a prefix cache.
         evictions: For each request, how often one had to give way; NaN where nobody counts.
         gap_s: Mean time between two steps of the worker; NaN in the simulator.
         lag_s: As in ``LiveRun``; 0 in the simulator.
@@ -53,6 +57,7 @@ class Figures:
     evictions: float = float("nan")
     gap_s: float = float("nan")
     lag_s: float = 0.0
+    hit_rate: float = float("nan")
     refused: str = ""
 
     @property
@@ -82,45 +87,52 @@ class Store:
             file.write(json.dumps({"run": asdict(run), "figures": asdict(figures)}) + "\n")
 
 
-def measure(path: Path, runs: Sequence[Run]) -> None:
+def measure(study: Study, path: Path, runs: Sequence[Run], *, real_time: bool = False) -> None:
     """Carries out runs of one setup and seed, all on the same arrivals, those aside whose results are there.
 
     What the service has refused or other work has disturbed is tried again: it may be another version, or quieter.
+
+    Args:
+        real_time: Live ones, and they alone, come before other work on the machine.
     """
     store = Store(path)
     missing = [run for run in runs if (found := store.get(run)) is None or not found.counts]
     if not missing:
         return
-    setup = SETUPS[missing[0].setup].sized(missing[0].num_requests)
+    setup = study.setups[missing[0].setup].sized(missing[0].num_requests)
     arrivals = setup.arrivals(missing[0].seed)
     for run in missing:
-        system = SYSTEMS[run.system]
-        if run.live:
-            try:
+        store.put(run, _carry_out(run, study.systems[run.system], setup, arrivals, real_time))
+
+
+def _carry_out(run: Run, system: System, setup: Setup, arrivals: list[Arrival], real_time: bool) -> Figures:
+    if run.live and system.settings is not None:
+        try:
+            with before_others() if real_time else nullcontext():
                 served = run_live(arrivals, setup.hardware, system.settings, run.speed)
-            except ConfigError as error:
-                store.put(run, Figures(refused=str(error)))
-                continue
-            evictions = served.num_preemptions / len(arrivals)
-            found = figures(served.records, setup.sla, evictions)
-            store.put(run, replace(found, gap_s=served.gap_s, lag_s=served.lag_s))
-        elif system.predict is not None:
-            records = system.predict(setup, arrivals)
-            evictions = sum(each.num_evictions + each.num_swaps for each in records) / len(arrivals)
-            store.put(run, figures(records, setup.sla, evictions))
-        else:
-            store.put(run, Figures(refused="not simulated"))
+        except ConfigError as error:
+            return Figures(refused=str(error))
+        found = figures(served.records, setup.sla, served.num_preemptions / len(arrivals), setup.num_warmup)
+        return replace(found, gap_s=served.gap_s, lag_s=served.lag_s)
+    if system.predict is None:
+        return Figures(refused="not simulated")
+    records = system.predict(setup, arrivals)
+    evictions = sum(each.num_evictions + each.num_swaps for each in records) / len(arrivals)
+    return figures(records, setup.sla, evictions, setup.num_warmup)
 
 
-def figures(records: Sequence[Record], sla: Sla, evictions: float) -> Figures:
-    """Of all requests of a run."""
-    jct_s = np.array([record.jct_s for record in records])
-    seconds = max(record.finished_at for record in records) - min(record.arrival.arrived_at for record in records)
-    good = sum(map(sla.meets, records))
+def figures(records: Sequence[Record], sla: Sla, evictions: float, num_warmup: int = 0) -> Figures:
+    """Of the requests of a run but for so many that came first."""
+    came = sorted(record.arrival.arrived_at for record in records)
+    counted = [record for record in records if record.arrival.arrived_at >= came[num_warmup]]
+    jct_s = np.array([record.jct_s for record in counted])
+    seconds = max(record.finished_at for record in counted) - min(record.arrival.arrived_at for record in counted)
+    good = sum(map(sla.meets, counted))
     return Figures(
         float(jct_s.mean()),
         float(np.quantile(jct_s, 0.99)),
         good / seconds,
-        len(records) / seconds,
+        len(counted) / seconds,
         evictions,
+        hit_rate=sum(each.cached_len for each in counted) / sum(each.arrival.prompt_len for each in counted),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.live_presets.live import Hardware
+from benchmarks.live_presets.study import System
 from core.config import SchedulerConfig
 from estimator.device_profile import A100_7B
 from policies.builders import build_scheduler, configured_settings
@@ -54,6 +54,11 @@ class Setup:
     cell: Cell
     sla: Sla = field(default_factory=Sla)
     forecasts: str = "given"
+    num_warmup = 0
+
+    @property
+    def num_requests(self) -> int:
+        return self.cell.num_requests
 
     def arrivals(self, seed: int) -> list[Arrival]:
         """With forecasts; the load is that of the simulated cells, so their oracle runs once before."""
@@ -62,9 +67,9 @@ class Setup:
             return predictors.oracle(arrivals)
         return self.cell.foreseen(arrivals, seed, self.forecasts)
 
-    def sized(self, num_requests: int | None) -> Setup:
-        """With another number of requests; None leaves it."""
-        return self if num_requests is None else replace(self, cell=replace(self.cell, num_requests=num_requests))
+    def sized(self, num_requests: int) -> Setup:
+        """With another number of requests."""
+        return replace(self, cell=replace(self.cell, num_requests=num_requests))
 
     @property
     def hardware(self) -> Hardware:
@@ -102,19 +107,6 @@ SETUPS: dict[str, Setup] = {
     "bins": Setup(DrawnCell("bins", "bins", 1.0, 121_000, num_requests=256, lengths=_BINS), forecasts="oracle"),
 }
 """i256, zipf and D as in the simulated cells of the combined policy; D1 and D3 as Past-Future's, an eighth as long."""
-
-
-@dataclass(frozen=True, slots=True)
-class System:
-    """Who serves.
-
-    Attributes:
-        settings: Of the live service, by table.
-        predict: The same in the simulator: records of a cell's arrivals; None where it cannot say.
-    """
-
-    settings: dict[str, dict[str, Any]]
-    predict: Callable[[Setup, list[Arrival]], list[Record]] | None
 
 
 def _continuous(preset: str, look_every: int, setup: Setup, arrivals: list[Arrival]) -> list[Record]:

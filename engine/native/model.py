@@ -16,7 +16,7 @@ from engine.model_config import ModelConfig
 from engine.native.layout import NativeStep
 from engine.native.library import load_library
 from engine.rotary import rotary_tables
-from engine.weights import LayerWeights, Linear, ModelWeights, Norm
+from engine.weights import LayerWeights, Linear, ModelWeights, Norm, PackedLinear
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _MAX_HEAD_DIM = 256
@@ -187,7 +187,9 @@ class NativeModel:
     def _norm(self, norm: Norm | None) -> _Norm:
         return _Norm(None, None) if norm is None else _Norm(self._floats(norm.weight), self._floats(norm.bias))
 
-    def _linear(self, linear: Linear) -> _Linear:
+    def _linear(self, linear: Linear | PackedLinear) -> _Linear:
+        if isinstance(linear, PackedLinear):
+            raise TypeError("weights of 4 bits are not compiled")
         n, k = linear.weight.shape
         return _Linear(linear.weight.data_ptr(), self._floats(linear.bias), n, k)
 

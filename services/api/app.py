@@ -9,17 +9,19 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
+from core.errors import FarsightError
+from core.placement_messages import PlacementView
 from core.request import Origin
 from services.api.admin import Administration, admin_routes
 from services.api.backend import GenerationBackend
 from services.api.chunk_writer import ChunkWriter
-from services.api.dashboard import DASHBOARD_HEADERS, dashboard_page
+from services.api.dashboard import DASHBOARD_HEADERS, operator_page
 from services.api.errors import SERVER_ERROR, ApiError, install_error_handlers
 from services.api.explain import explain_routes
 from services.api.generate import ChoiceResult, ClientGone, collect, while_connected
 from services.api.jobs import Generation, chat_jobs, check_model, completion_jobs
 from services.api.middleware import BodyLimit, LastResort
-from services.api.ownership import bearer_key, owner_of
+from services.api.ownership import bearer_key, owner_of, salt_of
 from services.api.parsing import JsonRoute
 from services.api.prompts import PromptEncoder
 from services.api.replies import (
@@ -59,6 +61,8 @@ def build_app(
     encoder: PromptEncoder,
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
     administration: Administration | None = None,
+    *,
+    shares_across_keys: bool = True,
 ) -> FastAPI:
     """The application over one backend.
 
@@ -67,10 +71,11 @@ def build_app(
         encoder: Of the same model.
         max_body_bytes: Larger request bodies are refused unread.
         administration: Who may administer; nobody if not given.
+        shares_across_keys: Whether requests of different bearer keys share cached prefixes.
     """
     app = FastAPI(title="Farsight", version=API_VERSION, redirect_slashes=False, strict_content_type=False)
     app.include_router(_model_routes(backend))
-    app.include_router(_generation_routes(backend, encoder))
+    app.include_router(_generation_routes(backend, encoder, shares_across_keys))
     app.include_router(explain_routes(backend, administration.token if administration else ""))
     app.include_router(_operator_routes(backend))
     app.include_router(admin_routes(backend, administration or Administration()))
@@ -95,12 +100,13 @@ def _model_routes(backend: GenerationBackend) -> APIRouter:
     return router
 
 
-def _generation_routes(backend: GenerationBackend, encoder: PromptEncoder) -> APIRouter:
+def _generation_routes(backend: GenerationBackend, encoder: PromptEncoder, shares_across_keys: bool) -> APIRouter:
     router = APIRouter(prefix="/v1", tags=["generation"], responses=_ERRORS | _EVENTS, route_class=JsonRoute)
+    named = functools.partial(_named, shares_across_keys=shares_across_keys)
 
     @router.post("/completions", response_model=Completion)
     async def create_completion(body: CompletionRequest, request: Request) -> Completion | Response:
-        generation = _named("cmpl", await completion_jobs(body, backend.model, encoder), request)
+        generation = named("cmpl", await completion_jobs(body, backend.model, encoder), request)
         if body.stream:
             return _stream(backend, body, generation, encoder, chat=False)
         reply = functools.partial(completion, body.model, generation, texts=encoder.texts)
@@ -108,7 +114,7 @@ def _generation_routes(backend: GenerationBackend, encoder: PromptEncoder) -> AP
 
     @router.post("/chat/completions", response_model=ChatCompletion)
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> ChatCompletion | Response:
-        generation = _named("chatcmpl", await chat_jobs(body, backend.model, encoder), request)
+        generation = named("chatcmpl", await chat_jobs(body, backend.model, encoder), request)
         if body.stream:
             return _stream(backend, body, generation, encoder, chat=True)
         reply = functools.partial(chat_completion, body.model, generation, texts=encoder.texts)
@@ -137,15 +143,30 @@ def _operator_routes(backend: GenerationBackend) -> APIRouter:
 
     @router.get("/dashboard", response_class=HTMLResponse)
     async def dashboard() -> Response:
-        return HTMLResponse(dashboard_page(), headers=DASHBOARD_HEADERS)
+        return HTMLResponse(operator_page("dashboard"), headers=DASHBOARD_HEADERS)
+
+    @router.get("/placement")
+    async def placement() -> PlacementView:
+        try:
+            return await backend.placement()
+        except FarsightError as error:
+            raise ApiError(str(error), status=503, kind=SERVER_ERROR, code="unavailable") from error
+
+    @router.get("/dashboard/placement", response_class=HTMLResponse)
+    async def placement_dashboard() -> Response:
+        return HTMLResponse(operator_page("placement"), headers=DASHBOARD_HEADERS)
 
     return router
 
 
-def _named(prefix: str, generation: Generation, request: Request) -> Generation:
-    """What the client will know the answer by, and whose it is."""
-    owner = owner_of(bearer_key(request.headers.get("authorization")))
-    return dataclasses.replace(generation, origin=Origin(f"{prefix}-{uuid.uuid4().hex}", owner=owner))
+def _named(prefix: str, generation: Generation, request: Request, *, shares_across_keys: bool) -> Generation:
+    """What the client will know the answer by, whose it is, and with whom it shares."""
+    key = bearer_key(request.headers.get("authorization"))
+    jobs = generation.jobs
+    if not shares_across_keys:
+        jobs = [dataclasses.replace(job, cache_salt=salt_of(key, job.cache_salt)) for job in jobs]
+    origin = Origin(f"{prefix}-{uuid.uuid4().hex}", owner=owner_of(key))
+    return dataclasses.replace(generation, jobs=jobs, origin=origin)
 
 
 def _stream(

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from core.log_messages import RequestTrace
 from core.messages import PieceCounts, StatusReply, TokenDelta
+from core.placement_messages import PlacementView
 from core.request import Origin, SamplingParams
 from services.api.prompt_text import PromptText
 
@@ -48,9 +49,10 @@ class GenerationBackend(Protocol):
         text: PromptText | None = None,
         origin: Origin | None = None,
         priority: int = 0,
+        cache_salt: str = "",
     ) -> AsyncGenerator[TokenDelta, None]:
         """The deltas of one request; the last has ``finish_reason`` set. ``text`` is for forecasts; a
-        lower ``priority`` goes first.
+        lower ``priority`` goes first; cached prefixes are shared with requests of the same ``cache_salt``.
 
         What becomes of it can be asked for under its ``origin``.
 
@@ -69,6 +71,14 @@ class GenerationBackend(Protocol):
 
     async def metrics(self) -> str:
         """The metrics of every process that can be reached, as one exposition (``metrics_page``)."""
+        ...
+
+    async def placement(self) -> PlacementView:
+        """What the Router says of its placements.
+
+        Raises:
+            FarsightError: It cannot be asked now.
+        """
         ...
 
     async def explain(self, response_id: str) -> tuple[RequestTrace, ...]:

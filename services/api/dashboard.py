@@ -1,4 +1,4 @@
-"""The overview page for operators: one file without outside resources, which asks ``/status`` by itself."""
+"""The pages for operators: each is one file without outside resources, which asks for its figures by itself."""
 
 from __future__ import annotations
 
@@ -18,10 +18,14 @@ DASHBOARD_HEADERS = {
 
 
 @cache
-def dashboard_page() -> str:
-    """The page, read once.
+def operator_page(name: str) -> str:
+    """``dashboard`` or ``placement``, with the style that they share; read once.
 
     Raises:
         FileNotFoundError: The installation is incomplete.
     """
-    return resources.files("services.api").joinpath("dashboard.html").read_text(encoding="utf-8")
+    return _read(f"{name}.html").replace("/* style.css */", _read("style.css"))
+
+
+def _read(name: str) -> str:
+    return resources.files("services.api").joinpath(name).read_text(encoding="utf-8")

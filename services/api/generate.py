@@ -43,7 +43,7 @@ class ChoiceResult:
 
     def add(self, delta: TokenDelta) -> None:
         self.texts.append(delta.text)
-        self.num_tokens += len(delta.token_ids)
+        self.num_tokens += delta.num_tokens
         self.finish_reason = delta.finish_reason
         self.cached_len += first_cached_len(delta)
         if delta.logprobs is not None:
@@ -61,8 +61,11 @@ class ChoiceResult:
 
 
 def first_cached_len(delta: TokenDelta) -> int:
-    """What a delta adds to the cached prompt tokens: those of a resumed attempt were known already."""
-    return delta.cached_len if delta.start == 0 else 0
+    """What a delta adds to the cached prompt tokens: those of a resumed attempt were known already.
+
+    Another server tells them with the last delta, which has no token ids.
+    """
+    return delta.cached_len if delta.start == 0 or not delta.token_ids else 0
 
 
 async def run_jobs(backend: GenerationBackend, generation: Generation) -> AsyncGenerator[tuple[int, TokenDelta], None]:
@@ -103,7 +106,7 @@ def shown_choices(generation: Generation, results: Sequence[ChoiceResult]) -> li
 def _without_output(delta: TokenDelta) -> TokenDelta:
     """What is left where no token was asked for: the end, and what is to be said of the prompt."""
     logprobs = None if delta.logprobs is None else dataclasses.replace(delta.logprobs, output=())
-    return dataclasses.replace(delta, token_ids=(), text="", finish_reason="length", logprobs=logprobs)
+    return dataclasses.replace(delta, token_ids=(), num_unnamed=0, text="", finish_reason="length", logprobs=logprobs)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
@@ -128,7 +131,8 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T
 async def _run_one(
     backend: GenerationBackend, index: int, job: Job, origin: Origin
 ) -> AsyncGenerator[tuple[int, TokenDelta], None]:
-    async with aclosing(backend.stream(job.prompt_ids, job.sampling, job.text, origin, job.priority)) as stream:
+    deltas = backend.stream(job.prompt_ids, job.sampling, job.text, origin, job.priority, job.cache_salt)
+    async with aclosing(deltas) as stream:
         async for delta in stream:
             if delta.finish_reason in ("error", "abort"):
                 raise _failed(delta)

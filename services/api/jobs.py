@@ -30,13 +30,14 @@ class Job:
 
     Attributes:
         text: None of a prompt that came as token ids.
-        priority: As in ``core.request.Request``.
+        priority, cache_salt: As in ``core.request.Request``.
     """
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     text: PromptText | None = None
     priority: int = 0
+    cache_salt: str = ""
 
     @property
     def prompt_len(self) -> int:
@@ -203,7 +204,7 @@ def _job(
         why = f"a prompt of {len(prompt_ids)} tokens and the output must fit"
         raise _too_long(limit.field, str(limit.max_new_tokens), room, why, model)
     sampling = _sampling(body, default if limit is None else limit.max_new_tokens, model)
-    return Job(prompt_ids, sampling, text, body.priority or 0)
+    return Job(prompt_ids, sampling, text, body.priority or 0, body.cache_salt or "")
 
 
 def _sampling(body: SamplingFields, max_new_tokens: int, model: ModelInfo) -> SamplingParams:

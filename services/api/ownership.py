@@ -31,5 +31,14 @@ def owns(key: str, owner: bytes) -> bool:
     return hmac.compare_digest(_hash(key, owner[:_SALT_BYTES]), owner[_SALT_BYTES:])
 
 
+def salt_of(key: str, cache_salt: str) -> str:
+    """What is shared by the requests of one key only; another key's cannot be made with any ``cache_salt``.
+
+    The key does not follow from it, as far as keys cannot be guessed.
+    """
+    digest = hashlib.blake2b(key.encode(), digest_size=_SALT_BYTES, person=b"cache salt").hexdigest() if key else ""
+    return f"{digest}\0{cache_salt}"
+
+
 def _hash(key: str, salt: bytes) -> bytes:
     return hashlib.blake2b(key.encode(), salt=salt, digest_size=_HASH_BYTES).digest()

@@ -126,6 +126,8 @@ class Health(BaseModel):
 
 
 class ActorStatus(BaseModel):
+    """``url`` and ``breaker`` are of replicas that are other servers; empty for all else."""
+
     name: str
     kind: str
     pid: int
@@ -135,6 +137,8 @@ class ActorStatus(BaseModel):
     last_step_age_s: float | None
     restarts: int
     http_port: int
+    url: str = ""
+    breaker: str = ""
 
 
 class KVStatus(BaseModel):
@@ -168,12 +172,13 @@ class LearntVersion(BaseModel):
 
 
 class Status(BaseModel):
-    """``emulated`` as in ``ModelCard``."""
+    """``emulated`` as in ``ModelCard``; ``queue_delay_s`` as in ``StatusReply``."""
 
     actors: list[ActorStatus]
     kv: KVStatus
     learnt: list[LearntVersion] = []
     emulated: str | None = None
+    queue_delay_s: float | None = None
 
 
 def model_card(model: ModelInfo) -> ModelCard:
@@ -187,7 +192,13 @@ def status_reply(reply: StatusReply, model: ModelInfo) -> Status:
     learnt = [_as(LearntVersion, artefact) for artefact in reply.artefacts]
     traffic = dataclasses.asdict(reply.kv.traffic)
     pools = {name: getattr(reply.kv, name) for name in KVStatus.model_fields if name not in traffic}
-    return Status(actors=actors, kv=KVStatus(**pools, **traffic), learnt=learnt, emulated=model.emulated or None)
+    return Status(
+        actors=actors,
+        kv=KVStatus(**pools, **traffic),
+        learnt=learnt,
+        emulated=model.emulated or None,
+        queue_delay_s=reply.queue_delay_s,
+    )
 
 
 def _as(model: type[_Model], record: object) -> _Model:

@@ -49,6 +49,7 @@ EXPECTED: dict[str, str] = {
     "logprobs": f"an integer from 0 to {MAX_LOGPROBS} for a completion, true or false for a chat",
     "top_logprobs": f"an integer from 0 to {MAX_TOP_LOGPROBS}",
     "priority": f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}",
+    "cache_salt": "a string of 1 to 1024 characters",
     "benchmark_len": "an integer >= 1",
     "seed": "an integer from 0 to 2**64 - 1",
     "stop": f"a non-empty string or a list of up to {MAX_STOP_STRINGS} of them",
@@ -191,6 +192,9 @@ class SamplingFields(StrictModel):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: LogitBias = Field((), description="By token id, what is added to its logit, -100 to 100.")
     n: int | None = Field(None, ge=1, le=MAX_N, description="Choices a prompt; choice i is drawn with seed + i.")
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=1024, description="Extension; only requests of the same salt share prefixes."
+    )
     priority: int | None = Field(
         None, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Extension; lower goes first; 0 if not given."
     )

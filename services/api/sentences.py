@@ -62,12 +62,27 @@ def _placed(facts: Facts) -> str:
         cached = f"{_tokens(facts, 'hit_len')} of the prompt {'is' if facts.get('hit_len') == 1 else 'are'}"
         total = _seconds({"cost_s": cost_s}, "cost_s")
         return f"{where} ({reason}: {_E2_REASONS[reason]}). {cached} believed cached there; cost {total}: {parts}."
+    if "memory_s" in facts:
+        return f"{where} ({reason}). {_forecast_price(facts)}"
     if "work_tokens" in facts:
         least, most = _tokens(facts, "work_tokens"), _count(facts, "most_work_tokens")
         beside = "the only one" if facts.get("num_replicas") == 1 else f"the busiest of {_count(facts, 'num_replicas')}"
         busiest = "" if beside == "the only one" else f"; {beside} had {most}"
         return f"{where}, {'the one with the least work' if busiest else beside}: {least} outstanding{busiest}."
     return f"{where} ({reason})."
+
+
+def _forecast_price(facts: Facts) -> str:
+    """Of E2 with forecasts."""
+    names = ("queue_s", "prefill_s", "decode_s", "evict_s", "memory_s")
+    total = _seconds({"cost_s": sum(float(facts.get(name, 0.0)) for name in names)}, "cost_s")
+    queue, prefill, decode, evict, memory = (_seconds(facts, name) for name in names)
+    cached = f"{_tokens(facts, 'hit_len')} of the prompt {'is' if facts.get('hit_len') == 1 else 'are'}"
+    return (
+        f"{cached} believed cached there, {_tokens(facts, 'predicted_len')} of output expected; it costs itself and "
+        f"those there {total}: {queue} of prompts before its own, {prefill} for its own, {decode} of shared steps, "
+        f"{evict} to make room, {memory} until it fits."
+    )
 
 
 _E2_REASONS = {
@@ -220,6 +235,13 @@ def _answered(facts: Facts) -> str:
     return f"{ends}: {_tokens(facts, 'output_tokens')} in {_seconds(facts, 'jct_s')}{first}{times}."
 
 
+def _sent(facts: Facts) -> str:
+    waited = float(facts.get("waited_s", 0.0))
+    when = "at once" if waited < 1e-3 else f"after a wait of {_seconds(facts, 'waited_s')}"
+    there = f"{_count(facts, 'num_admitted')} are there, {_count(facts, 'num_waiting')} wait"
+    return f"Sent to the other server {when} ({there})."
+
+
 _SENTENCES: dict[str, Callable[[Facts], str]] = {
     "received": _received,
     "placed": _placed,
@@ -257,6 +279,14 @@ _SENTENCES: dict[str, Callable[[Facts], str]] = {
     "first_token": lambda facts: f"First token, {_seconds(facts, 'ttft_s')} after the request came.",
     "client_slow": lambda facts: f"Rests: its client has {_count(facts, 'unread_deltas')} pieces unread.",
     "client_reads": lambda facts: "Goes on: its client reads again.",
+    "sent": _sent,
+    "returned": lambda facts: f"Given back, to go elsewhere: {facts.get('reason', 'the other server is not there')}.",
+    "server_ended": lambda facts: (
+        f"The other server ended it ({facts.get('reason')}) after {_tokens(facts, 'output_tokens')}."
+    ),
+    "server_failed": lambda facts: (
+        f"The other server failed {_tokens(facts, 'output_tokens')} into it: {facts.get('reason')}."
+    ),
     "finished": _finished,
     "answered": _answered,
 }

@@ -33,7 +33,7 @@ async def chunks(
     try:
         async with aclosing(run_jobs(backend, generation)) as deltas:
             async for index, delta in deltas:
-                num_tokens += len(delta.token_ids)
+                num_tokens += delta.num_tokens
                 if delta.cached_len and index % generation.num_tries == 0:
                     num_cached += first_cached_len(delta)
                 chunk = writer.output(index, delta)

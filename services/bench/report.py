@@ -17,7 +17,7 @@ from typing import Any
 
 from services.bench.statistics import Metrics
 
-PACKAGES = ("farsight", "torch", "ray", "tokenizers", "aiohttp", "uvloop")
+PACKAGES = ("farsight", "torch", "triton", "xformers", "ray", "tokenizers", "aiohttp", "uvloop")
 
 _LATENCIES = ("ttft", "tpot", "itl", "mtpot", "jct")
 _POINTS = ("mean", "p50", "p99")

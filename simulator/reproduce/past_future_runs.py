@@ -15,9 +15,9 @@ from policies.fcfs import Fcfs
 from policies.job import Job
 from policies.length_history import LengthHistory
 from policies.past_future import HistoryLengths, PastFuture, TrueLengths, future_memory
-from policies.protocols import Admission
+from policies.protocols import Admission, ReplicaPolicies
 from policies.recompute import NewestGiveWay
-from policies.replica_scheduler import ReplicaPolicies, ReplicaScheduler, SchedulerLimits
+from policies.replica_scheduler import ReplicaScheduler, SchedulerLimits
 from simulator.fleet import Fleet, FleetShape
 from simulator.latency import A100_7B, LatencyModel
 from simulator.lengths import D1, D2, D3, LengthPair, LogNormal

@@ -7,6 +7,7 @@ from simulator.reproduce.fast_serve import FAST_SERVE
 from simulator.reproduce.magnus import MAGNUS
 from simulator.reproduce.multi_bin import MULTI_BIN
 from simulator.reproduce.past_future import PAST_FUTURE
+from simulator.reproduce.placements import PLACEMENTS
 from simulator.reproduce.preble import PREBLE_RESULTS
 from simulator.reproduce.rows import Reproduction
 
@@ -16,6 +17,7 @@ _ALL: tuple[Reproduction, ...] = (
     *FAST_SERVE,
     *PAST_FUTURE,
     *PREBLE_RESULTS,
+    *PLACEMENTS,
     *COMBINED,
 )
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,21 @@ from core.config import EXECUTIONS, BatchConfig, ModelConfig, SchedulerConfig
 from core.log_messages import BatchPage, LogQuery
 from services.client import EngineClient
 from tests.actors.conftest import open_house
-from tests.actors.house import ENGINE, House, Truth, calm_client, eventually, kill, read, rows, under_load
+from tests.actors.house import (
+    ENGINE,
+    NUM_PROMPTS,
+    PROMPTS,
+    House,
+    Reading,
+    Truth,
+    calm_client,
+    eventually,
+    kill,
+    read,
+    rows,
+    sampling,
+    under_load,
+)
 
 NUM_TOKENS = 250
 INDEXES = range(8)
@@ -80,3 +96,83 @@ async def test_a_batch_that_runs_out_of_memory_is_split_and_nobody_notices(cramp
         await read_all(client, truth)
     splits = await cramped.metric(ROUTER, "farsight:batch_splits_total")
     assert splits >= 1
+
+
+@pytest.fixture(scope="module", params=["magnus", "multi-bin"])
+def pulling(
+    request: pytest.FixtureRequest, ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[House]:
+    """Workers that only take time, and batches of four at most: there is always one that waits for an idle worker."""
+    tables = {
+        "engine": dataclasses.replace(ENGINE, device="emulated:a100-7b", kv_memory="1GiB"),
+        "batch": BatchConfig(batch_size=4, max_wait_s=0.2, num_bins=2),
+    }
+    scheduler = SchedulerConfig(preset=request.param)
+    with open_house("fused", actor_model_dir, tmp_path_factory.mktemp("log"), scheduler, **tables) as house:
+        yield house
+
+
+@asynccontextmanager
+async def kept_busy(client: EngineClient) -> AsyncIterator[Callable[[], Coroutine[Any, Any, bool]]]:
+    """Every prompt is sent again and again, always to the same answer; yields what says whether each has been since."""
+    expected = await asyncio.gather(*(read(client, index, 40) for index in range(NUM_PROMPTS)))
+    num_done = [0] * NUM_PROMPTS
+    ends = asyncio.Event()
+
+    async def repeat(index: int) -> None:
+        while not ends.is_set():
+            assert await read(client, index, 40) == expected[index]
+            num_done[index] += 1
+
+    tasks = [asyncio.create_task(repeat(index)) for index in range(NUM_PROMPTS)]
+
+    async def answered() -> bool:
+        assert not any(task.done() for task in tasks), "a client has got another answer"
+        if min(num_done) < 2:
+            return False
+        num_done[:] = [0] * NUM_PROMPTS
+        return True
+
+    yield answered
+    ends.set()
+    await asyncio.gather(*tasks)
+
+
+async def test_idle_workers_pull_from_one_queue_while_others_come_and_go_and_die(pulling: House) -> None:
+    async with calm_client(pulling) as client, kept_busy(client) as answered:
+
+        async def newest_runs() -> bool:
+            found = await rows(client)
+            return found["worker-2"].state == "ready" and found["worker-2"].queue > 0
+
+        await client.scale("replica", 3)
+        await eventually(newest_runs, "the new worker pulls")
+        kill({(await rows(client))["worker-2"].pid})
+        await eventually(answered, "the others serve on")
+        await eventually(newest_runs, "it is back and pulls")
+        await client.scale("replica", 1)
+        await eventually(answered, "one serves on")
+        await client.scale("replica", 2)
+        await eventually(answered, "two serve on")
+    batches = (await pulling.ask(LOG_STORE, "read_batches", LogQuery(0, 1000), BatchPage)).records
+    assert {batch.worker for batch in batches} == {"0", "1", "2"}
+    assert max(batch.num_requests for batch in batches) == 4
+
+
+async def test_the_requests_of_a_worker_that_dies_with_a_batch_wait_again_and_another_one_pulls_them(
+    pulling: House,
+) -> None:
+    async with calm_client(pulling) as client:
+        undisturbed = await asyncio.gather(*(read(client, index, 200) for index in range(8)))
+        readings = [Reading(client, PROMPTS[index], sampling(index, 200)) for index in range(8)]
+        before = await rows(client)
+
+        async def running() -> bool:
+            return (await rows(client))["worker-1"].queue > 0 and any(reading.tokens for reading in readings)
+
+        await eventually(running, "a batch runs")
+        kill({before["worker-1"].pid})
+        assert [await reading.finish() for reading in readings] == list(undisturbed)
+        records = await pulling.log(*(reading.request_id for reading in readings))
+        moved = [record for record in records if record.attempts > 1]
+        assert 1 <= len(moved) <= 4, "those of one batch"

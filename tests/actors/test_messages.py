@@ -28,13 +28,13 @@ from core.log_messages import (
 from core.messages import (
     SCHEMA_VERSION,
     Announce,
-    Ended,
     ForecastQuestions,
     ForecastsMade,
     Keys,
     PieceStatus,
     Plan,
     ReplicaName,
+    ReplicaNews,
     ReplicaState,
     ReportPoll,
     Scale,
@@ -54,7 +54,7 @@ TAKES: dict[str, dict[str, Any]] = {
         "announce": Announce,
         "introduce": PieceStatus,
         "replica_state": ReplicaState,
-        "requests_ended": Ended,
+        "replica_news": ReplicaNews,
         "drain": ReplicaName,
         "forget": ReplicaName,
         "explain": TraceQuery,
@@ -88,10 +88,10 @@ TAKES: dict[str, dict[str, Any]] = {
 """What each piece takes, by method."""
 
 TAKES_NOTHING = {
-    "router": {"ingress_rows", "model"},
-    "scheduler-0": set(),
+    "router": {"ingress_rows", "model", "outlook", "placement"},
+    "scheduler-0": {"cached"},
     "kv-offload-manager-0": {"usage"},
-    "worker-0": {"connect"},
+    "worker-0": {"connect", "gather"},
     "length-predictor-0": {"forecast"},
     "serving-time-estimator-0": {"profile"},
     "log-store": {"artefacts"},

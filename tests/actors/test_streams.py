@@ -11,7 +11,8 @@ import pytest
 
 from actors.names import ROUTER, kv_offload_manager_name, worker_name
 from core.errors import CapacityError, InvalidValueError
-from core.messages import KVUsage, Submit, SubmitReply, TokenBatches, TokenDelta, TokenPoll
+from core.kv_messages import KVUsage
+from core.messages import Submit, SubmitReply, TokenBatches, TokenDelta, TokenPoll
 from core.request import Request, SamplingParams
 from services.client import SLOW_DELTAS, EngineClient
 from tests.actors.house import (

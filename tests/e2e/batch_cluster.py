@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from services.batch.submit import connect, submit_entrypoint
-from services.cluster import any_agent_port
+from services.cluster import few_daemons
 from services.signals import StopSignal
 
 
@@ -32,7 +32,7 @@ def main(command: str | None) -> None:
     import ray
 
     try:
-        with any_agent_port():
+        with few_daemons():
             context = ray.init(
                 address="local",
                 num_cpus=1,

@@ -11,7 +11,7 @@ import sys
 
 import ray
 
-from services.haproxy import free_ports
+from tests.free_ports import free_port
 
 
 def main() -> None:
@@ -19,7 +19,7 @@ def main() -> None:
         address="local",
         num_cpus=2,
         include_dashboard=True,
-        dashboard_port=free_ports(1)[0],
+        dashboard_port=free_port(),
         object_store_memory=100_000_000,
         log_to_driver=False,
         logging_level=logging.ERROR,

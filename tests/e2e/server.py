@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,24 +15,14 @@ from typing import Any
 
 import psutil
 
+from tests.free_ports import free_port
+
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 10.0
 """What is promised of Ctrl-C ..."""
 
 GONE_TIMEOUT_S = 60.0
 """... and how long a test waits where that is not what it is about."""
-
-
-def free_port() -> int:
-    """A port that nobody has, from below those that the system gives to outgoing connections: Ray opens many."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 30_000)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
 
 
 def farsight(*args: str) -> list[str]:

@@ -37,9 +37,9 @@ class RunningCluster:
     address: str
     token: str
 
-    def batch(self, source: Path, target: Path) -> BatchRun:
+    def batch(self, source: Path, target: Path, concurrency: int = 8) -> BatchRun:
         env = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": self.token}
-        return start_batch(source, target, "--address", self.address, "--concurrency", "8", env=env)
+        return start_batch(source, target, "--address", self.address, "--concurrency", str(concurrency), env=env)
 
     def processes(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
@@ -98,7 +98,7 @@ def test_nothing_is_left_in_the_cluster(
     assert not hosts_among(cluster.processes())
     assert not target.exists()
 
-    again = cluster.batch(source, target)
+    again = cluster.batch(source, target, concurrency=256)  # nobody ends this one before it is done
     assert again.wait() == 0, again.said()
     assert "farsight batch: goes on from " in again.said()
     check_output(target, NUM_LINES)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from openai import OpenAI
 from playwright.sync_api import Locator, Page, expect, sync_playwright
 
 from tests.e2e.server import Server, start_server
@@ -20,6 +21,7 @@ LONG_MS = 90_000
 pytestmark = [
     pytest.mark.skipif(chromium_path() is None, reason="neither chromium nor google-chrome is installed"),
     pytest.mark.timeout(300),
+    pytest.mark.alone,
 ]
 
 
@@ -65,3 +67,12 @@ def test_a_killed_service_turns_red_and_then_green(split_server: Server, page: P
     expect(card.locator("[data-field=restarts]")).to_have_text(str(restarts + 1))
     expect(page.get_by_test_id("overall")).to_have_text(re.compile("All .* services ready"), timeout=LONG_MS)
     page.screenshot(path=tmp_path / "green.png")
+
+
+def test_placements_of_a_real_router_are_shown(split_server: Server, page: Page) -> None:
+    with OpenAI(base_url=f"{split_server.base_url}/v1", api_key="none") as client:
+        client.completions.create(model=client.models.list().data[0].id, prompt="One", max_tokens=2)
+    page.get_by_test_id("to-placement").click()
+    expect(page.get_by_test_id("policy")).to_have_text("round-robin", timeout=LONG_MS)
+    expect(page.get_by_test_id("reasons")).to_contain_text("in turn")
+    expect(page.get_by_test_id("replicas").locator("tbody tr")).to_have_count(1)

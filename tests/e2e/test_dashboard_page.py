@@ -16,11 +16,13 @@ import uvicorn
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from core.decisions import Decision, pack_decisions
+from core.errors import FarsightError
 from core.log_messages import RequestTrace
 from core.messages import PieceStatus
+from core.placement_messages import PlacementView, PrefixView, ReasonCount, RecentPlacement, ReplicaView
 from services.api.app import build_app
 from services.api.prompts import PromptEncoder
-from tests.e2e.server import free_port
+from tests.free_ports import free_port
 from tests.unit.services.api.api_support import MODEL, ScriptedBackend, write_model_dir
 
 CHROMIUM_FLAGS = [
@@ -151,6 +153,8 @@ def test_every_piece_has_a_card(page: Page) -> None:
     for words in ("worker-1", "ready", "18 ms ago", "pid 123456 · gpu-node-17", "6"):
         expect(worker).to_contain_text(words)
     expect(page.get_by_test_id("card-ingress-0001")).to_contain_text("none yet")
+    expect(worker.locator(".breaker")).to_be_hidden()
+    expect(page.get_by_test_id("delay")).to_contain_text("1.3 s")
     expect(page.get_by_test_id("banner")).to_be_hidden()
     expect(page.get_by_test_id("emulated")).to_be_hidden()
 
@@ -183,7 +187,7 @@ def test_a_dead_piece_turns_red_and_then_green_again(page: Page, live: LiveServe
     expect(pill).not_to_have_css("color", green)
     expect(page.get_by_test_id("overall")).to_have_text(f"1 of {len(PIECES)} down: worker-1")
     live.backend.pieces = with_state("worker-1", "starting", restarts=1, last_step_age_s=None)
-    expect(card).to_have_attribute("data-state", "starting", timeout=3000)
+    expect(card).to_have_attribute("data-state", "starting", timeout=30_000)
     expect(page.get_by_test_id("overall")).to_have_text(f"1 of {len(PIECES)} not ready: worker-1")
     live.backend.pieces = with_state("worker-1", "ready", restarts=1, queue=5)
     expect(card).to_have_attribute("data-state", "ready", timeout=3000)
@@ -200,6 +204,25 @@ def test_a_death_that_no_poll_has_seen_turns_red_for_a_while(page: Page, live: L
     expect(page.get_by_test_id("overall")).to_have_text(f"1 of {len(PIECES)} just restarted: router")
     expect(card).to_have_attribute("data-state", "ready", timeout=30_000)
     expect(page.get_by_test_id("overall")).to_have_text(f"All {len(PIECES)} services ready")
+
+
+def test_a_death_that_one_poll_has_seen_stays_red_for_a_while(page: Page, live: LiveServer) -> None:
+    """The next poll may follow at once, where the one that saw it had to wait for the dead piece."""
+    page.clock.install()
+    page.reload()
+    card = page.get_by_test_id("card-worker-1")
+    expect(card).to_have_attribute("data-state", "ready")
+    page.clock.pause_at(time.time() + 60.0)
+    live.backend.pieces = with_state("worker-1", "dead")
+    page.clock.run_for(1100)
+    expect(card).to_have_attribute("data-state", "dead")
+    live.backend.pieces = with_state("worker-1", "ready", pid=4712, restarts=1)
+    page.clock.run_for(1100)
+    expect(card).to_have_attribute("data-state", "restarted")
+    expect(card).to_have_attribute("data-level", "bad")
+    page.clock.run_for(1100)
+    page.clock.run_for(1100)
+    expect(card).to_have_attribute("data-state", "ready")
 
 
 def test_a_piece_that_disappears_stays_for_a_minute(page: Page, live: LiveServer) -> None:
@@ -281,3 +304,69 @@ def test_a_request_is_explained_and_an_unknown_one_is_said_to_be(page: Page, liv
     expect(rows.nth(0)).to_contain_text("a prompt of 7 tokens")
     expect(rows.nth(1)).to_contain_text("1.500 singressRefused: <b>too long</b>.")
     expect(page.get_by_test_id("explain-note")).to_be_empty()
+
+
+PLACEMENTS = PlacementView(
+    "e2",
+    by_prefixes=True,
+    replicas=(
+        ReplicaView("10", False, 0, 0.0, 0.0, 0.0, 0, 26_880),
+        ReplicaView("0", True, 14, 21_400.0, 6.4, 2.1, 20_992, 26_880),
+        ReplicaView("1", True, 9, 12_250.0, 2.2, 3.9, 17_024, 26_880),
+        ReplicaView("2", True, 11, 15_020.0, 3.1, 2.8, 26_624, 26_880),
+    ),
+    prefixes=(
+        PrefixView(0, 1024, 1024, 58, 14, ("0", "2")),
+        PrefixView(1, 512, 1536, 31, 6, ("0",)),
+        PrefixView(2, 256, 1792, 17, 3, ("0",)),
+        PrefixView(1, 640, 1664, 27, 8, ("2",), assigned=("1",)),
+        PrefixView(0, 2048, 2048, 40, 9, ("1",)),
+    ),
+    reasons=(ReasonCount("exploit", 204), ReasonCount("explore", 61), ReasonCount("rebalance", 9)),
+    recent=(
+        RecentPlacement(1_700_000_012.0, "2", "exploit", 1702, 1664),
+        RecentPlacement(1_700_000_011.5, "1", "<i>explore</i>", 820, 0),
+    ),
+)
+
+
+def test_placement_is_shown(page: Page, live: LiveServer, tmp_path: Path) -> None:
+    """Load by replica, reasons, and who caches which prefix; in a small window nothing is wider than that."""
+    live.backend.placements = PLACEMENTS
+    page.get_by_test_id("to-placement").click()
+    expect(page.get_by_test_id("policy")).to_have_text("e2")
+    replicas = page.get_by_test_id("replicas").locator("tbody tr")
+    expect(replicas).to_have_count(4)
+    expect(replicas.nth(0)).to_contain_text("014" + "21,4008.5 s" + "20,992 of 26,880")
+    expect(replicas.nth(3)).to_contain_text("10 (takes none)")
+    expect(page.get_by_test_id("reasons").locator("tbody tr").nth(2)).to_contain_text("rebalance9")
+    prefixes = page.get_by_test_id("prefixes")
+    expect(prefixes.locator("thead .cell")).to_have_text(["0", "1", "2"])
+    expect(prefixes.locator("tbody tr").nth(0).locator(".cached")).to_have_count(2)
+    expect(prefixes.locator("tbody tr").nth(3).locator(".assigned")).to_have_attribute("title", "1: assigned")
+    indents = prefixes.locator("tbody td:first-child").evaluate_all("all => all.map(each => each.style.paddingLeft)")
+    assert indents == ["0px", "16px", "32px", "16px", "0px"]
+    expect(page.get_by_test_id("recent").locator("tbody tr").nth(1)).to_contain_text("<i>explore</i>8200")
+    page.screenshot(path=tmp_path / "placement.png")
+    page.set_viewport_size({"width": 390, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    live.backend.placements = FarsightError("the Router does not answer")
+    expect(page.get_by_test_id("banner")).to_contain_text("the Router does not answer", timeout=5000)
+
+
+def test_placement_without_prefixes_shows_no_tree(page: Page, live: LiveServer) -> None:
+    live.backend.placements = PlacementView("round-robin", replicas=(ReplicaView("0", True, 3, 90.0),))
+    page.get_by_test_id("to-placement").click()
+    expect(page.get_by_test_id("replicas")).to_contain_text("0390")
+    expect(page.get_by_test_id("replicas").locator("thead .cached")).to_be_hidden()
+    expect(page.locator("#tree")).to_be_hidden()
+
+
+def test_another_server_is_shown_with_its_address_and_breaker(page: Page, live: LiveServer) -> None:
+    url, why = "http://10.0.0.5:8000/v1", "open: <b>no connection</b>"
+    live.backend.pieces = (*PIECES, piece("backend-0", "OpenAIBackend", "waiting", url=url, breaker=why))
+    card = page.get_by_test_id("card-backend-0")
+    expect(card.locator(".process")).to_have_text(url, timeout=3000)
+    expect(card.locator(".breaker")).to_have_text(f"breaker {why}")
+    expect(card).to_contain_text("Last answer")
+    expect(page.get_by_test_id("overall")).to_contain_text("not ready: backend-0")

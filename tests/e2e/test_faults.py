@@ -12,11 +12,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.streams import LONG_S, MAX_TRIES, Stream, Streams, open_streams, streams_midway
 from tests.e2e.server import Server, start_server
-from tests.e2e.streams import LONG_S, MAX_TRIES, Stream, Streams, open_streams, streams_midway
 
 NUM_STREAMS = 64
 NUM_TOKENS = 400
@@ -49,11 +50,13 @@ class Recovery:
 
 @pytest.fixture(scope="module")
 def recoveries(request: pytest.FixtureRequest) -> Iterator[list[Recovery]]:
-    """Printed as one table when the module is done."""
+    """Printed as one table when the module is done; processes of pytest-xdist have no terminal for it."""
     found: list[Recovery] = []
     yield found
     plugins = request.config.pluginmanager
     reporter = plugins.getplugin("terminalreporter")
+    if reporter is None:
+        return
     with plugins.getplugin("capturemanager").global_and_fixture_disabled():
         reporter.write_line("")
         reporter.write_line(f"{'killed at once':35} {'piece':27} {'dead after':>12} {'ready after':>12}")
@@ -147,15 +150,14 @@ async def _kill_an_ingress(server: Server) -> None:
         undisturbed = await streams.finish()
     for _ in range(MAX_TRIES):
         async with streams_midway(server.base_url, NUM_STREAMS, NUM_TOKENS) as streams:
-            ingresses = [row for row in (await streams.rows()).values() if row["kind"] == "Ingress"]
-            assert len(ingresses) == 2
-            if not all(row["queue"] for row in ingresses):
-                continue  # Ray Serve has given all of them to one replica
+            ingresses = await _both_busy(streams)
+            if not ingresses:
+                continue  # the streams ended too soon, or Ray Serve has given all of them to one replica
             os.kill(ingresses[0]["pid"], signal.SIGKILL)
             each = await streams.finish()
         break
     else:
-        raise AssertionError(f"{MAX_TRIES} times one ingress replica had all the streams")
+        raise AssertionError(f"{MAX_TRIES} times the streams were never seen at both ingress replicas")
     victim = ingresses[0]
     broken = [index for index, stream in enumerate(each) if stream.broken]
     assert 0 < len(broken) < NUM_STREAMS
@@ -168,6 +170,17 @@ async def _kill_an_ingress(server: Server) -> None:
             assert stream.outcome == reference.outcome, f"stream {index} is of the other replica"
     await asyncio.to_thread(_wait_two_ingresses, server, victim["name"])
     await asyncio.to_thread(server.wait_idle, LONG_S)
+
+
+async def _both_busy(streams: Streams) -> list[dict[str, Any]]:
+    """The rows of both ingress replicas once they tell of streams, which they do now and then; else none."""
+    while not any(stream.ended for stream in streams.each):
+        ingresses = [row for row in (await streams.rows()).values() if row["kind"] == "Ingress"]
+        assert len(ingresses) == 2
+        if all(row["queue"] for row in ingresses):
+            return ingresses
+        await asyncio.sleep(0.05)
+    return []
 
 
 def _wait_two_ingresses(server: Server, victim: str) -> None:

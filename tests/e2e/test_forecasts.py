@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -43,9 +45,14 @@ def sample(base_url: str, name: str) -> float:
     return sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith(name))
 
 
-def complete(server: Server, prompt: str | list[int], **fields: int) -> None:
+def client_of(server: Server) -> httpx.Client:
+    """One for all requests: to make one takes longer than to be answered."""
+    return httpx.Client(base_url=server.base_url, timeout=120)
+
+
+def complete(client: httpx.Client, prompt: str | list[int], **fields: int) -> None:
     body = {"model": EMBEDDED_NAME, "prompt": prompt, "max_tokens": 5, **fields}
-    assert httpx.post(f"{server.base_url}/v1/completions", json=body, timeout=120).status_code == 200
+    assert client.post("/v1/completions", json=body).status_code == 200
 
 
 def status(server: Server) -> dict[str, Any]:
@@ -64,9 +71,10 @@ def test_every_request_is_foreseen_and_what_was_foreseen_badly_is_learnt(tmp_pat
     settings = config(tmp_path, "[engine]\nbenchmark_mode = true\n[predictor]\nlearn_every_s = 4\n")
     predictor = str(train(tmp_path))
     server = start_server(tmp_path / "log", "--preset", "farsight", "--predictor", predictor, *settings)
+    client = client_of(server)
     try:
         for prompt in ("Say:\nnumber 3", "Tell:\nnumber 4", [1, 2, 3]):
-            complete(server, prompt)
+            complete(client, prompt)
         for name in ('farsight:forecasts_total{source="forest"}', 'farsight:log_records_total{kind="forecasts"}'):
             eventually(lambda name=name: sample(server.base_url, name) == 2, "token ids have no text to go by")
         assert (sample(server.base_url, "farsight:forecast_version"), status(server)["learnt"]) == (1, [])
@@ -74,7 +82,7 @@ def test_every_request_is_foreseen_and_what_was_foreseen_badly_is_learnt(tmp_pat
         with ThreadPoolExecutor(16) as threads:  # what was short is long now
             lengths = [70 + i % 40 for i in range(160)]
             requests = [(f"Say:\nnumber {num}", {"max_tokens": 400, "benchmark_len": num}) for num in lengths]
-            for done in [threads.submit(complete, server, prompt, **fields) for prompt, fields in requests]:
+            for done in [threads.submit(complete, client, prompt, **fields) for prompt, fields in requests]:
                 done.result()
         eventually(lambda: sample(server.base_url, "farsight:forecast_version") > 1, "another version serves")
         eventually(lambda: bool(status(server)["learnt"]), "it is stored, and shown")
@@ -84,6 +92,7 @@ def test_every_request_is_foreseen_and_what_was_foreseen_badly_is_learnt(tmp_pat
         shown = subprocess.run(farsight("status", "--port", str(server.port)), capture_output=True, text=True)
         assert "learnt while serving" in shown.stdout and learnt[0]["kind"] in shown.stdout
     finally:
+        client.close()
         server.stop()
 
 
@@ -93,17 +102,29 @@ def test_another_predictor_comes_when_questions_queue(tmp_path: Path) -> None:
     settings = config(tmp_path, "[actors]\nmax_length_predictors = 2\n[predictor]\ncpu_share = 16.0\nlearn = false\n")
     server = start_server(tmp_path / "log", "--predictor", predictor, *settings)
 
+    client, enough = client_of(server), threading.Event()
+
     def num_predictors() -> int:
         return sum(row["kind"] == "LengthPredictor" for row in status(server)["actors"])
+
+    def ask_on(thread: int) -> None:
+        for number in itertools.count():
+            if enough.is_set():
+                return
+            complete(client, f"Tell:\n{thread}.{number}: " + "a long story of many words " * 20, max_tokens=1)
 
     try:
         assert num_predictors() == 1
         with ThreadPoolExecutor(32) as threads:
-            prompts = [f"Tell:\n{number}: " + "a long story of many words " * 20 for number in range(800)]
-            for done in [threads.submit(complete, server, prompt, max_tokens=1) for prompt in prompts]:
-                done.result()
-        eventually(lambda: num_predictors() == 2, "two of them")
+            asking = [threads.submit(ask_on, thread) for thread in range(32)]
+            try:
+                eventually(lambda: num_predictors() == 2, "two of them")
+            finally:
+                enough.set()
+            for each in asking:
+                each.result()
     finally:
+        client.close()
         server.stop()
 
 

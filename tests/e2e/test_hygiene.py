@@ -1,17 +1,13 @@
-"""A running server keeps to itself: its addresses, its token, its files."""
+"""A running server keeps to itself: its addresses and its token."""
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import grpc
-import httpx
 import psutil
-import pytest
 
-from services.launch import EMBEDDED_NAME
-from tests.e2e.server import STOP_TIMEOUT_S, Server, start_server
+from tests.e2e.server import Server
 
 GCS_METHOD = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
 REPLICA_METHOD = "/ray.serve.ASGIService/HandleRequest"
@@ -71,20 +67,3 @@ def test_rays_control_store_wants_the_token(server: Server) -> None:
 
 def test_no_usage_is_reported(server: Server) -> None:
     assert environment(server)["RAY_USAGE_STATS_ENABLED"] == "0"
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("proxy", ["serve", "haproxy"])
-def test_files_go_with_the_server(tmp_path: Path, proxy: str) -> None:
-    server = start_server(tmp_path / "log", "--proxy", proxy)
-    directory = Path(environment(server)["RAY_TMPDIR"])
-    assert directory.stat().st_mode & 0o077 == 0
-    if proxy == "haproxy":
-        check_listeners(server)
-        haproxy = next(child for child in server.children() if child.name() == "haproxy")
-        assert str(directory) in " ".join(haproxy.cmdline())
-    body = {"model": EMBEDDED_NAME, "prompt": "hello", "max_tokens": 8, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{server.base_url}/v1/completions", json=body, timeout=60) as reply:
-        assert [line for line in reply.iter_lines() if line][-1] == "data: [DONE]"
-    assert server.stop(signal.SIGINT) < STOP_TIMEOUT_S
-    assert not directory.exists()

@@ -23,7 +23,8 @@ import pytest
 import yaml
 
 from services.launch import EMBEDDED_NAME
-from tests.e2e.server import farsight, free_port
+from tests.e2e.server import farsight
+from tests.free_ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "deploy" / "serve.yaml"

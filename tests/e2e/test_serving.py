@@ -16,6 +16,7 @@ from engine import Engine
 from services.launch import EMBEDDED_MODEL
 from tests.e2e.server import Server, farsight, holds_torch
 
+ROW = {"name", "kind", "pid", "node", "state", "queue", "last_step_age_s", "restarts", "http_port", "url", "breaker"}
 NUM_STREAMS = 300
 IN_FLIGHT = 50
 KINDS = [
@@ -109,7 +110,7 @@ def test_status_shows_every_logical_piece(server: Server) -> None:
     kinds = [row["kind"] for row in shown["actors"]]
     assert sorted(kinds) == sorted(KINDS)
     for row in shown["actors"]:
-        assert set(row) == {"name", "kind", "pid", "node", "state", "queue", "last_step_age_s", "restarts", "http_port"}
+        assert set(row) == ROW
         assert row["state"] == "ready"
     table = subprocess.run(farsight("status", "--port", str(server.port)), capture_output=True, text=True, timeout=30)
     assert all(row["name"] in table.stdout for row in shown["actors"])

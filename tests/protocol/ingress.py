@@ -51,8 +51,8 @@ class IngressPiece:
 
     def _flush(self) -> None:
         """One submit at a time; what comes meanwhile goes with the next one."""
-        for request_id in self.ledger.take_given_up():
-            self.world.give_up(request_id)
+        for given_up in self.ledger.take_given_up():
+            self.world.give_up(given_up.request_id)
         if self._submits or not self.ledger.has_outgoing:
             return
         requests, aborts = self.ledger.take_outgoing()

@@ -10,6 +10,7 @@ from core.messages import Key, Slot
 from core.request import Request, SamplingParams
 from engine.sequence import Sequence
 from kvcache import BatchLimits, BlockManager, StepBatch, StepItem
+from kvcache.prefix import hash_blocks
 
 BLOCK = 4
 EOS = 0
@@ -107,6 +108,9 @@ class Device:
         self.num_cached_starts = 0
         self._reached: dict[str, tuple[int, int]] = {}  # position, in which life of its KV
 
+    def begin(self, batch: StepBatch, sequences: dict[str, Sequence]) -> None:
+        """There is one step at a time."""
+
     def execute(self, batch: StepBatch, sequences: dict[str, Sequence]) -> list[int | None]:
         assert len(batch.items) <= self._limits.max_num_seqs, f"{len(batch.items)} sequences in a step"
         assert batch.num_tokens <= self._limits.max_batch_tokens, f"{batch.num_tokens} tokens in a step"
@@ -179,4 +183,6 @@ class Device:
 
 def make_client(request_id: str, ingress_id: str, prompt_len: int, output_len: int, stops_after: int | None) -> Client:
     sampling = SamplingParams(output_len)
-    return Client(Request(request_id, 0, ingress_id, prompt_of(request_id, prompt_len), sampling), stops_after)
+    prompt = prompt_of(request_id, prompt_len)
+    hashes = tuple(hash_blocks(prompt, BLOCK))
+    return Client(Request(request_id, 0, ingress_id, prompt, sampling, prefix_hashes=hashes), stops_after)

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from core.cache_messages import CacheNotice, CacheReply, StartedRequest
 from core.messages import (
     Announce,
     AnnounceReply,
-    Ended,
     FinishedSequence,
     Key,
     Keys,
@@ -17,10 +17,10 @@ from core.messages import (
     Plan,
     Refusal,
     Refusals,
+    ReplicaNews,
     ReplicaState,
     ReportPoll,
     Slot,
-    SlotProgress,
     StepReport,
     Submit,
     SubmitReply,
@@ -30,8 +30,10 @@ from core.messages import (
 from policies.batch_scheduler import BatchScheduler
 from policies.global_events import (
     AbortOnReplica,
+    AskCache,
     AskReplica,
     BatchEnded,
+    CacheNoticed,
     GlobalEvent,
     IngressAnnounced,
     IngressLost,
@@ -43,22 +45,27 @@ from policies.global_events import (
     ReplicaUp,
     ReportLost,
     RequestsEnded,
+    RequestsStarted,
     TimePassed,
 )
 from policies.global_scheduler import GlobalScheduler
+from policies.protocols import ReplicaPolicies
 from policies.replica_events import (
     BatchBroken,
+    CacheTold,
     Event,
     RefuseRequest,
     RequestEnded,
     RequestsAborted,
     RequestsArrived,
+    RequestStarted,
     SendPlan,
     WorkerConnected,
     WorkerLost,
     WorkerReported,
 )
-from policies.replica_scheduler import ReplicaScheduler
+from policies.replica_plans import ReplicaPlans
+from policies.replica_scheduler import ReplicaScheduler, SchedulerLimits
 from policies.tracked import Tracked
 from tests.protocol.network import Life, attempts
 
@@ -69,30 +76,30 @@ if TYPE_CHECKING:
 LOOK_AGAIN_S, SAY_AGAIN_S, RESEND_S, FORGET_INGRESS_S = 0.05, 1.0, 0.1, 10.0
 
 
-class ShortGrants(ReplicaScheduler):
+class _ShortPlans(ReplicaPlans):
     """Grants a few tokens at a time, as an order with time slices does; FCFS grants everything at once."""
 
     quantum = 4
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._computed: dict[str, int] = {}
+    def _slot(self, tracked: Tracked, decode_s: float | None, *, standby: bool) -> Slot:
+        slot = super()._slot(tracked, decode_s, standby=standby)
+        job = tracked.job
+        prefill_to = max(job.computed_len, job.host_len) + 2 * self.quantum
+        length_to = job.known_len + self.quantum
+        return replace(slot, prefill_to=min(slot.prefill_to, prefill_to), length_to=min(slot.length_to, length_to))
+
+
+class ShortGrants(ReplicaScheduler):
+    """Renews its short grants after every report."""
+
+    def __init__(self, policies: ReplicaPolicies, limits: SchedulerLimits) -> None:
+        super().__init__(policies, limits)
+        self._plans = _ShortPlans(policies.order, limits.grant_lead_s, self._shadow)
 
     def _take_report(self, report: StepReport, now: float) -> list[Any]:
         instructions = super()._take_report(report, now)
-        self._dirty = self._dirty or bool(self._admitted)
+        self._shadow.stale |= bool(self._shadow.admitted)
         return instructions
-
-    def _take_progress(self, progress: SlotProgress, now: float) -> None:
-        super()._take_progress(progress, now)
-        self._computed[progress.request_id] = progress.computed_len
-
-    def _slot(self, tracked: Tracked, decode_s: float | None, *, standby: bool) -> Slot:
-        slot = super()._slot(tracked, decode_s, standby=standby)
-        computed = self._computed.get(slot.request_id, 0)
-        known = tracked.job.known_len
-        prefill_to, length_to = computed + 2 * self.quantum, known + self.quantum
-        return replace(slot, prefill_to=min(slot.prefill_to, prefill_to), length_to=min(slot.length_to, length_to))
 
 
 @dataclass(slots=True)
@@ -166,10 +173,17 @@ class RouterPiece:
             self._handle(ReplicaBroke(name, message.broken), lambda answers: None)
         if isinstance(self.machine, BatchScheduler):
             self._handle(ReplicaRests(name, message.resting), lambda answers: None)
-        self._handle(ReplicaAway(name) if ready is None else ReplicaUp(name, ready), lambda answers: reply())
+        self._handle(
+            ReplicaAway(name) if ready is None else ReplicaUp(name, ready, message.cache_seq), lambda answers: reply()
+        )
 
-    def requests_ended(self, message: Ended, reply: Callable[[], None]) -> None:
+    def replica_news(self, message: ReplicaNews, reply: Callable[[], None]) -> None:
+        self._handle(RequestsStarted(message.started), lambda answers: None)
         self._handle(RequestsEnded(message.finished), lambda answers: reply())
+
+    def hear_cache(self, message: ReplicaNews) -> None:
+        """A letter: it may come late, twice, before an older one, or never."""
+        self._handle(CacheNoticed(message.replica, message.worker_incarnation, message.cache), lambda answers: None)
 
     def _handle(self, event: GlobalEvent, done: Callable[[_Answers], None]) -> None:
         answers = _Answers(done)
@@ -190,6 +204,8 @@ class RouterPiece:
                     self._call(name, "abort", Keys(keys), answers, lambda *_: None)
                 case AskReplica(name, keys):
                     self._call(name, "unknown", Keys(keys), answers, self._take_unknown)
+                case AskCache(name):
+                    self._ask_cache(name)
                 case ReportLost(_, keys):
                     self.world.tell("router", "nobody runs %s", keys)
                     answers.lost += keys
@@ -228,6 +244,16 @@ class RouterPiece:
             answers.settle()
 
         self.world.network.call(self.life, f"scheduler-{name}", method, message, on_reply, on_lost)
+
+    def _ask_cache(self, name: str) -> None:
+        self.world.count("snapshots of a cache", True)
+
+        def on_reply(reply: CacheReply) -> None:
+            if reply.notice is not None:
+                event = CacheNoticed(name, reply.worker_incarnation, (reply.notice,))
+                self._handle(event, lambda answers: None)
+
+        self.world.network.call(self.life, f"scheduler-{name}", "cached", None, on_reply, lambda: None)
 
     @staticmethod
     def _take_refusals(name: str, reply: Refusals, answers: _Answers) -> None:
@@ -283,7 +309,9 @@ class SchedulerPiece:
         self._late_refusals: list[Refusal] = []
         self._broken: list[Key] = []
         self._resting: tuple[Key, ...] = ()
+        self._started: list[StartedRequest] = []
         self._ended: list[FinishedSequence] = []
+        self._told_seq = 0
         self._tells_ends = self._tells_state = self._news = False
         self._connect()
         self.say_again()
@@ -310,6 +338,11 @@ class SchedulerPiece:
                     self._send_plan()
                 case RefuseRequest(request_id, attempt, field_name, text):
                     refusals.append(Refusal(request_id, attempt, field_name, text))
+                case RequestStarted(started):
+                    self._started.append(started)
+                    self._tell_ends()
+                case CacheTold(notice):
+                    self._tell_cache(notice)
                 case RequestEnded(finished):
                     self._ended.append(finished)
                     self._tell_ends()
@@ -368,7 +401,8 @@ class SchedulerPiece:
         def send(report: StepReport) -> None:
             letter(self.life, report, lambda report: self._take_report(connection, number, report))
 
-        letter(worker.life, ReportPoll(connection.ack_seq), lambda poll: worker.poll_report(poll, send))
+        poll = ReportPoll(connection.ack_seq, self.machine.cache.missed)
+        letter(worker.life, poll, lambda poll: worker.poll_report(poll, send))
         patience_s = self.world.patience_s(busy=bool(self.machine.num_waiting + self.machine.num_admitted))
         self._later(patience_s, lambda: self._poll_again(connection, number))
 
@@ -411,7 +445,7 @@ class SchedulerPiece:
         self._tells_state, self._news = True, False
         refusals, self._late_refusals = self._late_refusals, []
         broken = tuple(self._broken)
-        state = ReplicaState(self.replica, self._ready, tuple(refusals), broken, self._resting)
+        state = ReplicaState(self.replica, self._ready, tuple(refusals), broken, self._resting, self._told_seq)
 
         def told() -> None:
             self._tells_state = False
@@ -432,16 +466,32 @@ class SchedulerPiece:
 
     def _tell_ends(self) -> None:
         """A Router that dies meanwhile need not hear of them."""
-        if self._tells_ends or not self._ended:
+        if self._tells_ends or not (self._ended or self._started):
             return
         self._tells_ends = True
-        ended, self._ended = Ended(tuple(self._ended)), []
+        news = ReplicaNews(self.replica, "", tuple(self._started), tuple(self._ended))
+        self._started, self._ended = [], []
 
         def told() -> None:
             self._tells_ends = False
             self._tell_ends()
 
-        self.world.network.call(self.life, "router", "requests_ended", ended, lambda _: told(), told)
+        self.world.network.call(self.life, "router", "replica_news", news, lambda _: told(), told)
+
+    def _tell_cache(self, notice: CacheNotice) -> None:
+        assert self._connection is not None
+        self._told_seq = notice.seq
+        incarnation = self._connection.worker.worker.ready.worker_incarnation
+        router = self.world.network.living.get("router")
+        if router is not None:
+            news = ReplicaNews(self.replica, incarnation, cache=(notice,))
+            self.world.network.letter(router.life, news, router.hear_cache)
+
+    def cached(self, message: None, reply: Callable[[CacheReply], None]) -> None:
+        if self._ready is None:
+            reply(CacheReply("", None))
+        else:
+            reply(CacheReply(self._ready.worker_incarnation, self.machine.cache.whole()))
 
     def _later(self, delay_s: float, action: Callable[[], Any]) -> None:
         self.world.clock.after(delay_s, lambda: self.life.run(action))

@@ -47,6 +47,8 @@ MUST_HAPPEN = (
     "batches that ended whole",
     "static batches with padding",
     "static batches returned",
+    "snapshots of a cache",
+    "prefix trees that agree",
 )
 
 

@@ -107,6 +107,8 @@ class WorkerPiece:
         executor: PlanExecutor = LeaseExecutor(blocks, limits, incarnation, host)
         if world.is_static:
             executor = StaticExecutor(blocks, limits, incarnation, num_blocks * BLOCK)
+        if world.placement == "e2" and not world.is_static:
+            executor.tell_cache()
         ready = WorkerReady(incarnation, num_blocks, BLOCK, num_blocks * BLOCK, True, 1000, num_host_blocks)
         self.worker = Worker(
             self.device,
@@ -145,6 +147,8 @@ class WorkerPiece:
     def poll_report(self, poll: ReportPoll, send: SendReport) -> None:
         """Answers at once when something is due, and in a while when not."""
         self.executor.acknowledge(poll.ack_seq)
+        if poll.wants_cache:
+            self.executor.tell_whole_cache()
         self._reports.waiting = send
         self._send_report()
         self._later(IDLE_S, self._send_report)

@@ -19,8 +19,9 @@ from policies.builders import (
     build_scheduler,
 )
 from policies.presets import PRESETS
+from policies.protocols import ReplicaPolicies
 from policies.replica_events import CostLearnt
-from policies.replica_scheduler import ReplicaPolicies, SchedulerLimits
+from policies.replica_scheduler import SchedulerLimits
 from policies.skip_join_mlfq import MlfqRules
 from tests.protocol.clock import Clock
 from tests.protocol.ingress import IngressPiece
@@ -31,6 +32,9 @@ from tests.protocol.worker import STEP_S, WorkerPiece
 
 BUSY_S = 1.5
 """Requests come so long."""
+
+AGREE_S = 20.0
+"""Virtual, from the last fault: then the Router knows what workers cache, whatever was lost."""
 
 LOOK_S = 0.25
 """How often it is asked whether all is over."""
@@ -45,7 +49,7 @@ MAX_OUTPUT = 16
 
 PARTS = [("fcfs", "recompute-newest"), ("fcfs", "swap-newest"), ("hrrn", "swap-newest")]
 PARTS += [("skip-join-mlfq", f"enst-{kind}") for kind in ("proactive", "reactive", "defer", "recompute")]
-PARTS += [("gittins", "cheapest-victim"), ("gittins", "recompute-newest")]
+PARTS += [("gittins", "cheapest-victim"), ("gittins", "recompute-newest"), ("hit-groups", "recompute-newest")]
 """(order, KV policy)"""
 
 BATCH_PRESETS = [name for name, preset in PRESETS.items() if preset.mode == "batch"]
@@ -81,6 +85,8 @@ class World:
         self.batch_settings = self._draw_batches(policy_rng)
         self.forecast_wait_s = policy_rng.choice([0.0, 0.05])
         self.is_static = self.in_batches and policy_rng.random() < 0.5
+        if policy_rng.random() < 0.4:
+            self.placement = "e2"
         self.network = Network(self.clock, rng, self.faults, thorough=rng.random() < 0.1)
         self._build()
 
@@ -129,7 +135,7 @@ class World:
         self.network.living[name] = getattr(self, f"_make_{kind}")(replica)
 
     def _make_router(self, _: str) -> RouterPiece:
-        machine = build_router("fcfs", self.placement)
+        machine = build_router("fcfs", self.placement, PolicySettings(block_size=BLOCK))
         if self.in_batches:
             machine = build_batch_scheduler(self.batch_preset, self.batch_settings, self.forecast_wait_s)
         return RouterPiece(self, machine)
@@ -141,7 +147,7 @@ class World:
         settings = PolicySettings(watermark=self.watermark, mlfq=MlfqRules(quantum_s=STEP_S, starve_limit_s=1.0))
         machine = build_scheduler("fcfs", self.limits, settings, order=order, admission=self.admission, kv=kv)
         if self.short_grants:
-            parts = ReplicaPolicies(machine.order, machine.admission, machine.kv)
+            parts = ReplicaPolicies(machine.order, machine.admission, machine.turns.kv)
             machine = ShortGrants(parts, self.limits)
         machine.handle(CostLearnt(StepCost(STEP_S, 0.0, 0.0, 0.0)), self.clock.now)
         return SchedulerPiece(self, replica, machine)
@@ -300,6 +306,7 @@ class World:
             while self.clock.now < until:
                 self.clock.step()
             assert self.clock.now < self.faults_until + MAX_DRAIN_S, f"it does not drain: {self._leftovers()}"
+        self._check_caches()
         self.counts["virtual seconds"] += round(self.clock.now)
         self.counts["slowest drain"] = round(self.clock.now - self.faults_until)
         for piece in self.network.living.values():
@@ -309,6 +316,31 @@ class World:
                 self.counts["steps beyond grants"] += piece.device.num_beyond_grants
                 self.counts["starts from the cache"] += piece.device.num_cached_starts
         assert not self._nothing_lost or not self.counts["resumes"], "something was resumed, but nothing was lost"
+
+    def _check_caches(self) -> None:
+        """In the end the prefix tree says of every worker what that caches."""
+        if self.in_batches or self.placement != "e2":
+            return
+        drained_at = self.clock.now
+        while self.clock.now < max(self.faults_until, drained_at) + AGREE_S and self._disagreement():
+            self.clock.step()
+        assert not self._disagreement(), self._disagreement()
+        self.count("prefix trees that agree", True)
+
+    def _disagreement(self) -> str:
+        router = self.network.living.get("router")
+        if router is None:
+            return "there is no Router"
+        prefixes = router.machine._placement.prefixes
+        for replica in self.num_blocks:
+            slot = prefixes.slots.find(replica)
+            if slot is None or f"worker-{replica}" not in self.network.living:
+                return f"replica {replica} is not up"
+            cached = set(self.network.living[f"worker-{replica}"].executor.blocks._cached)
+            believed = {name for name in prefixes.tree._places if prefixes.tree.caches(name, slot)}
+            if cached != believed:
+                return f"replica {replica} caches {len(cached)} blocks; {len(cached ^ believed)} are not as believed"
+        return ""
 
     @property
     def _nothing_lost(self) -> bool:

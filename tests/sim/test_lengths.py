@@ -34,7 +34,11 @@ LAWS: list[LengthLaw] = [
 ]
 
 
-@pytest.mark.parametrize("law", LAWS, ids=repr)
+def law_name(law: LengthLaw) -> str:
+    return type(law).__name__
+
+
+@pytest.mark.parametrize("law", LAWS, ids=law_name)
 def test_samples_have_the_stated_mean_and_bounds(law: LengthLaw) -> None:
     lengths = law.sample(np.random.default_rng(3), 200_000)
     error = lengths.std() / np.sqrt(len(lengths))
@@ -43,7 +47,7 @@ def test_samples_have_the_stated_mean_and_bounds(law: LengthLaw) -> None:
     assert lengths.max() <= law.longest
 
 
-@pytest.mark.parametrize("law", LAWS, ids=repr)
+@pytest.mark.parametrize("law", LAWS, ids=law_name)
 def test_the_same_seed_gives_the_same_lengths(law: LengthLaw) -> None:
     first, again = (law.sample(np.random.default_rng(5), 100) for _ in range(2))
     assert (first == again).all()

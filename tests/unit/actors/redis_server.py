@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.free_ports import free_port
+
 LONG_S = 30.0
 
 DURABLE = {"appendonly": "yes", "appendfsync": "always"}
@@ -26,7 +28,7 @@ class RedisServer:
         self._directory = directory
         self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
-        self.port = _free_port()
+        self.port = free_port()
 
     @property
     def url(self) -> str:
@@ -80,10 +82,3 @@ def redis_server(directory: Path, **settings: str) -> Iterator[RedisServer]:
         yield server
     finally:
         server.kill()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -23,10 +23,10 @@ from core.config import BatchConfig, FarsightConfig, LogConfig, SchedulerConfig
 from core.forecast import QUANTILES, Forecast
 from core.log_messages import Artefact, ArtefactName, ArtefactReply, BatchPage, FinishedBatch, LogQuery
 from core.messages import (
-    Ended,
     FinishedSequence,
     PieceCounts,
     Refusals,
+    ReplicaNews,
     ReplicaState,
     StepSample,
     StepSamples,
@@ -83,7 +83,7 @@ class Shop:
 
     async def end(self, *names: str, output_len: int = 5) -> None:
         ends = tuple(FinishedSequence(name, 0, SequenceStatus.FINISHED_STOPPED, output_len) for name in names)
-        await self.batcher.requests_ended(encode(Ended(ends)))
+        await self.batcher.replica_news(encode(ReplicaNews("0", "w1", finished=ends)))
 
     def placed(self) -> list[list[str]]:
         return [[request.request_id for request in batch] for batch in self.scheduler.batches]

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from actors.metrics import EngineMetrics, PieceRestarts, RefusedMessages, RequestMetrics
-from core.messages import KVTraffic, KVUsage
+from core.kv_messages import KVTraffic, KVUsage
 
 ENGINE = {"model_name": "tiny", "engine": "0"}
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from benchmarks.live_presets import __main__ as script
-from benchmarks.live_presets import runs
+from benchmarks.live_presets import command, runs
 from benchmarks.live_presets.claims import CLAIMS, Claim
 from benchmarks.live_presets.live import run_live
+from benchmarks.live_presets.priority import before_others, can_come_first
 from benchmarks.live_presets.runs import Figures, Run, Store
 from benchmarks.live_presets.setups import SETUPS, SYSTEMS
+from benchmarks.live_presets.study import Study
 from core.errors import ConfigError
 from simulator.records import Record
 
@@ -112,14 +116,14 @@ def test_a_claim_is_measured_on_live_pieces_and_goes_on_where_it_was(
     assert 0.2 < found["live"] < 5 and 0.2 < found["simulated"] < 5
     measured: list[int] = []
 
-    def simulated_instead(path: Path, group: list[Run]) -> None:
+    def simulated_instead(study: Study, path: Path, group: list[Run], **_: bool) -> None:
         store = Store(path)
         for run in group:
             if store.get(run) is None:
                 measured.append(run.seed)
                 store.put(run, Figures(3.0, gap_s=0.0))
 
-    monkeypatch.setattr(script, "measure", simulated_instead)
+    monkeypatch.setattr(command, "measure", simulated_instead)
     [again] = script.main([*words, "--seeds", "2"])
     assert set(measured) == {12} and again["seeds"] == 2
     with pytest.raises(SystemExit, match="no claim is called so"):
@@ -139,3 +143,10 @@ def test_a_run_sees_every_request_to_its_end() -> None:
         assert record.jct_s > 0.9 * steps_s, "no faster than the device"
     figures = runs.figures(served.records, setup.sla, 0.0)
     assert figures.throughput >= figures.goodput > 0
+
+
+@pytest.mark.skipif(not can_come_first(), reason="only root may come before others")
+def test_what_comes_before_others_does_so_only_for_a_while() -> None:
+    with before_others(), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(os.sched_getscheduler, 0).result() == os.SCHED_RR
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER

@@ -11,7 +11,8 @@ import pytest
 
 from benchmarks import servers
 from benchmarks.peers.commands import installed_versions, peer
-from benchmarks.servers import RunningServer, ServerCommand, free_port, vocab_size
+from benchmarks.servers import RunningServer, ServerCommand, vocab_size
+from tests.free_ports import free_port
 
 SCRIPT = """
 import http.server, subprocess, sys

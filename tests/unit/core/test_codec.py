@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core import forecast, log_messages, messages
-from core.codec import decode, encode
+from core import cache_messages, forecast, log_messages, messages
+from core.cache_messages import CacheNotice
+from core.codec import PackedInts, decode, encode
 from core.errors import MessageError
 from core.messages import SCHEMA_VERSION, Keys, PieceStatus, Plan, Slot, StepReport, Submit, TokenDelta
 from core.request import Request, SamplingParams
@@ -81,9 +82,9 @@ st.register_type_strategy(log_messages.ArtefactName, st.builds(log_messages.Arte
 MESSAGES = list(
     dict.fromkeys(
         kind
-        for module in (messages, log_messages, forecast)
+        for module in (cache_messages, messages, log_messages, forecast)
         for kind in vars(module).values()
-        if dataclasses.is_dataclass(kind)
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind)
     )
 )
 every_message = pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
@@ -199,3 +200,31 @@ def test_trailing_defaults_take_no_room() -> None:
 def test_random_bytes_never_raise_anything_else(data: bytes) -> None:
     with pytest.raises(MessageError):
         decode(data, Slot)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [(), (7,) * 15, tuple(range(16)), (2**32 - 1,) * 40, (2**32, *range(30)), (2**64 - 1,) * 16, (-1, *range(20))],
+    ids=["none", "few", "many", "widest tokens", "wide", "hashes", "negative"],
+)
+def test_integers_come_as_they_went(values: tuple[int, ...]) -> None:
+    notice = CacheNotice(1, False, (), values)
+    assert decode(encode(notice), CacheNotice) == notice
+
+
+def test_many_tokens_are_one_string_and_may_be_passed_on_unread() -> None:
+    message = Submit((Request("a", 0, "i", tuple(range(300)), SamplingParams(4), prefix_hashes=(2**63,) * 20),))
+    data = encode(message)
+    (request,) = decode(data, Submit, keep_packed=True).requests
+    assert isinstance(request.prompt_ids, PackedInts)
+    assert (request.prompt_len, request.max_total_len, request.prefix_hashes) == (300, 304, (2**63,) * 20)
+    assert encode(Submit((request,))) == data
+    assert (request.prompt_ids[7], tuple(request.prompt_ids)) == (7, tuple(range(300)))
+    assert decode(data, Submit) == message
+
+
+@pytest.mark.parametrize("packed", [b"", b"I123", b"Q1234", b"z1234", b"\xff"])
+def test_a_malformed_string_of_integers_is_refused(packed: bytes) -> None:
+    with pytest.raises(MessageError, match="integers as a binary string") as caught:
+        decode(wire("CacheNotice", 1, False, [], packed), CacheNotice)
+    assert caught.value.field == "CacheNotice.evicted"

@@ -41,17 +41,31 @@ WRONG = [
     ("[server]\nport = 70000", "server.port", "65535"),
     ("[scheduler]\nwatermark = 0.0", "scheduler.watermark", "<= 1"),
     ("[scheduler]\nwatermark = nan", "scheduler.watermark", "type float"),
+    ("[placement]\nwindow_s = 0", "placement.window_s", "> 0"),
+    ("[placement]\nrebalance_ratio = 0.5", "placement.rebalance_ratio", ">= 1"),
+    ("[placement]\nbalance = 1", "placement.balance", "type bool"),
     ("[batch]\nbatch_size = -1", "batch.batch_size", ">= 0"),
     ("[batch]\nnum_bins = 0", "batch.num_bins", ">= 1"),
     ("[batch]\nwma_threshold = -1.0", "batch.wma_threshold", ">= 0"),
     ("[batch]\nmax_wait_s = inf", "batch.max_wait_s", "type float"),
     ('[scheduler]\nexecution = "padded"', "scheduler.execution", "one of ragged, static"),
-    ("[engine]\nblock_size = 0", "engine.block_size", ">= 1"),
+    ("[engine]\nblock_size = -1", "engine.block_size", ">= 0"),
     ('[engine]\nhost_kv_memory = "much"', "engine.host_kv_memory", "auto, or 0 for none"),
     ("[engine]\nmax_model_len = -1", "engine.max_model_len", ">= 0"),
-    ('[engine]\ndevice = "cuda"', "engine.device", "emulated:PROFILE"),
+    ('[engine]\ndevice = "gpu"', "engine.device", "emulated:PROFILE"),
+    ('[engine]\nbackend = "xformers"', "engine.device", "cuda"),
+    ('[engine]\ndevice = "cuda"\nbackend = "native"', "engine.backend", "xformers"),
+    ('[engine]\ndevice = "cuda"\nbackend = "xformers"\nblock_size = 96', "engine.block_size", "multiple of 64"),
+    ("[engine]\ngpu_memory_utilization = 1.5", "engine.gpu_memory_utilization", "<= 1"),
+    ('[engine]\nweights = "int8"', "engine.weights", "int4"),
     ('[engine]\ndevice = "emulated:"', "engine.device", "emulated:a100-7b"),
     ('[model]\ndtype = "fp8"', "model.dtype", "bfloat16"),
+    ("[model]\nreplicas = 3\nmax_replicas = 2", "model.max_replicas", "0, or at least 3"),
+    ("[model]\nmin_replicas = 2\nmax_replicas = 1", "model.max_replicas", "0, or at least 2"),
+    ("[model]\nmin_replicas = 2\nmax_replicas = 4", "model.min_replicas", "<= 1"),
+    ("[model]\nmin_replicas = 0", "model.min_replicas", ">= 1"),
+    ("[model]\ntarget_queue_delay_s = 0", "model.target_queue_delay_s", "> 0"),
+    ("[model]\nscale_down_after_s = -1", "model.scale_down_after_s", "> 0"),
     ('[actors]\nplacement = "fuse"', "actors.placement", "one of auto, fused, split"),
     ("[actors]\nlength_predictors = 0", "actors.length_predictors", ">= 1"),
     ("[actors]\nserving_time_estimators = 0", "actors.serving_time_estimators", ">= 1"),
@@ -100,3 +114,43 @@ def test_errors_survive_a_process_boundary() -> None:
     assert (error.field, error.value, error.expected) == ("server.port", 0, "a port")
     full = pickle.loads(pickle.dumps(CapacityError("full", 2.0)))
     assert (str(full), full.retry_after_s) == ("full", 2.0)
+
+
+SERVER = '[[replica]]\nbackend = "openai"\nurl = "http://host:8000/v1/"\n'
+
+
+def test_other_servers_take_the_place_of_our_own_engine_unless_there_is_one_too(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, SERVER + "max_num_seqs = 7\n" + SERVER), {"model": {"replicas": None}})
+    assert (config.model.replicas, len(config.replica)) == (0, 2)
+    assert (config.replica[0].max_num_seqs, config.replica[0].base_url) == (7, "http://host:8000")
+    assert load_config(write(tmp_path, SERVER), {"model": {"replicas": 1}}).model.replicas == 1
+    assert load_config(write(tmp_path, SERVER + "[model]\nreplicas = 2"), {}).model.replicas == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "hint"),
+    [
+        ("[replica]\nurl = 1", "replica", "an array of tables"),
+        ("[[replica]]\nurl = 1", "replica.url", "type str"),
+        (
+            '[[replica]]\nurl = "http://host"',
+            "replica.backend",
+            "one of openai; replicas of our own engine are counted",
+        ),
+        (SERVER + "max_seqs = 1", "replica.max_seqs", "did you mean 'max_num_seqs'?"),
+        (SERVER + "max_num_seqs = 0", "replica.max_num_seqs", ">= 1"),
+        (SERVER + "max_model_len = -1", "replica.max_model_len", ">= 0"),
+        (SERVER + "token_timeout_s = 0", "replica.token_timeout_s", "a number > 0"),
+        ("[model]\nreplicas = 0", "model.replicas", "or a [[replica]] table"),
+        ("[server]\nfirst_token_deadline_s = 0", "server.first_token_deadline_s", "a number > 0"),
+        *(
+            (f'[[replica]]\nbackend = "openai"\nurl = "{url}"', "replica.url", "http://host:8000/v1")
+            for url in ("", "host:8000", "ftp://host", "http://", "http://me:secret@host", "http://host?x=1")
+        ),
+    ],
+)
+def test_a_wrong_replica_is_named(tmp_path: Path, text: str, field: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, text), {})
+    assert caught.value.field == field
+    assert hint in str(caught.value)

@@ -13,6 +13,7 @@ from core.config import EngineConfig, SchedulerConfig
 from core.errors import ConfigError, InvalidValueError
 from core.request import SamplingParams, SequenceStatus
 from engine import Completion, Engine
+from engine.parallel.links import Ranks
 from engine.sequence import Sequence
 from kvcache import StepBatch
 from policies.protocols import KvMoves, KvView
@@ -252,12 +253,14 @@ class RandomMoves:
         return True
 
 
-def with_random_moves(model_dir: Path, config: EngineConfig, rng: random.Random) -> tuple[Engine, RandomMoves]:
+def with_random_moves(
+    model_dir: Path, config: EngineConfig, rng: random.Random, ranks: Ranks | None = None
+) -> tuple[Engine, RandomMoves]:
     """A preemptive order, so that the policy is asked at every report."""
     scheduler = SchedulerConfig(watermark=1.0, order="skip-join-mlfq", kv="swap-newest")
-    engine = Engine(model_dir, engine=config, scheduler=scheduler)
+    engine = Engine(model_dir, engine=config, scheduler=scheduler, ranks=ranks)
     policy = RandomMoves(rng)
-    engine.scheduler.kv = policy
+    engine.scheduler.turns.kv = policy
     return engine, policy
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import services
 from core.config import EngineConfig, SchedulerConfig
-from core.messages import KVTraffic
+from core.kv_messages import KVTraffic
 from core.request import SamplingParams
 from engine import Engine
 from policies.builders import swaps_kv

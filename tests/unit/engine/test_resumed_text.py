@@ -24,6 +24,9 @@ class Script:
     def __init__(self, output_ids: list[int]) -> None:
         self.output_ids = output_ids
 
+    def begin(self, batch: StepBatch, sequences: dict[str, Sequence]) -> None:
+        """Nothing to do."""
+
     def execute(self, batch: StepBatch, sequences: dict[str, Sequence]) -> list[int | None]:
         return [
             self.output_ids[sequences[item.request_id].output_len] if item.samples else None for item in batch.items

@@ -12,6 +12,7 @@ from core.request import Request, SamplingParams
 from engine.build import build_worker
 from engine.outbox import TokenOutbox
 from engine.worker import Worker
+from kvcache.prefix import hash_blocks, salted_root
 
 
 @pytest.fixture
@@ -224,3 +225,28 @@ def test_a_resumed_request_says_what_it_would_have_said(worker: Worker, temperat
             (each.start, each.token_ids, each.text, each.finish_reason) for each in whole[cut:]
         ]
         assert {each.attempt for each in deltas} == {cut}
+
+
+def prefix_hits(worker: Worker, *requests: Request) -> list[int]:
+    """Of each, run to its end before the next one comes."""
+    found = []
+    for seq, each in enumerate(requests, 1):
+        worker.offer_plan(plan(seq, each))
+        deltas = step(worker)
+        found.append(deltas[0].cached_len)
+        while step(worker):
+            pass
+    return found
+
+
+def test_salts_and_the_hashes_that_requests_come_with_decide_what_is_shared(worker: Worker) -> None:
+    prompt = tuple(range(5, 15))
+
+    def asked(name: str, salt: str = "", hashes: tuple[int, ...] = ()) -> Request:
+        params = SamplingParams(2, ignore_eos=True)
+        return Request(name, 0, "i", prompt, params, prefix_hashes=hashes, cache_salt=salt)
+
+    right, salted = tuple(hash_blocks(prompt, 4)), tuple(hash_blocks(prompt, 4, salted_root("x")))
+    requests = [asked("a"), asked("b", "x"), asked("c", hashes=right), asked("d", "x", salted), asked("e", "x", right)]
+    requests += [asked("f", hashes=right[:1]), asked("g", "y", (1, 2))]
+    assert prefix_hits(worker, *requests) == [0, 0, 8, 8, 8, 8, 0], "hashes of another kind are not believed"

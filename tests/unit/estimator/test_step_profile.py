@@ -62,6 +62,17 @@ def test_nothing_is_said_before_enough_was_measured() -> None:
     assert profile.step_time_s(*WORK) == pytest.approx(TRUE.step_s(*WORK), rel=0.1)
 
 
+def test_nothing_is_said_of_a_device_that_has_only_seen_prompts() -> None:
+    prompts = [StepSample(100 * n, 0, 0, 1e-3 * n, 0) for n in range(1, MIN_SAMPLES + 1)]
+    profile = StepProfile()
+    profile.observe(prompts)
+    assert profile.num_samples == MIN_SAMPLES and profile.coefficients()[1] > 0
+    assert profile.cost() is None, "a decode would take no time"
+    profile.observe([StepSample(0, 8, 4000, 0.02)] * 5)
+    cost = profile.cost()
+    assert cost is not None and cost.step_s(0, 8, 4000) > 0.01
+
+
 def test_before_any_step_all_prices_are_zero() -> None:
     assert StepProfile().coefficients() == (0, 0, 0, 0, 0)
     assert StepProfile().num_samples == 0

@@ -14,7 +14,7 @@ from core.errors import IntegrityError
 from core.messages import Plan, Slot
 from core.request import Request, SamplingParams
 from kvcache import BatchLimits, BlockManager, LeaseExecutor
-from kvcache.prefix import extend_hashes, hash_blocks
+from kvcache.prefix import NO_PARENT, are_hashes_of, extend_hashes, hash_blocks, root_of, salted_root
 
 SIZE = 4
 Tokens = tuple[int, ...]
@@ -206,3 +206,21 @@ def test_a_preempted_sequence_finds_its_own_blocks_and_its_outputs() -> None:
     loop.plan({"a": PROMPT}, preempted=("a",))
     assert loop.step() == {"a": (12, 3)}
     assert loop.executor.report().progress[0].cached_len == 0, "it is the first start that counts"
+
+
+def test_salts_have_roots_of_their_own() -> None:
+    roots = [NO_PARENT, salted_root("a"), salted_root("b"), root_of("a", b"request"), root_of("a")]
+    assert len(set(roots)) == 5
+    assert salted_root("") == NO_PARENT
+    assert not set(hash_blocks(range(8), SIZE, salted_root("a"))) & set(hash_blocks(range(8), SIZE))
+
+
+def test_hashes_are_known_by_their_number_and_their_ends() -> None:
+    tokens, root = tuple(range(11)), salted_root("a")
+    hashes = hash_blocks(tokens, SIZE, root)
+    assert are_hashes_of(hashes, tokens, SIZE, root)
+    assert are_hashes_of((), (1, 2), SIZE)
+    assert not are_hashes_of(hashes, tokens, SIZE), "another salt"
+    assert not are_hashes_of(hashes[:1], tokens, SIZE, root)
+    assert not are_hashes_of((hashes[0], 5), tokens, SIZE, root)
+    assert not are_hashes_of(hash_blocks(tokens, 2, root)[:2], tokens, SIZE, root), "another block size"

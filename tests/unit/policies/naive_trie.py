@@ -17,12 +17,16 @@ def prefixes(path: Path) -> list[Position]:
 class NaiveTrie:
     def __init__(self, num_replicas: int) -> None:
         self.cached: list[set[Position]] = [set() for _ in range(num_replicas)]
+        self.pending: list[set[Position]] = [set() for _ in range(num_replicas)]
         self.idle: list[list[Position]] = [[] for _ in range(num_replicas)]  # oldest first
         self.refs: Counter[tuple[Position, int]] = Counter()
         self.recent: Counter[tuple[Position, int]] = Counter()
 
-    def place(self, path: Path, replica: int) -> None:
+    def place(self, path: Path, replica: int, *, pending: bool = False) -> None:
         for position in prefixes(path):
+            pending = pending or position in self.pending[replica]
+            if pending and position not in self.cached[replica]:
+                self.pending[replica].add(position)
             self.cached[replica].add(position)
             self.refs[position, replica] += 1
             self.recent[position, replica] += 1
@@ -32,7 +36,9 @@ class NaiveTrie:
     def release(self, path: Path, replica: int) -> None:
         for position in reversed(prefixes(path)):
             self.refs[position, replica] -= 1
-            if not self.refs[position, replica] and position in self.cached[replica]:
+            if not self.refs[position, replica] and position in self.pending[replica]:
+                self.uncache(replica, {position})
+            elif not self.refs[position, replica] and position in self.cached[replica]:
                 self.idle[replica].append(position)
 
     def forget(self, path: Path, replica: int) -> None:
@@ -41,10 +47,28 @@ class NaiveTrie:
 
     def uncache(self, replica: int, gone: set[Position]) -> None:
         self.cached[replica] -= gone
+        self.pending[replica] -= gone
         self.idle[replica] = [position for position in self.idle[replica] if position not in gone]
 
     def evict(self, path: Path, replica: int) -> None:
-        self.uncache(replica, {each for each in self.cached[replica] if each[: len(path)] == path})
+        gone = {each for each in self.cached[replica] if each[: len(path)] == path}
+        held = {each for each in gone if self.refs[each, replica]}
+        self.uncache(replica, gone - held)
+        self.pending[replica] |= held
+
+    def store(self, path: Path, replica: int) -> None:
+        for position in reversed(prefixes(path)):
+            self.cached[replica].add(position)
+            self.pending[replica].discard(position)
+            if position in self.idle[replica]:
+                self.idle[replica].remove(position)
+            if not self.refs[position, replica]:
+                self.idle[replica].append(position)
+
+    def forget_cached(self, replica: int) -> None:
+        held = {each for each in self.cached[replica] if self.refs[each, replica]}
+        self.uncache(replica, self.cached[replica] - held)
+        self.pending[replica] |= held
 
     def evict_lru(self, replica: int, num: int) -> None:
         self.uncache(replica, set(self.idle[replica][:num]))
@@ -59,7 +83,7 @@ class NaiveTrie:
         self.uncache(replica, gone)
 
     def clear(self, replica: int) -> None:
-        self.cached[replica], self.idle[replica] = set(), []
+        self.cached[replica], self.pending[replica], self.idle[replica] = set(), set(), []
         for counts in (self.refs, self.recent):
             for key in [key for key in counts if key[1] == replica]:
                 del counts[key]

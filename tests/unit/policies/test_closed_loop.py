@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 import random
 import zlib
-from collections import Counter
+from collections import Counter, deque
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.messages import Key, Plan, StepReport, WorkerReady, WorkerState
 from core.request import Origin, Request, SamplingParams
-from kvcache import BatchLimits, BlockManager, LeaseExecutor
+from kvcache import BatchLimits, BlockManager, LeaseExecutor, PipelinedExecutor, StepBatch
 from kvcache.prefix import hash_blocks
 from policies.builders import PolicySettings, build_scheduler
 from policies.replica_events import (
@@ -37,10 +37,14 @@ BLOCK = 4
 class Loop:
     """Both machines with a mailbox each way; plans may be lost, for a newer one always follows a change."""
 
-    def __init__(self, num_blocks: int, max_num_seqs: int, standby: int, watermark: float) -> None:
+    def __init__(self, num_blocks: int, max_num_seqs: int, standby: int, watermark: float, num_stages: int) -> None:
         self.limits = SchedulerLimits(max_num_seqs, standby)
         self.watermark = watermark
-        self.executor = LeaseExecutor(BlockManager(num_blocks, BLOCK), BatchLimits(max_num_seqs, 16), "w")
+        parts = BlockManager(num_blocks, BLOCK), BatchLimits(max_num_seqs, 16), "w"
+        self.executor = (
+            LeaseExecutor(*parts) if num_stages == 1 else PipelinedExecutor(*parts, max_in_flight=num_stages)
+        )
+        self.begun: deque[StepBatch] = deque()
         self.executor.share_prefixes(self.block_hashes)
         self.max_len = num_blocks * BLOCK
         self.ready = WorkerReady("w", num_blocks, BLOCK, self.max_len, True, 9)
@@ -107,21 +111,30 @@ class Loop:
             self.executor.apply_plan(self.plan)
             self.executor.check_integrity()
 
-    def step(self, stop: float, rng: random.Random) -> bool:
-        batch = self.executor.next_batch()
+    def step(self, stop: float, rng: random.Random) -> None:
+        """Commits one step; as many as there are stages have begun by then, if there is work for them."""
+        while len(self.begun) < self.executor.max_in_flight and (batch := self.executor.next_batch()):
+            self.check_writes(batch)
+            self.begun.append(batch)
         self.executor.check_integrity()
-        if batch is None:
-            return False
-        covered = Counter(block for item in batch.items for block in item.blocks)
-        for item in batch.items:
+        if self.begun:
+            batch = self.begun.popleft()
+            counted = [item for item in batch.items if item.samples and self.executor.counts(batch, item.request_id)]
+            stopped = [item.request_id for item in counted if rng.random() < stop]
+            self.ends |= {(end.request_id, end.attempt) for end in self.executor.commit(batch, stopped)}
+            self.executor.check_integrity()
+
+    def check_writes(self, batch: StepBatch) -> None:
+        """No block is written that another sequence has; those of steps under way that still count among them."""
+        items = list(batch.items)
+        for other in self.begun:
+            items += [item for item in other.items if self.executor.counts(other, item.request_id)]
+        covered = Counter(block for item in items for block in item.blocks)
+        assert len({item.request_id for item in items}) == len(items), "a sequence is in two steps at once"
+        for item in items:
             written = item.blocks[item.start // BLOCK :]
             assert all(covered[block] == 1 for block in written), "a shared block is written"
-        for item in batch.items:
             assert len(item.blocks) * BLOCK >= item.start + item.num_tokens
-        stopped = [item.request_id for item in batch.items if item.samples and rng.random() < stop]
-        self.ends |= {(end.request_id, end.attempt) for end in self.executor.commit(batch, stopped)}
-        self.executor.check_integrity()
-        return True
 
     def report(self) -> None:
         self.reports.append(self.executor.report())
@@ -140,12 +153,13 @@ class Loop:
     max_num_seqs=st.integers(1, 6),
     standby=st.integers(0, 4),
     watermark=st.sampled_from([0.5, 0.9, 1.0]),
+    num_stages=st.sampled_from([1, 1, 2, 3]),
 )
 def test_random_lives_drain_and_leave_the_pool_whole(
-    seed: int, num_blocks: int, max_num_seqs: int, standby: int, watermark: float
+    seed: int, num_blocks: int, max_num_seqs: int, standby: int, watermark: float, num_stages: int
 ) -> None:
     rng = random.Random(seed)
-    loop = Loop(num_blocks, max_num_seqs, standby, watermark)
+    loop = Loop(num_blocks, max_num_seqs, standby, watermark, num_stages)
     submitted: set[str] = set()
     aborted: set[str] = set()
     for i in range(120):
@@ -188,12 +202,13 @@ def test_random_lives_drain_and_leave_the_pool_whole(
     max_num_seqs=st.integers(1, 6),
     standby=st.integers(0, 4),
     watermark=st.sampled_from([0.5, 0.9, 1.0]),
+    num_stages=st.sampled_from([1, 1, 2, 3]),
 )
 def test_schedulers_that_die_lose_nothing_and_slow_clients_block_nobody_for_good(
-    seed: int, num_blocks: int, max_num_seqs: int, standby: int, watermark: float
+    seed: int, num_blocks: int, max_num_seqs: int, standby: int, watermark: float, num_stages: int
 ) -> None:
     rng = random.Random(seed)
-    loop = Loop(num_blocks, max_num_seqs, standby, watermark)
+    loop = Loop(num_blocks, max_num_seqs, standby, watermark, num_stages)
     aborted: set[str] = set()
     actions = ["submit"] * 2 + ["step"] * 6 + ["plan", "report", "ack"] * 3
     actions += ["abort", "stall", "die", "reconnect", "resume", "resume"]

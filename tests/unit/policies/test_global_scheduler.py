@@ -1,16 +1,17 @@
-"""Placement over replicas: events in, instructions out."""
+"""The scheduler over replicas: who gets a request, and the in-flight table."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from core.costs import StepCost
 from core.errors import ConfigError
-from core.messages import FinishedSequence, Key, OpenRequest, Placed, WorkerReady
-from core.request import Request, SamplingParams, SequenceStatus
+from core.messages import ForecastMade, Placed, WorkerReady
+from core.queue_outlook import Demand
+from core.request import Request, SamplingParams
 from kvcache.prefix import hash_blocks
 from policies.builders import build_router
 from policies.e2_profiles import from_step_cost
@@ -19,76 +20,31 @@ from policies.global_events import (
     AbortOnReplica,
     AskReplica,
     GlobalEvent,
-    GlobalInstruction,
-    IngressAnnounced,
-    IngressLost,
-    KeysUnknown,
     MeanOutputLen,
     PlaceRequests,
-    PrefixesEvicted,
     ReplicaAway,
     ReplicaDraining,
     ReplicaGone,
     ReplicaUp,
     ReportLost,
-    RequestsEnded,
-    RequestsStarted,
-    StartedRequest,
 )
 from policies.global_scheduler import GlobalScheduler
 from policies.least_work import LeastWork
-from policies.placement import Choice, LoadChoice, Placement, ReplicaLoad
-from policies.replica_events import RefuseRequest, RequestsAborted, RequestsArrived
+from policies.placement import Choice, LoadChoice, ReplicaLoad
+from policies.replica_events import ForecastsArrived, RefuseRequest, RequestsAborted, RequestsArrived
 from policies.round_robin import RoundRobin
-
-
-def request(
-    name: str, prompt: int = 10, out: int = 10, attempt: int = 0, ingress: str = "i", resumed: int = 0
-) -> Request:
-    return Request(name, attempt, ingress, (1,) * prompt, SamplingParams(out), (2,) * resumed)
-
-
-def ready(incarnation: str = "w1", max_model_len: int = 5000) -> WorkerReady:
-    return WorkerReady(incarnation, 100, 4, max_model_len, False, 100)
-
-
-def handle(scheduler: GlobalScheduler, event: GlobalEvent) -> list[GlobalInstruction]:
-    instructions = scheduler.handle(event, 0.0)
-    scheduler.check_integrity()
-    return instructions
-
-
-def router(placement: Placement | None = None, replicas: str = "ab") -> GlobalScheduler:
-    scheduler = GlobalScheduler(placement or LeastWork())
-    for name in replicas:
-        handle(scheduler, ReplicaUp(name, ready()))
-    return scheduler
-
-
-def arrive(scheduler: GlobalScheduler, *requests: Request) -> dict[str, list[str]]:
-    """{replica: ids placed there}"""
-    return placements(handle(scheduler, RequestsArrived(requests)))
-
-
-def placements(instructions: list[GlobalInstruction]) -> dict[str, list[str]]:
-    placed: dict[str, list[str]] = {}
-    for instruction in instructions:
-        assert isinstance(instruction, PlaceRequests)
-        placed[instruction.replica] = [each.request_id for each in instruction.requests]
-    return placed
-
-
-def end(scheduler: GlobalScheduler, name: str, attempt: int = 0) -> None:
-    finished = FinishedSequence(name, attempt, SequenceStatus.FINISHED_STOPPED, 3)
-    assert handle(scheduler, RequestsEnded((finished,))) == []
-
-
-def stream(name: str, attempt: int = 0, replica: str = "a", incarnation: str = "w1", work: int = 20) -> OpenRequest:
-    return OpenRequest(name, attempt, replica, incarnation, work)
-
-
-def announce(scheduler: GlobalScheduler, *streams: OpenRequest, ingress: str = "i") -> list[GlobalInstruction]:
-    return handle(scheduler, IngressAnnounced(ingress, streams))
+from tests.unit.policies.global_table import (
+    announce,
+    arrive,
+    end,
+    forecast,
+    handle,
+    placements,
+    ready,
+    request,
+    router,
+    stream,
+)
 
 
 def test_round_robin_takes_turns() -> None:
@@ -128,6 +84,49 @@ def test_work_of_a_resumed_request_is_what_is_known_and_what_may_yet_come() -> N
     handle(scheduler, MeanOutputLen(50.0))
     arrive(scheduler, request("r", prompt=7, out=100, attempt=1, resumed=90))
     assert scheduler.loads()[0].work_tokens == 97 + 10
+
+
+def test_the_demand_is_what_is_in_flight_by_the_best_forecast_there_is() -> None:
+    scheduler = router(replicas="a")
+    assert scheduler.demand() == Demand(0, 0, 0, 0.0, 0.0, 0.0)
+    handle(scheduler, MeanOutputLen(50.0))
+    foreseen = replace(request("r1", prompt=20, out=100), forecast=forecast(30.0))
+    arrive(scheduler, request("r0", prompt=10, out=100), foreseen, request("r2", prompt=5, out=8))
+    assert scheduler.demand() == Demand(3, 0, 1, 35.0, 0.0, 50.0 + 30.0 + 8.0)
+    late = [ForecastMade(name, attempt, forecast(70.0)) for name, attempt in (("r0", 0), ("r2", 1), ("r9", 0))]
+    handle(scheduler, ForecastsArrived(tuple(late)))
+    assert scheduler.demand().output_tokens == 70.0 + 30.0 + 8.0, "of an attempt that is not here it says nothing"
+    end(scheduler, "r0")
+    assert scheduler.demand() == Demand(2, 0, 1, 25.0, 0.0, 38.0)
+
+
+def test_who_waits_for_a_replica_counts_and_takes_its_late_forecast_along() -> None:
+    scheduler = router(replicas="")
+    arrive(scheduler, request("r0", prompt=10, out=100), request("r1", prompt=7, out=100, attempt=1, resumed=90))
+    assert scheduler.demand() == Demand(2, 2, 0, 10.0 + 97.0, 0.0, 100.0 + 10.0)
+    handle(scheduler, ForecastsArrived((ForecastMade("r0", 0, forecast(40.0)),)))
+    assert scheduler.demand().output_tokens == 40.0 + 10.0
+    (placed,) = handle(scheduler, ReplicaUp("a", ready()))
+    assert isinstance(placed, PlaceRequests)
+    assert placed.requests[0].forecast == forecast(40.0)
+    assert scheduler.demand() == Demand(2, 0, 1, 107.0, 0.0, 50.0)
+
+
+def test_what_another_server_has_is_no_part_of_the_demand() -> None:
+    scheduler = router(replicas="a")
+    handle(scheduler, ReplicaUp("backend-0", replace(ready("w2"), external=True)))
+    assert [life.worker_incarnation for life in scheduler.own_takers()] == ["w1"]
+    assert arrive(scheduler, request("r0"), request("r1")) == {"a": ["r0"], "backend-0": ["r1"]}
+    assert scheduler.demand() == Demand(1, 0, 1, 10.0, 0.0, 10.0)
+    handle(scheduler, ReplicaDraining("a"))
+    assert scheduler.own_takers() == []
+
+
+def test_what_an_earlier_router_placed_is_split_by_the_mean() -> None:
+    scheduler = router(replicas="a")
+    handle(scheduler, MeanOutputLen(50.0))
+    announce(scheduler, stream("r0", work=200), stream("r1", work=20))
+    assert scheduler.demand() == Demand(2, 0, 1, 150.0, 0.0, 50.0 + 20.0)
 
 
 def test_aborts_go_where_their_request_is() -> None:
@@ -305,111 +304,6 @@ def test_a_waiting_request_that_turns_out_too_long_is_refused() -> None:
     assert scheduler.num_in_flight == 1
 
 
-def test_a_new_router_adopts_what_ingress_replicas_announce() -> None:
-    scheduler = router()
-    assert announce(scheduler, stream("r0", 3, work=25), stream("r1", 0, "b")) == [
-        AskReplica("a", (("r0", 3),)),
-        AskReplica("b", (("r1", 0),)),
-    ]
-    assert [load.work_tokens for load in scheduler.loads()] == [25, 20]
-    assert scheduler.placed("r0", 3) == Placed("r0", 3, "a", "w1")
-    end(scheduler, "r0", attempt=3)
-    assert scheduler.num_in_flight == 1
-
-
-def test_a_new_router_adopts_before_it_has_heard_of_the_replica() -> None:
-    scheduler = router(replicas="")
-    assert announce(scheduler, stream("r")) == [], "it cannot ask yet"
-    assert scheduler.num_on("a") == 1
-    assert handle(scheduler, ReplicaUp("a", ready())) == []
-    assert announce(scheduler, stream("r")) == [AskReplica("a", (("r", 0),))]
-
-
-def test_what_was_adopted_for_an_older_worker_life_is_lost() -> None:
-    scheduler = router(replicas="")
-    announce(scheduler, stream("r"))
-    handle(scheduler, ReplicaUp("a", ready("w2")))
-    assert announce(scheduler, stream("r")) == [ReportLost("i", (("r", 0),))]
-
-
-def test_an_announced_request_that_was_never_placed_is_lost() -> None:
-    assert announce(router(), stream("r", 4, replica="", incarnation="")) == [ReportLost("i", (("r", 4),))]
-
-
-def test_an_announced_request_of_an_older_worker_life_is_lost() -> None:
-    assert announce(router(), stream("r", incarnation="w0")) == [ReportLost("i", (("r", 0),))]
-
-
-def test_an_announced_request_that_waits_for_a_replica_is_neither_lost_nor_asked_about() -> None:
-    scheduler = router(replicas="")
-    arrive(scheduler, request("r"))
-    assert announce(scheduler, stream("r", replica="", incarnation="")) == []
-    assert scheduler.num_in_flight == 1
-
-
-def test_a_replica_that_is_away_is_not_asked() -> None:
-    scheduler = router(replicas="a")
-    arrive(scheduler, request("r"))
-    handle(scheduler, ReplicaAway("a"))
-    assert announce(scheduler, stream("r")) == []
-    assert scheduler.num_in_flight == 1
-
-
-def test_an_announcement_older_than_what_is_known_changes_nothing() -> None:
-    scheduler = router()
-    arrive(scheduler, request("r", attempt=2))
-    assert announce(scheduler, stream("r", 1)) == []
-    assert scheduler.placed("r", 2).replica == "a"
-
-
-def test_what_an_ingress_replica_no_longer_announces_is_aborted() -> None:
-    scheduler = router(RoundRobin())
-    arrive(scheduler, request("r0"), request("r1"), request("other", ingress="j"))
-    assert announce(scheduler, stream("r0")) == [AbortOnReplica("b", (("r1", 0),)), AskReplica("a", (("r0", 0),))]
-    assert scheduler.num_in_flight == 2, "another ingress replica's are not its to close"
-
-
-def test_what_waits_and_is_no_longer_announced_is_forgotten() -> None:
-    scheduler = router(replicas="")
-    arrive(scheduler, request("r"))
-    assert announce(scheduler) == []
-    assert scheduler.num_in_flight == 0
-
-
-def test_what_the_scheduler_does_not_know_is_lost_once() -> None:
-    scheduler = router(RoundRobin())
-    arrive(scheduler, request("r0", ingress="i"), request("r1"), request("r2", ingress="j"), request("r3"))
-    keys: tuple[Key, ...] = (("r0", 0), ("r2", 0))
-    assert handle(scheduler, KeysUnknown("a", keys)) == [
-        ReportLost("i", (("r0", 0),)),
-        ReportLost("j", (("r2", 0),)),
-    ]
-    assert handle(scheduler, KeysUnknown("a", keys)) == []
-    assert scheduler.num_in_flight == 2
-
-
-@pytest.mark.parametrize("unknown", [KeysUnknown("a", (("r", 0),)), KeysUnknown("b", (("r", 1),))])
-def test_an_answer_about_an_older_attempt_or_from_another_replica_loses_nothing(unknown: KeysUnknown) -> None:
-    scheduler = router()
-    arrive(scheduler, request("r", attempt=1))
-    assert handle(scheduler, unknown) == []
-    assert scheduler.num_in_flight == 1
-
-
-def test_a_lost_ingress_replica_takes_its_requests_with_it() -> None:
-    scheduler = router(RoundRobin())
-    arrive(scheduler, request("r0"), request("r1", ingress="j"), request("r2"))
-    assert handle(scheduler, IngressLost("i")) == [AbortOnReplica("a", (("r0", 0), ("r2", 0)))]
-    assert scheduler.num_in_flight == 1
-
-
-def test_a_lost_ingress_replica_takes_what_waits_with_it() -> None:
-    scheduler = router(replicas="")
-    arrive(scheduler, request("r0"), request("r1", ingress="j"))
-    assert handle(scheduler, IngressLost("i")) == []
-    assert placements(handle(scheduler, ReplicaUp("a", ready()))) == {"a": ["r1"]}
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_random_lives_leave_nothing_in_the_table(seed: int) -> None:
     rng = random.Random(seed)
@@ -437,104 +331,6 @@ def test_the_preset_names_the_placement_and_the_setting_overrides_it() -> None:
         build_router("fcfs", "random")
 
 
-class Listener(Placement):
-    """Places in turn and writes down what it hears."""
-
-    def __init__(self, block_size: int = 0) -> None:
-        self.block_size = block_size
-        self.heard: list[tuple[object, ...]] = []
-        self.loads: list[tuple[ReplicaLoad, ...]] = []
-
-    def choose(self, request: Request, prefix: Sequence[int], loads: tuple[ReplicaLoad, ...], now: float) -> Choice:
-        self.heard.append(("choose", request.request_id, tuple(prefix), now))
-        self.loads.append(loads)
-        return Choice(loads[0].name, "first")
-
-    def replica_up(self, name: str, capacity: int) -> None:
-        self.heard.append(("up", name, capacity))
-
-    def replica_gone(self, name: str) -> None:
-        self.heard.append(("gone", name))
-
-    def started(self, request_id: str, cached_len: int, queue_s: float, now: float) -> None:
-        self.heard.append(("started", request_id, cached_len, queue_s, now))
-
-    def ended(self, request_id: str, output_len: int | None, now: float) -> None:
-        self.heard.append(("ended", request_id, output_len, now))
-
-    def evicted(self, replica: str, prefix: Sequence[int]) -> None:
-        self.heard.append(("evicted", replica, tuple(prefix)))
-
-
-def listener(names: str = "a", block_size: int = 0) -> tuple[GlobalScheduler, Listener]:
-    placement = Listener(block_size)
-    scheduler = router(placement, names)
-    placement.heard.clear()
-    return scheduler, placement
-
-
-def test_placement_hears_of_every_new_life_once() -> None:
-    scheduler, placement = listener("")
-    for incarnation in ("w1", "w1", "w2"):
-        handle(scheduler, ReplicaUp("a", ready(incarnation)))
-    handle(scheduler, ReplicaGone("a"))
-    assert placement.heard == [("up", "a", 400), ("up", "a", 400), ("gone", "a")]
-
-
-def test_placement_gets_hashes_of_all_known_tokens_if_it_wants_them() -> None:
-    scheduler, placement = listener(block_size=4)
-    scheduler.handle(RequestsArrived((request("r", prompt=6, resumed=3),)), 7.0)
-    assert placement.heard == [("choose", "r", tuple(hash_blocks([1] * 6 + [2] * 3, 4)), 7.0)]
-    scheduler, placement = listener(block_size=0)
-    arrive(scheduler, request("r"))
-    assert placement.heard == [("choose", "r", (), 0.0)]
-
-
-def test_placement_hears_how_each_request_ends() -> None:
-    scheduler, placement = listener()
-    arrive(scheduler, *(request(f"r{i}") for i in range(5)))
-    placement.heard.clear()
-    ends = (
-        FinishedSequence("r0", 0, SequenceStatus.FINISHED_STOPPED, 3),
-        FinishedSequence("r1", 0, SequenceStatus.FINISHED_LENGTH, 10),
-        FinishedSequence("r2", 0, SequenceStatus.FINISHED_ABORTED, 2),
-        FinishedSequence("r3", 1, SequenceStatus.FINISHED_STOPPED, 2),
-    )
-    scheduler.handle(RequestsEnded(ends), 9.0)
-    scheduler.handle(RequestsAborted((("r3", 0),)), 10.0)
-    handle(scheduler, ReplicaUp("a", ready("w2")))
-    told = [("r0", 3, 9.0), ("r1", 10, 9.0), ("r2", None, 9.0), ("r3", None, 10.0), ("r4", None, 0.0)]
-    assert placement.heard == [*(("ended", *each) for each in told), ("up", "a", 400)], "before the new life begins"
-
-
-def test_placement_hears_of_starts_of_current_attempts() -> None:
-    scheduler, placement = listener()
-    arrive(scheduler, request("r", attempt=1))
-    placement.heard.clear()
-    started = (StartedRequest("r", 0, 1, 0.1), StartedRequest("r", 1, 8, 0.5), StartedRequest("s", 0, 1, 0.1))
-    assert scheduler.handle(RequestsStarted(started), 3.0) == []
-    assert placement.heard == [("started", "r", 8, 0.5, 3.0)]
-
-
-def test_notices_of_lives_that_are_over_are_dropped() -> None:
-    scheduler, placement = listener()
-    for replica, incarnation in (("a", "w0"), ("a", "w1"), ("unheard of", "w1")):
-        assert handle(scheduler, PrefixesEvicted(replica, incarnation, ((1, 2), (3,)))) == []
-    assert placement.heard == [("evicted", "a", (1, 2)), ("evicted", "a", (3,))]
-
-
-def test_the_loads_are_one_object_while_the_same_replicas_take_requests() -> None:
-    scheduler, placement = listener("ab")
-    arrive(scheduler, request("r0"))
-    arrive(scheduler, request("r1"))
-    assert placement.loads[0] is placement.loads[1] is scheduler.loads()
-    assert placement.loads[0][0].num_requests == 2, "and up to date"
-    for event in (ReplicaAway("a"), ReplicaUp("a", ready()), ReplicaDraining("a"), ReplicaGone("b")):
-        before = scheduler.loads()
-        handle(scheduler, event)
-        assert scheduler.loads() is not before
-
-
 def test_why_a_request_is_where_it_is() -> None:
     scheduler = router(RoundRobin(), "a")
     arrive(scheduler, request("r0"))
@@ -557,7 +353,9 @@ def test_requests_that_share_a_prefix_share_a_replica_under_e2() -> None:
     groups: dict[int, set[str]] = {100: set(), 200: set(), 300: set()}
     for i in range(30):
         first = 100 * (i % 3 + 1)
-        (replica,) = arrive(scheduler, Request(f"r{i}", 0, "i", tokens(first, i), SamplingParams(10)))
+        prompt = tokens(first, i)
+        hashes = tuple(hash_blocks(prompt, 4))
+        (replica,) = arrive(scheduler, Request(f"r{i}", 0, "i", prompt, SamplingParams(10), prefix_hashes=hashes))
         groups[first].add(replica)
         choice = scheduler.choice(f"r{i}")
         assert isinstance(choice, E2Choice)
@@ -567,3 +365,30 @@ def test_requests_that_share_a_prefix_share_a_replica_under_e2() -> None:
     handle(scheduler, ReplicaGone("b"))
     (replica,) = arrive(scheduler, Request("late", 0, "i", tokens(200, 99), SamplingParams(10)))
     assert replica != "b"
+
+
+def server(incarnation: str = "s1") -> WorkerReady:
+    return WorkerReady(incarnation, 100, 4, 5000, False, 100, external=True)
+
+
+def test_what_only_our_own_engine_can_say_is_not_asked_of_other_servers() -> None:
+    scheduler = GlobalScheduler(LeastWork())
+    handle(scheduler, ReplicaUp("backend-0", server()))
+    handle(scheduler, ReplicaUp("0", ready()))
+    for index in range(4):
+        logged = Request(f"r{index}", 0, "i", (1,), SamplingParams(10, logprobs=2))
+        (placed,) = handle(scheduler, RequestsArrived((logged,)))
+        assert isinstance(placed, PlaceRequests) and placed.replica == "0"
+    (plain,) = handle(scheduler, RequestsArrived((request("plain"),)))
+    assert isinstance(plain, PlaceRequests) and plain.replica == "backend-0"
+    handle(scheduler, ReplicaAway("0"))
+    late = Request("late", 0, "i", (1,), SamplingParams(10, logprobs=2))
+    assert handle(scheduler, RequestsArrived((late,))) == [], "it waits for our own engine"
+
+
+def test_where_there_are_only_other_servers_it_is_refused_by_name() -> None:
+    scheduler = GlobalScheduler(RoundRobin())
+    handle(scheduler, ReplicaUp("backend-0", server()))
+    logged = Request("r", 0, "i", (1,), SamplingParams(10, logprobs=2))
+    (refused,) = handle(scheduler, RequestsArrived((logged,)))
+    assert isinstance(refused, RefuseRequest) and refused.field == "logprobs"

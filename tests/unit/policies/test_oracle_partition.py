@@ -38,6 +38,12 @@ def test_fewer_replicas_share_what_more_would_have() -> None:
     assert [owner(policy, (first,), "ab") for first in (10, 11, 12)] == ["a", "b", "a"]
 
 
+def test_what_all_prompts_share_tells_nothing() -> None:
+    policy = OraclePartition({10: 3.0, 11: 2.0, 12: 1.0}, 3, 64, num_leading=1)
+    assert [owner(policy, (7, first)) for first in (10, 11, 12)] == ["a", "b", "c"]
+    assert owner(policy, (10,)) == owner(policy, (7, 99)) == "c", "unknown"
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_no_replica_has_more_than_the_mean_and_one_prefix(seed: int) -> None:
     rng = random.Random(seed)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from core.config import SchedulerConfig
+from core.config import PlacementConfig, SchedulerConfig
 from core.errors import ConfigError
 from policies.aggressive import Aggressive
 from policies.builders import (
@@ -15,10 +15,12 @@ from policies.builders import (
     build_router,
     build_scheduler,
     check_scheduler,
+    configured_e2,
     configured_replica,
     configured_scheduler,
     swaps_kv,
 )
+from policies.e2_router import E2Config
 from policies.fcfs import Fcfs
 from policies.job import Job
 from policies.kv_baselines import Reactive
@@ -141,7 +143,8 @@ def test_replicas_of_batch_mode_decide_nothing(part: str) -> None:
 def test_the_configuration_sets_parts_alone() -> None:
     config = SchedulerConfig(preset="past-future", order="skip-join-mlfq", admission="watermark", kv="enst-reactive")
     built = configured_scheduler(config, 4)
-    assert [type(part) for part in (built.order, built.admission, built.kv)] == [SkipJoinMlfq, Aggressive, Reactive]
+    parts = [type(part) for part in (built.order, built.admission, built.turns.kv)]
+    assert parts == [SkipJoinMlfq, Aggressive, Reactive]
     with pytest.raises(ConfigError, match=r"scheduler\.kv.*not skip-join-mlfq"):
         check_scheduler(SchedulerConfig(kv="enst-reactive"))
 
@@ -181,3 +184,9 @@ def test_parts_can_be_set_alone_but_must_go_together() -> None:
     with pytest.raises(ConfigError, match=r"scheduler\.admission.*not gittins"):
         build_scheduler("fcfs", SchedulerLimits(4, 4), admission="forecast")
     build_scheduler("farsight", SchedulerLimits(4, 4), admission="forecast")
+
+
+def test_a_server_uses_of_e2_what_its_table_says() -> None:
+    assert configured_e2(PlacementConfig()) == E2Config(), "the paper's, unless told"
+    bare = configured_e2(PlacementConfig(60.0, rebalance=False, rebalance_ratio=2.0, autoscale=False, balance=False))
+    assert bare == E2Config(60.0, rebalance_ratio=2.0, balance=False, rebalance=False, autoscale=False)

@@ -111,7 +111,7 @@ def test_a_node_goes_when_nobody_caches_it_and_nobody_has_used_it_in_the_window(
 def test_an_eviction_takes_what_comes_after_it_and_not_what_comes_before() -> None:
     tree = tree_of()
     for path in ((1, 2, 3, 4), (1, 2, 3, 5), (1, 9)):
-        place(tree, path)
+        tree.release(place(tree, path), 0)
     tree.evict((1, 2, 3), 0)
     assert {position for position, states in known_to(tree).items() if states[0][0]} == {(1,), (1, 2), (1, 9)}
     tree.evict((7, 7), 0)
@@ -252,3 +252,172 @@ def compare(tree: RadixTree, trie: NaiveTrie) -> None:
 def match_len(tree: RadixTree, path: Path) -> int:
     nodes, partial = tree.match_prefix(path)
     return (nodes[-1].end if nodes else 0) + partial
+
+
+def cached(tree: RadixTree, replica: int = 0) -> set[Path]:
+    return {position for position, states in known_to(tree).items() if replica in states and states[replica][0]}
+
+
+def pending(tree: RadixTree, path: Path, replica: int = 0) -> list[bool]:
+    return [bool(node.pending >> replica & 1) for node in tree.match_prefix(path).nodes]
+
+
+def hold(tree: RadixTree, path: Path, replica: int = 0) -> Node:
+    """As ``place``, on a replica that tells what it caches."""
+    nodes = tree.insert(path)
+    tree.hold(nodes, replica, pending=True)
+    return nodes[-1]
+
+
+def test_what_is_in_flight_is_pending_until_it_is_stored_and_forgotten_if_it_never_is() -> None:
+    tree = tree_of()
+    stored, lost = hold(tree, (1, 2, 3)), hold(tree, (1, 2, 4))
+    assert pending(tree, (1, 2, 3)) == [True, True]
+    tree.store((1, 2, 3), 0)
+    assert (pending(tree, (1, 2, 3)), pending(tree, (1, 2, 4))) == ([False, False], [False, True])
+    tree.check_integrity()
+    tree.release(stored, 0)
+    tree.release(lost, 0)
+    assert cached(tree) == {(1,), (1, 2), (1, 2, 3)}, "nobody has computed the other one"
+    assert lru_of(tree, 0) == [(1, 2, 3), (1, 2), (1,)]
+
+
+def test_half_of_a_path_does_not_split_it() -> None:
+    tree = tree_of()
+    hold(tree, (1, 2, 3, 4))
+    tree.store((1, 2), 0)
+    assert (spans(tree, (1, 2, 3, 4)), pending(tree, (1, 2, 3, 4))) == ([(1, 2, 3, 4)], [True])
+    tree.store((1, 2, 3, 4), 0)
+    assert pending(tree, (1, 2, 3, 4)) == [False]
+    tree.store((1, 2), 1)
+    assert spans(tree, (1, 2, 3, 4)) == [(1, 2), (3, 4)], "another replica has the half alone"
+    tree.check_integrity()
+
+
+def test_the_stored_half_of_a_path_stays_when_nobody_computes_the_rest() -> None:
+    tree = tree_of()
+    end = hold(tree, (1, 2, 3, 4))
+    tree.store((1, 2, 3), 0)
+    other = hold(tree, (1, 2, 8))
+    assert (spans(tree, (1, 2, 3, 4)), pending(tree, (1, 2, 3, 4))) == ([(1, 2), (3, 4)], [False, True])
+    tree.check_integrity()
+    tree.evict((1, 2, 3), 0)
+    tree.store((1, 2, 3), 0)
+    tree.release(end, 0)
+    tree.release(other, 0)
+    assert cached(tree) == {(1,), (1, 2), (1, 2, 3)}
+    assert lru_of(tree, 0) == [(1, 2, 3), (1, 2), (1,)]
+    tree.check_integrity()
+
+
+def test_what_is_evicted_before_a_request_has_started_is_pending_again() -> None:
+    tree = tree_of()
+    tree.store((1, 2, 3), 0)
+    end = hold(tree, (1, 2, 3))
+    tree.evict((1, 2), 0)
+    assert (spans(tree, (1, 2, 3)), pending(tree, (1, 2, 3))) == ([(1,), (2, 3)], [False, True])
+    hold(tree, (1, 2, 3, 4))
+    assert pending(tree, (1, 2, 3, 4)) == [False, True, True], "what follows is not there before it"
+    tree.release(end, 0)
+    tree.check_integrity()
+
+
+def test_what_grows_at_its_end_stays_one_node() -> None:
+    tree = tree_of()
+    tree.store((1, 2), 0)
+    for element in (3, 4, 5):
+        path = tree.path_to(element - 1)
+        assert path is not None
+        tree.store((*path, element), 0)
+    assert (spans(tree, (1, 2, 3, 4, 5)), tree.num_cached) == ([(1, 2, 3, 4, 5)], [5, 0])
+    tree.store((1, 2, 3, 4, 5, 6), 1)
+    assert spans(tree, (1, 2, 3, 4, 5, 6)) == [(1, 2, 3, 4, 5), (6,)], "the first replica does not have the rest"
+    held = hold(tree, (1, 2, 3, 4, 5, 6), replica=1)
+    tree.store((1, 2, 3, 4, 5, 6, 7), 1)
+    assert held.span == (6,), "a request ends there"
+    tree.check_integrity()
+
+
+def test_everything_is_told_anew_but_what_is_in_flight() -> None:
+    tree = tree_of()
+    tree.store((1, 2), 0)
+    tree.store((3,), 0)
+    hold(tree, (1, 2, 9))
+    tree.store((1, 2), 1)
+    tree.forget_cached(0)
+    assert (cached(tree), cached(tree, 1)) == ({(1,), (1, 2), (1, 2, 9)}, {(1,), (1, 2)})
+    assert pending(tree, (1, 2, 9)) == [True, True]
+    tree.check_integrity()
+
+
+def test_elements_are_found_wherever_they_are_moved_to() -> None:
+    tree = tree_of()
+    end = place(tree, (1, 2, 3, 4))
+    place(tree, (1, 2, 7), replica=1)
+    assert [tree.path_to(element) for element in (2, 4, 7, 8)] == [(1, 2), (1, 2, 3, 4), (1, 2, 7), None]
+    assert [tree.caches(element, 0) for element in (2, 4, 7, 8)] == [True, True, False, False]
+    tree.release(end, 0)
+    tree.forget(end, 0)
+    tree.evict((1, 2, 3), 0)
+    assert (tree.path_to(3), tree.path_to(2)) == (None, (1, 2))
+
+
+CHAINED = [(1,), (1, 11), (1, 11, 111), (1, 11, 112), (1, 12), (1, 12, 121), (2,), (2, 21), (2, 21, 211), (2, 22)]
+"""Elements that stand for one place each, as chained hashes do."""
+
+
+@settings(max_examples=100)
+@given(seed=st.integers(0, 2**32), steps=st.integers(1, 60))
+def test_on_replicas_that_tell_what_they_cache_it_is_a_trie_of_single_elements(seed: int, steps: int) -> None:
+    rng = random.Random(seed)
+    tree, trie = tree_of(3), NaiveTrie(3)
+    in_flight: list[tuple[Node, Path, int]] = []
+    recent: list[tuple[Node, Path, int]] = []
+    for _ in range(steps):
+        path, replica = rng.choice(CHAINED), rng.randrange(3)
+        move = rng.choice(["hold", "hold", "store", "evict", "release", "release", "forget", "anew"])
+        if move == "hold":
+            end = hold(tree, path, replica)
+            trie.place(path, replica, pending=True)
+            in_flight.append((end, path, replica))
+            recent.append((end, path, replica))
+        elif move == "store" and not cuts(tree, path, replica):
+            tree.store(path, replica)
+            trie.store(path, replica)
+        elif move == "evict":
+            tree.evict(path, replica)
+            trie.evict(path, replica)
+        elif move == "anew" and rng.random() < 0.2:
+            tree.forget_cached(replica)
+            trie.forget_cached(replica)
+        elif move == "release" and in_flight:
+            end, held, replica = in_flight.pop(rng.randrange(len(in_flight)))
+            tree.release(end, replica)
+            trie.release(held, replica)
+        elif move == "forget" and recent:
+            end, held, replica = recent.pop(rng.randrange(len(recent)))
+            tree.forget(end, replica)
+            trie.forget(held, replica)
+        compare_pending(tree, trie)
+
+
+def cuts(tree: RadixTree, path: Path, replica: int) -> bool:
+    """Whether the path ends within a node of the replica, of which the tree takes nothing down then."""
+    nodes, partial = tree.match_prefix(path)
+    node = nodes[-1] if nodes else tree.root
+    return bool(partial) and bool(node.children[path[node.end]].replicas >> replica & 1)
+
+
+def compare_pending(tree: RadixTree, trie: NaiveTrie) -> None:
+    tree.check_integrity()
+    assert [cached(tree, replica) for replica in range(3)] == trie.cached
+    found: list[set[Path]] = [set(), set(), set()]
+    stack: list[Node] = [tree.root]
+    while stack:
+        node = stack.pop()
+        stack += node.children.values()
+        path = path_of(node)
+        for replica in range(3):
+            if node.pending >> replica & 1:
+                found[replica] |= {path[: end + 1] for end in range(node.end - len(node.span), node.end)}
+    assert found == trie.pending

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 
+from core.cache_messages import CachedRun, CacheNotice, StartedRequest
 from core.costs import StepCost
 from core.forecast import QUANTILES, Forecast
 from core.messages import FinishedSequence, ForecastMade, Plan, SlotProgress, StepReport, WorkerReady, WorkerState
 from core.request import Request, SamplingParams, SequenceStatus
 from policies.builders import PolicySettings, build_scheduler
 from policies.replica_events import (
+    CacheTold,
     CostLearnt,
     Event,
     ForecastsArrived,
+    Instruction,
     RefuseRequest,
     RequestEnded,
     RequestsAborted,
     RequestsArrived,
+    RequestStarted,
     SendPlan,
     WorkerConnected,
     WorkerLost,
@@ -399,7 +404,7 @@ def test_ends_that_a_taken_over_worker_still_reports_are_known() -> None:
 
 
 def test_only_so_many_ends_are_remembered_the_latest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("policies.replica_scheduler.NUM_REMEMBERED", 3)
+    monkeypatch.setattr("policies.replica_shadow.NUM_REMEMBERED", 3)
     h = Harness()
     for seq, name in enumerate("abcde", start=1):
         h.arrive(request(name))
@@ -522,3 +527,50 @@ def test_a_grant_is_renewed(lead_s: float, first_grant: int, renewed_after: int)
         assert len(h.plans) == num_plans, f"{output} tokens: enough is left"
     h.report(renewed_after, dataclasses.replace(running("a", renewed_after, 3), ran_s=0.0))
     assert len(h.plans) == num_plans + 1
+
+
+def test_a_profile_that_prices_context_alone_prices_an_empty_batch() -> None:
+    h = Harness(grant_lead_s=0.1)
+    h.handle(CostLearnt(StepCost(0.0, 0.0, 0.0, 1e-5)))
+    h.arrive(request("a"))
+    assert h.admitted == ["a"]
+
+
+def told(h: Harness, report: StepReport) -> list[Instruction]:
+    return [each for each in h.scheduler.handle(WorkerReported(report), 10.0) if not isinstance(each, SendPlan)]
+
+
+def test_a_start_is_told_once_with_what_was_found_and_how_long_it_waited() -> None:
+    h = Harness()
+    h.arrive(request("a", 8, 8))  # at 2.0
+    running = SlotProgress("a", 0, SequenceStatus.RUNNING, 0, 8, 1, 3, False, cached_len=4, ran_s=1.5)
+    first = told(h, StepReport("w", LEASE, 2, 1, 7, 0, (running,), (), ()))
+    assert first == [RequestStarted(StartedRequest("a", 0, 4, queue_s=6.5))]
+    end = FinishedSequence("a", 0, SequenceStatus.FINISHED_LENGTH, 8, 4, 2.0)
+    (ended,) = told(h, StepReport("w", LEASE, 3, 1, 7, 0, (), (end,), ()))
+    assert isinstance(ended, RequestEnded)
+
+
+def test_who_starts_and_ends_between_two_reports_is_told_of_in_this_order() -> None:
+    h = Harness()
+    h.arrive(request("a", 8, 2))
+    notice = CacheNotice(1, True, (CachedRun(0, (5, 6)),))
+    end = FinishedSequence("a", 0, SequenceStatus.FINISHED_LENGTH, 2, 4, 1.0)
+    cache, start, ended = told(h, StepReport("w", LEASE, 2, 1, 7, 0, (), (end,), (), cache=(notice,)))
+    assert (cache, start) == (CacheTold(notice), RequestStarted(StartedRequest("a", 0, 4, queue_s=7.0)))
+    assert isinstance(ended, RequestEnded), "what it left in the cache comes before its end"
+
+
+def test_what_waiting_requests_would_find_follows_the_cache() -> None:
+    h = Harness(1, preset="preble")
+    late = replace(request("late", 9, 4), prefix_hashes=(5, 6))
+    full = replace(request("full", 8, 4), prefix_hashes=(5, 6))
+    h.arrive(request("first", 4, 4), late, full)
+    jobs = {name: h.scheduler._shadow.tracked[name].job for name in ("late", "full")}
+    steps = [(CacheNotice(1, True, (CachedRun(0, (5,)),)), 4, 4), (CacheNotice(2, False, (CachedRun(5, (6,)),)), 8, 4)]
+    steps += [(CacheNotice(3, False, (), (6,)), 4, 4), (CacheNotice(5, False, (CachedRun(5, (6,)),)), 4, 4)]
+    for seq, (notice, late_len, full_len) in enumerate(steps, 2):
+        h.handle(WorkerReported(StepReport("w", LEASE, seq, 1, 7, 0, (), (), (), cache=(notice,))))
+        assert (jobs["late"].cached_len, jobs["full"].cached_len) == (late_len, full_len)
+    assert h.scheduler.cache.missed, "the fourth is missing"
+    assert h.scheduler.cache.whole() is None

@@ -11,21 +11,27 @@ import pytest
 from core.config import ServerConfig
 from core.errors import ConfigError
 from services.haproxy import haproxy_environment
+from services.ports import reserved_ports
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Ray brings HAProxy for Linux only")
 
 
 def test_all_files_lie_in_the_directory_and_all_ports_differ(tmp_path: Path) -> None:
-    environment = haproxy_environment(tmp_path)
-    ports = [value for name, value in environment.items() if name.endswith("_PORT")]
-    assert len(set(ports)) == 3
+    with reserved_ports() as ports:
+        environment = haproxy_environment(tmp_path, ports)
+    listens = [int(value) for name, value in environment.items() if name.endswith("_PORT") and "INGRESS" not in name]
+    first, stop = (int(environment[f"RAY_SERVE_DIRECT_INGRESS_{name}_HTTP_PORT"]) for name in ("MIN", "MAX"))
+    replicas = range(first, stop)
+    assert len({*listens, *replicas}) == 3 + len(replicas)
+    assert {*listens, *replicas} <= set(ports)
     places = [name for name in environment if name.endswith(("_PATH", "_LOC", "_FILE", "_BASE"))]
     assert len(places) == 6
     assert all(environment[name].startswith(str(tmp_path)) for name in places)
 
 
 def test_the_wrapper_moves_the_pages_of_statistics_to_the_loopback_interface(tmp_path: Path) -> None:
-    environment = haproxy_environment(tmp_path)
+    with reserved_ports() as ports:
+        environment = haproxy_environment(tmp_path, ports)
     metrics, stats = (environment[f"RAY_SERVE_HAPROXY_{name}_PORT"] for name in ("METRICS", "STATS"))
     written = tmp_path / "haproxy.cfg"
     written.write_text(

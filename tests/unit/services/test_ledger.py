@@ -1,67 +1,20 @@
-"""The open requests of an ingress replica: whatever is lost on the way, a stream has no gap, no repeat and one end."""
+"""The open requests of an ingress replica, one event at a time."""
 
 from __future__ import annotations
 
 import dataclasses
-import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from core.forecast import QUANTILES, Forecast
-from core.messages import AnnounceReply, DeltaLogprobs, Key, OpenRequest, Placed, Refusal, SubmitReply, TokenDelta
-from core.request import Request, SamplingParams
-from services.ledger import ABORT_AGAIN_S, MAX_ATTEMPTS, RequestLedger
-
-
-def request(name: str = "r", prompt: int = 4, out: int = 6) -> Request:
-    return Request(name, 0, "i", (1,) * prompt, SamplingParams(out))
-
-
-def delta(name: str, start: int, *tokens: int, attempt: int = 0, finish: str | None = None) -> TokenDelta:
-    return TokenDelta(name, attempt, start, tokens, "x" * len(tokens), finish, "broken" if finish == "error" else None)
-
-
-def placed(name: str, attempt: int = 0, replica: str = "a", incarnation: str = "w1") -> SubmitReply:
-    return SubmitReply((Placed(name, attempt, replica, incarnation),), ())
-
-
-def refusal(name: str, attempt: int = 0) -> Refusal:
-    return Refusal(name, attempt, "max_tokens", "too long")
-
-
-def lost(*keys: Key) -> AnnounceReply:
-    return AnnounceReply(lost=keys, refusals=(), replicas=())
-
-
-def running(*names: str, replica: str = "a") -> RequestLedger:
-    """A ledger whose requests have been sent and placed."""
-    ledger = RequestLedger("i")
-    for name in names:
-        ledger.open(request(name))
-    ledger.take_outgoing()
-    for name in names:
-        ledger.submitted(placed(name, replica=replica))
-    return ledger
-
-
-def receive(ledger: RequestLedger, *deltas: TokenDelta, now: float = 0.0) -> list[TokenDelta]:
-    return ledger.receive("a", "w1", deltas, now)
+from core.messages import AnnounceReply, DeltaLogprobs, OpenRequest, Placed, SubmitReply, TokenDelta
+from services.ledger import MAX_ATTEMPTS, RequestLedger
+from tests.unit.services.ledger_messages import delta, lost, placed, receive, refusal, request, running, taken
 
 
 def replica(ledger: RequestLedger, name: str) -> str:
     """Where the announcement says that a request runs."""
     return next(each.replica for each in ledger.announce().open if each.request_id == name)
-
-
-def taken(ledger: RequestLedger) -> list[tuple[str, int, tuple[int, ...]]]:
-    """(id, attempt, known output) of what goes out; aborts are not expected."""
-    requests, aborts = ledger.take_outgoing()
-    assert aborts == ()
-    return [(each.request_id, each.attempt, each.output_ids) for each in requests]
 
 
 def test_a_request_goes_out_once() -> None:
@@ -299,7 +252,7 @@ def test_a_request_that_has_lost_too_many_workers_is_given_up() -> None:
         assert ledger.take_given_up() == []
         receive(ledger, delta("r", 0, attempt=attempt, finish="abort"))
         taken(ledger)
-    assert ledger.take_given_up() == ["r"]
+    assert [(each.request_id, each.attempts) for each in ledger.take_given_up()] == [("r", MAX_ATTEMPTS)]
     assert ledger.take_given_up() == [], "said once"
     assert len(ledger) == 1
 
@@ -397,222 +350,6 @@ def test_a_late_loss_before_the_new_attempt_goes_out_changes_nothing() -> None:
 # An adversarial network --------------------------------------------------------------------------------------------
 
 
-BEGIN = 100.0
-
-
-@dataclass
-class Client:
-    """What the client of one request has seen."""
-
-    out: int
-    tokens: list[int] = field(default_factory=list)
-    num_ends: int = 0
-    left: bool = False
-    attempts: list[Request] = field(default_factory=list)
-
-    @property
-    def waits(self) -> bool:
-        return not self.left and self.num_ends == 0
-
-
-@dataclass
-class Run:
-    """An attempt in a worker; token i of attempt k is 1000 k + i, so that every token tells where it is from."""
-
-    request: Request
-    replica: str
-    emitted: int
-
-    def next(self, rng: random.Random) -> TokenDelta:
-        most = self.request.sampling.max_new_tokens
-        start, self.emitted = self.emitted, min(most, self.emitted + rng.choice([1, 1, 1, 2, 3]))
-        attempt = self.request.attempt
-        tokens = tuple(1000 * attempt + i for i in range(start, self.emitted))
-        finish = "length" if self.emitted == most else rng.choice([None] * 12 + ["stop"])
-        return TokenDelta(self.request.request_id, attempt, start, tokens, "", finish, None)
-
-
-class Network:
-    """A house that delivers everything late, twice, in any order, or not at all, and says what is not so."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self.rng = rng
-        self.now = BEGIN
-        self.ledger = RequestLedger("i")
-        self.clients: dict[str, Client] = {}
-        self.runs: dict[Key, Run] = {}
-        self.wire: list[tuple[str, TokenDelta]] = []  # everything ever emitted
-        self.unread: list[tuple[str, TokenDelta]] = []
-        self.aborts: dict[Key, int] = {}
-
-    # The ingress replica ..................................................................................
-
-    def open(self) -> None:
-        name = f"r{len(self.clients)}"
-        self.clients[name] = Client(self.rng.randint(1, 12))
-        self.ledger.open(request(name, out=self.clients[name].out))
-
-    def close(self, name: str) -> None:
-        self.clients[name].left = True
-        self.ledger.close(name, self.now)
-
-    def take(self) -> list[Request]:
-        requests, aborts = self.ledger.take_outgoing()
-        for key in aborts:
-            client = self.clients[key[0]]
-            newest = max((each.attempt for each in requests if each.request_id == key[0]), default=-1)
-            newest = max(newest, len(client.attempts) - 1)
-            assert not client.waits or key[1] < newest, "the client's own attempt is aborted"
-            self.aborts[key] = self.aborts.get(key, 0) + 1
-            assert self.aborts[key] <= 1 + (self.now - BEGIN) / ABORT_AGAIN_S
-            if self.reliable or self.rng.random() < 0.6:
-                for run in [each for each in self.runs if each[0] == key[0] and each[1] <= key[1]]:
-                    del self.runs[run]
-        for each in requests:
-            client = self.clients[each.request_id]
-            assert client.waits, "nobody waits for this"
-            assert list(each.output_ids) == client.tokens, "it does not begin where the client's tokens end"
-            assert each.attempt == len(client.attempts), "attempts rise by one"
-            client.attempts.append(each)
-        return list(requests)
-
-    def receive(self, items: Sequence[tuple[str, TokenDelta]]) -> None:
-        for replica, item in items:
-            for shown in self.ledger.receive(replica, f"{replica}-life", [item], self.now):
-                client = self.clients[shown.request_id]
-                assert client.waits, "tokens for a client that has left or has got an end"
-                assert shown.attempt == len(client.attempts) - 1, "tokens of an older attempt"
-                assert shown.start == len(client.tokens)
-                client.tokens += shown.token_ids
-                client.num_ends += shown.finish_reason is not None
-        self.check()
-
-    def refused(self, refusals: list[Refusal]) -> None:
-        for each in refusals:
-            assert self.clients[each.request_id].waits
-            self.clients[each.request_id].num_ends += 1
-
-    # Everybody else .......................................................................................
-
-    reliable = False
-
-    def submit(self, requests: list[Request]) -> None:
-        outcomes = ["placed"] if self.reliable else ["placed", "placed", "unheard", "lost", "refused"]
-        reply: list[Placed] = []
-        refusals = []
-        for each in requests:
-            match self.rng.choice(outcomes):
-                case "refused":
-                    refusals += [refusal(each.request_id, each.attempt)] * self.rng.choice([1, 2])
-                case "lost":
-                    self.ledger.submit_failed([each])
-                case outcome:
-                    run = Run(each, self.rng.choice("abc"), len(each.output_ids))
-                    self.runs[each.request_id, each.attempt] = run
-                    if outcome == "placed":
-                        reply.append(Placed(each.request_id, each.attempt, run.replica, f"{run.replica}-life"))
-                    else:
-                        self.ledger.submit_failed([each])
-        self.refused(self.ledger.submitted(SubmitReply(tuple(reply), tuple(refusals))))
-
-    def step(self) -> None:
-        if self.runs:
-            key = self.rng.choice(sorted(self.runs))
-            run = self.runs[key]
-            if not self.reliable and self.rng.random() < 0.05:
-                item = TokenDelta(*key, run.emitted, (), "", "abort", "gave it up")
-            else:
-                item = run.next(self.rng)
-            if item.finish_reason is not None:
-                del self.runs[key]
-            self.wire.append((run.replica, item))
-            self.unread.append((run.replica, item))
-
-    def lose_worker(self, replica: str, *, said: bool) -> None:
-        self.runs = {key: run for key, run in self.runs.items() if run.replica != replica}
-        if said:
-            self.ledger.worker_lost(replica)
-
-    def announce(self) -> None:
-        announced = self.ledger.announce().open
-        keys = [(each.request_id, each.attempt) for each in announced]
-        waiting = {name for name, client in self.clients.items() if client.waits}
-        assert {name for name, _ in keys} <= waiting
-        for name, attempt in keys:
-            assert attempt == len(self.clients[name].attempts) - 1, "an attempt that was never sent"
-        if self.reliable:
-            missing = [key for key in keys if key not in self.runs]
-        else:  # lies: what runs is lost, what does not is not
-            missing = [key for key in [*keys, *self.runs] if self.rng.random() < 0.3]
-        self.refused(self.ledger.announced(AnnounceReply(tuple(missing), (), ())))
-
-    def check(self) -> None:
-        assert len(self.ledger) == sum(client.waits for client in self.clients.values())
-        for client in self.clients.values():
-            assert client.num_ends <= 1
-            assert len(client.tokens) <= client.out
-            assert [token % 1000 for token in client.tokens] == list(range(len(client.tokens))), "a gap or a repeat"
-            assert [token // 1000 for token in client.tokens] == sorted(token // 1000 for token in client.tokens)
-            for attempt in client.attempts:
-                assert list(attempt.output_ids) == client.tokens[: len(attempt.output_ids)]
-
-    def live(self, num_actions: int) -> None:
-        actions = ["open", "take", "step", "step", "step", "next", "next", "any", "drop", "announce", "time", "lost"]
-        actions += ["close"] * (self.rng.random() < 0.5)
-        for _ in range(num_actions):
-            match self.rng.choice(actions):
-                case "open" if len(self.clients) < 20:
-                    self.open()
-                case "take":
-                    self.submit(self.take())
-                case "step":
-                    self.step()
-                case "next":
-                    self.receive(self.unread[:3])
-                    del self.unread[:3]
-                case "any" if self.wire:
-                    self.receive(self.rng.choices(self.wire, k=2))
-                case "drop" if self.unread:
-                    self.unread.pop(self.rng.randrange(len(self.unread)))
-                case "announce":
-                    self.announce()
-                case "time":
-                    self.now += self.rng.uniform(0, 0.7)
-                case "lost":
-                    self.lose_worker(self.rng.choice("abc"), said=self.rng.random() < 0.7)
-                case "close":
-                    waiting = [name for name, client in self.clients.items() if client.waits]
-                    if waiting:
-                        self.close(self.rng.choice(waiting))
-            self.check()
-
-    def settle(self) -> None:
-        """The network becomes good: whatever it did before, everything comes to an end."""
-        self.reliable = True
-        for _ in range(40):
-            self.now += 1.1
-            self.submit(self.take())
-            for _ in range(4 * len(self.runs)):
-                self.step()
-            self.receive(self.unread)
-            self.unread.clear()
-            self.announce()
-
-
-@settings(max_examples=300)
-@given(seed=st.integers(0, 2**32))
-def test_over_any_network_a_client_sees_an_exact_sequence_and_one_end(seed: int) -> None:
-    network = Network(random.Random(seed))
-    network.live(200)
-    network.settle()
-    network.check()
-    for client in network.clients.values():
-        assert client.left or client.num_ends == 1
-    assert len(network.ledger) == 0
-    assert network.ledger.announce().open == ()
-    assert network.runs == {}, "a worker runs on for nobody"
-
-
 def test_a_forecast_goes_out_with_its_request_or_after_it() -> None:
     forecast = Forecast(5.0, (5.0,) * len(QUANTILES), 1, "test", 1)
     ledger = RequestLedger("i")
@@ -628,3 +365,48 @@ def test_a_forecast_goes_out_with_its_request_or_after_it() -> None:
     assert ledger.foresee("late", forecast) is None
     (again,), _ = ledger.take_outgoing()
     assert (again.attempt, again.forecast) == (1, forecast)
+
+
+def unnamed(name: str, start: int, count: int, attempt: int = 0, finish: str | None = None) -> TokenDelta:
+    """Of another server."""
+    return TokenDelta(name, attempt, start, (), "x" * count, finish, num_unnamed=count)
+
+
+def test_tokens_without_ids_reach_the_client_and_count() -> None:
+    ledger = running("r")
+    deltas = [unnamed("r", 0, 2), unnamed("r", 2, 1), unnamed("r", 3, 1, finish="stop")]
+    assert receive(ledger, *deltas) == deltas
+    assert len(ledger) == 0
+
+
+def test_where_an_open_request_is() -> None:
+    ledger = running("r")
+    assert (ledger.replica_of("r"), ledger.replica_of("s")) == ("a", None)
+    receive(ledger, delta("r", 0, finish="abort"))
+    assert ledger.replica_of("r") == "", "it goes elsewhere"
+    ledger.close("r", 0.0)
+    assert ledger.replica_of("r") is None
+
+
+def test_what_another_server_gave_back_goes_elsewhere() -> None:
+    ledger = running("r")
+    assert receive(ledger, delta("r", 0, finish="abort")) == []
+    assert taken(ledger) == [("r", 1, ())]
+
+
+def test_after_tokens_without_ids_nobody_can_go_on() -> None:
+    ledger = running("r", "s", replica="backend-0")
+    ledger.receive("backend-0", "w1", [unnamed("r", 0, 2)], 0.0)
+    ledger.worker_lost("backend-0")
+    assert taken(ledger) == [("s", 1, ())]
+    (given_up,) = ledger.take_given_up()
+    assert (given_up.request_id, given_up.attempts) == ("r", 1)
+    assert given_up.reason == "backend-0, another server, was lost 2 tokens into it"
+
+
+def test_a_router_that_dies_late_costs_a_stream_without_ids_nothing() -> None:
+    ledger = running("r")
+    receive(ledger, unnamed("r", 0, 2))
+    ledger.submit_failed([request("r")])
+    assert taken(ledger) == []
+    assert receive(ledger, unnamed("r", 2, 1)) == [unnamed("r", 2, 1)]

@@ -10,8 +10,10 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from core.kv_messages import KVTraffic, KVUsage
 from core.log_messages import ArtefactInfo, RequestTrace
-from core.messages import KVTraffic, KVUsage, PieceCounts, PieceStatus, StatusReply, TokenDelta
+from core.messages import PieceCounts, PieceStatus, StatusReply, TokenDelta
+from core.placement_messages import PlacementView
 from core.request import Origin, SamplingParams
 from services.api.backend import ModelInfo
 from services.api.prompt_text import PromptText
@@ -53,6 +55,7 @@ class ScriptedBackend:
         self.calls: list[tuple[tuple[int, ...], SamplingParams]] = []
         self.texts: list[PromptText | None] = []
         self.priorities: list[int] = []
+        self.salts: list[str] = []
         self.is_healthy = True
         self.origins: list[Origin | None] = []
         self.traces: list[RequestTrace] = []
@@ -60,6 +63,7 @@ class ScriptedBackend:
         self.scale_error: Exception | None = None
         self.pieces: tuple[PieceStatus, ...] = (WORKER,)
         self.artefacts = (LEARNT,)
+        self.placements: PlacementView | Exception = PlacementView("round-robin")
         self.num_opened = 0
         self.num_closed = 0
         self.num_completed = 0
@@ -72,11 +76,13 @@ class ScriptedBackend:
         text: PromptText | None = None,
         origin: Origin | None = None,
         priority: int = 0,
+        cache_salt: str = "",
     ) -> AsyncGenerator[TokenDelta, None]:
         self.calls.append((prompt_ids, sampling))
         self.texts.append(text)
         self.origins.append(origin)
         self.priorities.append(priority)
+        self.salts.append(cache_salt)
         self.num_opened += 1
         try:
             for step in self._script(prompt_ids) if callable(self._script) else self._script:
@@ -91,10 +97,15 @@ class ScriptedBackend:
             self.num_closed += 1
 
     async def status(self) -> StatusReply:
-        return StatusReply(self.pieces, KV_USAGE, self.artefacts)
+        return StatusReply(self.pieces, KV_USAGE, self.artefacts, queue_delay_s=1.25)
 
     async def metrics(self) -> str:
         return METRICS
+
+    async def placement(self) -> PlacementView:
+        if isinstance(self.placements, Exception):
+            raise self.placements
+        return self.placements
 
     async def explain(self, response_id: str) -> tuple[RequestTrace, ...]:
         return tuple(trace for trace in self.traces if trace.trace_id.startswith(f"{response_id}/"))

@@ -61,6 +61,7 @@ class EngineBackend(ScriptedBackend):
         text: PromptText | None = None,
         origin: Origin | None = None,
         priority: int = 0,
+        cache_salt: str = "",
     ) -> AsyncGenerator[TokenDelta, None]:
         self.calls.append((prompt_ids, sampling))
         request_id = self.engine.submit(prompt_ids, sampling)

@@ -32,9 +32,10 @@ def used(prompt: int, output: int, cached: int = 0) -> dict[str, Any]:
     }
 
 
-async def _post(client: httpx.AsyncClient, base: dict[str, Any], **change: Any) -> httpx.Response:
+async def _post(client: httpx.AsyncClient, base: dict[str, Any], key: str = "", **change: Any) -> httpx.Response:
     path = "/v1/chat/completions" if "messages" in base else "/v1/completions"
-    return await client.post(path, json={**base, **change})
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return await client.post(path, json={**base, **change}, headers=headers)
 
 
 async def test_completion(client: httpx.AsyncClient, backend: ScriptedBackend, encoder: PromptEncoder) -> None:
@@ -102,6 +103,25 @@ async def test_priority_reaches_the_backend(client: httpx.AsyncClient, backend: 
         for given in ({"priority": -3, "n": 2}, {"priority": 7}, {"priority": None}, {}):
             assert (await _post(client, base, **given)).status_code == 200
     assert backend.priorities == [-3, -3, 7, 0, 0] * 2
+
+
+async def test_salts_reach_the_backend(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
+    for base in (COMPLETION, CHAT):
+        for given in ({"cache_salt": "tenant", "n": 2}, {"cache_salt": None}, {}):
+            assert (await _post(client, base, "key", **given)).status_code == 200
+    assert backend.salts == ["tenant", "tenant", "", ""] * 2
+
+
+async def test_keys_may_share_nothing(encoder: PromptEncoder, backend: ScriptedBackend) -> None:
+    transport = httpx.ASGITransport(build_app(backend, encoder, shares_across_keys=False))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        for key, salt in (("one", "x"), ("one", "x"), ("one", None), ("two", "x"), ("", "x"), ("", None)):
+            assert (await _post(client, CHAT, key, cache_salt=salt)).status_code == 200
+        assert (await _post(client, CHAT, cache_salt=backend.salts[0])).status_code == 200
+    first, again, *others = backend.salts
+    assert first == again
+    assert len({first, *others}) == 6, "and nobody can make a salt of another key"
+    assert not any("one" in salt or "two" in salt for salt in backend.salts)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +334,7 @@ LEARNT = {
 async def test_status(client: httpx.AsyncClient) -> None:
     row = {"name": "worker-0", "kind": "ModelWorker", "pid": 7, "node": "here", "state": "ready", "queue": 2}
     assert (await client.get("/status")).json() == {
-        "actors": [{**row, "last_step_age_s": 0.5, "restarts": 1, "http_port": 4321}],
+        "actors": [{**row, "last_step_age_s": 0.5, "restarts": 1, "http_port": 4321, "url": "", "breaker": ""}],
         "kv": {
             "num_blocks": 8,
             "free_blocks": 5,
@@ -330,6 +350,7 @@ async def test_status(client: httpx.AsyncClient) -> None:
         },
         "learnt": [LEARNT],
         "emulated": None,
+        "queue_delay_s": 1.25,
     }
 
 

@@ -77,6 +77,8 @@ COMMON_CASES = [
     ({"min_p": True}, 400, "min_p", ["got True"]),
     ({"priority": 1.5}, 400, "priority", ["got 1.5", "integer from -2147483647"]),
     ({"priority": 2**31}, 400, "priority", ["got 2147483648", "to 2147483647"]),
+    ({"cache_salt": ""}, 400, "cache_salt", ["got ''", "1 to 1024 characters"]),
+    ({"cache_salt": 5}, 400, "cache_salt", ["got 5"]),
     ({"min_tokens": -1}, 400, "min_tokens", ["got -1", "integer >= 0"]),
     ({"min_tokens": 6, "max_tokens": 5}, 400, "min_tokens", ["got 6", "max_tokens = 5"]),
     ({"repetition_penalty": 0}, 400, "repetition_penalty", ["got 0", "from 0.01"]),

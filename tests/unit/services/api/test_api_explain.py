@@ -175,6 +175,14 @@ def test_a_sentence_needs_no_number(kind: str) -> None:
         ),
         (
             "placed",
+            {"replica": "1", "reason": "hit", "hit_len": 64, "predicted_len": 40.0, "queue_s": 1.5, "prefill_s": 0.25}
+            | {"decode_s": 0.2, "evict_s": 0.0, "memory_s": 0.05},
+            "Placed on replica 1 (hit). 64 tokens of the prompt are believed cached there, 40 tokens of output "
+            "expected; it costs itself and those there 2.00 s: 1.50 s of prompts before its own, 250.0 ms for its own, "
+            "200.0 ms of shared steps, 0.0 ms to make room, 50.0 ms until it fits.",
+        ),
+        (
+            "placed",
             {
                 "replica": "0",
                 "reason": "least work",

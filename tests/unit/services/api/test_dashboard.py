@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from typing import Any
 
 import httpx
+import pytest
 from api_support import METRICS, ScriptedBackend
 
 from core.errors import FarsightError
-from services.api.dashboard import dashboard_page
+from core.placement_messages import PlacementView, PrefixView, ReasonCount, RecentPlacement, ReplicaView
+from services.api.dashboard import operator_page
 
 REFERENCE = re.compile(r"""(?:\b(?:src|href|action|srcset)=|@import|url\()\s*["']?([^"'\s>)]*)""")
 
 
-async def test_dashboard_is_served(client: httpx.AsyncClient) -> None:
-    reply = await client.get("/dashboard")
+@pytest.mark.parametrize(("address", "page"), [("/dashboard", "dashboard"), ("/dashboard/placement", "placement")])
+async def test_a_page_is_served(client: httpx.AsyncClient, address: str, page: str) -> None:
+    reply = await client.get(address)
     assert reply.status_code == 200
     assert reply.headers["content-type"] == "text/html; charset=utf-8"
     assert reply.headers["cache-control"] == "no-cache"
     assert "default-src 'none'" in reply.headers["content-security-policy"]
-    assert reply.text == dashboard_page()
+    assert reply.text == operator_page(page)
     assert reply.text.startswith("<!DOCTYPE html>")
+    assert "prefers-color-scheme: dark" in reply.text  # of the style that both share
 
 
-def test_dashboard_loads_nothing() -> None:
-    references = REFERENCE.findall(dashboard_page())
+@pytest.mark.parametrize(("page", "other"), [("dashboard", "dashboard/placement"), ("placement", "../dashboard")])
+def test_a_page_loads_nothing(page: str, other: str) -> None:
+    references = REFERENCE.findall(operator_page(page))
+    references.remove(other)  # a link, to the other page
     assert references
     assert all(reference.startswith(("#", "data:")) for reference in references)
 
@@ -33,11 +41,41 @@ async def test_dashboard_finds_what_it_reads(client: httpx.AsyncClient) -> None:
     """Every field of a row that the page names is in the reply."""
     status = (await client.get("/status")).json()
     (row,) = status["actors"]
-    assert set(re.findall(r"\brow\.(\w+)", dashboard_page())) <= row.keys()
-    assert set(re.findall(r"\bkv\.(\w+)", dashboard_page())) == status["kv"].keys()
+    assert set(re.findall(r"\brow\.(\w+)", operator_page("dashboard"))) <= row.keys()
+    assert set(re.findall(r"\bkv\.(\w+)", operator_page("dashboard"))) == status["kv"].keys()
     (version,) = status["learnt"]
-    assert set(re.findall(r"\bversion\.(\w+)", dashboard_page())) <= version.keys()
+    assert set(re.findall(r"\bversion\.(\w+)", operator_page("dashboard"))) <= version.keys()
     assert (row["restarts"], row["http_port"]) == (1, 4321)
+
+
+async def test_placement_is_told(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
+    backend.placements = view = PlacementView(
+        "e2",
+        by_prefixes=True,
+        replicas=(ReplicaView("0", True, 3, 120.0, 1.5, 0.5, 640, 1280),),
+        prefixes=(PrefixView(0, 64, 64, 5, 2, ("0",)),),
+        reasons=(ReasonCount("exploit", 4),),
+        recent=(RecentPlacement(1_700_000_000.0, "0", "exploit", 90, 64),),
+    )
+    reply = (await client.get("/placement")).json()
+    assert reply == _plain(dataclasses.asdict(view))
+    named = {*reply, *reply["replicas"][0], *reply["prefixes"][0], *reply["reasons"][0], *reply["recent"][0]}
+    shown = set(re.findall(r"\b(?:view|each|prefix)\.(\w+)", operator_page("placement")))
+    assert shown == named
+
+
+def _plain(value: Any) -> Any:
+    """As JSON gives it back."""
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, tuple) else value
+
+
+async def test_placement_that_cannot_be_told_is_an_error(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
+    backend.placements = FarsightError("the Router does not answer")
+    reply = await client.get("/placement")
+    assert reply.status_code == 503
+    assert reply.json()["error"]["message"] == "the Router does not answer"
 
 
 async def test_metrics(client: httpx.AsyncClient) -> None:

@@ -6,7 +6,12 @@ import httpx
 import pytest
 from api_support import MODEL, ScriptedBackend
 
+from core.request import PromptSource
 from services.api.prompt_text import PromptText, of_chat, of_completion
+
+
+def parts(text: PromptText | None) -> tuple[str, str] | None:
+    return None if text is None else (text.instruction, text.user_input)
 
 
 def message(role: str, content: str) -> dict[str, str]:
@@ -15,22 +20,25 @@ def message(role: str, content: str) -> dict[str, str]:
 
 def test_of_a_chat_the_last_message_of_the_user_is_its_input() -> None:
     chat = [message("system", "Be short."), message("user", "Hi"), message("assistant", "Hello"), message("user", "Go")]
-    assert of_chat(chat) == PromptText("Be short.\nHi\nHello", "Go")
-    assert of_chat([*chat, message("assistant", "Well,")]) == PromptText("Be short.\nHi\nHello\nWell,", "Go")
-    assert of_chat([message("system", "Talk.")]) == PromptText("Talk.", "")
+    assert parts(of_chat(chat)) == ("Be short.\nHi\nHello", "Go")
+    assert parts(of_chat([*chat, message("assistant", "Well,")])) == ("Be short.\nHi\nHello\nWell,", "Go")
+    assert parts(of_chat([message("system", "Talk.")])) == ("Talk.", "")
+    assert of_chat(chat[:2]).source == PromptSource(messages=(("system", "Be short."), ("user", "Hi")))
 
 
 @pytest.mark.parametrize(
     ("prompt", "instruction", "expected"),
     [
-        ("Translate:\nein Haus", None, PromptText("Translate:", "ein Haus")),
-        ("ein Haus", None, PromptText("", "ein Haus")),
-        ("Translate: ein Haus", "Translate:", PromptText("Translate:", "ein Haus")),
-        ("ein Haus", "Translate", PromptText("Translate", "ein Haus")),
+        ("Translate:\nein Haus", None, ("Translate:", "ein Haus")),
+        ("ein Haus", None, ("", "ein Haus")),
+        ("Translate: ein Haus", "Translate:", ("Translate:", "ein Haus")),
+        ("ein Haus", "Translate", ("Translate", "ein Haus")),
     ],
 )
-def test_of_a_completion(prompt: str, instruction: str | None, expected: PromptText) -> None:
-    assert of_completion(prompt, instruction) == expected
+def test_of_a_completion(prompt: str, instruction: str | None, expected: tuple[str, str]) -> None:
+    text = of_completion(prompt, instruction)
+    assert parts(text) == expected
+    assert text.source == PromptSource(prompt)
 
 
 def test_the_input_has_its_share_of_the_tokens() -> None:
@@ -44,7 +52,7 @@ async def test_the_backend_gets_the_parts_of_a_prompt(client: httpx.AsyncClient,
     texts = {"model": MODEL, "prompt": ["Say:\nhi", "Say hello"], "instruction": "Say"}
     for path, body in (("chat/completions", chat), ("completions", texts), ("completions", texts | {"prompt": [1, 2]})):
         assert (await client.post(f"/v1/{path}", json=body)).status_code == 200
-    expected = [PromptText("Be short.", "Go")] * 2 + [PromptText("Say", ":\nhi"), PromptText("Say", "hello"), None]
-    assert backend.texts == expected
+    expected = [("Be short.", "Go")] * 2 + [("Say", ":\nhi"), ("Say", "hello"), None]
+    assert [parts(text) for text in backend.texts] == expected
     reply = await client.post("/v1/completions", json=texts | {"instruction": 3})
     assert reply.status_code == 400 and "instruction" in reply.text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -31,9 +32,10 @@ _SAMPLED = (
 
 @dataclass
 class Stream:
-    """One client: what it has got so far; ``broken`` if the connection ended before the stream did."""
+    """One client: what it has got so far, and when; ``broken`` if the connection ended before the stream did."""
 
     texts: list[str] = field(default_factory=list)
+    arrived_at: list[float] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     errors: list[Any] = field(default_factory=list)
     num_tokens: int | None = None
@@ -62,6 +64,7 @@ class Stream:
             return
         for choice in chunk["choices"]:
             self.texts.append(choice["text"])
+            self.arrived_at.append(time.monotonic())
             self.reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
         if chunk.get("usage"):
             self.num_tokens = chunk["usage"]["completion_tokens"]
@@ -73,7 +76,7 @@ class Streams:
     def __init__(self, session: aiohttp.ClientSession, number: int, num_tokens: int) -> None:
         self.session = session
         self.each = [Stream() for _ in range(number)]
-        bodies = [_body(index, num_tokens) for index in range(number)]
+        bodies = [stream_body(index, num_tokens) for index in range(number)]
         self._tasks = [
             asyncio.create_task(self._read(stream, body)) for stream, body in zip(self.each, bodies, strict=True)
         ]
@@ -92,9 +95,9 @@ class Streams:
         await eventually(lambda: all(stream.ended or len(stream.texts) >= num_chunks for stream in self.each))
         return not any(stream.ended for stream in self.each)
 
-    async def finish(self) -> list[Stream]:
+    async def finish(self, timeout_s: float = LONG_S) -> list[Stream]:
         """Until all connections have closed."""
-        async with asyncio.timeout(LONG_S):
+        async with asyncio.timeout(timeout_s):
             await asyncio.gather(*self._tasks)
         return self.each
 
@@ -114,7 +117,7 @@ class Streams:
 async def open_streams(base_url: str, number: int, num_tokens: int) -> AsyncIterator[Streams]:
     """Begins them; those that still run at the end are left by their clients."""
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(base_url, connector=connector, timeout=aiohttp.ClientTimeout(LONG_S)) as session:
+    async with aiohttp.ClientSession(base_url, connector=connector, timeout=aiohttp.ClientTimeout(None)) as session:
         streams = Streams(session, number, num_tokens)
         try:
             yield streams
@@ -142,7 +145,8 @@ async def eventually(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-def _body(index: int, num_tokens: int) -> dict[str, Any]:
+def stream_body(index: int, num_tokens: int) -> dict[str, Any]:
+    """What the client of that index asks."""
     if index % 2:
         number = _SAMPLED[index // 2 % len(_SAMPLED)]
         sampling: dict[str, Any] = {"temperature": 0.8, "seed": number}

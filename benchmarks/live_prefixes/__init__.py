@@ -1,0 +1,1 @@
+"""Placement by prefix, live, on emulated devices: ``python -m benchmarks.live_prefixes``."""

@@ -1,0 +1,72 @@
+"""What a command measures: who is compared, in what, and what has to come out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from simulator.records import Record
+from simulator.summary import Sla
+from simulator.workload import Arrival
+
+if TYPE_CHECKING:
+    from benchmarks.live_presets.claims import Claim
+    from benchmarks.live_presets.live import Hardware
+
+
+class Setup(Protocol):
+    """A workload and the replicas that serve it.
+
+    Attributes:
+        num_warmup: Requests that come first and do not count.
+    """
+
+    @property
+    def sla(self) -> Sla: ...
+
+    @property
+    def hardware(self) -> Hardware: ...
+
+    @property
+    def num_requests(self) -> int: ...
+
+    @property
+    def num_warmup(self) -> int: ...
+
+    def arrivals(self, seed: int) -> list[Arrival]:
+        """With forecasts."""
+        ...
+
+    def sized(self, num_requests: int) -> Setup:
+        """With another number of requests."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """Who serves.
+
+    Attributes:
+        settings: Of the live service, by table; None of one that is simulated only, which stands for its live figures.
+        predict: The same in the simulator: records of a setup's arrivals; None where it cannot say.
+    """
+
+    settings: dict[str, dict[str, Any]] | None
+    predict: Callable[[Any, list[Arrival]], list[Record]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """One command.
+
+    Attributes:
+        cache: Where results are kept unless told.
+    """
+
+    description: str
+    claims: Sequence[Claim]
+    setups: Mapping[str, Setup]
+    systems: Mapping[str, System]
+    cache: Path

@@ -1,0 +1,42 @@
+"""Stages that take their time and compute nothing: ``python -m benchmarks.parallel.emulated`` is such a rank.
+
+On a machine whose processors others use as well, two stages that really compute show how busy it is, not what the
+pipeline is worth.
+"""
+
+from __future__ import annotations
+
+import time
+
+from torch import Tensor
+
+from engine.attention import StepAttention, StepLayout
+from engine.kv_pool import KVPool
+from engine.model import DecoderLayers
+from engine.parallel.__main__ import main
+
+BASE_S = 0.03
+ROW_S = 0.003
+"""A stage takes ``BASE_S + rows * ROW_S``: the former for its weights, whatever the batch. Long enough that what rank 0
+does between steps counts for little, on a busy machine as well."""
+
+
+def stage_s(rows: int) -> float:
+    return BASE_S + rows * ROW_S
+
+
+def emulate_stages() -> None:
+    """In this process, from now on."""
+
+    def run(
+        layers: DecoderLayers, hidden: Tensor, layout: StepLayout, pool: KVPool, attention: StepAttention
+    ) -> Tensor:
+        time.sleep(stage_s(len(hidden)))
+        return hidden
+
+    DecoderLayers.run = run  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    emulate_stages()
+    main()

@@ -1,0 +1,115 @@
+"""The calls to CUDA, as thin as they can be: what is around them runs, and is tested, without a GPU."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+
+def device_problem() -> str | None:
+    """Why there is no GPU to compute on; None if there is."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} was built without CUDA"
+    return None if torch.cuda.is_available() else "torch sees no GPU"
+
+
+def free_bytes(utilization: float, step: Callable[[], object]) -> int:
+    """What a share of the device's memory leaves beside what it holds now and what ``step`` takes at its peak.
+
+    Args:
+        utilization: The share, in (0, 1].
+    """
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_reserved()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    others = total - free - torch.cuda.memory_reserved()  # the context, other processes
+    return int(total * utilization) - others - peak
+
+
+def synchronize() -> None:
+    """Returns when the device has done all that it was given."""
+    torch.cuda.synchronize()
+
+
+def is_lost() -> bool:
+    """Whether an error has made the device unusable for this process, as an index out of bounds in a kernel does."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+def recover() -> None:
+    """Gives back what the allocator holds and nobody uses; after an allocation that has failed."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+class Graphs:
+    """Captures work in CUDA graphs that share their memory: only one of them runs at a time.
+
+    All on one stream: memory is shared by work of the same stream only, and cuBLAS keeps a workspace (32 MiB on Hopper)
+    for each stream that it has ever been called on.
+    """
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def __call__(self, run: Callable[[], object]) -> Callable[[], None]:
+        """Runs it once, so that everything is compiled, then records it; returns what runs it again."""
+        stream = self._stream
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may call CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+            run()
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+
+class SideStream:
+    """A stream beside that of the steps."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def after_steps(self) -> AbstractContextManager[object]:
+        """What is launched within runs on this stream, after all that the caller's stream has been given so far."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._stream)
+
+    def mark(self) -> Callable[[], None]:
+        """To be called within ``after_steps``; the result returns when all launched so far has been done."""
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record()
+        wait: Callable[[], None] = event.synchronize
+        return wait
+
+
+def pin(tensor: Tensor) -> None:
+    """Locks a CPU tensor's memory in place, where the device reaches it by itself, as long as the tensor lives.
+
+    Not ``pin_memory``, whose allocator rounds up to powers of two: a pool would take up to twice its size.
+
+    Raises:
+        RuntimeError: the system does not allow so much.
+    """
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    num_bytes = tensor.numel() * tensor.element_size()
+    code = int(runtime.cudaHostRegister(tensor.data_ptr(), num_bytes, 0))
+    if code:
+        raise RuntimeError(f"{num_bytes} bytes of host memory cannot be pinned: CUDA error {code}")
+    weakref.finalize(tensor, runtime.cudaHostUnregister, tensor.data_ptr()).atexit = False

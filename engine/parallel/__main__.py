@@ -1,0 +1,24 @@
+"""One rank: ``python -m engine.parallel HOST PORT RANK``, the key on standard input."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from core.errors import FarsightError
+from engine.parallel.follower import follow
+from engine.parallel.links import Ticket, join
+
+
+def main() -> None:
+    """Ends when rank 0 does."""
+    host, port, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    try:
+        ticket = Ticket(host, port, sys.stdin.read())
+        follow(join(ticket, rank), ticket, rank, on_ready=lambda: None, on_lost=lambda: os._exit(1))
+    except FarsightError:  # rank 0 knows why, or is gone
+        os._exit(1)  # torch's own threads may wait for the others still
+
+
+if __name__ == "__main__":
+    main()

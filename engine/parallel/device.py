@@ -1,0 +1,165 @@
+"""From a model directory and ranks that wait to a device of several ranks, as rank 0 sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from core.config import EngineConfig
+from core.errors import RankLost
+from engine.careful_steps import CarefulSteps, Counts
+from engine.device import Device, num_host_pool_blocks, num_pool_blocks
+from engine.model_config import ModelConfig, resolve_max_model_len
+from engine.model_device import AUTO_SHARE, available_bytes
+from engine.parallel.driver import Lead, ParallelBackend, ParallelCopier, ParallelRunner, StepReports
+from engine.parallel.exchange import Exchange
+from engine.parallel.group import RankGroup
+from engine.parallel.links import Link, Ranks
+from engine.parallel.memory import check_gpu, free_bytes, recover_on
+from engine.parallel.mesh import Part, check_parallel
+from engine.parallel.shards import load_shard
+from engine.parallel.stage import make_pools, make_stage
+from engine.parallel.wire import Finished, RankLoaded, RankMeasured, RankPools, RankSetup, pack_json, unpack_report
+from engine.weights import CheckpointError, parse_dtype
+
+GATHER_TIMEOUT_S = 120.0
+"""For all processes of a replica to come up."""
+
+
+def load_parallel_device(
+    model_dir: Path,
+    config: ModelConfig,
+    dtype_name: str,
+    engine: EngineConfig,
+    num_replicas: int,
+    ranks: Ranks,
+    *,
+    swaps: bool,
+    counts: Counts,
+) -> Device:
+    """Loads every rank's part and sizes their pools alike; ``kv_memory`` and ``host_kv_memory`` are those of one rank.
+
+    Args:
+        num_replicas: Replicas that share this machine's cores and memory where a setting is automatic.
+        swaps: Whether there is use for a host pool.
+        counts: Of the executor whose steps the device is to run.
+
+    Raises:
+        InvalidValueError: the model or a setting cannot be used; names the field.
+        RankLost: a rank does not come up.
+    """
+    mesh = ranks.mesh
+    check_parallel(mesh, config, engine)
+    check_gpu(engine)
+    context_len = resolve_max_model_len(config, engine.max_model_len)
+    dtype = parse_dtype(dtype_name, config, engine.device)
+    num_sharers = num_replicas * mesh.size
+    with contextlib.ExitStack() as on_failure:
+        links = ranks.gathering.wait(GATHER_TIMEOUT_S)
+        for link in links:
+            on_failure.callback(link.close)
+        host = ranks.gathering.ticket.host
+        store = on_failure.enter_context(socket.create_server((host, 0)))
+        setup = RankSetup(
+            model_dir=str(model_dir),
+            mesh=mesh,
+            dtype=str(dtype).removeprefix("torch."),
+            engine=engine,
+            context_len=context_len,
+            num_threads=engine.num_threads or max(1, ((os.cpu_count() or 1) - 1) // num_sharers),
+            num_sharers=num_sharers,
+            store_port=store.getsockname()[1],
+        )
+        torch.set_num_threads(setup.num_threads)
+        _tell(links, setup)
+        part = Part(config, mesh, 0)
+        weights = load_shard(model_dir, part, dtype, engine.device)
+        _check_loaded(links)
+        group = RankGroup(mesh, 0, host, setup.store_port, torch.device(engine.device), store)
+        exchange = Exchange(group, part, engine, dtype)
+        free = min(free_bytes(part, weights, engine, num_sharers), *_measured(links))
+        pools = _size_pools(config, setup, free, swaps=swaps)
+        _tell(links, pools)
+        pool, own_copier = make_pools(part, pools, engine, dtype)
+        stage = make_stage(part, weights, pool, exchange, engine, context_len)
+        for link in links:
+            link.receive()  # its rank waits for orders from now on
+        on_failure.pop_all()
+    reports = StepReports(len(links))
+    lead = Lead(links, stage, own_copier, reports)
+    copier = None if own_copier is None else ParallelCopier(lead, own_copier)
+    threading.Thread(target=_listen, args=(links, reports, copier, ranks.on_lost), name="ranks", daemon=True).start()
+    backend = ParallelBackend(lead, engine.kv_block_size)
+    careful = CarefulSteps(recover_on(engine.device))
+    runner = ParallelRunner(config, pool, backend, min(context_len, pool.num_slots), careful, counts)
+    token_bytes = config.kv_bytes_per_token(dtype)
+    return Device(runner, context_len, token_bytes, pools.num_blocks, pools.num_host_blocks, copier)
+
+
+def _size_pools(config: ModelConfig, setup: RankSetup, free: int, *, swaps: bool) -> RankPools:
+    """As many blocks on every rank as fit where they are largest, in ``free`` bytes where nothing else is said."""
+    engine, dtype = setup.engine, getattr(torch, setup.dtype)
+    parts = [Part(config, setup.mesh, rank).config for rank in range(setup.mesh.size)]
+    token_bytes = max(part.kv_bytes_per_token(dtype) for part in parts)
+    num_blocks = num_pool_blocks(engine, token_bytes, setup.context_len, free)
+    host_bytes = int(AUTO_SHARE / setup.num_sharers * available_bytes())
+    return RankPools(num_blocks, num_host_pool_blocks(engine, token_bytes, num_blocks if swaps else 0, host_bytes))
+
+
+def _tell(links: list[Link], message: RankSetup | RankPools) -> None:
+    for link in links:
+        link.send(pack_json(message))
+
+
+def _check_loaded(links: list[Link]) -> None:
+    """Lets the ranks connect to each other once each has loaded its part.
+
+    Raises:
+        CheckpointError: one could not.
+    """
+    for rank, link in enumerate(links, 1):
+        error = RankLoaded(**json.loads(link.receive())).error
+        if error:
+            raise CheckpointError("model", f"rank {rank}", f"a model that every rank can load ({error})")
+    for link in links:
+        link.send(b"")
+
+
+def _measured(links: list[Link]) -> list[int]:
+    """Free memory of each rank."""
+    return [RankMeasured(**json.loads(link.receive())).free_bytes for link in links]
+
+
+def _listen(
+    links: list[Link], reports: StepReports, copier: ParallelCopier | None, on_lost: Callable[[RankLost], object]
+) -> None:
+    """Hears of steps and copies, and of the end of a rank, which is the end of all."""
+    with selectors.DefaultSelector() as selector:
+        for rank, link in enumerate(links, 1):
+            selector.register(link.fileno(), selectors.EVENT_READ, (rank, link))
+        while True:
+            for key, _ in selector.select():
+                rank, link = key.data
+                try:
+                    report = unpack_report(link.receive())
+                except RankLost as error:
+                    reports.rank_lost()
+                    if copier is not None:
+                        copier.rank_lost()
+                    for each in links:
+                        each.close()
+                    on_lost(RankLost(f"rank {rank}: {error}"))
+                    return
+                if isinstance(report, Finished):
+                    reports.hear(rank, report)
+                else:
+                    assert copier is not None, "copies need a host pool"
+                    copier.rank_done(report)

@@ -1,0 +1,324 @@
+"""Rank 0: the one that decides. What it begins, every rank begins; what it waits for, every rank has done."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from core.errors import RankLost
+from engine.backends import StepLogits
+from engine.careful_steps import CarefulSteps, Counts
+from engine.kv_pool import KVPool
+from engine.layout import fill_rows, order_items
+from engine.logprobs import find_prompt_rows
+from engine.model_config import ModelConfig
+from engine.model_runner import ModelRunner
+from engine.parallel.links import Link
+from engine.parallel.stage import Stage
+from engine.parallel.wire import Copied, Finished, StepOrder, pack_order
+from engine.sequence import Sequence
+from engine.worker import Copier
+from kvcache import KVCopy, StepBatch
+
+
+class StepReports:
+    """What the other ranks say of their parts of steps, each in the order in which the steps have begun.
+
+    Args:
+        num_ranks: The others.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._changed = threading.Condition()
+        self._heard: list[deque[Finished]] = [deque() for _ in range(num_ranks)]
+        self._lost = False
+
+    def hear(self, rank: int, report: Finished) -> None:
+        """Rank 1, 2 ... has ended its part of a step; from the thread that listens to the ranks."""
+        with self._changed:
+            self._heard[rank - 1].append(report)
+            self._changed.notify_all()
+
+    def rank_lost(self) -> None:
+        """One is gone; from the same thread."""
+        with self._changed:
+            self._lost = True
+            self._changed.notify_all()
+
+    def take(self) -> list[Finished]:
+        """Of the earliest step, from rank 1 on, when all have ended it.
+
+        Raises:
+            RankLost: one never will.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._lost or all(self._heard))
+            if not all(self._heard):
+                raise RankLost("a rank of the replica is gone in the middle of a step")
+            return [heard.popleft() for heard in self._heard]
+
+
+class Lead:
+    """Begins steps and copies on every rank, in one order.
+
+    What the other ranks have been told they do in that order; rank 0 itself must not begin a copy before it has
+    computed the steps that were begun earlier, for their sequences may have gone and left their blocks to it.
+
+    Args:
+        links: To ranks 1, 2 ...
+        copier: Of rank 0's own pools; None without a host pool.
+        reports: Where what comes over the links about steps is heard.
+    """
+
+    def __init__(self, links: list[Link], stage: Stage, copier: Copier | None, reports: StepReports) -> None:
+        self.links = links
+        self._stage = stage
+        self._copier = copier
+        self._reports = reports
+        self._waiting: deque[StepOrder | KVCopy] = deque()  # of rank 0's own share
+        self._finished: dict[int, tuple[StepOrder, Tensor | Exception]] = {}  # by the id of the order, which lives here
+
+    def begin_step(self, order: StepOrder) -> None:
+        """Raises RankLost if a rank is gone."""
+        self._tell(order)
+        self._stage.begin(order)
+        self._waiting.append(order)
+
+    def finish_step(self, order: StepOrder) -> Tensor:
+        """The logits of a step that has begun. Those before it are finished first, and can be asked for later.
+
+        Raises:
+            torch.OutOfMemoryError: a rank had no memory for its part; the ranks are in step.
+            RuntimeError: a rank could not compute its part for another reason; likewise.
+            RankLost: whatever else went wrong here or elsewhere: they are not any more.
+        """
+        while id(order) not in self._finished:
+            self._finish_next()
+        _, found = self._finished.pop(id(order))
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def _finish_next(self) -> None:
+        order = self._waiting.popleft()
+        assert isinstance(order, StepOrder), "copies begin as soon as they come first"
+        try:
+            logits, report = self._stage.finish()
+        except Exception as error:
+            raise RankLost(f"a step over several ranks failed: {type(error).__name__}: {error}") from error
+        found: Tensor | Exception | None = _error([report, *self._reports.take()]) or logits
+        assert found is not None, "rank 0 has the logits"
+        self._finished[id(order)] = order, found
+        self._begin_copies()
+
+    def begin_copy(self, copy: KVCopy) -> None:
+        """Raises RankLost if a rank is gone."""
+        self._tell(copy)
+        self._waiting.append(copy)
+        self._begin_copies()
+
+    def _begin_copies(self) -> None:
+        while self._waiting and isinstance(self._waiting[0], KVCopy):
+            assert self._copier is not None, "copies need a host pool"
+            self._copier.begin(self._waiting[0])
+            self._waiting.popleft()
+
+    def _tell(self, order: StepOrder | KVCopy) -> None:
+        data = pack_order(order)
+        for link in self.links:
+            link.send(data)
+
+
+def _error(reports: list[Finished]) -> Exception | None:
+    """What there is to say of a step that has come to nothing; ``reports`` from rank 0 on."""
+    failed = {rank: report for rank, report in enumerate(reports) if report.failure}
+    if not failed:
+        return None
+    words = "; ".join(f"rank {rank}: {report.failure}" for rank, report in failed.items())
+    if all(report.out_of_memory for report in failed.values()):
+        return torch.OutOfMemoryError(words)
+    return RuntimeError(words)
+
+
+class ParallelBackend:
+    """A ``StepBackend`` whose steps have begun before they are run.
+
+    Attributes:
+        next_order: The step that is run next: what ``begin`` gave for it.
+    """
+
+    def __init__(self, lead: Lead, block_size: int) -> None:
+        self._lead = lead
+        self._block_size = block_size
+        self.next_order: StepOrder | None = None
+
+    def begin(
+        self, batch: StepBatch, order: list[int], sequences: Mapping[str, Sequence], more_rows: list[int]
+    ) -> StepOrder:
+        """Lets every rank begin. Nothing has begun if it raises IntegrityError."""
+        items = [batch.items[i] for i in order]
+        begun = StepOrder(items, fill_rows(items, sequences, self._block_size), more_rows)
+        self._lead.begin_step(begun)
+        return begun
+
+    def run(
+        self,
+        batch: StepBatch,
+        order: list[int],
+        sequences: Mapping[str, Sequence],
+        more_rows: list[int] | None = None,
+    ) -> StepLogits:
+        """See ``StepBackend.run``; of ``next_order``, which is this step."""
+        assert self.next_order is not None, "a step begins before it is run"
+        return StepLogits(self._lead.finish_step(self.next_order), None)
+
+
+class _Begun(NamedTuple):
+    """A step of the executor's that is to be executed.
+
+    Attributes:
+        sequences: Its own; the worker may have forgotten them when it is executed.
+        order: None if it is too large to be computed in one go.
+    """
+
+    batch: StepBatch
+    sequences: dict[str, Sequence]
+    order: StepOrder | None
+
+
+class ParallelRunner(ModelRunner):
+    """Runs steps on every rank; several may have begun.
+
+    A step that a rank had no memory for, and from then on one that is as large, is computed in parts, each on all ranks
+    from beginning to end. Steps that have begun meanwhile are finished before, so what they hold must be left alone:
+    of the step in parts only those sequences are computed that still ``counts``.
+
+    Args:
+        pool: Rank 0's.
+        careful: Whose parts these are.
+        counts: ``PlanExecutor.counts``.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        pool: KVPool,
+        backend: ParallelBackend,
+        max_model_len: int,
+        careful: CarefulSteps,
+        counts: Counts,
+    ) -> None:
+        super().__init__(config, pool, backend, max_model_len, careful=careful)
+        self.careful = careful
+        self._ranks = backend
+        self._counts = counts
+        self._begun: deque[_Begun] = deque()
+
+    def begin(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> None:
+        """Lets every rank begin a step. Its sequences may be forgotten before it is executed."""
+        own = {item.request_id: sequences[item.request_id] for item in (*batch.items, *batch.padding.items)}
+        order = self._begin(batch, own) if self.careful.fits(batch) else None
+        self._begun.append(_Begun(batch, own, order))
+
+    def _begin(self, batch: StepBatch, own: Mapping[str, Sequence]) -> StepOrder:
+        padded, shown = self._with_padding(batch, own) if batch.padding.items else (batch, own)
+        order = order_items(padded)
+        prompts = find_prompt_rows(padded, order, shown)
+        more = [row for part in prompts for row in range(part.row, part.row + part.num_rows)]
+        return self._ranks.begin(padded, order, shown, more)
+
+    def execute(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> list[int | None]:
+        """See ``ModelRunner.execute``; of the step that began first, which this must be."""
+        begun, own, order = self._begun.popleft()
+
+        def run(part: StepBatch) -> list[int | None]:
+            self._ranks.next_order = order if part is begun else self._begin(part, own)
+            return self._execute(part, own)
+
+        return self.careful.execute(run, begun, own, whole=order is not None, counts=self._counts)
+
+    def logits(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> list[Tensor | None]:
+        """See ``ModelRunner.logits``."""
+        self._ranks.next_order = self._begin(batch, sequences)
+        return super().logits(batch, sequences)
+
+
+class ParallelCopier:
+    """A ``Copier`` whose copies are over when every rank has ended its part; they have failed if one has failed."""
+
+    def __init__(self, lead: Lead, own: Copier) -> None:
+        self._lead = lead
+        self._own = own
+        self._changed = threading.Condition()
+        self._parts: dict[int, int] = {}  # copy id -> parts that are still to end
+        self._failed: set[int] = set()
+        self._lost = False
+        self._on_done: Callable[[], object] = lambda: None
+        own.when_done(self._own_done)
+
+    def when_done(self, callback: Callable[[], object]) -> None:
+        """``callback`` is called, from any thread, after each copy."""
+        self._on_done = callback
+
+    def begin(self, copy: KVCopy) -> None:
+        with self._changed:
+            self._parts[copy.copy_id] = 1 + len(self._lead.links)
+        self._lead.begin_copy(copy)
+
+    def take_done(self) -> list[tuple[int, bool]]:
+        """(copy id, whether it failed) of the copies that have ended since the last call."""
+        with self._changed:
+            self._collect()
+            done = [copy_id for copy_id, parts in self._parts.items() if parts == 0]
+            for copy_id in done:
+                del self._parts[copy_id]
+            ended = [(copy_id, copy_id in self._failed) for copy_id in done]
+            self._failed -= set(done)
+            return ended
+
+    def wait(self) -> None:
+        """Returns when one of the copies in flight has ended; at once if there are none.
+
+        Raises:
+            RankLost: one will never end.
+        """
+        with self._changed:
+            self._collect()
+            while self._parts and all(self._parts.values()):
+                if self._lost:
+                    raise RankLost("a rank of the replica is gone, and its copies with it")
+                self._changed.wait()
+                self._collect()
+
+    def rank_done(self, report: Copied) -> None:
+        """Another rank has ended its part of a copy; from the thread that listens to the ranks."""
+        with self._changed:
+            self._end_part(report.copy_id, report.failed)
+        self._on_done()
+
+    def rank_lost(self) -> None:
+        """One is gone; from the same thread."""
+        with self._changed:
+            self._lost = True
+            self._changed.notify_all()
+
+    def _own_done(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+        self._on_done()
+
+    def _collect(self) -> None:
+        for copy_id, failed in self._own.take_done():
+            self._end_part(copy_id, failed)
+
+    def _end_part(self, copy_id: int, failed: bool) -> None:
+        self._parts[copy_id] -= 1
+        if failed:
+            self._failed.add(copy_id)
+        if self._parts[copy_id] == 0:
+            self._changed.notify_all()

@@ -1,0 +1,140 @@
+"""A rank that is told what to compute."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+
+import torch
+
+from core.errors import FarsightError, RankLost
+from engine.model_config import load_model_config
+from engine.parallel.exchange import Exchange
+from engine.parallel.group import RankGroup
+from engine.parallel.links import Link, Ticket
+from engine.parallel.memory import check_gpu, free_bytes, recover_on
+from engine.parallel.mesh import Part
+from engine.parallel.shards import load_shard
+from engine.parallel.stage import Stage, make_pools, make_stage
+from engine.parallel.wire import (
+    Copied,
+    RankLoaded,
+    RankMeasured,
+    RankPools,
+    RankSetup,
+    StepOrder,
+    pack_json,
+    pack_report,
+    unpack_order,
+)
+from engine.worker import Copier
+from kvcache import KVCopy
+
+
+def follow(
+    link: Link, ticket: Ticket, rank: int, on_ready: Callable[[], object], on_lost: Callable[[], object]
+) -> None:
+    """Does what rank 0 says, as long as it lives. Never returns.
+
+    Args:
+        link: From ``join``, to where ``ticket`` says.
+        on_ready: Called when it has loaded its part, and waits for orders.
+        on_lost: Called from another thread when rank 0 is gone: this thread may be waiting for activations then.
+
+    Raises:
+        FarsightError: it cannot load its part, of which rank 0 hears.
+        RankLost: rank 0 is gone.
+    """
+    setup = RankSetup.from_json(link.receive())
+    torch.set_num_threads(setup.num_threads)
+    engine, dtype = setup.engine, getattr(torch, setup.dtype)
+    try:
+        check_gpu(engine)
+        model_dir = Path(setup.model_dir)
+        part = Part(load_model_config(model_dir), setup.mesh, rank)
+        weights = load_shard(model_dir, part, dtype, engine.device)
+    except FarsightError as error:
+        link.send(pack_json(RankLoaded(error=str(error))))
+        raise
+    link.send(pack_json(RankLoaded()))
+    link.receive()  # the others have loaded theirs
+    group = RankGroup(setup.mesh, rank, ticket.host, setup.store_port, torch.device(engine.device))
+    exchange = Exchange(group, part, engine, dtype)
+    link.send(pack_json(RankMeasured(free_bytes(part, weights, engine, setup.num_sharers))))
+    pools = RankPools(**json.loads(link.receive()))
+    pool, copier = make_pools(part, pools, engine, dtype)
+    stage = make_stage(part, weights, pool, exchange, engine, setup.context_len)
+    link.send(b"")
+    on_ready()
+    _Orders(link, stage, copier, recover_on(engine.device), on_lost).carry_out()
+
+
+class _Orders:
+    """Carries out orders one after the other; copies begin in their turn and go on beside the steps after them."""
+
+    def __init__(
+        self,
+        link: Link,
+        stage: Stage,
+        copier: Copier | None,
+        recover: Callable[[], None],
+        on_lost: Callable[[], object],
+    ) -> None:
+        self._link = link
+        self._stage = stage
+        self._copier = copier
+        self._recover = recover
+        self._on_lost = on_lost
+        self._arrived: SimpleQueue[StepOrder | KVCopy | None] = SimpleQueue()
+        self._sending = threading.RLock()  # a copy may be over before it has begun to be waited for
+        if copier is not None:
+            copier.when_done(self._report_copies)
+
+    def carry_out(self) -> None:
+        """Raises RankLost in the end."""
+        threading.Thread(target=self._read, name="orders", daemon=True).start()
+        waiting: deque[StepOrder | KVCopy] = deque()
+        while True:
+            while not waiting or not self._arrived.empty():
+                order = self._arrived.get()
+                if order is None:
+                    raise RankLost("rank 0 is gone")
+                if isinstance(order, StepOrder):
+                    self._stage.begin(order)  # at once: its activations may come while others are computed
+                waiting.append(order)
+            order = waiting.popleft()
+            if isinstance(order, StepOrder):
+                self._finish_step()
+            else:
+                self._begin_copy(order)
+
+    def _finish_step(self) -> None:
+        report = self._stage.finish().report
+        if report.out_of_memory:
+            self._recover()
+        with self._sending:
+            self._link.send(pack_report(report))
+
+    def _begin_copy(self, copy: KVCopy) -> None:
+        assert self._copier is not None, "copies need a host pool"
+        with self._sending:
+            self._copier.begin(copy)
+
+    def _report_copies(self) -> None:
+        """From the copying thread."""
+        assert self._copier is not None
+        with self._sending:
+            for copy_id, failed in self._copier.take_done():
+                self._link.send(pack_report(Copied(copy_id, failed)))
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._arrived.put(unpack_order(self._link.receive()))
+        except RankLost:
+            self._arrived.put(None)
+            self._on_lost()

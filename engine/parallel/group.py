@@ -1,0 +1,145 @@
+"""What moves between ranks while a step is computed: sums within a stage, activations from stage to stage.
+
+Whatever fails here raises RankLost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import socket
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+
+from core.errors import RankLost
+from engine.parallel.mesh import Mesh
+
+_TIMEOUT_S = 600.0
+"""Of anything between ranks that live; of those that do not rank 0 hears sooner."""
+
+_MAX_SENDS = 8
+"""Activations on their way to the next stage; a stage that is further ahead waits for it."""
+
+
+@contextlib.contextmanager
+def _together() -> Iterator[None]:
+    """What fails between ranks, for whatever reason, leaves them out of step."""
+    try:
+        yield
+    except Exception as error:
+        raise RankLost(f"an exchange between ranks failed: {type(error).__name__}: {error}") from error
+
+
+class Arrival:
+    """Activations that are on their way here. They have to be waited for, of use or not."""
+
+    def __init__(self, buffer: Tensor, work: Any) -> None:
+        self._buffer = buffer
+        self._work = work
+
+    def wait(self) -> Tensor:
+        if self._work is not None:
+            with _together():
+                self._work.wait()
+            self._work = None  # to wait once more would be to wait for more
+        return self._buffer
+
+
+class RankGroup:
+    """The ranks of one replica as torch knows them; one a process.
+
+    Args:
+        host, port: Where rank 0 keeps the ranks' addresses; of rank 0 ``listener`` is open there.
+        device: gloo between processors, nccl between GPUs.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        rank: int,
+        host: str,
+        port: int,
+        device: torch.device,
+        listener: socket.socket | None = None,
+    ) -> None:
+        _listen_towards(host, port)
+        timeout = datetime.timedelta(seconds=_TIMEOUT_S)
+        store = TCPStore(
+            host,
+            port,
+            is_master=listener is not None,
+            wait_for_workers=False,
+            timeout=timeout,
+            master_listen_fd=None if listener is None else listener.detach(),
+        )
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=mesh.size, timeout=timeout)
+        self._mesh = mesh
+        self._stage, self._column = mesh.stage_of(rank), mesh.column_of(rank)
+        self._device = device
+        self._columns = self._make_columns()
+        self._sends: deque[tuple[Any, Tensor]] = deque()
+        self._connect()
+
+    def _make_columns(self) -> Any:
+        """The group of this stage. Every rank has to make every group."""
+        mine = None
+        for stage in range(self._mesh.pipeline):
+            ranks = [self._mesh.rank_at(stage, column) for column in range(self._mesh.tensor)]
+            group = dist.new_group(ranks) if self._mesh.tensor > 1 else None
+            mine = group if stage == self._stage else mine
+        return mine
+
+    def _connect(self) -> None:
+        """Speaks once in every way: what the backend takes for its connections it takes now, and not within a step."""
+        token = torch.zeros(1, device=self._device)
+        shares = [torch.zeros_like(token) for _ in range(self._mesh.tensor)] if self._column == 0 else None
+        if self._columns is not None:
+            self.add_up(token)
+            self.gather(token, shares)
+        if self._stage > 0:
+            self.receive(torch.zeros_like(token)).wait()
+        if self._stage < self._mesh.pipeline - 1:
+            self.send(token)
+
+    def add_up(self, partial: Tensor) -> None:
+        """The sum over the columns of this stage, in place."""
+        with _together():
+            dist.all_reduce(partial, group=self._columns)
+
+    def gather(self, share: Tensor, shares: list[Tensor] | None) -> None:
+        """What each column of this stage has, into ``shares``, which column 0 has."""
+        with _together():
+            dist.gather(share, shares, dst=self._mesh.rank_at(self._stage, 0), group=self._columns)
+
+    def send(self, hidden: Tensor) -> None:
+        """To the same column of the next stage; the next batch is computed meanwhile."""
+        with _together():
+            while self._sends and (len(self._sends) >= _MAX_SENDS or self._sends[0][0].is_completed()):
+                self._sends.popleft()[0].wait()
+            work = dist.isend(hidden, self._mesh.rank_at(self._stage + 1, self._column))
+        self._sends.append((work, hidden))
+
+    def receive(self, buffer: Tensor) -> Arrival:
+        """From the stage before, in the order in which it sends."""
+        with _together():
+            return Arrival(buffer, dist.irecv(buffer, self._mesh.rank_at(self._stage - 1, self._column)))
+
+
+def _listen_towards(host: str, port: int) -> None:
+    """Lets torch's backends use the network by which this process reaches rank 0, and no other, unless told which."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))  # sends nothing: it only chooses a way
+        address = probe.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address == address for each in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)

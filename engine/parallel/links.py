@@ -1,0 +1,158 @@
+"""How rank 0 and the other ranks of a replica speak: one TCP connection each, closed with its process.
+
+Orders are small and go one way; what is large, the activations, goes through ``group``. An end of a connection is how
+either side learns that the other has died, whether it computes or idles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from core.errors import RankLost
+from engine.parallel.mesh import Mesh
+
+_LENGTH = struct.Struct("<Q")
+_HELLO = struct.Struct("<32sI")
+_HELLO_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Where rank 0 waits for the others, and the key that lets them in (32 characters)."""
+
+    host: str
+    port: int
+    key: str
+
+
+class Link:
+    """One end of a connection; either direction belongs to one thread at a time."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(None)
+        self._connection = connection
+
+    def send(self, data: bytes) -> None:
+        """Raises RankLost if the other side is gone."""
+        try:
+            self._connection.sendall(_LENGTH.pack(len(data)) + data)
+        except OSError as error:
+            raise RankLost(f"a rank of the replica is gone: {error}") from error
+
+    def receive(self) -> bytes:
+        """The next message; raises RankLost if the other side is gone."""
+        try:
+            (length,) = _LENGTH.unpack(_read(self._connection, _LENGTH.size))
+            return _read(self._connection, length)
+        except OSError as error:
+            raise RankLost(f"a rank of the replica is gone: {error}") from error
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def close(self) -> None:
+        """Wakes whoever waits at either end."""
+        with contextlib.suppress(OSError):  # the other side was first
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+
+def join(ticket: Ticket, rank: int) -> Link:
+    """The connection of a rank to rank 0.
+
+    Raises:
+        RankLost: nobody waits there.
+    """
+    try:
+        connection = socket.create_connection((ticket.host, ticket.port), timeout=_HELLO_TIMEOUT_S)
+        connection.sendall(_HELLO.pack(ticket.key.encode(), rank))
+    except OSError as error:
+        raise RankLost(f"rank 0 does not answer at {ticket.host}:{ticket.port}: {error}") from error
+    return Link(connection)
+
+
+class Gathering:
+    """Rank 0 waits for the others.
+
+    Args:
+        size: Ranks of the replica, rank 0 among them.
+        host: Address to listen on.
+    """
+
+    def __init__(self, size: int, host: str = "127.0.0.1") -> None:
+        self._size = size
+        self._listener = socket.create_server((host, 0))
+        self.ticket = Ticket(host, self._listener.getsockname()[1], secrets.token_hex(16))
+
+    def wait(self, timeout_s: float) -> list[Link]:
+        """The connections to ranks 1, 2 ...; whoever does not know the key is turned away.
+
+        Raises:
+            RankLost: somebody has not come in time.
+        """
+        links: dict[int, Link] = {}
+        deadline = time.monotonic() + timeout_s
+        with self._listener:
+            while len(links) < self._size - 1:
+                self._listener.settimeout(max(0.01, deadline - time.monotonic()))
+                try:
+                    connection, _ = self._listener.accept()
+                except TimeoutError as error:
+                    missing = sorted(set(range(1, self._size)) - set(links))
+                    raise RankLost(f"ranks {missing} have not come within {timeout_s:.0f} s") from error
+                rank = self._greet(connection)
+                if rank in links:  # it has died and come back: what it had been told is lost
+                    raise RankLost(f"rank {rank} has come twice")
+                if rank is not None:
+                    links[rank] = Link(connection)
+        return [links[rank] for rank in sorted(links)]
+
+    def close(self) -> None:
+        """Waits for nobody any more."""
+        self._listener.close()
+
+    def _greet(self, connection: socket.socket) -> int | None:
+        """Which rank it is; None for a stranger."""
+        connection.settimeout(_HELLO_TIMEOUT_S)
+        try:
+            key, rank = _HELLO.unpack(_read(connection, _HELLO.size))
+        except OSError:
+            connection.close()
+            return None
+        if not hmac.compare_digest(key, self.ticket.key.encode()) or not 1 <= rank < self._size:
+            connection.close()
+            return None
+        return int(rank)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The other ranks of the replica that this process is rank 0 of.
+
+    Attributes:
+        gathering: Where they come to.
+        on_lost: Called from a thread of its own when one has gone, whether anything runs or not.
+    """
+
+    mesh: Mesh
+    gathering: Gathering
+    on_lost: Callable[[RankLost], object]
+
+
+def _read(connection: socket.socket, length: int) -> bytes:
+    data = bytearray(length)
+    view, at = memoryview(data), 0
+    while at < length:
+        count = connection.recv_into(view[at:])
+        if count == 0:
+            raise ConnectionResetError("the connection has ended")
+        at += count
+    return bytes(data)

@@ -1,0 +1,87 @@
+"""How much memory a rank has for its KV pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from core.config import EngineConfig
+from core.errors import ConfigError
+from engine.kv_pool import KVPool
+from engine.largest_step import largest_step
+from engine.layout import build_layout, order_items
+from engine.model import DecoderLayers, output_logits
+from engine.model_device import AUTO_SHARE, available_bytes
+from engine.parallel.mesh import Part
+from engine.parallel.shards import StageWeights
+from engine.parallel.stage import stage_attention
+from engine.sampler import Sampler
+from engine.sequence import Sequence
+
+
+def check_gpu(engine: EngineConfig) -> None:
+    """Raises ConfigError if this rank is to compute on a GPU and has none."""
+    if engine.device != "cuda":
+        return
+    from engine import cuda
+
+    problem = cuda.device_problem()
+    if problem is not None:
+        raise ConfigError("engine.device", engine.device, f"cpu ({problem})")
+
+
+def recover_on(device: str) -> Callable[[], None]:
+    """What frees memory of a device that has run out of it, as far as that can be done."""
+    if device != "cuda":
+        return lambda: None
+    from engine import cuda
+
+    return cuda.recover
+
+
+def free_bytes(part: Part, weights: StageWeights, engine: EngineConfig, num_sharers: int) -> int:
+    """What ``auto`` may take for this rank's KV pool.
+
+    On a GPU what the weights and its part of the largest step leave of it; else its share of what the machine has free.
+
+    Args:
+        num_sharers: Ranks that this machine's memory is shared among.
+    """
+    if engine.device != "cuda":
+        return int(AUTO_SHARE / num_sharers * available_bytes())
+    from engine import cuda
+
+    return cuda.free_bytes(engine.gpu_memory_utilization, lambda: run_largest_step(part, weights, engine))
+
+
+@torch.inference_mode()
+def run_largest_step(part: Part, weights: StageWeights, engine: EngineConfig) -> None:
+    """This rank's part of it, from activations that are zero, beside those of as many steps as may be under way.
+
+    Without the other ranks: what is exchanged with them has its memory already.
+    """
+    batch, sequences, num_blocks = largest_step(engine)
+    like = weights.layers[0].input_norm.weight
+    size = engine.kv_block_size
+    pool = KVPool(part.config, num_blocks=num_blocks, block_size=size, dtype=like.dtype, device=like.device)
+    order = order_items(batch)
+    layout = build_layout(batch, order, sequences, size, like.device)
+    attention = stage_attention(part, pool, engine, pool.num_slots).begin_step(layout, pool)
+    layers = DecoderLayers(part.config, weights.layers, pool.num_slots, like)
+    under_way = like.new_zeros(part.mesh.pipeline, batch.num_tokens, part.config.hidden_size)
+    hidden = layers.run(under_way[0], layout, pool, attention)
+    if weights.lm_head is None:
+        return
+    logits = output_logits(hidden.index_select(0, layout.sample_rows), part.config, weights.norm, weights.lm_head)
+    if part.rank == 0:
+        _draw(
+            logits.new_zeros(len(logits), part.whole.vocab_size), [sequences[batch.items[i].request_id] for i in order]
+        )
+
+
+def _draw(logits: Tensor, sequences: list[Sequence]) -> None:
+    params = [sequence.sampling for sequence in sequences]
+    positions = [len(sequence.token_ids) for sequence in sequences]
+    Sampler().sample(logits, params, positions, sequences)

@@ -1,0 +1,155 @@
+"""One rank's part of a checkpoint: no tensor is read further than the rank has use for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.parallel.mesh import Part
+from engine.weights import (
+    Allocation,
+    CheckpointError,
+    LayerWeights,
+    Norm,
+    check_complete,
+    checkpoint_tensors,
+    known_name,
+)
+
+_FLOATS = ("F32", "BF16", "F16")
+
+
+@dataclass(frozen=True, slots=True)
+class StageWeights:
+    """What one rank multiplies with; as in ``ModelWeights``, None for what other stages have.
+
+    Attributes:
+        lm_head: ``[rows of the vocabulary, hidden]``: this column's.
+    """
+
+    embedding: Tensor | None
+    positions: Tensor | None
+    layers: tuple[LayerWeights, ...]
+    norm: Norm | None
+    lm_head: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """The piece of a tensor that a rank has: ranges along one dimension, one after the other."""
+
+    dim: int
+    ranges: tuple[range, ...]
+
+
+def load_shard(model_dir: Path, part: Part, dtype: torch.dtype, device: str = "cpu") -> StageWeights:
+    """Reads one rank's part.
+
+    Raises:
+        CheckpointError: as of ``load_weights``; tensors of other ranks must be there as well, but are not read.
+    """
+    whole = Allocation(part.whole, dtype, "meta")
+    whole.model()
+    allocation = Allocation(part.config, dtype, device, part.layers.start)
+    weights, cuts = _allocate(allocation, part), _cuts(allocation, part)
+    missing = set(whole.targets)
+    for file, found in checkpoint_tensors(model_dir, device):
+        name = known_name(found, whole.targets, part.whole)
+        if name is None:
+            continue
+        missing.discard(name)
+        for target, cut in _wanted(name, allocation, weights, part, cuts):
+            _fill(target, file.get_slice(found), whole.targets[name].shape, cut, found)
+    check_complete(missing, whole.targets)
+    return weights
+
+
+def _allocate(allocation: Allocation, part: Part) -> StageWeights:
+    config = part.whole
+    embedding = allocation.embedding() if part.is_first else None
+    lm_head = None
+    if part.is_last and config.tie_word_embeddings and embedding is not None:
+        lm_head = embedding[part.vocab.start : part.vocab.stop]
+    elif part.is_last:
+        lm_head = allocation.tensor("lm_head.weight", len(part.vocab), config.hidden_size)
+    return StageWeights(
+        embedding=embedding,
+        positions=allocation.positions() if part.is_first else None,
+        layers=allocation.layers(),
+        norm=allocation.final_norm() if part.is_last else None,
+        lm_head=lm_head,
+    )
+
+
+def _wanted(
+    name: str, allocation: Allocation, weights: StageWeights, part: Part, cuts: dict[str, _Cut]
+) -> list[tuple[Tensor, _Cut | None]]:
+    """Where pieces of the checkpoint's tensor go, and which they are; None for all of it."""
+    wanted = []
+    if name in allocation.targets:
+        wanted.append((allocation.targets[name], cuts.get(name)))
+    head_is_apart = weights.lm_head is not None and weights.embedding is None
+    if name == allocation.names.embedding and part.whole.tie_word_embeddings and head_is_apart:
+        wanted.append((allocation.targets["lm_head.weight"], cuts["lm_head.weight"]))
+    return wanted
+
+
+def _cuts(allocation: Allocation, part: Part) -> dict[str, _Cut]:
+    """By the checkpoint's names, what is not the whole tensor."""
+    names, config = allocation.names, part.whole
+    query = _scaled(part.heads, config.head_dim)
+    kv = _scaled(part.kv_heads, config.head_dim)
+    kv_size = config.num_key_value_heads * config.head_dim
+    num_up = config.up_size // config.intermediate_size
+    sizes = [config.num_attention_heads * config.head_dim, kv_size, kv_size]
+    cuts = {"lm_head.weight": _Cut(0, (part.vocab,))}
+    for index in part.layers:
+        prefix = names.layer(index)
+        cuts |= _row_cuts(prefix, names.qkv, [query, kv, kv], sizes)
+        cuts |= _row_cuts(prefix, names.up, [part.inner] * num_up, [config.intermediate_size] * num_up)
+        for linear, columns in ((names.out, query), (names.down, part.inner)):
+            cuts[f"{prefix}{linear}.weight"] = _Cut(1, (columns,))
+            if part.column > 0:  # a bias is added once: elsewhere it is zero
+                cuts[f"{prefix}{linear}.bias"] = _Cut(0, ())
+    return cuts
+
+
+def _row_cuts(prefix: str, names: Sequence[str], shares: list[range], sizes: list[int]) -> dict[str, _Cut]:
+    """Of layers whose outputs are split; the checkpoint has them in several tensors or one after the other in one."""
+    pieces: list[tuple[range, ...]] = [(share,) for share in shares]
+    if len(names) == 1:
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        moved = (range(start + share.start, start + share.stop) for start, share in zip(starts, shares, strict=True))
+        pieces = [tuple(moved)]
+    return {
+        f"{prefix}{name}.{kind}": _Cut(0, ranges)
+        for name, ranges in zip(names, pieces, strict=True)
+        for kind in ("weight", "bias")
+    }
+
+
+def _scaled(heads: range, head_dim: int) -> range:
+    return range(heads.start * head_dim, heads.stop * head_dim)
+
+
+def _fill(target: Tensor, source: Any, shape: torch.Size, cut: _Cut | None, name: str) -> None:
+    """Copies what the cut leaves of ``source``, a slice of a safetensors file; zeroes if that is nothing."""
+    if list(source.get_shape()) != list(shape) or source.get_dtype() not in _FLOATS:
+        found = f"{source.get_dtype()} {source.get_shape()}"
+        raise CheckpointError(name, found, f"float32, bfloat16 or float16 of shape {list(shape)}")
+    if cut is None:
+        target.copy_(source[:])
+    elif not cut.ranges:
+        target.zero_()
+    else:
+        first = 0
+        for piece in cut.ranges:
+            window = target.narrow(cut.dim, first, len(piece))
+            columns = slice(piece.start, piece.stop)
+            window.copy_(source[columns] if cut.dim == 0 else source[:, columns])
+            first += len(piece)

@@ -1,0 +1,200 @@
+"""One rank's part of a step."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from core.config import EngineConfig
+from core.errors import RankLost
+from engine.attention import AttentionBackend
+from engine.backends import gpu_attention
+from engine.kv_copier import KVCopier
+from engine.kv_pool import KVPool
+from engine.layout import find_sample_rows, layout_of
+from engine.model import DecoderLayers, embed, output_logits
+from engine.parallel.exchange import Exchange
+from engine.parallel.group import Arrival
+from engine.parallel.mesh import Part
+from engine.parallel.shards import StageWeights
+from engine.parallel.wire import Finished, RankPools, StepOrder
+from engine.step_sizes import StepSizes
+from engine.stream_copier import HostBlocks, StreamCopier
+from engine.torch_attention import TorchAttention
+from engine.worker import Copier
+
+logger = logging.getLogger(__name__)
+
+
+class StepOutcome(NamedTuple):
+    """What has become of a rank's part of a step.
+
+    Attributes:
+        logits: Of the whole step, float32 ``[R, vocab]``; on rank 0 alone.
+        report: How it has ended.
+    """
+
+    logits: Tensor | None
+    report: Finished
+
+
+class _Begun(NamedTuple):
+    """A step that is to be computed; its activations are on their way, unless this is the first stage."""
+
+    order: StepOrder
+    arrival: Arrival | None
+    failed: Finished | None
+
+
+def _failure(error: Exception) -> Finished:
+    out_of_memory = isinstance(error, torch.OutOfMemoryError)
+    if not out_of_memory:
+        logger.error("this rank's part of a step failed", exc_info=error)
+    return Finished(f"{type(error).__name__}: {error}", out_of_memory)
+
+
+class Stage:
+    """Computes steps in the order in which they begin. Belongs to one thread.
+
+    Args:
+        max_len: Longest sequence to be run, in tokens.
+    """
+
+    def __init__(
+        self,
+        part: Part,
+        weights: StageWeights,
+        pool: KVPool,
+        exchange: Exchange,
+        attention: AttentionBackend,
+        max_len: int,
+        *,
+        compiled: bool = False,
+    ) -> None:
+        self._part = part
+        self._weights = weights
+        self._pool = pool
+        self._exchange = exchange
+        add_up = exchange.add_up
+        if compiled:  # it keeps count, which is not to be compiled
+            add_up = torch.compiler.disable(add_up)  # type: ignore[no-untyped-call]
+        self._layers = DecoderLayers(
+            part.config, weights.layers, max_len, pool.keys[0], compiled=compiled, add_up=add_up
+        )
+        self._attention = attention
+        self._begun: deque[_Begun] = deque()
+
+    def begin(self, order: StepOrder) -> None:
+        """Opens the way for the step's activations, so that they arrive while earlier steps are computed."""
+        arrival, failed = None, None
+        if not self._part.is_first:
+            num_rows = order.rows.shape[1]
+            try:
+                arrival = self._exchange.receive(num_rows, blank=False)
+            except RankLost:
+                raise
+            except Exception as error:
+                failed = _failure(error)
+                arrival = self._exchange.receive(num_rows, blank=True)
+        self._begun.append(_Begun(order, arrival, failed))
+
+    @torch.inference_mode()
+    def finish(self) -> StepOutcome:
+        """Computes the step that began first. If it cannot, it does what the other ranks wait for.
+
+        Raises:
+            RankLost: an exchange with other ranks failed.
+        """
+        step = self._begun.popleft()
+        result, logits = None, None
+        report = step.failed or Finished()
+        self._exchange.begin(step.order.rows.shape[1])
+        if not report.failure:
+            try:
+                result, logits = self._compute(step)
+            except RankLost:
+                raise
+            except Exception as error:
+                report = _failure(error)
+        # Only here: within the handler the error holds what has been computed, and with it memory.
+        if report.failure:
+            if step.arrival is not None:
+                step.arrival.wait()
+            self._exchange.sit_out()
+        if not self._part.is_last:
+            self._exchange.send(result)
+        elif self._part.mesh.tensor > 1:
+            num_rows = len(find_sample_rows(step.order.items, step.order.more_rows))
+            self._exchange.gather(result, num_rows, logits)
+        else:
+            logits = result
+        return StepOutcome(None if report.failure else logits, report)
+
+    def _compute(self, step: _Begun) -> tuple[Tensor, Tensor | None]:
+        """Activations behind this stage or, from the last one, its columns of the logits and room for all of them.
+
+        Only on rank 0, which has them all, is there such room.
+        """
+        order, pool = step.order, self._pool
+        layout = layout_of(order.items, order.rows, pool.block_size, pool.device, order.more_rows)
+        if self._attention.reads_whole_blocks and len(layout.opened_blocks):
+            pool.clear_blocks(layout.opened_blocks)
+        attention = self._attention.begin_step(layout, pool)
+        if step.arrival is not None:
+            hidden = step.arrival.wait()
+        else:
+            assert self._weights.embedding is not None, "the first stage embeds"
+            hidden = embed(layout, self._weights.embedding, self._weights.positions)
+        hidden = self._layers.run(hidden, layout, pool, attention)
+        if not self._part.is_last:
+            return hidden, None
+        assert self._weights.lm_head is not None, "the last stage has the vocabulary head"
+        rows = hidden.index_select(0, layout.sample_rows)
+        logits = output_logits(rows, self._part.config, self._weights.norm, self._weights.lm_head)
+        if self._part.rank != 0 or self._part.mesh.tensor == 1:
+            return logits, None
+        return logits, logits.new_empty(len(rows), self._part.whole.vocab_size)
+
+
+def make_stage(
+    part: Part, weights: StageWeights, pool: KVPool, exchange: Exchange, engine: EngineConfig, context_len: int
+) -> Stage:
+    """A stage with the attention of its device, for sequences of ``context_len`` tokens if the pool holds them.
+
+    Raises:
+        ConfigError: the backend that was asked for cannot be had.
+    """
+    max_len = min(context_len, pool.num_slots)
+    attention = stage_attention(part, pool, engine, max_len)
+    return Stage(part, weights, pool, exchange, attention, max_len, compiled=engine.compile)
+
+
+def stage_attention(part: Part, pool: KVPool, engine: EngineConfig, max_len: int) -> AttentionBackend:
+    """Attention over a rank's own heads, by the backend that is configured for its device.
+
+    Raises:
+        ConfigError: the backend that was asked for cannot be had.
+    """
+    if engine.device != "cuda":
+        return TorchAttention(part.config.sliding_windows)
+    sizes = StepSizes(engine.max_num_seqs, -(-max_len // pool.block_size))
+    return gpu_attention(engine.backend, part.config, pool, sizes)
+
+
+def make_pools(part: Part, pools: RankPools, engine: EngineConfig, dtype: torch.dtype) -> tuple[KVPool, Copier | None]:
+    """One rank's KV pool, and what moves blocks between it and its host pool, if there is one."""
+    size, device = engine.kv_block_size, engine.device
+    pool = KVPool(part.config, num_blocks=pools.num_blocks, block_size=size, dtype=dtype, device=device)
+    if not pools.num_host_blocks:
+        return pool, None
+    if device == "cuda":
+        from engine import cuda
+
+        host = HostBlocks(pool, pools.num_host_blocks)
+        cuda.pin(host.data)
+        return pool, StreamCopier(pool, host, cuda.SideStream())
+    return pool, KVCopier(pool, KVPool(part.config, num_blocks=pools.num_host_blocks, block_size=size, dtype=dtype))

@@ -1,0 +1,133 @@
+"""What has changed in a worker's prefix cache, told until it is known to have been heard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from core.cache_messages import CachedRun, CacheNotice
+from core.errors import IntegrityError
+from kvcache.block_manager import BlockManager
+from kvcache.prefix import NO_PARENT
+
+
+class CacheJournal:
+    """Notices of one worker life; as ends of sequences are, they are repeated in every report until acknowledged.
+
+    What waits for an acknowledgement is never more than what is cached: rather than that, all of it is told anew.
+
+    Args:
+        blocks: The pool whose cache is told of; watched from now on.
+    """
+
+    def __init__(self, blocks: BlockManager) -> None:
+        self._blocks = blocks
+        blocks.watch()
+        self._seq = 0
+        self._waiting: list[tuple[int, CacheNotice]] = []  # (first report that tells it, notice)
+        self._whole_due = True
+
+    def begin_anew(self) -> None:
+        """The next report tells everything: somebody listens who has heard nothing, or has missed something."""
+        self._whole_due = True
+
+    def notices(self, report_seq: int) -> tuple[CacheNotice, ...]:
+        """What the report of this number tells."""
+        changed = self._blocks.take_changes()
+        num_waiting = sum(notice.num_hashes for _, notice in self._waiting)
+        if changed is None or num_waiting + len(changed) > self._blocks.num_blocks:
+            self._whole_due = True
+        if self._whole_due:
+            self._waiting.clear()
+            self._add(report_seq, CacheNotice(self._seq + 1, True, tuple(runs(self._blocks.cached_chain()))))
+        elif changed:
+            stored = [(name, parent) for name, parent in changed.items() if self._blocks.caches(name)]
+            evicted = tuple(name for name in changed if not self._blocks.caches(name))
+            self._add(report_seq, CacheNotice(self._seq + 1, False, tuple(runs(stored)), evicted))
+        self._whole_due = False
+        return tuple(notice for _, notice in self._waiting)
+
+    def _add(self, report_seq: int, notice: CacheNotice) -> None:
+        self._seq = notice.seq
+        self._waiting.append((report_seq, notice))
+
+    def acknowledge(self, report_seq: int) -> None:
+        """Reports up to this one have been heard."""
+        self._waiting = [(first, notice) for first, notice in self._waiting if first > report_seq]
+
+
+class CacheShadow:
+    """What a worker caches, as far as its notices tell.
+
+    Attributes:
+        seq: Of the last notice that was taken; None before a whole one.
+        missed: Something was lost on the way: only a whole notice helps.
+    """
+
+    def __init__(self) -> None:
+        self.seq: int | None = None
+        self.missed = False
+        self._parents: dict[int, int] = {}  # by name, parents before those that follow them
+
+    def __len__(self) -> int:
+        return len(self._parents)
+
+    def take(self, notice: CacheNotice) -> bool:
+        """Whether the notice was news that could be used."""
+        if self.seq is not None and notice.seq <= self.seq:
+            return False
+        if not notice.whole and (self.seq is None or notice.seq > self.seq + 1):
+            self.missed = True
+            return False
+        if notice.whole:
+            self._parents.clear()
+            self.missed = False
+        self.seq = notice.seq
+        parents = self._parents
+        for name in notice.evicted:
+            parents.pop(name, None)
+        for run in notice.stored:
+            parent = run.parent
+            for name in run.hashes:
+                parents.pop(name, None)  # in its new place, behind its parent's
+                parents[name] = parent
+                parent = name
+        return True
+
+    def num_cached(self, hashes: tuple[int, ...]) -> int:
+        """How many of the first of these chained hashes are cached. O(log n): who is cached has its predecessors."""
+        low, high = 0, len(hashes)
+        while low < high:
+            middle = (low + high) // 2
+            if hashes[middle] in self._parents:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def whole(self) -> CacheNotice | None:
+        """All of it, under the number of the last notice; None if it is not known."""
+        if self.seq is None or self.missed:
+            return None
+        return CacheNotice(self.seq, True, tuple(runs(self._parents.items())))
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless every name follows its parent."""
+        seen = {NO_PARENT}
+        for name, parent in self._parents.items():
+            if parent not in seen:
+                raise IntegrityError(f"{name:x} is cached, its predecessor {parent:x} is not, or comes later")
+            seen.add(name)
+
+
+def runs(chain: Iterable[tuple[int, int]]) -> Iterator[CachedRun]:
+    """(name, parent) pairs, joined where each follows the one before it."""
+    first, names = NO_PARENT, list[int]()
+    for name, parent in chain:
+        if names and names[-1] != parent:
+            yield CachedRun(first, tuple(names))
+            names = []
+        if not names:
+            first = parent
+        names.append(name)
+    if names:
+        yield CachedRun(first, tuple(names))

@@ -1,0 +1,97 @@
+"""Ragged execution with several steps under way at once, as a pipeline of stages needs it.
+
+A sequence is in one of them at a time, for its next token follows from its last. So the sequences that could run are
+dealt out to as many batches as there are stages; every stage takes the batches in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from core.errors import IntegrityError
+from core.messages import FinishedSequence
+from core.request import Residency, SequenceStatus
+from kvcache.block_manager import BlockManager
+from kvcache.held import Held
+from kvcache.lease import LeaseExecutor, Selection
+from kvcache.step_batch import BatchLimits, StepBatch
+
+
+class PipelinedExecutor(LeaseExecutor):
+    """A ``LeaseExecutor`` of which several steps may have begun.
+
+    Plans apply while steps are under way. What a sequence that is in one of them loses it loses at once: its blocks may
+    be used by later steps, which every stage computes later, and what the step yields for it does not count.
+
+    Args:
+        max_in_flight: Steps that may have begun and not been committed: one a stage.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        limits: BatchLimits,
+        incarnation: str,
+        host: BlockManager | None = None,
+        *,
+        max_in_flight: int,
+    ) -> None:
+        super().__init__(blocks, limits, incarnation, host)
+        self.max_in_flight = max_in_flight
+        self._share = 1
+
+    def next_batch(self) -> StepBatch | None:
+        """See ``PlanExecutor.next_batch``; of the sequences that run no more than one batch's share."""
+        runnable = sum(self._may_run(held) for held in self._held.values())
+        self._share = max(1, -(-runnable // self.max_in_flight))
+        self._running = [
+            held
+            for held in self._held.values()
+            if held.status is SequenceStatus.RUNNING and held.request_id not in self._busy
+        ]
+        batch = super().next_batch()
+        if batch is not None:
+            self._busy |= {item.request_id: batch for item in batch.items}
+        return batch
+
+    def _may_run(self, held: Held) -> bool:
+        """Whether it takes part in steps: now, or when the one that it is in is over."""
+        rests = held.request_id in self._stalled or held.copy_id is not None or held.residency is Residency.HOST
+        return not rests and self._is_resident(held)
+
+    def _continue(self, held: Held, wanted: int, selection: Selection) -> None:
+        if len(selection.items) < self._share:
+            super()._continue(held, wanted, selection)
+
+    def _offload(self, held: Held, host: BlockManager) -> None:
+        """When the step that it is in is over."""
+        if held.request_id not in self._busy:
+            super()._offload(held, host)
+
+    def _free(self, held: Held) -> None:
+        self._busy.pop(held.request_id, None)
+        super()._free(held)
+
+    def counts(self, batch: StepBatch, request_id: str) -> bool:
+        """See ``PlanExecutor.counts``."""
+        return self._busy.get(request_id) is batch
+
+    def commit(
+        self, batch: StepBatch, stopped: Iterable[str] = (), *, duration_s: float = 0.0, num_steps: int = 1
+    ) -> list[FinishedSequence]:
+        """See ``PlanExecutor.commit``; steps in the order in which they have begun."""
+        items = tuple(item for item in batch.items if self.counts(batch, item.request_id))
+        for item in items:
+            del self._busy[item.request_id]
+        return super().commit(StepBatch(items), stopped, duration_s=duration_s, num_steps=num_steps)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless lengths, blocks, copies and steps under way agree."""
+        super().check_integrity()
+        for request_id, batch in self._busy.items():
+            held = self._held.get(request_id)
+            if held is None or held.copy_id is not None or not self._is_resident(held):
+                raise IntegrityError(f"{request_id}: in a step under way, without blocks to compute in")
+            item = next(item for item in batch.items if item.request_id == request_id)
+            if item.start != held.computed_len:
+                raise IntegrityError(f"{request_id}: {held.computed_len} computed, its step begins at {item.start}")

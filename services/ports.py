@@ -1,0 +1,67 @@
+"""Ports of this machine that one service has for itself."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+from collections.abc import Iterable, Iterator
+
+from core.errors import FarsightError
+
+FIRST_PORT = 30_000
+BLOCK_SIZE = 150
+NUM_BLOCKS = 18
+"""All of them lie below the ports that Linux gives to outgoing connections (32768 and up, unless set otherwise)."""
+
+LOOPBACK = "127.0.0.1"
+
+
+@contextlib.contextmanager
+def reserved_ports(avoid: int = 0) -> Iterator[range]:
+    """A block of ports that no other Farsight on this machine gets until the context ends, or the process does.
+
+    The port before them is bound all the while: that keeps the others away. Programs that know nothing of this may
+    listen on some of the block.
+
+    Args:
+        avoid: A port that is to be used for something else.
+
+    Raises:
+        FarsightError: every block is taken.
+    """
+    with contextlib.ExitStack() as stack:
+        # Not always the first: processes of a service that was killed may live on its ports a moment longer.
+        for block in random.SystemRandom().sample(range(NUM_BLOCKS), NUM_BLOCKS):
+            first = FIRST_PORT + block * BLOCK_SIZE
+            if avoid not in range(first, first + BLOCK_SIZE) and _bind(stack.enter_context(socket.socket()), first):
+                yield range(first + 1, first + BLOCK_SIZE)
+                return
+    last = FIRST_PORT + NUM_BLOCKS * BLOCK_SIZE - 1
+    raise FarsightError(f"there is no free block of {BLOCK_SIZE} ports between {FIRST_PORT} and {last}")
+
+
+def free_ports(among: Iterable[int], number: int) -> list[int]:
+    """The first of these ports that nobody listens on.
+
+    Raises:
+        FarsightError: there are too few.
+    """
+    found: list[int] = []
+    for port in among:
+        if len(found) == number:
+            break
+        with socket.socket() as probe:
+            if _bind(probe, port):
+                found.append(port)
+    if len(found) < number:
+        raise FarsightError(f"{number} free ports are needed, {len(found)} were found")
+    return found
+
+
+def _bind(probe: socket.socket, port: int) -> bool:
+    try:
+        probe.bind((LOOPBACK, port))
+    except OSError:
+        return False
+    return True

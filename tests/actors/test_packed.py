@@ -1,0 +1,66 @@
+"""Workers of emulated devices that share a process: more and fewer of them, and the death of all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from core.config import EngineConfig, ModelConfig, SchedulerConfig
+from core.request import SamplingParams
+from services.client import EngineClient
+from tests.actors.conftest import open_house
+from tests.actors.house import House, calm_client, kill, rows
+
+NUM_TOKENS = 30
+
+
+@pytest.fixture(scope="module")
+def packed(ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    tables = {
+        "model": ModelConfig(name="m", replicas=3),
+        "engine": EngineConfig(device="emulated:a100-7b", kv_memory="1GiB"),
+    }
+    scheduler = SchedulerConfig(preset="preble")
+    with open_house("packed", actor_model_dir, tmp_path_factory.mktemp("log"), scheduler, **tables) as house:
+        yield house
+
+
+async def worker_pids(client: EngineClient) -> dict[str, int]:
+    return {name: row.pid for name, row in (await rows(client)).items() if name.startswith("worker-")}
+
+
+async def answer(client: EngineClient, prompt: tuple[int, ...]) -> tuple[int, ...]:
+    tokens: tuple[int, ...] = ()
+    async with aclosing(client.stream(prompt, SamplingParams(NUM_TOKENS, ignore_eos=True))) as deltas:
+        async for delta in deltas:
+            tokens += delta.token_ids
+    assert len(tokens) == NUM_TOKENS
+    return tokens
+
+
+async def test_workers_come_and_go_in_one_process(packed: House) -> None:
+    async with calm_client(packed) as client:
+        before = await worker_pids(client)
+        assert (sorted(before), len(set(before.values()))) == (["worker-0", "worker-1", "worker-2"], 1)
+        await client.scale("replica", 5)
+        more = await worker_pids(client)
+        assert (len(more), set(more.values())) == (5, set(before.values()))
+        await client.scale("replica", 3)
+        assert await worker_pids(client) == before, "and the process lives on"
+
+
+async def test_their_death_is_that_of_all_of_them(packed: House) -> None:
+    prompt = tuple(range(5, 90))
+    async with calm_client(packed) as client:
+        expected = await answer(client, prompt)
+        async with aclosing(client.stream(prompt, SamplingParams(NUM_TOKENS, ignore_eos=True))) as deltas:
+            tokens = (await anext(deltas)).token_ids
+            pids = set((await worker_pids(client)).values())
+            kill(pids)
+            async for delta in deltas:
+                tokens += delta.token_ids
+        assert tokens == expected
+        assert not pids & set((await worker_pids(client)).values())

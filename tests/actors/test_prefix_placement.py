@@ -1,0 +1,147 @@
+"""Placement by prefix over two real replicas: what the Router expects of their caches is what requests find there."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+import secrets
+from collections.abc import Iterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from actors.names import ROUTER, scheduler_name
+from core.cache_messages import CacheReply
+from core.config import SchedulerConfig
+from core.decisions import Facts, unpack_decisions
+from core.request import Origin
+from services.client import EngineClient
+from tests.actors.conftest import NUM_REPLICAS, open_house
+from tests.actors.house import (
+    BLOCK_SIZE,
+    ENGINE,
+    PROMPTS,
+    House,
+    Truth,
+    calm_client,
+    eventually,
+    kill,
+    read,
+    rows,
+    sampling,
+)
+
+NUM_GROUPS = 16
+PREFIX_LEN = 24 * BLOCK_SIZE
+NUM_REQUESTS = 120
+KV_MEMORY = "192KiB"
+"""Of each replica: prefixes of four groups or so, so that each of the others pushes one out."""
+
+
+@pytest.fixture(scope="module")
+def preble(ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    engine = dataclasses.replace(ENGINE, kv_memory=KV_MEMORY, max_num_seqs=4)
+    scheduler = SchedulerConfig(preset="preble")
+    with open_house("fused", actor_model_dir, tmp_path_factory.mktemp("log"), scheduler, engine=engine) as house:
+        yield house
+
+
+@dataclass
+class Served:
+    """One request: what the Router expected, where it went, and what it found."""
+
+    first_token: int
+    expected_len: int
+    replica: str
+    cached_len: int
+    reason: str
+
+
+def prompt(rng: random.Random) -> tuple[int, ...]:
+    group = min(int(rng.paretovariate(1.1)) - 1, NUM_GROUPS - 1)
+    shared = random.Random(group)
+    own = rng.randint(3, 6 * BLOCK_SIZE)
+    tokens = [shared.randrange(3, 200) for _ in range(PREFIX_LEN)] + [rng.randrange(3, 200) for _ in range(own)]
+    return tuple(tokens)
+
+
+async def serve(client: EngineClient, tokens: tuple[int, ...], num_tokens: int, cache_salt: str = "") -> Served:
+    origin = Origin(f"cmpl-{secrets.token_hex(16)}")
+    cached_len = 0
+    async with aclosing(client.stream(tokens, sampling(0, num_tokens), None, origin, cache_salt=cache_salt)) as deltas:
+        async for delta in deltas:
+            cached_len += delta.cached_len
+    facts: Facts = {}
+
+    async def is_told() -> bool:
+        """An account may be on its way from a Scheduler to the log."""
+        traces = await client.explain(origin.response_id)
+        decisions = [each for trace in traces for each in unpack_decisions(trace.decisions)]
+        facts.update(next((each.facts for each in decisions if each.kind == "placed"), {}))
+        return bool(facts)
+
+    await eventually(is_told, "why it is where it is")
+    return Served(tokens[0], int(facts["hit_len"]), str(facts["replica"]), cached_len, str(facts["reason"]))
+
+
+async def serve_all(client: EngineClient, rng: random.Random, num_requests: int) -> list[Served]:
+    """A few at a time."""
+    gate, served = asyncio.Semaphore(6), list[Served]()
+
+    async def one(tokens: tuple[int, ...], num_tokens: int) -> None:
+        async with gate:
+            served.append(await serve(client, tokens, num_tokens))
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(num_requests):
+            tasks.create_task(one(prompt(rng), rng.randint(1, 12)))
+    return served
+
+
+async def test_requests_find_cached_what_the_router_expects(preble: House) -> None:
+    async with calm_client(preble) as client:
+        served = await serve_all(client, random.Random(1), NUM_REQUESTS)
+    right = sum(each.expected_len == each.cached_len for each in served)
+    wrong = [each for each in served if each.expected_len != each.cached_len]
+    assert right >= 0.95 * NUM_REQUESTS, wrong
+    assert {each.replica for each in served} == {"0", "1"}
+    lost = sum(each.cached_len < PREFIX_LEN for each in served)
+    assert lost < NUM_REQUESTS / 2, "prefixes are shared"
+    assert lost > len({(each.first_token, each.replica) for each in served}), "and evicted"
+
+
+async def num_cached(house: House, replica: str) -> int:
+    reply = await house.ask(scheduler_name(replica), "cached", None, CacheReply)
+    return 0 if reply.notice is None else reply.notice.num_hashes
+
+
+async def test_a_new_router_asks_what_is_cached(preble: House) -> None:
+    """It is in one process with the Schedulers here: all of them learn it anew, from the workers."""
+    async with calm_client(preble) as client:
+        tokens = prompt(random.Random(2))
+        before = await serve(client, tokens, 2)
+        kill({(await rows(client))[ROUTER].pid})
+    async with calm_client(preble) as client:
+        after = await serve(client, tokens, 2)
+        assert after.expected_len == after.cached_len >= PREFIX_LEN
+        assert (after.replica, after.reason) == (before.replica, "exploit")
+        assert sum([await num_cached(preble, str(index)) for index in range(NUM_REPLICAS)]) > 0
+
+
+async def test_salts_divide_what_is_shared(preble: House) -> None:
+    async with calm_client(preble) as client:
+        tokens = prompt(random.Random(3))
+        first = [await serve(client, tokens, 1, salt) for salt in ("", "a", "b")]
+        again = [await serve(client, tokens, 1, salt) for salt in ("", "a", "b")]
+    assert [each.cached_len for each in first[1:]] == [0, 0] == [each.expected_len for each in first[1:]]
+    assert all(each.cached_len == each.expected_len >= PREFIX_LEN for each in again)
+
+
+async def test_outputs_are_what_they_are_without_sharing(preble: House, truth: Truth) -> None:
+    async with calm_client(preble) as client:
+        for index in (1, 2, 1, 2):
+            truth.check(index, await read(client, index, 40), 40)
+    assert len(PROMPTS[1]) > BLOCK_SIZE

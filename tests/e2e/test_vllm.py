@@ -1,0 +1,126 @@
+"""A replica that is a real vLLM. Runs where FARSIGHT_VLLM names its executable; on CPU a start may take minutes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+
+from core.request import PromptSource, Request, SamplingParams
+from engine import Engine
+from services.api.prompts import PromptEncoder
+from services.launch import EMBEDDED_MODEL
+from tests.free_ports import free_port
+from tests.unit.actors.pieces import until
+from tests.unit.actors.test_backend import Replica, backend
+
+VLLM = os.environ.get("FARSIGHT_VLLM", "")
+NAME = "served-by-vllm"
+START_S = 900.0
+MESSAGES = [{"role": "system", "content": "Spell the digits:"}, {"role": "user", "content": "407"}]
+FLAGS = ("--dtype", "float32", "--enforce-eager", "--max-num-seqs", "16", "--enable-prompt-tokens-details")
+
+pytestmark = [
+    pytest.mark.skipif(not VLLM, reason="FARSIGHT_VLLM does not name the executable of vLLM"),
+    pytest.mark.timeout(START_S + 120),
+]
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of a vLLM with the embedded model."""
+    port, log = free_port(), tmp_path_factory.mktemp("vllm") / "log"
+    command = [VLLM, "serve", str(EMBEDDED_MODEL), "--served-model-name", NAME, "--port", str(port), *FLAGS]
+    quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | quiet, start_new_session=True)
+    address = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + START_S
+        while not _answers(address):
+            assert process.poll() is None, f"vLLM ended: {log.read_text()[-3000:]}"
+            assert time.monotonic() < deadline, f"vLLM is not there after {START_S} s"
+            time.sleep(1.0)
+        yield address
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _answers(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{address}/health", timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+async def answer(
+    replica: Replica, name: str, prompt: tuple[int, ...], sampling: SamplingParams
+) -> tuple[str, int, str]:
+    """Text, tokens and how it ended."""
+    request = Request(name, 0, "i", prompt, sampling)
+    await replica.submit(request)
+    deltas = await replica.end_of(request)
+    assert deltas[-1].error is None
+    return (
+        "".join(each.text for each in deltas),
+        sum(each.num_unnamed for each in deltas),
+        deltas[-1].finish_reason or "",
+    )
+
+
+async def test_vllm_answers_as_our_own_engine(url: str) -> None:
+    prompt = PromptEncoder(EMBEDDED_MODEL).encode_chat(MESSAGES)
+    samplings = [
+        SamplingParams(30),
+        SamplingParams(5),
+        SamplingParams(30, stop=("ze",)),
+        SamplingParams(30, min_tokens=3),
+    ]
+    own = Engine(EMBEDDED_MODEL, dtype="float32").generate([prompt] * len(samplings), samplings)
+    async with backend(url, model=NAME) as replica:
+        await until(lambda: replica.listener.ready is not None)
+        assert replica.listener.ready is not None and replica.listener.ready.max_model_len == 1024
+        for index, (sampling, expected) in enumerate(zip(samplings, own, strict=True)):
+            told = await answer(replica, f"i-{index}", prompt, sampling)
+            assert told == (expected.text, len(expected.token_ids), expected.finish_reason)
+        sampled = SamplingParams(
+            20, temperature=1.5, seed=3, top_k=9, min_p=0.01, repetition_penalty=1.1, ignore_eos=True
+        )
+        twice = [await answer(replica, f"s-{index}", prompt, sampled) for index in range(2)]
+        assert twice[0] == twice[1] and twice[0][1:] == (20, "length"), "the seed is passed on"
+
+
+async def test_vllm_stops_when_the_client_leaves_and_says_what_it_does_not_take(url: str) -> None:
+    async with backend(url, model=NAME) as replica:
+        await until(lambda: replica.listener.ready is not None)
+        endless = Request("i-0", 0, "i", (5, 6), SamplingParams(1000, ignore_eos=True))
+        await replica.submit(endless)
+        await until(lambda: any(each.text for each in replica.deltas))
+        await replica.abort(("i-0", 0))
+        assert replica.piece.queue == 0
+        unfit = Request("i-1", 0, "i", (10**6,), SamplingParams(5))
+        await replica.submit(unfit)
+        assert "vocabulary" in str((await replica.end_of(unfit))[-1].error)
+        assert (replica.piece.breaker, replica.failures("request")) == ("closed", 1)
+
+
+async def test_vllm_takes_a_chat_as_text_too(url: str) -> None:
+    async with backend(url, model=NAME, prompt="text") as replica:
+        await until(lambda: replica.listener.ready is not None)
+        source = PromptSource(messages=tuple((each["role"], each["content"]) for each in MESSAGES))
+        chat = Request("i-0", 0, "i", (5,), SamplingParams(30), source=source)
+        await replica.submit(chat)
+        assert "".join(each.text for each in await replica.end_of(chat)) == "four zero seven"
+
+
+async def test_another_name_is_not_what_vllm_serves(url: str) -> None:
+    async with backend(url, model="other") as replica:
+        await until(lambda: f"it serves '{NAME}', not 'other'" in replica.piece.breaker)
+        assert replica.listener.ready is None

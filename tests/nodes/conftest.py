@@ -1,0 +1,39 @@
+"""A Ray cluster of several nodes on this machine, and in it a running service."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from benchmarks.ray_nodes import Nodes
+from tests.actors.conftest import CONTINUOUS, ROOT, open_house
+from tests.actors.conftest import actor_model_dir as actor_model_dir
+from tests.actors.conftest import truth as truth
+from tests.actors.house import House
+
+SOON = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 300, "health_check_failure_threshold": 5}
+"""How fast Ray finds that a node is lost; it takes 15 s unless told."""
+
+
+@pytest.fixture(scope="package")
+def nodes() -> Iterator[Nodes]:
+    running = Nodes(2, SOON)
+    ray.init(
+        address=running.address,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
+    )
+    yield running
+    ray.shutdown()
+    running.end()
+
+
+@pytest.fixture(scope="package")
+def spread_house(nodes: Nodes, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    with open_house("split", actor_model_dir, tmp_path_factory.mktemp("log"), CONTINUOUS) as house:
+        yield house

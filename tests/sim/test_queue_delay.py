@@ -1,0 +1,67 @@
+"""The predicted queue delay beside the wait that follows: the same Router's table, replicas of the simulator."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from core.queue_outlook import QueueOutlook
+from policies.builders import PolicySettings, build_scheduler
+from policies.global_events import GlobalEvent, GlobalInstruction
+from policies.global_scheduler import GlobalScheduler
+from policies.least_work import LeastWork
+from policies.queue_delay import queue_delay_s
+from policies.replica_events import RequestsArrived
+from policies.replica_scheduler import SchedulerLimits
+from simulator import predictors
+from simulator.fleet import Fleet, FleetShape
+from simulator.latency import A100_7B
+from simulator.replica import ReplicaShape
+from simulator.workloads import build_workload
+
+SHAPE = ReplicaShape(num_blocks=120_000 // 16, block_size=16, max_num_seqs=64, max_batch_tokens=2048)
+
+
+class Foretelling(GlobalScheduler):
+    """Notes, before a request is placed, how long it is to wait."""
+
+    def __init__(self, num_replicas: int) -> None:
+        super().__init__(LeastWork())
+        self._num_replicas = num_replicas
+        self.foretold_s: dict[str, float] = {}
+
+    def handle(self, event: GlobalEvent, now: float) -> list[GlobalInstruction]:
+        if isinstance(event, RequestsArrived):
+            kv_tokens = SHAPE.num_blocks * SHAPE.block_size
+            fleet = (self._num_replicas, SHAPE.max_num_seqs, kv_tokens, True, A100_7B.cost)
+            delay_s = queue_delay_s(QueueOutlook(self.demand(), *fleet), self._num_replicas)
+            assert delay_s is not None
+            self.foretold_s |= dict.fromkeys((request.request_id for request in event.requests), delay_s)
+        return super().handle(event, now)
+
+
+def foretold_and_waited(rate: float, num_replicas: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of 400 requests a replica in order of arrival, foreseen exactly; a wait ends where the prompt begins."""
+    drawn = build_workload("sharegpt-like", np.random.default_rng(1), 400 * num_replicas, rate * num_replicas, None)
+    router = Foretelling(num_replicas)
+    limits = SchedulerLimits(SHAPE.max_num_seqs, 0)
+    fleet = Fleet(
+        FleetShape(SHAPE, A100_7B, num_replicas), router, lambda _: build_scheduler("fcfs", limits, PolicySettings())
+    )
+    done = fleet.run(predictors.oracle(drawn)).done
+    waited_s = [record.ttft_s - A100_7B.cost.prefill_s(record.arrival.prompt_len) for record in done]
+    return np.array([router.foretold_s[record.arrival.request_id] for record in done]), np.array(waited_s)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_in_an_overload_the_prediction_follows_the_wait(num_replicas: int) -> None:
+    foretold_s, waited_s = foretold_and_waited(20.0, num_replicas)
+    assert waited_s.mean() > 3.0
+    assert 0.9 < foretold_s.mean() / waited_s.mean() < 1.5
+    assert np.corrcoef(foretold_s, waited_s)[0, 1] > 0.95
+
+
+def test_where_nobody_waits_nothing_is_predicted() -> None:
+    foretold_s, waited_s = foretold_and_waited(4.0, 1)
+    assert waited_s.mean() < 0.05
+    assert foretold_s.mean() < 0.05

@@ -1,0 +1,97 @@
+"""A whole service in this process, without Ray and HTTP: every piece that takes part in serving, real ones."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+import services
+from actors.kv_offload_manager import KVOffloadManager
+from actors.log_store import LogStore
+from actors.model_worker import ModelWorker
+from actors.names import CONTROL, ROUTER
+from actors.peer import PeerBook
+from actors.piece import Piece, PieceContext
+from actors.router import Router
+from actors.scheduler import Scheduler
+from actors.serving_time_estimator import ServingTimeEstimator
+from actors.site import Site
+from core.codec import decode
+from core.config import FarsightConfig
+from core.messages import ServedModel
+from policies.replica_scheduler import ReplicaScheduler
+from services.api.backend import ModelInfo
+from services.client import EngineClient
+from tests.unit.actors.pieces import until
+
+MODEL = Path(services.__file__).parent / "embedded_model"
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSite(Site):
+    """Whoever is served here finds every piece in this process."""
+
+    pieces: dict[str, Piece] = field(default_factory=dict)
+
+    def peers(self, local: object = None, host: str = "") -> PeerBook:
+        return PeerBook("fused", self.pieces, CONTROL)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalHouse:
+    """What is served, and by whom."""
+
+    site: LocalSite
+
+    @property
+    def router(self) -> Router:
+        router = self.site.pieces[ROUTER]
+        assert isinstance(router, Router)
+        return router
+
+    def machine(self, replica: int = 0) -> ReplicaScheduler:
+        """Of the Scheduler of a replica."""
+        scheduler = self.site.pieces[f"scheduler-{replica}"]
+        assert isinstance(scheduler, Scheduler)
+        machine = scheduler._machine
+        assert isinstance(machine, ReplicaScheduler)
+        return machine
+
+    @asynccontextmanager
+    async def ingress(self) -> AsyncIterator[EngineClient]:
+        """An ingress replica; what it leaves open at its end, nobody is told."""
+        served = decode(await self.router.model(b""), ServedModel)
+        model = ModelInfo("m", 0, served.ready.max_model_len, False, 256)
+        client = EngineClient(self.site, model, prefix_block_size=served.prefix_block_size)
+        await client.start()
+        try:
+            yield client
+        finally:
+            await client.close()
+
+
+@asynccontextmanager
+async def local_house(config: FarsightConfig) -> AsyncIterator[LocalHouse]:
+    """As many replicas as the configuration says, all of them up."""
+    site = LocalSite(config, str(MODEL), "fused")
+    replicas = range(config.model.replicas)
+    kinds: dict[str, type[Piece]] = {
+        "log-store": LogStore,
+        ROUTER: Router,
+        "serving-time-estimator-0": ServingTimeEstimator,
+    }
+    kinds |= {f"kv-offload-manager-{replica}": KVOffloadManager for replica in replicas}
+    kinds |= {f"worker-{replica}": ModelWorker for replica in replicas}
+    kinds |= {f"scheduler-{replica}": Scheduler for replica in replicas}  # they find their workers here
+    async with AsyncExitStack() as stack:
+        for name, kind in kinds.items():
+            site.pieces[name] = piece = kind(PieceContext(name, site, 0, site.peers(), CollectorRegistry()))
+            stack.push_async_callback(piece.stop)
+            await piece.start()
+        house = LocalHouse(site)
+        await until(lambda: len(house.router._machine.loads()) == len(replicas))
+        yield house
