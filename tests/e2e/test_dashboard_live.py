@@ -32,7 +32,6 @@ READY_COLOUR = """name => {
 
 pytestmark = [
     pytest.mark.skipif(chromium_path() is None, reason="neither chromium nor google-chrome is installed"),
-    pytest.mark.timeout(900),
     pytest.mark.alone,
 ]
 

@@ -44,10 +44,7 @@ def chromium_path() -> str | None:
     return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
-pytestmark = [
-    pytest.mark.skipif(chromium_path() is None, reason="neither chromium nor google-chrome is installed"),
-    pytest.mark.timeout(600),
-]
+pytestmark = pytest.mark.skipif(chromium_path() is None, reason="neither chromium nor google-chrome is installed")
 expect.set_options(timeout=1000 * LONG_S)
 
 

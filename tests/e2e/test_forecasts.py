@@ -11,12 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 from services.launch import EMBEDDED_NAME
 from tests.e2e.server import LONG_S, Server, farsight, start_server, wait_until
-
-pytestmark = pytest.mark.timeout(900)  # a predictor is trained, a server starts, another predictor is trained
 
 LENGTHS = {"Say:": 10, "Tell:": 200}
 
@@ -75,7 +72,7 @@ def learnt(server: Server) -> list[dict[str, Any]]:
         found[:] = status(server)["learnt"]
         return bool(found)
 
-    wait_until(shown, "it is stored, and shown")
+    wait_until(shown, "nothing is stored, or it is not shown")
     return found
 
 
@@ -88,8 +85,11 @@ def test_every_request_is_foreseen_and_what_was_foreseen_badly_is_learnt(tmp_pat
         for prompt in ("Say:\nnumber 3", "Tell:\nnumber 4", [1, 2, 3]):
             complete(client, prompt)
         for name in ('farsight:forecasts_total{source="forest"}', 'farsight:log_records_total{kind="forecasts"}'):
-            wait_until(lambda name=name: sample(server.base_url, name) == 2, "token ids have no text to go by")
-        wait_until(lambda: sample(server.base_url, "farsight:forecast_version") == 1, "the version that was trained")
+            wait_until(lambda name=name: sample(server.base_url, name) == 2, "not two: token ids have no text to go by")
+        wait_until(
+            lambda: sample(server.base_url, "farsight:forecast_version") == 1,
+            "another version serves than the one that was trained",
+        )
         assert status(server)["learnt"] == []
 
         with ThreadPoolExecutor(16) as threads:  # what was short is long now
@@ -97,12 +97,12 @@ def test_every_request_is_foreseen_and_what_was_foreseen_badly_is_learnt(tmp_pat
             requests = [(f"Say:\nnumber {num}", {"max_tokens": 400, "benchmark_len": num}) for num in lengths]
             for done in [threads.submit(complete, client, prompt, **fields) for prompt, fields in requests]:
                 done.result()
-        wait_until(lambda: sample(server.base_url, "farsight:forecast_version") > 1, "another version serves")
+        wait_until(lambda: sample(server.base_url, "farsight:forecast_version") > 1, "no other version serves")
         versions = learnt(server)
         assert [version["current"] for version in versions].count(True) == 1
         kind = versions[0]["kind"]
         assert kind.startswith("length-predictor") and versions[0]["score"] > 0
-        wait_until(lambda: kind in shown_learnt(server), "people are told of it as well")
+        wait_until(lambda: kind in shown_learnt(server), "people are not told of it")
     finally:
         client.close()
         server.stop()

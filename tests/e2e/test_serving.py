@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import subprocess
+from typing import Any
 
 import httpx
 import pytest
@@ -14,7 +15,7 @@ from core.config import EngineConfig
 from core.request import SamplingParams
 from engine import Engine
 from services.launch import EMBEDDED_MODEL
-from tests.e2e.server import Server, farsight, holds_torch
+from tests.e2e.server import LONG_S, Server, farsight, holds_torch, wait_until
 
 ROW = {"name", "kind", "pid", "node", "state", "queue", "last_step_age_s", "restarts", "http_port", "url", "breaker"}
 NUM_STREAMS = 300
@@ -74,7 +75,7 @@ async def test_streams_carry_the_engines_tokens_while_half_of_the_clients_leave(
     lengths = [rng.randint(8, 60) for _ in prompts]
     leave = [rng.randint(0, 7) if rng.random() < 0.5 else None for _ in prompts]
     gate = asyncio.Semaphore(IN_FLIGHT)
-    async with httpx.AsyncClient(base_url=server.base_url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=server.base_url, timeout=LONG_S) as client:
 
         async def one(i: int) -> str | None:
             async with gate:
@@ -86,17 +87,28 @@ async def test_streams_carry_the_engines_tokens_while_half_of_the_clients_leave(
     engine = Engine(EMBEDDED_MODEL, engine=EngineConfig(kv_memory="16MiB", num_threads=1))
     expected = engine.generate(prompts, [SamplingParams(n, ignore_eos=True) for n in lengths])
     served = [i for i, text in enumerate(texts) if text is not None]
-    assert 100 < len(served) < 200
+    # Who was to leave and was not, had it all in fewer chunks: on a busy machine a chunk carries many tokens.
+    assert 100 < leave.count(None) < 200 and {i for i, after in enumerate(leave) if after is None} <= set(served)
+    assert not {i for i, after in enumerate(leave) if after == 0} & set(served)
     assert [texts[i] for i in served] == [expected[i].text for i in served]
 
 
 async def test_a_client_that_leaves_a_blocking_request_frees_its_kv(server: Server, model_name: str) -> None:
     prompts = [[5] * 20] * 64
     body = completion_body(model_name, prompts, 1000) | {"stream": False, "stream_options": None}
-    async with httpx.AsyncClient(base_url=server.base_url) as client:
-        with pytest.raises(httpx.ReadTimeout):
-            await client.post("/v1/completions", json=body, timeout=0.3)
+    async with httpx.AsyncClient(base_url=server.base_url, timeout=LONG_S) as client:
+        asked = asyncio.create_task(client.post("/v1/completions", json=body))
+        await asyncio.to_thread(wait_until, lambda: holds_kv(server) or asked.done(), "it does not run")
+        assert not asked.done()
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
     server.wait_idle()
+
+
+def holds_kv(server: Server) -> bool:
+    kv = server.get("/status")["kv"]
+    return bool(kv["free_blocks"] < kv["num_blocks"])
 
 
 def test_only_the_worker_holds_torch(server: Server) -> None:
@@ -106,11 +118,20 @@ def test_only_the_worker_holds_torch(server: Server) -> None:
 
 def test_status_shows_every_logical_piece(server: Server) -> None:
     command = farsight("status", "--port", str(server.port), "--json")
-    shown = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout)
-    kinds = [row["kind"] for row in shown["actors"]]
-    assert sorted(kinds) == sorted(KINDS)
-    for row in shown["actors"]:
-        assert set(row) == ROW
-        assert row["state"] == "ready"
-    table = subprocess.run(farsight("status", "--port", str(server.port)), capture_output=True, text=True, timeout=30)
-    assert all(row["name"] in table.stdout for row in shown["actors"])
+    rows: list[dict[str, Any]] = []
+
+    def all_ready() -> bool:
+        """A piece that answers late, on a busy machine, is shown as dead, or is not shown."""
+        done = subprocess.run(command, capture_output=True, text=True)
+        rows[:] = [] if done.returncode else json.loads(done.stdout)["actors"]
+        return sorted(row["kind"] for row in rows) == sorted(KINDS) and all(row["state"] == "ready" for row in rows)
+
+    wait_until(all_ready, "not every piece is ready, or there are others")
+    assert all(set(row) == ROW for row in rows)
+    shown = farsight("status", "--port", str(server.port))
+
+    def all_named() -> bool:
+        table = subprocess.run(shown, capture_output=True, text=True).stdout
+        return all(row["name"] in table for row in rows)
+
+    wait_until(all_named, "a piece is missing in the table")
