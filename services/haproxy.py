@@ -17,8 +17,9 @@ def haproxy_environment(directory: Path, ports: range) -> dict[str, str]:
     """What must be in the environment before Ray is imported.
 
     Ray lets HAProxy listen on all interfaces with two pages of statistics. A wrapper of the binary moves them to the
-    loopback interface. Every service would use the same ports for them and for its ingress replicas; here each has
-    its own, so that several can run on one machine.
+    loopback interface. It also takes out ``splice-request``: with it, HAProxy does not see that a client has left whose
+    body came behind its head, as most clients send them. Every service would use the same ports for HAProxy and for
+    its ingress replicas; here each has its own, so that several can run on one machine.
 
     Args:
         directory: For its files; of this service alone. The socket's path may have 97 characters at most.
@@ -66,6 +67,6 @@ def _wrapper(binary: str, metrics: int, stats: int) -> str:
     return (
         "#!/bin/sh\n"
         f"sed -i -e 's/bind :{metrics}$/bind 127.0.0.1:{metrics}/' -e 's/bind [*]:{stats}$/bind 127.0.0.1:{stats}/' "
-        '"$3" || exit\n'
+        "-e '/option splice-request$/d' \"$3\" || exit\n"
         f'exec {shlex.quote(binary)} "$@"\n'
     )

@@ -96,6 +96,7 @@ async def test_streams_carry_the_engines_tokens_while_half_of_the_clients_leave(
 async def test_a_client_that_leaves_a_blocking_request_frees_its_kv(server: Server, model_name: str) -> None:
     prompts = [[5] * 20] * 64
     body = completion_body(model_name, prompts, 1000) | {"stream": False, "stream_options": None}
+    before = await asyncio.to_thread(num_aborted, server)
     async with httpx.AsyncClient(base_url=server.base_url, timeout=LONG_S) as client:
         asked = asyncio.create_task(client.post("/v1/completions", json=body))
         await asyncio.to_thread(wait_until, lambda: holds_kv(server) or asked.done(), "it does not run")
@@ -103,7 +104,16 @@ async def test_a_client_that_leaves_a_blocking_request_frees_its_kv(server: Serv
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asked
-    server.wait_idle()
+    await asyncio.to_thread(server.wait_idle)
+    assert await asyncio.to_thread(num_aborted, server) == before + len(prompts), "they ran to their end"
+
+
+def num_aborted(server: Server) -> float:
+    """Requests that have ended because their clients left."""
+    page = httpx.get(f"{server.base_url}/metrics", timeout=LONG_S).text
+    name = "vllm:request_success_total{"
+    lines = [line for line in page.splitlines() if line.startswith(name) and 'finished_reason="abort"' in line]
+    return sum(float(line.split()[-1]) for line in lines)
 
 
 def holds_kv(server: Server) -> bool:
