@@ -172,7 +172,7 @@ def start_server(log: Path, *flags: str) -> Server:
 
 
 def _is_published(server: Server) -> bool:
-    """Requests are answered a moment earlier; but then a signal still abandons the start, and nobody finds its token."""
+    """Requests are answered a moment earlier; but till then a signal abandons the start, and nobody finds the token."""
     try:
         return bool(json.loads((run_directory() / f"{server.port}.json").read_text())["pid"] == server.process.pid)
     except (OSError, ValueError):
