@@ -9,6 +9,7 @@ import os
 import secrets
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,9 @@ from services.run_file import ADMIN_TOKEN_VARIABLE
 from services.signals import StopSignal
 
 OBJECT_STORE_BYTES = 128 * 1024 * 1024
+
+_REMOVE_S = 2.0
+_LOOK_S = 0.05
 
 
 class ServiceFailed(FarsightError):
@@ -52,7 +56,7 @@ def private_cluster(
     """
     with reserved_ports(avoid=port) as ports:
         directory = Path(tempfile.mkdtemp(prefix="farsight-"))
-        stop.starting(lambda: shutil.rmtree(directory, ignore_errors=True))
+        stop.starting(lambda: remove_directory(directory))
         _set_environment(directory, proxy, ports)
         import ray
 
@@ -62,7 +66,17 @@ def private_cluster(
             yield Cluster(f"http://{context.dashboard_url}" if dashboard else "")
         finally:
             ray.shutdown()
-            shutil.rmtree(directory, ignore_errors=True)
+            remove_directory(directory)
+
+
+def remove_directory(directory: Path) -> None:
+    """Tries for a while: a process that is about to end may write one more file there meanwhile."""
+    deadline = time.monotonic() + _REMOVE_S
+    while True:
+        shutil.rmtree(directory, ignore_errors=True)
+        if not directory.exists() or time.monotonic() > deadline:
+            return
+        time.sleep(_LOOK_S)
 
 
 def _start_ray(dashboard_port: int | None) -> Any:

@@ -16,7 +16,7 @@ import psutil
 
 from services.batch.progress import partial_path
 from services.launch import EMBEDDED_NAME
-from tests.e2e.server import farsight
+from tests.e2e.server import farsight, wait_until
 
 TIMEOUT_S = 500.0
 """For anything at all: a busy machine must not fail a test."""
@@ -108,7 +108,7 @@ class BatchRun:
         return "the model is starting" in self.said()
 
     def driver(self) -> psutil.Process:
-        return drivers_among(self.family())[0]
+        return driver_among(self.family())
 
     def wait(self) -> int:
         return self.process.wait(TIMEOUT_S)
@@ -130,9 +130,10 @@ def start_batch(source: Path, target: Path, *flags: str, env: Mapping[str, str] 
     return BatchRun(process, target, log)
 
 
-def drivers_among(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Of batch jobs."""
-    return [each for each in processes if "services.batch.job" in _command(each)[:4]]
+def driver_among(processes: list[psutil.Process]) -> psutil.Process:
+    """Of a batch job: the oldest, since whatever it forks is called like it for a moment."""
+    drivers = [each for each in processes if "services.batch.job" in _command(each)[:4]]
+    return min(drivers, key=lambda each: each.create_time())
 
 
 def hosts_among(processes: list[psutil.Process]) -> list[psutil.Process]:
@@ -146,8 +147,13 @@ def without_agents(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 def wait_gone(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=60)
+    _, alive = psutil.wait_procs(processes, timeout=TIMEOUT_S)
     assert not alive, f"left: {alive}"
+
+
+def wait_no_hosts(processes: Callable[[], list[psutil.Process]]) -> None:
+    """Until there are no actors of Farsight: one may have been on its way when those that were there ended."""
+    wait_until(lambda: not hosts_among(processes()), "actors of Farsight are left")
 
 
 def _is_called(process: psutil.Process, *names: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -9,19 +10,24 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from services.run_file import run_directory
 from tests.free_ports import free_port
 
-START_TIMEOUT_S = 90.0
+LONG_S = 240.0
+"""For anything that is not what a test is about: a busy machine must not fail it."""
+
+START_TIMEOUT_S = LONG_S
 STOP_TIMEOUT_S = 10.0
 """What is promised of Ctrl-C ..."""
 
-GONE_TIMEOUT_S = 60.0
+GONE_TIMEOUT_S = LONG_S
 """... and how long a test waits where that is not what it is about."""
 
 
@@ -42,7 +48,7 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def get(self, path: str) -> Any:
-        with urllib.request.urlopen(self.base_url + path, timeout=10) as reply:
+        with urllib.request.urlopen(self.base_url + path, timeout=LONG_S) as reply:
             return json.load(reply)
 
     def children(self) -> list[psutil.Process]:
@@ -50,9 +56,18 @@ class Server:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def pid_of(self, kind: str) -> int:
-        return next(row["pid"] for row in self.get("/status")["actors"] if row["kind"] == kind)
+        """Of the first piece of that kind, once it is ready: who answers late on a busy machine is shown as dead."""
+        found: list[int] = []
 
-    def wait_idle(self, timeout_s: float = 10.0, *, ingress_too: bool = True) -> None:
+        def is_ready() -> bool:
+            rows = self.get("/status")["actors"]
+            found[:] = [row["pid"] for row in rows if row["kind"] == kind and row["state"] == "ready"]
+            return bool(found)
+
+        wait_until(is_ready, f"no {kind} is ready")
+        return found[0]
+
+    def wait_idle(self, timeout_s: float = LONG_S, *, ingress_too: bool = True) -> None:
         """Until no request is left anywhere and the KV pool is whole; fails loudly otherwise.
 
         Args:
@@ -61,9 +76,11 @@ class Server:
         deadline = time.monotonic() + timeout_s
         while True:
             status = self.get("/status")
-            queues = {row["name"]: row["queue"] for row in status["actors"] if ingress_too or row["kind"] != "Ingress"}
+            rows = [row for row in status["actors"] if ingress_too or row["kind"] != "Ingress"]
+            busy = any(row["queue"] for row in rows)
+            silent = any(row["state"] == "dead" for row in rows)  # nobody knows what it has
             kv = status["kv"]
-            if not any(queues.values()) and kv["free_blocks"] == kv["num_blocks"]:
+            if not busy and not silent and kv["free_blocks"] == kv["num_blocks"]:
                 return
             assert time.monotonic() < deadline, f"not idle after {timeout_s} s: {status}"
             time.sleep(0.05)
@@ -91,6 +108,29 @@ class Server:
         assert not alive, f"left after {GONE_TIMEOUT_S} s: {alive}"
 
 
+def wait_until(holds: Callable[[], object], otherwise: str) -> None:
+    """Polls; fails with these words when it has not come true for ``LONG_S``."""
+    deadline = time.monotonic() + LONG_S
+    while not holds():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.05)
+
+
+def kill_all(processes: Iterable[psutil.Process]) -> None:
+    """Those that are still there: one that ends with another may be gone before its turn comes."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def name_of(process: psutil.Process) -> str:
+    """Empty if it has just ended, as idle workers of Ray do at any time."""
+    try:
+        return str(process.name())
+    except psutil.NoSuchProcess:
+        return ""
+
+
 def holds_torch(process: psutil.Process) -> bool:
     """Whether it is, or is about to be, a model worker: no other piece loads the library."""
     try:
@@ -114,16 +154,26 @@ def spawn_server(log: Path, *flags: str) -> Server:
 
 
 def start_server(log: Path, *flags: str) -> Server:
-    """Starts ``farsight serve`` and waits until it answers."""
+    """Starts ``farsight serve`` and waits until it answers and has left its run file, with which its start is over."""
     server = spawn_server(log, *flags)
     process = server.process
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         assert process.poll() is None, f"the server ended: {log.read_text()}"
-        try:
-            server.get("/health")
-            return server
-        except OSError:  # no connection yet, or no answer: the proxy is up before any ingress replica
-            time.sleep(0.1)
+        if _is_published(server):
+            try:
+                server.get("/health")
+                return server
+            except OSError:
+                pass  # asked again: a busy machine may be late with anything
+        time.sleep(0.1)
     server.stop()
     raise AssertionError(f"no answer after {START_TIMEOUT_S} s: {log.read_text()}")
+
+
+def _is_published(server: Server) -> bool:
+    """Requests are answered a moment earlier; but till then a signal abandons the start, and nobody finds the token."""
+    try:
+        return bool(json.loads((run_directory() / f"{server.port}.json").read_text())["pid"] == server.process.pid)
+    except (OSError, ValueError):
+        return False  # not there yet, or not written to its end

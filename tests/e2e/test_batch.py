@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from services.batch.progress import partial_path
@@ -24,6 +23,7 @@ from tests.e2e.batch_runs import (
     without_agents,
     write_requests,
 )
+from tests.e2e.server import kill_all
 
 pytestmark = pytest.mark.timeout(4 * TIMEOUT_S)
 
@@ -84,9 +84,14 @@ def test_killed_three_times_it_is_complete_in_order_and_each_line_once(
             _end(run)
     run = start_batch(source, target, *CONCURRENCY)
     try:
+        run.wait_for(run.has_driver)
+        driver = run.driver()
         run.wait_done(kept + rng.randint(30, 60))
-        for host in hosts_among(run.family()):
-            host.kill()  # the batch goes on by itself
+        driver.suspend()  # while we look around, the batch must not come to its end
+        hosts = hosts_among(run.family())
+        assert hosts
+        driver.resume()
+        kill_all(hosts)  # the batch goes on by itself
         assert run.wait() == 0, run.said()
     finally:
         _end(run)
@@ -117,8 +122,4 @@ def _end(run: BatchRun) -> None:
         family = run.family()
         run.process.kill()
         run.wait()
-        for each in family:
-            try:
-                each.kill()
-            except psutil.NoSuchProcess:
-                continue
+        kill_all(family)

@@ -16,10 +16,11 @@ from tests.e2e.batch_runs import (
     TIMEOUT_S,
     BatchRun,
     check_output,
-    drivers_among,
+    driver_among,
     hosts_among,
     start_batch,
     wait_gone,
+    wait_no_hosts,
     write_requests,
 )
 
@@ -45,7 +46,7 @@ class RunningCluster:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def driver(self) -> psutil.Process:
-        return drivers_among(self.processes())[0]
+        return driver_among(self.processes())
 
 
 @pytest.fixture(scope="module")
@@ -95,11 +96,11 @@ def test_nothing_is_left_in_the_cluster(
     driver.resume()
     kill(cluster, run)
     wait_gone(hosts)
-    assert not hosts_among(cluster.processes())
+    wait_no_hosts(cluster.processes)
     assert not target.exists()
 
     again = cluster.batch(source, target, concurrency=256)  # nobody ends this one before it is done
     assert again.wait() == 0, again.said()
     assert "farsight batch: goes on from " in again.said()
     check_output(target, NUM_LINES)
-    wait_gone(hosts_among(cluster.processes()))
+    wait_no_hosts(cluster.processes)

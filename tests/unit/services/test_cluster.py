@@ -1,0 +1,45 @@
+"""What a private cluster leaves behind; Ray itself is not started."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services import cluster
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    found = tmp_path / "farsight-x"
+    found.mkdir()
+    (found / "log").touch()
+    return found
+
+
+def test_a_file_that_comes_while_the_directory_is_removed_goes_too(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removals: list[Path] = []
+    remove = shutil.rmtree
+
+    def removing(path: Path, **options: Any) -> None:
+        remove(path, **options)
+        if not removals:
+            path.mkdir()
+            (path / "late").touch()
+        removals.append(path)
+
+    monkeypatch.setattr(shutil, "rmtree", removing)
+    cluster.remove_directory(directory)
+    assert removals == [directory, directory]
+    assert not directory.exists()
+
+
+def test_a_directory_that_cannot_be_removed_holds_nobody_up(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **options: None)
+    monkeypatch.setattr(cluster, "_REMOVE_S", 0.01)
+    cluster.remove_directory(directory)
+    assert directory.exists()
