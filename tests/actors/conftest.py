@@ -24,7 +24,16 @@ from tests.unit.engine.models import save_model
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_REPLICAS = 2
+TIMEOUT_S = 600.0
+"""Of a test here: it may begin with starting Ray and a service, beside whatever else the machine does."""
+
 CONTINUOUS = SchedulerConfig(standby_slots=4, placement="least-work")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
 
 
 @pytest.fixture(scope="session")
