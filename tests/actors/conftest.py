@@ -19,6 +19,7 @@ from core.config import FarsightConfig, LogConfig, ModelConfig, SchedulerConfig
 from services.client import EngineClient
 from services.cluster import few_daemons
 from services.launch import start_pieces
+from services.ports import reserved_ports
 from tests.actors.house import ENGINE, MAX_LEN, House, Truth, calm_client
 from tests.unit.engine.models import save_model
 
@@ -51,19 +52,20 @@ def truth(actor_model_dir: Path) -> Truth:
 @pytest.fixture(scope="package")
 def ray_cluster() -> Iterator[None]:
     directory = tempfile.mkdtemp(prefix="farsight-test-")
-    with few_daemons():
-        ray.init(
-            address="local",
-            num_cpus=2,
-            include_dashboard=False,
-            object_store_memory=100_000_000,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            _temp_dir=directory,
-            runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
-        )
-    yield
-    ray.shutdown()
+    with reserved_ports() as ports:
+        with few_daemons(ports):
+            ray.init(
+                address="local",
+                num_cpus=2,
+                include_dashboard=False,
+                object_store_memory=100_000_000,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _temp_dir=directory,
+                runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
+            )
+        yield
+        ray.shutdown()
     shutil.rmtree(directory, ignore_errors=True)
 
 
