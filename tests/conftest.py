@@ -15,6 +15,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # their own.
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+# How long Ray's own daemons wait for each other; unless told 30 s, which is too little beside other work.
+os.environ.setdefault("RAY_agent_register_timeout_ms", "120000")
+os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # The same examples in every run, and no deadline: a verdict must not depend on the machine's speed.

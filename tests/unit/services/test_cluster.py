@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray._private import parameter
 
 from services import cluster
+from services.ports import free_ports, reserved_ports
 
 
 @pytest.fixture
@@ -43,3 +45,18 @@ def test_a_directory_that_cannot_be_removed_holds_nobody_up(directory: Path, mon
     monkeypatch.setattr(cluster, "_REMOVE_S", 0.01)
     cluster.remove_directory(directory)
     assert directory.exists()
+
+
+def test_the_agents_of_ray_get_ports_that_nobody_else_of_the_cluster_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is left to them: Ray would wait for their choice, but not for long."""
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(parameter, "RayParams", lambda **settings: made.append(settings))
+    with reserved_ports() as ports:
+        taken = free_ports(ports, 1)[0]
+        with cluster.few_daemons(ports):
+            parameter.RayParams(metrics_export_port=None, num_cpus=2)
+    (settings,) = made
+    agents = [value for name, value in settings.items() if name.endswith("_port")]
+    assert len(set(agents)) == len(agents) == 4
+    assert set(agents) <= set(ports) - {taken}
+    assert settings["num_cpus"] == 2

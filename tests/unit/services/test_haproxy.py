@@ -75,9 +75,9 @@ def test_it_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
 
 
 def _child_called(name: str, parent: psutil.Process) -> psutil.Process:
-    """Once it is there."""
+    """Once it is there; the script before it has that name too, but is another program."""
     deadline = time.monotonic() + 120
-    while not (found := [child for child in parent.children() if child.name() == name]):
+    while not (found := [child for child in parent.children() if Path(child.exe()).name == name]):
         assert parent.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline
         time.sleep(0.01)
     return found[0]
