@@ -41,7 +41,7 @@ def test_the_wrapper_moves_the_pages_of_statistics_to_the_loopback_interface(tmp
     # With -c it only checks the file.
     assert (
         subprocess.run(
-            [environment["RAY_SERVE_HAPROXY_BINARY_PATH"], "-c", "-f", str(written)], capture_output=True, timeout=60
+            [environment["RAY_SERVE_HAPROXY_BINARY_PATH"], "-c", "-f", str(written)], capture_output=True, timeout=200
         ).returncode
         == 0
     )
