@@ -32,6 +32,8 @@ from .models import assert_greedy, load_reference
 from .short_of_memory import Shortage
 from .test_engine import ROOMY, TIGHT_BLOCKS, families, greedy, random_prompts, with_random_moves
 
+pytestmark = pytest.mark.timeout(900)  # as many processes as ranks, each of which loads torch
+
 TORCH = dataclasses.replace(ROOMY, backend="torch")
 
 
