@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -49,13 +50,15 @@ class Nodes:
     def kill(self, node_id: str) -> None:
         """Everything on it at once; its system lives and closes the connections."""
         for process in self._processes(node_id):
-            process.kill()
+            with suppress(psutil.NoSuchProcess):  # it has ended with its raylet
+                process.kill()
         self.remove(node_id)
 
     def freeze(self, node_id: str) -> None:
         """Everything on it stops at once and no connection is closed, as when a machine loses its power."""
         for process in self._processes(node_id):
-            process.suspend()
+            with suppress(psutil.NoSuchProcess):
+                process.suspend()
 
     def _processes(self, node_id: str) -> list[psutil.Process]:
         raylet = _raylet(self._node(node_id))

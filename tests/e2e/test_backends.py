@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.client import HTTPResponse
 from typing import Any
 from urllib.error import HTTPError
@@ -16,11 +17,10 @@ from urllib.error import HTTPError
 import pytest
 
 from services.launch import EMBEDDED_NAME
-from tests.e2e.server import Server, farsight, start_server
-from tests.free_ports import free_port
+from tests.e2e.server import LONG_S, Server, farsight, start_server, wait_until
 
-LONG_S = 60.0
-pytestmark = pytest.mark.timeout(300)  # two servers start
+MAX_TRIES = 5
+DEADLINE_S = 10.0
 
 
 @pytest.fixture(scope="module")
@@ -28,12 +28,15 @@ def front(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     """Its replicas are ``server`` and an address where nobody listens."""
     folder = tmp_path_factory.mktemp("front")
     config = folder / "farsight.toml"
-    urls = server.base_url + "/v1", f"http://127.0.0.1:{free_port()}"
-    tables = [f'[[replica]]\nbackend = "openai"\nurl = "{url}"\n' for url in urls]
-    config.write_text("[server]\nfirst_token_deadline_s = 10.0\n" + "".join(tables))
-    running = start_server(folder / "log", "--config", str(config))
-    yield running
-    running.stop()
+    with socket.socket() as held:  # nobody else is given the port
+        held.bind(("127.0.0.1", 0))
+        urls = server.base_url + "/v1", f"http://127.0.0.1:{held.getsockname()[1]}"
+        tables = [f'[[replica]]\nbackend = "openai"\nurl = "{url}"\n' for url in urls]
+        config.write_text(f"[server]\nfirst_token_deadline_s = {DEADLINE_S}\n" + "".join(tables))
+        running = start_server(folder / "log", "--config", str(config))
+        wait_until(lambda: row(running, "backend-0")["breaker"] == "closed", "the server is not found")
+        yield running
+        running.stop()
 
 
 def post(server: Server, path: str, **fields: Any) -> HTTPResponse:
@@ -49,14 +52,35 @@ def completion(server: Server, **fields: Any) -> Any:
 
 
 def rows(server: Server) -> dict[str, Any]:
-    return {row["name"]: row for row in server.get("/status")["actors"]}
+    """By name, once no piece is dead: on a busy machine one that answers late is shown so, with what it said before."""
+    found: dict[str, Any] = {}
+
+    def all_live() -> bool:
+        found.clear()
+        found.update({row["name"]: row for row in server.get("/status")["actors"]})
+        return all(row["state"] != "dead" for row in found.values())
+
+    wait_until(all_live, "a piece is dead")
+    return found
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LONG_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+def row(server: Server, name: str) -> Any:
+    return rows(server)[name]
+
+
+def answered(server: Server) -> Any:
+    """A completion of a server that has been away; it may still be finding its way back."""
+    answers: list[Any] = []
+
+    def one() -> bool:
+        try:
+            answers.append(completion(server, prompt="Count:\nabc", max_tokens=3))
+        except HTTPError as error:
+            assert error.code == 503, error.read()
+        return bool(answers)
+
+    wait_until(one, "requests are not answered again")
+    return answers[0]
 
 
 def test_a_chat_is_answered_as_by_the_server_itself(front: Server, server: Server) -> None:
@@ -107,18 +131,31 @@ def test_what_other_servers_are_not_asked_for_is_refused_by_name(front: Server) 
 
 
 def test_what_is_there_and_what_is_not_is_shown(front: Server, server: Server) -> None:
-    shown = rows(front)
-    here, gone = shown["backend-0"], shown["backend-1"]
-    assert (here["kind"], here["url"], here["breaker"]) == ("OpenAIBackend", server.base_url + "/v1", "closed")
-    assert gone["state"] == "waiting" and "no connection" in gone["breaker"]
+    shown: dict[str, Any] = {}
+
+    def found_out() -> bool:
+        shown.update(rows(front))
+        return shown["backend-0"]["breaker"] == "closed" and "no connection" in shown["backend-1"]["breaker"]
+
+    wait_until(found_out, "who is there, and who is not, is not shown")
+    assert (shown["backend-0"]["kind"], shown["backend-0"]["url"]) == ("OpenAIBackend", server.base_url + "/v1")
+    assert shown["backend-1"]["state"] == "waiting"
     assert "worker-0" not in shown, "no engine of our own runs"
-    told = subprocess.run(farsight("status", "--port", str(front.port)), capture_output=True, text=True, check=True)
-    assert server.base_url in told.stdout and "no connection" in told.stdout
-    with urllib.request.urlopen(front.base_url + "/metrics") as reply:
-        page = reply.read().decode()
+
+    def told() -> bool:
+        table = subprocess.run(farsight("status", "--port", str(front.port)), capture_output=True, text=True).stdout
+        return server.base_url in table and "no connection" in table
+
+    wait_until(told, "the command does not tell it")
     labels = f'{{engine="backend-1",model_name="{EMBEDDED_NAME}",state='
-    assert f'farsight:backend_state{labels}"closed"}} 0.0' in page
-    assert 'farsight:backend_failures_total{engine="backend-1",kind="connect"' in page
+
+    def counted() -> bool:
+        with urllib.request.urlopen(front.base_url + "/metrics") as reply:
+            page = reply.read().decode()
+        failed = 'farsight:backend_failures_total{engine="backend-1",kind="connect"'
+        return f'farsight:backend_state{labels}"closed"}} 0.0' in page and failed in page
+
+    wait_until(counted, "the metrics do not have it")
 
 
 def test_an_answer_is_explained(front: Server) -> None:
@@ -126,39 +163,59 @@ def test_an_answer_is_explained(front: Server) -> None:
     kinds: list[str] = []
 
     def whole() -> bool:
-        told = front.get(f"/v1/requests/{answer_id}")
+        try:
+            told = front.get(f"/v1/requests/{answer_id}")
+        except HTTPError:  # somebody could not be asked in time
+            return False
         kinds[:] = [each["kind"] for choice in told["choices"] for each in choice["decisions"]]
-        return "server_ended" in kinds and "answered" in kinds
+        return {"placed", "sent", "server_ended", "answered"} <= {*kinds}  # each told by another process, or later
 
-    eventually(whole)
+    wait_until(whole, "not all is told")
     assert kinds[:4] == ["received", "placed", "arrived", "sent"]
 
 
 def test_the_death_of_our_own_side_ends_a_stream_with_an_error_and_nothing_else(front: Server) -> None:
-    fields = {"prompt": "Repeat the text:\nabc", "max_tokens": 900, "ignore_eos": True, "stream": True}
-    with post(front, "/v1/completions", **fields) as reply:
-        assert reply.readline().startswith(b"data: ")
-        os.kill(rows(front)["backend-0"]["pid"], signal.SIGKILL)
-        events = [line[6:] for line in reply.read().decode().splitlines() if line.startswith("data: ")]
+    """Where the machine is too busy for the kill to come before the end of the stream, it is tried again."""
+    for _ in range(MAX_TRIES):
+        pid, events = kill_midway(front)
+        wait_until(lambda pid=pid: is_another(front, "backend-0", pid), "it does not come back")
+        if "error" in json.loads(events[-2]):
+            break
     assert events[-1] == "[DONE]"
     assert "another server, was lost" in json.loads(events[-2])["error"]["message"]
-    eventually(lambda: rows(front)["backend-0"]["breaker"] == "closed")
-    assert completion(front, prompt="Count:\nabc", max_tokens=3)["choices"][0]["finish_reason"] in ("stop", "length")
+    assert answered(front)["choices"][0]["finish_reason"] in ("stop", "length")
+
+
+def kill_midway(front: Server) -> tuple[int, list[str]]:
+    """The process that was killed after the first chunk of a stream, and the events of that."""
+    fields = {"prompt": "Repeat the text:\nabc", "max_tokens": 900, "ignore_eos": True, "stream": True}
+    pid = row(front, "backend-0")["pid"]
+    with post(front, "/v1/completions", **fields) as reply:
+        assert reply.readline().startswith(b"data: ")
+        os.kill(pid, signal.SIGKILL)
+        return pid, [line[6:] for line in reply.read().decode().splitlines() if line.startswith("data: ")]
+
+
+def is_another(server: Server, name: str, pid: int) -> bool:
+    """Whether the piece lives in another process, and sends requests to its server."""
+    found = row(server, name)
+    return bool(found["pid"] != pid and found["breaker"] == "closed")
 
 
 def test_while_no_server_is_there_requests_fail_inside_their_deadline(front: Server, server: Server) -> None:
     """The last one: it leaves ``server`` as it found it, but for an ingress replica that began anew."""
-    pid = next(row["pid"] for row in rows(server).values() if row["kind"] == "Ingress")
+    pid = server.pid_of("Ingress")
     os.kill(pid, signal.SIGSTOP)
     try:
         began = time.monotonic()
         with pytest.raises(HTTPError) as caught:
             completion(front, prompt="Count:\nabc", max_tokens=3)
-        assert caught.value.code == 503
-        message = json.load(caught.value)["error"]["message"]
-        assert "no token within 10 s" in message
-        assert time.monotonic() - began >= 10.0
+        took_s = time.monotonic() - began
     finally:
         os.kill(pid, signal.SIGCONT)
-    eventually(lambda: rows(front)["backend-0"]["breaker"] == "closed")
-    assert completion(front, prompt="Count:\nabc", max_tokens=3)["usage"]["completion_tokens"] > 0
+    assert caught.value.code == 503
+    message = json.load(caught.value)["error"]["message"]
+    assert f"no token within {DEADLINE_S:g} s" in message
+    assert took_s >= DEADLINE_S
+    wait_until(lambda: row(front, "backend-0")["breaker"] == "closed", "the server is not found again")
+    assert answered(front)["usage"]["completion_tokens"] > 0

@@ -9,6 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.e2e.server import LONG_S
+
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 USER = {"role": "user", "content": "hello"}
@@ -19,7 +21,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 @pytest.fixture
 def http(base_url: str, model_name: str) -> Iterator[httpx.Client]:
     """After the bad request, a good one must be answered."""
-    with httpx.Client(base_url=base_url, timeout=60) as client:
+    with httpx.Client(base_url=base_url, timeout=LONG_S) as client:
         yield client
         good = client.post(COMPLETIONS, json={"model": model_name, "prompt": "hello", "max_tokens": 2})
         assert good.status_code == 200, good.text

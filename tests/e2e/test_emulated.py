@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from services.launch import EMBEDDED_NAME
-from tests.e2e.server import Server, farsight, holds_torch, start_server
+from tests.e2e.server import LONG_S, Server, farsight, holds_torch, start_server, wait_until
 
 BASE_S = 0.004
 NUM_TOKENS = 400
@@ -66,16 +66,21 @@ def test_every_page_says_that_answers_are_made_up(emulated: Server) -> None:
     [card] = emulated.get("/v1/models")["data"]
     assert (card["emulated"], card["max_model_len"]) == ("slow.json", 3000)
     assert emulated.get("/status")["emulated"] == "slow.json"
-    shown = subprocess.run(farsight("status", "--port", str(emulated.port)), capture_output=True, text=True, timeout=30)
-    assert shown.stdout.startswith("Emulated device (slow.json): answers are made up.")
-    assert "The device is emulated (slow.json)" in emulated.log.read_text()
+    command = farsight("status", "--port", str(emulated.port))
+
+    def told() -> bool:
+        shown = subprocess.run(command, capture_output=True, text=True).stdout
+        return shown.startswith("Emulated device (slow.json): answers are made up.")
+
+    wait_until(told, "the command does not say it")
+    wait_until(lambda: "The device is emulated (slow.json)" in emulated.log.read_text(), "the log does not say it")
     assert not [process for process in emulated.children() if holds_torch(process)]
 
 
 def test_an_answer_takes_its_steps_and_ends_where_told(emulated: Server) -> None:
     began = time.monotonic()
     request = body("How long?", benchmark_len=100)
-    answer = httpx.post(f"{emulated.base_url}/v1/completions", json=request, timeout=60).json()
+    answer = httpx.post(f"{emulated.base_url}/v1/completions", json=request, timeout=LONG_S).json()
     assert answer["usage"]["completion_tokens"] == 100
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert time.monotonic() - began >= 99 * BASE_S
@@ -83,14 +88,15 @@ def test_an_answer_takes_its_steps_and_ends_where_told(emulated: Server) -> None
 
 
 async def test_replicas_make_up_the_same_answers_and_go_on_with_each_others(emulated: Server) -> None:
+    pid = emulated.pid_of("ModelWorker")
     begun: asyncio.Queue[None] = asyncio.Queue()
     limit = {"benchmark_len": NUM_TOKENS}
-    async with httpx.AsyncClient(base_url=emulated.base_url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=emulated.base_url, timeout=LONG_S) as client:
         streams = [asyncio.create_task(stream(client, f"Prompt {n // 2}", begun, **limit)) for n in range(4)]
         for _ in streams:
-            await asyncio.wait_for(begun.get(), 60)
-        os.kill(emulated.pid_of("ModelWorker"), signal.SIGKILL)
+            await asyncio.wait_for(begun.get(), LONG_S)
+        os.kill(pid, signal.SIGKILL)
         texts = await asyncio.gather(*streams)
         again = await stream(client, "Prompt 0", begun, **limit)
     assert texts[0] == texts[1] == again and texts[2] == texts[3] != again
-    await asyncio.to_thread(emulated.wait_idle, 60.0)
+    await asyncio.to_thread(emulated.wait_idle)

@@ -8,10 +8,12 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
+from tests.e2e.server import LONG_S
+
 
 @pytest.fixture
 def client(base_url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=LONG_S) as client:
         yield client
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import subprocess
+from typing import Any
 
 import httpx
 import pytest
@@ -14,7 +15,7 @@ from core.config import EngineConfig
 from core.request import SamplingParams
 from engine import Engine
 from services.launch import EMBEDDED_MODEL
-from tests.e2e.server import LONG_S, Server, farsight, holds_torch
+from tests.e2e.server import LONG_S, Server, farsight, holds_torch, wait_until
 
 ROW = {"name", "kind", "pid", "node", "state", "queue", "last_step_age_s", "restarts", "http_port", "url", "breaker"}
 NUM_STREAMS = 300
@@ -97,10 +98,19 @@ async def test_streams_carry_the_engines_tokens_while_half_of_the_clients_leave(
 async def test_a_client_that_leaves_a_blocking_request_frees_its_kv(server: Server, model_name: str) -> None:
     prompts = [[5] * 20] * 64
     body = completion_body(model_name, prompts, 1000) | {"stream": False, "stream_options": None}
-    async with httpx.AsyncClient(base_url=server.base_url) as client:
-        with pytest.raises(httpx.ReadTimeout):
-            await client.post("/v1/completions", json=body, timeout=0.3)
+    async with httpx.AsyncClient(base_url=server.base_url, timeout=LONG_S) as client:
+        asked = asyncio.create_task(client.post("/v1/completions", json=body))
+        await asyncio.to_thread(wait_until, lambda: holds_kv(server) or asked.done(), "it does not run")
+        assert not asked.done()
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
     server.wait_idle()
+
+
+def holds_kv(server: Server) -> bool:
+    kv = server.get("/status")["kv"]
+    return bool(kv["free_blocks"] < kv["num_blocks"])
 
 
 def test_only_the_worker_holds_torch(server: Server) -> None:
@@ -110,13 +120,20 @@ def test_only_the_worker_holds_torch(server: Server) -> None:
 
 def test_status_shows_every_logical_piece(server: Server) -> None:
     command = farsight("status", "--port", str(server.port), "--json")
-    shown = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=LONG_S).stdout)
-    kinds = [row["kind"] for row in shown["actors"]]
-    assert sorted(kinds) == sorted(KINDS)
-    for row in shown["actors"]:
-        assert set(row) == ROW
-        assert row["state"] == "ready"
-    table = subprocess.run(
-        farsight("status", "--port", str(server.port)), capture_output=True, text=True, timeout=LONG_S
-    )
-    assert all(row["name"] in table.stdout for row in shown["actors"])
+    rows: list[dict[str, Any]] = []
+
+    def all_ready() -> bool:
+        """A piece that answers late, on a busy machine, is shown as dead, or is not shown."""
+        done = subprocess.run(command, capture_output=True, text=True)
+        rows[:] = [] if done.returncode else json.loads(done.stdout)["actors"]
+        return sorted(row["kind"] for row in rows) == sorted(KINDS) and all(row["state"] == "ready" for row in rows)
+
+    wait_until(all_ready, "not every piece is ready, or there are others")
+    assert all(set(row) == ROW for row in rows)
+    shown = farsight("status", "--port", str(server.port))
+
+    def all_named() -> bool:
+        table = subprocess.run(shown, capture_output=True, text=True).stdout
+        return all(row["name"] in table for row in rows)
+
+    wait_until(all_named, "a piece is missing in the table")

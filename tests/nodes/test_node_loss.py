@@ -12,7 +12,7 @@ from core.messages import PieceStatus
 from services.client import EngineClient
 from tests.actors.house import House, Truth, calm_client, eventually, read, rows, under_load
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(900)  # three nodes and a service start
 
 LOSSES: dict[str, Callable[[Nodes, str], None]] = {
     "its raylet is killed": Nodes.remove,

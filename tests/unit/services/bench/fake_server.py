@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from aiohttp import web
 
 TOKENS_PER_CHUNK = 2
+LONG_S = 240.0
+"""For what a busy machine may delay."""
 
 
 class FakeServer:
@@ -21,14 +23,25 @@ class FakeServer:
         base_url: Of the running server.
         bodies: In the order in which they came.
         most_open: So many requests were under way at once.
+        wait_open: No request is answered before so many have been under way at once.
+        num_read: If given, says how many chunks of the one answer under way its client has read: the next one waits for
+            all before it.
     """
 
     def __init__(self) -> None:
         self.base_url = ""
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
-        self.most_open = 0
+        self.begin()
         self._num_open = 0
+
+    def begin(self) -> None:
+        """As if nobody had asked for anything yet."""
+        self.bodies.clear()
+        self.headers.clear()
+        self.most_open = 0
+        self.wait_open = 0
+        self.num_read: Callable[[], int] | None = None
 
     def app(self) -> web.Application:
         app = web.Application()
@@ -46,6 +59,7 @@ class FakeServer:
         self._num_open += 1
         self.most_open = max(self.most_open, self._num_open)
         try:
+            await _until(lambda: self.most_open >= self.wait_open)
             return await self._answer(request, body)
         finally:
             self._num_open -= 1
@@ -61,13 +75,16 @@ class FakeServer:
             await response.write(
                 _event({"choices": [{"index": 0, "text": "ab", "finish_reason": None}], "usage": None})
             )
+            num_written, num_read = start // TOKENS_PER_CHUNK + 1, self.num_read
+            if num_read is not None:
+                await _until(lambda: num_read() >= num_written)  # noqa: B023 (awaited at once)
             await asyncio.sleep(0.002)
             if fault == "close" and start:
                 assert request.transport is not None
                 request.transport.close()
                 return response
             if fault == "stall" and start:
-                await asyncio.sleep(30)
+                await asyncio.sleep(10 * LONG_S)
             if fault == "error" and start:
                 await response.write(_event({"error": {"message": "out of memory"}}))
                 return response
@@ -81,6 +98,11 @@ class FakeServer:
         return response
 
 
+async def _until(holds: Callable[[], bool]) -> None:
+    while not holds():  # noqa: ASYNC110 (another thread makes it true)
+        await asyncio.sleep(0.001)
+
+
 def _event(fields: dict[str, Any]) -> bytes:
     return f"data: {json.dumps(fields)}\n\n".encode()
 
@@ -91,7 +113,7 @@ def fake_server() -> Iterator[FakeServer]:
     server, ready, stop = FakeServer(), threading.Event(), threading.Event()
 
     async def serve() -> None:
-        runner = web.AppRunner(server.app(), shutdown_timeout=0.1)
+        runner = web.AppRunner(server.app(), shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
@@ -104,8 +126,9 @@ def fake_server() -> Iterator[FakeServer]:
     thread = threading.Thread(target=lambda: asyncio.run(serve()), name="fake-server")
     thread.start()
     try:
-        assert ready.wait(10)
+        assert ready.wait(LONG_S)
         yield server
     finally:
         stop.set()
-        thread.join(10)
+        thread.join(LONG_S)
+        assert not thread.is_alive()

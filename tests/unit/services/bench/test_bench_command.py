@@ -32,7 +32,7 @@ def invoke(*words: str) -> Result:
 def test_side_by_side(servers: tuple[FakeServer, FakeServer], tmp_path: Path) -> None:
     path, pid = tmp_path / "out.json", str(os.getpid())
     words = [word for server in servers for word in ("--url", server.base_url, "--server-pid", pid)]
-    words += ["--label", "old", "--label", "new", "--repeats", "3", "--concurrency", "1,4", "--sla", "ttft=5s"]
+    words += ["--label", "old", "--label", "new", "--repeats", "3", "--concurrency", "1,4", "--sla", "ttft=240s"]
     result = invoke(*words, "--json", str(path), "--api-key", "secret")
     assert result.exit_code == 0, result.output
     assert "new / old" in result.stdout and "skewed, 4 in flight" in result.stdout
@@ -52,7 +52,7 @@ def test_side_by_side(servers: tuple[FakeServer, FakeServer], tmp_path: Path) ->
 def test_prompts_differ_between_runs_unless_they_shall_not(servers: tuple[FakeServer, FakeServer]) -> None:
     server = servers[0]
     for flags, num_prompts in ([], 6 + 6 + 2), (["--same-prompts"], 6):
-        server.bodies.clear()
+        server.begin()
         assert invoke("--url", server.base_url, "--repeats", "2", *flags).exit_code == 0
         assert len({body["prompt"] for body in server.bodies}) == num_prompts
 

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 import pytest
 
 from core.errors import FarsightError
+from services.bench.answers import Answer, StreamReader
 from services.bench.arrivals import drawn_arrivals
 from services.bench.client import find_model
 from services.bench.load import Connection, RunResult, measure, run_async
 from services.bench.targets import BodyForm, Target, make_call
 from services.bench.workloads import make_workload
-from tests.unit.services.bench.fake_server import TOKENS_PER_CHUNK, FakeServer, fake_server
+from tests.unit.services.bench.fake_server import LONG_S, TOKENS_PER_CHUNK, FakeServer, fake_server
 
 NUM_REQUESTS = 6
 
@@ -27,14 +28,12 @@ def shared_server() -> Iterator[FakeServer]:
 
 @pytest.fixture
 def server(shared_server: FakeServer) -> FakeServer:
-    shared_server.bodies.clear()
-    shared_server.headers.clear()
-    shared_server.most_open = 0
+    shared_server.begin()
     return shared_server
 
 
 def load(
-    server: FakeServer, form: BodyForm, how: int | list[float] = 3, timeout_s: float = 10.0, keep_alive: bool = False
+    server: FakeServer, form: BodyForm, how: int | list[float] = 3, timeout_s: float = LONG_S, keep_alive: bool = False
 ) -> RunResult:
     target = Target("fake", server.base_url + "/v1/", "fake", os.getpid(), api_key="secret")
     calls = [make_call(each, "fake", form, salt=1, most_tokens=9) for each in make_workload("uniform", NUM_REQUESTS, 1)]
@@ -43,6 +42,7 @@ def load(
 
 @pytest.mark.parametrize("keep_alive", [False, True])
 def test_a_closed_loop(server: FakeServer, keep_alive: bool) -> None:
+    server.wait_open = 3  # else the first may be answered before the others have been sent
     run = load(server, BodyForm(vocab_size=100), keep_alive=keep_alive)
     assert [answer.failure for answer in run.answers] == [None] * NUM_REQUESTS
     assert server.most_open == 3
@@ -51,18 +51,37 @@ def test_a_closed_loop(server: FakeServer, keep_alive: bool) -> None:
         assert answer.num_tokens in wanted
         assert len(answer.chunks_at) == -(-answer.num_tokens // TOKENS_PER_CHUNK)
         assert 0 < answer.ttft_s <= answer.jct_s
-        assert answer.mtpot_s is not None and answer.mtpot_s >= 0.001
+        assert answer.mtpot_s is not None and answer.mtpot_s >= 0
     assert run.wall_s > 0 and run.usage.client_s > 0
     assert run.usage.server_s is not None
     assert {headers["Authorization"] for headers in server.headers} == {"Bearer secret"}
 
 
+def test_chunks_are_timed_as_they_come(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is sent when the one before has been read: a client that gets no processor would read several at once."""
+    under_way: list[Answer] = []
+    begin = StreamReader.__init__
+
+    def noted(reader: StreamReader, answer: Answer) -> None:
+        begin(reader, answer)
+        under_way[:] = [answer]
+
+    monkeypatch.setattr(StreamReader, "__init__", noted)
+    server.num_read = lambda: len(under_way[0].chunks_at) if under_way and not under_way[0].ended_at else 0
+    run = load(server, BodyForm(), how=1)
+    for answer in run.answers:
+        assert answer.failure is None and len(answer.chunks_at) > 2
+        assert min(answer.gaps_s) >= 0.001 and answer.mtpot_s == max(answer.gaps_s)
+
+
 def test_an_open_loop_keeps_to_its_times(server: FakeServer) -> None:
+    """However many are under way: none is answered before all are."""
+    server.wait_open = NUM_REQUESTS
     due_s = drawn_arrivals(NUM_REQUESTS, rate=50.0, cv=1.0, seed=1)
     run = load(server, BodyForm(), due_s)
     for answer, due in zip(sorted(run.answers, key=lambda answer: answer.id), due_s, strict=True):
         assert answer.sent_at - run.began_at >= due - 0.002  # timers of uvloop count milliseconds
-        assert answer.late_s is not None and answer.late_s < 0.5
+        assert answer.late_s == pytest.approx(max(0.0, answer.sent_at - run.began_at - due), abs=1e-6)
 
 
 def test_hidden_lengths_are_what_comes(server: FakeServer) -> None:
@@ -96,9 +115,12 @@ def test_failures_have_their_kind(server: FakeServer, fault: str, kind: str, det
 
 
 def test_a_stall_ends_with_the_timeout(server: FakeServer) -> None:
-    run = load(server, BodyForm(extra={"user": "stall"}), how=NUM_REQUESTS, timeout_s=0.3)
-    assert {answer.failure.kind for answer in run.answers if answer.failure} == {"timeout"}
-    assert all(len(answer.chunks_at) == 2 and answer.jct_s < 5 for answer in run.answers)
+    for timeout_s in (0.3, 3.0, 30.0):  # a busy machine may need longer for what comes before the stall
+        run = load(server, BodyForm(extra={"user": "stall"}), how=NUM_REQUESTS, timeout_s=timeout_s)
+        assert {answer.failure.kind for answer in run.answers if answer.failure} == {"timeout"}
+        if all(len(answer.chunks_at) == 2 for answer in run.answers):
+            break
+    assert all(len(answer.chunks_at) == 2 and answer.failure for answer in run.answers)
 
 
 def test_nobody_listens() -> None:
