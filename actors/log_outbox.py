@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 from actors.peer import Peer, PeerLost
 from core.codec import encode
+from core.errors import FarsightError, MessageError
 
 SEND_S = 0.2
 """How often they go ..."""
@@ -19,6 +21,8 @@ PAGE = 1000
 
 MAX_UNLOGGED = 20_000
 """... and how many may wait; beyond them the oldest are lost."""
+
+logger = logging.getLogger(__name__)
 
 Record = TypeVar("Record")
 
@@ -48,7 +52,12 @@ class LogOutbox(Generic[Record]):
         self._records.append(record)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Until cancelled. What cannot be written now, by a full disk or a Redis server that restarts, goes later.
+
+        Raises:
+            MessageError: a record is refused; it would be again.
+        """
+        told = False
         while True:
             await asyncio.sleep(SEND_S)
             while records := tuple(itertools.islice(self._records, PAGE)):
@@ -56,6 +65,14 @@ class LogOutbox(Generic[Record]):
                     await self._log_store.call(self._method, encode(self._message(records)))
                 except PeerLost:
                     break  # it comes back
+                except MessageError:
+                    raise
+                except FarsightError as error:
+                    if not told:
+                        logger.warning("%d records wait: %s", len(self._records), error)
+                    told = True
+                    break
+                told = False
                 for record in records:
                     if self._records and self._records[0] is record:  # else it fell out at the end of the queue
                         self._records.popleft()

@@ -15,7 +15,7 @@ import aiohttp
 
 from services.launch import EMBEDDED_NAME
 
-LONG_S = 240.0
+LONG_S = 300.0
 MAX_TRIES = 5
 
 # Prompts of the embedded model whose first 400 tokens, many of them text, nowhere hang on rounding in float32: no

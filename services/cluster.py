@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import secrets
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,13 @@ from services.run_file import ADMIN_TOKEN_VARIABLE
 from services.signals import StopSignal
 
 OBJECT_STORE_BYTES = 128 * 1024 * 1024
+
+_REMOVE_S = 2.0
+_LOOK_S = 0.05
+
+
+_AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
+"""What Ray calls the ports of its agents."""
 
 
 class ServiceFailed(FarsightError):
@@ -52,25 +59,35 @@ def private_cluster(
     """
     with reserved_ports(avoid=port) as ports:
         directory = Path(tempfile.mkdtemp(prefix="farsight-"))
-        stop.starting(lambda: shutil.rmtree(directory, ignore_errors=True))
+        stop.starting(lambda: remove_directory(directory))
         _set_environment(directory, proxy, ports)
         import ray
 
         try:
-            context = _start_ray(free_ports(ports, 1)[0] if dashboard else None)
+            context = _start_ray(ports, free_ports(ports, 1)[0] if dashboard else None)
             stop.install()
             yield Cluster(f"http://{context.dashboard_url}" if dashboard else "")
         finally:
             ray.shutdown()
-            shutil.rmtree(directory, ignore_errors=True)
+            remove_directory(directory)
 
 
-def _start_ray(dashboard_port: int | None) -> Any:
+def remove_directory(directory: Path) -> None:
+    """Tries for a while: a process that is about to end may write one more file there meanwhile."""
+    deadline = time.monotonic() + _REMOVE_S
+    while True:
+        shutil.rmtree(directory, ignore_errors=True)
+        if not directory.exists() or time.monotonic() > deadline:
+            return
+        time.sleep(_LOOK_S)
+
+
+def _start_ray(ports: range, dashboard_port: int | None) -> Any:
     """Without a port, without a dashboard."""
     import ray
 
     try:
-        with few_daemons():
+        with few_daemons(ports):
             return ray.init(
                 address="local",
                 namespace=NAMESPACE,
@@ -85,19 +102,27 @@ def _start_ray(dashboard_port: int | None) -> Any:
 
 
 @contextlib.contextmanager
-def few_daemons() -> Iterator[None]:
+def few_daemons(ports: range) -> Iterator[None]:
     """In it, ``ray.init`` starts no daemons that a cluster on one machine has no use for: they make a start longer.
 
-    The autoscaler's finds more machines, the log monitor's prints what workers write. Besides, the agent that takes
-    jobs listens on any free port. Ray's own choice is the same port for every cluster: of several on one machine, only
-    the first would take jobs.
+    The autoscaler's finds more machines, the log monitor's prints what workers write. Besides, Ray's agents listen on
+    ports of this cluster alone. Left to itself the one that takes jobs has the same port in every cluster: of several
+    on one machine, only the first would take jobs. And ports that the agents are to choose themselves are waited for,
+    but only for 15 s (Ray 2.60); on a busy machine they come later, and nothing starts.
+
+    Args:
+        ports: Of this cluster alone. The last of them are taken: whoever else needs some begins with the first.
     """
     import ray._private.parameter
 
     parameter: Any = ray._private.parameter
     before = parameter.RayParams
-    changes = {"dashboard_agent_listen_port": 0, "no_monitor": True, "include_log_monitor": False}
-    parameter.RayParams = functools.partial(before, **changes)
+    agents = dict(zip(_AGENT_PORTS, free_ports(reversed(ports), len(_AGENT_PORTS)), strict=True))
+
+    def make(**settings: Any) -> Any:
+        return before(**settings | agents | {"no_monitor": True, "include_log_monitor": False})
+
+    parameter.RayParams = make
     try:
         yield
     finally:
@@ -129,6 +154,9 @@ def _set_environment(directory: Path, proxy: str, ports: range) -> None:
         # Ray kills a proxy that is not up after three times so long; with its 5 s no service starts on a busy machine.
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
         "RAY_enable_metrics_collection": "0",
+        # How long Ray's own daemons wait for each other, which is 30 s unless told.
+        "RAY_agent_register_timeout_ms": "120000",
+        "RAY_gcs_server_port_wait_time_s": "120",
     }
     if proxy == "haproxy":
         os.environ |= haproxy_environment(directory, ports)

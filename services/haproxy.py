@@ -63,10 +63,15 @@ def choose_proxy(server: ServerConfig) -> str:
 
 
 def _wrapper(binary: str, metrics: int, stats: int) -> str:
-    """Ray calls it as ``haproxy -db -f FILE ...``."""
+    """Ray calls it as ``haproxy -db -f FILE ...``.
+
+    Where util-linux's ``setpriv`` is there, HAProxy ends with the actor that started it: one that is started while the
+    service is killed would stay behind.
+    """
     return (
         "#!/bin/sh\n"
+        "command -v setpriv >/dev/null && ends_with_parent='setpriv --pdeathsig KILL'\n"
         f"sed -i -e 's/bind :{metrics}$/bind 127.0.0.1:{metrics}/' -e 's/bind [*]:{stats}$/bind 127.0.0.1:{stats}/' "
         "-e '/option splice-request$/d' \"$3\" || exit\n"
-        f'exec {shlex.quote(binary)} "$@"\n'
+        f'exec $ends_with_parent {shlex.quote(binary)} "$@"\n'
     )

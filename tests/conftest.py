@@ -8,17 +8,28 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Read when Ray is imported. Left unset, Ray would write a token into the home directory. Servers under test set
 # their own.
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+# How long Ray's own daemons wait for each other; unless told 30 s, which is too little beside other work.
+os.environ.setdefault("RAY_agent_register_timeout_ms", "120000")
+os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# The same examples in every run, and no deadline: a verdict must not depend on the machine's speed.
-settings.register_profile("farsight", derandomize=True, deadline=None, max_examples=50, database=None)
+# The same examples in every run, no deadline, and no complaint that drawing them takes long: a verdict must not depend
+# on the machine's speed.
+settings.register_profile(
+    "farsight",
+    derandomize=True,
+    deadline=None,
+    max_examples=50,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("farsight")
 
 # Files that are there anyway, locked and not changed.

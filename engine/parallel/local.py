@@ -13,7 +13,7 @@ from engine.parallel.mesh import Mesh
 
 logger = logging.getLogger(__name__)
 
-_END_TIMEOUT_S = 5.0
+_END_TIMEOUT_S = 60.0
 
 RANK_MODULE = "engine.parallel"
 """What a rank runs: ``python -m RANK_MODULE HOST PORT RANK``, the key on standard input."""

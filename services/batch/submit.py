@@ -35,8 +35,8 @@ SUBMIT_WAIT_S = 120.0
 LOCK_WAIT_S = 10.0
 """How long the end of a run that was killed a moment ago is waited for."""
 
-STOP_WAIT_S = 15.0
-"""How long a job that was told to stop may take; Ray kills it after three seconds."""
+STOP_WAIT_S = 60.0
+"""How long a job that was told to stop may take. Ray kills it after three seconds; a busy cluster is late to say so."""
 
 UNREACHABLE_S = 60.0
 """After so long without an answer from the cluster its job is no longer followed."""

@@ -19,12 +19,22 @@ from core.config import FarsightConfig, LogConfig, ModelConfig, SchedulerConfig
 from services.client import EngineClient
 from services.cluster import few_daemons
 from services.launch import start_pieces
+from services.ports import reserved_ports
 from tests.actors.house import ENGINE, MAX_LEN, House, Truth, calm_client
 from tests.unit.engine.models import save_model
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_REPLICAS = 2
+TIMEOUT_S = 600.0
+"""Of a test here: it may begin with starting Ray and a service, beside whatever else the machine does."""
+
 CONTINUOUS = SchedulerConfig(standby_slots=4, placement="least-work")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
 
 
 @pytest.fixture(scope="session")
@@ -42,19 +52,20 @@ def truth(actor_model_dir: Path) -> Truth:
 @pytest.fixture(scope="package")
 def ray_cluster() -> Iterator[None]:
     directory = tempfile.mkdtemp(prefix="farsight-test-")
-    with few_daemons():
-        ray.init(
-            address="local",
-            num_cpus=2,
-            include_dashboard=False,
-            object_store_memory=100_000_000,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            _temp_dir=directory,
-            runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
-        )
-    yield
-    ray.shutdown()
+    with reserved_ports() as ports:
+        with few_daemons(ports):
+            ray.init(
+                address="local",
+                num_cpus=2,
+                include_dashboard=False,
+                object_store_memory=100_000_000,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _temp_dir=directory,
+                runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
+            )
+        yield
+        ray.shutdown()
     shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -8,17 +8,18 @@ import dataclasses
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import ray
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.hosts import list_hosts
+from actors.hosts import find_host, list_hosts
 from actors.names import LOG_STORE, SUPERVISOR, actor_name, host_of
 from actors.site import Site
 from core.codec import decode, encode
@@ -28,17 +29,23 @@ from core.messages import PieceStatus, StatusReply
 from core.request import SamplingParams
 from engine import Engine
 from engine.sampler import counter_uniform, warp_logits
+from services import overview
 from services.client import EngineClient
 from services.connect import open_client
 from tests.unit.engine.models import load_reference
 
-LONG_S = 90.0
+LONG_S = 150.0
+"""Nothing takes so long, however busy the machine: who waits in vain is to fail, not to hang."""
+
 NUM_PROMPTS = 16
 NUM_BEFORE_GATE = 5
+NUM_BEFORE_RELEASE = 150
+"""The worker goes on for as many as a client may leave unread, which is not yet the end."""
+
 NUM_TOKENS = 600
 """Of a stream that is to be under way while something dies."""
 
-MAX_LEN = 1024
+MAX_LEN = 2048
 BLOCK_SIZE = 4
 ENGINE = EngineConfig(kv_memory="8MiB", block_size=BLOCK_SIZE, max_num_seqs=16, num_threads=1)
 PROMPTS = [tuple(range(5 + index, 12 + 2 * index)) for index in range(NUM_PROMPTS)]
@@ -140,11 +147,19 @@ class House:
             await client.close()
 
     def end(self) -> None:
-        """Kills every actor, the one first that would start the others again."""
-        hosts = list_hosts(self.site.namespace)
-        own = host_of(SUPERVISOR, self.site.placement)
-        for host in sorted(hosts, key=lambda name: name != own):
-            ray.kill(ray.get_actor(actor_name(host), namespace=self.site.namespace))
+        """Kills every actor, the one first that would start the others again. Returns when all are gone."""
+        self._kill_host(host_of(SUPERVISOR, self.site.placement))
+        deadline = time.monotonic() + LONG_S
+        while hosts := list_hosts(self.site.namespace):  # also of one that was about to be started again
+            assert time.monotonic() < deadline, f"not gone after {LONG_S} s: {hosts}"
+            for host in hosts:
+                self._kill_host(host)
+            time.sleep(0.02)
+
+    def _kill_host(self, host: str) -> None:
+        handle = find_host(host, self.site.namespace)
+        if handle is not None:  # else it has ended meanwhile
+            ray.kill(handle)
 
 
 async def eventually(condition: Callable[[], Coroutine[Any, Any, bool]], waited_for: str) -> None:
@@ -156,8 +171,34 @@ async def eventually(condition: Callable[[], Coroutine[Any, Any, bool]], waited_
 
 
 async def rows(client: EngineClient) -> dict[str, PieceStatus]:
-    """The status by name, without ingress replicas of other tests."""
+    """The status by name, without ingress replicas of other tests.
+
+    On a busy machine a piece may be shown as dead that lives: it has not answered for a second. And while the
+    Supervisor has not, there are as many pieces as there were before, for all that is known.
+    """
     return {row.name: row for row in (await client.status()).pieces if _concerns(client, row)}
+
+
+async def patient_rows(client: EngineClient) -> dict[str, PieceStatus]:
+    """The same, where every piece that lives has all the time that it needs to answer."""
+    with patch.object(overview, "TIMEOUT_S", LONG_S):
+        return await rows(client)
+
+
+async def ready_rows(client: EngineClient) -> dict[str, PieceStatus]:
+    """The same, once every piece has answered that it is ready."""
+    found: dict[str, PieceStatus] = {}
+
+    async def ready() -> bool:
+        nonlocal found
+        found = await rows(client)
+        return all(row.state == "ready" for row in found.values())
+
+    try:
+        await eventually(ready, "every piece is ready")
+    except AssertionError as error:
+        raise AssertionError(f"{error}: {found}") from None
+    return found
 
 
 def _concerns(client: EngineClient, row: PieceStatus) -> bool:
@@ -193,7 +234,7 @@ class Reading:
     """One stream.
 
     Args:
-        gate: The client reads on beyond ``NUM_BEFORE_GATE`` tokens once it is open.
+        gates: The client reads on beyond so many tokens once that is set.
     """
 
     def __init__(
@@ -201,9 +242,9 @@ class Reading:
         client: EngineClient,
         prompt: tuple[int, ...],
         params: SamplingParams,
-        gate: asyncio.Event | None = None,
+        gates: Mapping[int, asyncio.Event] | None = None,
     ) -> None:
-        self._gate = gate
+        self._gates = gates or {}
         self.tokens: tuple[int, ...] = ()
         self.reason: str | None = None
         self.request_id = ""
@@ -218,8 +259,9 @@ class Reading:
                 self.request_id = delta.request_id
                 self.tokens += delta.token_ids
                 self.reason = delta.finish_reason
-                if self._gate is not None and len(self.tokens) >= NUM_BEFORE_GATE:
-                    await self._gate.wait()
+                for num_tokens, gate in self._gates.items():
+                    if len(self.tokens) >= num_tokens:
+                        await gate.wait()
 
     async def finish(self) -> tuple[int, ...]:
         """All of its tokens."""
@@ -233,21 +275,40 @@ async def read(client: EngineClient, index: int, num_tokens: int = NUM_TOKENS, *
     return await Reading(client, PROMPTS[index], sampling(index, num_tokens, **fields)).finish()
 
 
+@dataclass(frozen=True)
+class Load:
+    """Streams of every prompt, all of them under way.
+
+    Attributes:
+        released: They may come to their end. Until then none does, however long what is to meet them takes: their
+            clients read no further than ``NUM_BEFORE_RELEASE``, and before the end the worker lets them rest.
+    """
+
+    readings: list[Reading]
+    released: asyncio.Event
+
+    def release(self) -> None:
+        """What was to meet them has."""
+        self.released.set()
+
+
 @asynccontextmanager
-async def under_load(client: EngineClient, truth: Truth) -> AsyncIterator[list[Reading]]:
+async def under_load(client: EngineClient, truth: Truth) -> AsyncIterator[Load]:
     """Streams of every prompt, all of them under way inside; afterwards each has got exactly what it should.
 
     Until all have begun none is read on, so that none ends however slow the machine: it rests instead.
     """
-    gate = asyncio.Event()
-    readings = [Reading(client, prompt, sampling(index), gate) for index, prompt in enumerate(PROMPTS)]
+    begun, released = asyncio.Event(), asyncio.Event()
+    gates = {NUM_BEFORE_GATE: begun, NUM_BEFORE_RELEASE: released}
+    readings = [Reading(client, prompt, sampling(index), gates) for index, prompt in enumerate(PROMPTS)]
 
     async def midway() -> bool:
         return all(len(reading.tokens) >= NUM_BEFORE_GATE for reading in readings)
 
     await eventually(midway, "every stream has begun")
-    gate.set()
-    yield readings
+    begun.set()
+    yield Load(readings, released)
+    released.set()
     for index, reading in enumerate(readings):
         truth.check(index, await reading.finish())
     await wait_whole(client)
@@ -255,5 +316,7 @@ async def under_load(client: EngineClient, truth: Truth) -> AsyncIterator[list[R
 
 def kill(pids: set[int]) -> None:
     """As hard as it goes."""
+    assert min(pids) > 0, "not known: to the system 0 is all processes of this one's group"
     for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # one may have died of another's death
+            os.kill(pid, signal.SIGKILL)

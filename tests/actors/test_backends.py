@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from core.config import ModelConfig
 from core.messages import TokenDelta
@@ -17,29 +18,51 @@ from core.replica_config import ReplicaConfig
 from core.request import SamplingParams
 from services.client import EngineClient
 from tests.actors.conftest import CONTINUOUS, open_house
-from tests.actors.house import LONG_S, House, eventually, kill, rows
+from tests.actors.house import LONG_S, House, eventually, kill, patient_rows, rows
 from tests.unit.actors.openai_double import OpenAIDouble
-
-pytestmark = pytest.mark.timeout(300)  # a service starts, and breakers pause
 
 WHOLE = "one two three"
 DEADLINE_S = 5.0
 
 
+class Server(OpenAIDouble):
+    """One that rests in the middle of its answers until it is to go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on = asyncio.Event()
+        self.goes_on.set()
+
+    async def _send(self, reply: web.StreamResponse, chunk: dict[str, Any]) -> None:
+        await super()._send(reply, chunk)
+        await self.goes_on.wait()
+
+
 @asynccontextmanager
-async def two_servers(model_dir: Path, log_dir: Path) -> AsyncIterator[tuple[House, OpenAIDouble, OpenAIDouble]]:
+async def two_servers(model_dir: Path, log_dir: Path) -> AsyncIterator[tuple[House, Server, Server]]:
     """They answer in this process, everything else is real; requests go to them by turns."""
     async with AsyncExitStack() as stack:
-        doubles = [await stack.enter_async_context(OpenAIDouble().running()) for _ in range(2)]
-        replica = tuple(ReplicaConfig("openai", each.url, first_token_timeout_s=0.5) for each in doubles)
+        doubles = [Server(), Server()]
+        for each in doubles:
+            await stack.enter_async_context(each.running())
+        limits = {"first_token_timeout_s": 0.5, "token_timeout_s": LONG_S}
+        replica = tuple(ReplicaConfig("openai", each.url, **limits) for each in doubles)
         tables = {"model": ModelConfig(name="m", replicas=0), "replica": replica}
         house = stack.enter_context(open_house("fused", model_dir, log_dir, CONTINUOUS, **tables))
         yield house, doubles[0], doubles[1]
 
 
-async def ask(client: EngineClient) -> list[TokenDelta]:
+async def ask(client: EngineClient, heard: list[TokenDelta] | None = None) -> list[TokenDelta]:
+    """The whole answer.
+
+    Args:
+        heard: What has come so far is found there meanwhile.
+    """
+    heard = [] if heard is None else heard
     async with asyncio.timeout(LONG_S), aclosing(client.stream((5, 6, 7), SamplingParams(9))) as deltas:
-        return [delta async for delta in deltas]
+        async for delta in deltas:
+            heard.append(delta)
+    return heard
 
 
 async def all_are_answered(client: EngineClient, count: int = 6) -> None:
@@ -51,6 +74,20 @@ async def all_are_answered(client: EngineClient, count: int = 6) -> None:
 
 async def breaker(client: EngineClient, name: str) -> str:
     return (await rows(client))[name].breaker
+
+
+async def why_none_answers(client: EngineClient, first: Server, second: Server) -> None:
+    """Both refuse."""
+    first.status = second.status = 500
+
+    async def told() -> bool:
+        last = (await ask(client))[-1]
+        assert last.finish_reason == "error" and last.error is not None
+        assert last.error.startswith(f"no token within {DEADLINE_S:g} s; ")
+        return last.error.endswith("HTTP 500: as told")  # the last that was heard; on a busy machine a late answer
+
+    await eventually(told, "the client is told why")
+    first.status = second.status = 200
 
 
 async def closed(client: EngineClient) -> None:
@@ -69,33 +106,50 @@ async def opens_for(client: EngineClient, reason: str) -> None:
     await eventually(opened, f"the breaker is open: {reason}")
 
 
-async def a_dead_router_costs_no_stream(client: EngineClient, first: OpenAIDouble, second: OpenAIDouble) -> None:
+async def both_take_part(client: EngineClient, first: Server, second: Server) -> None:
+    """As soon as the Router has heard that both are well."""
+
+    async def asked() -> bool:
+        await all_are_answered(client)
+        return bool(first.bodies and second.bodies)
+
+    await eventually(asked, "both take part")
+
+
+async def a_dead_router_costs_no_stream(client: EngineClient, first: Server, second: Server) -> None:
     """And none is sent twice: a new Router learns of them from those who have them."""
-    first.next_s = second.next_s = 1.0
-    num_sent = len(first.bodies) + len(second.bodies)
-    asking = [asyncio.create_task(ask(client)) for _ in range(4)]
+    for each in (first, second):
+        each.goes_on.clear()
+    heard: list[list[TokenDelta]] = [[] for _ in range(4)]
+    asking = [asyncio.create_task(ask(client, deltas)) for deltas in heard]
 
     async def under_way() -> bool:
-        return first.open + second.open >= 4
+        return all(heard)
 
-    await eventually(under_way, "all of them are sent")
-    kill({(await rows(client))["router"].pid})
+    await eventually(under_way, "all of them have begun")
+    num_sent = len(first.bodies) + len(second.bodies)
+    died = (await patient_rows(client))["router"].pid
+    kill({died})
+
+    async def replaced() -> bool:
+        router = (await rows(client))["router"]
+        return router.state == "ready" and router.pid != died
+
+    await eventually(replaced, "another Router")
+    for each in (first, second):
+        each.goes_on.set()
     for deltas in await asyncio.gather(*asking):
         assert "".join(each.text for each in deltas) == WHOLE
-    assert len(first.bodies) + len(second.bodies) == num_sent + 4
-    first.next_s = second.next_s = 0.0
+    assert len(first.bodies) + len(second.bodies) == num_sent
     await all_are_answered(client)
 
 
 @pytest.mark.usefixtures("ray_cluster")
-async def test_requests_go_where_they_are_answered(
-    actor_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_requests_go_where_they_are_answered(actor_model_dir: Path, tmp_path: Path) -> None:
     async with two_servers(actor_model_dir, tmp_path) as (house, first, second):
         async with house.client(first_token_deadline_s=LONG_S) as client:
             await closed(client)
-            await all_are_answered(client)
-            assert first.bodies and second.bodies, "both take part"
+            await both_take_part(client, first, second)
             wrong: list[tuple[dict[str, Any], str]] = [
                 ({"status": 500}, "HTTP 500: as told"),
                 ({"first_s": math.inf}, "no first token within 0.5 s"),
@@ -111,12 +165,8 @@ async def test_requests_go_where_they_are_answered(
                 await closed(client)
             assert await house.metric("backend-0", "farsight:backend_failures_total") >= len(wrong)
             await a_dead_router_costs_no_stream(client, first, second)
-        async with house.client(first_token_deadline_s=DEADLINE_S) as client:
-            first.status = second.status = 500
-            last = (await ask(client))[-1]
-            assert last.finish_reason == "error" and last.error is not None
-            assert last.error.startswith("no token within 5 s; ")
-            assert last.error.endswith("HTTP 500: as told")
-            first.status = second.status = 200
+        async with house.client(first_token_deadline_s=DEADLINE_S) as hasty:
+            await why_none_answers(hasty, first, second)
+        async with house.client(first_token_deadline_s=LONG_S) as client:
             await closed(client)
             await all_are_answered(client)

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from actors.names import LOG_STORE, ROUTER
+from core.codec import decode
 from core.config import EXECUTIONS, BatchConfig, ModelConfig, SchedulerConfig
 from core.log_messages import BatchPage, LogQuery
+from core.messages import PieceRows
 from services.client import EngineClient
 from tests.actors.conftest import open_house
 from tests.actors.house import (
@@ -26,8 +28,9 @@ from tests.actors.house import (
     calm_client,
     eventually,
     kill,
+    patient_rows,
     read,
-    rows,
+    ready_rows,
     sampling,
     under_load,
 )
@@ -72,7 +75,7 @@ async def num_batches(house: House) -> int:
 
 async def test_batches_give_the_tokens_of_continuous_batching_and_are_logged(magnus: House, truth: Truth) -> None:
     async with calm_client(magnus) as client:
-        assert (await rows(client))[ROUTER].kind == "Batcher"
+        assert (await patient_rows(client))[ROUTER].kind == "Batcher"
         before = await num_batches(magnus)
         await read_all(client, truth)
 
@@ -86,7 +89,7 @@ async def test_batches_give_the_tokens_of_continuous_batching_and_are_logged(mag
 async def test_no_stream_notices_a_death(magnus: House, truth: Truth, names: tuple[str, ...]) -> None:
     async with calm_client(magnus) as client:
         async with under_load(client, truth):
-            before = await rows(client)
+            before = await ready_rows(client)
             kill({before[name].pid for name in names})
         truth.check(3, await read(client, 3, 20), 20)
 
@@ -142,12 +145,12 @@ async def test_idle_workers_pull_from_one_queue_while_others_come_and_go_and_die
     async with calm_client(pulling) as client, kept_busy(client) as answered:
 
         async def newest_runs() -> bool:
-            found = await rows(client)
-            return found["worker-2"].state == "ready" and found["worker-2"].queue > 0
+            newest = (await patient_rows(client))["worker-2"]
+            return newest.state == "ready" and newest.queue > 0
 
         await client.scale("replica", 3)
         await eventually(newest_runs, "the new worker pulls")
-        kill({(await rows(client))["worker-2"].pid})
+        kill({(await patient_rows(client))["worker-2"].pid})
         await eventually(answered, "the others serve on")
         await eventually(newest_runs, "it is back and pulls")
         await client.scale("replica", 1)
@@ -164,14 +167,16 @@ async def test_the_requests_of_a_worker_that_dies_with_a_batch_wait_again_and_an
 ) -> None:
     async with calm_client(pulling) as client:
         undisturbed = await asyncio.gather(*(read(client, index, 200) for index in range(8)))
+        pid = (await ready_rows(client))["worker-1"].pid
+        host = pulling.host("worker-1")  # asked directly: in the time of a whole status a batch may come to its end
         readings = [Reading(client, PROMPTS[index], sampling(index, 200)) for index in range(8)]
-        before = await rows(client)
 
         async def running() -> bool:
-            return (await rows(client))["worker-1"].queue > 0 and any(reading.tokens for reading in readings)
+            (row,) = decode(await host.rows.remote(), PieceRows).pieces
+            return row.queue > 0 and any(reading.tokens for reading in readings)
 
         await eventually(running, "a batch runs")
-        kill({before["worker-1"].pid})
+        kill({pid})
         assert [await reading.finish() for reading in readings] == list(undisturbed)
         records = await pulling.log(*(reading.request_id for reading in readings))
         moved = [record for record in records if record.attempts > 1]

@@ -9,7 +9,19 @@ import pytest
 from actors.names import SUPERVISOR
 from core.messages import PieceStatus
 from services.client import EngineClient
-from tests.actors.house import NUM_TOKENS, House, Truth, calm_client, eventually, kill, read, rows, under_load
+from tests.actors.house import (
+    NUM_TOKENS,
+    House,
+    Truth,
+    calm_client,
+    eventually,
+    kill,
+    patient_rows,
+    read,
+    ready_rows,
+    rows,
+    under_load,
+)
 
 KINDS = (
     "router",
@@ -39,7 +51,7 @@ FUSED_DEATHS = [
 
 async def kill_pieces(client: EngineClient, names: tuple[str, ...]) -> dict[str, PieceStatus]:
     """Kills their processes at once; returns the status before. In it are all pieces that died with them."""
-    before = await rows(client)
+    before = await ready_rows(client)
     pids = {before[name].pid for name in names}
     kill(pids)
     return {name: row for name, row in before.items() if row.pid in pids}
@@ -58,13 +70,13 @@ async def wait_dead(client: EngineClient, names: set[str]) -> None:
 
 async def wait_successors(client: EngineClient, died: dict[str, PieceStatus]) -> None:
     """Until each is ready in another process, and has been counted."""
+    status: dict[str, PieceStatus] = {}
 
     async def ready() -> bool:
-        status = await rows(client)
+        status.update(await rows(client))
         return all(status[name].state == "ready" and status[name].pid != row.pid for name, row in died.items())
 
     await eventually(ready, f"ready again: {set(died)}")
-    status = await rows(client)
     for name, row in died.items():
         assert status[name].restarts == row.restarts + 1
 
@@ -72,8 +84,9 @@ async def wait_successors(client: EngineClient, died: dict[str, PieceStatus]) ->
 async def assert_unnoticed(house: House, truth: Truth, names: tuple[str, ...]) -> None:
     """They die under load, are shown as dead and then ready again, and no stream is another one."""
     async with calm_client(house) as client:
-        async with under_load(client, truth):
+        async with under_load(client, truth) as load:
             died = await kill_pieces(client, names)
+            load.release()
             assert died.keys() >= set(names)
             await asyncio.gather(wait_dead(client, set(died)), wait_successors(client, died))
         truth.check(3, await read(client, 3, 20), 20)
@@ -95,14 +108,16 @@ async def test_no_stream_notices_a_death_in_the_split_placement(
 
 async def test_a_new_supervisor_starts_who_dies_later(house: House, client: EngineClient, truth: Truth) -> None:
     await wait_successors(client, await kill_pieces(client, (SUPERVISOR,)))
-    async with under_load(client, truth):
-        await wait_successors(client, await kill_pieces(client, ("worker-1",)))
+    async with under_load(client, truth) as load:
+        died = await kill_pieces(client, ("worker-1",))
+        load.release()
+        await wait_successors(client, died)
 
 
 async def test_a_resumed_stream_says_so_in_the_log(house: House, client: EngineClient, truth: Truth) -> None:
-    async with under_load(client, truth) as readings:
+    async with under_load(client, truth) as load:
         died = await kill_pieces(client, ("worker-0", "worker-1"))
-    for record in await house.log(*(reading.request_id for reading in readings)):
+    for record in await house.log(*(reading.request_id for reading in load.readings)):
         assert record.attempts >= 2
         assert record.finish_reason == "length"
         assert record.output_len == NUM_TOKENS
@@ -110,21 +125,25 @@ async def test_a_resumed_stream_says_so_in_the_log(house: House, client: EngineC
 
 
 async def test_replicas_are_taken_away_and_added_under_load(house: House, client: EngineClient, truth: Truth) -> None:
-    async with under_load(client, truth):
+    async with under_load(client, truth) as load:
+        load.release()
         assert (await client.scale("replica", 1)).replicas == 1
-    status = await rows(client)
+    status = await patient_rows(client)
     assert {name for name, row in status.items() if row.kind == "ModelWorker"} == {"worker-0"}
-    async with under_load(client, truth):
+    async with under_load(client, truth) as load:
+        load.release()
         assert (await client.scale("replica", 2)).replicas == 2
-    assert {name for name, row in (await rows(client)).items() if row.kind == "ModelWorker"} == {"worker-0", "worker-1"}
+    status = await patient_rows(client)
+    assert {name for name, row in status.items() if row.kind == "ModelWorker"} == {"worker-0", "worker-1"}
 
 
 @pytest.mark.parametrize("kind", ["length-predictor", "serving-time-estimator"])
 async def test_learners_are_added_and_taken_away_under_load(
     house: House, client: EngineClient, truth: Truth, kind: str
 ) -> None:
-    async with under_load(client, truth):
+    async with under_load(client, truth) as load:
+        load.release()
         for count in (2, 3, 1):
             await client.scale(kind, count)
-            found = {name for name in await rows(client) if name.startswith(kind)}
+            found = {name for name in await patient_rows(client) if name.startswith(kind)}
             assert found == {f"{kind}-{index}" for index in range(count)}

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from core.config import EngineConfig, ModelConfig, SchedulerConfig
+from core.messages import PieceStatus
 from core.request import SamplingParams
 from services.client import EngineClient
 from tests.actors.conftest import open_house
-from tests.actors.house import House, calm_client, kill, rows
+from tests.actors.house import House, calm_client, kill, patient_rows, ready_rows
 
-NUM_TOKENS = 30
+NUM_TOKENS = 400
+"""More than a worker makes for a client that does not read: it rests before the end."""
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +30,8 @@ def packed(ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.Te
         yield house
 
 
-async def worker_pids(client: EngineClient) -> dict[str, int]:
-    return {name: row.pid for name, row in (await rows(client)).items() if name.startswith("worker-")}
+def worker_pids(found: dict[str, PieceStatus]) -> dict[str, int]:
+    return {name: row.pid for name, row in found.items() if name.startswith("worker-")}
 
 
 async def answer(client: EngineClient, prompt: tuple[int, ...]) -> tuple[int, ...]:
@@ -43,13 +45,13 @@ async def answer(client: EngineClient, prompt: tuple[int, ...]) -> tuple[int, ..
 
 async def test_workers_come_and_go_in_one_process(packed: House) -> None:
     async with calm_client(packed) as client:
-        before = await worker_pids(client)
+        before = worker_pids(await patient_rows(client))
         assert (sorted(before), len(set(before.values()))) == (["worker-0", "worker-1", "worker-2"], 1)
         await client.scale("replica", 5)
-        more = await worker_pids(client)
+        more = worker_pids(await patient_rows(client))
         assert (len(more), set(more.values())) == (5, set(before.values()))
         await client.scale("replica", 3)
-        assert await worker_pids(client) == before, "and the process lives on"
+        assert worker_pids(await patient_rows(client)) == before, "and the process lives on"
 
 
 async def test_their_death_is_that_of_all_of_them(packed: House) -> None:
@@ -58,9 +60,9 @@ async def test_their_death_is_that_of_all_of_them(packed: House) -> None:
         expected = await answer(client, prompt)
         async with aclosing(client.stream(prompt, SamplingParams(NUM_TOKENS, ignore_eos=True))) as deltas:
             tokens = (await anext(deltas)).token_ids
-            pids = set((await worker_pids(client)).values())
+            pids = set(worker_pids(await ready_rows(client)).values())
             kill(pids)
             async for delta in deltas:
                 tokens += delta.token_ids
         assert tokens == expected
-        assert not pids & set((await worker_pids(client)).values())
+        assert not pids & set(worker_pids(await ready_rows(client)).values())

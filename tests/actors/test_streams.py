@@ -23,6 +23,7 @@ from tests.actors.house import (
     House,
     Truth,
     eventually,
+    patient_rows,
     read,
     rows,
     sampling,
@@ -129,7 +130,7 @@ async def test_a_slow_client_rests_its_own_sequence_only(house: House, client: E
             truth.check(index, other, 100)
         assert stream.num_tokens == num_made, "it went on although nobody reads"
         await eventually(lambda: _counts_one(client), "router and ingress count the one that rests")
-        status = await rows(client)
+        status = await patient_rows(client)
         worker = worker_name(stream.replica)
         assert status[worker].queue == 1
         held = (len(prompt) + num_made) / BLOCK_SIZE
@@ -168,7 +169,7 @@ async def _counts_one(client: EngineClient) -> bool:
 
 async def test_every_piece_is_in_the_status(house: House, client: EngineClient) -> None:
     await eventually(lambda: _introduced(client), "the ingress replica is in the status")
-    found = (await rows(client)).values()
+    found = (await patient_rows(client)).values()
     kinds = [row.kind for row in found]
     assert {kind: kinds.count(kind) for kind in kinds} == SPLIT_KINDS
     assert {row.state for row in found} == {"ready"}
@@ -185,7 +186,7 @@ async def test_replicas_share_the_requests(client: EngineClient) -> None:
     try:
         for stream in streams:
             await anext(stream)
-        status = await rows(client)
+        status = await patient_rows(client)
         assert {name: status[name].queue for name in ("worker-0", "worker-1")} == {"worker-0": 3, "worker-1": 3}
     finally:
         for stream in streams:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,7 @@ from actors.token_channel import TokenChannel
 from core.codec import decode
 from core.messages import TokenBatches, TokenDelta
 
-LONG_S = 30.0
+LONG_S = 120.0
 
 
 def delta(start: int) -> TokenDelta:
@@ -25,6 +26,40 @@ async def until(condition: Callable[[], bool]) -> None:
             if condition():
                 return
             await asyncio.sleep(0.01)
+
+
+class Clock:
+    """The time of an event loop, that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._timers: list[tuple[float, Callable[[], object], asyncio.Event]] = []
+
+    def time(self) -> float:
+        return self._now
+
+    def call_later(self, delay_s: float, callback: Callable[[], object]) -> SimpleNamespace:
+        return self.call_at(self._now + delay_s, callback)
+
+    def call_at(self, when: float, callback: Callable[[], object]) -> SimpleNamespace:
+        cancelled = asyncio.Event()
+        self._timers.append((when, callback, cancelled))
+        return SimpleNamespace(cancel=cancelled.set)
+
+    def pass_s(self, seconds: float) -> None:
+        self._now += seconds
+        due = [timer for timer in self._timers if timer[0] <= self._now]
+        self._timers = [timer for timer in self._timers if timer[0] > self._now]
+        for _, callback, cancelled in due:
+            if not cancelled.is_set():
+                callback()
+
+
+async def ends_soon(task: asyncio.Task[list[int]]) -> bool:
+    """Whether it ends without anything else happening."""
+    for _ in range(100):
+        await asyncio.sleep(0)
+    return task.done()
 
 
 async def starts(channel: TokenChannel, ack_seq: int) -> list[int]:
@@ -54,18 +89,23 @@ async def test_tokens_of_many_rows_wait_for_company_but_not_for_ever() -> None:
 async def test_first_tokens_of_a_crowd_share_a_reply_but_do_not_wait_for_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(token_channel, "FLUSH_INTERVAL_S", LONG_S)
-    monkeypatch.setattr(token_channel, "FIRST_INTERVAL_S", 0.05)
+    clock = Clock()
+    # All that the module takes from asyncio: the time of an event loop, and an event.
+    own_time = SimpleNamespace(get_running_loop=lambda: clock, Event=asyncio.Event)
+    monkeypatch.setattr(token_channel, "asyncio", own_time)
     channel = TokenChannel("w")
+    clock.pass_s(1.0)
     channel.put([delta(0)], num_rows=100)
     await starts(channel, 0)
     waiting = asyncio.create_task(starts(channel, 1))
     channel.put([delta(1)], num_rows=100)
     channel.put([delta(0)], num_rows=100)
-    await asyncio.sleep(0.01)
-    assert not waiting.done()
+    clock.pass_s(0.9 * token_channel.FIRST_INTERVAL_S)
+    assert not await ends_soon(waiting)
     channel.put([delta(0)], num_rows=100)
-    assert await asyncio.wait_for(waiting, LONG_S / 2) == [1, 0, 0]
+    clock.pass_s(0.2 * token_channel.FIRST_INTERVAL_S)
+    assert token_channel.FLUSH_INTERVAL_S > 2 * token_channel.FIRST_INTERVAL_S, "for which the others wait"
+    assert await asyncio.wait_for(waiting, LONG_S) == [1, 0, 0]
 
 
 async def test_an_idle_poll_answers_empty_after_its_timeout() -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from services.batch.submit import connect, submit_entrypoint
 from services.cluster import few_daemons
+from services.ports import reserved_ports
 from services.signals import StopSignal
 
 
@@ -32,21 +33,22 @@ def main(command: str | None) -> None:
     import ray
 
     try:
-        with few_daemons():
-            context = ray.init(
-                address="local",
-                num_cpus=1,
-                include_dashboard=True,
-                object_store_memory=100_000_000,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
-        stop.install()
-        address = f"http://{context.dashboard_url}"
-        if command is not None:
-            _run(command, address, stop)
-        else:
-            _wait(address, token, stop)
+        with reserved_ports() as ports:
+            with few_daemons(ports):
+                context = ray.init(
+                    address="local",
+                    num_cpus=1,
+                    include_dashboard=True,
+                    object_store_memory=100_000_000,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                )
+            stop.install()
+            address = f"http://{context.dashboard_url}"
+            if command is not None:
+                _run(command, address, stop)
+            else:
+                _wait(address, token, stop)
     finally:
         ray.shutdown()
         shutil.rmtree(directory, ignore_errors=True)

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from services.launch import EMBEDDED_NAME
 from tests.e2e.server import Server, start_server
+
+HERE = Path(__file__).parent
+TIMEOUT_S = 900.0
+"""The first test that wants a server waits for its start as well, which takes long on a busy machine."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
 
 
 @pytest.fixture(scope="package")

@@ -35,7 +35,7 @@ KILLED = [
     ("router", "scheduler-0", "worker-0"),
 ]
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,19 @@ def assert_same(streams: list[Stream], undisturbed: list[Stream]) -> None:
         assert stream.outcome == reference.outcome, f"stream {index} is not what it is when nothing dies"
 
 
+async def all_ready(streams: Streams, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """The status once these pieces are ready in it; one that answers late on a busy machine is shown as dead."""
+    async with asyncio.timeout(LONG_S):
+        while True:
+            rows = await streams.rows()
+            if all(rows[name]["state"] == "ready" for name in names):
+                return rows
+            await asyncio.sleep(0.02)
+
+
 async def kill_and_watch(streams: Streams, names: tuple[str, ...]) -> list[Recovery]:
     """Kills the processes of these pieces at once; returns when the status shows all of them ready again."""
-    before = await streams.rows()
-    assert {before[name]["state"] for name in names} == {"ready"}
+    before = await all_ready(streams, names)
     killed_at = time.monotonic()
     for name in names:
         os.kill(before[name]["pid"], signal.SIGKILL)
@@ -153,14 +162,16 @@ async def _kill_an_ingress(server: Server) -> None:
             ingresses = await _both_busy(streams)
             if not ingresses:
                 continue  # the streams ended too soon, or Ray Serve has given all of them to one replica
-            os.kill(ingresses[0]["pid"], signal.SIGKILL)
+            victim = ingresses[0]
+            os.kill(victim["pid"], signal.SIGKILL)
             each = await streams.finish()
-        break
+        await asyncio.to_thread(_wait_two_ingresses, server, victim["name"])
+        broken = [index for index, stream in enumerate(each) if stream.broken]
+        if broken:
+            break  # else it had just ended its last one
     else:
-        raise AssertionError(f"{MAX_TRIES} times the streams were never seen at both ingress replicas")
-    victim = ingresses[0]
-    broken = [index for index, stream in enumerate(each) if stream.broken]
-    assert 0 < len(broken) < NUM_STREAMS
+        raise AssertionError(f"{MAX_TRIES} times the streams were never under way at both ingress replicas")
+    assert len(broken) < NUM_STREAMS
     for index, (stream, reference) in enumerate(zip(each, undisturbed, strict=True)):
         if index in broken:
             text = "".join(stream.texts)
@@ -168,7 +179,6 @@ async def _kill_an_ingress(server: Server) -> None:
             assert not stream.done
         else:
             assert stream.outcome == reference.outcome, f"stream {index} is of the other replica"
-    await asyncio.to_thread(_wait_two_ingresses, server, victim["name"])
     await asyncio.to_thread(server.wait_idle, LONG_S)
 
 
@@ -176,8 +186,8 @@ async def _both_busy(streams: Streams) -> list[dict[str, Any]]:
     """The rows of both ingress replicas once they tell of streams, which they do now and then; else none."""
     while not any(stream.ended for stream in streams.each):
         ingresses = [row for row in (await streams.rows()).values() if row["kind"] == "Ingress"]
-        assert len(ingresses) == 2
-        if all(row["queue"] for row in ingresses):
+        # None are shown where the router answers late, one where the other is.
+        if len(ingresses) == 2 and all(row["queue"] for row in ingresses):
             return ingresses
         await asyncio.sleep(0.05)
     return []

@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc
 import psutil
 
-from tests.e2e.server import Server
+from tests.e2e.server import LONG_S, Server, name_of
 
 GCS_METHOD = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
 REPLICA_METHOD = "/ray.serve.ASGIService/HandleRequest"
@@ -28,7 +28,7 @@ def listeners(server: Server) -> list[tuple[psutil.Process, str, int]]:
 
 def environment(server: Server) -> dict[str, str]:
     """Of a process that the server has started."""
-    return next(child.environ() for child in server.children() if child.name() == "raylet")
+    return next(child.environ() for child in server.children() if name_of(child) == "raylet")
 
 
 def call(port: int, method: str, token: str | None) -> grpc.StatusCode:
@@ -36,7 +36,7 @@ def call(port: int, method: str, token: str | None) -> grpc.StatusCode:
     metadata = [] if token is None else [("authorization", f"Bearer {token}")]
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         try:
-            channel.unary_unary(method)(b"", metadata=metadata, timeout=60)
+            channel.unary_unary(method)(b"", metadata=metadata, timeout=LONG_S)
         except grpc.RpcError as error:
             return error.code()
     return grpc.StatusCode.OK
@@ -46,7 +46,7 @@ def check_listeners(server: Server) -> None:
     """All on loopback but one: Ray Serve's replicas take calls, with the token, on ``[::]``; it is fixed in Ray."""
     for process, address, port in listeners(server):
         if address not in LOOPBACK:
-            name = process.name()
+            name = name_of(process)
             assert name.startswith("ray::ServeReplica"), f"{name} listens on {address}:{port}"
             for token in (None, "guess"):
                 assert call(port, REPLICA_METHOD, token) == grpc.StatusCode.UNAUTHENTICATED
@@ -57,7 +57,7 @@ def test_nobody_listens_on_other_addresses_without_the_token(server: Server) -> 
 
 
 def test_rays_control_store_wants_the_token(server: Server) -> None:
-    port = next(port for process, _, port in listeners(server) if process.name() == "gcs_server")
+    port = next(port for process, _, port in listeners(server) if name_of(process) == "gcs_server")
     token = Path(environment(server)["RAY_AUTH_TOKEN_PATH"])
     assert token.stat().st_mode & 0o077 == 0
     assert call(port, GCS_METHOD, None) == grpc.StatusCode.UNAUTHENTICATED

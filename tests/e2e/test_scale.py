@@ -22,7 +22,8 @@ from tests.e2e.server import Server, farsight, start_server
 
 NUM_CLIENTS = 32
 NUM_TOKENS = 100
-TIMEOUT_S = 120.0
+TIMEOUT_S = 300.0
+"""For anything at all: a busy machine must not fail a test."""
 
 
 @dataclass
@@ -102,19 +103,28 @@ async def eventually(condition: Callable[[], bool]) -> None:
 
 
 def rows(server: Server, kind: str) -> list[dict[str, Any]]:
-    """The living pieces of a kind, as ``farsight scale`` calls it."""
-    actors = server.get("/status")["actors"]
-    return [row for row in actors if row["kind"] == ROW_KINDS[kind] and row["state"] == "ready"]
+    """The pieces of a kind, as ``farsight scale`` calls it."""
+    return [row for row in server.get("/status")["actors"] if row["kind"] == ROW_KINDS[kind]]
+
+
+def living(server: Server, kind: str) -> list[dict[str, Any]]:
+    """Those that are ready; on a busy machine one that answers late is shown as dead for once."""
+    return [row for row in rows(server, kind) if row["state"] == "ready"]
+
+
+def num_busy(server: Server, kind: str) -> int:
+    return sum(row["queue"] > 0 for row in living(server, kind))
 
 
 async def scale(server: Server, load: Load, kind: str, count: int) -> None:
     """By the command; afterwards ``/status`` shows it, and every client gets another stream through."""
     command = farsight("scale", kind, str(count), "--port", str(server.port))
+    await eventually(lambda: bool(rows(server, kind)))
     before = len(rows(server, kind))
     result = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(f"{kind}: {before} -> {count} after "), result.stdout
-    await eventually(lambda: len(rows(server, kind)) == count)
+    await eventually(lambda: len(living(server, kind)) == count)
     enough = load.num_done + NUM_CLIENTS
     await eventually(lambda: load.num_done >= enough)
     assert not load.wrong
@@ -129,13 +139,13 @@ def scaled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     server.stop()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(10 * TIMEOUT_S)
 async def test_scaling_under_load_is_not_seen_by_clients(scaled: Server) -> None:
     async with running_load(scaled.base_url) as load:
         for kind in ROW_KINDS:
             await scale(scaled, load, kind, 2)
             if kind in ("replica", "ingress"):  # the new one is given work
-                await eventually(lambda kind=kind: all(row["queue"] for row in rows(scaled, kind)))
+                await eventually(lambda kind=kind: num_busy(scaled, kind) == 2)
         for kind in ROW_KINDS:
             await scale(scaled, load, kind, 1)
     assert not load.wrong
@@ -159,9 +169,8 @@ def test_who_may_not_or_asks_wrongly_is_refused(
 ) -> None:
     given = find_admin_token(server.port) if token == "" else token
     headers = {} if given is None else {"Authorization": f"Bearer {given}"}
-    reply = httpx.post(
-        f"{server.base_url}/admin/scale", json={"kind": "replica", "count": 1} | change, headers=headers, timeout=60
-    )
+    asked = {"kind": "replica", "count": 1} | change
+    reply = httpx.post(f"{server.base_url}/admin/scale", json=asked, headers=headers, timeout=TIMEOUT_S)
     assert reply.status_code == status, reply.text
     assert words in reply.json()["error"]["message"]
 
@@ -173,7 +182,7 @@ def test_the_command_says_what_is_wrong_in_one_line(server: Server) -> None:
         (["replica", "1", "--token", "guess"], "the admin token is wrong"),
     ]:
         command = farsight("scale", *words, "--port", str(server.port))
-        result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
         assert result.returncode == 1
         assert message in result.stderr.lower()
         assert len(result.stderr.splitlines()) == 1, result.stderr

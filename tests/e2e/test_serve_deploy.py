@@ -23,7 +23,8 @@ import pytest
 import yaml
 
 from services.launch import EMBEDDED_NAME
-from tests.e2e.server import farsight
+from tests.e2e.batch_runs import wait_no_hosts
+from tests.e2e.server import farsight, wait_until
 from tests.free_ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,9 +82,9 @@ def head() -> Iterator[Head]:
     finally:
         children = psutil.Process(process.pid).children(recursive=True)
         process.stdin.close()
-        process.wait(60)
+        process.wait(TIMEOUT_S)
         process.stdout.close()
-        _, alive = psutil.wait_procs(children, timeout=60)
+        _, alive = psutil.wait_procs(children, timeout=TIMEOUT_S)
         shutil.rmtree(directory, ignore_errors=True)
     assert not alive
 
@@ -103,24 +104,46 @@ def wait_for(status: str, head: Head) -> str:
     url, headers = f"{head.dashboard}/api/serve/applications/", {"Authorization": f"Bearer {token}"}
     deadline = time.monotonic() + TIMEOUT_S
     while True:
-        found = httpx.get(url, headers=headers, timeout=60).json()["applications"].get("farsight", {})
+        found = httpx.get(url, headers=headers, timeout=TIMEOUT_S).json()["applications"].get("farsight", {})
         if found.get("status") == status:
             return str(found["message"])
         assert time.monotonic() < deadline, found
         time.sleep(0.2)
 
 
+def wait_running(head: Head, client: httpx.Client) -> None:
+    """Until the application runs, and the proxy has heard of it."""
+    wait_for("RUNNING", head)
+    wait_until(lambda: answers(client), "it runs, but the proxy does not pass requests on")
+
+
+def answers(client: httpx.Client) -> bool:
+    try:
+        return client.get("/health").is_success
+    except httpx.TransportError:
+        return False
+
+
 def workers(client: httpx.Client) -> list[int]:
-    return [row["pid"] for row in client.get("/status").json()["actors"] if row["kind"] == "ModelWorker"]
+    """Once they are ready: one that answers late on a busy machine is shown as dead, by a new ingress without pid."""
+    found: list[int] = []
+
+    def are_ready() -> bool:
+        rows = [row for row in client.get("/status").json()["actors"] if row["kind"] == "ModelWorker"]
+        found[:] = [row["pid"] for row in rows]
+        return bool(rows) and all(row["state"] == "ready" for row in rows)
+
+    wait_until(are_ready, "no worker is ready")
+    return found
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(6 * TIMEOUT_S)
 def test_deploy_redeploy_and_down(head: Head, tmp_path: Path) -> None:
     port = free_port()
     body = {"model": EMBEDDED_NAME, "prompt": "hello", "max_tokens": 4, "ignore_eos": True}
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=TIMEOUT_S) as client:
         head.deploy(file_with(tmp_path / "a.yaml", port))
-        wait_for("RUNNING", head)
+        wait_running(head, client)
         assert client.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 4
         first = workers(client)
 
@@ -133,19 +156,19 @@ def test_deploy_redeploy_and_down(head: Head, tmp_path: Path) -> None:
         assert client.post("/v1/completions", json=body).status_code == 200, "the pieces that ran go on"
 
         head.deploy(file_with(tmp_path / "c.yaml", port))
-        wait_for("RUNNING", head)
+        wait_running(head, client)
         assert workers(client) == first, "the same file finds the pieces that run"
 
     said = head.run(*farsight("down", "--address", head.gcs))
     assert "ended application farsight" in said
     assert "ended actor worker-0" in said
     assert head.run(*farsight("down", "--address", head.gcs)).strip() == "No actor of Farsight was there."
-    assert "PieceHost" not in str([process.name() for process in psutil.Process(head.process.pid).children(True)])
+    wait_no_hosts(lambda: psutil.Process(head.process.pid).children(recursive=True))
 
 
 def test_down_without_a_cluster_says_so() -> None:
     command = farsight("down", "--address", f"127.0.0.1:{free_port()}")
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert result.returncode == 1
     assert "no Ray cluster answers" in result.stderr
     assert "Traceback" not in result.stderr

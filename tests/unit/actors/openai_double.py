@@ -66,10 +66,6 @@ class OpenAIDouble:
         finally:
             await runner.cleanup()
 
-    @property
-    def port(self) -> int:
-        return int(self.url.removesuffix("/v1").rpartition(":")[2])
-
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response(status=self.health)
 

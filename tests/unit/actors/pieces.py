@@ -34,7 +34,8 @@ from core.log_messages import (
     TraceQuery,
 )
 
-LONG_S = 30.0
+LONG_S = 120.0
+"""Only so that nothing hangs for ever: the limit of pytest says less."""
 
 
 def piece_context(name: str, local: dict[str, Any] | None = None, *, restarts: int = 0, **log: Any) -> PieceContext:

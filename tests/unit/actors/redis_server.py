@@ -15,7 +15,7 @@ import pytest
 
 from tests.free_ports import free_port
 
-LONG_S = 30.0
+LONG_S = 120.0
 
 DURABLE = {"appendonly": "yes", "appendfsync": "always"}
 

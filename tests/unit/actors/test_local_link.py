@@ -14,6 +14,7 @@ import uvloop
 from actors import local_link
 from actors.local_link import LinkLost, LocalLink, connect, listen
 from core.errors import MessageError
+from tests.unit.actors.pieces import LONG_S
 
 
 @pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
@@ -117,7 +118,7 @@ def test_another_user_is_turned_away(runner: asyncio.Runner, monkeypatch: pytest
         caller.connect(address)
         _, link = await asyncio.get_running_loop().create_unix_connection(LocalLink, sock=caller)
         with pytest.raises(LinkLost):  # the connection stands before it can be looked at
-            await asyncio.wait_for(link.call("p", "echo", b"x"), 5)
+            await asyncio.wait_for(link.call("p", "echo", b"x"), LONG_S)
         link.close()
         assert house.seen == []
         assert await connect(address) is None, "what another user listens to is not trusted either"

@@ -7,11 +7,12 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from tests.unit.actors.pieces import LONG_S
 from tests.unit.services.test_conformance import house, read
 
 
 async def test_a_worker_steps_while_all_threads_of_asyncio_are_taken(tmp_path: Path) -> None:
-    async with asyncio.timeout(60.0), house("fcfs", tmp_path) as found, found.ingress() as client:
+    async with asyncio.timeout(LONG_S), house("fcfs", tmp_path) as found, found.ingress() as client:
         release = threading.Event()
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(1))

@@ -16,7 +16,7 @@ TESTS = Path(__file__).with_name("interpreted_fused.py")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_kernels_agree_with_torch() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     options = ["-q", "-W", "ignore", "-p", "no:cacheprovider", "--noconftest"]

@@ -32,6 +32,8 @@ from .models import assert_greedy, load_reference
 from .short_of_memory import Shortage
 from .test_engine import ROOMY, TIGHT_BLOCKS, families, greedy, random_prompts, with_random_moves
 
+pytestmark = pytest.mark.timeout(900)  # as many processes as ranks, each of which loads torch
+
 TORCH = dataclasses.replace(ROOMY, backend="torch")
 
 
@@ -161,14 +163,15 @@ def test_steps_that_ranks_have_no_memory_for_are_computed_in_parts(
             return execute(batch, sequences)
 
         runner.execute = executing  # type: ignore[assignment]
+        failures = [f"rank {rank}: OutOfMemoryError" for rank in range(tensor * pipeline)]
         with caplog.at_level(logging.WARNING):
-            outputs = live(engine, prompts, sampling, rng)
-        for prompt, output, completion in zip(prompts, outputs, expected, strict=True):
-            if tuple(output) != completion.token_ids:
-                assert len(output) == len(completion.token_ids)
-                assert_greedy(load_reference(directory), prompt, output)
-        assert runner.num_ooms > shortage.num_failed > 0
-        assert {f"rank {rank}: OutOfMemoryError" in caplog.text for rank in range(tensor * pipeline)} == {True}
+            # What steps there are depends on when copies end: until each rank has failed in one, and not only rank 0.
+            while not (runner.num_ooms > shortage.num_failed > 0 and all(each in caplog.text for each in failures)):
+                outputs = live(engine, prompts, sampling, rng)
+                for prompt, output, completion in zip(prompts, outputs, expected, strict=True):
+                    if tuple(output) != completion.token_ids:
+                        assert len(output) == len(completion.token_ids)
+                        assert_greedy(load_reference(directory), prompt, output)
         _refuse_one_and_go_on(engine, shortage, prompts[0], expected[0].token_ids)
     executor = engine.worker.executor
     assert executor.blocks.num_free == executor.blocks.num_blocks
@@ -180,7 +183,8 @@ def _refuse_one_and_go_on(engine: Engine, shortage: Shortage, prompt: list[int],
         shortage.least, shortage.share, shortage.error = 1, 1.0, error
         engine.submit(prompt, greedy(len(expected)))
         with pytest.raises(seen, match=f"rank 0: {error.__name__}"):
-            engine.step()
+            while not engine.idle:  # the policy may move it before its first step
+                engine.step()
         shortage.share = 0.0
         for progress in engine.worker.executor.report().progress:
             engine.abort(progress.request_id)
@@ -248,7 +252,7 @@ def test_a_rank_that_dies_is_missed_at_once(model_dir: Callable[[str], Path], id
             engine.submit([5, 6], greedy(100))
             engine.step()
         ranks.processes[0].kill()
-        assert gone.wait(10)
+        assert gone.wait(120)
         if not idle:
             with pytest.raises(RankLost):
                 for _ in range(100):

@@ -37,7 +37,7 @@ class Stream:
         return nullcontext()
 
     def mark(self) -> Callable[[], None]:
-        return lambda: self.open.wait(30) and None
+        return lambda: self.open.wait(120) and None
 
 
 def pool(num_blocks: int, value: float | None = None) -> KVPool:
@@ -80,7 +80,7 @@ def test_a_copy_is_done_when_the_stream_says_so() -> None:
     copier.begin(KVCopy(7, Residency.HOST, (1, 2), (0, 3)))
     assert copier.take_done() == [] and not told.is_set()
     stream.open.set()
-    assert told.wait(30)
+    assert told.wait(120)
     copier.wait()
     assert copier.take_done() == [(7, False)]
     assert copier.take_done() == []

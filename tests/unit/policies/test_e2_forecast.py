@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
 
-import numpy as np
 import pytest
 
 from core.costs import StepCost
@@ -13,10 +11,12 @@ from core.errors import InvalidValueError
 from core.forecast import QUANTILES, Forecast
 from core.request import Request, SamplingParams
 from policies.e2_forecast import INITIAL_OUTPUT_LEN, E2Forecast, ForecastChoice
-from policies.past_future import future_memory
 from policies.placement import ReplicaLoad
 from policies.radix_tree import Path
-from policies.residual_work import MIN_REMAINING
+from tests.unit.policies.plain_work import PlainRequest, PlainWork
+
+CAPACITY = 3000
+"""Of each replica where brute force decides as well, in tokens."""
 
 COST = StepCost(base_s=0.01, prefill_token_s=1e-3, decode_seq_s=1e-3, context_token_s=1e-6)
 
@@ -206,101 +206,52 @@ def test_a_block_has_a_token_at_least() -> None:
         E2Forecast(COST, 0)
 
 
-@dataclass
-class Naive:
-    """A request as brute force keeps it: the tokens it has are added up event by event."""
-
-    replica: str
-    own_len: int
-    prompt_len: int
-    length: float
-    prefill_s: float
-    produced: float = 0.0
-    started: bool = False
-
-    @property
-    def left(self) -> float:
-        left = self.length - self.produced
-        return left if left > 0 or not self.started else max(self.produced / 4, MIN_REMAINING)
-
-
-@dataclass
-class NaiveFleet:
-    capacity: int
-    now: float = 0.0
-    requests: dict[str, Naive] = field(default_factory=dict)
-
-    def on(self, replica: str, started: bool | None = None) -> list[Naive]:
-        mine = [each for each in self.requests.values() if each.replica == replica]
-        return [each for each in mine if started is None or each.started == started]
-
-    def step_s(self, replica: str) -> float:
-        running = self.on(replica, started=True)
-        return COST.step_s(0, max(1, len(running)), sum(each.prompt_len for each in running))
-
-    def pass_time(self, now: float) -> None:
-        for name in "abc":
-            for each in self.on(name, started=True):
-                each.produced += (now - self.now) / self.step_s(name)
-        self.now = now
-
-    def cost_s(self, replica: str, prompt_len: int, hit_len: int, length: float) -> float:
-        """Without evictions, of which there are none here."""
-        cost_s = sum(each.prefill_s for each in self.on(replica, started=False))
-        cost_s += (1 + len(self.on(replica))) * COST.prefill_s(prompt_len - hit_len, hit_len)
-        for each in self.on(replica):
-            together = min(each.left, length)
-            cost_s += together * (COST.decode_seq_s + COST.context_token_s * prompt_len)
-            cost_s += together * (COST.decode_seq_s + COST.context_token_s * each.prompt_len)
-        return cost_s + self._wait_s(replica, prompt_len - hit_len, length)
-
-    def _wait_s(self, replica: str, own_len: int, length: float) -> float:
-        others = sorted(self.on(replica), key=lambda each: np.ceil(each.left))
-        entries = [(int(each.own_len + each.produced), int(np.ceil(each.left))) for each in others]
-        entries.append((own_len, int(np.ceil(length))))
-        base, left = (np.array(column) for column in zip(*entries, strict=True))
-        excess = int(future_memory(base, left)) - self.capacity
-        for each in others:
-            if excess <= 0:
-                return 0.0
-            excess -= each.own_len + each.produced + np.ceil(each.left)
-            if excess <= 0:
-                return float(np.ceil(each.left) * self.step_s(replica))
-        return float(np.ceil(others[-1].left) * self.step_s(replica)) if others and excess > 0 else 0.0
+def brute_force_cost_s(work: PlainWork, slot: int, prompt_len: int, hit_len: int, length: float) -> float:
+    """Of a request on a replica: queue, prefill for all who are there, decode, wait for memory; nothing is evicted."""
+    there = work.on(slot)
+    cost_s = sum(each.prefill_s for each in there if not each.started)
+    cost_s += (1 + len(there)) * COST.prefill_s(prompt_len - hit_len, hit_len)
+    for each in there:
+        together = min(each.left, length)
+        cost_s += together * (COST.decode_seq_s + COST.context_token_s * prompt_len)
+        cost_s += together * (COST.decode_seq_s + COST.context_token_s * each.prompt_len)
+    return cost_s + work.memory_wait_s(slot, prompt_len - hit_len, length, CAPACITY)
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_every_decision_is_that_of_brute_force(seed: int) -> None:
     rng = random.Random(seed)
-    desk, fleet, now = Desk("abc", capacity=3000), NaiveFleet(3000), 0.0
+    desk, work, now = Desk("abc", CAPACITY), PlainWork(COST), 0.0
     cached: dict[str, set[int]] = {name: set() for name in "abc"}
     for _ in range(60):
         now += rng.expovariate(1 / 0.2)
-        fleet.pass_time(now)
-        waiting = [name for name, each in fleet.requests.items() if not each.started]
-        running = [name for name, each in fleet.requests.items() if each.started]
+        work.advance(now)
+        waiting = [name for name, each in work.requests.items() if not each.started]
+        running = [name for name, each in work.requests.items() if each.started]
         action = rng.random()
         if action < 0.3 and waiting:
             name = rng.choice(waiting)
-            each = fleet.requests[name]
+            each = work.requests[name]
             desk.placement.started(name, each.prompt_len - each.own_len, 0.0, now)
             each.started = True
         elif action < 0.5 and running:
             name = rng.choice(running)
             desk.placement.ended(name, 10, now)
-            del fleet.requests[name]
+            del work.requests[name]
         else:
             kind, own = rng.randrange(4), rng.randint(1, 40)
             prefix = path(1000 * kind, 60) + path(10_000 + 100 * desk.num, own)
             length = float(rng.randint(1, 300))
             hits = {name: 60 if kind in cached[name] else 0 for name in "abc"}
-            costs = {name: fleet.cost_s(name, len(prefix), hits[name], length) for name in "abc"}
+            costs = {
+                name: brute_force_cost_s(work, slot, len(prefix), hits[name], length) for slot, name in enumerate("abc")
+            }
             choice = desk.place(prefix, length, now)
             assert choice.cost_s == pytest.approx(costs[choice.replica], rel=1e-6, abs=1e-9)
             assert choice.cost_s <= min(costs.values()) + 1e-9
             cached[choice.replica].add(kind)
             prefill_s = COST.prefill_s(len(prefix) - choice.hit_len, choice.hit_len)
-            fleet.requests[f"r{desk.num}"] = Naive(
-                choice.replica, len(prefix) - choice.hit_len, len(prefix), length, prefill_s
+            work.requests[f"r{desk.num}"] = PlainRequest(
+                "abc".index(choice.replica), len(prefix), len(prefix) - choice.hit_len, length, prefill_s
             )
         desk.placement.check_integrity()

@@ -2,77 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import random
-from dataclasses import dataclass, field
 
 import pytest
 
 from core.costs import StepCost
 from core.errors import IntegrityError
-from policies.length_law import MIN_REMAINING
 from policies.residual_work import Demand, ResidualWork
+from tests.unit.policies.plain_work import PlainRequest, PlainWork
 
 COSTS = (StepCost(0.01, 1e-3, 2e-3, 1e-5), StepCost(0.03, 1e-3, 1e-3, 2e-5))
 NUM_REPLICAS = 3
-
-
-@dataclass
-class Plain:
-    slot: int
-    prompt_len: int
-    own_len: int
-    length: float
-    prefill_s: float
-    produced: float = 0.0
-    started: bool = False
-
-    @property
-    def left(self) -> float:
-        left = self.length - self.produced
-        return left if left > 0 else max(self.produced / 4, MIN_REMAINING)
-
-
-@dataclass
-class PlainWork:
-    """Tokens are added up event by event, and every answer is worked out from all requests."""
-
-    cost: StepCost = COSTS[0]
-    now: float = 0.0
-    requests: dict[str, Plain] = field(default_factory=dict)
-
-    def on(self, slot: int) -> list[Plain]:
-        return [each for each in self.requests.values() if each.slot == slot]
-
-    def step_s(self, slot: int) -> float:
-        running = [each for each in self.on(slot) if each.started]
-        return self.cost.step_s(0, max(1, len(running)), sum(each.prompt_len for each in running))
-
-    def advance(self, now: float) -> None:
-        for slot in range(NUM_REPLICAS):
-            for each in self.on(slot):
-                each.produced += (now - self.now) / self.step_s(slot) if each.started else 0.0
-        self.now = now
-
-    def meetings(self, length: float) -> list[tuple[float, float]]:
-        found = []
-        for slot in range(NUM_REPLICAS):
-            shared = [(min(each.left, length), each.prompt_len) for each in self.on(slot)]
-            found.append((sum(steps for steps, _ in shared), sum(steps * context for steps, context in shared)))
-        return found
-
-    def memory_wait_s(self, slot: int, own_len: int, length: float, capacity: int) -> float:
-        """The batch run forward to each end in turn: who is still there has grown by as many tokens."""
-        others = sorted(self.on(slot), key=lambda each: each.left)
-        entries = [(int(each.own_len + each.produced), math.ceil(each.left)) for each in others]
-        entries.append((own_len, math.ceil(length)))
-        peak = max(sum(base + end for base, left in entries if left >= end) for _, end in entries)
-        excess, wait = float(peak - capacity), 0.0
-        for each in others:
-            if excess > 0:
-                excess -= each.own_len + each.produced + math.ceil(each.left)
-                wait = math.ceil(each.left) * self.step_s(slot)
-        return wait
 
 
 class Both:
@@ -80,7 +20,7 @@ class Both:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.work, self.plain = ResidualWork(COSTS[0]), PlainWork()
+        self.work, self.plain = ResidualWork(COSTS[0]), PlainWork(COSTS[0])
         for _ in range(NUM_REPLICAS):
             self.work.add_replica()
         self.num = 0
@@ -120,7 +60,7 @@ class Both:
         slot, prompt_len = rng.randrange(NUM_REPLICAS), rng.randint(1, 400)
         own_len, left, prefill_s = rng.randint(1, prompt_len), rng.uniform(1, 200), rng.random()
         self.work.add(f"r{self.num}", slot, Demand(prompt_len, 0, 1000), left, own_len, prefill_s)
-        self.plain.requests[f"r{self.num}"] = Plain(slot, prompt_len, own_len, left, prefill_s)
+        self.plain.requests[f"r{self.num}"] = PlainRequest(slot, prompt_len, own_len, left, prefill_s)
 
     def compare(self) -> None:
         self.work.check_integrity()
@@ -132,7 +72,9 @@ class Both:
             assert self.work.queued_s[slot] == pytest.approx(queued_s, abs=1e-9)
             assert self.work.num_requests[slot] == len(there)
         length = self.rng.uniform(1, 300)
-        for mine, other in zip(zip(*self.work.meetings(length), strict=True), self.plain.meetings(length), strict=True):
+        for mine, other in zip(
+            zip(*self.work.meetings(length), strict=True), self.plain.meetings(length, NUM_REPLICAS), strict=True
+        ):
             assert mine == pytest.approx(other)
 
     def compare_wait(self) -> float:

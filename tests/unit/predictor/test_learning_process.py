@@ -62,7 +62,7 @@ def fitting(fit: Callable[[Any], bytes], argument: Any, timeout_s: float = 100.0
 
 
 def wait(process: FitProcess, now: float = 1.0) -> FitEnd:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while (end := process.poll(now)) is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)

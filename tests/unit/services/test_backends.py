@@ -18,7 +18,7 @@ from tests.unit.actors.openai_double import OpenAIDouble
 
 
 def config(*urls: str, preset: str = "fcfs", own: int = 0) -> FarsightConfig:
-    replica = tuple(ReplicaConfig("openai", url, connect_timeout_s=1.0) for url in urls)
+    replica = tuple(ReplicaConfig("openai", url, connect_timeout_s=60.0) for url in urls)
     return FarsightConfig(model=ModelConfig(replicas=own), scheduler=SchedulerConfig(preset=preset), replica=replica)
 
 

@@ -21,13 +21,12 @@ from policies.presets import PRESETS
 from policies.replica_events import RequestEnded, RequestsAborted, RequestsArrived, WorkerLost, WorkerReported
 from services.client import EngineClient
 from services.conformance import main
-from tests.unit.actors.pieces import until
+from tests.unit.actors.pieces import LONG_S, until
 from tests.unit.services.local_house import LocalHouse, local_house
 
 CONTINUOUS = [name for name, preset in PRESETS.items() if preset.mode == "continuous"]
 FORECAST = Forecast(20.0, tuple(20.0 + level for level in QUANTILES), 5, "history", 3)
 NUM_STREAMS = 20
-LONG_S = 60.0
 
 
 @asynccontextmanager

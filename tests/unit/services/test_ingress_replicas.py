@@ -14,7 +14,7 @@ from core.decisions import unpack_decisions
 from core.messages import TokenDelta
 from core.request import Origin, SamplingParams
 from services.client import EngineClient
-from tests.unit.actors.pieces import until
+from tests.unit.actors.pieces import LONG_S, until
 from tests.unit.services.local_house import LocalHouse, local_house
 
 NUM_REPLICAS = 3
@@ -25,7 +25,6 @@ OWN_LEN = 5
 ENDLESS = 50_000
 """Tokens of a stream that goes on until it is ended: minutes."""
 
-LONG_S = 60.0
 PROFILE = {
     "base_s": 0.005,
     "prefill_token_s": 1e-6,
@@ -159,7 +158,7 @@ async def test_a_death_takes_the_requests_of_its_own_clients_alone(tmp_path: Pat
             theirs, ours = Endless(dead, range(6)), Endless(alive, range(6, 10))
             await theirs.go_on()
             await ours.go_on()
-            assert found.router.queue == num_held() == 10
+            await until(lambda: found.router.queue == num_held() == 10)
         await until(lambda: found.router.queue == num_held() == 4)
         await ours.go_on()
         assert ours.attempts == {0}, "none was begun again"

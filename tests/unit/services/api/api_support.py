@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ METRICS = "# HELP vllm:num_requests_running Running.\n# TYPE vllm:num_requests_r
 class ScriptedBackend:
     """Plays a script for each stream and counts what becomes of them; ``pieces`` is what ``/status`` shows."""
 
-    def __init__(self, script: Callable[[tuple[int, ...]], Sequence[Step]] | Sequence[Step] = HELLO) -> None:
+    def __init__(self, script: Callable[[tuple[int, ...]], Iterable[Step]] | Iterable[Step] = HELLO) -> None:
         self.model = ModelInfo(MODEL, 1_700_000_000, MAX_MODEL_LEN, False, VOCAB_SIZE)
         self.calls: list[tuple[tuple[int, ...], SamplingParams]] = []
         self.texts: list[PromptText | None] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -167,14 +168,21 @@ async def test_pool_limit_names_the_setting(client: httpx.AsyncClient, backend: 
         assert "KV pool" in message and "--kv-memory" in message and "64 tokens" in message
 
 
-def _by_prompt(prompt_ids: tuple[int, ...]) -> list[Step]:
-    """The first prompt is the slowest."""
-    name = str(prompt_ids[0])
-    return [0.03 / prompt_ids[0], delta(name), delta(), delta(name, "length", num_tokens=2)]
+def _last_first() -> ScriptedBackend:
+    """Of the prompts [1], [2], [3], each waits until all behind it have ended."""
+
+    def script(prompt_ids: tuple[int, ...]) -> Iterator[Step]:
+        name = str(prompt_ids[0])
+        while backend.num_closed < 3 - prompt_ids[0]:
+            yield 0.001
+        yield from (delta(name), delta(), delta(name, "length", num_tokens=2))
+
+    backend = ScriptedBackend(script)
+    return backend
 
 
 async def test_several_prompts(connect: Any) -> None:
-    backend = ScriptedBackend(_by_prompt)
+    backend = _last_first()
     body = (await _post(connect(backend), COMPLETION, prompt=[[1], [2, 2], [3]])).json()
     assert [(each["index"], each["text"]) for each in body["choices"]] == [(0, "11"), (1, "22"), (2, "33")]
     assert body["usage"] == used(4, 12)
@@ -182,10 +190,16 @@ async def test_several_prompts(connect: Any) -> None:
 
 
 async def test_several_prompts_run_at_once(connect: Any) -> None:
-    backend = ScriptedBackend([0.2, delta("x", "stop")])
-    started = asyncio.get_running_loop().time()
-    await _post(connect(backend), COMPLETION, prompt=[[1]] * 10)
-    assert asyncio.get_running_loop().time() - started < 1.0
+    """None goes on before all have begun."""
+
+    def script(prompt_ids: tuple[int, ...]) -> Iterator[Step]:
+        while backend.num_opened < 10:
+            yield 0.001
+        yield delta("x", "stop")
+
+    backend = ScriptedBackend(script)
+    async with asyncio.timeout(120.0):
+        assert (await _post(connect(backend), COMPLETION, prompt=[[1]] * 10)).status_code == 200
 
 
 async def test_streamed_completion(client: httpx.AsyncClient) -> None:
@@ -218,7 +232,7 @@ async def test_streamed_chat_with_usage(client: httpx.AsyncClient, backend: Scri
 
 
 async def test_several_streamed_prompts(connect: Any) -> None:
-    backend = ScriptedBackend(_by_prompt)
+    backend = _last_first()
     response = await _post(connect(backend), COMPLETION, prompt=[[1], [2], [3]], stream=True, stream_options=USAGE)
     events = read_events(response.text)
     choices = [each["choices"][0] for each in events[:-1]]

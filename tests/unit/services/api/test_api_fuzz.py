@@ -102,6 +102,7 @@ def test_every_address_that_takes_a_post_is_fuzzed(house: House) -> None:
     assert 2 * sum(CASES.values()) == 2000
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=lambda mode: mode.value)
 @pytest.mark.parametrize("path", CASES)
 def test_no_request_makes_the_server_fail(house: House, path: str, mode: GenerationMode) -> None:

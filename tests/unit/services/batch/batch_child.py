@@ -1,6 +1,7 @@
-"""Runs a batch over the scripted backend, in a process of its own that a test can kill: IN OUT CALLS.
+"""Runs a batch over the scripted backend, in a process of its own that a test can kill: IN OUT CALLS MAX_CALLS.
 
-Each call of the backend leaves one line with its number in CALLS.
+Each call of the backend leaves one line with its number in CALLS. After so many calls it answers no more, so that the
+batch cannot come to its end before a test that is late kills it.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from tests.unit.services.api.api_support import ScriptedBackend, Step
 from tests.unit.services.batch.batch_support import echo, number_of, served
 
 CONCURRENCY = 8
+FOR_EVER_S = 3600.0
 
 
-def main(source: Path, target: Path, calls: Path) -> None:
+def main(source: Path, target: Path, calls: Path, max_calls: int) -> None:
     batch = read_batch(source)
+    left = iter(range(max_calls))
     with (
         tempfile.TemporaryDirectory() as folder,
         calls.open("ab", buffering=0) as log,
@@ -32,7 +35,8 @@ def main(source: Path, target: Path, calls: Path) -> None:
         def script(prompt_ids: tuple[int, ...]) -> Sequence[Step]:
             number = number_of(prompt_ids)
             os.write(log.fileno(), b"%d\n" % number)
-            return echo(prompt_ids, wait_s=0.004 + number % 7 * 0.004)
+            answers = next(left, None) is not None
+            return echo(prompt_ids, wait_s=0.004 + number % 7 * 0.004 if answers else FOR_EVER_S)
 
         app = served(Path(folder), ScriptedBackend(script))
         asyncio.run(run_batch(app, batch.lines, store, concurrency=CONCURRENCY, on_done=lambda *counts: None))
@@ -40,4 +44,4 @@ def main(source: Path, target: Path, calls: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    main(*map(Path, sys.argv[1:4]), int(sys.argv[4]))

@@ -12,6 +12,8 @@ from services.batch.lines import Batch
 from services.batch.progress import ProgressStore, partial_path
 from tests.unit.services.batch.batch_support import numbered, read_output, result
 
+pytestmark = pytest.mark.timeout(600)  # hundreds of writes wait for the disk, which others may keep busy
+
 
 @pytest.fixture
 def batch(tmp_path: Path) -> Batch:

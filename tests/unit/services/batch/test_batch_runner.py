@@ -14,7 +14,7 @@ import pytest
 from core.errors import CapacityError, FarsightError
 from services.batch.lines import Batch, LineResult, read_batch
 from services.batch.progress import ProgressStore
-from services.batch.runner import RetryPolicy, ServiceStalled, run_batch
+from services.batch.runner import GROUP_S, RetryPolicy, ServiceStalled, run_batch
 from tests.unit.services.api.api_support import ScriptedBackend
 from tests.unit.services.batch.batch_support import (
     CHAT,
@@ -28,7 +28,7 @@ from tests.unit.services.batch.batch_support import (
     write_batch,
 )
 
-FAST = RetryPolicy(give_up_s=5.0, first_delay_s=0.001, max_delay_s=0.01)
+FAST = RetryPolicy(first_delay_s=0.001, max_delay_s=0.01)
 Answer = tuple[int, dict[str, str], Any]
 
 
@@ -82,15 +82,18 @@ async def test_concurrency_is_bounded_and_used(tmp_path: Path, target: Path) -> 
 
 
 async def test_output_order_does_not_depend_on_who_is_first(tmp_path: Path, target: Path) -> None:
-    finished = []
+    finished: list[int] = []
+    due = [asyncio.Event() for _ in range(20)]
+    due[19].set()  # the last line first
 
     async def answer(number: int) -> Answer:
-        await asyncio.sleep(0.001 * (20 - number))
+        await due[number].wait()
+        due[number - 1].set()
         finished.append(number)
         return 200, {"X-Request-Id": f"r-{number}"}, {"number": number}
 
     output = await _run_whole(answering(answer), numbered(tmp_path / "in.jsonl", 20), target, concurrency=20)
-    assert finished != sorted(finished)
+    assert finished == list(reversed(range(20)))
     assert [line["response"]["body"]["number"] for line in output] == list(range(20))
     assert [line["response"]["request_id"] for line in output] == [f"r-{i}" for i in range(20)]
 
@@ -128,9 +131,14 @@ async def test_full_backend_is_tried_again(tmp_path: Path, target: Path, monkeyp
 
 
 async def test_request_that_is_always_refused_becomes_an_error(tmp_path: Path, target: Path) -> None:
+    others_answered = asyncio.Event()
+
     async def answer(number: int) -> Answer:
         if number == 3:
+            await others_answered.wait()  # else it is the service that fails, and not this request
             return 429, {}, {"error": {"message": "too big for now"}}
+        if number > 3:
+            others_answered.set()
         await asyncio.sleep(0.005)
         return 200, {}, {}
 
@@ -144,15 +152,22 @@ async def test_request_that_is_always_refused_becomes_an_error(tmp_path: Path, t
 
 
 async def test_service_that_answers_nobody_ends_the_run_and_spoils_no_line(tmp_path: Path, target: Path) -> None:
+    kept = asyncio.Event()
+
     async def answer(number: int) -> Answer:
         if number < 3:
             return 200, {}, {}
+        await kept.wait()  # what is on its way to the disk when the run ends is run again
         return 503, {}, {"error": {"message": "the worker is gone"}}
+
+    def report(num_done: int, num_failed: int) -> None:
+        if num_done == 3:
+            kept.set()
 
     batch = numbered(tmp_path / "in.jsonl", 20)
     retry = RetryPolicy(give_up_s=0.7, first_delay_s=0.001, max_delay_s=0.1)
     with pytest.raises(ServiceStalled, match=r"503 \(the worker is gone\)"):
-        await _run_whole(answering(answer), batch, target, concurrency=1, retry=retry)
+        await _run_whole(answering(answer), batch, target, concurrency=1, retry=retry, on_done=report)
     with ProgressStore.open(target, batch) as store:
         assert (store.num_done, store.num_failed) == (3, 0)
 
@@ -216,19 +231,36 @@ async def test_store_that_fails_ends_the_run(tmp_path: Path, target: Path, monke
 
 async def test_results_are_kept_in_small_groups(tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    real_append = ProgressStore.append
+    limits: list[asyncio.Timeout] = []
+    second_group, forty_kept = asyncio.Event(), asyncio.Event()
+    real_append, real_timeout = ProgressStore.append, asyncio.timeout
 
     def append(self: ProgressStore, results: list[LineResult]) -> None:
         sizes.append(len(results))
         real_append(self, results)
 
+    def timeout(seconds: float) -> asyncio.Timeout:
+        """Runs out when it is told to: how long the disk takes must not change the groups."""
+        assert seconds == GROUP_S
+        limits.append(real_timeout(None))
+        if len(limits) == 2:
+            second_group.set()
+        return limits[-1]
+
     async def answer(number: int) -> Answer:
         if number == 40:
-            await asyncio.sleep(0.8)
+            await second_group.wait()
+            limits[1].reschedule(asyncio.get_running_loop().time())
+            await forty_kept.wait()
         return 200, {}, {}
 
+    def report(num_done: int, num_failed: int) -> None:
+        if num_done == 40:
+            forty_kept.set()
+
     monkeypatch.setattr(ProgressStore, "append", append)
-    await _run_whole(answering(answer), numbered(tmp_path / "in.jsonl", 41), target)
+    monkeypatch.setattr(asyncio, "timeout", timeout)
+    await _run_whole(answering(answer), numbered(tmp_path / "in.jsonl", 41), target, on_done=report)
     assert sizes == [32, 8, 1]  # full; after half a second; at the end
 
 
