@@ -46,10 +46,19 @@ def body(index: int) -> dict[str, Any]:
     }
 
 
+async def ask(session: aiohttp.ClientSession, index: int) -> aiohttp.ClientResponse:
+    """Asked once more where nothing was answered because the connection was closed: HAProxy, told of another number of
+    ingress replicas, closes idle ones, and a client that is late may send on one at that moment."""
+    try:
+        return await session.post("/v1/completions", json=body(index))
+    except aiohttp.ServerDisconnectedError:
+        return await session.post("/v1/completions", json=body(index))
+
+
 async def read(session: aiohttp.ClientSession, index: int) -> str:
     """The text of one stream, whose end is checked."""
     text, num_tokens, last = "", 0, ""
-    async with session.post("/v1/completions", json=body(index)) as reply:
+    async with await ask(session, index) as reply:
         assert reply.status == 200, await reply.text()
         async for raw in reply.content:
             line = raw.decode().strip()
