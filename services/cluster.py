@@ -26,7 +26,6 @@ OBJECT_STORE_BYTES = 128 * 1024 * 1024
 _REMOVE_S = 2.0
 _LOOK_S = 0.05
 
-
 _AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
 """What Ray calls the ports of its agents."""
 

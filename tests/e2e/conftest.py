@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.launch import EMBEDDED_NAME
-from tests.e2e.server import Server, start_server
+from tests.e2e.server import Server, one_ingress, start_server
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 900.0
@@ -23,7 +23,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="package")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    running = start_server(tmp_path_factory.mktemp("log") / "server.log")
+    folder = tmp_path_factory.mktemp("log")
+    running = start_server(folder / "server.log", *one_ingress(folder))
     yield running
     running.stop()
 

@@ -161,6 +161,13 @@ def spawn_server(log: Path, *flags: str) -> Server:
     return Server(process, port, log)
 
 
+def one_ingress(folder: Path) -> tuple[str, str]:
+    """Flags for one ingress replica, however many cores the machine has."""
+    config = folder / "one_ingress.toml"
+    config.write_text("[server]\ningress_replicas = 1\n")
+    return "--config", str(config)
+
+
 def start_server(log: Path, *flags: str) -> Server:
     """Starts ``farsight serve`` and waits until it answers and has left its run file, with which its start is over."""
     server = spawn_server(log, *flags)

@@ -65,14 +65,15 @@ def status(server: Server) -> dict[str, Any]:
 
 
 def learnt(server: Server) -> list[dict[str, Any]]:
-    """What the service says it has learnt, once it says that it has: a log that answers late tells of nothing."""
+    """What the service says it has learnt, once it says what holds of it: a version is marked a moment after it is
+    stored, and a log that answers late tells of nothing."""
     found: list[dict[str, Any]] = []
 
     def shown() -> bool:
         found[:] = status(server)["learnt"]
-        return bool(found)
+        return any(version["current"] for version in found)
 
-    wait_until(shown, "nothing is stored, or it is not shown")
+    wait_until(shown, "nothing that is learnt holds, or it is not shown")
     return found
 
 

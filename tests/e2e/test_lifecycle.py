@@ -16,7 +16,7 @@ import pytest
 from benchmarks.streams import MAX_TRIES
 from services.launch import EMBEDDED_MODEL, EMBEDDED_NAME
 from tests.e2e.batch_runs import without_agents
-from tests.e2e.server import LONG_S, Server, farsight, kill_all, start_server, wait_until
+from tests.e2e.server import LONG_S, Server, farsight, kill_all, one_ingress, start_server, wait_until
 from tests.free_ports import free_port
 
 
@@ -27,7 +27,8 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server whose processes are killed; in the end it must stop as any other."""
-    running = start_server(tmp_path_factory.mktemp("mortal") / "log", "--dtype", "float32")
+    folder = tmp_path_factory.mktemp("mortal")
+    running = start_server(folder / "log", "--dtype", "float32", *one_ingress(folder))
     yield running
     running.stop()
     assert running.process.returncode == 0
