@@ -63,16 +63,17 @@ class Server:
         """Every process that the server started, directly or not."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
-    def pid_of(self, kind: str) -> int:
-        """Of the first piece of that kind, once it is ready: who answers late on a busy machine is shown as dead."""
+    def pid_of(self, piece: str) -> int:
+        """Of the first piece of that kind or name, once it is ready: one that answers late is shown as dead, and it may
+        be unknown where it lives."""
         found: list[int] = []
 
         def is_ready() -> bool:
             rows = self.get("/status")["actors"]
-            found[:] = [row["pid"] for row in rows if row["kind"] == kind and row["state"] == "ready"]
+            found[:] = [row["pid"] for row in rows if piece in (row["kind"], row["name"]) and row["state"] == "ready"]
             return bool(found)
 
-        wait_until(is_ready, f"no {kind} is ready")
+        wait_until(is_ready, f"no {piece} is ready")
         return found[0]
 
     def wait_idle(self, timeout_s: float = LONG_S, *, ingress_too: bool = True) -> None:

@@ -54,19 +54,6 @@ def page(split_server: Server) -> Iterator[Page]:
         browser.close()
 
 
-def pid_of(server: Server, name: str) -> int:
-    """Of a piece, once it is ready: one that answers late is shown as dead, and it may be unknown where it lives."""
-    found: list[int] = []
-
-    def is_ready() -> bool:
-        rows = server.get("/status")["actors"]
-        found[:] = [row["pid"] for row in rows if row["name"] == name and row["state"] == "ready"]
-        return bool(found)
-
-    wait_until(is_ready, f"{name} is not ready")
-    return found[0]
-
-
 def ready_colour(page: Page, name: str) -> str:
     """Of a piece that is ready, once it is: on a busy machine one that answers late is shown as dead for a moment."""
     found: list[str] = []
@@ -83,7 +70,7 @@ def ready_colour(page: Page, name: str) -> str:
 def test_a_killed_service_turns_red_and_then_green(split_server: Server, page: Page, tmp_path: Path, name: str) -> None:
     card = page.get_by_test_id(f"card-{name}")
     green = ready_colour(page, name)
-    pid = pid_of(split_server, name)
+    pid = split_server.pid_of(name)
     restarts = int(card.locator("[data-field=restarts]").inner_text())
     began_ms = page.evaluate(NOTE_RED, name)
     os.kill(pid, signal.SIGKILL)
@@ -92,7 +79,7 @@ def test_a_killed_service_turns_red_and_then_green(split_server: Server, page: P
     page.screenshot(path=tmp_path / "red.png")
     expect(card).to_have_attribute("data-state", "ready")
     assert ready_colour(page, name) == green
-    assert pid_of(split_server, name) != pid
+    assert split_server.pid_of(name) != pid
     expect(card.locator("[data-field=restarts]")).to_have_text(str(restarts + 1))
     expect(page.get_by_test_id("overall")).to_have_text(re.compile("All .* services ready"))
     page.screenshot(path=tmp_path / "green.png")
