@@ -63,9 +63,9 @@ def main() -> None:
 
 @contextmanager
 def _site(config: FarsightConfig) -> Iterator[Any]:
-    from services.cluster import private_cluster
-    from services.launch import find_model, find_site, start_pieces
-    from services.signals import StopSignal
+    from services.launch.cluster import private_cluster
+    from services.launch.launch import find_model, find_site, start_pieces
+    from services.launch.signals import StopSignal
 
     site = find_site(config, find_model(config))
     with private_cluster(StopSignal()):
@@ -80,7 +80,7 @@ def _as_replica(work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
 
 
 async def _measure(site: Any, args: argparse.Namespace) -> dict[str, Any]:
-    from services.connect import open_client
+    from services.ingress.connect import open_client
 
     client = await open_client(site)
     try:

@@ -15,13 +15,13 @@ import numpy as np
 from benchmarks.live_presets.live import Hardware, run_live
 from estimator.device_profile import A100_7B
 from simulator import predictors
-from simulator.arrivals import AllAtOnce
+from simulator.cluster.records import Record
 from simulator.experiment import Experiment
-from simulator.lengths import LengthPair, Uniform
-from simulator.records import Record
 from simulator.run import run as simulate
-from simulator.workload import Arrival
-from simulator.workloads import draw
+from simulator.traffic.arrivals import AllAtOnce
+from simulator.traffic.lengths import LengthPair, Uniform
+from simulator.traffic.workload import Arrival
+from simulator.traffic.workloads import draw
 
 LENGTHS = LengthPair(Uniform(16, 128), Uniform(8, 256), 256)
 KV_TOKENS = 121_000

@@ -21,14 +21,14 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 
-from actors.log_backend import Retention
-from actors.log_sqlite import SqliteLog
+from actors.log.log_backend import Retention
+from actors.log.log_sqlite import SqliteLog
+from benchmarks.common.servers import RunningServer, farsight_command
 from benchmarks.decisions.row import Row
-from benchmarks.servers import RunningServer, farsight_command
 from core.forecast import Example
-from core.log_messages import ArtefactInfo, LoggedExample, LogQuery
+from core.messages.log import ArtefactInfo, LoggedExample, LogQuery
 from predictor.training import RECIPES, train
-from services.forecast_data import EMBEDDED_TOKENIZER, TokenCounter, read_examples
+from services.commands.forecast_data import EMBEDDED_TOKENIZER, TokenCounter, read_examples
 
 MAX_LEN = 1000
 """Of prompt and output together, in tokens: the embedded model's context, less what joins instruction and input."""

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.servers import vocab_size
+from benchmarks.common.servers import vocab_size
 from benchmarks.step_timing import StepLog, TimedRunner, detokenizing
 from core.config import BACKENDS, EngineConfig
 from core.request import SamplingParams

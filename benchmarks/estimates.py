@@ -38,7 +38,7 @@ from estimator.samples import step_sample
 from estimator.step_profile import StepProfile
 from kvcache import StepBatch
 from services.bench.report import markdown_table, provenance
-from services.step_bench import StepBench, fit_steps, measure, relative_errors
+from services.commands.step_bench import StepBench, fit_steps, measure, relative_errors
 
 EMBEDDED_MODEL = Path(__file__).parent.parent / "services" / "embedded_model"
 GRID_ROUNDS = 3

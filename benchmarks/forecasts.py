@@ -27,7 +27,7 @@ from predictor.metrics import Scores, kendall_tau, rmse, score
 from predictor.text_predictor import TextPredictor
 from predictor.trainer import ForestOptions, grow
 from predictor.training import RECIPES, Recipe, embed_all, train
-from services.forecast_data import EMBEDDED_TOKENIZER, TokenCounter, read_examples
+from services.commands.forecast_data import EMBEDDED_TOKENIZER, TokenCounter, read_examples
 
 LIMIT = 1024
 """Of prompts and outputs in Magnus's experiments, in tokens (§IV)."""

@@ -25,19 +25,19 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_models import SHAPES, model_config, random_weights
+from benchmarks.common.gpu_models import SHAPES, model_config, random_weights
 from core.request import Request, Residency, SamplingParams
-from engine import cuda
-from engine.attention import AttentionBackend
-from engine.backends import GraphBackend, gpu_attention
-from engine.decode_graphs import Capture
-from engine.kv_pool import KVPool
-from engine.model_config import ModelConfig
-from engine.model_runner import ModelRunner
+from engine.attention.attention import AttentionBackend
+from engine.attention.step_sizes import StepSizes
+from engine.attention.torch_attention import TorchAttention
+from engine.checkpoint.model_config import ModelConfig
+from engine.devices import cuda
+from engine.kv.kv_pool import KVPool
+from engine.kv.stream_copier import HostBlocks, StreamCopier
 from engine.sequence import Sequence
-from engine.step_sizes import StepSizes
-from engine.stream_copier import HostBlocks, StreamCopier
-from engine.torch_attention import TorchAttention
+from engine.steps.backends import GraphBackend, gpu_attention
+from engine.steps.decode_graphs import Capture
+from engine.steps.model_runner import ModelRunner
 from kvcache import KVCopy, StepBatch, StepItem
 from services.bench.report import markdown_table, provenance, write_json
 

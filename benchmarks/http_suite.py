@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.servers import RunningServer, farsight_command, vocab_size
+from benchmarks.common.servers import RunningServer, farsight_command, vocab_size
 from services.bench.compare import num_errors, run_bench
 from services.bench.options import BenchOptions
 from services.bench.processes import ProcessTree

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.streams import Stream, Streams, open_streams, streams_midway
+from benchmarks.common.streams import Stream, Streams, open_streams, streams_midway
 from core.config import FarsightConfig, load_config
 
 if TYPE_CHECKING:
@@ -183,9 +183,9 @@ def main(words: Sequence[str] | None = None) -> None:
     }
     import ray
 
-    from actors.names import NAMESPACE
+    from actors.runtime.names import NAMESPACE
     from benchmarks.ray_nodes import Nodes
-    from services.launch import Service, find_model, find_site
+    from services.launch.launch import Service, find_model, find_site
 
     config = _config(args)
     nodes = Nodes(NUM_NODES, HEALTH)

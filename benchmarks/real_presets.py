@@ -24,14 +24,14 @@ from benchmarks.live_presets.live import Hardware, run_live
 from benchmarks.live_presets.runs import Figures, figures
 from estimator.device_profile import DeviceProfile, find_device_profile
 from simulator import predictors
-from simulator.arrivals import Poisson
+from simulator.cluster.latency import LinearLatency
 from simulator.compare import paired_ratio
 from simulator.experiment import Experiment
-from simulator.latency import LinearLatency
 from simulator.run import run as simulate
 from simulator.summary import Sla
-from simulator.workload import Arrival
-from simulator.workloads import build_workload, retime
+from simulator.traffic.arrivals import Poisson
+from simulator.traffic.workload import Arrival
+from simulator.traffic.workloads import build_workload, retime
 
 MAX_LEN = 2000
 """Of prompt and output together, in tokens: what the model of ``benchmarks.make_model`` holds."""

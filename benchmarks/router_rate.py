@@ -22,14 +22,14 @@ from typing import Any
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from actors.names import scheduler_name
-from actors.piece import PieceContext
-from actors.router import Router
-from actors.site import Site
-from core.cache_messages import CachedRun, CacheNotice, CacheReply, StartedRequest
+from actors.runtime.names import scheduler_name
+from actors.runtime.piece import PieceContext
+from actors.runtime.site import Site
+from actors.scheduling.router import Router
 from core.codec import decode, encode
 from core.config import FarsightConfig, SchedulerConfig
 from core.messages import FinishedSequence, Refusals, ReplicaNews, ReplicaState, Submit, WorkerReady
+from core.messages.cache import CachedRun, CacheNotice, CacheReply, StartedRequest
 from core.request import Origin, Request, SamplingParams, SequenceStatus
 from kvcache.prefix import hash_blocks
 

@@ -22,16 +22,16 @@ from rich.console import Console
 from rich.table import Table
 
 import services
-from benchmarks.servers import RunningServer, farsight_command
+from benchmarks.common.servers import RunningServer, farsight_command
 from core.config import EngineConfig
 from estimator.device_profile import A100_7B
 from services.bench.load import Connection, measure
 from services.bench.targets import BodyForm, Call, Target
-from services.logged_traffic import Traffic, read_traffic
+from services.commands.logged_traffic import Traffic, read_traffic
 from simulator.experiment import Experiment
 from simulator.run import run
-from simulator.workload import Arrival
-from simulator.workloads import build_workload
+from simulator.traffic.workload import Arrival
+from simulator.traffic.workloads import build_workload
 
 WORKLOADS = {"gsm8k-like": 25.0, "sharegpt-like": 3.0, "zipf": 4.0}
 """Names and requests per second: enough that requests wait."""

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from benchmarks.decisions.row import Row
-from policies.builders import build_router, build_scheduler
-from policies.replica_scheduler import SchedulerLimits
-from simulator.fleet import Fleet, FleetShape
-from simulator.latency import A100_7B
-from simulator.replica import ReplicaShape
-from simulator.workload import Arrival
+from policies.compose import build_router, build_scheduler
+from policies.replica.scheduler import SchedulerLimits
+from simulator.cluster.fleet import Fleet, FleetShape
+from simulator.cluster.latency import A100_7B
+from simulator.cluster.replica import ReplicaShape
+from simulator.traffic.workload import Arrival
 
 _LIMITS = SchedulerLimits(256, standby_slots=0)
 

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from unittest import mock
 
-from engine.detokenizer import OutputText
 from engine.sequence import Sequence
+from engine.text.detokenizer import OutputText
 from engine.worker import Runner
 from kvcache import StepBatch
 

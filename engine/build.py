@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from core.config import EngineConfig, SchedulerConfig
 from core.errors import ConfigError
 from core.messages import WorkerReady
-from engine.detokenizer import Detokenizer, load_tokenizer
-from engine.emulated_device import emulate_device
-from engine.model_config import load_model_config, resolve_max_model_len
+from engine.checkpoint.model_config import load_model_config, resolve_max_model_len
+from engine.devices.emulated_device import emulate_device
 from engine.parallel.mesh import ALONE, Mesh, check_parallel
+from engine.text.detokenizer import Detokenizer, load_tokenizer
 from engine.worker import Worker
 from kvcache import BatchLimits, BlockManager, LeaseExecutor, PipelinedExecutor, PlanExecutor, StaticExecutor
-from policies.builders import follows_prefixes, swaps_kv
+from policies.compose import follows_prefixes, swaps_kv
 from policies.presets import find_preset
 
 if TYPE_CHECKING:
@@ -87,9 +87,9 @@ def build_worker(
         device = emulate_device(config, tokenizer, engine, swaps=swaps)
     else:
         if engine.device == "cuda":
-            from engine.cuda_device import load_device
+            from engine.devices.cuda_device import load_device
         else:
-            from engine.model_device import load_device
+            from engine.devices.model_device import load_device
         device = load_device(model_dir, config, dtype_name, engine, num_replicas, swaps=swaps, packed=packed)
     limits = BatchLimits(engine.max_num_seqs, engine.max_batch_tokens)
     blocks = BlockManager(device.num_blocks, engine.kv_block_size, device.token_bytes * engine.kv_block_size)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from core.messages import DeltaLogprobs, FinishedSequence, TokenDelta
-from engine.detokenizer import OutputText
 from engine.sequence import Sequence
+from engine.text.detokenizer import OutputText
 
 
 @dataclass(frozen=True, slots=True)

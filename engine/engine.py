@@ -16,13 +16,13 @@ from core.errors import InvalidValueError
 from core.messages import TokenDelta
 from core.request import Request, SamplingParams
 from engine.build import build_worker
-from engine.detokenizer import load_tokenizer
-from engine.model_config import resolve_model_dir
+from engine.checkpoint.model_config import resolve_model_dir
+from engine.text.detokenizer import load_tokenizer
 from engine.worker import Worker
 from kvcache import StepBatch
-from policies.builders import configured_scheduler
-from policies.replica_events import Event, RequestsAborted, RequestsArrived, SendPlan, WorkerConnected, WorkerReported
-from policies.replica_scheduler import ReplicaScheduler
+from policies.compose import configured_scheduler
+from policies.replica.events import Event, RequestsAborted, RequestsArrived, SendPlan, WorkerConnected, WorkerReported
+from policies.replica.scheduler import ReplicaScheduler
 
 if TYPE_CHECKING:
     from engine.parallel.links import Ranks
@@ -45,7 +45,7 @@ class Engine:
     """Continuous batching over one model, driven by ``step``.
 
     Args:
-        model: A directory or hub id of a model of a supported architecture (``engine.architectures``).
+        model: A directory or hub id of a model of a supported architecture (``engine.checkpoint.architectures``).
         dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
         engine: Batch limits, block size, KV memory, context length, threads.
         scheduler: Preset and its parameters.

@@ -14,11 +14,11 @@ from typing import Protocol
 from core.errors import IntegrityError
 from core.messages import DeltaLogprobs, FinishedSequence, Key, Plan, TokenDelta, WorkerReady, WorkerState
 from core.request import Request, SamplingParams, SequenceStatus
-from engine.detokenizer import Detokenizer, OutputText
 from engine.emission import Emission, Output
 from engine.held_back import HeldBack, joined_outputs
-from engine.logged_tokens import LoggedTokens
+from engine.sampling.logged_tokens import LoggedTokens
 from engine.sequence import Sequence
+from engine.text.detokenizer import Detokenizer, OutputText
 from kvcache import KVCopy, PlanExecutor, StepBatch
 from kvcache.prefix import are_hashes_of, extend_hashes, root_of, salted_root
 

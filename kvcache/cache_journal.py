@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from core.cache_messages import CachedRun, CacheNotice
 from core.errors import IntegrityError
+from core.messages.cache import CachedRun, CacheNotice
 from kvcache.block_manager import BlockManager
 from kvcache.prefix import NO_PARENT
 

@@ -17,8 +17,8 @@ import msgpack
 from core.codec import decode, encode
 from core.config import SchedulerConfig
 from core.errors import MessageError
-from policies.builders import configured_replica
-from policies.replica_events import Event, Instruction
+from policies.compose import configured_replica
+from policies.replica.events import Event, Instruction
 
 _EVENTS: dict[str, type] = {kind.__name__: kind for kind in typing.get_args(Event)}
 _INSTRUCTIONS: dict[str, type] = {kind.__name__: kind for kind in typing.get_args(Instruction)}

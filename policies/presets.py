@@ -11,7 +11,7 @@ from core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """One row of the table: which policy fills each part, by the names of ``policies.builders``.
+    """One row of the table: which policy fills each part, by the names of ``policies.compose``.
 
     Attributes:
         mode: ``continuous``: each replica has a scheduler, requests join and leave at every step. ``batch``: idle

@@ -12,14 +12,14 @@ import typer
 
 from core.config import load_config
 from core.errors import FarsightError
-from services.ask import ask
 from services.bench.command import bench
-from services.evaluate import evaluate
-from services.explain import explain
-from services.profile import profile
-from services.replay import replay
-from services.simulate import compare, simulate
-from services.train import train
+from services.commands.ask import ask
+from services.commands.evaluate import evaluate
+from services.commands.explain import explain
+from services.commands.profile import profile
+from services.commands.replay import replay
+from services.commands.simulate import compare, simulate
+from services.commands.train import train
 
 STATUS_TIMEOUT_S = 5.0
 
@@ -109,8 +109,8 @@ def serve(
         "actors": {"placement": placement},
         "predictor": {"artefact": None if predictor is None else str(predictor)},
     }
-    from services.launch import run_service
-    from services.signals import StopSignal
+    from services.launch.launch import run_service
+    from services.launch.signals import StopSignal
 
     try:
         run_service(load_config(config, overrides), typer.echo, StopSignal())
@@ -184,8 +184,8 @@ def scale(
     ] = None,
 ) -> None:
     """Change how many there are of a kind of piece while the server runs."""
+    from services.commands.scaling import scale_service
     from services.run_file import find_admin_token
-    from services.scaling import scale_service
 
     try:
         typer.echo(scale_service(f"http://{host}:{port}", token or find_admin_token(port), kind, count))
@@ -199,7 +199,7 @@ def down(
     address: Annotated[str, typer.Option(help="Of the Ray cluster, as HOST:PORT.")] = "auto",
 ) -> None:
     """End everything that `serve deploy` has started of Farsight in a Ray cluster."""
-    from services.down import end_service
+    from services.commands.down import end_service
 
     try:
         end_service(address, typer.echo)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from actors.site import Site
+from actors.runtime.site import Site
 from core.config import FarsightConfig, load_config
 from core.errors import ConfigError, FarsightError
-from policies.builders import check_scheduler
-from services.launch import default_ingress_replicas, find_model, find_site, ingress_app, start_pieces
+from policies.compose import check_scheduler
+from services.launch.launch import default_ingress_replicas, find_model, find_site, ingress_app, start_pieces
 
 ANSWER_TIMEOUT_S = 10.0
 
@@ -63,7 +63,7 @@ def running_site(namespace: str) -> Site | None:
     import ray
     from ray.exceptions import RayError
 
-    from actors.hosts import find_host, list_hosts
+    from actors.runtime.hosts import find_host, list_hosts
 
     for host in list_hosts(namespace):
         handle = find_host(host, namespace)

@@ -13,14 +13,14 @@ import numpy as np
 from core.errors import InvalidValueError
 from policies.presets import find_preset
 from simulator import predictors
-from simulator.arrivals import debatch, rescale
-from simulator.latency import A100_7B, LinearLatency, Roofline
+from simulator.cluster.latency import A100_7B, LinearLatency, Roofline
 from simulator.predictors import Foresee
-from simulator.prefixes import mooncake_blocks
 from simulator.summary import Sla
-from simulator.traces import find_data, read_rows, read_trace
-from simulator.workload import Arrival, Workload
-from simulator.workloads import BLOCK_SIZE, WORKLOADS, build_workload, retime
+from simulator.traffic.arrivals import debatch, rescale
+from simulator.traffic.prefixes import mooncake_blocks
+from simulator.traffic.traces import find_data, read_rows, read_trace
+from simulator.traffic.workload import Arrival, Workload
+from simulator.traffic.workloads import BLOCK_SIZE, WORKLOADS, build_workload, retime
 
 DEFAULT_REQUESTS = 1000
 DEFAULT_RATE = 8.0

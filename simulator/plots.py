@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from core.errors import FarsightError
-from simulator.records import Record
-from simulator.timeline import Timeline
+from simulator.cluster.records import Record
+from simulator.cluster.timeline import Timeline
 
 SIZE_INCHES = (9.0, 4.5)
 MAX_LINES = 8

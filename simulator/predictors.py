@@ -14,7 +14,7 @@ import numpy as np
 
 from core.errors import InvalidValueError
 from core.forecast import QUANTILES, Forecast
-from simulator.workload import Arrival
+from simulator.traffic.workload import Arrival
 
 Foresee = Callable[[Sequence[Arrival]], list[Arrival]]
 """Sets the forecasts of a workload."""

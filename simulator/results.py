@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import ConfigError, InvalidValueError
+from simulator.cluster.latency import LinearLatency, Roofline
+from simulator.cluster.records import Record
 from simulator.experiment import Experiment
-from simulator.latency import LinearLatency, Roofline
-from simulator.records import Record
 from simulator.summary import Summary
 
 CONFIG_FILE, SUMMARY_FILE, REQUESTS_FILE = "config.json", "summary.json", "requests.jsonl"

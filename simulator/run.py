@@ -8,19 +8,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from core.errors import IntegrityError, InvalidValueError
-from policies.builders import BatchSettings, PolicySettings, build_batcher, build_router, build_scheduler
-from policies.multi_bin import sample_edges
+from policies.batching.multi_bin import sample_edges
+from policies.compose import BatchSettings, PolicySettings, build_batcher, build_router, build_scheduler
 from policies.presets import find_preset
-from policies.replica_scheduler import ReplicaScheduler, SchedulerLimits
-from simulator.batch_fleet import BatchFleet, StaticExecution
+from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
+from simulator.cluster.batch_fleet import BatchFleet, StaticExecution
+from simulator.cluster.fleet import Fleet, FleetShape
+from simulator.cluster.latency import LatencyModel
+from simulator.cluster.records import Recorder
+from simulator.cluster.replica import ReplicaShape
+from simulator.cluster.timeline import Timeline
 from simulator.experiment import Experiment
-from simulator.fleet import Fleet, FleetShape
-from simulator.latency import LatencyModel
-from simulator.records import Recorder
-from simulator.replica import ReplicaShape
 from simulator.summary import Summary, summarize
-from simulator.timeline import Timeline
-from simulator.workload import Workload
+from simulator.traffic.workload import Workload
 
 NUM_BINS = 8
 """Of Multi-Bin: of equal mass by the lengths that are foreseen."""

@@ -10,9 +10,9 @@ import numpy as np
 
 from core.costs import attention_pairs
 from core.errors import InvalidValueError
-from simulator.latency import LatencyModel
-from simulator.records import Record, Recorder
-from simulator.replica import ReplicaShape
+from simulator.cluster.latency import LatencyModel
+from simulator.cluster.records import Record, Recorder
+from simulator.cluster.replica import ReplicaShape
 
 if TYPE_CHECKING:
     from rich.table import Table

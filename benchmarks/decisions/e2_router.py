@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.decisions.row import Row
-from core.cache_messages import CacheNotice
 from core.costs import StepCost
+from core.messages.cache import CacheNotice
 from kvcache.prefix import hash_blocks
-from policies.e2_profiles import from_step_cost
-from policies.e2_router import E2Router
-from policies.placement import ReplicaLoad
+from policies.placement.base import ReplicaLoad
+from policies.placement.e2 import E2Router
+from policies.placement.e2_profiles import from_step_cost
 
 Arrival = tuple[float, tuple[int, ...], int, int]
 """(arrival in seconds, block hashes, prompt tokens, output tokens)"""

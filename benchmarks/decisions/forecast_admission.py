@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from benchmarks.decisions.row import Row, median_s
-from policies.forecast_admission import ForecastAdmission
+from policies.admission.forecast import ForecastAdmission
 from policies.job import Job
 
 RUNNING = 256

@@ -6,8 +6,8 @@ import math
 from itertools import count
 
 from benchmarks.decisions.row import Row, median_s
+from policies.batching.multi_bin import MultiBinBatcher, uniform_edges
 from policies.job import Job
-from policies.multi_bin import MultiBinBatcher, uniform_edges
 
 PER_CALL = 100
 

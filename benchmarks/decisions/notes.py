@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from actors.request_traces import request_trace
+from actors.runtime.request_traces import request_trace
 from benchmarks.decisions.row import Row
 from core.codec import decode, encode
 from core.messages import StepReport, Submit, WorkerReady, WorkerState
 from core.request import Origin, Request, SamplingParams
 from kvcache import BatchLimits, BlockManager, LeaseExecutor
-from policies.builders import build_scheduler
-from policies.replica_events import AccountClosed, Event, RequestsArrived, SendPlan, WorkerConnected, WorkerReported
-from policies.replica_scheduler import ReplicaScheduler, SchedulerLimits
+from policies.compose import build_scheduler
+from policies.replica.events import AccountClosed, Event, RequestsArrived, SendPlan, WorkerConnected, WorkerReported
+from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
 
 PRESETS = ("fcfs", "fastserve", "past-future", "preble", "farsight")
 NUM_REQUESTS = 256

@@ -9,9 +9,9 @@ import numpy as np
 
 from benchmarks.decisions.row import Row, median_s
 from core.costs import StepCost
-from policies.hrrn import HighestResponseRatio, HrrnOrder
+from policies.batching.hrrn import HighestResponseRatio, HrrnOrder
+from policies.batching.wma import WmaBatcher
 from policies.job import Job
-from policies.wma_batcher import WmaBatcher
 
 NUM_BATCHES = 1000
 BATCH_SIZE = 20

@@ -13,25 +13,25 @@ from benchmarks.live_presets.live import Hardware
 from benchmarks.live_presets.study import System
 from core.config import PlacementConfig, SchedulerConfig
 from estimator.device_profile import DeviceProfile
-from policies.builders import build_router, build_scheduler, configured_e2, configured_settings
-from policies.e2_router import E2Config
-from policies.global_scheduler import GlobalScheduler
-from policies.oracle_partition import OraclePartition
+from policies.compose import build_router, build_scheduler, configured_e2, configured_settings
+from policies.fleet.scheduler import GlobalScheduler
+from policies.placement.e2 import E2Config
+from policies.placement.oracle_partition import OraclePartition
 from policies.presets import find_preset
-from policies.replica_scheduler import SchedulerLimits
-from simulator.arrivals import Poisson, debatch, rescale
-from simulator.fleet import Fleet, FleetShape
-from simulator.latency import LinearLatency
+from policies.replica.scheduler import SchedulerLimits
+from simulator.cluster.fleet import Fleet, FleetShape
+from simulator.cluster.latency import LinearLatency
+from simulator.cluster.records import Record
+from simulator.cluster.replica import ReplicaShape
 from simulator.predictors import Noisy
-from simulator.prefixes import PROGRAMMING, PrefixLaw, prefix_workload, real_prefixes
-from simulator.records import Record
-from simulator.replica import ReplicaShape
 from simulator.reproduce.placements import REASONING
 from simulator.reproduce.preble_runs import A6000_TOKENS, MISTRAL_7B_A6000
 from simulator.summary import Sla
-from simulator.traces import find_data, read_trace
-from simulator.workload import Arrival
-from simulator.workloads import retime
+from simulator.traffic.arrivals import Poisson, debatch, rescale
+from simulator.traffic.prefixes import PROGRAMMING, PrefixLaw, prefix_workload, real_prefixes
+from simulator.traffic.traces import find_data, read_trace
+from simulator.traffic.workload import Arrival
+from simulator.traffic.workloads import retime
 
 BLOCK = 64
 SEATS = 128

@@ -13,18 +13,18 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.host import PieceHost
-from actors.layout import by_host, initial_counts, wanted_pieces
-from actors.names import LOG_STORE, ROUTER, length_predictor_name
-from actors.peer import Answering, LocalPeer, Peer, PeerBook
-from actors.piece import Piece, PieceContext
-from actors.scheduler import FEED_S
+from actors.runtime.host import PieceHost
+from actors.runtime.layout import by_host, initial_counts, wanted_pieces
+from actors.runtime.names import LOG_STORE, ROUTER, length_predictor_name
+from actors.runtime.peer import Answering, LocalPeer, Peer, PeerBook
+from actors.runtime.piece import Piece, PieceContext
+from actors.scheduling.scheduler import FEED_S
 from core.codec import decode, encode
 from core.config import FarsightConfig
 from core.forecast import QUANTILES, Forecast
 from core.messages import ForecastQuestions, Forecasts, PieceRows, ServedModel
 from services.api.backend import ModelInfo
-from services.client import EngineClient
+from services.ingress.engine_client import EngineClient
 
 _SERVING = ("Router", "Batcher", "Scheduler", "ModelWorker")
 """Kinds of pieces without which nothing is served."""
@@ -46,7 +46,7 @@ class LocalBook(PeerBook):
 
 @dataclass(slots=True)
 class LocalSite:
-    """As ``actors.site.Site``, for hosts that are all here."""
+    """As ``actors.runtime.site.Site``, for hosts that are all here."""
 
     config: FarsightConfig
     model_dir: str

@@ -21,10 +21,10 @@ from benchmarks.live_presets.house import House, running
 from core.config import FarsightConfig, load_config
 from core.request import SamplingParams
 from estimator.device_profile import DeviceProfile
-from services.api.prompt_text import PromptText
-from services.launch import EMBEDDED_MODEL
-from simulator.records import Record, Recorder
-from simulator.workload import Arrival
+from services.api.text.prompt_text import PromptText
+from services.launch.launch import EMBEDDED_MODEL
+from simulator.cluster.records import Record, Recorder
+from simulator.traffic.workload import Arrival
 
 LATEST_S = 600.0
 """After the last arrival: a run that takes longer has got stuck."""

@@ -12,19 +12,19 @@ from benchmarks.live_presets.live import Hardware
 from benchmarks.live_presets.study import System
 from core.config import SchedulerConfig
 from estimator.device_profile import A100_7B
-from policies.builders import build_scheduler, configured_settings
+from policies.compose import build_scheduler, configured_settings
 from simulator import predictors
-from simulator.arrivals import AllAtOnce
+from simulator.cluster.latency import A100_7B as LATENCY
+from simulator.cluster.records import Record
 from simulator.experiment import Experiment
-from simulator.latency import A100_7B as LATENCY
-from simulator.lengths import LengthPair, Uniform
-from simulator.records import Record
 from simulator.reproduce import combined_runs
 from simulator.reproduce.combined_runs import HOST_TOKENS, Cell, Policy
 from simulator.run import run as run_experiment
 from simulator.summary import Sla
-from simulator.workload import Arrival
-from simulator.workloads import draw
+from simulator.traffic.arrivals import AllAtOnce
+from simulator.traffic.lengths import LengthPair, Uniform
+from simulator.traffic.workload import Arrival
+from simulator.traffic.workloads import draw
 
 FILLED_S = 30.0
 """In the paper Multi-Bin's batches wait until they are full; here so long, which is enough but for the last ones."""

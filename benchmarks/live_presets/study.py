@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from simulator.records import Record
+from simulator.cluster.records import Record
 from simulator.summary import Sla
-from simulator.workload import Arrival
+from simulator.traffic.workload import Arrival
 
 if TYPE_CHECKING:
     from benchmarks.live_presets.claims import Claim

@@ -10,9 +10,9 @@ import time
 
 from torch import Tensor
 
-from engine.attention import StepAttention, StepLayout
-from engine.kv_pool import KVPool
-from engine.model import DecoderLayers
+from engine.attention.attention import StepAttention, StepLayout
+from engine.kv.kv_pool import KVPool
+from engine.models.model import DecoderLayers
 from engine.parallel.__main__ import main
 
 BASE_S = 0.03

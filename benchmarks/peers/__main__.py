@@ -17,8 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.servers import RunningServer, ServerCommand, farsight_command, vocab_size
 from benchmarks.peers.commands import Peer, installed_versions, peer
-from benchmarks.servers import RunningServer, ServerCommand, farsight_command, vocab_size
 from services.bench.compare import num_errors, run_bench
 from services.bench.options import BenchOptions
 from services.bench.report import write_json

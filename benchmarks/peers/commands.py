@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.servers import ServerCommand, free_port
+from benchmarks.common.servers import ServerCommand, free_port
 
 PACKAGES = ("vllm", "transformers", "torch", "accelerate")
 

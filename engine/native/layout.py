@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.layout import fill_rows, find_sample_rows
+from engine.attention.layout import fill_rows, find_sample_rows
 from engine.sequence import Sequence
 from kvcache import StepBatch, StepItem
 

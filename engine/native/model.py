@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from core.errors import IntegrityError
-from engine.kv_pool import KVPool
-from engine.model_config import ModelConfig
+from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.weights import LayerWeights, Linear, ModelWeights, Norm, PackedLinear
+from engine.kv.kv_pool import KVPool
+from engine.models.rotary import rotary_tables
 from engine.native.layout import NativeStep
 from engine.native.library import load_library
-from engine.rotary import rotary_tables
-from engine.weights import LayerWeights, Linear, ModelWeights, Norm, PackedLinear
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _MAX_HEAD_DIM = 256

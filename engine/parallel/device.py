@@ -15,10 +15,10 @@ import torch
 
 from core.config import EngineConfig
 from core.errors import RankLost
-from engine.careful_steps import CarefulSteps, Counts
-from engine.device import Device, num_host_pool_blocks, num_pool_blocks
-from engine.model_config import ModelConfig, resolve_max_model_len
-from engine.model_device import AUTO_SHARE, available_bytes
+from engine.checkpoint.model_config import ModelConfig, resolve_max_model_len
+from engine.checkpoint.weights import CheckpointError, parse_dtype
+from engine.devices.device import Device, num_host_pool_blocks, num_pool_blocks
+from engine.devices.model_device import AUTO_SHARE, available_bytes
 from engine.parallel.driver import Lead, ParallelBackend, ParallelCopier, ParallelRunner, StepReports
 from engine.parallel.exchange import Exchange
 from engine.parallel.group import RankGroup
@@ -28,7 +28,7 @@ from engine.parallel.mesh import Part, check_parallel
 from engine.parallel.shards import load_shard
 from engine.parallel.stage import make_pools, make_stage
 from engine.parallel.wire import Finished, RankLoaded, RankMeasured, RankPools, RankSetup, pack_json, unpack_report
-from engine.weights import CheckpointError, parse_dtype
+from engine.steps.careful_steps import CarefulSteps, Counts
 
 GATHER_TIMEOUT_S = 120.0
 """For all processes of a replica to come up."""

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from core.errors import RankLost
-from engine.backends import StepLogits
-from engine.careful_steps import CarefulSteps, Counts
-from engine.kv_pool import KVPool
-from engine.layout import fill_rows, order_items
-from engine.logprobs import find_prompt_rows
-from engine.model_config import ModelConfig
-from engine.model_runner import ModelRunner
+from engine.attention.layout import fill_rows, order_items
+from engine.checkpoint.model_config import ModelConfig
+from engine.kv.kv_pool import KVPool
 from engine.parallel.links import Link
 from engine.parallel.stage import Stage
 from engine.parallel.wire import Copied, Finished, StepOrder, pack_order
+from engine.sampling.logprobs import find_prompt_rows
 from engine.sequence import Sequence
+from engine.steps.backends import StepLogits
+from engine.steps.careful_steps import CarefulSteps, Counts
+from engine.steps.model_runner import ModelRunner
 from engine.worker import Copier
 from kvcache import KVCopy, StepBatch
 

@@ -15,7 +15,7 @@ from engine.parallel.group import Arrival, RankGroup
 from engine.parallel.mesh import Part
 
 _SUMS_PER_LAYER = 2
-"""Attention and MLP (``engine.model.DecoderLayers``)."""
+"""Attention and MLP (``engine.models.model.DecoderLayers``)."""
 
 
 class Exchange:

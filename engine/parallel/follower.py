@@ -12,7 +12,7 @@ from queue import SimpleQueue
 import torch
 
 from core.errors import FarsightError, RankLost
-from engine.model_config import load_model_config
+from engine.checkpoint.model_config import load_model_config
 from engine.parallel.exchange import Exchange
 from engine.parallel.group import RankGroup
 from engine.parallel.links import Link, Ticket

@@ -9,23 +9,23 @@ from torch import Tensor
 
 from core.config import EngineConfig
 from core.errors import ConfigError
-from engine.kv_pool import KVPool
-from engine.largest_step import largest_step
-from engine.layout import build_layout, order_items
-from engine.model import DecoderLayers, output_logits
-from engine.model_device import AUTO_SHARE, available_bytes
+from engine.attention.layout import build_layout, order_items
+from engine.devices.model_device import AUTO_SHARE, available_bytes
+from engine.kv.kv_pool import KVPool
+from engine.models.model import DecoderLayers, output_logits
 from engine.parallel.mesh import Part
 from engine.parallel.shards import StageWeights
 from engine.parallel.stage import stage_attention
-from engine.sampler import Sampler
+from engine.sampling.sampler import Sampler
 from engine.sequence import Sequence
+from engine.steps.largest_step import largest_step
 
 
 def check_gpu(engine: EngineConfig) -> None:
     """Raises ConfigError if this rank is to compute on a GPU and has none."""
     if engine.device != "cuda":
         return
-    from engine import cuda
+    from engine.devices import cuda
 
     problem = cuda.device_problem()
     if problem is not None:
@@ -36,7 +36,7 @@ def recover_on(device: str) -> Callable[[], None]:
     """What frees memory of a device that has run out of it, as far as that can be done."""
     if device != "cuda":
         return lambda: None
-    from engine import cuda
+    from engine.devices import cuda
 
     return cuda.recover
 
@@ -51,7 +51,7 @@ def free_bytes(part: Part, weights: StageWeights, engine: EngineConfig, num_shar
     """
     if engine.device != "cuda":
         return int(AUTO_SHARE / num_sharers * available_bytes())
-    from engine import cuda
+    from engine.devices import cuda
 
     return cuda.free_bytes(engine.gpu_memory_utilization, lambda: run_largest_step(part, weights, engine))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from core.config import EngineConfig
 from core.errors import ConfigError
-from engine.model_config import ModelConfig
+from engine.checkpoint.model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

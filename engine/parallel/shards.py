@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.parallel.mesh import Part
-from engine.weights import (
+from engine.checkpoint.weights import (
     Allocation,
     CheckpointError,
     LayerWeights,
@@ -20,6 +19,7 @@ from engine.weights import (
     checkpoint_tensors,
     known_name,
 )
+from engine.parallel.mesh import Part
 
 _FLOATS = ("F32", "BF16", "F16")
 

@@ -11,20 +11,20 @@ from torch import Tensor
 
 from core.config import EngineConfig
 from core.errors import RankLost
-from engine.attention import AttentionBackend
-from engine.backends import gpu_attention
-from engine.kv_copier import KVCopier
-from engine.kv_pool import KVPool
-from engine.layout import find_sample_rows, layout_of
-from engine.model import DecoderLayers, embed, output_logits
+from engine.attention.attention import AttentionBackend
+from engine.attention.layout import find_sample_rows, layout_of
+from engine.attention.step_sizes import StepSizes
+from engine.attention.torch_attention import TorchAttention
+from engine.kv.kv_copier import KVCopier
+from engine.kv.kv_pool import KVPool
+from engine.kv.stream_copier import HostBlocks, StreamCopier
+from engine.models.model import DecoderLayers, embed, output_logits
 from engine.parallel.exchange import Exchange
 from engine.parallel.group import Arrival
 from engine.parallel.mesh import Part
 from engine.parallel.shards import StageWeights
 from engine.parallel.wire import Finished, RankPools, StepOrder
-from engine.step_sizes import StepSizes
-from engine.stream_copier import HostBlocks, StreamCopier
-from engine.torch_attention import TorchAttention
+from engine.steps.backends import gpu_attention
 from engine.worker import Copier
 
 logger = logging.getLogger(__name__)
@@ -192,7 +192,7 @@ def make_pools(part: Part, pools: RankPools, engine: EngineConfig, dtype: torch.
     if not pools.num_host_blocks:
         return pool, None
     if device == "cuda":
-        from engine import cuda
+        from engine.devices import cuda
 
         host = HostBlocks(pool, pools.num_host_blocks)
         cuda.pin(host.data)

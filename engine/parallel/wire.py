@@ -23,7 +23,7 @@ class StepOrder(NamedTuple):
 
     Attributes:
         items: In row order; without names.
-        rows: Token ids, positions and slot ids, int64 ``[3, T]`` (``engine.layout.fill_rows``).
+        rows: Token ids, positions and slot ids, int64 ``[3, T]`` (``engine.attention.layout.fill_rows``).
         more_rows: Rows whose logits are wanted beside those that sample.
     """
 

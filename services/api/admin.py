@@ -14,10 +14,10 @@ from starlette.responses import Response
 
 from core.errors import FarsightError, InvalidValueError
 from core.messages import PieceCounts
+from services.api.answers.replies import ErrorReply
 from services.api.backend import GenerationBackend
 from services.api.errors import SERVER_ERROR, ApiError
 from services.api.parsing import JsonRoute
-from services.api.replies import ErrorReply
 from services.api.schemas import StrictModel
 
 INGRESS = "ingress"

@@ -10,21 +10,11 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from core.errors import FarsightError
-from core.placement_messages import PlacementView
+from core.messages.placement import PlacementView
 from core.request import Origin
 from services.api.admin import Administration, admin_routes
-from services.api.backend import GenerationBackend
-from services.api.chunk_writer import ChunkWriter
-from services.api.dashboard import DASHBOARD_HEADERS, operator_page
-from services.api.errors import SERVER_ERROR, ApiError, install_error_handlers
-from services.api.explain import explain_routes
-from services.api.generate import ChoiceResult, ClientGone, collect, while_connected
-from services.api.jobs import Generation, chat_jobs, check_model, completion_jobs
-from services.api.middleware import BodyLimit, LastResort
-from services.api.ownership import bearer_key, owner_of, salt_of
-from services.api.parsing import JsonRoute
-from services.api.prompts import PromptEncoder
-from services.api.replies import (
+from services.api.answers.chunk_writer import ChunkWriter
+from services.api.answers.replies import (
     ChatCompletion,
     Completion,
     ErrorReply,
@@ -37,8 +27,18 @@ from services.api.replies import (
     model_card,
     status_reply,
 )
+from services.api.answers.sse import EventStream, chunks
+from services.api.backend import GenerationBackend
+from services.api.errors import SERVER_ERROR, ApiError, install_error_handlers
+from services.api.generate import ChoiceResult, ClientGone, collect, while_connected
+from services.api.jobs import Generation, chat_jobs, check_model, completion_jobs
+from services.api.middleware import BodyLimit, LastResort
+from services.api.ownership import bearer_key, owner_of, salt_of
+from services.api.pages.dashboard import DASHBOARD_HEADERS, operator_page
+from services.api.pages.explain import explain_routes
+from services.api.parsing import JsonRoute
 from services.api.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
-from services.api.sse import EventStream, chunks
+from services.api.text.prompts import PromptEncoder
 
 DEFAULT_MAX_BODY_BYTES = 4 * 1024 * 1024
 API_VERSION = "1"

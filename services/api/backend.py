@@ -6,11 +6,11 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
-from core.log_messages import RequestTrace
 from core.messages import PieceCounts, StatusReply, TokenDelta
-from core.placement_messages import PlacementView
+from core.messages.log import RequestTrace
+from core.messages.placement import PlacementView
 from core.request import Origin, SamplingParams
-from services.api.prompt_text import PromptText
+from services.api.text.prompt_text import PromptText
 
 
 @dataclass(frozen=True, slots=True)

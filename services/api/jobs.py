@@ -13,9 +13,9 @@ from core.errors import InvalidValueError
 from core.request import Origin, SamplingParams
 from services.api.backend import ModelInfo
 from services.api.errors import ApiError
-from services.api.prompt_text import PromptText, of_chat, of_completion
-from services.api.prompts import PromptEncoder
 from services.api.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
+from services.api.text.prompt_text import PromptText, of_chat, of_completion
+from services.api.text.prompts import PromptEncoder
 
 DEFAULT_MAX_TOKENS = 16
 _THREAD_FROM_CHARS = 16_384

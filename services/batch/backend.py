@@ -14,15 +14,15 @@ import psutil
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from actors.hosts import create_host
-from actors.names import SUPERVISOR, host_of
-from actors.site import Site
+from actors.runtime.hosts import create_host
+from actors.runtime.names import SUPERVISOR, host_of
+from actors.runtime.site import Site
 from core.config import FarsightConfig
 from services.api.backend import GenerationBackend
-from services.api.prompts import PromptEncoder
-from services.cluster import ServiceFailed
-from services.connect import open_client
-from services.launch import find_model, find_site, start_pieces
+from services.api.text.prompts import PromptEncoder
+from services.ingress.connect import open_client
+from services.launch.cluster import ServiceFailed
+from services.launch.launch import find_model, find_site, start_pieces
 
 _GCS_FLAG = "--gcs-address="
 

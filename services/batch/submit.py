@@ -27,7 +27,7 @@ from core.errors import FarsightError, InvalidValueError
 from services.batch.lines import read_batch
 from services.batch.progress import ProgressStore, partial_path
 from services.batch.runner import DEFAULT_CONCURRENCY
-from services.signals import INTERRUPTED, StopSignal
+from services.launch.signals import INTERRUPTED, StopSignal
 
 SUBMIT_WAIT_S = 120.0
 """A cluster that has just started, or is busy, takes no job for a while."""
@@ -218,7 +218,7 @@ def _check(source: Path, target: Path, overwrite: bool) -> None:
 
 
 def _submit_locally(command: str, stop: StopSignal, say: Say) -> int:
-    from services.cluster import private_cluster
+    from services.launch.cluster import private_cluster
 
     say("Starting a private Ray cluster.\n")
     with private_cluster(stop, dashboard=True) as cluster:

@@ -20,7 +20,7 @@ import numpy as np
 
 from simulator.reproduce.combined_runs import POLICIES, Cell, Outcome, outcomes
 from simulator.reproduce.rows import Reproduction, Row, holds
-from simulator.traces import MissingTraceError
+from simulator.traffic.traces import MissingTraceError
 
 SEEDS = (11, 12, 13)
 

@@ -9,17 +9,17 @@ from functools import partial
 
 import numpy as np
 
-from policies.builders import PolicySettings, build_router, build_scheduler
-from policies.replica_scheduler import ReplicaScheduler, SchedulerLimits
-from policies.skip_join_mlfq import MlfqRules
+from policies.compose import PolicySettings, build_router, build_scheduler
+from policies.order.skip_join_mlfq import MlfqRules
+from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
 from simulator import predictors
-from simulator.arrivals import Gamma, Poisson, rescale
-from simulator.fleet import Fleet, FleetShape
-from simulator.latency import A100_7B
-from simulator.records import Record
-from simulator.replica import ReplicaShape
-from simulator.workload import Arrival
-from simulator.workloads import build_workload, retime
+from simulator.cluster.fleet import Fleet, FleetShape
+from simulator.cluster.latency import A100_7B
+from simulator.cluster.records import Record
+from simulator.cluster.replica import ReplicaShape
+from simulator.traffic.arrivals import Gamma, Poisson, rescale
+from simulator.traffic.workload import Arrival
+from simulator.traffic.workloads import build_workload, retime
 
 BLOCK_SIZE = 16
 HOST_TOKENS = 262_144
@@ -33,7 +33,7 @@ class Cell:
     """A workload at a load on one replica.
 
     Attributes:
-        workload: A name of ``simulator.workloads``.
+        workload: A name of ``simulator.traffic.workloads``.
         cv: Of the gaps between arrivals of drawn workloads.
         sigma: Of the forecasts' noise; None where nobody foresees anything.
         first_rows: Where the windows of a trace begin, one for each seed.

@@ -21,16 +21,16 @@ import numpy as np
 
 from core.costs import StepCost
 from core.forecast import QUANTILES, Forecast
-from policies.builders import PolicySettings, build_router, build_scheduler
-from policies.replica_scheduler import SchedulerLimits
-from policies.skip_join_mlfq import MlfqRules
-from simulator.fleet import Fleet, FleetShape
-from simulator.latency import GPUS, MODELS, LinearLatency, Roofline
-from simulator.records import Recorder
-from simulator.replica import ReplicaShape
+from policies.compose import PolicySettings, build_router, build_scheduler
+from policies.order.skip_join_mlfq import MlfqRules
+from policies.replica.scheduler import SchedulerLimits
+from simulator.cluster.fleet import Fleet, FleetShape
+from simulator.cluster.latency import GPUS, MODELS, LinearLatency, Roofline
+from simulator.cluster.records import Recorder
+from simulator.cluster.replica import ReplicaShape
 from simulator.reproduce.fast_serve_systems import Load, Testbed, serve, serve_batches
 from simulator.reproduce.rows import Reproduction, Row, close, holds, within
-from simulator.workload import Arrival
+from simulator.traffic.workload import Arrival
 
 HELD_OUT_SEEDS = (2, 3, 4)
 _LONGEST = 1024

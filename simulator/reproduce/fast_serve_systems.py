@@ -8,20 +8,20 @@ from functools import cached_property
 
 import numpy as np
 
-from policies.batch_queue import Batcher
-from policies.builders import PolicySettings, build_router, build_scheduler
-from policies.fcfs_batches import FcfsBatches
-from policies.replica_scheduler import SchedulerLimits
-from policies.skip_join_mlfq import MlfqRules
-from simulator.arrivals import Gamma
-from simulator.batch_fleet import BatchFleet, StaticExecution
-from simulator.fleet import Fleet, FleetShape
-from simulator.latency import Roofline
-from simulator.lengths import LengthPair, Zipf
-from simulator.records import Recorder
-from simulator.replica import ReplicaShape
-from simulator.workload import Arrival
-from simulator.workloads import draw
+from policies.batching.base import Batcher
+from policies.batching.fcfs import FcfsBatches
+from policies.compose import PolicySettings, build_router, build_scheduler
+from policies.order.skip_join_mlfq import MlfqRules
+from policies.replica.scheduler import SchedulerLimits
+from simulator.cluster.batch_fleet import BatchFleet, StaticExecution
+from simulator.cluster.fleet import Fleet, FleetShape
+from simulator.cluster.latency import Roofline
+from simulator.cluster.records import Recorder
+from simulator.cluster.replica import ReplicaShape
+from simulator.traffic.arrivals import Gamma
+from simulator.traffic.lengths import LengthPair, Zipf
+from simulator.traffic.workload import Arrival
+from simulator.traffic.workloads import draw
 
 BLOCK_SIZE = 16
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
-from policies.batch_queue import Batcher
-from policies.fcfs_batches import FcfsBatches
-from policies.wma_batcher import WmaBatcher
-from simulator.batch_fleet import BatchFleet, StaticExecution
+from policies.batching.base import Batcher
+from policies.batching.fcfs import FcfsBatches
+from policies.batching.wma import WmaBatcher
+from simulator.cluster.batch_fleet import BatchFleet, StaticExecution
 from simulator.reproduce.magnus_systems import (
     DEVICE,
     LIMIT,
@@ -29,8 +29,8 @@ from simulator.reproduce.magnus_systems import (
     serve,
 )
 from simulator.reproduce.rows import Reproduction, Row, Verdict, close, holds
-from simulator.traces import MissingTraceError
-from simulator.workload import Arrival
+from simulator.traffic.traces import MissingTraceError
+from simulator.traffic.workload import Arrival
 
 
 def _case_study_requests() -> list[Arrival]:

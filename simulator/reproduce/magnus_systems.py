@@ -27,20 +27,20 @@ import numpy as np
 
 from core.costs import StepCost
 from core.forecast import QUANTILES, Forecast
-from policies.batch_queue import Batcher, first_arrived
-from policies.builders import PolicySettings, build_router, build_scheduler
-from policies.fcfs_batches import FcfsBatches
-from policies.hrrn import HighestResponseRatio
-from policies.replica_scheduler import SchedulerLimits
-from policies.wma_batcher import WmaBatcher
-from simulator.arrivals import Poisson
-from simulator.batch_fleet import BatchFleet, StaticExecution
-from simulator.fleet import Fleet, FleetShape
-from simulator.latency import GPUS, MODELS, LinearLatency, Roofline
-from simulator.records import Record
-from simulator.replica import ReplicaShape
-from simulator.traces import count_tokens, find_data, read_rows
-from simulator.workload import Arrival
+from policies.batching.base import Batcher, first_arrived
+from policies.batching.fcfs import FcfsBatches
+from policies.batching.hrrn import HighestResponseRatio
+from policies.batching.wma import WmaBatcher
+from policies.compose import PolicySettings, build_router, build_scheduler
+from policies.replica.scheduler import SchedulerLimits
+from simulator.cluster.batch_fleet import BatchFleet, StaticExecution
+from simulator.cluster.fleet import Fleet, FleetShape
+from simulator.cluster.latency import GPUS, MODELS, LinearLatency, Roofline
+from simulator.cluster.records import Record
+from simulator.cluster.replica import ReplicaShape
+from simulator.traffic.arrivals import Poisson
+from simulator.traffic.traces import count_tokens, find_data, read_rows
+from simulator.traffic.workload import Arrival
 
 MEMORY_TOKENS = 16_096
 _CAPACITY_TOKENS = int(MEMORY_TOKENS / 0.7)

@@ -12,12 +12,9 @@ from functools import partial
 import numpy as np
 
 from core.costs import StepCost
-from policies.multi_bin import exponential_edges, sample_edges, uniform_edges
-from policies.multi_bin_theory import UniformService, exponential_service_bound_s, exponential_throughput_bound
-from simulator.arrivals import AllAtOnce
-from simulator.batch_fleet import StaticExecution
-from simulator.latency import LinearLatency
-from simulator.lengths import GSM8K_LIKE
+from policies.batching.multi_bin import exponential_edges, sample_edges, uniform_edges
+from simulator.cluster.batch_fleet import StaticExecution
+from simulator.cluster.latency import LinearLatency
 from simulator.reproduce.multi_bin_runs import (
     ACCURACY,
     PHI,
@@ -31,7 +28,14 @@ from simulator.reproduce.multi_bin_runs import (
     serve,
     uniform_run,
 )
+from simulator.reproduce.multi_bin_theory import (
+    UniformService,
+    exponential_service_bound_s,
+    exponential_throughput_bound,
+)
 from simulator.reproduce.rows import Reproduction, Row, close, holds, within
+from simulator.traffic.arrivals import AllAtOnce
+from simulator.traffic.lengths import GSM8K_LIKE
 
 _UNIFORM = UniformService(1, 20, 128)
 

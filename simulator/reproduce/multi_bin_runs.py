@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 
 from core.costs import StepCost
 from core.forecast import QUANTILES, Forecast
-from policies.multi_bin import MultiBinBatcher, exponential_edges, sample_edges, uniform_edges
-from simulator.arrivals import AllAtOnce, ArrivalProcess, Poisson
-from simulator.batch_fleet import BatchFleet, StaticExecution
-from simulator.latency import GPUS, LinearLatency, ModelShape, Roofline
-from simulator.lengths import GSM8K_LIKE, LogNormal
-from simulator.workload import Arrival
+from policies.batching.multi_bin import MultiBinBatcher, exponential_edges, sample_edges, uniform_edges
+from simulator.cluster.batch_fleet import BatchFleet, StaticExecution
+from simulator.cluster.latency import GPUS, LinearLatency, ModelShape, Roofline
+from simulator.traffic.arrivals import AllAtOnce, ArrivalProcess, Poisson
+from simulator.traffic.lengths import GSM8K_LIKE, LogNormal
+from simulator.traffic.workload import Arrival
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -25,8 +25,7 @@ from functools import partial
 
 import numpy as np
 
-from simulator.latency import GPUS, MODELS, Roofline
-from simulator.lengths import D1, D2, D3
+from simulator.cluster.latency import GPUS, MODELS, Roofline
 from simulator.reproduce.past_future_runs import (
     DISTRIBUTIONS,
     ORACLE,
@@ -41,6 +40,7 @@ from simulator.reproduce.past_future_runs import (
 from simulator.reproduce.past_future_windows import figure_3, figure_4
 from simulator.reproduce.rows import Reproduction, Row, Verdict, close, holds, within
 from simulator.summary import Sla
+from simulator.traffic.lengths import D1, D2, D3
 
 NUM_REQUESTS = 3000
 NAN = math.nan

@@ -8,22 +8,22 @@ from dataclasses import dataclass
 import numpy as np
 
 from core.forecast import QUANTILES, Forecast
-from policies.aggressive import Aggressive
-from policies.builders import build_router
-from policies.conservative import Conservative
-from policies.fcfs import Fcfs
+from policies.admission.conservative import Conservative
+from policies.admission.past_future import HistoryLengths, PastFuture, TrueLengths, future_memory
+from policies.admission.watermark import Aggressive
+from policies.compose import build_router
+from policies.interfaces import Admission, ReplicaPolicies
 from policies.job import Job
-from policies.length_history import LengthHistory
-from policies.past_future import HistoryLengths, PastFuture, TrueLengths, future_memory
-from policies.protocols import Admission, ReplicaPolicies
-from policies.recompute import NewestGiveWay
-from policies.replica_scheduler import ReplicaScheduler, SchedulerLimits
-from simulator.fleet import Fleet, FleetShape
-from simulator.latency import A100_7B, LatencyModel
-from simulator.lengths import D1, D2, D3, LengthPair, LogNormal
-from simulator.records import Record
-from simulator.replica import ReplicaShape
-from simulator.workload import Arrival
+from policies.kv.newest_first import NewestGiveWay
+from policies.lengths.history import LengthHistory
+from policies.order.fcfs import Fcfs
+from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
+from simulator.cluster.fleet import Fleet, FleetShape
+from simulator.cluster.latency import A100_7B, LatencyModel
+from simulator.cluster.records import Record
+from simulator.cluster.replica import ReplicaShape
+from simulator.traffic.lengths import D1, D2, D3, LengthPair, LogNormal
+from simulator.traffic.workload import Arrival
 
 CAPACITY = 121_060
 UNBOUNDED = 10**6

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from simulator.reproduce.rows import Row, holds
-from simulator.traces import MissingTraceError, find_data, read_trace
+from simulator.traffic.traces import MissingTraceError, find_data, read_trace
 
 NAN = math.nan
 

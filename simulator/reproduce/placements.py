@@ -15,19 +15,19 @@ from functools import partial
 
 import numpy as np
 
-from policies.builders import PolicySettings, build_router, build_scheduler
+from policies.compose import PolicySettings, build_router, build_scheduler
 from policies.presets import find_preset
-from policies.replica_scheduler import SchedulerLimits
-from simulator.arrivals import Gamma, Poisson
+from policies.replica.scheduler import SchedulerLimits
+from simulator.cluster.fleet import Fleet, FleetShape
+from simulator.cluster.latency import A100_7B
 from simulator.compare import paired_ratio
-from simulator.fleet import Fleet, FleetShape
-from simulator.latency import A100_7B
 from simulator.predictors import Noisy
-from simulator.prefixes import PROGRAMMING, TOOL_USE, PrefixLaw, prefix_workload
 from simulator.reproduce.preble_runs import BLOCK, FOUR_A6000, SEATS, Cluster
 from simulator.reproduce.rows import Reproduction, Row, holds
-from simulator.workload import Arrival
-from simulator.workloads import build_workload, retime
+from simulator.traffic.arrivals import Gamma, Poisson
+from simulator.traffic.prefixes import PROGRAMMING, TOOL_USE, PrefixLaw, prefix_workload
+from simulator.traffic.workload import Arrival
+from simulator.traffic.workloads import build_workload, retime
 
 SEEDS = tuple(range(10))
 SIGMA = 0.5

@@ -16,10 +16,9 @@ from functools import partial
 
 import numpy as np
 
-from policies.e2_profiles import from_step_cost
-from policies.e2_router import E2Router
-from policies.placement import ReplicaLoad
-from simulator.prefixes import TOOL_USE, VIDEO_QA, Level, PrefixLaw, prefix_workload
+from policies.placement.base import ReplicaLoad
+from policies.placement.e2 import E2Router
+from policies.placement.e2_profiles import from_step_cost
 from simulator.reproduce.preble_runs import (
     BLOCK,
     E2_ALONE,
@@ -42,8 +41,9 @@ from simulator.reproduce.preble_runs import (
     slowed,
 )
 from simulator.reproduce.rows import Reproduction, Row, holds, within
-from simulator.traces import MissingTraceError, find_data, read_trace
-from simulator.workload import Arrival
+from simulator.traffic.prefixes import TOOL_USE, VIDEO_QA, Level, PrefixLaw, prefix_workload
+from simulator.traffic.traces import MissingTraceError, find_data, read_trace
+from simulator.traffic.workload import Arrival
 
 LOADS = (0.6, 0.8, 1.0, 1.2)
 SEEDS = (0, 1, 2)

@@ -9,29 +9,21 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from core.costs import StepCost
-from policies.builders import build_scheduler
-from policies.e2_profiles import from_step_cost
-from policies.e2_router import E2Config, E2Router
-from policies.global_scheduler import GlobalScheduler
-from policies.oracle_partition import OraclePartition
-from policies.placement import Placement
-from policies.replica_scheduler import SchedulerLimits
-from policies.round_robin import RoundRobin
-from simulator.arrivals import Poisson
-from simulator.fleet import Fleet, FleetShape
-from simulator.latency import LinearLatency
-from simulator.prefixes import (
-    AGENT,
-    LONG_DOCUMENT,
-    PROGRAMMING,
-    TOOL_USE,
-    VIDEO_QA,
-    PrefixLaw,
-    prefix_workload,
-)
-from simulator.records import Record
-from simulator.replica import ReplicaShape
-from simulator.workload import Arrival
+from policies.compose import build_scheduler
+from policies.fleet.scheduler import GlobalScheduler
+from policies.placement.base import Placement
+from policies.placement.e2 import E2Config, E2Router
+from policies.placement.e2_profiles import from_step_cost
+from policies.placement.oracle_partition import OraclePartition
+from policies.placement.round_robin import RoundRobin
+from policies.replica.scheduler import SchedulerLimits
+from simulator.cluster.fleet import Fleet, FleetShape
+from simulator.cluster.latency import LinearLatency
+from simulator.cluster.records import Record
+from simulator.cluster.replica import ReplicaShape
+from simulator.traffic.arrivals import Poisson
+from simulator.traffic.prefixes import AGENT, LONG_DOCUMENT, PROGRAMMING, TOOL_USE, VIDEO_QA, PrefixLaw, prefix_workload
+from simulator.traffic.workload import Arrival
 
 BLOCK = 64
 SEATS = 256

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import ray
 
-from actors.site import Site
+from actors.runtime.site import Site
 from core.config import FarsightConfig, LogConfig, ModelConfig, SchedulerConfig
-from services.client import EngineClient
-from services.cluster import few_daemons
-from services.launch import start_pieces
-from services.ports import reserved_ports
+from services.ingress.engine_client import EngineClient
+from services.launch.cluster import few_daemons
+from services.launch.launch import start_pieces
+from services.launch.ports import reserved_ports
 from tests.actors.house import ENGINE, MAX_LEN, House, Truth, calm_client
-from tests.unit.engine.models import save_model
+from tests.unit.engine.small_models import save_model
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_REPLICAS = 2

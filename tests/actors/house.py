@@ -19,20 +19,20 @@ import ray
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.hosts import find_host, list_hosts
-from actors.names import LOG_STORE, SUPERVISOR, actor_name, host_of
-from actors.site import Site
+from actors.runtime.hosts import find_host, list_hosts
+from actors.runtime.names import LOG_STORE, SUPERVISOR, actor_name, host_of
+from actors.runtime.site import Site
 from core.codec import decode, encode
 from core.config import EngineConfig, ServerConfig
-from core.log_messages import FinishedRequest, LogPage, LogQuery
 from core.messages import PieceStatus, StatusReply
+from core.messages.log import FinishedRequest, LogPage, LogQuery
 from core.request import SamplingParams
 from engine import Engine
-from engine.sampler import counter_uniform, warp_logits
-from services import overview
-from services.client import EngineClient
-from services.connect import open_client
-from tests.unit.engine.models import load_reference
+from engine.sampling.sampler import counter_uniform, warp_logits
+from services.ingress import overview
+from services.ingress.connect import open_client
+from services.ingress.engine_client import EngineClient
+from tests.unit.engine.small_models import load_reference
 
 LONG_S = 150.0
 """Nothing takes so long, however busy the machine: who waits in vain is to fail, not to hang."""

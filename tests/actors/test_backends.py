@@ -13,10 +13,10 @@ import pytest
 from aiohttp import web
 
 from core.config import ModelConfig
+from core.config.replica import ReplicaConfig
 from core.messages import TokenDelta
-from core.replica_config import ReplicaConfig
 from core.request import SamplingParams
-from services.client import EngineClient
+from services.ingress.engine_client import EngineClient
 from tests.actors.conftest import CONTINUOUS, open_house
 from tests.actors.house import LONG_S, House, eventually, kill, patient_rows, rows
 from tests.unit.actors.openai_double import OpenAIDouble

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from actors.names import LOG_STORE, ROUTER
+from actors.runtime.names import LOG_STORE, ROUTER
 from core.codec import decode
 from core.config import EXECUTIONS, BatchConfig, ModelConfig, SchedulerConfig
-from core.log_messages import BatchPage, LogQuery
 from core.messages import PieceRows
-from services.client import EngineClient
+from core.messages.log import BatchPage, LogQuery
+from services.ingress.engine_client import EngineClient
 from tests.actors.conftest import open_house
 from tests.actors.house import (
     ENGINE,

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from actors.names import SUPERVISOR
+from actors.runtime.names import SUPERVISOR
 from core.messages import PieceStatus
-from services.client import EngineClient
+from services.ingress.engine_client import EngineClient
 from tests.actors.house import (
     NUM_TOKENS,
     House,

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from actors.names import ROUTER
+from actors.runtime.names import ROUTER
 from core.config import ModelConfig
 from core.errors import InvalidValueError
-from services.client import EngineClient
+from services.ingress.engine_client import EngineClient
 from tests.actors.conftest import CONTINUOUS, open_house
 from tests.actors.house import ENGINE, NUM_PROMPTS, House, calm_client, eventually, read, rows
 

@@ -10,9 +10,9 @@ from contextlib import aclosing
 
 from core.decisions import unpack_decisions
 from core.errors import FarsightError
-from core.log_messages import RequestTrace
+from core.messages.log import RequestTrace
 from core.request import Origin
-from services.client import EngineClient
+from services.ingress.engine_client import EngineClient
 from tests.actors.house import LONG_S, NUM_BEFORE_GATE, PROMPTS, House, calm_client, eventually, sampling
 
 NUM_TOKENS = 1000

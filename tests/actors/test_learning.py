@@ -8,14 +8,14 @@ from contextlib import aclosing
 
 import pytest
 
-from actors.names import kv_offload_manager_name, length_predictor_name, serving_time_estimator_name
+from actors.runtime.names import kv_offload_manager_name, length_predictor_name, serving_time_estimator_name
 from core.errors import InvalidValueError
 from core.forecast import Forecast
-from core.kv_messages import KVUsage
-from core.log_messages import LogPage, LogQuery
 from core.messages import StepProfileReply
+from core.messages.kv import KVUsage
+from core.messages.log import LogPage, LogQuery
 from core.request import SamplingParams
-from services.client import EngineClient
+from services.ingress.engine_client import EngineClient
 from tests.actors.house import MAX_LEN, PROMPTS, House, Reading, Truth, eventually, read, sampling
 
 

@@ -11,20 +11,10 @@ from typing import Any
 import msgpack
 import pytest
 
-from actors.piece import Piece
-from actors.registry import piece_class
+from actors.runtime.piece import Piece
+from actors.runtime.registry import piece_class
 from core.config import FarsightConfig
 from core.errors import MessageError
-from core.log_messages import (
-    Artefact,
-    ArtefactName,
-    FinishedBatches,
-    FinishedRequests,
-    ForecastRecords,
-    LogQuery,
-    RequestTraces,
-    TraceQuery,
-)
 from core.messages import (
     SCHEMA_VERSION,
     Announce,
@@ -43,7 +33,17 @@ from core.messages import (
     Submit,
     TokenPoll,
 )
-from services.client import EngineClient
+from core.messages.log import (
+    Artefact,
+    ArtefactName,
+    FinishedBatches,
+    FinishedRequests,
+    ForecastRecords,
+    LogQuery,
+    RequestTraces,
+    TraceQuery,
+)
+from services.ingress.engine_client import EngineClient
 from tests.actors.house import House, Truth, read, rows
 
 TAKES: dict[str, dict[str, Any]] = {

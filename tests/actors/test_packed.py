@@ -11,7 +11,7 @@ import pytest
 from core.config import EngineConfig, ModelConfig, SchedulerConfig
 from core.messages import PieceStatus
 from core.request import SamplingParams
-from services.client import EngineClient
+from services.ingress.engine_client import EngineClient
 from tests.actors.conftest import open_house
 from tests.actors.house import House, calm_client, kill, patient_rows, ready_rows
 

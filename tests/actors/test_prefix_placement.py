@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from actors.names import ROUTER, scheduler_name
-from core.cache_messages import CacheReply
+from actors.runtime.names import ROUTER, scheduler_name
 from core.config import SchedulerConfig
 from core.decisions import Facts, unpack_decisions
 from core.errors import FarsightError
-from core.log_messages import RequestTrace
+from core.messages.cache import CacheReply
+from core.messages.log import RequestTrace
 from core.queue_outlook import QueueOutlook
 from core.request import Origin
-from services.client import EngineClient
+from services.ingress.engine_client import EngineClient
 from tests.actors.conftest import NUM_REPLICAS, open_house
 from tests.actors.house import (
     BLOCK_SIZE,

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from actors.names import ROUTER, kv_offload_manager_name, worker_name
+from actors.runtime.names import ROUTER, kv_offload_manager_name, worker_name
 from core.errors import CapacityError, InvalidValueError
-from core.kv_messages import KVUsage
 from core.messages import Submit, SubmitReply, TokenBatches, TokenDelta, TokenPoll
+from core.messages.kv import KVUsage
 from core.request import Request, SamplingParams
-from services.client import SLOW_DELTAS, EngineClient
+from services.ingress.engine_client import SLOW_DELTAS, EngineClient
 from tests.actors.house import (
     BLOCK_SIZE,
     MAX_LEN,

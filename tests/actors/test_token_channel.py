@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors import token_channel
-from actors.token_channel import TokenChannel
+from actors.worker import token_channel
+from actors.worker.token_channel import TokenChannel
 from core.codec import decode
 from core.messages import TokenBatches, TokenDelta
 

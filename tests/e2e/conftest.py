@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.launch import EMBEDDED_NAME
+from services.launch.launch import EMBEDDED_NAME
 from tests.e2e.server import Server, one_ingress, start_server
 
 HERE = Path(__file__).parent

@@ -16,7 +16,7 @@ from urllib.error import HTTPError
 
 import pytest
 
-from services.launch import EMBEDDED_NAME
+from services.launch.launch import EMBEDDED_NAME
 from tests.e2e.server import LONG_S, Server, farsight, start_server, wait_until
 
 MAX_TRIES = 5

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from services.launch import EMBEDDED_NAME
+from services.launch.launch import EMBEDDED_NAME
 from tests.e2e.server import LONG_S, Server, farsight, holds_torch, start_server, wait_until
 
 BASE_S = 0.004

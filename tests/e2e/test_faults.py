@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.streams import LONG_S, MAX_TRIES, Stream, Streams, open_streams, streams_midway
+from benchmarks.common.streams import LONG_S, MAX_TRIES, Stream, Streams, open_streams, streams_midway
 from tests.e2e.server import Server, start_server
 
 NUM_STREAMS = 64

@@ -13,9 +13,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.streams import MAX_TRIES
-from services.launch import EMBEDDED_MODEL, EMBEDDED_NAME
-from tests.e2e.batch_runs import without_agents
+from benchmarks.common.streams import MAX_TRIES
+from services.launch.launch import EMBEDDED_MODEL, EMBEDDED_NAME
+from tests.e2e.batch.batch_runs import without_agents
 from tests.e2e.server import LONG_S, Server, farsight, kill_all, one_ingress, start_server, wait_until
 from tests.free_ports import free_port
 

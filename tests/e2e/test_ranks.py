@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.streams import LONG_S, stream_body, streams_midway
+from benchmarks.common.streams import LONG_S, stream_body, streams_midway
 from core.config import EngineConfig
 from core.request import SamplingParams
 from engine import Engine
-from services.launch import EMBEDDED_MODEL, EMBEDDED_NAME
+from services.launch.launch import EMBEDDED_MODEL, EMBEDDED_NAME
 from tests.e2e.server import Server, start_server, wait_until
 
 NUM_STREAMS = 4

@@ -15,9 +15,9 @@ import aiohttp
 import httpx
 import pytest
 
-from services.launch import EMBEDDED_NAME
+from services.commands.scaling import ROW_KINDS
+from services.launch.launch import EMBEDDED_NAME
 from services.run_file import find_admin_token
-from services.scaling import ROW_KINDS
 from tests.e2e.server import Server, farsight, start_server
 
 NUM_CLIENTS = 32

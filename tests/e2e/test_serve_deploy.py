@@ -22,8 +22,8 @@ import psutil
 import pytest
 import yaml
 
-from services.launch import EMBEDDED_NAME
-from tests.e2e.batch_runs import wait_no_hosts
+from services.launch.launch import EMBEDDED_NAME
+from tests.e2e.batch.batch_runs import wait_no_hosts
 from tests.e2e.server import farsight, wait_until
 from tests.free_ports import free_port
 

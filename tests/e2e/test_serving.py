@@ -14,7 +14,7 @@ import pytest
 from core.config import EngineConfig
 from core.request import SamplingParams
 from engine import Engine
-from services.launch import EMBEDDED_MODEL
+from services.launch.launch import EMBEDDED_MODEL
 from tests.e2e.server import LONG_S, Server, farsight, holds_torch, wait_until
 
 ROW = {"name", "kind", "pid", "node", "state", "queue", "last_step_age_s", "restarts", "http_port", "url", "breaker"}

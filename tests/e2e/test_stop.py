@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from services.launch import EMBEDDED_NAME
+from services.launch.launch import EMBEDDED_NAME
 from tests.e2e.server import LONG_S, STOP_TIMEOUT_S, Server, spawn_server, start_server, wait_until
 from tests.e2e.test_hygiene import check_listeners, environment
 

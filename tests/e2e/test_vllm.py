@@ -13,11 +13,11 @@ import pytest
 
 from core.request import PromptSource, Request, SamplingParams
 from engine import Engine
-from services.api.prompts import PromptEncoder
-from services.launch import EMBEDDED_MODEL
+from services.api.text.prompts import PromptEncoder
+from services.launch.launch import EMBEDDED_MODEL
 from tests.free_ports import free_port
+from tests.unit.actors.external.test_backend import Replica, backend
 from tests.unit.actors.pieces import until
-from tests.unit.actors.test_backend import Replica, backend
 
 VLLM = os.environ.get("FARSIGHT_VLLM", "")
 NAME = "served-by-vllm"

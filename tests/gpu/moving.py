@@ -7,8 +7,8 @@ import random
 import torch
 
 from core.request import Residency
-from engine.copies import Copies
-from engine.stream_copier import StreamCopier
+from engine.kv.copies import Copies
+from engine.kv.stream_copier import StreamCopier
 from kvcache import KVCopy
 from tests.unit.engine.driver import Driver
 

@@ -10,23 +10,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu_models import model_config, random_weights, save_random_checkpoint
+from benchmarks.common.gpu_models import model_config, random_weights, save_random_checkpoint
 from core.config import EngineConfig
 from core.request import SamplingParams
-from engine import cuda
-from engine.attention import AttentionBackend
-from engine.backends import GraphBackend, TorchBackend, gpu_attention
-from engine.careful_steps import CarefulSteps
-from engine.cuda_device import load_device
-from engine.kv_pool import KVPool
-from engine.model_config import ModelConfig
-from engine.model_runner import ModelRunner
-from engine.sampler import Sampler
-from engine.step_sizes import StepSizes
-from engine.stream_copier import HostBlocks, StreamCopier
-from engine.torch_attention import TorchAttention
-from engine.weights import ModelWeights
-from engine.xformers_attention import PAGE_SIZE, XformersAttention
+from engine.attention.attention import AttentionBackend
+from engine.attention.step_sizes import StepSizes
+from engine.attention.torch_attention import TorchAttention
+from engine.attention.xformers_attention import PAGE_SIZE, XformersAttention
+from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.weights import ModelWeights
+from engine.devices import cuda
+from engine.devices.cuda_device import load_device
+from engine.kv.kv_pool import KVPool
+from engine.kv.stream_copier import HostBlocks, StreamCopier
+from engine.sampling.sampler import Sampler
+from engine.steps.backends import GraphBackend, TorchBackend, gpu_attention
+from engine.steps.careful_steps import CarefulSteps
+from engine.steps.model_runner import ModelRunner
 from tests.gpu.moving import MovingDriver, wander
 from tests.unit.engine.driver import Driver
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from actors.layout import replica_pieces
+from actors.runtime.layout import replica_pieces
 from benchmarks.ray_nodes import Nodes
 from core.messages import PieceStatus
-from services.client import EngineClient
+from services.ingress.engine_client import EngineClient
 from tests.actors.house import House, Truth, calm_client, eventually, read, rows, under_load
 
 pytestmark = pytest.mark.timeout(900)  # three nodes and a service start

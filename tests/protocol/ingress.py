@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from core.messages import AnnounceReply, Keys, Refusal, Submit, SubmitReply, TokenBatches, TokenPoll
 from core.request import Request
-from services.inbox import TokenInbox
-from services.ledger import RequestLedger
+from services.ingress.ledger import RequestLedger
+from services.ingress.token_inbox import TokenInbox
 from tests.protocol.network import Life, attempts
 
 if TYPE_CHECKING:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from core.cache_messages import CacheNotice, CacheReply, StartedRequest
 from core.messages import (
     Announce,
     AnnounceReply,
@@ -27,8 +26,9 @@ from core.messages import (
     WorkerReady,
     WorkerState,
 )
-from policies.batch_scheduler import BatchScheduler
-from policies.global_events import (
+from core.messages.cache import CacheNotice, CacheReply, StartedRequest
+from policies.fleet.batch_scheduler import BatchScheduler
+from policies.fleet.events import (
     AbortOnReplica,
     AskCache,
     AskReplica,
@@ -48,9 +48,9 @@ from policies.global_events import (
     RequestsStarted,
     TimePassed,
 )
-from policies.global_scheduler import GlobalScheduler
-from policies.protocols import ReplicaPolicies
-from policies.replica_events import (
+from policies.fleet.scheduler import GlobalScheduler
+from policies.interfaces import ReplicaPolicies
+from policies.replica.events import (
     BatchBroken,
     CacheTold,
     Event,
@@ -64,9 +64,9 @@ from policies.replica_events import (
     WorkerLost,
     WorkerReported,
 )
-from policies.replica_plans import ReplicaPlans
-from policies.replica_scheduler import ReplicaScheduler, SchedulerLimits
-from policies.tracked import Tracked
+from policies.replica.planner import ReplicaPlans
+from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
+from policies.replica.tracked import Tracked
 from tests.protocol.network import Life, attempts
 
 if TYPE_CHECKING:

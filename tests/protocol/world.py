@@ -10,7 +10,7 @@ from typing import Any
 from core.costs import StepCost
 from core.messages import Refusal, TokenDelta
 from kvcache import BatchLimits, StepBatch
-from policies.builders import (
+from policies.compose import (
     BatchSettings,
     PolicySettings,
     build_batch_runner,
@@ -18,11 +18,11 @@ from policies.builders import (
     build_router,
     build_scheduler,
 )
+from policies.interfaces import ReplicaPolicies
+from policies.order.skip_join_mlfq import MlfqRules
 from policies.presets import PRESETS
-from policies.protocols import ReplicaPolicies
-from policies.replica_events import CostLearnt
-from policies.replica_scheduler import SchedulerLimits
-from policies.skip_join_mlfq import MlfqRules
+from policies.replica.events import CostLearnt
+from policies.replica.scheduler import SchedulerLimits
 from tests.protocol.clock import Clock
 from tests.protocol.ingress import IngressPiece
 from tests.protocol.model import BLOCK, Client, make_client, text_of

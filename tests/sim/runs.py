@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from core.costs import StepCost
-from policies.builders import PolicySettings, build_router, build_scheduler
-from policies.replica_scheduler import SchedulerLimits
-from simulator.fleet import Fleet, FleetShape
-from simulator.latency import LinearLatency
-from simulator.replica import ReplicaShape
-from simulator.timeline import Timeline
-from simulator.workload import Arrival
+from policies.compose import PolicySettings, build_router, build_scheduler
+from policies.replica.scheduler import SchedulerLimits
+from simulator.cluster.fleet import Fleet, FleetShape
+from simulator.cluster.latency import LinearLatency
+from simulator.cluster.replica import ReplicaShape
+from simulator.cluster.timeline import Timeline
+from simulator.traffic.workload import Arrival
 
 STEP = LinearLatency(StepCost(1.0, 0.0, 0.0, 0.0))
 """Every step takes a second, whatever is in it."""

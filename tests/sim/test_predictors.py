@@ -10,7 +10,7 @@ import pytest
 from core.errors import InvalidValueError
 from core.forecast import QUANTILES, Forecast
 from simulator.predictors import Noisy, Shuffled, Trained, history, none, oracle
-from simulator.workload import Arrival
+from simulator.traffic.workload import Arrival
 
 
 def _arrivals(num: int = 50, output_len: int | None = None, cap: int = 10_000) -> list[Arrival]:

@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 
 from core.queue_outlook import QueueOutlook
-from policies.builders import PolicySettings, build_scheduler
-from policies.global_events import GlobalEvent, GlobalInstruction
-from policies.global_scheduler import GlobalScheduler
-from policies.least_work import LeastWork
-from policies.queue_delay import queue_delay_s
-from policies.replica_events import RequestsArrived
-from policies.replica_scheduler import SchedulerLimits
+from policies.compose import PolicySettings, build_scheduler
+from policies.fleet.events import GlobalEvent, GlobalInstruction
+from policies.fleet.queue_delay import queue_delay_s
+from policies.fleet.scheduler import GlobalScheduler
+from policies.placement.least_work import LeastWork
+from policies.replica.events import RequestsArrived
+from policies.replica.scheduler import SchedulerLimits
 from simulator import predictors
-from simulator.fleet import Fleet, FleetShape
-from simulator.latency import A100_7B
-from simulator.replica import ReplicaShape
-from simulator.workloads import build_workload
+from simulator.cluster.fleet import Fleet, FleetShape
+from simulator.cluster.latency import A100_7B
+from simulator.cluster.replica import ReplicaShape
+from simulator.traffic.workloads import build_workload
 
 SHAPE = ReplicaShape(num_blocks=120_000 // 16, block_size=16, max_num_seqs=64, max_batch_tokens=2048)
 

@@ -11,12 +11,12 @@ import pytest
 
 from core.errors import ConfigError, IntegrityError, InvalidValueError
 from policies.presets import PRESETS
+from simulator.cluster.latency import GPUS, MODELS, Roofline
+from simulator.cluster.timeline import Timeline
 from simulator.experiment import DEFAULT_RATE, PREDICTORS, Experiment, free_kv_tokens, make_arrivals
-from simulator.latency import GPUS, MODELS, Roofline
 from simulator.results import config_of, read_config, request_row, to_json, write_results
 from simulator.run import Outcome, run
-from simulator.timeline import Timeline
-from simulator.workload import Arrival
+from simulator.traffic.workload import Arrival
 
 SMALL = Experiment(num_requests=60, kv_tokens=4000, rate=20.0, seed=7)
 
@@ -101,7 +101,7 @@ def test_what_never_fits_is_refused_and_counted() -> None:
 
 
 def test_requests_that_never_end_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("policies.aggressive.Aggressive.admits", lambda *_: False)
+    monkeypatch.setattr("policies.admission.watermark.Aggressive.admits", lambda *_: False)
     with pytest.raises(IntegrityError, match="preset fcfs: 60 of 60 requests never ended"):
         run(SMALL, make_arrivals(SMALL))
 

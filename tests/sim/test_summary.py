@@ -10,12 +10,12 @@ from rich.console import Console
 
 from core.costs import StepCost
 from core.errors import InvalidValueError
-from policies.fcfs_batches import FcfsBatches
-from simulator.batch_fleet import BatchFleet, StaticExecution
-from simulator.latency import GPUS, MODELS, LatencyModel, LinearLatency, Roofline
-from simulator.records import Record, Recorder
+from policies.batching.fcfs import FcfsBatches
+from simulator.cluster.batch_fleet import BatchFleet, StaticExecution
+from simulator.cluster.latency import GPUS, MODELS, LatencyModel, LinearLatency, Roofline
+from simulator.cluster.records import Record, Recorder
 from simulator.summary import Distribution, Sla, Summary, alone_s, show, summarize, tables
-from simulator.workload import Arrival
+from simulator.traffic.workload import Arrival
 from tests.sim.runs import STEP, arrivals, make_fleet
 
 LATENCIES, POINTS = ("ttft_s", "tpot_s", "itl_s", "mtpot_s", "jct_s", "slowdown"), ("mean", "p50", "p99")

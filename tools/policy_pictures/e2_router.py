@@ -9,9 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from core.costs import StepCost
-from policies.e2_profiles import from_step_cost
-from policies.e2_router import E2Choice, E2Config, E2Router
-from policies.placement import ReplicaLoad
+from policies.placement.base import ReplicaLoad
+from policies.placement.e2 import E2Choice, E2Config, E2Router
+from policies.placement.e2_profiles import from_step_cost
 
 BLOCK = 64
 TIMES = from_step_cost(StepCost(base_s=5e-3, prefill_token_s=1e-4, decode_seq_s=1e-4, context_token_s=2e-8))

@@ -6,10 +6,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from core.costs import StepCost
-from policies.enst_offload import EnstOffload, enst_s
+from policies.interfaces import KvView
 from policies.job import Job
-from policies.protocols import KvView
-from policies.skip_join_mlfq import MlfqRules, SkipJoinMlfq
+from policies.kv.enst_offload import EnstOffload, enst_s
+from policies.order.skip_join_mlfq import MlfqRules, SkipJoinMlfq
 
 LEVELS = (1, 1, 2, 3, 3, 4, 4, 5, 5)
 SINCE = (0, 0, 0, 0, 0, 0, -16, 0, -22)

@@ -7,9 +7,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from policies.forecast_admission import ForecastAdmission
+from policies.admission.forecast import ForecastAdmission
 from policies.job import Job
-from policies.length_history import FloatArray
+from policies.lengths.history import FloatArray
 
 NUM_PATHS = 14
 RISK = 0.05

@@ -7,8 +7,8 @@ from matplotlib.figure import Figure
 
 from core.costs import StepCost
 from core.forecast import Forecast
-from policies.gittins import DecodePrice, Gittins
 from policies.job import Job
+from policies.order.gittins import DecodePrice, Gittins
 
 LAWS = {
     "certain: 400 tokens": (400.0,) * 6,

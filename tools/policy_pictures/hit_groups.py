@@ -8,8 +8,8 @@ from itertools import islice
 import numpy as np
 from matplotlib.figure import Figure
 
-from policies.hit_groups import HitGroups, quotas
 from policies.job import Job
+from policies.order.hit_groups import HitGroups, quotas
 
 SLOTS = 55
 WAITING = (20, 3, 9, 2, 8, 12, 4, 15, 6, 30)

@@ -6,8 +6,8 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from policies.batch_queue import BatchQueue, ChooseBatch, first_arrived
-from policies.hrrn import HighestResponseRatio, response_ratio
+from policies.batching.base import BatchQueue, ChooseBatch, first_arrived
+from policies.batching.hrrn import HighestResponseRatio, response_ratio
 from policies.job import Job
 
 BATCHES = {"a": (0, 12), "b": (1, 20), "c": (4, 3), "d": (14, 2), "e": (16, 3), "f": (29, 3)}

@@ -7,9 +7,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from policies.batching.multi_bin import MultiBinBatcher, uniform_edges
 from policies.job import Job
-from policies.multi_bin import MultiBinBatcher, uniform_edges
-from policies.multi_bin_theory import UniformService
+from simulator.reproduce.multi_bin_theory import UniformService
 
 SYSTEM = UniformService(1, 20, 128)
 RATE = 8

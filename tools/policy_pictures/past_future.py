@@ -8,12 +8,12 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from policies.aggressive import Aggressive
-from policies.conservative import Conservative
+from policies.admission.conservative import Conservative
+from policies.admission.past_future import HistoryLengths, PastFuture, future_memory
+from policies.admission.watermark import Aggressive
+from policies.interfaces import Admission
 from policies.job import Job
-from policies.length_history import LengthHistory
-from policies.past_future import HistoryLengths, PastFuture, future_memory
-from policies.protocols import Admission
+from policies.lengths.history import LengthHistory
 
 CAPACITY = 3000
 LIMIT = 300

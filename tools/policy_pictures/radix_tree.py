@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from policies.radix_tree import Node, RadixTree
+from policies.placement.prefix_tree import Node, RadixTree
 
 COLOURS = ("#4c78a8", "#f58518")
 HEIGHT = 0.54

@@ -6,10 +6,10 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from policies.batch_queue import Batcher, FormedBatch, first_arrived
-from policies.fcfs_batches import FcfsBatches
+from policies.batching.base import Batcher, FormedBatch, first_arrived
+from policies.batching.fcfs import FcfsBatches
+from policies.batching.wma import WmaBatcher, wasted_memory_accesses
 from policies.job import Job
-from policies.wma_batcher import WmaBatcher, wasted_memory_accesses
 
 BIG, SMALL = 300, 60
 COLOURS = {"padding": "0.82", "prompt": "tab:blue", "output": "tab:green", "waits for the longest": "tab:red"}

@@ -9,13 +9,13 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from actors.log_store import LogStore
-from actors.piece import PieceContext
-from actors.site import Site
+from actors.log.log_store import LogStore
+from actors.runtime.piece import PieceContext
+from actors.runtime.site import Site
 from core.codec import decode, encode
 from core.config import FarsightConfig, LogConfig
 from core.forecast import QUANTILES
-from core.log_messages import (
+from core.messages.log import (
     Artefact,
     ArtefactInfo,
     ArtefactList,

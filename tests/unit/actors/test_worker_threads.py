@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.unit.actors.pieces import LONG_S
-from tests.unit.services.test_conformance import house, read
+from tests.unit.services.commands.test_conformance import house, read
 
 
 async def test_a_worker_steps_while_all_threads_of_asyncio_are_taken(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from benchmarks.live_presets.live import prompt_ids
 from benchmarks.live_presets.runs import Run, Store, figures, measure
 from benchmarks.live_presets.study import Study
 from kvcache.prefix import hash_blocks
-from simulator.arrivals import Poisson
-from simulator.prefixes import TOOL_USE, prefix_workload
-from simulator.workload import Arrival
+from simulator.traffic.arrivals import Poisson
+from simulator.traffic.prefixes import TOOL_USE, prefix_workload
+from simulator.traffic.workload import Arrival
 
 
 def draw(rng: np.random.Generator, num_requests: int) -> list[Arrival]:

@@ -21,8 +21,8 @@ from benchmarks.live_presets.runs import Figures, Run, Store
 from benchmarks.live_presets.setups import SETUPS, SYSTEMS
 from benchmarks.live_presets.study import Study
 from core.errors import ConfigError
-from engine import emulated
-from simulator.records import Record
+from engine.devices import emulated
+from simulator.cluster.records import Record
 from simulator.summary import Sla
 
 KEYS = {"claim", "ratio", "low", "high", "target", "verdict"}

@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core import cache_messages, forecast, log_messages, messages
-from core.cache_messages import CacheNotice
+from core import forecast, messages
 from core.codec import PackedInts, decode, encode
 from core.errors import MessageError
 from core.messages import SCHEMA_VERSION, Keys, PieceStatus, Plan, Slot, StepReport, Submit, TokenDelta
+from core.messages import cache as cache_messages
+from core.messages import log as log_messages
+from core.messages.cache import CacheNotice
 from core.request import Request, SamplingParams
 
 TEXT = st.text(max_size=8)

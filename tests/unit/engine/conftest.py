@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.model_runner import ModelRunner
-
-from .models import SHAPES, save_model
+from engine.steps.model_runner import ModelRunner
+from tests.unit.engine.small_models import SHAPES, save_model
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,8 +7,8 @@ import random
 import torch
 
 from core.request import Request, SamplingParams
-from engine.model_runner import ModelRunner
 from engine.sequence import Sequence
+from engine.steps.model_runner import ModelRunner
 from kvcache import StepBatch, StepItem
 
 

@@ -16,17 +16,16 @@ from engine import Completion, Engine
 from engine.parallel.links import Ranks
 from engine.sequence import Sequence
 from kvcache import StepBatch
-from policies.protocols import KvMoves, KvView
-from policies.recompute import NewestGiveWay
-
-from .models import SHAPES, assert_greedy, load_reference
+from policies.interfaces import KvMoves, KvView
+from policies.kv.newest_first import NewestGiveWay
+from tests.unit.engine.small_models import SHAPES, assert_greedy, load_reference
 
 ROOMY = EngineConfig(kv_memory="4MiB", block_size=4, max_num_seqs=8, max_batch_tokens=32, num_threads=1)
 TIGHT_BLOCKS = 26  # of 4 tokens: about two and a half of the sequences below
 
 
 def tight(model_dir: Path, num_blocks: int = TIGHT_BLOCKS) -> EngineConfig:
-    from engine.model_config import load_model_config
+    from engine.checkpoint.model_config import load_model_config
 
     config = load_model_config(model_dir)
     import torch

@@ -9,10 +9,10 @@ import pytest
 
 import services
 from core.config import EngineConfig, SchedulerConfig
-from core.kv_messages import KVTraffic
+from core.messages.kv import KVTraffic
 from core.request import SamplingParams
 from engine import Engine
-from policies.builders import swaps_kv
+from policies.compose import swaps_kv
 from policies.presets import PRESETS
 
 MODEL = Path(services.__file__).parent / "embedded_model"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.step_loop import Step, StepLoop
+from actors.worker.step_loop import Step, StepLoop
 from core.config import EngineConfig
 from core.messages import Plan, Slot
 from core.request import Request, SamplingParams

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from core.cache_messages import CachedRun, CacheNotice
 from core.errors import IntegrityError
+from core.messages.cache import CachedRun, CacheNotice
 from kvcache.block_manager import BlockManager
 from kvcache.cache_journal import CacheJournal, CacheShadow, runs
 

@@ -6,8 +6,7 @@ import pytest
 
 from core.request import SequenceStatus
 from kvcache import BatchLimits, BlockManager, LeaseExecutor
-
-from .plans import plan, slot, step
+from tests.unit.kvcache.plans import plan, slot, step
 
 BLOCK = 4
 

@@ -9,8 +9,7 @@ import pytest
 from core.messages import Plan
 from core.request import Residency, SequenceStatus
 from kvcache import BatchLimits, BlockManager, PipelinedExecutor, StepBatch
-
-from .plans import plan, slot
+from tests.unit.kvcache.plans import plan, slot
 
 
 def make(num_stages: int = 2, *, num_blocks: int = 16, host_blocks: int = 0) -> PipelinedExecutor:

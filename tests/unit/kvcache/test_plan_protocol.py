@@ -9,8 +9,7 @@ import pytest
 from core.messages import StepSample
 from core.request import SequenceStatus
 from kvcache import BatchLimits, BlockManager, LeaseExecutor, PlanExecutor, StaticExecutor
-
-from .plans import plan, slot, step
+from tests.unit.kvcache.plans import plan, slot, step
 
 MakeExecutor = Callable[[], PlanExecutor]
 

@@ -13,8 +13,7 @@ from core.messages import FinishedSequence, Slot, StepSample
 from core.request import SequenceStatus
 from estimator.samples import step_sample
 from kvcache import BatchLimits, BlockManager, StaticExecutor, StepBatch
-
-from .plans import plan, slot, step
+from tests.unit.kvcache.plans import plan, slot, step
 
 BLOCK = 4
 CONTEXT = 64

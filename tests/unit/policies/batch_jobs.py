@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from core.forecast import QUANTILES, Forecast
-from policies.batch_queue import Batcher, FormedBatch
+from policies.batching.base import Batcher, FormedBatch
 from policies.job import Job
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from core.cache_messages import CacheNotice
-from policies.e2_profiles import Regressions
-from policies.e2_router import E2Choice, E2Config, E2Router
-from policies.placement import ReplicaLoad
-from policies.radix_tree import Path
+from core.messages.cache import CacheNotice
+from policies.placement.base import ReplicaLoad
+from policies.placement.e2 import E2Choice, E2Config, E2Router
+from policies.placement.e2_profiles import Regressions
+from policies.placement.prefix_tree import Path
 
 LINEAR = Regressions(lambda new, context: new * 1e-3, lambda output, context: output * 2e-3)
 """The examples' PT of 1 ms a token and DT of 2 ms an output token."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from core.forecast import QUANTILES, Forecast
 from core.messages import FinishedSequence, OpenRequest, WorkerReady
 from core.request import Request, SamplingParams, SequenceStatus
-from policies.global_events import (
+from policies.fleet.events import (
     GlobalEvent,
     GlobalInstruction,
     IngressAnnounced,
@@ -13,10 +13,10 @@ from policies.global_events import (
     ReplicaUp,
     RequestsEnded,
 )
-from policies.global_scheduler import GlobalScheduler
-from policies.least_work import LeastWork
-from policies.placement import Placement
-from policies.replica_events import RequestsArrived
+from policies.fleet.scheduler import GlobalScheduler
+from policies.placement.base import Placement
+from policies.placement.least_work import LeastWork
+from policies.replica.events import RequestsArrived
 
 
 def request(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from policies.radix_tree import Node, Path, RadixTree
+from policies.placement.prefix_tree import Node, Path, RadixTree
 
 Position = Path
 """A prefix that ends there."""

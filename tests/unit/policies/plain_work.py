@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from core.costs import StepCost
-from policies.length_law import MIN_REMAINING
+from policies.lengths.law import MIN_REMAINING
 
 
 @dataclass

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from core.cache_messages import CachedRun, CacheNotice
+from core.messages.cache import CachedRun, CacheNotice
 from tests.unit.policies.e2_desk import BARE, Desk, informed, path, router_of
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from core.config import PlacementConfig, SchedulerConfig
 from core.errors import ConfigError
-from policies.aggressive import Aggressive
-from policies.builders import (
+from policies.admission.watermark import Aggressive
+from policies.compose import (
     BatchSettings,
     build_batcher,
     build_router,
@@ -20,15 +20,15 @@ from policies.builders import (
     configured_scheduler,
     swaps_kv,
 )
-from policies.e2_router import E2Config
-from policies.fcfs import Fcfs
+from policies.interfaces import KvMoves, KvView
 from policies.job import Job
-from policies.kv_baselines import Reactive
+from policies.kv.enst_baselines import Reactive
+from policies.kv.newest_first import NewestGiveWay
+from policies.order.fcfs import Fcfs
+from policies.order.skip_join_mlfq import SkipJoinMlfq
+from policies.placement.e2 import E2Config
 from policies.presets import PRESETS, find_preset
-from policies.protocols import KvMoves, KvView
-from policies.recompute import NewestGiveWay
-from policies.replica_scheduler import SchedulerLimits
-from policies.skip_join_mlfq import SkipJoinMlfq
+from policies.replica.scheduler import SchedulerLimits
 
 
 def job(name: str, computed: int = 0, **details: float) -> Job:

@@ -10,22 +10,22 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 import services
-from actors.kv_offload_manager import KVOffloadManager
-from actors.log_store import LogStore
-from actors.model_worker import ModelWorker
-from actors.names import CONTROL, ROUTER
-from actors.peer import PeerBook
-from actors.piece import Piece, PieceContext
-from actors.router import Router
-from actors.scheduler import Scheduler
-from actors.serving_time_estimator import ServingTimeEstimator
-from actors.site import Site
+from actors.learning.serving_time_estimator import ServingTimeEstimator
+from actors.log.log_store import LogStore
+from actors.runtime.names import CONTROL, ROUTER
+from actors.runtime.peer import PeerBook
+from actors.runtime.piece import Piece, PieceContext
+from actors.runtime.site import Site
+from actors.scheduling.kv_offload_manager import KVOffloadManager
+from actors.scheduling.router import Router
+from actors.scheduling.scheduler import Scheduler
+from actors.worker.model_worker import ModelWorker
 from core.codec import decode
 from core.config import FarsightConfig
 from core.messages import ServedModel
-from policies.replica_scheduler import ReplicaScheduler
+from policies.replica.scheduler import ReplicaScheduler
 from services.api.backend import ModelInfo
-from services.client import EngineClient
+from services.ingress.engine_client import EngineClient
 from tests.unit.actors.pieces import until
 
 MODEL = Path(services.__file__).parent / "embedded_model"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from actors.site import Site
+from actors.runtime.site import Site
 from core.config import FarsightConfig, ModelConfig, ServerConfig
 from core.errors import ConfigError, FarsightError
 from services.serve_app import check_unchanged, config_from_tables

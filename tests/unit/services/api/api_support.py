@@ -10,13 +10,13 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from core.kv_messages import KVTraffic, KVUsage
-from core.log_messages import ArtefactInfo, RequestTrace
 from core.messages import PieceCounts, PieceStatus, StatusReply, TokenDelta
-from core.placement_messages import PlacementView
+from core.messages.kv import KVTraffic, KVUsage
+from core.messages.log import ArtefactInfo, RequestTrace
+from core.messages.placement import PlacementView
 from core.request import Origin, SamplingParams
 from services.api.backend import ModelInfo
-from services.api.prompt_text import PromptText
+from services.api.text.prompt_text import PromptText
 
 MODEL = "tiny"
 MAX_MODEL_LEN = 64

@@ -9,7 +9,7 @@ import pytest
 from api_support import ScriptedBackend, write_model_dir
 
 from services.api.app import build_app
-from services.api.prompts import PromptEncoder
+from services.api.text.prompts import PromptEncoder
 
 Connect = Callable[[ScriptedBackend], httpx.AsyncClient]
 

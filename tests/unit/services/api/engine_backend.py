@@ -15,7 +15,7 @@ from core.config import EngineConfig
 from core.messages import TokenDelta
 from core.request import Origin, SamplingParams
 from engine.engine import Engine
-from services.api.prompt_text import PromptText
+from services.api.text.prompt_text import PromptText
 
 
 def write_checkpoint(folder: Path) -> Path:

@@ -12,7 +12,7 @@ from api_support import ScriptedBackend
 from core.errors import FarsightError, MessageError
 from services.api.admin import Administration
 from services.api.app import build_app
-from services.api.prompts import PromptEncoder
+from services.api.text.prompts import PromptEncoder
 
 TOKEN = "s3cret"
 BODY = {"kind": "replica", "count": 3}

@@ -15,7 +15,7 @@ from api_support import CHATML, MODEL, VOCAB_SIZE, ScriptedBackend, Step, delta,
 from core.errors import CapacityError, InvalidValueError
 from core.request import SamplingParams
 from services.api.app import build_app
-from services.api.prompts import PromptEncoder
+from services.api.text.prompts import PromptEncoder
 
 COMPLETION: dict[str, Any] = {"model": MODEL, "prompt": "hello"}
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}

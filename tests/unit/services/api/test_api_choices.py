@@ -16,8 +16,8 @@ from engine_backend import EngineBackend, write_checkpoint
 from transformers import LlamaForCausalLM
 
 from services.api.app import build_app
-from services.api.prompts import PromptEncoder
-from services.api.token_texts import TokenTexts
+from services.api.text.prompts import PromptEncoder
+from services.api.text.token_texts import TokenTexts
 
 COMPLETION: dict[str, Any] = {"model": MODEL, "prompt": "the cat", "max_tokens": 8, "seed": 1, "ignore_eos": True}
 CHAT: dict[str, Any] = {

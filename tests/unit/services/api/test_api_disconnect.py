@@ -14,7 +14,7 @@ import uvicorn
 from api_support import MODEL, ScriptedBackend, Step, delta
 
 from services.api.app import build_app
-from services.api.prompts import PromptEncoder
+from services.api.text.prompts import PromptEncoder
 
 LONG_S = 120.0
 """Only so that nothing hangs for ever."""

@@ -10,14 +10,14 @@ import pytest
 from api_support import MODEL, ScriptedBackend
 
 from core.decisions import Decision, on_clock, pack_decisions
-from core.log_messages import RequestTrace
+from core.messages.log import RequestTrace
 from core.request import Origin
 from services.api.admin import Administration
 from services.api.app import build_app
 from services.api.ownership import bearer_key, owner_of, owns
-from services.api.prompts import PromptEncoder
-from services.api.sentences import _SENTENCES, sentence
-from tests.unit.policies.test_journal import crowd
+from services.api.pages.sentences import _SENTENCES, sentence
+from services.api.text.prompts import PromptEncoder
+from tests.unit.policies.replica.test_trace_log import crowd
 
 TOKEN = "admin"
 RECEIVED = Decision("received", 0.0, {})

@@ -22,7 +22,7 @@ from schemathesis import GenerationMode
 
 from services.api.admin import Administration
 from services.api.app import build_app
-from services.api.prompts import PromptEncoder
+from services.api.text.prompts import PromptEncoder
 
 TOKEN = "secret"
 CASES = {"/v1/completions": 500, "/v1/chat/completions": 450, "/admin/scale": 50}

@@ -10,7 +10,7 @@ from api_support import CHATML, write_model_dir
 from transformers import PreTrainedTokenizerFast
 
 from core.errors import ConfigError
-from services.api.prompts import PromptEncoder
+from services.api.text.prompts import PromptEncoder
 
 LLAMA_2 = """
 {%- if messages[0]['role'] == 'system' -%}

@@ -11,8 +11,8 @@ import pytest
 from api_support import METRICS, ScriptedBackend
 
 from core.errors import FarsightError
-from core.placement_messages import PlacementView, PrefixView, ReasonCount, RecentPlacement, ReplicaView
-from services.api.dashboard import operator_page
+from core.messages.placement import PlacementView, PrefixView, ReasonCount, RecentPlacement, ReplicaView
+from services.api.pages.dashboard import operator_page
 
 REFERENCE = re.compile(r"""(?:\b(?:src|href|action|srcset)=|@import|url\()\s*["']?([^"'\s>)]*)""")
 

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.api.metrics_page import merge_expositions
+from services.api.pages.metrics_page import merge_expositions
 
 TTFT = "vllm:time_to_first_token_seconds"
 

@@ -7,7 +7,7 @@ import pytest
 from api_support import MODEL, ScriptedBackend
 
 from core.request import PromptSource
-from services.api.prompt_text import PromptText, of_chat, of_completion
+from services.api.text.prompt_text import PromptText, of_chat, of_completion
 
 
 def parts(text: PromptText | None) -> tuple[str, str] | None:

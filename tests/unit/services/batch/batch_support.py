@@ -10,7 +10,7 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.api.app import build_app
-from services.api.prompts import PromptEncoder
+from services.api.text.prompts import PromptEncoder
 from services.batch.lines import Batch, LineResult, answered, read_batch
 from tests.unit.services.api.api_support import MODEL, ScriptedBackend, Step, delta, write_model_dir
 

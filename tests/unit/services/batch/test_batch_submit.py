@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from core.config import FarsightConfig
 from core.errors import FarsightError
 from services.api.backend import GenerationBackend
-from services.api.prompts import PromptEncoder
+from services.api.text.prompts import PromptEncoder
 from services.batch import job, submit
 from services.batch.progress import ProgressStore, partial_path
 from services.batch.submit import BatchOptions, entrypoint, submit_entrypoint

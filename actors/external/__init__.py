@@ -1,0 +1,1 @@
+"""Replicas that are other OpenAI-compatible servers: what stands before them."""

@@ -1,0 +1,366 @@
+"""OpenAIBackend: stands for a replica that is another server, in the place of its Scheduler and of its ModelWorker."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from contextlib import aclosing
+from pathlib import Path
+
+from actors.external.backend_stream import BackendStream
+from actors.external.openai_server import OpenAIServer, find_api_key
+from actors.external.openai_wire import BackendFailed, failed
+from actors.log.log_outbox import LogOutbox
+from actors.runtime.metrics import BackendMetrics, EngineMetrics
+from actors.runtime.names import LOG_STORE, ROUTER
+from actors.runtime.peer import LOOK_AGAIN_S, PeerLost
+from actors.runtime.piece import Piece, PieceContext
+from actors.runtime.request_traces import request_trace
+from actors.runtime.waiting import wait_for
+from actors.worker.token_channel import TICK_S
+from actors.worker.token_channels import TokenChannels
+from core.codec import decode, encode
+from core.messages import (
+    FinishedSequence,
+    ForecastsMade,
+    Key,
+    Keys,
+    Refusal,
+    Refusals,
+    ReplicaNews,
+    ReplicaState,
+    Submit,
+    TokenDelta,
+    TokenPoll,
+    WorkerReady,
+)
+from core.messages.cache import StartedRequest
+from core.messages.log import RequestTrace, RequestTraces, TraceQuery
+from core.request import Request
+from engine.text.vocabulary import PromptDecoder, vocabulary_size
+from policies.compose import configured_backend
+from policies.external.events import (
+    AskServer,
+    BackendEvent,
+    BackendInstruction,
+    BreakerChanged,
+    CancelRequest,
+    FailRequest,
+    OutputEnded,
+    OutputFailed,
+    OutputGrew,
+    ProbeDone,
+    ReturnRequest,
+    SendRequest,
+    TimePassed,
+)
+from policies.replica.events import (
+    AccountClosed,
+    ForecastsArrived,
+    RefuseRequest,
+    RequestEnded,
+    RequestsAborted,
+    RequestsArrived,
+    RequestStarted,
+)
+from policies.replica.trace import account_closed
+
+SAY_AGAIN_S = 1.0
+"""The Router hears of the replica at least this often, so that a new one knows it soon."""
+
+NEWS_S = 0.05
+"""The Router hears of starts and ends this late, of several at once: they change what it thinks."""
+
+LOOK_S = 0.25
+"""How often the machine is told that time has passed, and the queues are counted."""
+
+logger = logging.getLogger(__name__)
+
+
+class OpenAIBackend(Piece):
+    """Turns messages and what the server does into events of the state machine, and its instructions into calls."""
+
+    kind = "OpenAIBackend"
+
+    def __init__(self, context: PieceContext) -> None:
+        super().__init__(context)
+        config = context.config
+        self._config = config.replica[int(context.index)]
+        self._replica = context.name
+        self._machine = configured_backend(config.scheduler, self._config.max_num_seqs)
+        self._decoder = PromptDecoder(Path(context.site.model_dir))
+        name, api_key = self._config.model or config.model.name, find_api_key(self._config)
+        self._server = OpenAIServer(self._config, name, self._decoder.decode, api_key)
+        self._incarnation = uuid.uuid4().hex[:12]
+        self._channels = TokenChannels(self._incarnation)
+        self._streams: dict[Key, BackendStream] = {}
+        self._works: dict[Key, asyncio.Task[None]] = {}
+        self._probe: asyncio.Task[None] | None = None
+        self._vocab_size = 0
+        self._started: list[StartedRequest] = []
+        self._ended: list[FinishedSequence] = []
+        self._events_due = asyncio.Event()
+        self._news_due = asyncio.Event()
+        self._router_sends = False  # the Router has been told that requests may come, and of nothing later
+        self._returned: list[tuple[Request, TokenDelta]] = []
+        self._answered_at: float | None = None
+        self._router = context.peers.peer(ROUTER)
+        self._traces = LogOutbox(context.peers.peer(LOG_STORE), "append_traces", RequestTraces)
+        self._queues = EngineMetrics(context.registry, config.model.name, self._replica)
+        self._metrics = BackendMetrics(context.registry, config.model.name, self._replica)
+        self._metrics.set_state(self._machine.breaker.state)
+
+    async def start(self) -> None:
+        """
+        Raises:
+            InvalidValueError: the model's directory does not say how many tokens there are.
+        """
+        self._vocab_size = await asyncio.to_thread(vocabulary_size, Path(self.context.site.model_dir))
+        await self._server.open()
+        for work in (self._look, self._tell_router, self._tell_events, self._watch_ingresses, self._traces.run):
+            self.spawn(work())
+
+    async def stop(self) -> None:
+        await super().stop()
+        works = [*self._works.values(), *([] if self._probe is None else [self._probe])]
+        for task in works:
+            task.cancel()
+        await asyncio.gather(*works, return_exceptions=True)
+        self._channels.close()
+        self._queues.remove()
+        await self._server.close()
+
+    async def submit(self, data: bytes) -> bytes:
+        """Takes ``Submit``; answers with ``Refusals``, usually none."""
+        message = decode(data, Submit)
+        return encode(Refusals(tuple(self._handle(RequestsArrived(message.requests, message.placements)))))
+
+    async def foresee(self, data: bytes) -> bytes:
+        """Takes ``ForecastsMade``."""
+        self._handle(ForecastsArrived(decode(data, ForecastsMade).made))
+        return b""
+
+    async def abort(self, data: bytes) -> bytes:
+        """Takes ``Keys``: these attempts and earlier ones are forgotten."""
+        self._handle(RequestsAborted(decode(data, Keys).keys))
+        return b""
+
+    async def unknown(self, data: bytes) -> bytes:
+        """Takes ``Keys``; answers with those that are not here."""
+        return encode(Keys(self._machine.unknown(decode(data, Keys).keys)))
+
+    async def explain(self, data: bytes) -> bytes:
+        """Takes ``TraceQuery``; answers with ``RequestTraces`` of what is here and of what is on its way to the log."""
+        response_id = decode(data, TraceQuery).response_id
+        known = [each for each in self._traces if each.trace_id.startswith(f"{response_id}/")]
+        known += [self._trace(account_closed(each), ended=False) for each in self._machine.accounts(response_id)]
+        return encode(RequestTraces(tuple(known)))
+
+    async def poll_tokens(self, data: bytes) -> bytes:
+        """Takes a ``TokenPoll``; answers with ``TokenBatches`` when there are any."""
+        poll = decode(data, TokenPoll)
+        self._channels.hear(poll)
+        self._pause_streams()
+        return await self._channels.answer(poll)
+
+    @property
+    def state(self) -> str:
+        return "ready" if self._machine.breaker.closed else "waiting"
+
+    @property
+    def queue(self) -> int:
+        return self._machine.num_waiting + self._machine.num_sent
+
+    @property
+    def last_step_age_s(self) -> float | None:
+        return None if self._answered_at is None else time.monotonic() - self._answered_at
+
+    @property
+    def url(self) -> str:
+        return self._config.url
+
+    @property
+    def breaker(self) -> str:
+        breaker = self._machine.breaker
+        return breaker.state.value if breaker.closed else f"{breaker.state.value}: {breaker.reason}"
+
+    def _handle(self, event: BackendEvent) -> list[Refusal]:
+        """Gives the machine an event and carries out what it says; returns refusals."""
+        refusals = []
+        for instruction in self._machine.handle(event, time.monotonic()):
+            match instruction:
+                case RefuseRequest(request_id, attempt, field, message):
+                    refusals.append(Refusal(request_id, attempt, field, message))
+                case _:
+                    self._carry_out(instruction)
+        return refusals
+
+    def _carry_out(self, instruction: BackendInstruction) -> None:
+        match instruction:
+            case SendRequest(request):
+                self._send(request)
+            case CancelRequest(key):
+                self._works[key].cancel()
+            case ReturnRequest(request, reason):
+                self._returned.append((request, _end(request, len(request.output_ids), "abort", reason)))
+                self._release_returned()
+            case FailRequest(request, output_len, reason):
+                self._put(request, _end(request, output_len, "error", f"{self._replica}: {reason}"))
+            case RequestStarted(started):
+                self._started.append(started)
+            case RequestEnded(finished):
+                self._ended.append(finished)
+                self._events_due.set()
+            case AccountClosed():
+                self._traces.add(self._trace(instruction, ended=True))
+            case AskServer(generates):
+                self._probe = asyncio.create_task(self._ask(generates))
+            case BreakerChanged():
+                self._note_breaker()
+
+    def _note_breaker(self) -> None:
+        breaker = self._machine.breaker
+        self._metrics.set_state(breaker.state)
+        self._news_due.set()
+        why = f": {breaker.reason}" if breaker.reason else ""
+        logger.warning("%s (%s): the breaker is %s%s", self._replica, self._config.url, breaker.state.value, why)
+
+    def _release_returned(self) -> None:
+        """Once the Router knows that nothing is to come here; else it would send them here again, and again."""
+        if self._machine.breaker.closed or not self._router_sends:
+            returned, self._returned = self._returned, []
+            for request, delta in returned:
+                self._put(request, delta)
+
+    def _put(self, request: Request, delta: TokenDelta) -> None:
+        self._channels.put(request.ingress_id, [delta], self._machine.num_sent)
+
+    def _send(self, request: Request) -> None:
+        key = request.request_id, request.attempt
+        self._streams[key] = stream = BackendStream(request)
+        stream.reading.pause(self._channels.rests(request.ingress_id, request.request_id))
+        self._works[key] = task = asyncio.create_task(self._stream(key, stream))
+        task.add_done_callback(lambda done: self._forget(key, done))
+
+    def _forget(self, key: Key, done: asyncio.Task[None]) -> None:
+        del self._streams[key], self._works[key]
+        self._task_ended_badly(done)
+
+    def _task_ended_badly(self, task: asyncio.Task[None]) -> None:
+        """A defect of ours ends the piece: it is started anew, and says so."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self.failed.done():
+            self.failed.set_exception(error)
+
+    async def _stream(self, key: Key, stream: BackendStream) -> None:
+        """One request from sending to its end."""
+        try:
+            async with aclosing(self._server.complete(stream.request, stream.reading)) as chunks:
+                async for chunk in chunks:
+                    self._answered_at = time.monotonic()
+                    delta = stream.take(chunk)
+                    if delta is not None:
+                        self._pass_on(key, stream, delta)
+        except BackendFailed as error:
+            self._metrics.failed(error.failure.kind)
+            self._handle(OutputFailed(key, error.failure))
+            return
+        last = stream.end()
+        if last.num_tokens:
+            self._handle(OutputGrew(key, last.num_tokens))
+        self._put(stream.request, last)
+        self._handle(OutputEnded(key, stream.status, stream.cached_len))
+
+    def _pass_on(self, key: Key, stream: BackendStream, delta: TokenDelta) -> None:
+        request = stream.request
+        self._handle(OutputGrew(key, delta.num_tokens))
+        self._put(request, delta)
+        stream.reading.pause(self._channels.rests(request.ingress_id, request.request_id))
+
+    def _pause_streams(self) -> None:
+        for stream in self._streams.values():
+            request = stream.request
+            stream.reading.pause(self._channels.rests(request.ingress_id, request.request_id))
+
+    async def _ask(self, generates: bool) -> None:
+        try:
+            listed = await self._server.probe(generates=generates)
+            limits = [limit for limit in (self._config.max_model_len, listed.max_model_len) if limit]
+            if not limits:
+                raise failed("model", "it does not say how long sequences may be: set max_model_len", trips=True)
+        except BackendFailed as error:
+            self._metrics.failed(error.failure.kind)
+            self._handle(ProbeDone(error.failure))
+            return
+        self._answered_at = time.monotonic()
+        self._handle(ProbeDone(None, min(limits)))
+
+    def _ready(self) -> WorkerReady | None:
+        if not self._machine.breaker.closed:
+            return None
+        max_model_len, block_size = self._machine.max_model_len, self.context.config.engine.kv_block_size
+        kv_tokens = self._config.kv_tokens or self._config.max_num_seqs * max_model_len
+        return WorkerReady(
+            worker_incarnation=self._incarnation,
+            num_blocks=max(1, kv_tokens // block_size),
+            block_size=block_size,
+            max_model_len=max_model_len,
+            pool_limited=False,
+            vocab_size=self._vocab_size,
+            external=True,
+        )
+
+    def _trace(self, account: AccountClosed, *, ended: bool) -> RequestTrace:
+        return request_trace(account, self._replica, time.time() - time.monotonic(), ended=ended)
+
+    async def _look(self) -> None:
+        """Lets the machine see what time it is: probes become due."""
+        while True:
+            self._handle(TimePassed())
+            self._queues.set_queues(self._machine.num_sent, self._machine.num_waiting)
+            if self._probe is not None and self._probe.done():
+                self._task_ended_badly(self._probe)
+            await asyncio.sleep(LOOK_S)
+
+    async def _tell_router(self) -> None:
+        while True:
+            self._news_due.clear()
+            state = ReplicaState(self._replica, self._ready(), ())
+            told = await self._try("replica_state", encode(state))
+            if told:
+                self._router_sends = state.ready is not None
+                self._release_returned()
+            await wait_for(self._news_due, SAY_AGAIN_S if told else LOOK_AGAIN_S)
+
+    async def _tell_events(self) -> None:
+        """A Router that dies meanwhile need not hear of them: its successor asks the ingress replicas."""
+        while True:
+            await self._events_due.wait()
+            await asyncio.sleep(NEWS_S)
+            self._events_due.clear()
+            news = ReplicaNews(self._replica, self._incarnation, tuple(self._started), tuple(self._ended))
+            self._started, self._ended = [], []
+            await self._try("replica_news", encode(news))
+
+    async def _try(self, method: str, data: bytes) -> bool:
+        """Whether the Router has taken it."""
+        try:
+            await self._router.call(method, data)
+        except PeerLost:
+            return False
+        return True
+
+    async def _watch_ingresses(self) -> None:
+        """Ends what belongs to ingress replicas that have fallen silent, or have never asked for their tokens."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            for ingress_id in self._channels.silent(self._machine.ingress_ids):
+                keys = self._machine.keys_of(ingress_id)
+                logger.warning("%d requests of silent ingress replicas aborted", len(keys))
+                self._handle(RequestsAborted(keys))
+
+
+def _end(request: Request, start: int, finish_reason: str, reason: str) -> TokenDelta:
+    return TokenDelta(request.request_id, request.attempt, start, (), "", finish_reason, reason)

@@ -1,0 +1,256 @@
+"""HTTP to one OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+
+from actors.external.openai_wire import (
+    DONE,
+    BackendFailed,
+    Call,
+    Chunk,
+    EventReader,
+    ListedModel,
+    by_text,
+    by_tokens,
+    failed,
+    find_model,
+    parse_chunk,
+    refusal,
+)
+from core.config.replica import ReplicaConfig
+from core.errors import ConfigError
+from core.request import PromptSource, Request, SamplingParams
+
+KEEP_ALIVE_S = 2.0
+"""Connections without a request are closed so soon: before the other side does it, uvicorn after 5 s."""
+
+_PROBE = Request("probe", 0, "", (0,), SamplingParams(1))
+"""What a probe has continued by one token; what comes out does not matter."""
+
+_PROBE_CHAT = PromptSource(messages=(("user", "a"),))
+_PROBE_TEXT = PromptSource("a")
+
+PROBE_S = 10.0
+"""Whoever takes longer to say that it is well is not."""
+
+MAX_REFUSAL_BYTES = 16_384
+
+
+def find_api_key(config: ReplicaConfig) -> str:
+    """Empty if it wants none.
+
+    Raises:
+        ConfigError: the environment does not hold it.
+    """
+    name = config.api_key_env
+    key = os.environ.get(name, "") if name else ""
+    if name and not key:
+        raise ConfigError("replica.api_key_env", name, "the name of an environment variable that holds a key")
+    return key
+
+
+class Reading:
+    """Whether the client of a stream reads; while it does not, the server is not read either.
+
+    Its buffers fill and it pauses, as it would for a client of its own.
+    """
+
+    def __init__(self) -> None:
+        self._goes_on = asyncio.Event()
+        self._goes_on.set()
+
+    def pause(self, paused: bool) -> None:
+        if paused:
+            self._goes_on.clear()
+        else:
+            self._goes_on.set()
+
+    @property
+    def paused(self) -> bool:
+        return not self._goes_on.is_set()
+
+    async def wait(self) -> None:
+        await self._goes_on.wait()
+
+
+class OpenAIServer:
+    """A server of ``model`` and the connections to it.
+
+    Args:
+        decode: Token ids to text, where prompts go as text.
+        api_key: Sent as a bearer token; empty for none.
+    """
+
+    def __init__(
+        self, config: ReplicaConfig, model: str, decode: Callable[[tuple[int, ...]], str], api_key: str = ""
+    ) -> None:
+        self.model = model
+        self._decode = decode
+        self._config = config
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._session: aiohttp.ClientSession | None = None
+        self._has_health = True
+
+    async def open(self) -> None:
+        """On the event loop that uses it."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._config.connect_timeout_s)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+        self._session = aiohttp.ClientSession(timeout=timeout, connector=connector, headers=self._headers)
+
+    async def close(self) -> None:
+        """Breaks off what is under way."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def complete(self, request: Request, reading: Reading) -> AsyncGenerator[Chunk, None]:
+        """The chunks of one completion; the last one that holds anything has the finish reason or the usage.
+
+        Raises:
+            BackendFailed: it did not come to its end, or too slowly.
+        """
+        call = self._call(request)
+        limit_s, waited_for = self._config.first_token_timeout_s, "first token"
+        loop = asyncio.get_running_loop()
+        due_at = loop.time() + limit_s
+        events, ended, done = EventReader(), False, False
+        may_lack = self._config.prompt == "text"  # chats or completions
+        async with _Reply(self._post(call), due_at, f"no {waited_for} within {limit_s:g} s", may_lack) as reply:
+            while not done:
+                if reading.paused:
+                    await reading.wait()
+                    due_at = loop.time() + limit_s
+                data = await _in_time(reply.content.readany(), due_at, f"no {waited_for} within {limit_s:g} s")
+                done = not data
+                for event in events.feed(data):
+                    if event == DONE:
+                        done = True
+                        break
+                    chunk = parse_chunk(event, self.model)
+                    ended = ended or chunk.finish_reason is not None
+                    if chunk.text or ended:
+                        limit_s, waited_for = self._config.token_timeout_s, "next token"
+                        due_at = loop.time() + limit_s
+                    yield chunk
+        if not ended:
+            raise failed("broken", "the stream ended before the answer did")
+
+    async def probe(self, *, generates: bool) -> ListedModel:
+        """Whether it answers and serves the model; if ``generates``, also whether a token comes.
+
+        Raises:
+            BackendFailed: no.
+        """
+        if self._has_health:
+            await self._check_health()
+        listed = find_model(await self._get("/v1/models"), self.model)
+        if generates:
+            await self._generate()
+        return listed
+
+    async def _generate(self) -> None:
+        """Has a token made; where prompts go as text a chat is asked for, and else a completion."""
+        probes = [_PROBE]
+        if self._config.prompt == "text":
+            probes = [replace(_PROBE, source=source) for source in (_PROBE_CHAT, _PROBE_TEXT)]
+        for request in probes:
+            try:
+                async with aclosing(self.complete(request, Reading())) as chunks:
+                    async for _ in chunks:
+                        pass
+                return
+            except BackendFailed as error:
+                if request is probes[-1] or not error.failure.of_request:
+                    raise
+
+    def _call(self, request: Request) -> Call:
+        if self._config.prompt == "text":
+            return by_text(request, self.model, self._decode)
+        return by_tokens(request, self.model)
+
+    async def _check_health(self) -> None:
+        """Not every server has it (``GET /health``): who says so once is asked no more."""
+        try:
+            await self._get("/health", may_lack=True)
+        except BackendFailed as error:
+            if not error.failure.of_request:
+                raise
+            self._has_health = False
+
+    async def _get(self, path: str, *, may_lack: bool = False) -> bytes:
+        assert self._session is not None
+        limit_s = min(PROBE_S, self._config.first_token_timeout_s)
+        due_at = asyncio.get_running_loop().time() + limit_s
+        message = f"no answer to GET {path} within {limit_s:g} s"
+        async with _Reply(self._session.get(self._config.base_url + path), due_at, message, may_lack) as reply:
+            body: bytes = await _in_time(reply.read(), due_at, message)
+            return body
+
+    def _post(self, call: Call) -> Any:
+        assert self._session is not None
+        url = self._config.base_url + call.path
+        return self._session.post(url, data=json.dumps(call.body), headers={"Content-Type": "application/json"})
+
+
+class _Reply:
+    """A reply whose status is 200, in time, with what goes wrong said as ``BackendFailed``.
+
+    Args:
+        message: Says that it was too late.
+        may_lack: As in ``refusal``.
+    """
+
+    def __init__(self, calling: Any, due_at: float, message: str, may_lack: bool) -> None:
+        self._calling = calling
+        self._may_lack = may_lack
+        self._due_at = due_at
+        self._message = message
+        self._reply: aiohttp.ClientResponse | None = None
+
+    async def __aenter__(self) -> aiohttp.ClientResponse:
+        reply: aiohttp.ClientResponse = await _in_time(self._calling, self._due_at, self._message)
+        self._reply = reply
+        if reply.status != 200:
+            data = await _in_time(reply.content.read(MAX_REFUSAL_BYTES), self._due_at, self._message)
+            reply.close()
+            raise BackendFailed(refusal(reply.status, data, may_lack=self._may_lack))
+        return reply
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """A stream that is left before its end takes its connection with it: so the server sees that nobody reads."""
+        assert self._reply is not None
+        if kind is None:
+            self._reply.release()
+        else:
+            self._reply.close()
+
+
+async def _in_time(work: Any, due_at: float, message: str) -> Any:
+    """
+    Raises:
+        BackendFailed: the network failed, or the time is up.
+    """
+    try:
+        async with asyncio.timeout_at(due_at):
+            return await work
+    except aiohttp.ConnectionTimeoutError as error:
+        raise failed("connect", f"no connection: {error}") from error
+    except TimeoutError as error:
+        raise failed("timeout", message) from error
+    except aiohttp.ClientConnectorError as error:
+        raise failed("connect", f"no connection: {error.os_error.strerror or error}") from error
+    except aiohttp.ClientPayloadError as error:
+        raise failed("broken", "the connection broke in the middle of the answer") from error
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        raise failed("broken", f"the connection broke: {error or type(error).__name__}") from error

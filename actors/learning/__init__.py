@@ -1,0 +1,1 @@
+"""Length predictors and serving-time estimators, and how they learn while serving."""

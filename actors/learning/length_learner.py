@@ -1,0 +1,127 @@
+"""Trains the predictor of output lengths on, while it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from actors.learning.artefact_shelf import ArtefactShelf
+from actors.runtime.peer import Peer, PeerLost
+from core.codec import decode, encode
+from core.messages.log import ExamplePage, LoggedExample, LogQuery
+from predictor.artefact import Artefact, from_bytes
+from predictor.learning import ContinuousLearning, Outcome
+from predictor.learning_process import FitProcess
+from predictor.retraining import TRAIN_FEATURES, Sample, feature_set, retrain, retraining, samples_of, score
+
+LOOK_S = 2.0
+"""How often the log is asked for more ..."""
+
+POLL_S = 0.5
+"""... and a fit whether it has ended."""
+
+PAGE = 250
+"""Examples read at once."""
+
+FIT_TIMEOUT_S = 600.0
+"""A fit that takes longer is given up."""
+
+_END = 2**63 - 1
+"""Beyond the last row of any log."""
+
+logger = logging.getLogger(__name__)
+
+
+class LengthLearner:
+    """Follows the log's examples; every so often it fits a new version to what was foreseen badly.
+
+    Args:
+        current: The version that serves.
+        use: Called with each version that is to serve from now on.
+        period_s: Seconds between the beginnings of two fits.
+    """
+
+    def __init__(
+        self,
+        log_store: Peer,
+        shelf: ArtefactShelf,
+        current: Artefact,
+        use: Callable[[Artefact], None],
+        period_s: float,
+    ) -> None:
+        self._log_store = log_store
+        self._shelf = shelf
+        self._current = current
+        self._use = use
+        self._feature_set = feature_set(current)
+        self._width = current.arrays[TRAIN_FEATURES].shape[1]
+        self._learning: ContinuousLearning[Sample, Artefact] = ContinuousLearning(
+            score, current, samples_of(current), period_s
+        )
+        self._row: int | None = None
+        self._unsaved: tuple[Artefact, float] | None = None
+
+    async def run(self) -> None:
+        """Until cancelled. What goes wrong with a fit or the log is told; the version in force stays."""
+        while True:
+            try:
+                await self._read()
+                await self._save()
+            except PeerLost:
+                pass  # it comes back
+            examples = self._learning.begin(time.monotonic())
+            if examples is not None:
+                await self._fit(examples)
+            await asyncio.sleep(LOOK_S)
+
+    async def _read(self) -> None:
+        if self._row is None:
+            self._row = (await self._page(_END, 0)).last_row
+        while True:
+            page = await self._page(self._row, PAGE)
+            self._row = page.last_row  # a log that has been replaced begins anew
+            self._learning.observe(outcome for each in page.examples if (outcome := self._outcome(each)) is not None)
+            if not page.examples:
+                return
+
+    async def _page(self, after_row: int, limit: int) -> ExamplePage:
+        return decode(await self._log_store.call("read_examples", encode(LogQuery(after_row, limit))), ExamplePage)
+
+    def _outcome(self, example: LoggedExample) -> Outcome[Sample] | None:
+        """None where the request was not looked at, or read in another way."""
+        forecast, finished = example.forecast, example.finished
+        if forecast.feature_set != self._feature_set or len(forecast.features) != 4 * self._width:
+            return None
+        features = np.frombuffer(forecast.features, np.float32)
+        sample = Sample(features, finished.output_len)
+        return Outcome(sample, forecast.mean, finished.output_len, censored=finished.finish_reason != "stop")
+
+    async def _fit(self, examples: list[Sample]) -> None:
+        """In a niced process of its own; serving goes on."""
+        task = await asyncio.to_thread(retraining, self._current, examples)
+        process = await asyncio.to_thread(FitProcess, retrain, task, time.monotonic(), FIT_TIMEOUT_S)
+        try:
+            while (end := process.poll(time.monotonic())) is None:  # noqa: ASYNC110 (it tells nobody that it ends)
+                await asyncio.sleep(POLL_S)
+        finally:
+            process.stop()
+        if end.data is None:
+            self._learning.give_up()
+            logger.warning("length predictor: %s; version %s stays", end.error, self._current.metadata["version"])
+            return
+        artefact = await asyncio.to_thread(from_bytes, end.data, "the new version")
+        verdict = await asyncio.to_thread(self._learning.judge, artefact)
+        if not verdict.accepted:
+            logger.info("a new version was worse (loss %.2f, not %.2f)", verdict.score, verdict.current_score)
+            return
+        self._current, self._unsaved = artefact, (artefact, verdict.score)
+        self._use(artefact)
+
+    async def _save(self) -> None:
+        if self._unsaved is not None:
+            await self._shelf.put(*self._unsaved)
+            self._unsaved = None

@@ -1,0 +1,143 @@
+"""Forecasts output lengths, from what the log says about finished requests."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Gauge
+
+from actors.learning.text_forecasts import TextForecasts
+from actors.runtime.names import LOG_STORE
+from actors.runtime.peer import Peer, PeerLost
+from actors.runtime.piece import Piece, PieceContext
+from core.codec import decode, encode
+from core.errors import FarsightError
+from core.messages import ForecastQuestions, Forecasts
+from core.messages.log import FinishedRequest, LogPage, LogQuery
+from predictor.history import HistoryPredictor
+
+logger = logging.getLogger(__name__)
+
+PERIOD_S = 1.0
+"""How often the log is asked for more."""
+
+WINDOW = 1000
+"""Finished requests that a forecast rests on."""
+
+PAGE = 1000
+"""Records read at once: decoding them holds up the event loop for about 6 ms."""
+
+_COMPLETE = ("stop", "length")
+"""Finish reasons of outputs that were not cut off from outside."""
+
+_END = 2**63 - 1
+"""Beyond the last row of any log."""
+
+
+class LengthPredictor(Piece):
+    """Follows the log and holds a forecast ready; what it knows is a function of the log alone."""
+
+    kind = "LengthPredictor"
+
+    def __init__(self, context: PieceContext) -> None:
+        super().__init__(context)
+        self._gauge = _gauge(context.registry)
+        self._log_store: Peer = context.peers.peer(LOG_STORE)
+        self._read_at: float | None = None
+        self._failing = False
+        self._row: int | None = None
+        self._predictor = HistoryPredictor(WINDOW)
+        self._reader: TextForecasts | None = None
+        self._show()
+
+    async def start(self) -> None:
+        """Loads what ``farsight train`` made, if there is something, and then what has been learnt since.
+
+        Raises:
+            ConfigError: the artefact or its encoder cannot be loaded.
+        """
+        if self.context.config.predictor.artefact:
+            self._reader = await TextForecasts.load(self.context, self._log_store, self._predictor)
+            for work in self._reader.work():
+                self.spawn(work)
+        self.spawn(self._follow())
+
+    @property
+    def queue(self) -> int:
+        return 0 if self._reader is None else self._reader.num_open
+
+    async def predict(self, data: bytes) -> bytes:
+        """Takes ``ForecastQuestions``; answers with ``Forecasts``, one a question.
+
+        Raises:
+            FarsightError: nothing was trained.
+        """
+        questions = decode(data, ForecastQuestions).questions
+        if self._reader is None:
+            raise FarsightError(f"{self.name} has no predictor.artefact")
+        return encode(Forecasts(tuple(await self._reader.answer(questions))))
+
+    @property
+    def last_step_age_s(self) -> float | None:
+        return None if self._read_at is None else time.monotonic() - self._read_at
+
+    async def forecast(self, data: bytes = b"") -> bytes:
+        """Takes nothing; answers with ``Forecast``, at once: it never waits for the log."""
+        return encode(self._predictor.current())
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                await self._catch_up()
+                self._failing = False
+            except PeerLost:
+                pass  # it comes back; until then last_step_age_s tells
+            except Exception:  # a page that cannot be had is no reason never to ask again
+                if not self._failing:  # told once, not every second
+                    logger.exception("%s cannot read the log", self.name)
+                self._failing = True
+            await asyncio.sleep(PERIOD_S)
+
+    async def _catch_up(self) -> None:
+        """Reads to the end of the log, or as far as it can."""
+        if self._row is None:
+            # Twice the window, because requests whose clients left do not count.
+            self._row = max((await self._read(_END, limit=0)).last_row - 2 * WINDOW, 0)
+        num_records = PAGE
+        while num_records == PAGE:
+            page = await self._read(self._row, PAGE)
+            if page.last_row < self._row:
+                logger.warning("the log ends at row %d, before row %d: learning anew", page.last_row, self._row)
+                self._start_over()
+                return
+            self._row = page.last_row
+            self._learn(page.records)
+            num_records = len(page.records)
+
+    async def _read(self, after_row: int, limit: int) -> LogPage:
+        answer = await self._log_store.call("read", encode(LogQuery(after_row, limit)))
+        page = decode(answer, LogPage)
+        self._read_at = time.monotonic()
+        return page
+
+    def _learn(self, records: Sequence[FinishedRequest]) -> None:
+        self._predictor.learn([each.output_len for each in records if each.finish_reason in _COMPLETE])
+        self._show()
+
+    def _start_over(self) -> None:
+        self._row = None
+        self._predictor.clear()
+        self._show()
+
+    def _show(self) -> None:
+        self._gauge.set(self._predictor.current().mean)
+
+
+@functools.cache
+def _gauge(registry: CollectorRegistry) -> Gauge:
+    """One a registry: a predictor may be stopped and another one started in the same process."""
+    return Gauge("farsight:forecast_mean_tokens", "Expected output length of a request.", registry=registry)

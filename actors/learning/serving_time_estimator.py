@@ -1,0 +1,61 @@
+"""Learns how long the steps of each replica take."""
+
+from __future__ import annotations
+
+import functools
+import time
+
+from prometheus_client import CollectorRegistry, Gauge
+
+from actors.runtime.piece import Piece, PieceContext
+from core.codec import decode, encode
+from core.messages import ReplicaStepProfile, StepProfileReply, StepSamples
+from estimator.step_profile import StepProfile
+
+TERMS = ("step", "prefill_token", "decode_seq", "context_token", "prefill_pair")
+"""What each coefficient is the price of, in the order of ``StepProfile.coefficients``."""
+
+
+class ServingTimeEstimator(Piece):
+    """One step-time profile per replica, fed by their schedulers."""
+
+    kind = "ServingTimeEstimator"
+
+    def __init__(self, context: PieceContext) -> None:
+        super().__init__(context)
+        self._gauge = _gauge(context.registry)
+        self._profiles: dict[str, StepProfile] = {}
+        self._observed_at: float | None = None
+
+    @property
+    def last_step_age_s(self) -> float | None:
+        return None if self._observed_at is None else time.monotonic() - self._observed_at
+
+    async def observe(self, data: bytes) -> bytes:
+        """Takes ``StepSamples``; answers with the replica's ``ReplicaStepProfile``, nothing before it is worth much."""
+        message = decode(data, StepSamples)
+        profile = self._profiles.setdefault(message.replica, StepProfile())
+        profile.observe(message.samples)
+        for term, value_s in zip(TERMS, profile.coefficients(), strict=True):
+            self._gauge.labels(message.replica, term).set(value_s)
+        self._observed_at = time.monotonic()
+        return b"" if profile.cost() is None else encode(_row(message.replica, profile))
+
+    async def profile(self, data: bytes = b"") -> bytes:
+        """Takes nothing; answers with ``StepProfileReply``, replicas in the order in which they were first heard."""
+        return encode(StepProfileReply(tuple(_row(name, profile) for name, profile in self._profiles.items())))
+
+
+def _row(replica: str, profile: StepProfile) -> ReplicaStepProfile:
+    return ReplicaStepProfile(replica, profile.num_samples, *profile.coefficients())
+
+
+@functools.cache
+def _gauge(registry: CollectorRegistry) -> Gauge:
+    """One a registry: several estimators may share a process, and each has its own replicas."""
+    return Gauge(
+        "farsight:step_profile_seconds",
+        "What a step, and each unit of work in it, adds to its duration.",
+        ("replica", "term"),
+        registry=registry,
+    )

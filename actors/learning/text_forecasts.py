@@ -1,0 +1,159 @@
+"""Forecasts of a length predictor that has an artefact: served, logged, and kept up to date."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from actors.learning.artefact_shelf import ArtefactShelf
+from actors.learning.forecasting import Answer, ForecastServer
+from actors.learning.length_learner import LengthLearner
+from actors.log.log_outbox import LogOutbox
+from actors.runtime.peer import Peer, PeerLost
+from actors.runtime.piece import PieceContext
+from core.errors import ConfigError, FarsightError
+from core.forecast import Forecast, ForecastQuestion
+from core.messages.log import ForecastRecord, ForecastRecords
+from predictor.artefact import Artefact, load
+from predictor.encoders import SentenceEncoder
+from predictor.history import HistoryPredictor
+from predictor.retraining import MAX_FEATURES, can_be_retrained, feature_set
+from predictor.text_predictor import TextPredictor, encoder_of
+
+KEEP_UP_S = 5.0
+"""How often a predictor that does not learn itself looks for a newer version."""
+
+
+class TextForecasts:
+    """Made by ``load``.
+
+    Args:
+        artefact: The version to begin with.
+        predictor: That serves it.
+        history: For what that is too dear for.
+    """
+
+    def __init__(
+        self,
+        context: PieceContext,
+        log_store: Peer,
+        artefact: Artefact,
+        predictor: TextPredictor,
+        history: HistoryPredictor,
+    ) -> None:
+        self._settings = context.config.predictor
+        self._is_learner = context.index == "0"
+        self._log_store = log_store
+        self._artefact = artefact
+        self._encoder = predictor.encoder
+        self._history = history
+        self._feature_set = feature_set(artefact)
+        self._shelf = ArtefactShelf(log_store, artefact, context.registry)
+        self._server = ForecastServer(predictor, self._settings.cpu_share)
+        self._outbox = LogOutbox(log_store, "append_forecasts", ForecastRecords)
+        self._version = _version(context.registry)
+        self._counter = _counter(context.registry)
+        self._version.set(predictor.version)
+
+    @classmethod
+    async def load(cls, context: PieceContext, log_store: Peer, history: HistoryPredictor) -> TextForecasts:
+        """Reads the configured artefact, and what has been learnt from it since.
+
+        Raises:
+            ConfigError: the artefact or its encoder cannot be loaded.
+        """
+        settings = context.config.predictor
+        path = Path(settings.artefact)
+        try:
+            artefact, predictor = await asyncio.to_thread(_load, path, settings.device, history)
+        except FarsightError as error:
+            raise ConfigError("predictor.artefact", str(path), f"a directory of `farsight train` ({error})") from error
+        forecasts = cls(context, log_store, artefact, predictor, history)
+        await forecasts._look_for_newer()
+        return forecasts
+
+    def work(self) -> list[Coroutine[Any, Any, None]]:
+        """What has to run as long as it serves."""
+        work = [self._server.run(), self._outbox.run()]
+        if self._settings.learn and can_be_retrained(self._artefact):
+            learner = LengthLearner(
+                self._log_store, self._shelf, self._artefact, self._use, self._settings.learn_every_s
+            )
+            work.append(learner.run() if self._is_learner else self._keep_up())
+        return work
+
+    @property
+    def num_open(self) -> int:
+        """Questions without an answer yet."""
+        return self._server.num_open
+
+    async def answer(self, questions: Sequence[ForecastQuestion]) -> list[Forecast]:
+        """One forecast a question; they are logged beside the numbers they were made from."""
+        answers = await self._server.answer(questions)
+        now = time.time()
+        for question, answer in zip(questions, answers, strict=True):
+            self._outbox.add(_record(question.request_id, now, answer, self._feature_set))
+            self._counter.labels(answer.forecast.source).inc()
+        return [answer.forecast for answer in answers]
+
+    def _use(self, artefact: Artefact) -> None:
+        """This version serves from the next batch on."""
+        self._artefact = artefact
+        predictor = TextPredictor(artefact, self._encoder, self._history)
+        self._server.swap(predictor)
+        self._version.set(predictor.version)
+
+    async def _look_for_newer(self) -> None:
+        try:
+            newest = await self._shelf.newest(int(self._artefact.metadata["version"]))
+        except PeerLost:
+            return
+        if newest is not None:
+            self._use(newest)
+
+    async def _keep_up(self) -> None:
+        """Follows the versions that another predictor learns."""
+        while True:
+            await asyncio.sleep(KEEP_UP_S)
+            await self._look_for_newer()
+
+
+@functools.cache
+def _version(registry: CollectorRegistry) -> Gauge:
+    """One a registry, as the counter: a predictor may be stopped and another one started in the same process."""
+    return Gauge("farsight:forecast_version", "Version of the predictor that serves.", registry=registry)
+
+
+@functools.cache
+def _counter(registry: CollectorRegistry) -> Counter:
+    return Counter("farsight:forecasts", "Forecasts by what they rest on.", ("source",), registry=registry)
+
+
+def _load(path: Path, device: str, history: HistoryPredictor) -> tuple[Artefact, TextPredictor]:
+    artefact = load(path)
+    name = encoder_of(artefact)
+    encoder = None if name is None else SentenceEncoder(name, device)
+    return artefact, TextPredictor(artefact, encoder, history)
+
+
+def _record(request_id: str, made_at: float, answer: Answer, features: str) -> ForecastRecord:
+    """Wide features stay out of the log: nobody trains on them."""
+    forecast = answer.forecast
+    fits = len(answer.features) <= 4 * MAX_FEATURES
+    return ForecastRecord(
+        request_id,
+        made_at,
+        forecast.source,
+        forecast.version,
+        forecast.mean,
+        forecast.quantiles,
+        forecast.rank,
+        features if fits else "",
+        answer.features if fits else b"",
+    )

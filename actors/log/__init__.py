@@ -1,0 +1,1 @@
+"""The log of finished requests and batches: SQLite by default, Redis by URL."""

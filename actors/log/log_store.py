@@ -1,0 +1,286 @@
+"""The log: what finished, what had been forecast of it, and what was learnt; it loses nothing it has acknowledged."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from actors.log.log_backend import LogBackend, Record, Retention, check_integers
+from actors.log.log_sqlite import SqliteLog
+from actors.runtime.piece import Piece, PieceContext
+from core.codec import decode, encode
+from core.errors import ConfigError, FarsightError, MessageError
+from core.messages.log import (
+    Artefact,
+    ArtefactList,
+    ArtefactName,
+    ArtefactReply,
+    FinishedBatches,
+    FinishedRequests,
+    ForecastRecords,
+    LogQuery,
+    RequestTraces,
+    TraceQuery,
+)
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "farsight-log.sqlite"
+RUN_DIR_VARIABLE = "FARSIGHT_RUN_DIR"
+
+MAX_PAGE = 10_000
+"""Records in one page, whatever was asked for."""
+
+MAX_EXAMPLES = 250
+"""Examples in one ``ExamplePage``: to decode and encode them holds up the event loop for about 6 ms."""
+
+MAX_COMMIT = 10_000
+"""Records after which a commit takes no further message."""
+
+
+class LogStore(Piece):
+    """Writes records of what was served, and artefacts of what was learnt from them, and gives them to the learners.
+
+    One writer: what arrives while a commit is under way goes into the next one together, so many ingress replicas share
+    the price of a sync to disk. Records are known by their ids and artefacts by their versions: a message whose answer
+    was lost may be repeated and changes nothing.
+
+    Every method raises MessageError for a message it does not understand, and FarsightError when the log cannot be had
+    or the store is closed; then nothing of the message is written, as far as is known, and it may be repeated.
+    """
+
+    kind = "LogStore"
+
+    def __init__(self, context: PieceContext) -> None:
+        super().__init__(context)
+        self._private_dir: str | None = None
+        self._backend: LogBackend | None = None
+        self._inbox: asyncio.Queue[tuple[Sequence[Record], asyncio.Future[None]]] = asyncio.Queue()
+        self._closing = False
+        self._queue = 0
+        self._written_at: float | None = None
+        self._num_records = _num_records(context.registry)
+        self._num_bytes = _num_bytes(context.registry)
+
+    async def start(self) -> None:
+        """Opens the log, or makes it.
+
+        Raises:
+            ConfigError: it cannot be opened, or what is there is not a log of this version or an earlier one.
+        """
+        backend = self._make_backend()
+        await backend.open()
+        self._backend = backend
+        self.spawn(self._write())
+
+    async def stop(self) -> None:
+        """Writes what it has been given and closes the log."""
+        self._closing = True
+        await self._inbox.join()
+        await super().stop()
+        if self._backend is not None:
+            await self._backend.close()
+            self._backend = None
+        if self._private_dir is not None:
+            shutil.rmtree(self._private_dir, ignore_errors=True)
+
+    @property
+    def queue(self) -> int:
+        return self._queue
+
+    @property
+    def last_step_age_s(self) -> float | None:
+        return None if self._written_at is None else time.monotonic() - self._written_at
+
+    async def append(self, data: bytes) -> bytes:
+        """Takes ``FinishedRequests``; answers, with nothing, when they are on disk."""
+        return await self._append(decode(data, FinishedRequests).records, "FinishedRequests")
+
+    async def append_forecasts(self, data: bytes) -> bytes:
+        """Takes ``ForecastRecords``; answers, with nothing, when they are on disk."""
+        return await self._append(decode(data, ForecastRecords).records, "ForecastRecords")
+
+    async def append_batches(self, data: bytes) -> bytes:
+        """Takes ``FinishedBatches``; answers, with nothing, when they are on disk."""
+        return await self._append(decode(data, FinishedBatches).records, "FinishedBatches")
+
+    async def read(self, data: bytes) -> bytes:
+        """Takes ``LogQuery``; answers with ``LogPage``, of at most ``MAX_PAGE`` records.
+
+        Where there is nothing after ``after_row``, ``last_row`` is ``after_row``, but never beyond the last row ever
+        written: a reader that is ahead of the log sees so that the log has lost rows, and one that asks from
+        ``2**63 - 1`` learns where the log ends.
+        """
+        with self._open("read") as backend:
+            return encode(await backend.read_requests(_query(data, MAX_PAGE)))
+
+    async def read_examples(self, data: bytes) -> bytes:
+        """Takes ``LogQuery``; answers with ``ExamplePage``, of at most ``MAX_EXAMPLES``; rows count examples."""
+        with self._open("read") as backend:
+            return encode(await backend.read_examples(_query(data, MAX_EXAMPLES)))
+
+    async def read_batches(self, data: bytes) -> bytes:
+        """Takes ``LogQuery``; answers with ``BatchPage``, of at most ``MAX_PAGE`` records; rows count batches."""
+        with self._open("read") as backend:
+            return encode(await backend.read_batches(_query(data, MAX_PAGE)))
+
+    async def append_traces(self, data: bytes) -> bytes:
+        """Takes ``RequestTraces``; answers, with nothing, when they are on disk."""
+        return await self._append(decode(data, RequestTraces).records, "RequestTraces")
+
+    async def read_traces(self, data: bytes) -> bytes:
+        """Takes ``TraceQuery``; answers with ``RequestTraces``, none for an answer that is not known."""
+        with self._open("read") as backend:
+            return encode(RequestTraces(await backend.read_traces(decode(data, TraceQuery).response_id)))
+
+    async def put_artefact(self, data: bytes) -> bytes:
+        """Takes ``Artefact``; answers, with nothing, when it is on disk; it is not current by that.
+
+        Raises:
+            MessageError: its version is not above every earlier one of its kind.
+        """
+        artefact = decode(data, Artefact)
+        check_integers(artefact, "Artefact")
+        with self._open("write") as backend:
+            if await backend.put_artefact(artefact):
+                await self._note({"artefacts": 1}, backend)
+        return b""
+
+    async def set_current(self, data: bytes) -> bytes:
+        """Takes ``ArtefactName``; answers, with nothing, when that version, and no other of its kind, is current.
+
+        Raises:
+            MessageError: no version is named, or one that is not kept.
+        """
+        name = decode(data, ArtefactName)
+        if name.version is None:
+            raise MessageError("ArtefactName.version", None, "a version")
+        with self._open("write") as backend:
+            await backend.set_current(name.kind, name.version)
+        return b""
+
+    async def read_artefact(self, data: bytes) -> bytes:
+        """Takes ``ArtefactName``; answers with ``ArtefactReply``."""
+        name = decode(data, ArtefactName)
+        with self._open("read") as backend:
+            return encode(ArtefactReply(await backend.artefact(name.kind, name.version)))
+
+    async def artefacts(self, data: bytes = b"") -> bytes:
+        """Takes nothing; answers with ``ArtefactList``."""
+        with self._open("read") as backend:
+            return encode(ArtefactList(await backend.artefacts()))
+
+    def _make_backend(self) -> LogBackend:
+        log = self.context.config.log
+        retention = Retention(log.max_rows, log.max_artefacts)
+        if not log.on_redis:
+            return SqliteLog(self._path(), retention)
+        try:
+            from actors.log.log_redis import RedisLog
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "redis":
+                raise
+            expected = "a file, or the extra 'redis' installed: pip install 'farsight[redis]'"
+            raise ConfigError("log.path", log.path.partition("://")[0] + "://", expected) from error
+        # At the first start an absent server is a mistake. Later it is an outage that the rest of the service survives.
+        return RedisLog(log.path, retention, patient=self.context.restarts > 0)
+
+    def _path(self) -> Path:
+        if self.context.config.log.path:
+            return Path(self.context.config.log.path)
+        directory = os.environ.get(RUN_DIR_VARIABLE)
+        if not directory:
+            directory = self._private_dir = tempfile.mkdtemp(prefix="farsight-")
+        return Path(directory) / FILE_NAME
+
+    @contextlib.contextmanager
+    def _open(self, verb: str) -> Iterator[LogBackend]:
+        """The log; what goes wrong with it is told as a FarsightError."""
+        if self._backend is None or self._closing:
+            raise FarsightError(f"{self.name} is closed")
+        with self._telling(verb, self._backend):
+            yield self._backend
+
+    @contextlib.contextmanager
+    def _telling(self, verb: str, backend: LogBackend) -> Iterator[None]:
+        try:
+            yield
+        except backend.errors as error:
+            raise FarsightError(f"{self.name} cannot {verb}: {error}") from error
+
+    async def _append(self, records: Sequence[Record], message: str) -> bytes:
+        for i, record in enumerate(records):
+            check_integers(record, f"{message}.records[{i}]")
+        if self._backend is None or self._closing:
+            raise FarsightError(f"{self.name} is closed")
+        if records:
+            done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._inbox.put_nowait((records, done))
+            self._queue += len(records)
+            await done
+        return b""
+
+    async def _write(self) -> None:
+        """Commits what has come in, all of it at once, again and again."""
+        while True:
+            batch = [await self._inbox.get()]
+            num_records = len(batch[0][0])
+            while num_records < MAX_COMMIT and not self._inbox.empty():
+                batch.append(self._inbox.get_nowait())
+                num_records += len(batch[-1][0])
+            failure: str | None = None
+            try:
+                await self._commit([record for records, _ in batch for record in records])
+            except Exception as error:  # whatever it is: the writer lives on, and those who wait hear of it
+                failure = str(error)
+            for records, done in batch:
+                self._queue -= len(records)
+                self._inbox.task_done()
+                if done.done():  # its caller has been cancelled
+                    continue
+                if failure is None:
+                    done.set_result(None)
+                else:
+                    done.set_exception(FarsightError(failure))
+
+    async def _commit(self, records: Sequence[Record]) -> None:
+        assert self._backend is not None
+        with self._telling("write", self._backend):
+            added = await self._backend.write(records)
+        await self._note(added, self._backend)
+
+    async def _note(self, added: dict[str, int], backend: LogBackend) -> None:
+        """For those who watch; what is written is written, even if its size cannot be told."""
+        self._written_at = time.monotonic()
+        for kind, count in added.items():
+            self._num_records.labels(kind).inc(count)
+        with contextlib.suppress(*backend.errors):
+            num_bytes = await backend.num_bytes()
+            if num_bytes is not None:
+                self._num_bytes.set(num_bytes)
+
+
+def _query(data: bytes, max_limit: int) -> LogQuery:
+    query = decode(data, LogQuery)
+    return LogQuery(query.after_row, min(max(query.limit, 0), max_limit))
+
+
+@functools.cache
+def _num_records(registry: CollectorRegistry) -> Counter:
+    """One a registry: a store may be stopped and another one started in the same process."""
+    return Counter("farsight:log_records", "Records written.", ["kind"], registry=registry)
+
+
+@functools.cache
+def _num_bytes(registry: CollectorRegistry) -> Gauge:
+    return Gauge("farsight:log_bytes", "Size of the log file; 0 on Redis.", registry=registry)

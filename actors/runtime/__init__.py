@@ -1,0 +1,1 @@
+"""What every component needs: processes, names, calls between components, health and metrics."""

@@ -1,0 +1,153 @@
+"""The Ray actor: a process that hosts pieces. One piece each under ``split``, several under ``fused``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from typing import Any
+
+import ray
+from prometheus_client import CollectorRegistry, generate_latest
+
+from actors.runtime.health import HealthServer
+from actors.runtime.local_link import listen
+from actors.runtime.metrics import RefusedMessages
+from actors.runtime.peer import PeerLost
+from actors.runtime.piece import Piece, PieceContext
+from actors.runtime.registry import piece_class
+from actors.runtime.site import Site
+from core.codec import encode
+from core.messages import PieceRows, PieceStatus
+
+logger = logging.getLogger(__name__)
+
+
+class PieceHost:
+    """Hosts pieces and passes messages on to them.
+
+    Args:
+        host: Its own name among the hosts (``actors.runtime.names.host_of``).
+        restarts: How often the supervisor has started this host again.
+    """
+
+    def __init__(self, host: str, site: Site, restarts: int) -> None:
+        self._site = site
+        self._restarts = restarts
+        self._pieces: dict[str, Piece] = {}
+        self._registry = CollectorRegistry()
+        self._refused = RefusedMessages(self._registry)
+        self._peers = site.peers(self._pieces, host)
+        self._health = HealthServer(self._registry, self._rows)
+        self._port = 0
+        self._lock = asyncio.Lock()
+        self._address: str | None = None
+        self._listener: asyncio.Server | None = None  # uvloop closes one that nobody holds
+        self._listening = asyncio.Lock()
+        self._failure: BaseException | None = None
+        self._broken = asyncio.Event()
+
+    async def add(self, names: list[str]) -> None:
+        """Hosts and starts these pieces; those it has already stay as they are. Returns when they have started.
+
+        Raises:
+            FarsightError: one of them cannot start.
+        """
+        async with self._lock:
+            if not self._port:
+                self._port = await self._health.start()
+            new = [name for name in names if name not in self._pieces]
+            for name in new:
+                self._pieces[name] = self._make(name)
+            for name in new:
+                try:
+                    await self._pieces[name].start()
+                except Exception:
+                    del self._pieces[name]
+                    raise
+
+    async def remove(self, name: str) -> None:
+        """Ends a piece."""
+        async with self._lock:
+            piece = self._pieces.pop(name, None)
+            if piece is not None:
+                await piece.stop()
+
+    async def close(self) -> None:
+        """Ends every piece and answers nobody any more, for a process that goes on without them."""
+        for name in list(self._pieces):
+            await self.remove(name)
+        await self._health.stop()
+        if self._listener is not None:
+            self._listener.close()
+
+    async def call(self, name: str, method: str, data: bytes) -> Any:
+        """Gives a message to a piece.
+
+        Raises:
+            PeerLost: it is not here, or not yet.
+            MessageError: the message is refused, which is counted; nothing else happens.
+        """
+        piece = self._pieces.get(name)
+        if piece is None:
+            raise PeerLost(name)
+        return await piece.answer(method, data)
+
+    async def local_address(self) -> tuple[str, str]:
+        """The node's id, and where callers on it find a socket that takes what ``call`` takes."""
+        async with self._listening:
+            if self._address is None:
+                self._address, self._listener = await listen(self.call)
+        return ray.get_runtime_context().get_node_id(), self._address
+
+    async def site(self) -> Site:
+        """What it was started with."""
+        return self._site
+
+    async def rows(self) -> bytes:
+        """``PieceRows``: every piece here."""
+        return encode(PieceRows(tuple(self._rows())))
+
+    async def metrics(self) -> str:
+        """What /metrics shows, for readers that cannot reach the port of this process."""
+        return generate_latest(self._registry).decode()
+
+    async def restarts(self) -> int:
+        """How often this host had been started before."""
+        return self._restarts
+
+    async def ended(self) -> None:
+        """Never returns; raises what broke a piece. Whoever awaits this sees the process die."""
+        await self._broken.wait()
+        assert self._failure is not None
+        raise self._failure
+
+    def _make(self, name: str) -> Piece:
+        context = PieceContext(name, self._site, self._restarts, self._peers, self._registry, self._refused.count)
+        piece = piece_class(name, self._site.config)(context)
+        piece.failed.add_done_callback(self._piece_failed)
+        return piece
+
+    def _piece_failed(self, failed: asyncio.Future[None]) -> None:
+        self._failure = failed.exception()
+        logger.error("a piece has failed", exc_info=self._failure)  # whoever watches may be another piece here
+        self._broken.set()
+
+    def _rows(self) -> list[PieceStatus]:
+        return [self._row(piece) for piece in self._pieces.values()]
+
+    def _row(self, piece: Piece) -> PieceStatus:
+        return PieceStatus(
+            name=piece.name,
+            kind=piece.kind,
+            pid=os.getpid(),
+            node=socket.gethostname(),
+            state="failed" if piece.failed.done() else piece.state,
+            queue=piece.queue,
+            last_step_age_s=piece.last_step_age_s,
+            restarts=self._restarts,
+            http_port=self._port,
+            url=piece.url,
+            breaker=piece.breaker,
+        )

@@ -1,0 +1,73 @@
+"""Which pieces there should be, and in which hosts."""
+
+from __future__ import annotations
+
+from actors.runtime.names import (
+    LOG_STORE,
+    ROUTER,
+    SUPERVISOR,
+    backend_name,
+    host_of,
+    kv_offload_manager_name,
+    length_predictor_name,
+    rank_name,
+    scheduler_name,
+    serving_time_estimator_name,
+    worker_name,
+)
+from actors.runtime.peer import PeerBook, PeerLost
+from core.codec import decode
+from core.config import FarsightConfig
+from core.messages import PieceCounts
+
+SCALABLE = {
+    "replica": "replicas",
+    "length-predictor": "length_predictors",
+    "serving-time-estimator": "serving_time_estimators",
+    "ingress": "ingress_replicas",
+}
+"""What can be scaled, and its field of ``PieceCounts``."""
+
+
+def initial_counts(config: FarsightConfig) -> PieceCounts:
+    """As configured. ``ingress_replicas`` is 0 until somebody asks for another number than Ray Serve was given."""
+    actors = config.actors
+    counts = (config.model.replicas, actors.length_predictors, actors.serving_time_estimators)
+    return PieceCounts(*counts, ingress_replicas=0, backends=len(config.replica))
+
+
+def replica_pieces(replica: str, num_ranks: int = 1) -> list[str]:
+    """The pieces of one replica; the ranks of its model last, since they are what takes long to start."""
+    ranks = [rank_name(replica, rank) for rank in range(1, num_ranks)]
+    return [scheduler_name(replica), kv_offload_manager_name(replica), worker_name(replica), *ranks]
+
+
+async def current_counts(peers: PeerBook, known: PieceCounts) -> PieceCounts:
+    """What the Supervisor says now; while there is none, what was known before."""
+    try:
+        return decode(await peers.peer(SUPERVISOR).call("counts"), PieceCounts)
+    except PeerLost:
+        return known
+
+
+def wanted_pieces(counts: PieceCounts, num_ranks: int = 1) -> list[str]:
+    """Every piece but the Supervisor and the ingress replicas.
+
+    Args:
+        num_ranks: Of each replica (``ModelConfig.num_ranks``).
+    """
+    pieces = [ROUTER, LOG_STORE]
+    pieces += map(length_predictor_name, range(counts.length_predictors))
+    pieces += map(serving_time_estimator_name, range(counts.serving_time_estimators))
+    for index in range(counts.replicas):
+        pieces += replica_pieces(str(index), num_ranks)
+    pieces += map(backend_name, range(counts.backends))
+    return pieces
+
+
+def by_host(pieces: list[str], placement: str) -> dict[str, list[str]]:
+    """The pieces of each host, in their order."""
+    hosts: dict[str, list[str]] = {}
+    for piece in pieces:
+        hosts.setdefault(host_of(piece, placement), []).append(piece)
+    return hosts

@@ -1,0 +1,365 @@
+"""What Farsight measures for Prometheus, under the names and buckets of vLLM where vLLM has one.
+
+Every counter has one owner: what the ingress counts, no worker counts again. A family is made once per registry,
+since several pieces of one process may write to it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics import MetricWrapperBase
+
+from core.messages.kv import KVTraffic, KVUsage
+from policies.external.circuit_breaker import BreakerState
+from policies.external.events import FAILURE_KINDS
+
+TTFT_BUCKETS_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+ITL_BUCKETS_S = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+JCT_BUCKETS_S = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+TOKEN_BUCKETS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
+"""1, 2, 5 … 500,000. vLLM ends at the model's context; here every process has the same, so that they can be summed."""
+
+STEP_TOKEN_BUCKETS = (1.0, *(float(2**power) for power in range(3, 15)))
+"""1, 8, 16 … 16,384."""
+
+BATCH_SIZE_BUCKETS = tuple(float(2**power) for power in range(9))
+"""1, 2, 4 … 256."""
+
+FINISH_REASONS = ("stop", "length", "abort", "error")
+
+_LABELS = ("model_name", "engine")
+_INDEX = re.compile(r"\[\d+\]")
+
+_Family = TypeVar("_Family", bound=MetricWrapperBase)
+
+_families: WeakKeyDictionary[CollectorRegistry, dict[str, MetricWrapperBase]] = WeakKeyDictionary()
+
+
+def _family(
+    registry: CollectorRegistry, kind: type[_Family], name: str, text: str, labels: tuple[str, ...], **options: Any
+) -> _Family:
+    known = _families.setdefault(registry, {})
+    if name not in known:
+        known[name] = kind(name, text, labels, registry=registry, **options)
+    return cast(_Family, known[name])
+
+
+class EngineMetrics:
+    """What one replica's scheduler and worker measure, each through an object of its own.
+
+    A series appears with the first call that writes it, so a process shows nothing that it does not own: who never
+    calls ``step`` has no steps.
+
+    Args:
+        model_name: As clients call the model.
+        engine: The replica.
+    """
+
+    def __init__(self, registry: CollectorRegistry, model_name: str, engine: str) -> None:
+        self._labels: Mapping[str, str] = {"model_name": model_name, "engine": engine}
+        self._running = _family(registry, Gauge, "vllm:num_requests_running", "Requests in the running batch.", _LABELS)
+        self._waiting = _family(
+            registry, Gauge, "vllm:num_requests_waiting", "Requests that wait to be started.", _LABELS
+        )
+        self._kv_usage = _family(
+            registry, Gauge, "vllm:kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all of them.", _LABELS
+        )
+        self._cache_config = _family(
+            registry,
+            Gauge,
+            "vllm:cache_config_info",
+            "The KV pool; always 1.",
+            (*_LABELS, "block_size", "num_gpu_blocks"),
+        )
+        places, ways = (*_LABELS, "place"), (*_LABELS, "way")
+        self._kv_blocks = _family(
+            registry, Gauge, "farsight:kv_blocks", "KV blocks in use; in_flight: of copies under way.", places
+        )
+        self._kv_pool_blocks = _family(
+            registry, Gauge, "farsight:kv_pool_blocks", "KV blocks in all, used and free; of the host 0: none.", places
+        )
+        self._kv_moves = _family(
+            registry, Counter, "farsight:kv_moves", "Copies of sequences' KV between device and host.", ways
+        )
+        self._kv_moved_bytes = _family(registry, Counter, "farsight:kv_moved_bytes", "What they held.", ways)
+        self._refused_offloads = _family(
+            registry, Counter, "farsight:kv_refused_offloads", "Offloads that found no room on the host.", _LABELS
+        )
+        self._recomputed_tokens = _family(
+            registry, Counter, "farsight:recomputed_tokens", "Tokens computed again after a preemption.", _LABELS
+        )
+        self._scheduling_cpu = _family(
+            registry,
+            Counter,
+            "farsight:scheduling_cpu_seconds",
+            "CPU time of a replica's scheduler: decisions, reports read, plans written.",
+            _LABELS,
+        )
+        self._preemptions = _family(
+            registry, Counter, "vllm:num_preemptions", "Sequences taken out of the running batch.", _LABELS
+        )
+        self._prefix_queries = _family(
+            registry, Counter, "vllm:prefix_cache_queries", "Prompt tokens looked for in the prefix cache.", _LABELS
+        )
+        self._prefix_hits = _family(
+            registry, Counter, "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", _LABELS
+        )
+        self._step_tokens = _family(
+            registry,
+            Histogram,
+            "vllm:iteration_tokens_total",
+            "Tokens computed in a step.",
+            _LABELS,
+            buckets=STEP_TOKEN_BUCKETS,
+        )
+
+    def set_queues(self, running: int, waiting: int) -> None:
+        """Requests that run and that wait now."""
+        self._running.labels(**self._labels).set(running)
+        self._waiting.labels(**self._labels).set(waiting)
+
+    def set_kv(self, usage: KVUsage) -> None:
+        """Where KV is now."""
+        used = usage.num_blocks - usage.free_blocks
+        self._kv_usage.labels(**self._labels).set(used / usage.num_blocks if usage.num_blocks else 0.0)
+        on_host = usage.num_host_blocks - usage.free_host_blocks
+        for place, num_blocks in (("device", used), ("host", on_host), ("in_flight", usage.flying_blocks)):
+            self._kv_blocks.labels(**self._labels, place=place).set(num_blocks)
+        for place, num_blocks in (("device", usage.num_blocks), ("host", usage.num_host_blocks)):
+            self._kv_pool_blocks.labels(**self._labels, place=place).set(num_blocks)
+
+    def kv_moved(self, moved: KVTraffic) -> None:
+        """So much more has moved; zeros at the start show the series."""
+        for way, num, num_bytes in (
+            ("offload", moved.offloads, moved.offloaded_bytes),
+            ("upload", moved.uploads, moved.uploaded_bytes),
+        ):
+            self._kv_moves.labels(**self._labels, way=way).inc(num)
+            self._kv_moved_bytes.labels(**self._labels, way=way).inc(num_bytes)
+        self._refused_offloads.labels(**self._labels).inc(moved.refused_offloads)
+        self._recomputed_tokens.labels(**self._labels).inc(moved.recomputed_tokens)
+
+    def set_cache_config(self, block_size: int, num_gpu_blocks: int) -> None:
+        """The pool of the worker's present life; an earlier one's is forgotten."""
+        self._cache_config.remove_by_labels(dict(self._labels))
+        sizes = {"block_size": str(block_size), "num_gpu_blocks": str(num_gpu_blocks)}
+        self._cache_config.labels(**self._labels, **sizes).set(1)
+
+    def step(self, num_tokens: int) -> None:
+        """One step that computed so many tokens."""
+        self._step_tokens.labels(**self._labels).observe(num_tokens)
+
+    def scheduled(self, cpu_s: float) -> None:
+        """The scheduler has computed for so long."""
+        self._scheduling_cpu.labels(**self._labels).inc(cpu_s)
+
+    def prefix_cache(self, queries: int, hits: int) -> None:
+        """So many more prompt tokens were looked for and found; zeros at the start show the series."""
+        self._prefix_queries.labels(**self._labels).inc(queries)
+        self._prefix_hits.labels(**self._labels).inc(hits)
+
+    def preempted(self, n: int = 1) -> None:
+        """``n`` sequences were preempted; 0 at the start makes the first one visible to ``increase()``."""
+        self._preemptions.labels(**self._labels).inc(n)
+
+    def remove(self) -> None:
+        """Forgets this replica, which is not served any more: its gauges must not stand still."""
+        for family in (
+            *(self._running, self._waiting, self._kv_usage, self._cache_config),
+            *(self._preemptions, self._step_tokens, self._prefix_queries, self._prefix_hits),
+            *(self._kv_blocks, self._kv_pool_blocks, self._kv_moves, self._kv_moved_bytes),
+            *(self._refused_offloads, self._recomputed_tokens, self._scheduling_cpu),
+        ):
+            family.remove_by_labels(dict(self._labels))
+
+
+class BackendMetrics:
+    """What is measured of a replica that is another server, beside its queues (``EngineMetrics.set_queues``)."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str, replica: str) -> None:
+        self._labels: Mapping[str, str] = {"model_name": model_name, "engine": replica}
+        self._state = _family(
+            registry,
+            Gauge,
+            "farsight:backend_state",
+            "Of another server's circuit breaker: 1 for the state it is in. Requests go there while it is closed.",
+            (*_LABELS, "state"),
+        )
+        self._failures = _family(
+            registry, Counter, "farsight:backend_failures", "What another server did wrong.", (*_LABELS, "kind")
+        )
+        for kind in FAILURE_KINDS:
+            self._failures.labels(**self._labels, kind=kind)
+
+    def set_state(self, state: BreakerState) -> None:
+        for each in BreakerState:
+            self._state.labels(**self._labels, state=each.value).set(each is state)
+
+    def failed(self, kind: str) -> None:
+        """One failure of a kind (``FAILURE_KINDS``)."""
+        self._failures.labels(**self._labels, kind=kind).inc()
+
+
+class BatchMetrics:
+    """What is measured of batches where idle workers pull them; one object per registry and model."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        labels = {"model_name": model_name}
+
+        def family(kind: type[_Family], name: str, text: str, **options: Any) -> _Family:
+            return _family(registry, kind, name, text, ("model_name",), **options).labels(**labels)
+
+        self._waiting = family(Gauge, "farsight:batch_queue_requests", "Requests that no worker has pulled.")
+        self._size = family(
+            Histogram, "farsight:batch_size", "Requests of a batch when it was pulled.", buckets=BATCH_SIZE_BUCKETS
+        )
+        self._serving = family(
+            Histogram, "farsight:batch_serving_seconds", "From pull to last end of a batch.", buckets=JCT_BUCKETS_S
+        )
+        self._splits = family(Counter, "farsight:batch_splits", "Batches that ran out of memory and were halved.")
+
+    def set_queue(self, num_requests: int) -> None:
+        self._waiting.set(num_requests)
+
+    def started(self, num_requests: int) -> None:
+        """A worker has pulled a batch of so many."""
+        self._size.observe(num_requests)
+
+    def ended(self, serving_time_s: float) -> None:
+        """A batch has ended; everybody in it by itself."""
+        self._serving.observe(serving_time_s)
+
+    def split(self, n: int) -> None:
+        """``n`` batches ran out of memory; 0 at the start makes the first one visible to ``increase()``."""
+        self._splits.inc(n)
+
+
+class RequestMetrics:
+    """What one ingress process measures of its clients' requests; one object per registry and model.
+
+    Args:
+        engine: A label that vLLM's users expect; requests may move between replicas, so it is the same for all.
+    """
+
+    def __init__(self, registry: CollectorRegistry, model_name: str, engine: str = "0") -> None:
+        labels = {"model_name": model_name, "engine": engine}
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return _family(registry, Histogram, name, text, _LABELS, buckets=buckets).labels(**labels)
+
+        def counter(name: str, text: str) -> Counter:
+            return _family(registry, Counter, name, text, _LABELS).labels(**labels)
+
+        self._ttft = histogram(
+            "vllm:time_to_first_token_seconds", "From receipt of a request to its first token.", TTFT_BUCKETS_S
+        )
+        self._itl = histogram(
+            "vllm:inter_token_latency_seconds", "Between one token of a request and the next.", ITL_BUCKETS_S
+        )
+        self._jct = histogram(
+            "vllm:e2e_request_latency_seconds", "From receipt of a request to its end.", JCT_BUCKETS_S
+        )
+        self._prompt_len = histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", TOKEN_BUCKETS)
+        self._output_len = histogram("vllm:request_generation_tokens", "Output tokens of a request.", TOKEN_BUCKETS)
+        self._max_new_tokens = histogram(
+            "vllm:request_params_max_tokens", "Output tokens that a request allowed.", TOKEN_BUCKETS
+        )
+        self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of all ended requests.")
+        self._generation_tokens = counter("vllm:generation_tokens", "Output tokens sent to clients.")
+        success = _family(
+            registry, Counter, "vllm:request_success", "Requests that ended.", (*_LABELS, "finished_reason")
+        )
+        # All of them from the start: a series that begins at 1 has no increase to see.
+        self._ended = {reason: success.labels(**labels, finished_reason=reason) for reason in FINISH_REASONS}
+        self._rejections = _family(
+            registry, Counter, "vllm:admission_rejections", "Requests refused unstarted.", (*_LABELS, "reason")
+        )
+        self._labels = labels
+
+    def first_token(self, ttft_s: float, n: int = 1) -> None:
+        """The first output of a request has come, ``n`` tokens of it; once a request, whatever its attempts."""
+        self._ttft.observe(ttft_s)
+        self._generation_tokens.inc(n)
+
+    def tokens(self, gap_s: float, n: int) -> None:
+        """``n`` further tokens came together, ``gap_s`` after the ones before.
+
+        Counted as ``n`` gaps of equal length: workers send several tokens in one message when they are fast, and
+        the mean must not depend on that.
+        """
+        for _ in range(n):
+            self._itl.observe(gap_s / n)
+        self._generation_tokens.inc(n)
+
+    def finished(self, reason: str, jct_s: float, prompt_len: int, output_len: int, max_new_tokens: int) -> None:
+        """A request has ended, also one that failed or was left by its client; lengths in tokens.
+
+        Raises:
+            KeyError: ``reason`` is none of ``FINISH_REASONS``.
+        """
+        self._ended[reason].inc()
+        self._jct.observe(jct_s)
+        self._prompt_len.observe(prompt_len)
+        self._output_len.observe(output_len)
+        self._max_new_tokens.observe(max_new_tokens)
+        self._prompt_tokens.inc(prompt_len)
+
+    def rejected(self, reason: str) -> None:
+        """The service was full; vLLM's reasons are ``max_num_queued_reqs`` and ``max_num_queued_tokens``."""
+        self._rejections.labels(**self._labels, reason=reason).inc()
+
+
+class QueueDelay:
+    """How long a new request would wait, as the Router predicts it; one object per registry and model."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        text = "Predicted wait of a request that came now; NaN as long as that cannot be said."
+        family = _family(registry, Gauge, "farsight:predicted_queue_delay_seconds", text, ("model_name",))
+        self._gauge = family.labels(model_name)
+
+    def set(self, delay_s: float | None) -> None:
+        self._gauge.set(math.nan if delay_s is None else delay_s)
+
+
+class RefusedMessages:
+    """Messages between pieces that were malformed, of another version or otherwise refused."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        labels = ("piece", "method", "field")
+        self._refused = _family(registry, Counter, "farsight:refused_messages", "Messages refused unread.", labels)
+
+    def count(self, piece: str, method: str, field: str) -> None:
+        """``piece`` refused what was sent to ``method`` because of ``field``; places in lists are not told apart."""
+        self._refused.labels(piece, method, _INDEX.sub("[]", field)).inc()
+
+
+class PieceRestarts:
+    """How often each piece was started again."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._restarts = _family(
+            registry, Gauge, "farsight:piece_restarts", "How often a piece was started again.", ("piece",)
+        )
+
+    def set(self, piece: str, restarts: int) -> None:
+        """As in ``PieceStatus.restarts``."""
+        self._restarts.labels(piece).set(restarts)
+
+    def remove(self, piece: str) -> None:
+        """Forgets a piece that is no longer wanted."""
+        self._restarts.remove_by_labels({"piece": piece})

@@ -1,0 +1,119 @@
+"""How a piece speaks to another one, wherever that lives."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from actors.runtime.names import NAMESPACE, host_of
+from core.errors import FarsightError
+
+if TYPE_CHECKING:
+    from actors.runtime.remote import RemoteActor
+
+LOOK_AGAIN_S = 0.05
+"""How often a lost peer is looked for."""
+
+
+class PeerLost(FarsightError):
+    """The process of the piece is gone, or not there yet; whether it took the message is unknown."""
+
+
+class Answering(Protocol):
+    """A piece, as far as its peers are concerned."""
+
+    async def answer(self, method: str, data: bytes) -> Any: ...
+
+
+class Peer(Protocol):
+    """One other piece."""
+
+    async def call(self, method: str, data: bytes = b"") -> Any:
+        """Its answer, usually ``bytes``; messages to the same peer arrive in order.
+
+        Raises:
+            PeerLost: it is gone. The next call looks for its successor.
+            MessageError: it did not understand.
+        """
+        ...
+
+
+class LocalPeer:
+    """A piece in this process: the same messages, without a hop."""
+
+    def __init__(self, pieces: Mapping[str, Answering], name: str) -> None:
+        self._pieces = pieces
+        self._name = name
+
+    async def call(self, method: str, data: bytes = b"") -> Any:
+        piece = self._pieces.get(self._name)
+        if piece is None:
+            raise PeerLost(self._name)
+        return await piece.answer(method, data)
+
+
+class RemotePeer:
+    """A piece in another actor."""
+
+    def __init__(self, name: str, actor: RemoteActor, delay_s: float = 0.0) -> None:
+        self._name = name
+        self._actor = actor
+        self._delay_s = delay_s
+
+    async def call(self, method: str, data: bytes = b"") -> Any:
+        if not self._delay_s:
+            return await self._actor.send(self._name, method, data)
+        await asyncio.sleep(self._delay_s)
+        reply = await self._actor.send(self._name, method, data)
+        await asyncio.sleep(self._delay_s)
+        return reply
+
+
+class PeerBook:
+    """The other pieces by name.
+
+    Args:
+        placement: ``fused`` or ``split``.
+        local: The pieces of this process by name; may grow and shrink.
+        host: The name of this process among the hosts; empty outside of them.
+        delay_s: Holds back every message and its answer; to measure that nothing waits for them.
+        namespace: Of Ray, where the actors have their names.
+    """
+
+    def __init__(
+        self,
+        placement: str,
+        local: Mapping[str, Answering] | None = None,
+        host: str = "",
+        delay_s: float = 0.0,
+        namespace: str = NAMESPACE,
+    ) -> None:
+        self.placement = placement
+        self._namespace = namespace
+        self._local = local if local is not None else {}
+        self._host = host
+        self._delay_s = delay_s
+        self._actors: dict[str, RemoteActor] = {}
+
+    def peer(self, name: str) -> Peer:
+        """The piece of that name, here or elsewhere."""
+        host = host_of(name, self.placement)
+        if host == self._host or name in self._local:
+            return LocalPeer(self._local, name)
+        return RemotePeer(name, self.actor(host), self._delay_s)
+
+    def actor(self, host: str) -> RemoteActor:
+        """The process of that name."""
+        from actors.runtime.remote import (
+            RemoteActor,  # Ray reads its settings when it is imported: not before they are made
+        )
+
+        if host not in self._actors:
+            self._actors[host] = RemoteActor(host, self._namespace)
+        return self._actors[host]
+
+    def close(self) -> None:
+        """Ends the connections to processes of this node."""
+        for actor in self._actors.values():
+            actor.close()

@@ -1,0 +1,68 @@
+"""What Ray sets aside for the processes that compute: GPUs, and for a replica of several ranks a placement group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.util import get_placement_group, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from actors.runtime.names import rank_of
+from actors.runtime.site import Site
+from core.config import FarsightConfig
+
+_CPU_SHARE = 0.01
+"""Of each rank that has no GPU: a bundle must not be empty, and processors are not counted here."""
+
+
+def gpus_per_rank(config: FarsightConfig) -> float:
+    """GPUs that each rank of a replica is to have."""
+    asked = config.actors.gpus_per_rank
+    return float(config.engine.device == "cuda") if asked < 0 or config.model.num_ranks == 1 else asked
+
+
+def rank_options(host: str, site: Site) -> dict[str, Any]:
+    """How Ray is to create a host that is one of several ranks; nothing for others.
+
+    All ranks of a replica are in one placement group, on one node if there is room on one. It outlives them: a rank
+    that is started again finds its place free.
+    """
+    place = rank_of(host)
+    if place is None or site.config.model.num_ranks == 1:
+        return {}
+    replica, rank = place
+    group = _rank_group(replica, site)
+    strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=rank)
+    return {"num_gpus": gpus_per_rank(site.config), "scheduling_strategy": strategy}
+
+
+def remove_rank_group(replica: str, site: Site) -> None:
+    """What was set aside for a replica that is given up is for others."""
+    group = _find(replica, site)
+    if group is not None:
+        remove_placement_group(group)
+
+
+def _rank_group(replica: str, site: Site) -> Any:
+    found = _find(replica, site)
+    if found is not None:
+        return found
+    gpus = gpus_per_rank(site.config)
+    bundle = {"GPU": gpus} if gpus else {"CPU": _CPU_SHARE}
+    return placement_group(
+        [bundle] * site.config.model.num_ranks,
+        strategy="PACK",
+        name=_name(replica, site),
+        lifetime="detached" if site.detached else None,
+    )
+
+
+def _find(replica: str, site: Site) -> Any | None:
+    try:
+        return get_placement_group(_name(replica, site))
+    except ValueError:
+        return None
+
+
+def _name(replica: str, site: Site) -> str:
+    return f"{site.namespace}-replica-{replica}"

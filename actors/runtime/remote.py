@@ -1,0 +1,96 @@
+"""Speaking to an actor by its name."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnschedulableError, ObjectLostError, RayActorError
+
+from actors.runtime.local_link import LinkLost, LocalLink, connect
+from actors.runtime.names import NAMESPACE, actor_name
+from actors.runtime.peer import PeerLost
+
+
+class RemoteActor:
+    """An actor by name; its handle is looked up when needed, and again after a loss.
+
+    Args:
+        local: Whether messages take the short way where the actor is on this node.
+    """
+
+    def __init__(self, host: str, namespace: str = NAMESPACE, *, local: bool = True) -> None:
+        self._host = host
+        self._namespace = namespace
+        self._handle: Any = None
+        self._local = local
+        self._link: LocalLink | None = None
+        self._linked_to: Any = None  # the handle that was last asked for its address
+        self._linking = asyncio.Lock()
+        self._num_linking = 0  # messages that wait for the link; later ones must not overtake them
+
+    async def send(self, piece: str, method: str, data: bytes) -> Any:
+        """What the piece of that name answers; over a socket if the actor is on this node.
+
+        Raises:
+            PeerLost: it is gone or not there yet.
+        """
+        link = self._link
+        if link is None or not link.open or self._num_linking:
+            link = await self._connected()
+        if link is None:
+            return await self.call("call", piece, method, data)
+        try:
+            return await link.call(piece, method, data)
+        except LinkLost as error:
+            self._handle = None
+            raise PeerLost(self._host) from error
+
+    def close(self) -> None:
+        """Ends the connection, if there is one; the next message makes another."""
+        if self._link is not None:
+            self._link.close()
+
+    async def _connected(self) -> LocalLink | None:
+        """A link to the actor that has the name now; None if there can be none."""
+        if not self._local:
+            return None
+        self._num_linking += 1
+        try:
+            async with self._linking:  # first come, first served
+                if self._link is not None and self._link.open:
+                    return self._link
+                return await self._link_anew()
+        finally:
+            self._num_linking -= 1
+
+    async def _link_anew(self) -> LocalLink | None:
+        if self._handle is not None and self._handle is self._linked_to:
+            return None  # asked before: it is on another node
+        node_id, address = await self.call("local_address")
+        self._linked_to, self._link = self._handle, None
+        if address and node_id == ray.get_runtime_context().get_node_id():
+            self._link = await connect(address)
+        return self._link
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """What its method returns.
+
+        Raises:
+            PeerLost: it is gone or not there yet.
+        """
+        handle = self._handle = self._handle or self._find()
+        try:
+            return await getattr(handle, method).remote(*args)
+        except (RayActorError, ActorUnschedulableError, ObjectLostError) as error:
+            # The last: a long answer went down with its node; the one before: the node was lost before it started.
+            if self._handle is handle:
+                self._handle = None
+            raise PeerLost(self._host) from error
+
+    def _find(self) -> Any:
+        try:
+            return ray.get_actor(actor_name(self._host), namespace=self._namespace)
+        except ValueError as error:
+            raise PeerLost(self._host) from error

@@ -1,0 +1,1 @@
+"""The components that decide: Router, Batcher, Scheduler, KV offload manager."""

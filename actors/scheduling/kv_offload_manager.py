@@ -1,0 +1,47 @@
+"""KVOffloadManager: knows where the KV of one replica is and what has moved.
+
+The worker owns the blocks and only the Scheduler commands it: what moves is decided there, where it is decided who runs
+(ADR 17). This piece remembers, counts and tells.
+"""
+
+from __future__ import annotations
+
+import time
+
+from actors.runtime.metrics import EngineMetrics
+from actors.runtime.piece import Piece, PieceContext
+from core.codec import decode, encode
+from core.messages import StepReport
+from kvcache.residency import ResidencyShadow
+
+
+class KVOffloadManager(Piece):
+    """Hosts the residency shadow, fed by the Scheduler with the worker's reports."""
+
+    kind = "KVOffloadManager"
+
+    def __init__(self, context: PieceContext) -> None:
+        super().__init__(context)
+        self._shadow = ResidencyShadow()
+        self._metrics = EngineMetrics(context.registry, context.config.model.name, context.index)
+        self._observed_at: float | None = None
+
+    async def observe(self, data: bytes) -> bytes:
+        """Takes a ``StepReport``."""
+        moved = self._shadow.observe(decode(data, StepReport))
+        self._observed_at = time.monotonic()
+        self._metrics.set_kv(self._shadow.usage)
+        self._metrics.kv_moved(moved)
+        return b""
+
+    async def usage(self, data: bytes) -> bytes:
+        """``KVUsage``."""
+        return encode(self._shadow.usage)
+
+    @property
+    def queue(self) -> int:
+        return self._shadow.usage.num_resident
+
+    @property
+    def last_step_age_s(self) -> float | None:
+        return None if self._observed_at is None else time.monotonic() - self._observed_at

@@ -1,0 +1,457 @@
+"""Router: hosts the GlobalScheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from actors.runtime.layout import current_counts, initial_counts
+from actors.runtime.metrics import QueueDelay
+from actors.runtime.names import ROUTER, length_predictor_name, scheduler_name
+from actors.runtime.peer import Peer, PeerLost
+from actors.runtime.piece import Piece, PieceContext
+from core.codec import decode, encode
+from core.costs import StepCost, profile_cost
+from core.decisions import Decision, DecisionPacker, on_clock, pack_decisions
+from core.forecast import Forecast
+from core.messages import (
+    Announce,
+    AnnounceReply,
+    ForecastMade,
+    ForecastsMade,
+    InFlight,
+    Key,
+    Keys,
+    OpenRequest,
+    PieceRows,
+    PieceStatus,
+    Placed,
+    Refusal,
+    Refusals,
+    ReplicaName,
+    ReplicaNews,
+    ReplicaState,
+    ServedModel,
+    Submit,
+    SubmitReply,
+)
+from core.messages.cache import CacheReply
+from core.messages.log import RequestTrace, RequestTraces, TraceQuery
+from core.messages.placement import PlacementView
+from core.queue_outlook import QueueOutlook
+from core.request import Request
+from policies.compose import PolicySettings, build_router, configured_e2, follows_prefixes, is_batch_mode, placement_of
+from policies.fleet.events import (
+    AbortOnReplica,
+    AskCache,
+    AskReplica,
+    CacheNoticed,
+    GlobalEvent,
+    GlobalInstruction,
+    IngressAnnounced,
+    IngressLost,
+    KeysUnknown,
+    MeanOutputLen,
+    PlaceRequests,
+    ReplicaAway,
+    ReplicaDraining,
+    ReplicaGone,
+    ReplicaUp,
+    ReportLost,
+    RequestsEnded,
+    RequestsStarted,
+    StepsPriced,
+)
+from policies.fleet.placement_stats import PlacementNotes
+from policies.fleet.queue_delay import queue_delay_s
+from policies.fleet.scheduler import GlobalScheduler
+from policies.presets import max_running
+from policies.replica.events import ForecastsArrived, RefuseRequest, RequestsAborted, RequestsArrived
+
+TICK_S = 1.0
+"""How often the forecast is read and silent ingress replicas are looked for."""
+
+LOST_AFTER_S = 3.0
+"""An ingress replica that has not announced itself for so long is shown as lost ..."""
+
+FORGET_AFTER_S = 10.0
+"""... and after so long its requests are aborted and it is shown no more."""
+
+NUM_PREFIXES = 40
+"""Nodes of the prefix tree that are shown."""
+
+VIEW_S = 0.5
+"""Whoever looks on, and however many they are: what they see is drawn up no more often."""
+
+
+@dataclass(slots=True)
+class Answers:
+    """What came of one event: for the ingress replica that caused it, and for others."""
+
+    refusals: list[Refusal] = field(default_factory=list)
+    lost: dict[str, list[Key]] = field(default_factory=dict)
+
+    def add(self, other: Answers) -> None:
+        self.refusals += other.refusals
+        for ingress_id, keys in other.lost.items():
+            self.lost.setdefault(ingress_id, []).extend(keys)
+
+
+@dataclass(slots=True)
+class _IngressReplica:
+    heard_at: float
+    row: PieceStatus | None = None
+    late_refusals: list[Refusal] = field(default_factory=list)
+
+
+class Router(Piece):
+    """Turns messages into events of the GlobalScheduler and carries out what it says."""
+
+    kind = "Router"
+
+    def __init__(self, context: PieceContext) -> None:
+        super().__init__(context)
+        self._machine = self._make_machine()
+        self._follows_prefixes = follows_prefixes(context.config.scheduler)
+        self._schedulers: dict[str, Peer] = {}
+        self._ingresses: dict[str, _IngressReplica] = {}
+        self._asking: set[asyncio.Task[None]] = set()
+        self._handled_at: float | None = None
+        self._notes = PlacementNotes()
+        self._packer = DecisionPacker()
+        self._shown: tuple[float, bytes] | None = None
+        self._cost: StepCost | None = None
+        self._queue_delay = QueueDelay(context.registry, context.config.model.name)
+
+    def _make_machine(self) -> GlobalScheduler:
+        config = self.context.config
+        settings = PolicySettings(block_size=config.engine.kv_block_size, e2=configured_e2(config.placement))
+        return build_router(config.scheduler.preset, config.scheduler.placement, settings)
+
+    async def start(self) -> None:
+        self.spawn(self._tick())
+
+    async def stop(self) -> None:
+        for task in self._asking:
+            task.cancel()
+        await super().stop()
+
+    async def submit(self, data: bytes) -> bytes:
+        """Takes ``Submit``; answers with ``SubmitReply``."""
+        requests = decode(data, Submit, keep_packed=True).requests
+        answers = await self._handle(RequestsArrived(requests))
+        placed = tuple(self._machine.placed(request.request_id, request.attempt) for request in requests)
+        return encode(SubmitReply(placed, tuple(answers.refusals)))
+
+    async def foresee(self, data: bytes) -> bytes:
+        """Takes ``ForecastsMade`` and passes them on to where the requests are; those that wait keep theirs."""
+        forecasts = decode(data, ForecastsMade).made
+        await self._handle(ForecastsArrived(forecasts))
+        by_replica: dict[str, list[ForecastMade]] = {}
+        for made in forecasts:
+            replica = self._machine.placed(made.request_id, made.attempt).replica
+            if replica:
+                by_replica.setdefault(replica, []).append(made)
+        await asyncio.gather(*(self._foresee_on(name, made) for name, made in by_replica.items()))
+        return b""
+
+    async def outlook(self, data: bytes) -> bytes:
+        """Takes nothing; answers with ``QueueOutlook``."""
+        return encode(self._outlook())
+
+    async def explain(self, data: bytes) -> bytes:
+        """Takes ``TraceQuery``; answers with ``RequestTraces``: what it and every Scheduler know."""
+        response_id = decode(data, TraceQuery).response_id
+        own = [_waiting(response_id, *waiting) for waiting in self._machine.queued(response_id)]
+        found = await asyncio.gather(*(self._explain_on(name, data) for name in list(self._schedulers)))
+        return encode(RequestTraces((*own, *itertools.chain.from_iterable(found))))
+
+    async def abort(self, data: bytes) -> bytes:
+        """Takes ``Keys`` of attempts whose clients are gone."""
+        await self._handle(RequestsAborted(decode(data, Keys).keys))
+        return b""
+
+    async def announce(self, data: bytes) -> bytes:
+        """Takes ``Announce``; answers with ``AnnounceReply``."""
+        message = decode(data, Announce)
+        ingress = self._hear(message.ingress_id)
+        answers = await self._handle(IngressAnnounced(message.ingress_id, message.open))
+        late, ingress.late_refusals = ingress.late_refusals, []
+        lost = tuple(answers.lost.get(message.ingress_id, ()))
+        refusals = (*answers.refusals, *late)
+        return encode(AnnounceReply(lost, refusals, tuple(self._schedulers), self._newly_placed(message.open)))
+
+    def _newly_placed(self, announced: Iterable[OpenRequest]) -> tuple[Placed, ...]:
+        """Where those are that waited when they were submitted."""
+        waited = [stream for stream in announced if not stream.replica]
+        placed = [self._machine.placed(stream.request_id, stream.attempt) for stream in waited]
+        return tuple(each for each in placed if each.replica)
+
+    async def introduce(self, data: bytes) -> bytes:
+        """Takes the ``PieceStatus`` of an ingress replica: its row in the status."""
+        row = decode(data, PieceStatus)
+        self._hear(row.name.removeprefix("ingress-")).row = row
+        return b""
+
+    async def ingress_rows(self, data: bytes) -> bytes:
+        """``PieceRows`` of the ingress replicas heard of lately."""
+        now = time.monotonic()
+        rows = [
+            row if now - seen.heard_at < LOST_AFTER_S else _lost(row)
+            for seen in self._ingresses.values()
+            if (row := seen.row) is not None
+        ]
+        return encode(PieceRows(tuple(rows)))
+
+    async def model(self, data: bytes) -> bytes:
+        """``ServedModel``; nothing before any replica is up."""
+        lives = self._machine.lives()
+        if not lives:
+            return b""
+        ready = min(lives, key=lambda ready: ready.max_model_len)
+        return encode(ServedModel(ready, ready.block_size if self._follows_prefixes else 0))
+
+    async def replica_state(self, data: bytes) -> bytes:
+        """Takes ``ReplicaState`` from a Scheduler."""
+        message = decode(data, ReplicaState)
+        self._scheduler(message.replica)
+        for refusal in message.refusals:
+            self._refuse_late(refusal)
+        name, ready = message.replica, message.ready
+        await self._handle(ReplicaAway(name) if ready is None else ReplicaUp(name, ready, message.cache_seq))
+        return b""
+
+    async def replica_news(self, data: bytes) -> bytes:
+        """Takes ``ReplicaNews`` from a Scheduler: what is cached first, for those that end have filled it."""
+        news = decode(data, ReplicaNews)
+        if news.cache:
+            await self._handle(CacheNoticed(news.replica, news.worker_incarnation, news.cache))
+        if news.started:
+            await self._handle(RequestsStarted(news.started))
+        if news.finished:
+            await self._handle(RequestsEnded(news.finished))
+        if news.profile is not None:
+            self._cost = profile_cost(news.profile)
+            await self._handle(StepsPriced(news.replica, self._cost))
+        return b""
+
+    async def placement(self, data: bytes) -> bytes:
+        """``PlacementView``, at most ``VIEW_S`` old."""
+        now = time.monotonic()
+        if self._shown is None or now - self._shown[0] > VIEW_S:
+            self._shown = now, encode(self._view())
+        return self._shown[1]
+
+    def _view(self) -> PlacementView:
+        return PlacementView(
+            placement=placement_of(self.context.config.scheduler),
+            by_prefixes=self._machine.goes_by_prefixes,
+            replicas=self._machine.replica_views(),
+            prefixes=self._machine.busiest_prefixes(NUM_PREFIXES),
+            reasons=self._notes.reasons(),
+            recent=self._notes.recent(),
+        )
+
+    async def drain(self, data: bytes) -> bytes:
+        """Takes ``ReplicaName``; nothing new goes there. Answers with ``InFlight``: what is still on it."""
+        name = decode(data, ReplicaName).replica
+        await self._handle(ReplicaDraining(name))
+        return encode(InFlight(self._machine.num_on(name)))
+
+    async def forget(self, data: bytes) -> bytes:
+        """Takes ``ReplicaName``: that replica will not come back."""
+        name = decode(data, ReplicaName).replica
+        self._schedulers.pop(name, None)
+        await self._handle(ReplicaGone(name))
+        return b""
+
+    @property
+    def state(self) -> str:
+        return "ready" if self._machine.loads() else "waiting"
+
+    @property
+    def queue(self) -> int:
+        return self._machine.num_in_flight
+
+    @property
+    def last_step_age_s(self) -> float | None:
+        return None if self._handled_at is None else time.monotonic() - self._handled_at
+
+    async def _handle(self, event: GlobalEvent) -> Answers:
+        """Gives the machine an event. Messages to a Scheduler leave in the order of the events behind them."""
+        self._handled_at = now = time.monotonic()
+        answers, calls = Answers(), []
+        for instruction in self._machine.handle(event, now):
+            self._note(instruction)
+            match instruction:
+                case PlaceRequests(name, requests):
+                    calls.append(asyncio.create_task(self._place(name, requests, answers)))
+                case AbortOnReplica(name, keys):
+                    calls.append(asyncio.create_task(self._abort_on(name, keys)))
+                case AskReplica(name, keys):
+                    calls.append(asyncio.create_task(self._ask(name, keys, answers)))
+                case AskCache(name):
+                    self._ask_cache(name)
+                case ReportLost(ingress_id, keys):
+                    answers.lost.setdefault(ingress_id, []).extend(keys)
+                case RefuseRequest(request_id, attempt, field_name, message):
+                    answers.refusals.append(Refusal(request_id, attempt, field_name, message))
+        self._handled()
+        if calls:
+            await asyncio.gather(*calls)
+        return answers
+
+    def _handled(self) -> None:
+        """Called once the machine has taken an event, before anything is carried out."""
+
+    def _note(self, instruction: GlobalInstruction) -> None:
+        """Called with each before it is carried out."""
+
+    async def _place(self, name: str, requests: Iterable[Request], answers: Answers) -> None:
+        requests = tuple(requests)
+        placements = tuple(self._placement(request) for request in requests)
+        try:
+            reply = await self._scheduler(name).call("submit", encode(Submit(requests, placements)))
+        except PeerLost:
+            # Whoever was placed there is found missing at the next announcement.
+            answers.add(await self._lose_scheduler(name))
+            return
+        answers.refusals += decode(reply, Refusals).refusals
+
+    def _placement(self, request: Request) -> bytes:
+        """Why it goes where it goes."""
+        choice = self._machine.choice(request.request_id)
+        if choice is None:
+            return b""
+        placed_at = time.time()
+        self._notes.add(request, choice, placed_at)
+        if request.origin is None:
+            return b""
+        waited_s = self._machine.waited_s(request.request_id)
+        facts = choice.facts() if not waited_s else {**choice.facts(), "waited_s": waited_s}
+        return self._packer.pack("placed", placed_at, facts)
+
+    async def _explain_on(self, name: str, data: bytes) -> tuple[RequestTrace, ...]:
+        try:
+            return decode(await self._scheduler(name).call("explain", data), RequestTraces).records
+        except PeerLost:
+            await self._lose_scheduler(name)
+            return ()
+
+    async def _foresee_on(self, name: str, made: list[ForecastMade]) -> None:
+        try:
+            await self._scheduler(name).call("foresee", encode(ForecastsMade(tuple(made))))
+        except PeerLost:
+            await self._lose_scheduler(name)
+
+    async def _abort_on(self, name: str, keys: tuple[Key, ...]) -> None:
+        try:
+            await self._scheduler(name).call("abort", encode(Keys(keys)))
+        except PeerLost:
+            await self._lose_scheduler(name)
+
+    async def _ask(self, name: str, keys: tuple[Key, ...], answers: Answers) -> None:
+        try:
+            reply = await self._scheduler(name).call("unknown", encode(Keys(keys)))
+        except PeerLost:
+            answers.add(await self._lose_scheduler(name))
+            return
+        unknown = decode(reply, Keys).keys
+        if unknown:
+            answers.add(await self._handle(KeysUnknown(name, unknown)))
+
+    def _ask_cache(self, name: str) -> None:
+        """The answer comes when it comes; without one the machine asks again."""
+        task = asyncio.create_task(self._hear_cache(name))
+        self._asking.add(task)
+        task.add_done_callback(self._has_asked)
+
+    def _has_asked(self, task: asyncio.Task[None]) -> None:
+        self._asking.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._task_ended(task)
+
+    async def _hear_cache(self, name: str) -> None:
+        try:
+            reply = decode(await self._scheduler(name).call("cached"), CacheReply)
+        except PeerLost:
+            await self._lose_scheduler(name)
+            return
+        if reply.notice is not None:
+            await self._handle(CacheNoticed(name, reply.worker_incarnation, (reply.notice,)))
+
+    def _scheduler(self, replica: str) -> Peer:
+        if replica not in self._schedulers:
+            self._schedulers[replica] = self.context.peers.peer(scheduler_name(replica))
+        return self._schedulers[replica]
+
+    async def _lose_scheduler(self, name: str) -> Answers:
+        """Nothing new goes there until it says that it is back; its worker runs on meanwhile."""
+        return await self._handle(ReplicaAway(name))
+
+    def _hear(self, ingress_id: str) -> _IngressReplica:
+        seen = self._ingresses.setdefault(ingress_id, _IngressReplica(0.0))
+        seen.heard_at = time.monotonic()
+        return seen
+
+    def _refuse_late(self, refusal: Refusal) -> None:
+        """The ingress hears of it with the answer to its next announcement."""
+        ingress_id = refusal.request_id.rpartition("-")[0]
+        if ingress_id in self._ingresses:
+            self._ingresses[ingress_id].late_refusals.append(refusal)
+
+    async def _tick(self) -> None:
+        peers = self.context.peers
+        counts = initial_counts(self.context.config)
+        for turn in itertools.count():
+            now = time.monotonic()
+            for ingress_id in [i for i, seen in self._ingresses.items() if now - seen.heard_at > FORGET_AFTER_S]:
+                del self._ingresses[ingress_id]
+                await self._handle(IngressLost(ingress_id))
+            counts = await current_counts(peers, counts)
+            await self._learn(peers.peer(length_predictor_name(turn % counts.length_predictors)))
+            outlook = self._outlook()
+            self._queue_delay.set(queue_delay_s(outlook, outlook.num_replicas))
+            await asyncio.sleep(TICK_S)
+
+    async def _learn(self, predictor: Peer) -> None:
+        try:
+            forecast = decode(await predictor.call("forecast"), Forecast)
+        except PeerLost:
+            return  # what it said last still holds
+        if forecast.num_samples:
+            await self._handle(self._learnt(forecast))
+
+    def _learnt(self, forecast: Forecast) -> GlobalEvent:
+        return MeanOutputLen(forecast.mean)
+
+    def _outlook(self) -> QueueOutlook:
+        config, takers = self.context.config, self._machine.own_takers()
+        preset = config.scheduler.preset
+        return QueueOutlook(
+            demand=self._machine.demand(),
+            num_replicas=len(takers),
+            max_num_seqs=max_running(preset, config.engine.max_num_seqs, config.batch.batch_size),
+            kv_tokens=min((ready.num_blocks * ready.block_size for ready in takers), default=0),
+            joins=not is_batch_mode(preset),
+            cost=self._cost,
+        )
+
+
+def _waiting(response_id: str, request: Request, since: float) -> RequestTrace:
+    """Of a request that no replica has taken yet."""
+    origin = request.origin
+    assert origin is not None
+    waits = on_clock(time.time() - time.monotonic(), pack_decisions([Decision("waits", since, {"reason": "replica"})]))
+    trace_id = f"{response_id}/{request.request_id}/{request.attempt}"
+    who = (origin.choice, origin.owner, ROUTER, request.attempt)
+    return RequestTrace(trace_id, request.request_id, *who, ended=False, num_left_out=0, decisions=waits)
+
+
+def _lost(row: PieceStatus) -> PieceStatus:
+    return PieceStatus(
+        row.name, row.kind, row.pid, row.node, "lost", row.queue, row.last_step_age_s, row.restarts, row.http_port
+    )

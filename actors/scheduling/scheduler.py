@@ -1,0 +1,348 @@
+"""Scheduler: hosts the ReplicaScheduler of one replica."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Iterator
+
+from actors.log.log_outbox import LogOutbox
+from actors.runtime.layout import current_counts, initial_counts
+from actors.runtime.metrics import EngineMetrics
+from actors.runtime.names import LOG_STORE, ROUTER, kv_offload_manager_name, serving_time_estimator_name, worker_name
+from actors.runtime.peer import LOOK_AGAIN_S, Peer, PeerLost
+from actors.runtime.piece import Piece, PieceContext
+from actors.runtime.request_traces import request_trace
+from actors.runtime.waiting import wait_for
+from actors.scheduling.event_recorder import EventRecorder, recorded
+from core.codec import decode, encode
+from core.costs import profile_cost
+from core.messages import (
+    FinishedSequence,
+    ForecastsMade,
+    Key,
+    Keys,
+    Plan,
+    Refusal,
+    Refusals,
+    ReplicaNews,
+    ReplicaState,
+    ReplicaStepProfile,
+    ReportPoll,
+    StepReport,
+    StepSample,
+    StepSamples,
+    Submit,
+    WorkerReady,
+    WorkerState,
+)
+from core.messages.cache import CacheNotice, CacheReply, StartedRequest
+from core.messages.log import RequestTrace, RequestTraces, TraceQuery
+from policies.compose import configured_replica, is_batch_mode
+from policies.replica.events import (
+    AccountClosed,
+    BatchBroken,
+    CacheTold,
+    CostLearnt,
+    Event,
+    ForecastsArrived,
+    RefuseRequest,
+    RequestEnded,
+    RequestsAborted,
+    RequestsArrived,
+    RequestStarted,
+    SendPlan,
+    WorkerConnected,
+    WorkerLost,
+    WorkerReported,
+)
+from policies.replica.trace import account_closed
+
+SAY_AGAIN_S = 1.0
+"""The Router hears of the replica at least this often, so that a new one knows it soon."""
+
+PLAN_INTERVAL_S = 0.005
+"""Plans are at least this far apart once more than ``FEW_SEQUENCES`` run: the next step has begun already."""
+
+FEW_SEQUENCES = 4
+"""Up to so many every plan goes at once: it may be what the worker waits for."""
+
+NEWS_S = 0.05
+"""The Router hears of starts, ends and the prefix cache this late, of several at once: they change what it thinks.
+
+In batch mode it hears of ends at once: the last one lets the next batch come."""
+
+MAX_NOTICES = 256
+"""Notices that wait for the Router; with more the oldest are dropped, and it asks for all that is cached."""
+
+FEED_S = 0.25
+"""The KV offload manager and the estimators hear of the worker's reports this often: none of them is in a hurry."""
+
+MIN_SAMPLES = 32
+"""Step samples that are worth a message to the estimators."""
+
+MAX_SAMPLES = 256
+"""Step samples that wait for the estimators; beyond them the oldest are dropped."""
+
+
+class Scheduler(Piece):
+    """Turns messages into events of the state machine and its instructions into messages."""
+
+    kind = "Scheduler"
+
+    def __init__(self, context: PieceContext) -> None:
+        super().__init__(context)
+        config = context.config
+        self._machine = configured_replica(config.scheduler, config.engine.max_num_seqs)
+        self._recorder: EventRecorder | None = None
+        if config.scheduler.event_log:
+            self._recorder = EventRecorder(self.name, config.scheduler, config.engine.max_num_seqs)
+        self._hear = recorded(self._machine.handle, self._recorder)
+        self._replica = context.index
+        self._worker = context.peers.peer(worker_name(self._replica))
+        self._ready: WorkerReady | None = None
+        self._plan: Plan | None = None
+        self._plan_due = asyncio.Event()
+        self._news_due = asyncio.Event()
+        self._events_due = asyncio.Event()
+        self._started: list[StartedRequest] = []
+        self._ended: list[FinishedSequence] = []
+        self._told: deque[CacheNotice] = deque(maxlen=MAX_NOTICES)
+        self._told_seq = 0
+        self._profile: ReplicaStepProfile | None = None  # measured anew, and the Router has not heard of it
+        self._late_refusals: list[Refusal] = []
+        self._in_batches = is_batch_mode(config.scheduler.preset)
+        self._broken: list[Key] = []
+        self._resting: tuple[Key, ...] = ()
+        self._report: bytes | None = None
+        self._samples: deque[StepSample] = deque(maxlen=MAX_SAMPLES)
+        self._reported_at: float | None = None
+        self._metrics = EngineMetrics(context.registry, config.model.name, self._replica)
+        self._counted_preemptions = 0
+        self._traces = LogOutbox(context.peers.peer(LOG_STORE), "append_traces", RequestTraces)
+
+    async def start(self) -> None:
+        for work in (self._lease, self._push_plans, self._tell_router, self._tell_events, self._feed, self._traces.run):
+            self.spawn(work())
+
+    async def stop(self) -> None:
+        await super().stop()
+        self._metrics.remove()
+        if self._recorder is not None:
+            self._recorder.close()
+
+    async def submit(self, data: bytes) -> bytes:
+        """Takes ``Submit``; answers with ``Refusals``, usually none."""
+        message = decode(data, Submit)
+        return encode(Refusals(tuple(self._handle(RequestsArrived(message.requests, message.placements)))))
+
+    async def foresee(self, data: bytes) -> bytes:
+        """Takes ``ForecastsMade``."""
+        self._handle(ForecastsArrived(decode(data, ForecastsMade).made))
+        return b""
+
+    async def abort(self, data: bytes) -> bytes:
+        """Takes ``Keys``: these attempts and earlier ones are forgotten."""
+        self._handle(RequestsAborted(decode(data, Keys).keys))
+        return b""
+
+    async def unknown(self, data: bytes) -> bytes:
+        """Takes ``Keys``; answers with those that are not here. Without a worker nobody can say.
+
+        What the Router has yet to hear of in another way counts as here.
+        """
+        keys = [key for key in decode(data, Keys).keys if key not in self._broken]
+        return encode(Keys(self._machine.unknown(keys) if self._ready is not None else ()))
+
+    async def cached(self, data: bytes) -> bytes:
+        """``CacheReply``: all that the worker caches."""
+        if self._ready is None:
+            return encode(CacheReply("", None))
+        return encode(CacheReply(self._ready.worker_incarnation, self._machine.cache.whole()))
+
+    async def explain(self, data: bytes) -> bytes:
+        """Takes ``TraceQuery``; answers with ``RequestTraces`` of what is here and of what is on its way to the log."""
+        response_id = decode(data, TraceQuery).response_id
+        known = [each for each in self._traces if each.trace_id.startswith(f"{response_id}/")]
+        known += [self._trace(account_closed(each), ended=False) for each in self._machine.accounts(response_id)]
+        return encode(RequestTraces(tuple(known)))
+
+    @property
+    def state(self) -> str:
+        return "waiting" if self._ready is None else "ready"
+
+    @property
+    def queue(self) -> int:
+        return self._machine.num_waiting
+
+    @property
+    def last_step_age_s(self) -> float | None:
+        return None if self._reported_at is None else time.monotonic() - self._reported_at
+
+    def _handle(self, event: Event) -> list[Refusal]:
+        """Gives the machine an event and carries out what it says; returns refusals."""
+        refusals = []
+        with self._scheduling():
+            instructions = self._hear(event, time.monotonic())
+        for instruction in instructions:
+            match instruction:
+                case SendPlan(plan):
+                    self._plan = plan
+                    self._plan_due.set()
+                case RefuseRequest(request_id, attempt, field, message):
+                    refusals.append(Refusal(request_id, attempt, field, message))
+                case RequestStarted(started):
+                    self._started.append(started)
+                    self._events_due.set()
+                case CacheTold(notice):
+                    self._told.append(notice)
+                    self._events_due.set()
+                case RequestEnded(finished):
+                    self._ended.append(finished)
+                    self._events_due.set()
+                case BatchBroken(keys):
+                    self._broken += keys
+                    self._news_due.set()
+                case AccountClosed():
+                    self._traces.add(self._trace(instruction, ended=True))
+        if self._in_batches:
+            self._note_resting()
+        return refusals
+
+    @contextlib.contextmanager
+    def _scheduling(self) -> Iterator[None]:
+        """Counts the CPU time of what is done inside."""
+        began_s = time.thread_time()
+        yield
+        self._metrics.scheduled(time.thread_time() - began_s)
+
+    def _note_resting(self) -> None:
+        resting = self._machine.resting()
+        if resting != self._resting:
+            self._resting = resting
+            self._news_due.set()
+
+    def _trace(self, account: AccountClosed, *, ended: bool) -> RequestTrace:
+        return request_trace(account, self.name, time.time() - time.monotonic(), ended=ended)
+
+    async def _lease(self) -> None:
+        """Takes the worker over, follows its reports until it is lost, and waits for the next one."""
+        while True:
+            try:
+                state = decode(await self._worker.call("connect"), WorkerState)
+                self._late_refusals += self._handle(WorkerConnected(state))
+                self._set_ready(state.ready)
+                await self._follow(state)
+            except PeerLost:
+                self._told.clear()
+                self._told_seq = 0
+                if self._ready is not None:
+                    self._handle(WorkerLost())
+                    self._set_ready(None)
+                await asyncio.sleep(LOOK_AGAIN_S)
+
+    def _set_ready(self, ready: WorkerReady | None) -> None:
+        self._ready = ready
+        self._news_due.set()
+
+    async def _follow(self, state: WorkerState) -> None:
+        """Until the worker has granted another lease: to a dead predecessor of ours, whose message came late."""
+        ack_seq = state.report.report_seq
+        while True:
+            poll = ReportPoll(ack_seq, self._machine.cache.missed)
+            data = await self._worker.call("poll_report", encode(poll))
+            with self._scheduling():
+                report = decode(data, StepReport)
+            if report.lease != state.lease:
+                return
+            ack_seq = report.report_seq
+            self._report, self._reported_at = data, time.monotonic()
+            self._samples.extend(report.steps)
+            self._late_refusals += self._handle(WorkerReported(report))
+
+    async def _push_plans(self) -> None:
+        """Sends the newest plan; those made while one is on its way are superseded by the last."""
+        pushed_at = 0.0
+        while True:
+            await self._plan_due.wait()
+            if self._machine.num_admitted > FEW_SEQUENCES:
+                await asyncio.sleep(pushed_at + PLAN_INTERVAL_S - time.monotonic())
+            self._plan_due.clear()
+            if self._plan is not None:
+                pushed_at = time.monotonic()
+                with self._scheduling():
+                    plan = encode(self._plan)
+                await self._try(self._worker, "push_plan", plan)  # a new worker gets a new plan
+
+    async def _tell_router(self) -> None:
+        router = self.context.peers.peer(ROUTER)
+        while True:
+            self._news_due.clear()
+            refusals, self._late_refusals = tuple(self._late_refusals), []
+            broken = tuple(self._broken)
+            state = ReplicaState(self._replica, self._ready, refusals, broken, self._resting, self._told_seq)
+            told = await self._try(router, "replica_state", encode(state))
+            if told:
+                del self._broken[: len(broken)]
+            else:
+                self._late_refusals = [*refusals, *self._late_refusals]
+            await wait_for(self._news_due, SAY_AGAIN_S if told else LOOK_AGAIN_S)
+
+    async def _tell_events(self) -> None:
+        """A Router that dies meanwhile need not hear of them: its successor asks, us and the ingress replicas."""
+        router = self.context.peers.peer(ROUTER)
+        while True:
+            await self._events_due.wait()
+            await asyncio.sleep(0.0 if self._in_batches else NEWS_S)
+            self._events_due.clear()
+            await self._try(router, "replica_news", encode(self._take_news()))
+
+    def _take_news(self) -> ReplicaNews:
+        incarnation = "" if self._ready is None else self._ready.worker_incarnation
+        what = tuple(self._started), tuple(self._ended), tuple(self._told)
+        news = ReplicaNews(self._replica, incarnation, *what, self._profile)
+        if self._told:
+            self._told_seq = self._told[-1].seq
+        self._started, self._ended, self._profile = [], [], None
+        self._told.clear()
+        return news
+
+    async def _feed(self) -> None:
+        """Passes on what others learn from; who is not there misses it."""
+        peers = self.context.peers
+        kv = peers.peer(kv_offload_manager_name(self._replica))
+        counts = initial_counts(self.context.config)
+        while True:
+            await asyncio.sleep(FEED_S)
+            self._count()
+            if self._report is not None:
+                report, self._report = self._report, None
+                await self._try(kv, "observe", report)
+            if len(self._samples) >= MIN_SAMPLES:
+                samples = encode(StepSamples(self._replica, tuple(self._samples)))
+                self._samples.clear()
+                counts = await current_counts(peers, counts)
+                for index in range(counts.serving_time_estimators):
+                    with contextlib.suppress(PeerLost):
+                        reply = await peers.peer(serving_time_estimator_name(index)).call("observe", samples)
+                        if reply:
+                            self._profile = decode(reply, ReplicaStepProfile)
+                            self._events_due.set()
+                            self._handle(CostLearnt(profile_cost(self._profile)))
+
+    def _count(self) -> None:
+        machine = self._machine
+        self._metrics.set_queues(machine.num_admitted, machine.num_waiting)
+        self._metrics.preempted(machine.num_preemptions - self._counted_preemptions)
+        self._counted_preemptions = machine.num_preemptions
+
+    @staticmethod
+    async def _try(peer: Peer, method: str, data: bytes) -> bool:
+        """Whether the message was taken."""
+        try:
+            await peer.call(method, data)
+        except PeerLost:
+            return False
+        return True

@@ -1,0 +1,298 @@
+"""Supervisor: knows who should be alive, sees deaths, starts again.
+
+Nothing in this process must survive. A new Supervisor finds living actors by their names and adopts them; how many
+there should be, and how often each was started, it finds in the cluster's key-value store: whoever died together with
+its predecessor has no name to be found by. It restarts by itself and not by Ray's ``max_restarts``: Ray tells callers
+of a restarting actor only once it is back, a second later; of a dead one within 15 ms.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, ActorUnschedulableError, RayActorError, RayTaskError
+
+from actors.runtime.cluster_store import ClusterStore
+from actors.runtime.hosts import find_host, list_hosts, recreate_host
+from actors.runtime.layout import SCALABLE, by_host, initial_counts, wanted_pieces
+from actors.runtime.metrics import PieceRestarts
+from actors.runtime.names import ROUTER, SUPERVISOR, host_of
+from actors.runtime.nodes import Homes
+from actors.runtime.peer import LOOK_AGAIN_S, PeerLost
+from actors.runtime.piece import Piece, PieceContext
+from actors.runtime.rank_groups import remove_rank_group
+from actors.supervision.autoscaler import Autoscaler
+from core.codec import decode, encode
+from core.errors import FarsightError, MessageError
+from core.messages import InFlight, PieceCounts, ReplicaName, Scale
+
+HEALTHY_AFTER_S = 10.0
+"""Who lived so long and dies is started again at once; who dies sooner waits, each time twice as long ..."""
+
+MAX_BACKOFF_S = 5.0
+"""... up to this."""
+
+DRAIN_S = 20.0
+"""How long a replica that is given up may finish what it runs; the rest is resumed elsewhere."""
+
+_COUNTS = "counts"
+"""Key of the stored ``PieceCounts``."""
+
+logger = logging.getLogger(__name__)
+
+
+class Supervisor(Piece):
+    """Keeps one task a host, which starts it, watches it and starts it again."""
+
+    kind = "Supervisor"
+
+    def __init__(self, context: PieceContext) -> None:
+        super().__init__(context)
+        self._site = context.site
+        self._own = host_of(SUPERVISOR, self._site.placement)
+        self._counts = initial_counts(context.config)
+        self._store = ClusterStore(self._site.namespace)
+        self._homes = Homes(self._store, on_gpu=context.config.engine.device == "cuda")
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._started: dict[str, asyncio.Future[None]] = {}
+        self._restarts = PieceRestarts(context.registry)
+        self._scaling = asyncio.Lock()
+        self._acted_at = time.monotonic()
+
+    async def start(self) -> None:
+        await self._take_over(await asyncio.to_thread(list_hosts, self._site.namespace))
+        self._keep_wanted()
+        self._started[self._own] = asyncio.get_running_loop().create_future()
+        # Not awaited here: this process takes no other pieces before the Supervisor has started.
+        self._keepers[self._own] = self._watched(self._start_own())
+        scaler = Autoscaler(self.context.config, self.context.peers, lambda: self._counts, self._scale)
+        for task in scaler.tasks():
+            self.spawn(task)
+
+    async def stop(self) -> None:
+        for task in self._keepers.values():
+            task.cancel()
+        await asyncio.gather(*self._keepers.values(), return_exceptions=True)
+        await super().stop()
+
+    async def started(self, data: bytes) -> bytes:
+        """Answers once every piece has started once.
+
+        Raises:
+            FarsightError: one cannot start; why.
+        """
+        await asyncio.gather(*(asyncio.shield(future) for future in self._started.values()))
+        return b""
+
+    async def counts(self, data: bytes) -> bytes:
+        """``PieceCounts``: how many there should be."""
+        return encode(self._counts)
+
+    async def scale(self, data: bytes) -> bytes:
+        """Takes ``Scale``; answers with the new ``PieceCounts`` when all is up, or drained and gone.
+
+        Raises:
+            MessageError: an unknown kind or an impossible number.
+        """
+        message = decode(data, Scale)
+        if message.kind not in SCALABLE:
+            raise MessageError("kind", message.kind, f"one of {', '.join(SCALABLE)}")
+        model = self.context.config.model
+        follows = message.kind == "replica" and model.max_replicas > 0
+        low, high = (model.min_replicas, model.max_replicas) if follows else (1, 1000)
+        if not low <= message.count <= high:
+            why = ", between which their number follows the load" if follows else ""
+            raise MessageError("count", message.count, f"an integer from {low} to {high}{why}")
+        await self._scale(message.kind, message.count)
+        return encode(self._counts)
+
+    async def _scale(self, kind: str, count: int, known: int | None = None) -> None:
+        """From the number that is ``known``; by somebody who has not looked, from any number."""
+        async with self._scaling:
+            before = self._counts
+            if known not in (None, getattr(before, SCALABLE[kind])):
+                return
+            try:
+                await self._change(dataclasses.replace(before, **{SCALABLE[kind]: count}))
+            except FarsightError:  # what was to be added cannot start
+                await self._change(before)
+                raise
+
+    async def _change(self, counts: PieceCounts) -> None:
+        before, self._counts = self._counts, counts
+        given_up = [str(index) for index in range(counts.replicas, before.replicas)]
+        for replica in given_up:
+            await self._drain(replica)
+        for piece in set(self._pieces(before)) - set(self._pieces(counts)):
+            await self._end_piece(piece)
+        for replica in given_up:
+            await self._forget(replica)
+            await asyncio.to_thread(remove_rank_group, replica, self._site)
+            await self._homes.forget(replica)
+        await self._store.put(_COUNTS, encode(counts))
+        self._keep_wanted()
+        await self._add_to_living()
+        await self.started(b"")
+
+    @property
+    def queue(self) -> int:
+        """Hosts that have not come up yet."""
+        return sum(not future.done() for future in self._started.values())
+
+    @property
+    def last_step_age_s(self) -> float | None:
+        return time.monotonic() - self._acted_at
+
+    async def _take_over(self, hosts: list[str]) -> None:
+        """What an earlier Supervisor was keeping; the first one finds nobody alive, and what is stored is another's."""
+        if all(host == self._own for host in hosts):
+            await self._store.clear()
+        data = await self._store.get(_COUNTS)
+        if data is not None:
+            self._counts = decode(data, PieceCounts)
+        await self._store.put(_COUNTS, encode(self._counts))
+        await self._homes.load()
+
+    def _pieces(self, counts: PieceCounts) -> list[str]:
+        return wanted_pieces(counts, self.context.config.model.num_ranks)
+
+    def _wanted(self) -> dict[str, list[str]]:
+        return by_host(self._pieces(self._counts), self._site.placement)
+
+    def _keep_wanted(self) -> None:
+        """A task for every other host that has none."""
+        for host in self._wanted():
+            if host not in self._keepers and host != self._own:
+                self._started[host] = asyncio.get_running_loop().create_future()
+                self._keepers[host] = self._watched(self._keep(host))
+
+    def _watched(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs it; if it breaks, the Supervisor has failed and is started anew."""
+        task = asyncio.create_task(work)
+        task.add_done_callback(
+            lambda done: None if done.cancelled() or not done.exception() else self._task_ended(done)
+        )
+        return task
+
+    async def _add_to_living(self) -> None:
+        """Pieces that are new in processes which host others already."""
+        await self._add_own()
+        for host in self._wanted():
+            handle = find_host(host, self._site.namespace) if host != self._own else None
+            if handle is not None:
+                await self._add(host, handle)
+
+    async def _add_own(self) -> None:
+        """The pieces that live in this process: whoever keeps the Supervisor keeps them too."""
+        if self._own not in self._wanted():
+            return
+        handle = find_host(self._own, self._site.namespace)
+        if handle is not None:
+            await self._add(self._own, handle)
+
+    async def _start_own(self) -> None:
+        try:
+            await self._add_own()
+        except RayTaskError as error:
+            self._not_started(self._own, error.cause)
+        else:
+            self._mark_started(self._own)
+
+    async def _keep(self, host: str) -> None:
+        stored = await self._store.get(_restarts_key(host))  # of a life that an earlier Supervisor has begun
+        restarts, failures = (0 if stored is None else int(stored) + 1), 0
+        while True:
+            self._acted_at = began = time.monotonic()
+            handle = find_host(host, self._site.namespace) or await self._create(host, restarts)
+            restarts = await self._live(host, handle, restarts)
+            lived_s = time.monotonic() - began
+            failures = 0 if lived_s >= HEALTHY_AFTER_S else failures + 1
+            logger.warning("%s died after %.1f s; start %d follows", host, lived_s, restarts + 1)
+            if failures > 1:
+                await asyncio.sleep(min(MAX_BACKOFF_S, LOOK_AGAIN_S * 2**failures))
+
+    async def _create(self, host: str, restarts: int) -> Any:
+        await self._store.put(_restarts_key(host), b"%d" % restarts)
+        return await recreate_host(host, self._site, restarts, await self._homes.of(host))
+
+    async def _live(self, host: str, handle: Any, restarts: int) -> int:
+        """One life of a host; returns how often it will have been started again after the next start."""
+        while True:
+            try:
+                restarts = await handle.restarts.remote()
+                await self._add(host, handle)
+                await handle.ended.remote()
+            except ActorUnavailableError:  # its node may be lost; until Ray knows, the name is not free either
+                await asyncio.sleep(LOOK_AGAIN_S)
+            except ActorUnschedulableError:  # its node was lost before it began; the next start is on another one
+                return restarts
+            except RayActorError as error:
+                self._not_started(host, error)
+                return restarts + 1
+            except RayTaskError as error:
+                logger.error("a piece of %s failed: %s", host, error.cause)
+                self._not_started(host, error.cause)
+                ray.kill(handle)
+                return restarts + 1
+
+    async def _add(self, host: str, handle: Any) -> None:
+        pieces = self._wanted().get(host, [])
+        await handle.add.remote(pieces)
+        for piece in pieces:
+            self._restarts.set(piece, await handle.restarts.remote())
+        self._mark_started(host)
+
+    def _mark_started(self, host: str) -> None:
+        if not self._started[host].done():
+            self._started[host].set_result(None)
+
+    def _not_started(self, host: str, error: BaseException) -> None:
+        """The very first start of a piece shows whether it can work at all; later ones are tried again."""
+        future = self._started[host]
+        if future.done():
+            return
+        cause = error if isinstance(error, FarsightError) else FarsightError(f"{host} died while it started: {error}")
+        future.set_exception(cause)
+
+    async def _drain(self, replica: str) -> None:
+        """Nothing new goes there and it may finish; what it does not finish in time is resumed elsewhere."""
+        router = self.context.peers.peer(ROUTER)
+        deadline = time.monotonic() + DRAIN_S
+        while time.monotonic() < deadline:
+            try:
+                if decode(await router.call("drain", encode(ReplicaName(replica))), InFlight).count == 0:
+                    return
+            except PeerLost:
+                pass
+            await asyncio.sleep(LOOK_AGAIN_S)
+
+    async def _forget(self, replica: str) -> None:
+        try:
+            await self.context.peers.peer(ROUTER).call("forget", encode(ReplicaName(replica)))
+        except PeerLost:
+            return  # the next Router has not heard of it
+
+    async def _end_piece(self, piece: str) -> None:
+        host = host_of(piece, self._site.placement)
+        handle = find_host(host, self._site.namespace)
+        if host == self._own or host in self._wanted():  # others live on there
+            if handle is not None:
+                await handle.remove.remote(piece)
+            return
+        keeper = self._keepers.pop(host, None)
+        self._started.pop(host, None)
+        if keeper is not None:
+            keeper.cancel()
+        if handle is not None:
+            ray.kill(handle)
+        await self._store.remove(_restarts_key(host))
+
+
+def _restarts_key(host: str) -> str:
+    return f"restarts/{host}"

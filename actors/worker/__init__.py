@@ -1,0 +1,1 @@
+"""The model worker: its step loop, its ranks, and the token path to the ingress."""

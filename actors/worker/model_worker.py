@@ -1,0 +1,296 @@
+"""ModelWorker: hosts an ``engine.Worker``; steps run in a thread, messages on the event loop.
+
+Nothing here may import torch at the top: Ray imports this module in every process that gets a handle of the actor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import logging
+import sys
+import time
+import uuid
+from collections import deque
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import ray
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from actors.runtime.metrics import EngineMetrics
+from actors.runtime.piece import Piece, PieceContext
+from actors.runtime.waiting import wait_for
+from actors.worker.step_loop import Step, StepLoop
+from actors.worker.token_channel import TICK_S
+from actors.worker.token_channels import POLL_TIMEOUT_S, TokenChannels
+from core.codec import decode, encode
+from core.errors import RankLost
+from core.messages import Plan, ReportPoll, StepSample, TokenDelta, TokenPoll
+from core.messages.rank import RankTicket
+
+if TYPE_CHECKING:
+    from core.config import FarsightConfig
+    from engine.emission import Output
+    from engine.parallel.links import Ranks
+    from engine.worker import Worker
+
+REPORT_INTERVAL_S = 0.1
+"""Reports are this far apart ..."""
+
+SOON_S = 0.02
+"""... but only this far if they tell of an end, for standby slots take the place of what ended meanwhile, or of one who
+rests because its grant is used up. Under pressure, and when nothing is left to run, they go at once."""
+
+MAX_SAMPLES = 8
+"""Steps that a report tells of; the profile needs examples, not all of them."""
+
+SWITCH_INTERVAL_S = 0.0002
+"""How long the event loop may keep the interpreter from the stepping thread; Python's own 5 ms are a whole step."""
+
+_GAP_BUCKETS_S = (0.0001, 0.0002, 0.0003, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25)
+
+logger = logging.getLogger(__name__)
+
+
+class ModelWorker(Piece):
+    """One replica; where its model is spread over several processes the first of them, which the others follow."""
+
+    kind = "ModelWorker"
+
+    def __init__(self, context: PieceContext) -> None:
+        super().__init__(context)
+        self._built: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
+        self._ticket: asyncio.Future[RankTicket] = asyncio.get_running_loop().create_future()
+        self._steps: StepLoop | None = None
+        # Of its own: asyncio has as many threads as cores and four, and workers may share a process.
+        self._thread = ThreadPoolExecutor(1, "steps")
+        self._incarnation = uuid.uuid4().hex[:12]
+        self._channels = TokenChannels(self._incarnation)
+        self._wake = asyncio.Event()
+        self._report_due = asyncio.Event()
+        self._report_timer: asyncio.TimerHandle | None = None
+        self._prefix_counts = (0, 0)  # queries and hits that the metrics know
+        self._samples: deque[StepSample] = deque(maxlen=MAX_SAMPLES)
+        self._reported_at = 0.0
+        self._stepped_at: float | None = None
+        self._metrics = EngineMetrics(context.registry, context.config.model.name, context.index)
+        self._gaps, self._model_cpu, self._ooms = _step_metrics(context.registry)
+        self._num_ooms = 0  # that the metric knows
+
+    async def start(self) -> None:
+        """Loads the model and begins to step.
+
+        Raises:
+            InvalidValueError: the model, its directory or a setting cannot be used.
+            RankLost: another rank of the replica does not come up.
+        """
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        config = self.context.config
+        loop = asyncio.get_running_loop()
+        ranks = self._open_ranks(loop) if config.model.num_ranks > 1 else None
+        worker = await asyncio.to_thread(_build, Path(self.context.site.model_dir), config, self._incarnation, ranks)
+        self._steps = StepLoop(
+            worker,
+            on_step=lambda step: loop.call_soon_threadsafe(self._after_step, step),
+            on_abort=lambda outputs: loop.call_soon_threadsafe(self._after_abort, outputs),
+        )
+        worker.when_copied(lambda: loop.call_soon_threadsafe(self._wake.set))
+        self._metrics.set_cache_config(worker.ready.block_size, worker.ready.num_blocks)
+        if config.engine.prefix_cache and config.scheduler.execution == "ragged":
+            self._metrics.prefix_cache(0, 0)
+        self._built.set_result(worker)
+        self.spawn(self._run())
+        self.spawn(self._watch_ingresses())
+
+    async def stop(self) -> None:
+        await super().stop()
+        self._thread.shutdown(wait=False)
+        self._channels.close()
+
+    def _open_ranks(self, loop: asyncio.AbstractEventLoop) -> Ranks:
+        """Lets the other ranks come."""
+        from engine.parallel.links import Gathering, Ranks
+        from engine.parallel.mesh import Mesh
+
+        model = self.context.config.model
+        mesh = Mesh(model.tensor_parallel, model.pipeline_parallel)
+        gathering = Gathering(mesh.size, ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        self._ticket.set_result(RankTicket(gathering.ticket.host, gathering.ticket.port, gathering.ticket.key))
+        return Ranks(mesh, gathering, lambda error: loop.call_soon_threadsafe(self._rank_lost, error))
+
+    def _rank_lost(self, error: RankLost) -> None:
+        """The replica ends as a whole: no rank could go on without the others."""
+        if not self.failed.done():
+            self.failed.set_exception(error)
+
+    async def gather(self, data: bytes) -> bytes:
+        """``RankTicket``: where the other ranks of the replica are to come to."""
+        return encode(await asyncio.shield(self._ticket))
+
+    async def connect(self, data: bytes) -> bytes:
+        """A Scheduler takes over: ``WorkerState``. Waits until the model is loaded."""
+        worker = await asyncio.shield(self._built)
+        with self._locked:
+            return encode(worker.take_over())
+
+    async def push_plan(self, data: bytes) -> bytes:
+        """Takes a ``Plan``; it applies at the next step boundary."""
+        plan = decode(data, Plan)
+        worker = await asyncio.shield(self._built)
+        prepared = worker.prepare(plan)
+        with self._locked:
+            worker.offer_plan(plan, prepared)
+        self._wake.set()
+        return b""
+
+    async def poll_report(self, data: bytes) -> bytes:
+        """Takes a ``ReportPoll``; answers with the next ``StepReport`` when one is due."""
+        poll = decode(data, ReportPoll)
+        worker = await asyncio.shield(self._built)
+        with self._locked:
+            worker.executor.acknowledge(poll.ack_seq)
+            if poll.wants_cache:
+                worker.executor.tell_whole_cache()
+        await wait_for(self._report_due, POLL_TIMEOUT_S)
+        self._report_due.clear()
+        if self._report_timer is not None:
+            self._report_timer.cancel()
+            self._report_timer = None
+        self._reported_at = time.monotonic()
+        samples = tuple(self._samples)
+        self._samples.clear()
+        with self._locked:
+            report = worker.executor.report(samples)
+        return encode(report)
+
+    async def poll_tokens(self, data: bytes) -> bytes:
+        """Takes a ``TokenPoll``; answers with ``TokenBatches`` when there are any."""
+        poll = decode(data, TokenPoll)
+        worker = await asyncio.shield(self._built)
+        if self._channels.hear(poll):
+            self._stall(worker, self._channels.stalled())
+            self._wake.set()
+        return await self._channels.answer(poll)
+
+    @property
+    def state(self) -> str:
+        return "ready" if self._built.done() else "starting"
+
+    @property
+    def queue(self) -> int:
+        return self._built.result().executor.num_held if self._built.done() else 0
+
+    @property
+    def last_step_age_s(self) -> float | None:
+        return None if self._stepped_at is None else time.monotonic() - self._stepped_at
+
+    @property
+    def _locked(self) -> AbstractContextManager[bool]:
+        assert self._steps is not None
+        return self._steps.locked
+
+    async def _run(self) -> None:
+        """Steps whenever there is something to run."""
+        assert self._steps is not None
+        while True:
+            self._wake.clear()
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._steps.run)
+            self._report_due.set()  # nothing runs: whatever the plan freed or left waiting is to be known at once
+            await self._wake.wait()
+
+    def _after_step(self, step: Step) -> None:
+        worker, sample = self._built.result(), step.sample
+        self._stepped_at = time.monotonic()
+        self._samples.append(sample)
+        self._metrics.step(sample.prefill_tokens + sample.decode_seqs)
+        self._model_cpu.inc(step.cpu_s)
+        num_ooms = worker.runner.num_ooms
+        self._ooms.inc(num_ooms - self._num_ooms)
+        self._num_ooms = num_ooms
+        self._count_prefixes(worker)
+        if step.gap_s is not None:
+            self._gaps.observe(step.gap_s)
+        outputs = worker.render(step.emissions) + step.failures
+        self._dispatch(outputs)
+        stalled = self._channels.stalled()
+        if stalled:
+            self._stall(worker, stalled)
+        ended = any(output.delta.finish_reason for output in outputs)
+        self._mark_report(soon=ended or worker.executor.out_of_grants, pressure=worker.executor.short_blocks > 0)
+
+    def _count_prefixes(self, worker: Worker) -> None:
+        counts = worker.executor.prefix_queries, worker.executor.prefix_hits
+        if counts != self._prefix_counts:
+            queries, hits = self._prefix_counts
+            self._metrics.prefix_cache(counts[0] - queries, counts[1] - hits)
+            self._prefix_counts = counts
+
+    def _mark_report(self, *, soon: bool, pressure: bool) -> None:
+        wait_s = self._reported_at + (SOON_S if soon else REPORT_INTERVAL_S) - time.monotonic()
+        if pressure or wait_s <= 0:
+            self._report_due.set()
+        elif soon and self._report_timer is None:
+            self._report_timer = asyncio.get_running_loop().call_later(wait_s, self._report_due.set)
+
+    def _dispatch(self, outputs: list[Output]) -> None:
+        deltas: dict[str, list[TokenDelta]] = {}
+        for output in outputs:
+            deltas.setdefault(output.ingress_id, []).append(output.delta)
+        for ingress_id, addressed in deltas.items():
+            self._channels.put(ingress_id, addressed, num_rows=len(outputs))
+
+    def _stall(self, worker: Worker, stalled: Mapping[str, Collection[str] | None]) -> None:
+        with self._locked:
+            worker.stall(stalled)
+
+    async def _watch_ingresses(self) -> None:
+        """Ends what belongs to ingress replicas that have fallen silent, or have never asked for their tokens."""
+        assert self._steps is not None
+        worker = self._built.result()
+        while True:
+            await asyncio.sleep(TICK_S)
+            with self._locked:
+                owners = worker.ingress_ids
+            for ingress_id in self._channels.silent(owners):
+                self._steps.abort_ingress(ingress_id)
+                self._wake.set()
+
+    def _after_abort(self, outputs: list[Output]) -> None:
+        logger.warning("%d requests of silent ingress replicas aborted", len(outputs))
+        self._dispatch(outputs)
+        self._report_due.set()
+
+
+@functools.cache
+def _step_metrics(registry: CollectorRegistry) -> tuple[Histogram, Counter, Counter]:
+    """Step gaps, CPU time and steps out of memory, once a registry: workers of emulated devices may share a process."""
+    gaps = Histogram(
+        "farsight:step_gap_seconds",
+        "Between the end of a step and the beginning of the next, while there is work.",
+        registry=registry,
+        buckets=_GAP_BUCKETS_S,
+    )
+    model_cpu = Counter("farsight:model_cpu_seconds", "CPU time of the model's forward passes.", registry=registry)
+    ooms = Counter(
+        "farsight:device_ooms",
+        "Times the device ran out of memory in a step, which was then computed in parts.",
+        registry=registry,
+    )
+    return gaps, model_cpu, ooms
+
+
+def _build(model_dir: Path, config: FarsightConfig, incarnation: str, ranks: Ranks | None) -> Worker:
+    """Torch is imported only here, and only if a model is to compute."""
+    from engine.build import build_worker
+
+    worker = build_worker(
+        model_dir, config.model.dtype, config.engine, incarnation, config.model.most_replicas, config.scheduler, ranks
+    )
+    gc.collect()
+    gc.freeze()  # what torch has brought need not be looked through again, in the middle of a step
+    return worker

@@ -1,0 +1,87 @@
+"""Rank: one process of a replica whose model is spread over several; not the first, which is the ModelWorker.
+
+It keeps nothing that outlives its connection to rank 0. When any rank dies all of them end, and each is started again;
+the new ones ask the new rank 0 where it waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from actors.runtime.names import rank_of, worker_name
+from actors.runtime.peer import LOOK_AGAIN_S, PeerLost
+from actors.runtime.piece import Piece, PieceContext
+from core.codec import decode
+from core.errors import RankLost
+from core.messages.rank import RankTicket
+
+if TYPE_CHECKING:
+    from engine.parallel.links import Link, Ticket
+
+
+class Rank(Piece):
+    """Follows the ModelWorker of its replica."""
+
+    kind = "Rank"
+
+    def __init__(self, context: PieceContext) -> None:
+        super().__init__(context)
+        place = rank_of(context.name)
+        assert place is not None, context.name
+        self._replica, self._rank = place
+        self._follows = False
+
+    async def start(self) -> None:
+        self.spawn(self._run())
+
+    @property
+    def state(self) -> str:
+        return "ready" if self._follows else "starting"
+
+    async def _run(self) -> None:
+        """Raises FarsightError when rank 0 is gone, or cannot use this one."""
+        await asyncio.to_thread(_import_torch)  # takes seconds: it need not wait for rank 0
+        loop = asyncio.get_running_loop()
+        ticket, link = await self._join()
+        await asyncio.to_thread(
+            _follow,
+            link,
+            ticket,
+            self._rank,
+            lambda: loop.call_soon_threadsafe(self._set_follows),
+            lambda: loop.call_soon_threadsafe(self._lost),
+        )
+
+    async def _join(self) -> tuple[Ticket, Link]:
+        """Asks until rank 0 is there and waits; an earlier life of it answers, but waits no more."""
+        from engine.parallel.links import Ticket, join
+
+        worker = self.context.peers.peer(worker_name(self._replica))
+        while True:
+            try:
+                found = decode(await worker.call("gather"), RankTicket)
+                ticket = Ticket(found.host, found.port, found.key)
+                return ticket, await asyncio.to_thread(join, ticket, self._rank)
+            except (PeerLost, RankLost):
+                await asyncio.sleep(LOOK_AGAIN_S)
+
+    def _set_follows(self) -> None:
+        self._follows = True
+
+    def _lost(self) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(RankLost(f"{self.name}: rank 0 is gone"))
+
+
+def _import_torch() -> None:
+    import engine.parallel.follower  # noqa: F401
+
+
+def _follow(
+    link: Link, ticket: Ticket, rank: int, on_ready: Callable[[], object], on_lost: Callable[[], object]
+) -> None:
+    from engine.parallel.follower import follow
+
+    follow(link, ticket, rank, on_ready, on_lost)

@@ -1,0 +1,1 @@
+"""What several benchmarks use: servers under load, streams, small models."""

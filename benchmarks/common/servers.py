@@ -1,0 +1,158 @@
+"""A server of our own as a child process: starts it, waits until it answers, ends it and looks for what it left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.common.tagged import wait_until_gone
+from services.bench.processes import ProcessTree
+
+TAG = "FARSIGHT_BENCH_RUN"
+"""Environment variable that marks every process of the server, whoever adopts it."""
+
+POLL_S = 0.1
+STOP_TIMEOUT_S = 10.0
+KILL_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCommand:
+    """How a server is started.
+
+    Attributes:
+        port: On the loopback interface; ``words`` tell it to the server.
+        model_name: Of its model in requests.
+        env: Added to our own environment.
+    """
+
+    words: Sequence[str]
+    port: int
+    model_name: str
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+class RunningServer:
+    """A server that has been started.
+
+    Args:
+        log: Where its output goes.
+    """
+
+    def __init__(self, command: ServerCommand, log: Path) -> None:
+        self.command = command
+        self.log = log
+        self._tag = uuid.uuid4().hex
+        self.started_at = time.perf_counter()
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                command.words,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=os.environ | command.env | {TAG: self._tag},
+                start_new_session=True,  # a Ctrl-C at the terminal is for us; we pass it on
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def tree(self) -> ProcessTree:
+        return ProcessTree(self.pid)
+
+    def wait_until_ready(self, timeout_s: float) -> float:
+        """Waits for /health; returns the seconds since the start.
+
+        Raises:
+            RuntimeError: it ended, or is not ready in time.
+        """
+        while time.perf_counter() - self.started_at < timeout_s:
+            if self._process.poll() is not None:
+                raise RuntimeError(f"the server ended with status {self._process.returncode}:\n{self._last_output()}")
+            try:
+                with urllib.request.urlopen(f"{self.command.base_url}/health", timeout=5):
+                    return time.perf_counter() - self.started_at
+            except OSError:
+                time.sleep(POLL_S)
+        raise RuntimeError(f"the server was not ready after {timeout_s:.0f} s:\n{self._last_output()}")
+
+    def first_token(self) -> float:
+        """Has one token made; returns the seconds since the start."""
+        body = {"model": self.command.model_name, "prompt": "a", "max_tokens": 1, "temperature": 0}
+        request = urllib.request.Request(
+            f"{self.command.base_url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60):
+            return time.perf_counter() - self.started_at
+
+    def stop(self) -> dict[str, Any]:
+        """Ctrl-C; returns how that went. What is left after the time limit is named and killed."""
+        began = time.perf_counter()
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_TIMEOUT_S)
+        left = wait_until_gone(TAG, self._tag, STOP_TIMEOUT_S - (time.perf_counter() - began))
+        took_s = time.perf_counter() - began
+        described = [_describe(process) for process in left]
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._process.wait()
+        psutil.wait_procs(left, timeout=KILL_TIMEOUT_S)
+        return {"stop_s": took_s, "exit_status": self._process.returncode, "left_behind": described}
+
+    def _last_output(self) -> str:
+        return self.log.read_text("utf-8", errors="replace")[-2000:]
+
+
+def farsight_command(model_dir: Path, options: Sequence[str]) -> ServerCommand:
+    """``farsight serve`` of this checkout.
+
+    Args:
+        options: More arguments.
+    """
+    port = free_port()
+    words = [sys.executable, "-m", "services.cli", "serve", "--model", str(model_dir), "--port", str(port), *options]
+    return ServerCommand(words, port, model_dir.resolve().name)
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def vocab_size(model_dir: Path) -> int:
+    """As the model's ``config.json`` says it."""
+    size: int = json.loads((model_dir / "config.json").read_text("utf-8"))["vocab_size"]
+    return size
+
+
+def _describe(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid} {' '.join(process.cmdline())[:120]}"
+    except psutil.Error:
+        return str(process.pid)

@@ -1,0 +1,161 @@
+"""From the batch of a step to the tensors that describe it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from core.errors import IntegrityError
+from engine.attention.attention import DecodePart, PrefillPart, StepLayout
+from engine.sequence import Sequence
+from kvcache import StepBatch, StepItem
+
+
+def order_items(batch: StepBatch) -> list[int]:
+    """Indices of the batch's items in row order: single tokens, longest sequence first, then chunks."""
+    items = batch.items
+    decode = [i for i, item in enumerate(items) if item.num_tokens == 1]
+    decode.sort(key=lambda i: -items[i].start)
+    return decode + [i for i, item in enumerate(items) if item.num_tokens != 1]
+
+
+def build_layout(
+    batch: StepBatch,
+    order: list[int],
+    sequences: Mapping[str, Sequence],
+    block_size: int,
+    device: torch.device | str = "cpu",
+    more_rows: list[int] | None = None,
+) -> StepLayout:
+    """The layout of a step, its items in ``order`` (from ``order_items``).
+
+    Args:
+        more_rows: Rows whose logits are wanted beside those that sample.
+
+    Raises:
+        IntegrityError: an item asks for tokens or blocks that are not there, or there are no items.
+    """
+    items = [batch.items[i] for i in order]
+    return layout_of(items, fill_rows(items, sequences, block_size), block_size, device, more_rows)
+
+
+def layout_of(
+    items: list[StepItem],
+    rows: np.ndarray,
+    block_size: int,
+    device: torch.device | str = "cpu",
+    more_rows: list[int] | None = None,
+) -> StepLayout:
+    """The layout of ordered items and their ``rows`` (from ``fill_rows``)."""
+    num_decode = sum(item.num_tokens == 1 for item in items)
+    token_ids, positions, slot_ids = torch.from_numpy(rows).to(device).unbind(0)
+    return StepLayout(
+        token_ids=token_ids,
+        positions=positions,
+        slot_ids=slot_ids,
+        opened_blocks=_tensor(find_opened_blocks(items, block_size), device),
+        sample_rows=_tensor(find_sample_rows(items, more_rows), device),
+        decode=_decode_part(items[:num_decode], block_size, device),
+        prefill=_prefill_part(items[num_decode:], block_size, device),
+    )
+
+
+def fill_rows(items: list[StepItem], sequences: Mapping[str, Sequence], block_size: int) -> np.ndarray:
+    """Token ids, positions and slot ids of ordered items, int64 ``[3, T]``.
+
+    Raises:
+        IntegrityError: an item asks for tokens or blocks that are not there, or there are no items.
+    """
+    if not items:
+        raise IntegrityError("a step without items")
+    for item in items:
+        _check(item, len(sequences[item.request_id].token_ids), block_size)
+    num_decode = sum(item.num_tokens == 1 for item in items)
+    rows = np.empty((3, sum(item.num_tokens for item in items)), dtype=np.int64)
+    _fill_decode(rows[:, :num_decode], items[:num_decode], sequences, block_size)
+    first = num_decode
+    for item in items[num_decode:]:
+        _fill_chunk(rows[:, first : first + item.num_tokens], item, sequences[item.request_id], block_size)
+        first += item.num_tokens
+    return rows
+
+
+def _fill_decode(rows: np.ndarray, items: list[StepItem], sequences: Mapping[str, Sequence], block_size: int) -> None:
+    """Writes token ids, positions and slot ids (``[3, items]``) of single tokens."""
+    columns = []
+    for item in items:
+        start = item.start
+        slot = item.blocks[start // block_size] * block_size + start % block_size
+        columns.append((sequences[item.request_id].token_ids[start], start, slot))
+    if columns:
+        rows[:] = np.array(columns, dtype=np.int64).T
+
+
+def _fill_chunk(rows: np.ndarray, item: StepItem, sequence: Sequence, block_size: int) -> None:
+    """Writes token ids, positions and slot ids (``[3, num_tokens]``) of a chunk."""
+    end = item.start + item.num_tokens
+    positions = np.arange(item.start, end)
+    rows[0] = sequence.token_ids[item.start : end]
+    rows[1] = positions
+    rows[2] = np.array(item.blocks)[positions // block_size] * block_size + positions % block_size
+
+
+def _check(item: StepItem, num_known: int, block_size: int) -> None:
+    end = item.start + item.num_tokens
+    if item.num_tokens < 1 or end > num_known or end > len(item.blocks) * block_size:
+        tokens = f"tokens {item.start}..{end} of {num_known}"
+        raise IntegrityError(f"{item.request_id}: step over {tokens} in {len(item.blocks)} blocks of {block_size}")
+
+
+def find_opened_blocks(items: list[StepItem], block_size: int) -> list[int]:
+    """Blocks whose first slot is written in this step but not their last; only an item's last block can be one."""
+    opened = []
+    for item in items:
+        end = item.start + item.num_tokens
+        last = end // block_size  # the block that the token after the item belongs to
+        if end % block_size and last * block_size >= item.start:
+            opened.append(item.blocks[last])
+    return opened
+
+
+def find_sample_rows(items: list[StepItem], more_rows: list[int] | None = None) -> list[int]:
+    """The last row of each item that samples, and those of ``more_rows``; ascending."""
+    sampled = []
+    end = 0
+    for item in items:
+        end += item.num_tokens
+        if item.samples:
+            sampled.append(end - 1)
+    return sorted([*sampled, *more_rows]) if more_rows else sampled
+
+
+def _decode_part(items: list[StepItem], block_size: int, device: torch.device | str) -> DecodePart | None:
+    if not items:
+        return None
+    kv_lens = tuple(item.start + 1 for item in items)
+    return DecodePart(_tables(items, kv_lens, block_size, device), kv_lens)
+
+
+def _prefill_part(items: list[StepItem], block_size: int, device: torch.device | str) -> PrefillPart | None:
+    if not items:
+        return None
+    kv_lens = tuple(item.start + item.num_tokens for item in items)
+    tables = _tables(items, kv_lens, block_size, device)
+    return PrefillPart(tables, tuple(item.num_tokens for item in items), kv_lens)
+
+
+def _tables(items: list[StepItem], kv_lens: tuple[int, ...], block_size: int, device: torch.device | str) -> Tensor:
+    """Block tables of equal width; padding repeats an own block, so that no other sequence's memory is read."""
+    width = -(-max(kv_lens) // block_size)
+    tables = []
+    for item, kv_len in zip(items, kv_lens, strict=True):
+        used = -(-kv_len // block_size)
+        tables.append(item.blocks[:used] + item.blocks[:1] * (width - used))
+    return torch.from_numpy(np.array(tables, dtype=np.int64)).to(device)
+
+
+def _tensor(values: list[int], device: torch.device | str) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=device)

@@ -1,0 +1,1 @@
+"""What a model directory says and holds: configuration, architecture, weights."""

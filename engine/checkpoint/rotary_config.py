@@ -1,0 +1,162 @@
+"""How positions turn queries and keys: the rotary fields of a ``config.json``.
+
+transformers 4 writes ``rope_theta`` and ``rope_scaling``, transformers 5 one ``rope_parameters``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.checkpoint.config_fields import Fields, UnsupportedModelError
+
+_COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_FIELDS = {
+    "default": _COMMON,
+    "linear": _COMMON | {"factor"},
+    "llama3": _COMMON | {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "longrope": _COMMON
+    | {"factor", "short_factor", "long_factor", "attention_factor", "original_max_position_embeddings"},
+}
+"""What each kind is computed from; another field in its place is one that we do not know."""
+
+_LONGROPE_ALIASES = ("su", "yarn")
+"""What Phi-3 checkpoints have called longrope, as transformers reads them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """All frequencies are divided by ``factor``."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Low frequencies are divided by ``factor``, high ones left alone, those between interpolated."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class LongScaling:
+    """Each frequency is divided by a factor of its own, and the tables multiplied with ``attention_factor``.
+
+    Only sequences of up to ``original_len`` tokens are described: a longer one is computed with other frequencies
+    from its first token on, so that the keys of a sequence which grows beyond would all have to be made anew.
+    """
+
+    short_factors: tuple[float, ...]
+    attention_factor: float
+    original_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryConfig:
+    """The rotary embedding; its tables are made by ``engine.models.rotary``.
+
+    Attributes:
+        rotary_dim: Even. So many values of a head, from its first, are turned, their halves against each other.
+        theta: Base of the frequencies.
+        scaling: How the frequencies are changed.
+    """
+
+    rotary_dim: int
+    theta: float
+    scaling: LinearScaling | Llama3Scaling | LongScaling | None = None
+
+    @property
+    def max_len(self) -> int | None:
+        """The longest sequence, in tokens, that it is right for; None for any."""
+        return self.scaling.original_len if isinstance(self.scaling, LongScaling) else None
+
+
+def read_rotary(config: Fields, head_dim: int, kinds: Sequence[str], *, partial: bool) -> RotaryConfig:
+    """The rotary embedding that a configuration describes.
+
+    Args:
+        config: The whole configuration.
+        kinds: The ``rope_type`` values that are computed for its architecture.
+        partial: Whether the architecture can leave a part of each head unturned.
+
+    Raises:
+        UnsupportedModelError: a kind or a field that is not computed.
+    """
+    rope = _rope_fields(config)
+    kind = rope["rope_type"] or rope["type"] or "default"
+    if kind in _LONGROPE_ALIASES and "longrope" in kinds:
+        kind = "longrope"
+    if kind not in kinds:
+        raise UnsupportedModelError(rope.path("rope_type"), kind, f"one of {', '.join(kinds)}")
+    for name in rope.given():
+        if name not in _FIELDS[kind]:
+            raise rope.error(name, f"nothing (unknown for rope_type {kind!r})")
+    rotary_dim = _rotary_dim(config, rope, head_dim, partial=partial)
+    theta = _holder(config, rope, "rope_theta").positive("rope_theta")
+    return RotaryConfig(rotary_dim, theta, _scaling(kind, config, rope, rotary_dim))
+
+
+def _rope_fields(config: Fields) -> Fields:
+    """The nested object, whatever its name."""
+    old, new = config["rope_scaling"] or {}, config["rope_parameters"] or {}
+    for name, value in (("rope_scaling", old), ("rope_parameters", new)):
+        if not isinstance(value, dict):
+            raise config.error(name, "an object")
+    if old and new and old != new:
+        raise config.error("rope_scaling", "nothing beside another rope_parameters")
+    return Fields(old or new, {}, "rope_scaling." if old else "rope_parameters.")
+
+
+def _holder(config: Fields, rope: Fields, name: str) -> Fields:
+    """Where a field stands that may be in the nested object or beside it; the nested one wins, as in transformers."""
+    return config if rope[name] is None else rope
+
+
+def _rotary_dim(config: Fields, rope: Fields, head_dim: int, *, partial: bool) -> int:
+    fields = _holder(config, rope, "partial_rotary_factor")
+    share = fields.positive("partial_rotary_factor")
+    if share > 1 or (share != 1 and not partial):
+        raise fields.error("partial_rotary_factor", "a number <= 1" if partial else "1.0")
+    rotary_dim = int(head_dim * share)
+    if rotary_dim % 2 or not rotary_dim:
+        raise UnsupportedModelError("head_dim", head_dim, "an even number of values to turn (they are turned in pairs)")
+    return rotary_dim
+
+
+def _scaling(
+    kind: str, config: Fields, rope: Fields, rotary_dim: int
+) -> LinearScaling | Llama3Scaling | LongScaling | None:
+    if kind == "linear":
+        return LinearScaling(rope.positive("factor"))
+    if kind == "llama3":
+        low, high = rope.positive("low_freq_factor"), rope.positive("high_freq_factor")
+        if low >= high:
+            raise rope.error("low_freq_factor", f"a number < high_freq_factor ({high})")
+        return Llama3Scaling(rope.positive("factor"), low, high, _original_len(config, rope))
+    if kind == "longrope":
+        rope.positives("long_factor", rotary_dim // 2)  # not used, but a configuration without is none
+        short = rope.positives("short_factor", rotary_dim // 2)
+        original_len = _original_len(config, rope)
+        return LongScaling(short, _attention_factor(config, rope, original_len), original_len)
+    return None
+
+
+def _original_len(config: Fields, rope: Fields) -> int:
+    """Context of the pretraining; the field beside the nested object wins, as in transformers."""
+    for fields in (config, rope):
+        if fields["original_max_position_embeddings"] is not None:
+            return fields.size("original_max_position_embeddings")
+    return config.size("max_position_embeddings")
+
+
+def _attention_factor(config: Fields, rope: Fields, original_len: int) -> float:
+    if rope["attention_factor"] is not None:
+        return rope.positive("attention_factor")
+    factor = config.size("max_position_embeddings") / original_len
+    if rope["factor"] is not None:
+        factor = rope.positive("factor")
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original_len))

@@ -1,0 +1,1 @@
+"""What computes steps: the CPU, a GPU, an emulated device."""

@@ -1,0 +1,91 @@
+"""From a model directory and a configuration to a model on a GPU, with its pools."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from core.config import EngineConfig
+from core.errors import ConfigError
+from engine.attention.step_sizes import StepSizes
+from engine.checkpoint.model_config import ModelConfig, resolve_max_model_len
+from engine.checkpoint.weights import ModelWeights, load_weights, parse_dtype
+from engine.devices import cuda
+from engine.devices.device import Device, num_host_pool_blocks, num_pool_blocks
+from engine.devices.model_device import AUTO_SHARE, available_bytes
+from engine.kv.kv_pool import KVPool
+from engine.kv.stream_copier import HostBlocks, StreamCopier
+from engine.models.int4 import pack_weights
+from engine.steps.backends import GraphBackend, TorchBackend, gpu_attention
+from engine.steps.careful_steps import CarefulSteps
+from engine.steps.largest_step import largest_step
+from engine.steps.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+def load_device(
+    model_dir: Path,
+    config: ModelConfig,
+    dtype_name: str,
+    engine: EngineConfig,
+    num_replicas: int,
+    *,
+    swaps: bool,
+    packed: bool,
+) -> Device:
+    """Loads the model and shares out the GPU's memory: weights, then the largest step, then the KV pool.
+
+    Args:
+        num_replicas: Workers that share this machine's memory where a setting is automatic; each has a GPU of its own.
+        swaps: Whether there is use for a host pool.
+        packed: Round the matrices of the layers to 4 bits.
+
+    Raises:
+        InvalidValueError: there is no GPU, or the model or a setting cannot be used; names the field.
+    """
+    problem = cuda.device_problem()
+    if problem is not None:
+        raise ConfigError("engine.device", engine.device, f"cpu ({problem})")
+    dtype = parse_dtype(dtype_name, config, engine.device)
+    token_bytes = config.kv_bytes_per_token(dtype)
+    context_len = resolve_max_model_len(config, engine.max_model_len)
+    weights = load_weights(model_dir, config, dtype, engine.device)
+    if packed:
+        weights = pack_weights(weights)
+    num_blocks = num_pool_blocks(engine, token_bytes, context_len, _free_bytes(config, weights, engine))
+    num_bytes = int(AUTO_SHARE / num_replicas * available_bytes())
+    num_host_blocks = num_host_pool_blocks(engine, token_bytes, num_blocks if swaps else 0, num_bytes)
+    pool = KVPool(config, num_blocks=num_blocks, block_size=engine.kv_block_size, dtype=dtype, device=engine.device)
+    max_model_len = min(context_len, pool.num_slots)
+    sizes = StepSizes(engine.max_num_seqs, -(-max_model_len // pool.block_size))
+    backend = GraphBackend(
+        config,
+        weights,
+        pool,
+        max_model_len,
+        gpu_attention(engine.backend, config, pool, sizes),
+        sizes,
+        cuda.Graphs(),
+        cuda.synchronize,
+        compiled=engine.compile,
+    )
+    runner = ModelRunner(config, pool, backend, max_model_len, careful=CarefulSteps(cuda.recover))
+    copier = None
+    if num_host_blocks:
+        host = HostBlocks(pool, num_host_blocks)
+        cuda.pin(host.data)
+        copier = StreamCopier(pool, host, cuda.SideStream())
+    logger.info("KV pool of %d blocks of %d tokens on the GPU", num_blocks, engine.kv_block_size)
+    return Device(runner, context_len, token_bytes, num_blocks, num_host_blocks, copier)
+
+
+def _free_bytes(config: ModelConfig, weights: ModelWeights, engine: EngineConfig) -> int:
+    """What weights and the largest step leave of the GPU's memory; that step's few KV blocks count as taken."""
+    batch, sequences, num_blocks = largest_step(engine)
+    dtype, size = weights.embedding.dtype, engine.kv_block_size
+    pool = KVPool(config, num_blocks=num_blocks, block_size=size, dtype=dtype, device=engine.device)
+    attention = gpu_attention(engine.backend, config, pool, StepSizes(len(batch.items), num_blocks))
+    backend = TorchBackend(config, weights, pool, pool.num_slots, attention, compiled=engine.compile)
+    runner = ModelRunner(config, pool, backend, pool.num_slots)
+    return cuda.free_bytes(engine.gpu_memory_utilization, lambda: runner.execute(batch, sequences))

@@ -1,0 +1,157 @@
+"""A device that computes nothing: steps and copies take as long as a profile says, and the tokens are made up.
+
+So live scheduling can be measured at the pace of a device that is not there, without a model that takes the
+processors from the schedulers, and with many replicas on one machine.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from core.costs import StepCost
+from core.messages import TokenLogprobs
+from core.request import Request, Residency
+from engine.kv.copies import Copies
+from engine.sampling.logged_tokens import ItemLogprobs, LoggedTokens
+from engine.sequence import Sequence
+from estimator.samples import step_work
+from kvcache import KVCopy, StepBatch, StepItem
+
+LEAST_SHARE = 0.5
+"""Of its time that a step takes at least, however late the host is ..."""
+
+MAX_LATE_S = 1.0
+"""... and what is later than this was not busy but held up: it is not made good."""
+
+_MASK = 2**64 - 1
+
+
+class Pace:
+    """Waits for instants.
+
+    Args:
+        clock: Seconds, monotonic.
+        sleep: Waits for about so many seconds.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self.now = clock
+        self._sleep = sleep
+
+    def wait_until(self, instant: float) -> None:
+        while (left_s := instant - self.now()) > 0:
+            self._sleep(left_s)
+
+
+class EmulatedRunner:
+    """Steps that last as long as they cost.
+
+    While there is work, a step begins when the one before it was to end, not when the host has got round to it: what
+    the bookkeeping took, by how much a sleep was too long and how long others had the processor do not add up, as on a
+    device whose host prepares a step while it computes the last one. What is late is made good within the next steps,
+    each of which takes ``LEAST_SHARE`` of its time at least.
+
+    Args:
+        token_ids: What outputs are made of.
+    """
+
+    def __init__(self, cost: StepCost, token_ids: list[int], pace: Pace | None = None) -> None:
+        self._cost = cost
+        self._token_ids = token_ids
+        self._pace = pace or Pace()
+        self._free_at = -math.inf
+
+    num_ooms = 0
+
+    def begin(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> None:
+        """Nothing is to be done ahead: there is one step at a time."""
+
+    def execute(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> list[int | None]:
+        """A made-up token for each item that samples, when the step is over."""
+        step_s = self._cost.step_s(*step_work(batch))
+        now = self._pace.now()
+        if now - self._free_at > MAX_LATE_S:
+            self._free_at = now
+        self._free_at += step_s
+        tokens = [self._token(sequences[item.request_id]) if item.samples else None for item in batch.items]
+        logprobs = _logprobs(batch, tokens, sequences)
+        self._pace.wait_until(max(self._free_at, now + LEAST_SHARE * step_s))
+        return LoggedTokens(tokens, logprobs) if logprobs else tokens
+
+    def rest(self) -> None:
+        """There is nothing to run: the next step begins when it comes."""
+        self._free_at = -math.inf
+
+    def _token(self, sequence: Sequence) -> int:
+        return self._token_ids[token_hash(sequence.request, sequence.output_len) % len(self._token_ids)]
+
+
+def token_hash(request: Request, index: int) -> int:
+    """What the output token of this index follows from: the prompt's token in its place, and the seed unless greedy.
+
+    Nothing else: no batch, attempt or replica changes an answer. Two prompts of one length that differ in some tokens
+    have answers that differ in as many places.
+    """
+    sampling = request.sampling
+    prompt_token = request.prompt_ids[index % len(request.prompt_ids)]
+    seed = 0 if sampling.greedy else sampling.seed + 1
+    return _mix(_mix(_mix(seed) + index) + prompt_token)
+
+
+def _mix(x: int) -> int:
+    """Splitmix64."""
+    x = (x + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+def _logprobs(batch: StepBatch, tokens: list[int | None], sequences: Mapping[str, Sequence]) -> dict[int, ItemLogprobs]:
+    """What clients want to know about tokens, by index of the item: each was certain."""
+    found = {}
+    for i, (item, token) in enumerate(zip(batch.items, tokens, strict=True)):
+        sequence = sequences[item.request_id]
+        if sequence.sampling.logprobs is not None:
+            output = None if token is None else _certain(token)
+            found[i] = ItemLogprobs(output, _prompt_logprobs(item, sequence))
+    return found
+
+
+def _prompt_logprobs(item: StepItem, sequence: Sequence) -> list[TokenLogprobs]:
+    """Of the prompt's tokens that this item makes known, if somebody waits for them."""
+    if sequence.prompt_logprobs is None:
+        return []
+    first = 1 + len(sequence.prompt_logprobs)  # nothing says how likely the first of all is
+    end = min(item.start + item.num_tokens + 1, sequence.prompt_len)
+    return [_certain(token) for token in sequence.token_ids[first:end]]
+
+
+def _certain(token: int) -> TokenLogprobs:
+    return (token,), (0.0,)
+
+
+class EmulatedCopier(Copies):
+    """Copies that last as long as the link takes; each direction has one of its own, in the order of the orders.
+
+    Args:
+        block_s: Seconds that a block takes.
+    """
+
+    def __init__(self, block_s: float, pace: Pace | None = None) -> None:
+        super().__init__()
+        self._block_s = block_s
+        self._pace = pace or Pace()
+        self._free_at = dict.fromkeys(Residency, 0.0)
+        self._links = {
+            to: ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"copy-to-{to.name.lower()}") for to in Residency
+        }
+
+    def begin(self, copy: KVCopy) -> None:
+        done_at = max(self._free_at[copy.to], self._pace.now()) + len(copy.source) * self._block_s
+        self._free_at[copy.to] = done_at
+        self.submit(copy.copy_id, self._links[copy.to], lambda: self._pace.wait_until(done_at))

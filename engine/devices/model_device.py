@@ -1,0 +1,67 @@
+"""From a model directory and a configuration to a model that computes, with its pools."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from core.config import EngineConfig
+from engine.checkpoint.model_config import ModelConfig, resolve_max_model_len
+from engine.checkpoint.weights import parse_dtype
+from engine.devices.device import Device, num_host_pool_blocks, num_pool_blocks
+from engine.kv.kv_copier import KVCopier
+from engine.kv.kv_pool import KVPool
+from engine.steps.model_runner import ModelRunner
+
+AUTO_SHARE = 0.2
+"""Share of the machine's available memory that ``auto`` takes at most: for the KV pool, and again for the host pool."""
+
+
+def load_device(
+    model_dir: Path,
+    config: ModelConfig,
+    dtype_name: str,
+    engine: EngineConfig,
+    num_replicas: int,
+    *,
+    swaps: bool,
+    packed: bool,
+) -> Device:
+    """Loads the model and sizes its pools.
+
+    Args:
+        num_replicas: Workers that share this machine's cores and memory where a setting is automatic.
+        swaps: Whether there is use for a host pool.
+        packed: Round the matrices of the layers to 4 bits.
+
+    Raises:
+        InvalidValueError: the model or a setting cannot be used; names the field.
+    """
+    torch.set_num_threads(engine.num_threads or max(1, ((os.cpu_count() or 1) - 1) // num_replicas))
+    dtype = parse_dtype(dtype_name, config)
+    token_bytes = config.kv_bytes_per_token(dtype)
+    context_len = resolve_max_model_len(config, engine.max_model_len)
+    auto_bytes = int(AUTO_SHARE / num_replicas * available_bytes())
+    num_blocks = num_pool_blocks(engine, token_bytes, context_len, auto_bytes)
+    num_host_blocks = num_host_pool_blocks(engine, token_bytes, num_blocks if swaps else 0, auto_bytes)
+    runner = ModelRunner.from_dir(
+        model_dir,
+        dtype=dtype,
+        num_blocks=num_blocks,
+        block_size=engine.kv_block_size,
+        context_len=context_len,
+        backend=engine.backend,
+        packed=packed,
+    )
+    copier = None
+    if num_host_blocks:
+        pool = KVPool(config, num_blocks=num_host_blocks, block_size=engine.kv_block_size, dtype=dtype)
+        copier = KVCopier(runner.pool, pool)
+    return Device(runner, context_len, token_bytes, num_blocks, num_host_blocks, copier)
+
+
+def available_bytes() -> int:
+    """Of the machine's memory."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,87 @@
+"""The memory that keys and values live in, cut into blocks; who holds which block is ``kvcache``'s business."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.checkpoint.model_config import ModelConfig
+
+
+class KVPool:
+    """Keys and values of all layers, by slot; slot ``block * block_size + offset`` holds one token.
+
+    The memory is not touched here, so the operating system commits it as blocks come into use.
+
+    Attributes:
+        keys: One tensor a layer, ``[num_blocks * block_size, kv_heads, head_dim]``.
+        values: The same.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"a pool needs blocks: got {num_blocks} of {block_size} tokens")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.dtype = dtype
+        shape = (2, config.num_hidden_layers, num_blocks * block_size, config.num_key_value_heads, config.head_dim)
+        data = torch.empty(shape, dtype=dtype, device=device)
+        self.keys: tuple[Tensor, ...] = data[0].unbind(0)
+        self.values: tuple[Tensor, ...] = data[1].unbind(0)
+        self._by_block = data.view(2, config.num_hidden_layers, num_blocks, -1)
+
+    @property
+    def device(self) -> torch.device:
+        return self._by_block.device
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_blocks * self.block_size
+
+    def clear_blocks(self, block_ids: Tensor) -> None:
+        """Zeroes blocks (int64 ``[n]``) in every layer.
+
+        Attention reads whole blocks and masks what lies beyond a sequence's end, but 0 * NaN is NaN: rubbish
+        left behind by another sequence must not be there.
+        """
+        self._by_block.index_fill_(2, block_ids, 0)
+
+    def copy_blocks(self, target: Sequence[int], other: KVPool, source: Sequence[int]) -> None:
+        """Copies blocks ``source`` of another pool, all layers of them, over as many blocks ``target`` of this one."""
+        theirs = torch.tensor(source, dtype=torch.int64, device=other._by_block.device)
+        ours = torch.tensor(target, dtype=torch.int64, device=self._by_block.device)
+        blocks = other._by_block.index_select(2, theirs)
+        self._by_block.index_copy_(2, ours, blocks.to(self._by_block.device))
+
+    @property
+    def block_shape(self) -> tuple[int, int, int]:
+        """Of a block that has been put together: keys and values, layers, elements of the block in a layer."""
+        kinds, num_layers, _, num_elements = self._by_block.shape
+        return kinds, num_layers, num_elements
+
+    def read_blocks(self, block_ids: Sequence[int], out: Tensor) -> None:
+        """Puts blocks together, each of them in one piece, in ``out`` (``[blocks, *block_shape]``).
+
+        In one call: block by block, a large pool, which 32 bits do not index, would be read layer by layer.
+        """
+        torch.index_select(self._by_block, 2, self._indices(block_ids), out=out.permute(1, 2, 0, 3))
+
+    def write_blocks(self, block_ids: Sequence[int], blocks: Tensor) -> None:
+        """Writes blocks that ``read_blocks`` has put together."""
+        self._by_block.index_copy_(2, self._indices(block_ids), blocks.permute(1, 2, 0, 3))
+
+    def _indices(self, block_ids: Sequence[int]) -> Tensor:
+        """On the device; the host does not wait for it."""
+        pinned = self.device.type == "cuda"
+        ids = torch.tensor(block_ids, dtype=torch.int64, pin_memory=pinned)
+        return ids.to(self.device, non_blocking=True)

@@ -1,0 +1,86 @@
+"""Moves blocks between a GPU's pool and pinned host memory, on a stream beside that of the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+from core.request import Residency
+from engine.kv.copies import Copies
+from engine.kv.kv_pool import KVPool
+from kvcache import KVCopy
+
+STAGING_BYTES = 64 * 2**20
+"""Of the device's memory, through which blocks go; but at least one block."""
+
+
+class Stream(Protocol):
+    """Where copies are launched; see ``engine.devices.cuda.SideStream``."""
+
+    def after_steps(self) -> AbstractContextManager[object]: ...
+    def mark(self) -> Callable[[], None]: ...
+
+
+class HostBlocks:
+    """Blocks in host memory, each in one piece: on the device a block lies in as many pieces as there are layers.
+
+    Attributes:
+        data: ``[num_blocks, 2, layers, elements of a block in a layer]``, in the dtype of the pool.
+    """
+
+    def __init__(self, pool: KVPool, num_blocks: int) -> None:
+        self.data = torch.empty(num_blocks, *pool.block_shape, dtype=pool.dtype)
+
+
+class StreamCopier(Copies):
+    """Copies in the order in which they are begun; a thread only waits for their ends.
+
+    Nobody else writes a source or touches a target while its copy is in flight: the executor sees to that. What a copy
+    reads or overwrites may still be in use by a step that was launched before it, so it runs after that.
+    """
+
+    def __init__(self, device: KVPool, host: HostBlocks, stream: Stream) -> None:
+        super().__init__()
+        self._device = device
+        self._host = host.data
+        self._stream = stream
+        block = host.data[0]
+        num_staged = max(1, STAGING_BYTES // (block.numel() * block.element_size()))
+        self._staging = torch.empty(num_staged, *block.shape, dtype=block.dtype, device=device.device)
+        self._waiter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-copies")
+
+    @torch.inference_mode()
+    def begin(self, copy: KVCopy) -> None:
+        """Launches a copy. One that cannot be launched has failed, which is told as of any other."""
+        with self._stream.after_steps():
+            try:
+                self._launch(copy)
+            except Exception as error:
+                self.submit(copy.copy_id, self._waiter, _raising(error))
+            else:
+                self.submit(copy.copy_id, self._waiter, self._stream.mark())
+
+    def _launch(self, copy: KVCopy) -> None:
+        num_staged = len(self._staging)
+        for first in range(0, len(copy.source), num_staged):
+            source, target = copy.source[first : first + num_staged], copy.target[first : first + num_staged]
+            staged = self._staging[: len(source)]
+            if copy.to is Residency.HOST:
+                self._device.read_blocks(source, staged)
+                for row, block in zip(staged, target, strict=True):
+                    self._host[block].copy_(row, non_blocking=True)
+            else:
+                for row, block in zip(staged, source, strict=True):
+                    row.copy_(self._host[block], non_blocking=True)
+                self._device.write_blocks(target, staged)
+
+
+def _raising(error: Exception) -> Callable[[], None]:
+    def work() -> None:
+        raise error
+
+    return work

@@ -1,0 +1,203 @@
+"""The forward pass of a decoder over the flattened tokens of a step.
+
+Written against plain tensors: at batch 32 a small model spends most of a step on operator calls, so there are as
+few of them as the arithmetic allows. Numerics follow transformers' models of the same architectures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.attention.attention import StepAttention, StepLayout
+from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.rotary_config import RotaryConfig
+from engine.checkpoint.weights import LayerWeights, Linear, ModelWeights, Norm, PackedLinear
+from engine.kv.kv_pool import KVPool
+from engine.models.rotary import rotary_tables
+
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and sines of the rotary embedding, each ``[rows, 1, rotary_dim]``."""
+
+BeforeAttention = Callable[[LayerWeights, Tensor, Rotation | None], tuple[Tensor, Tensor, Tensor]]
+AfterAttention = Callable[[LayerWeights, Tensor, Tensor], Tensor]
+
+
+class DecoderModel:
+    """A model ready to run.
+
+    Args:
+        max_len: Longest sequence to be run, in tokens; the rotary tables are made for it.
+        compiled: Let torch compile what lies between two attentions, once for all layers.
+    """
+
+    def __init__(self, config: ModelConfig, weights: ModelWeights, max_len: int, *, compiled: bool = False) -> None:
+        self.config = config
+        self.weights = weights
+        self._layers = make_layers(config, weights.layers, max_len, weights.embedding, compiled=compiled)
+
+    def forward(self, layout: StepLayout, pool: KVPool, attention: StepAttention) -> Tensor:
+        """Runs a step: writes its keys and values into the pool.
+
+        Returns:
+            Logits of ``layout.sample_rows``, float32 ``[R, vocab]``.
+        """
+        hidden = embed(layout, self.weights.embedding, self.weights.positions)
+        hidden = self._layers.run(hidden, layout, pool, attention)
+        rows = hidden.index_select(0, layout.sample_rows)
+        return output_logits(rows, self.config, self.weights.norm, self.weights.lm_head)
+
+
+def embed(layout: StepLayout, embedding: Tensor, positions: Tensor | None) -> Tensor:
+    """The step's tokens, ``[T, hidden]``."""
+    hidden = F.embedding(layout.token_ids, embedding)
+    if positions is not None:
+        hidden += positions.index_select(0, layout.positions)
+    return hidden
+
+
+def output_logits(rows: Tensor, config: ModelConfig, norm: Norm | None, lm_head: Tensor) -> Tensor:
+    """Of rows behind the last layer, float32 ``[R, outputs of lm_head]``."""
+    if norm is not None:
+        rows = _norm(rows, norm, config)
+    return F.linear(rows, lm_head).float()
+
+
+def make_layers(
+    config: ModelConfig, layers: Sequence[LayerWeights], max_len: int, like: Tensor, *, compiled: bool
+) -> DecoderLayers:
+    """Those of a whole model, as they are quickest where ``like`` is; see ``DecoderLayers``."""
+    if like.device.type == "cuda" and not compiled:
+        from engine.models.fused_layers import (  # needs Triton, which torch brings where it has CUDA
+            FusedLayers,
+            can_fuse,
+        )
+
+        if can_fuse(config):
+            return FusedLayers(config, layers, max_len, like)
+    return DecoderLayers(config, layers, max_len, like, compiled=compiled)
+
+
+def _whole(partial: Tensor) -> Tensor:
+    return partial
+
+
+class DecoderLayers:
+    """Consecutive layers of a model, or one rank's share of their heads and columns.
+
+    Args:
+        config: Its heads, windows and sizes are those of ``layers``.
+        max_len, compiled: As of ``DecoderModel``.
+        like: Anything in the dtype and on the device of the weights.
+        add_up: What attention and MLP give to the residual stream, from this rank's part of it. A model that is whole
+            has it already.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers: Sequence[LayerWeights],
+        max_len: int,
+        like: Tensor,
+        *,
+        compiled: bool = False,
+        add_up: Callable[[Tensor], Tensor] = _whole,
+    ) -> None:
+        self.config = config
+        self._layers = layers
+        self._add_up = add_up
+        self._before: BeforeAttention = self._heads
+        self._after: AfterAttention = self._rest_of_layer
+        if compiled:
+            self._before = torch.compile(self._heads, dynamic=True)
+            self._after = torch.compile(self._rest_of_layer, dynamic=True)
+        self._tables = _tables(config.rotary, max_len, like)
+
+    def run(self, hidden: Tensor, layout: StepLayout, pool: KVPool, attention: StepAttention) -> Tensor:
+        """``hidden`` (``[T, hidden]``, overwritten) behind the last of the layers."""
+        rotation = None
+        if self._tables is not None:
+            cos, sin = self._tables
+            rotation = cos.index_select(0, layout.positions), sin.index_select(0, layout.positions)
+        for i, layer in enumerate(self._layers):
+            query, key, value = self._before(layer, hidden, rotation)
+            pool.keys[i].index_copy_(0, layout.slot_ids, key)
+            pool.values[i].index_copy_(0, layout.slot_ids, value)
+            hidden = self._after(layer, hidden, attention.attend(i, query, key, value))
+        return hidden
+
+    def _heads(self, layer: LayerWeights, hidden: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of a layer, each ``[T, heads, head_dim]``."""
+        num_heads = self.config.num_attention_heads
+        normed = _norm(hidden, layer.input_norm, self.config)
+        heads, value = self._split(linear(normed, layer.qkv), layer)
+        if rotation is not None:
+            heads = _rotate(heads, rotation)
+        return heads[:, :num_heads], heads[:, num_heads:], value
+
+    def _split(self, qkv: Tensor, layer: LayerWeights) -> tuple[Tensor, Tensor]:
+        """Queries and keys, ``[T, heads + kv_heads, head_dim]`` and normed where the model has it, and values."""
+        num_heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
+        qkv = qkv.view(len(qkv), num_heads + 2 * kv_heads, self.config.head_dim)
+        return self._head_norms(qkv[:, : num_heads + kv_heads], layer), qkv[:, num_heads + kv_heads :]
+
+    def _rest_of_layer(self, layer: LayerWeights, hidden: Tensor, attended: Tensor) -> Tensor:
+        """What a layer adds once attention is known; ``hidden`` is changed."""
+        hidden += self._add_up(linear(attended, layer.out))
+        hidden += self._add_up(self._mlp(layer, _norm(hidden, layer.post_norm, self.config)))
+        return hidden
+
+    def _head_norms(self, heads: Tensor, layer: LayerWeights) -> Tensor:
+        """RMSNorm of each head (``[T, heads + kv_heads, head_dim]``), where the model has it."""
+        if layer.q_norm is None or layer.k_norm is None:
+            return heads
+        normed = F.rms_norm(heads, (self.config.head_dim,), None, self.config.norm_eps)
+        normed[:, : self.config.num_attention_heads].mul_(layer.q_norm)
+        normed[:, self.config.num_attention_heads :].mul_(layer.k_norm)
+        return normed
+
+    def _mlp(self, layer: LayerWeights, normed: Tensor) -> Tensor:
+        up = linear(normed, layer.up)
+        if self.config.activation == "silu":
+            gate, up = up.chunk(2, -1)
+            return linear(F.silu(gate).mul_(up), layer.down)
+        return linear(F.relu(up) if self.config.activation == "relu" else F.gelu(up), layer.down)
+
+
+def _norm(hidden: Tensor, norm: Norm, config: ModelConfig) -> Tensor:
+    """RMSNorm's weight is multiplied after rounding to the model's dtype, as transformers does."""
+    shape, eps = (config.hidden_size,), config.norm_eps
+    if config.norm == "layer":
+        return F.layer_norm(hidden, shape, norm.weight, norm.bias, eps)
+    return F.rms_norm(hidden, shape, None, eps).mul_(norm.weight)
+
+
+def _tables(config: RotaryConfig | None, max_len: int, like: Tensor) -> Rotation | None:
+    """In dtype and on the device of ``like``.
+
+    The first half of the sines carries the minus sign of ``rotate_half``: rotating needs only a swap of halves.
+    """
+    if config is None:
+        return None
+    cos, sin = rotary_tables(config, max_len, like.dtype)
+    sin[:, : config.rotary_dim // 2].neg_()
+    return cos[:, None].to(like.device), sin[:, None].to(like.device)
+
+
+def _rotate(heads: Tensor, rotation: Rotation) -> Tensor:
+    """Rotary embedding of ``[T, n, head_dim]``; where it does not turn the whole head, in place."""
+    cos, sin = rotation
+    rotary_dim = cos.shape[-1]
+    if rotary_dim == heads.shape[-1]:
+        return torch.addcmul(heads * cos, heads.roll(rotary_dim // 2, -1), sin)
+    turned = heads[..., :rotary_dim]
+    turned.copy_(torch.addcmul(turned * cos, turned.roll(rotary_dim // 2, -1), sin))
+    return heads
+
+
+def linear(rows: Tensor, layer: Linear | PackedLinear) -> Tensor:
+    """A layer of ``rows``, ``[T, outputs]``."""
+    return F.linear(rows, layer.dense(), layer.bias)

@@ -1,0 +1,174 @@
+"""From logits to the next tokens.
+
+A draw is a function of (seed, position), the logits and the tokens so far alone: no generator state, so a sequence that
+is preempted, moved to another worker or batched with others draws the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from core.request import SamplingParams
+from engine.sampling.logit_adjustments import TokenHistory, adjust_logits
+
+_MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def counter_uniform(seed: int, position: int) -> float:
+    """The uniform number in [0, 1) that belongs to ``position`` under ``seed``; 53 bits.
+
+    SplitMix64 (Steele, Lea, Flood 2014) with the counter in place of its state. The seed is mixed first, because
+    seeds that differ by a multiple of the increment would otherwise share one stream, shifted.
+    """
+    bits = _mix(_mix(seed + _GOLDEN) + (position + 1) * _GOLDEN)
+    return (bits >> 11) * 2.0**-53
+
+
+def _mix(x: int) -> int:
+    x &= _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+class Sampler:
+    """Chooses one token a row.
+
+    Args:
+        eos_token_ids: What ``min_tokens`` holds back, beside a request's own ``stop_token_ids``.
+    """
+
+    def __init__(self, eos_token_ids: tuple[int, ...] = ()) -> None:
+        self._eos_token_ids = eos_token_ids
+
+    def sample(
+        self,
+        logits: Tensor,
+        params: Sequence[SamplingParams],
+        positions: Sequence[int],
+        histories: Sequence[TokenHistory] = (),
+        best: list[int] | None = None,
+    ) -> list[int]:
+        """The next token of each row.
+
+        Args:
+            logits: float32 ``[rows, vocab]``.
+            params: One a row.
+            positions: Index of each new token in its sequence, prompt included.
+            histories: One a row; read where params adjust logits, and only needed if some do.
+            best: The likeliest token of each row, if it is known already; rows of ``plain`` params then cost nothing.
+        """
+        special = [row for row, param in enumerate(params) if not param.plain]
+        if len(special) == len(params):
+            return self._choose(logits, params, positions, histories)
+        tokens: list[int] = logits.argmax(-1).tolist() if best is None else list(best)
+        if special:
+            chosen = self._choose(
+                logits[torch.tensor(special, device=logits.device)],
+                [params[row] for row in special],
+                [positions[row] for row in special],
+                [histories[row] for row in special] if histories else (),
+            )
+            for row, token in zip(special, chosen, strict=True):
+                tokens[row] = token
+        return tokens
+
+    def _choose(
+        self,
+        logits: Tensor,
+        params: Sequence[SamplingParams],
+        positions: Sequence[int],
+        histories: Sequence[TokenHistory],
+    ) -> list[int]:
+        """The same for rows that are not all plain."""
+        scores = self._adjust(logits, params, histories)
+        drawn = [row for row, param in enumerate(params) if not param.greedy]
+        if len(drawn) == len(params):
+            return self._draw(scores, params, positions)
+        tokens: list[int] = scores.argmax(-1).tolist()
+        if drawn:
+            rows = scores[torch.tensor(drawn, device=scores.device)]
+            draws = self._draw(rows, [params[row] for row in drawn], [positions[row] for row in drawn])
+            for row, token in zip(drawn, draws, strict=True):
+                tokens[row] = token
+        return tokens
+
+    def _adjust(self, logits: Tensor, params: Sequence[SamplingParams], histories: Sequence[TokenHistory]) -> Tensor:
+        adjusted = [row for row, param in enumerate(params) if param.adjusts]
+        if not adjusted:
+            return logits
+        rows = torch.tensor(adjusted, device=logits.device)
+        scores = adjust_logits(
+            logits[rows], [params[row] for row in adjusted], [histories[row] for row in adjusted], self._eos_token_ids
+        )
+        return scores if len(adjusted) == len(params) else logits.index_copy(0, rows, scores)
+
+    def _draw(self, logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
+        """Inverse of the cumulative distribution, over the vocabulary in order of token id."""
+        scores = warp_logits(logits, params)
+        cumulative = scores.softmax(-1, dtype=torch.float64).cumsum(-1)
+        uniforms = [counter_uniform(param.seed, position) for param, position in zip(params, positions, strict=True)]
+        targets = torch.tensor(uniforms, dtype=torch.float64, device=logits.device) * cumulative[:, -1]
+        # right=True: the first token whose cumulative mass exceeds the target, so one of mass 0 is never drawn
+        tokens: list[int] = torch.searchsorted(cumulative, targets[:, None], right=True)[:, 0].tolist()
+        return tokens
+
+
+def warp_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Temperature, top-k, top-p, then min-p, as transformers' logits warpers; dropped tokens are -inf.
+
+    Args:
+        logits: float32 ``[rows, vocab]``; not changed.
+        params: One a row, none of them greedy.
+    """
+    temperatures = torch.tensor([param.temperature for param in params], dtype=torch.float64, device=logits.device)
+    # Relative to the maximum, so that a tiny temperature gives 0 and -inf, not inf and NaN.
+    relative = (logits - logits.amax(-1, keepdim=True)).double()
+    scores = (relative / temperatures[:, None]).float()
+    vocab_size = logits.shape[-1]
+    limited = [(row, param.top_k) for row, param in enumerate(params) if 0 < param.top_k < vocab_size]
+    if limited:
+        _keep_top_k(scores, limited)
+    nucleus = [(row, param.top_p) for row, param in enumerate(params) if param.top_p < 1]
+    if nucleus:
+        _keep_top_p(scores, nucleus)
+    floored = [(row, param.min_p) for row, param in enumerate(params) if param.min_p > 0]
+    if floored:
+        _keep_min_p(scores, floored)
+    return scores
+
+
+def _keep_top_k(scores: Tensor, limited: list[tuple[int, int]]) -> None:
+    """Drops what scores less than the k-th best; ties with the k-th stay."""
+    rows = torch.tensor([row for row, _ in limited], device=scores.device)
+    ranks = torch.tensor([top_k - 1 for _, top_k in limited], device=scores.device)
+    chosen = scores[rows]
+    best = chosen.topk(max(top_k for _, top_k in limited)).values
+    threshold = best.gather(1, ranks[:, None])
+    scores[rows] = chosen.masked_fill_(chosen < threshold, float("-inf"))
+
+
+def _keep_top_p(scores: Tensor, nucleus: list[tuple[int, float]]) -> None:
+    """Drops the least likely tokens as long as their mass together is at most 1 - p; the likeliest stays."""
+    rows = torch.tensor([row for row, _ in nucleus], device=scores.device)
+    tail_mass = torch.tensor([1 - top_p for _, top_p in nucleus], dtype=torch.float64, device=scores.device)
+    chosen = scores[rows]
+    ascending, order = chosen.sort()
+    # In double precision: sums of float32 depend on their order, which is another on each device.
+    dropped = ascending.softmax(-1, dtype=torch.float64).cumsum(-1) <= tail_mass[:, None]
+    dropped[:, -1] = False
+    scores[rows] = chosen.masked_fill_(dropped.scatter(1, order, dropped), float("-inf"))
+
+
+def _keep_min_p(scores: Tensor, floored: list[tuple[int, float]]) -> None:
+    """Drops what is less likely than so large a share of the likeliest."""
+    rows = torch.tensor([row for row, _ in floored], device=scores.device)
+    shares = torch.tensor([min_p for _, min_p in floored], device=scores.device)
+    chosen = scores[rows]
+    probabilities = chosen.softmax(-1)
+    threshold = shares[:, None] * probabilities.amax(-1, keepdim=True)
+    scores[rows] = chosen.masked_fill_(probabilities < threshold, float("-inf"))

@@ -1,0 +1,217 @@
+"""How a step is computed: by torch operations, the reference, or by one compiled call."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from core.errors import ConfigError
+from engine.attention.attention import AttentionBackend
+from engine.attention.layout import build_layout
+from engine.attention.step_sizes import StepSizes
+from engine.attention.torch_attention import TorchAttention
+from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.weights import ModelWeights, PackedLinear
+from engine.kv.kv_pool import KVPool
+from engine.models.model import DecoderModel
+from engine.native.layout import build_native_step
+from engine.native.library import NativeUnavailable
+from engine.native.model import NativeModel, native_problem
+from engine.sequence import Sequence
+from engine.steps.decode_graphs import Capture, DecodeGraphs
+from kvcache import StepBatch
+
+logger = logging.getLogger(__name__)
+
+
+class StepLogits(NamedTuple):
+    """What a step has computed for the rows whose logits are wanted, in their order; valid until the next step.
+
+    Attributes:
+        logits: float32 ``[R, vocab]``.
+        best: The likeliest token of each row, where that has been found on the way.
+    """
+
+    logits: Tensor
+    best: list[int] | None
+
+
+class StepBackend(Protocol):
+    """A model that can run steps."""
+
+    def run(
+        self,
+        batch: StepBatch,
+        order: list[int],
+        sequences: Mapping[str, Sequence],
+        more_rows: list[int] | None = None,
+    ) -> StepLogits:
+        """Runs a step, its items in ``order``: writes keys and values into the pool.
+
+        Args:
+            more_rows: Rows of the step whose logits are wanted beside those that sample.
+
+        Raises:
+            IntegrityError: an item asks for tokens or blocks that are not there.
+        """
+        ...
+
+
+class TorchBackend:
+    """Torch operations, one by one."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        pool: KVPool,
+        max_len: int,
+        attention: AttentionBackend | None = None,
+        *,
+        compiled: bool = False,
+    ) -> None:
+        self._model = DecoderModel(config, weights, max_len, compiled=compiled)
+        self._pool = pool
+        self._attention = attention or TorchAttention(config.sliding_windows)
+
+    @torch.inference_mode()
+    def run(
+        self,
+        batch: StepBatch,
+        order: list[int],
+        sequences: Mapping[str, Sequence],
+        more_rows: list[int] | None = None,
+    ) -> StepLogits:
+        """See ``StepBackend.run``."""
+        layout = build_layout(batch, order, sequences, self._pool.block_size, self._pool.device, more_rows)
+        if self._attention.reads_whole_blocks and len(layout.opened_blocks):
+            self._pool.clear_blocks(layout.opened_blocks)
+        attention = self._attention.begin_step(layout, self._pool)
+        return StepLogits(self._model.forward(layout, self._pool, attention), None)
+
+
+class GraphBackend(TorchBackend):
+    """Torch operations; steps that only decode are recorded at the start and replayed.
+
+    Args:
+        sizes: Of the steps that are recorded.
+        capture: Records.
+        synchronize: Returns when the device has done what it was given. A step that samples reads what it has sampled;
+            one that does not would be over for the host before it has begun, and be timed so.
+        compiled: As for ``DecoderModel``.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        pool: KVPool,
+        max_len: int,
+        attention: AttentionBackend,
+        sizes: StepSizes,
+        capture: Capture,
+        synchronize: Callable[[], object],
+        *,
+        compiled: bool = False,
+    ) -> None:
+        super().__init__(config, weights, pool, max_len, attention, compiled=compiled)
+        self._synchronize = synchronize
+        self._graphs = DecodeGraphs(self._model, pool, attention, sizes, capture)
+
+    def run(
+        self,
+        batch: StepBatch,
+        order: list[int],
+        sequences: Mapping[str, Sequence],
+        more_rows: list[int] | None = None,
+    ) -> StepLogits:
+        """See ``StepBackend.run``."""
+        items = [batch.items[i] for i in order]
+        size = None if more_rows or not items else self._graphs.find(items)
+        if size is None:
+            found = super().run(batch, order, sequences, more_rows)
+            if not len(found.logits):
+                self._synchronize()
+            return found
+        return StepLogits(*self._graphs.run(size, items, sequences))
+
+
+class NativeBackend:
+    """One compiled call, without the interpreter's lock."""
+
+    def __init__(self, config: ModelConfig, weights: ModelWeights, pool: KVPool, max_len: int) -> None:
+        self._model = NativeModel(config, weights, pool, max_len)
+        self._block_size = pool.block_size
+
+    def run(
+        self,
+        batch: StepBatch,
+        order: list[int],
+        sequences: Mapping[str, Sequence],
+        more_rows: list[int] | None = None,
+    ) -> StepLogits:
+        """See ``StepBackend.run``."""
+        logits, best = self._model.forward(build_native_step(batch, order, sequences, self._block_size, more_rows))
+        return StepLogits(logits, best.tolist())
+
+
+def make_backend(name: str, config: ModelConfig, weights: ModelWeights, pool: KVPool, max_len: int) -> StepBackend:
+    """The backend of that name on the CPU; ``auto`` is the compiled one where it can be had.
+
+    Raises:
+        ConfigError: ``native`` or ``xformers`` was asked for and cannot be had.
+    """
+    if name == "xformers":
+        raise ConfigError("engine.backend", name, "auto, native or torch (xformers computes on a GPU)")
+    if name == "torch":
+        return TorchBackend(config, weights, pool, max_len)
+    problem = native_problem(config, pool.dtype, pool.block_size)
+    if any(isinstance(layer.qkv, PackedLinear) for layer in weights.layers):
+        problem = "weights of 4 bits are not compiled"
+    if problem is None:
+        try:
+            return NativeBackend(config, weights, pool, max_len)
+        except NativeUnavailable as error:
+            problem = str(error)
+    if name == "native":
+        raise ConfigError("engine.backend", name, f"auto or torch ({problem})")
+    logger.warning("steps are computed by torch operations, several times slower than compiled: %s", problem)
+    return TorchBackend(config, weights, pool, max_len)
+
+
+def gpu_attention(name: str, config: ModelConfig, pool: KVPool, sizes: StepSizes) -> AttentionBackend:
+    """Attention for a pool on a GPU, for the backend of that name; ``auto`` is xformers' where it can be had.
+
+    Args:
+        sizes: That its kernels are compiled for.
+
+    Raises:
+        ConfigError: ``xformers`` was asked for and cannot be had, or ``native``, which computes on the CPU.
+    """
+    if name == "native":
+        raise ConfigError("engine.backend", name, "auto, xformers or torch (native computes on the CPU)")
+    if name == "torch":
+        return TorchAttention(config.sliding_windows)
+    logging.getLogger("xformers").setLevel(logging.ERROR)  # it warns of an extension that is not needed
+    try:
+        from engine.attention.xformers_attention import (
+            XformersAttention,
+            gpu_operators,
+            operator_problem,
+            xformers_problem,
+        )
+    except ImportError as error:
+        problem: str | None = f"xformers cannot be imported, the extra `gpu` installs it ({error})"
+    else:
+        operators = gpu_operators()
+        problem = xformers_problem(config, pool.dtype, pool.block_size) or operator_problem(operators, config, pool)
+        if problem is None:
+            return XformersAttention(operators, sizes)
+    if name == "xformers":
+        raise ConfigError("engine.backend", name, f"auto or torch ({problem})")
+    logger.warning("attention is computed by torch operations, slower than by xformers' kernels: %s", problem)
+    return TorchAttention(config.sliding_windows)

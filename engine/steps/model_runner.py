@@ -1,0 +1,203 @@
+"""Runs steps: computes a batch, samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from core.request import Request, SamplingParams
+from engine.attention.layout import find_sample_rows, order_items
+from engine.checkpoint.model_config import ModelConfig, load_model_config, resolve_max_model_len
+from engine.checkpoint.weights import load_weights
+from engine.kv.kv_pool import KVPool
+from engine.models.int4 import pack_weights
+from engine.sampling.logged_tokens import ItemLogprobs, LoggedTokens
+from engine.sampling.logprobs import PromptRows, find_prompt_rows, prompt_logprobs, token_logprobs
+from engine.sampling.sampler import Sampler
+from engine.sequence import Sequence
+from engine.steps.backends import StepBackend, StepLogits, make_backend
+from engine.steps.careful_steps import CarefulSteps
+from kvcache import StepBatch
+
+_PADS = "\0pads"
+"""Whose the padding is; no request id contains a NUL."""
+
+
+class ModelRunner:
+    """A model with its KV pool. It changes the pool only, never the sequences it is shown.
+
+    Args:
+        pool: In the dtype of the weights.
+        backend: Computes the steps over the pool.
+        max_model_len: Tokens a sequence may reach.
+        careful: What becomes of steps that the device has no memory for; None where they fail.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        pool: KVPool,
+        backend: StepBackend,
+        max_model_len: int,
+        sampler: Sampler | None = None,
+        careful: CarefulSteps | None = None,
+    ) -> None:
+        self.config = config
+        self.pool = pool
+        self.backend = backend
+        self.max_model_len = max_model_len
+        self._careful = careful
+        self._sampler = sampler or Sampler(config.eos_token_ids)
+        self._pads = Sequence.of(Request(_PADS, 0, "", (0,) * max_model_len, SamplingParams(1)))
+
+    @classmethod
+    def from_dir(
+        cls,
+        model_dir: Path,
+        *,
+        dtype: torch.dtype,
+        num_blocks: int,
+        block_size: int,
+        context_len: int = 0,
+        backend: str = "auto",
+        packed: bool = False,
+    ) -> ModelRunner:
+        """A runner of the checkpoint in ``model_dir`` with a pool of ``num_blocks`` blocks.
+
+        Args:
+            context_len: Tokens a sequence may reach by what was asked for, if the pool holds them; 0 is the model's
+                own context.
+            backend: As in ``make_backend``.
+            packed: Round the matrices of the layers to 4 bits.
+
+        Raises:
+            InvalidValueError: a checkpoint that cannot be used; names it.
+        """
+        config = load_model_config(model_dir)
+        weights = load_weights(model_dir, config, dtype)
+        if packed:
+            weights = pack_weights(weights)
+        pool = KVPool(config, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
+        max_model_len = min(resolve_max_model_len(config, context_len), pool.num_slots)
+        return cls(config, pool, make_backend(backend, config, weights, pool, max_model_len), max_model_len)
+
+    def begin(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> None:
+        """Nothing is to be done ahead: there is one step at a time."""
+
+    def execute(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> list[int | None]:
+        """Runs a step and samples.
+
+        Args:
+            sequences: By request id; those of the batch at least.
+
+        Returns:
+            The new token of each of ``batch.items``, in their order; None where the item does not sample. They are
+            ``LoggedTokens`` if log probabilities were asked for.
+
+        Raises:
+            IntegrityError: an item asks for tokens or blocks that are not there.
+        """
+        if self._careful is None:
+            return self._execute(batch, sequences)
+        careful = self._careful
+        return careful.execute(lambda part: self._execute(part, sequences), batch, sequences, whole=careful.fits(batch))
+
+    @property
+    def num_ooms(self) -> int:
+        """How often the device has run out of memory."""
+        return 0 if self._careful is None else self._careful.num_ooms
+
+    def _execute(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> list[int | None]:
+        """As ``execute``, in one go."""
+        num_items = len(batch.items)
+        if batch.padding.items:
+            batch, sequences = self._with_padding(batch, sequences)
+        order = order_items(batch)
+        prompts = find_prompt_rows(batch, order, sequences)
+        if prompts:
+            step, prompt_logits = self._run_with_prompts(batch, order, sequences, prompts)
+        else:
+            step = self.backend.run(batch, order, sequences)
+        sampled = [i for i in order if batch.items[i].samples]
+        tokens: list[int | None] = [None] * len(batch.items)
+        logprobs = self._prompt_logprobs(prompt_logits, prompts, batch, sequences) if prompts else {}
+        if sampled:
+            logprobs = self._sample(step, sampled, batch, sequences, tokens, logprobs)
+        del tokens[num_items:]
+        return LoggedTokens(tokens, logprobs) if logprobs else tokens
+
+    def _with_padding(
+        self, batch: StepBatch, sequences: Mapping[str, Sequence]
+    ) -> tuple[StepBatch, Mapping[str, Sequence]]:
+        """The step with its padding as items behind the others: rows like any, of a sequence of pads.
+
+        The sequences of the batch attend to their own tokens alone, so ``Padding.context_tokens`` are not computed.
+        """
+        pads = tuple(item._replace(request_id=_PADS) for item in batch.padding.items)
+        return StepBatch(batch.items + pads), {**sequences, _PADS: self._pads}
+
+    def _run_with_prompts(
+        self, batch: StepBatch, order: list[int], sequences: Mapping[str, Sequence], prompts: list[PromptRows]
+    ) -> tuple[StepLogits, Tensor]:
+        """Runs a step; what ``StepBackend.run`` gives without ``more_rows``, and the logits of those of ``prompts``."""
+        more = [row for part in prompts for row in range(part.row, part.row + part.num_rows)]
+        wanted = find_sample_rows([batch.items[i] for i in order])
+        step = self.backend.run(batch, order, sequences, more)
+        place = {row: i for i, row in enumerate(sorted([*wanted, *more]))}
+        chosen = [place[row] for row in wanted]
+        best = None if step.best is None else [step.best[i] for i in chosen]
+        return StepLogits(step.logits[chosen], best), step.logits[[place[row] for row in more]]
+
+    @torch.inference_mode()
+    def _sample(
+        self,
+        step: StepLogits,
+        items: list[int],
+        batch: StepBatch,
+        sequences: Mapping[str, Sequence],
+        tokens: list[int | None],
+        logprobs: dict[int, ItemLogprobs],
+    ) -> dict[int, ItemLogprobs]:
+        """Fills in ``tokens``; returns ``logprobs`` with those of the output added."""
+        histories = [sequences[batch.items[i].request_id] for i in items]
+        params = [sequence.sampling for sequence in histories]
+        positions = [batch.items[i].start + batch.items[i].num_tokens for i in items]
+        sampled = self._sampler.sample(step.logits, params, positions, histories, step.best)
+        for i, token in zip(items, sampled, strict=True):
+            tokens[i] = token
+        logged = [row for row, param in enumerate(params) if param.logprobs is not None]
+        if logged:
+            chosen = step.logits[torch.tensor(logged, device=step.logits.device)]
+            found = token_logprobs(
+                chosen, [sampled[row] for row in logged], [params[row].logprobs or 0 for row in logged]
+            )
+            for row, each in zip(logged, found, strict=True):
+                logprobs.setdefault(items[row], ItemLogprobs()).output = each
+        return logprobs
+
+    @torch.inference_mode()
+    def _prompt_logprobs(
+        self, logits: Tensor, prompts: list[PromptRows], batch: StepBatch, sequences: Mapping[str, Sequence]
+    ) -> dict[int, ItemLogprobs]:
+        """By index of the item; ``logits`` are those of one part of ``prompts`` after the other."""
+        found = {}
+        first = 0
+        for part in prompts:
+            sequence = sequences[batch.items[part.item].request_id]
+            rows = logits[first : first + part.num_rows]
+            found[part.item] = ItemLogprobs(prompt=prompt_logprobs(rows, part, sequence))
+            first += part.num_rows
+        return found
+
+    def rest(self) -> None:
+        """A model has nothing to do between steps."""
+
+    def logits(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> list[Tensor | None]:
+        """Runs a step; the logits (float32 ``[vocab]``) where ``execute`` gives a token."""
+        order = order_items(batch)
+        rows = iter(self.backend.run(batch, order, sequences).logits.clone())
+        by_item = {i: next(rows) for i in order if batch.items[i].samples}
+        return [by_item.get(i) for i in range(len(batch.items))]

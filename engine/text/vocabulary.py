@@ -1,0 +1,37 @@
+"""What a model's tokenizer says, also of a model whose weights are elsewhere and that the engine could not run."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from engine.checkpoint.config_fields import read_json
+from engine.text.detokenizer import load_tokenizer
+
+
+def vocabulary_size(model_dir: Path) -> int:
+    """As ``config.json`` says; without one, as many as the tokenizer has.
+
+    Raises:
+        InvalidValueError: neither can be read.
+    """
+    config = read_json(model_dir / "config.json") or {}
+    size = config.get("vocab_size")
+    return size if type(size) is int else load_tokenizer(model_dir).get_vocab_size()
+
+
+class PromptDecoder:
+    """Token ids to text; the tokenizer is read when it is first needed, which it hardly ever is."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self._model_dir = model_dir
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self._model_dir)
+
+    def decode(self, token_ids: tuple[int, ...]) -> str:
+        """Without special tokens."""
+        return str(self._tokenizer.decode(list(token_ids))) if token_ids else ""

@@ -1,0 +1,86 @@
+"""Conservative admission (the baseline of Past-Future, section 3): every output is taken to reach its limit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from core.decisions import Facts
+from core.errors import InvalidValueError
+from policies.admission.past_future import future_memory
+from policies.job import Job
+from policies.lengths.history import IntArray
+
+
+class Conservative:
+    """Admits while prompts and output limits together, sum of (l_p + max_new), fit o times the pool.
+
+    Nothing is ever evicted at an overcommit of 1. ``admits`` and ``add`` are O(1); with releases O(n log n) and O(n).
+
+    Args:
+        overcommit: o, how many times its memory the pool is assumed to have; above 0.
+        counts_releases: What LightLLM does under this name: memory that jobs free when they reach their limits counts,
+            by equations (2) to (4). It reserves less and is as safe.
+
+    Raises:
+        InvalidValueError: an overcommit that is not above 0.
+    """
+
+    max_skips = 0
+    """The walk stops at the first job that is refused: nobody is overtaken."""
+
+    def __init__(self, overcommit: float = 1.0, *, counts_releases: bool = False) -> None:
+        if not overcommit > 0:
+            raise InvalidValueError("overcommit", overcommit, "a number > 0")
+        self._overcommit = overcommit
+        self._counts_releases = counts_releases
+        self.begin([], 0)
+
+    def begin(self, running: Sequence[Job], capacity: int) -> None:
+        self._capacity = capacity
+        self._limit = self._overcommitted(capacity)
+        self._num_jobs = len(running)
+        self._reserved = sum(job.prompt_len + job.max_new_tokens for job in running)
+        self._base = np.array([job.known_len for job in running], np.int64)
+        self._remaining = np.array([_remaining(job) for job in running], np.int64)
+
+    def admits(self, job: Job) -> bool:
+        """Into an empty batch goes what can make one step: nothing else helps it."""
+        if self._num_jobs == 0:
+            return job.known_len + 1 <= self._capacity
+        if self._counts_releases:
+            return bool(future_memory(*self._with(job)) <= self._limit)
+        return self._reserved + job.prompt_len + job.max_new_tokens <= self._limit
+
+    def explain(self, job: Job, now: float) -> Facts:
+        """What everybody would hold who reaches their limits, and what that may be."""
+        peak, limit = float(self.predicted_peak), float(self._limit)
+        return {"predicted_peak_tokens": peak, "limit_tokens": limit, "capacity_tokens": self._capacity}
+
+    def add(self, job: Job) -> None:
+        self._num_jobs += 1
+        self._reserved += job.prompt_len + job.max_new_tokens
+        if self._counts_releases:
+            self._base, self._remaining = self._with(job)
+
+    def reserve(self, capacity: int) -> int:
+        return max(0, capacity - int(self._overcommitted(capacity)))
+
+    def learn(self, output_len: int, *, censored: bool) -> None:
+        """Limits are all it knows."""
+
+    @property
+    def predicted_peak(self) -> int:
+        """Tokens that it takes the batch to need in the end."""
+        return int(future_memory(self._base, self._remaining)) if self._counts_releases else self._reserved
+
+    def _with(self, job: Job) -> tuple[IntArray, IntArray]:
+        return np.append(self._base, job.known_len), np.append(self._remaining, _remaining(job))
+
+    def _overcommitted(self, capacity: int) -> float:
+        return round(self._overcommit * capacity, 6)
+
+
+def _remaining(job: Job) -> int:
+    return job.max_new_tokens - job.output_len

@@ -1,0 +1,301 @@
+"""Past-Future admission (LightLLM, ASPLOS 2025): admit what fits at the predicted peak of memory, not what fits now.
+
+The past gives a law of output lengths (section 3.2), the future is the batch run forward to its end (section 3.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from core.decisions import Facts
+from core.errors import InvalidValueError
+from policies.job import Job
+from policies.lengths.history import IntArray, LengthHistory
+
+ENTRIES_PER_POINT = 200
+"""A small batch is drawn several times over, until it has about so many draws (LightLLM)."""
+
+FRESH_DRAWS = 64
+"""Candidates drawn for at once; a draw alone costs as much as all of them."""
+
+ROW_KEY = 1 << 40
+"""Far above any length: sets the rows of several lists apart in one sorted array."""
+
+
+def peak_profile(base: IntArray, remaining: IntArray) -> tuple[IntArray, IntArray]:
+    """Memory at each completion, equations (2) and (3): entries by remaining length, the longest first.
+
+    Args:
+        base: b_i = l_p + l_t, tokens held now, shape (n,).
+        remaining: r_i = predicted length - l_t, shape (n,), or (lists, n) for several predictions.
+
+    Returns:
+        Decoding steps ahead (r_i, not rising) and tokens in use then (M_i, the one that completes still counted), both
+        of the shape of ``remaining``. O(n log n) each list.
+    """
+    negated = -remaining
+    order = negated.argsort(axis=-1, kind="stable")
+    negated.sort(axis=-1)
+    steps = -negated
+    rank = np.arange(1, len(base) + 1)
+    return steps, base[order].cumsum(axis=-1) + rank * steps
+
+
+def future_memory(base: IntArray, remaining: IntArray) -> IntArray:
+    """M*, the most tokens that the batch will use at once if nobody joins: equation (4); 0 for no entries.
+
+    Arguments as for ``peak_profile``; one number for each list, shape ``remaining.shape[:-1]``.
+    """
+    peaks: IntArray = np.max(peak_profile(base, remaining)[1], axis=-1, initial=0)
+    return peaks
+
+
+class PeakIndex:
+    """M* of a batch with one more entry, without going through the batch: O(log n) each, O(n log n) to build.
+
+    With the entries by remaining length, longest first, an entry (b, r) that comes behind k of them leaves M_1 ... M_k
+    as they are and adds b + r_j to each M_j behind it. Maxima of M_j up to k and of M_j + r_j from k + 1 do the rest.
+
+    Args:
+        base: Shape (n,).
+        remaining: Shape (lists, n): several predictions, of which the worst counts.
+    """
+
+    def __init__(self, base: IntArray, remaining: IntArray) -> None:
+        num_lists, num_entries = remaining.shape
+        steps, memory = peak_profile(base, remaining)
+        # Tables of k = 0 ... n, one row each list, read by the place in all rows together.
+        self._held_before, self._peak_before, self._grown_after = np.zeros((3, num_lists, num_entries + 1), np.int64)
+        np.subtract(memory, np.arange(1, num_entries + 1) * steps, out=self._held_before[:, 1:])
+        np.maximum.accumulate(memory, axis=1, out=self._peak_before[:, 1:])
+        np.maximum.accumulate((memory + steps)[:, ::-1], axis=1, out=self._grown_after[:, -2::-1])
+        self._rows = np.arange(num_lists)[:, None]
+        self._num_entries = num_entries
+        self._sorted_keys = (self._rows * ROW_KEY - steps).ravel()
+
+    def peaks_with(self, base: IntArray, remaining: IntArray) -> IntArray:
+        """M* if one entry joins, for each of m: max(P_k, S_k + b + (k + 1) r, b + Q_(k+1)).
+
+        Args:
+            base: Shape (m,).
+            remaining: Shape (lists, m).
+
+        Returns:
+            Shape (m,).
+        """
+        index = np.searchsorted(self._sorted_keys, self._rows * ROW_KEY - remaining, side="right")
+        rank = index - self._rows * self._num_entries
+        index += self._rows
+        at_its_end = self._held_before.take(index) + base + (rank + 1) * remaining
+        peaks = np.maximum(self._peak_before.take(index), base + self._grown_after.take(index))
+        worst: IntArray = np.maximum(peaks, at_its_end).max(axis=0)
+        return worst
+
+
+class Lengths(Protocol):
+    """Where predicted output lengths come from."""
+
+    def draw(self, jobs: Sequence[Job], num_lists: int) -> IntArray:
+        """Whole output lengths, longer than what each job has generated; shape (num_lists, len(jobs))."""
+        ...
+
+    def draw_one(self, job: Job, num_lists: int) -> Sequence[int]:
+        """The same for one job, ``num_lists`` of them."""
+        ...
+
+    def learn(self, output_len: int, *, censored: bool) -> None:
+        """A job has ended with so many tokens."""
+        ...
+
+
+class HistoryLengths:
+    """Draws from the last outputs of everybody (equation 1): the paper's way.
+
+    Args:
+        history: It is told of every end here, and by nobody else.
+        rng: Of the draws.
+    """
+
+    def __init__(self, history: LengthHistory, rng: np.random.Generator) -> None:
+        self.history = history
+        self._rng = rng
+        self._fresh: list[list[int]] = []
+        self._fresh_of = (0, 0)
+
+    def draw(self, jobs: Sequence[Job], num_lists: int) -> IntArray:
+        generated, limit = (
+            _int_array([job.output_len for job in jobs]),
+            _int_array([job.max_new_tokens for job in jobs]),
+        )
+        return self.history.sample_above(self._rng, generated, limit, num_lists)
+
+    def draw_one(self, job: Job, num_lists: int) -> Sequence[int]:
+        """O(1) amortised for a job that has generated nothing: all of those share one law, so draws are made ahead."""
+        if job.output_len:
+            drawn: list[int] = self.draw([job], num_lists)[:, 0].tolist()
+            return drawn
+        if not self._fresh or self._fresh_of != (self.history.version, num_lists):
+            self._fresh_of = (self.history.version, num_lists)
+            nothing, no_limit = np.zeros(FRESH_DRAWS, np.int64), np.full(FRESH_DRAWS, np.iinfo(np.int64).max)
+            self._fresh = self.history.sample_above(self._rng, nothing, no_limit, num_lists).T.tolist()
+        return [min(length, job.max_new_tokens) for length in self._fresh.pop()]
+
+    def learn(self, output_len: int, *, censored: bool) -> None:
+        self.history.add(output_len, censored=censored)
+
+
+class LawLengths:
+    """Draws from each job's own law, such as its forecast.
+
+    Args:
+        law: Equiprobable whole output lengths of a job, longer than what it has generated, shape (any,).
+        rng: Of the draws.
+    """
+
+    def __init__(self, law: Callable[[Job], NDArray[np.float64] | IntArray], rng: np.random.Generator) -> None:
+        self._law = law
+        self._rng = rng
+
+    def draw(self, jobs: Sequence[Job], num_lists: int) -> IntArray:
+        lists = np.empty((num_lists, len(jobs)), np.int64)
+        for index, job in enumerate(jobs):
+            lists[:, index] = self.draw_one(job, num_lists)
+        return lists
+
+    def draw_one(self, job: Job, num_lists: int) -> Sequence[int]:
+        drawn: list[int] = np.ceil(self._rng.choice(self._law(job), num_lists)).astype(np.int64).tolist()
+        return [min(length, job.max_new_tokens) for length in drawn]
+
+    def learn(self, output_len: int, *, censored: bool) -> None:
+        """Whoever makes the law learns elsewhere."""
+
+
+class TrueLengths:
+    """Takes the mean of each job's forecast for the truth: the paper's oracle, with ``reserve_ratio=0, max_lists=1``.
+
+    A job without a forecast, or one that has outlived it, is taken to go on to its limit.
+    """
+
+    def draw(self, jobs: Sequence[Job], num_lists: int) -> IntArray:
+        return np.tile(_int_array([_true_len(job) for job in jobs]), (num_lists, 1))
+
+    def draw_one(self, job: Job, num_lists: int) -> Sequence[int]:
+        return [_true_len(job)] * num_lists
+
+    def learn(self, output_len: int, *, censored: bool) -> None:
+        """There is nothing to learn."""
+
+
+class PastFuture:
+    """Algorithm 1: admits a job if the peak M* of the batch with it fits, for fresh draws at each scheduling point.
+
+    A small batch gets several lists of draws and all of them must fit ("the sampling prediction is repeated several
+    times", section 4). ``begin`` and ``add`` are O(n), ``admits`` is O(n log n), each times the lists.
+
+    Args:
+        lengths: Where predicted lengths come from.
+        reserve_ratio: rho, the share of memory kept for lengths that come out longer, in [0, 1).
+        strict: Demand M* below the capacity, as LightLLM does, and not at most the capacity.
+        max_lists: Lists of draws of the smallest batches, at least 1.
+
+    Raises:
+        InvalidValueError: a parameter out of range.
+    """
+
+    max_skips = 0
+    """The walk stops at the first job that is refused: nobody is overtaken."""
+
+    def __init__(
+        self, lengths: Lengths, *, reserve_ratio: float = 0.05, strict: bool = False, max_lists: int = 5
+    ) -> None:
+        if not 0 <= reserve_ratio < 1:
+            raise InvalidValueError("reserve_ratio", reserve_ratio, "a share in [0, 1)")
+        if max_lists < 1:
+            raise InvalidValueError("max_lists", max_lists, "an integer >= 1")
+        self._lengths = lengths
+        self._reserve_ratio = reserve_ratio
+        self._strict = strict
+        self._max_lists = max_lists
+        self.begin([], 0)
+
+    def begin(self, running: Sequence[Job], capacity: int) -> None:
+        """Lines 4 to 8 of Algorithm 1: draws anew for everybody who runs."""
+        self._capacity = capacity
+        self._limit = round((1 - self._reserve_ratio) * capacity, 6)  # 0.9 * 30 is 27, not a bit more or less
+        self._num_jobs = len(running)
+        self._num_lists = self._lists_for(len(running))
+        self._drawn: dict[str, Sequence[int]] = {}
+        self._peaks: dict[str, int] = {}  # of the batch with each job that was asked about, as it was then
+        generated = _int_array([job.output_len for job in running])
+        self._base = _int_array([job.prompt_len for job in running]) + generated
+        self._remaining = self._lengths.draw(running, self._num_lists) - generated
+
+    def admits(self, job: Job) -> bool:
+        """Lines 9 to 13. Into an empty batch goes what can make one step (the paper is silent): nothing else helps it.
+
+        Asked again at the same point it answers by the same draws.
+        """
+        if self._num_jobs == 0:
+            return job.known_len + 1 <= self._capacity
+        peak = self._peaks[job.request_id] = int(future_memory(*self._with(job)).max())
+        return peak < self._limit if self._strict else peak <= self._limit
+
+    def explain(self, job: Job, now: float) -> Facts:
+        """The predicted peak that the job was admitted or refused by; its length alone in an empty batch."""
+        peak = self._peaks.get(job.request_id, job.known_len + 1)
+        return {"predicted_peak_tokens": peak, "limit_tokens": self._limit, "capacity_tokens": self._capacity}
+
+    def fits(self, jobs: Sequence[Job]) -> NDArray[np.bool_]:
+        """What ``admits`` says of each of them, alone beside the batch, at O(log n) each; shape (jobs,)."""
+        base = _int_array([job.known_len for job in jobs])
+        if self._num_jobs == 0:
+            return base + 1 <= self._capacity
+        peaks = PeakIndex(self._base, self._remaining).peaks_with(base, self._remaining_of(jobs))
+        return peaks < self._limit if self._strict else peaks <= self._limit
+
+    def add(self, job: Job) -> None:
+        self._num_jobs += 1
+        self._base, self._remaining = self._with(job)
+
+    def reserve(self, capacity: int) -> int:
+        return capacity - int(round((1 - self._reserve_ratio) * capacity, 6))
+
+    def learn(self, output_len: int, *, censored: bool) -> None:
+        self._lengths.learn(output_len, censored=censored)
+
+    @property
+    def predicted_peak(self) -> int:
+        """M* of the batch as it is now, in tokens; the highest of all lists."""
+        return int(future_memory(self._base, self._remaining).max())
+
+    def _with(self, job: Job) -> tuple[IntArray, IntArray]:
+        """The batch with the job in it: b_i, shape (n + 1,), and r_i by each list, shape (lists, n + 1)."""
+        column = self._remaining_of([job])
+        return np.append(self._base, job.known_len), np.concatenate([self._remaining, column], axis=1)
+
+    def _remaining_of(self, jobs: Sequence[Job]) -> IntArray:
+        """By the draws of this point, made when a job is first asked for; shape (lists, jobs)."""
+        new = [job for job in jobs if job.request_id not in self._drawn]
+        if len(new) == 1:
+            self._drawn[new[0].request_id] = self._lengths.draw_one(new[0], self._num_lists)
+        elif new:
+            lengths = self._lengths.draw(new, self._num_lists).T.tolist()
+            self._drawn.update(zip([job.request_id for job in new], lengths, strict=True))
+        drawn = _int_array([self._drawn[job.request_id] for job in jobs])
+        return drawn.T - _int_array([job.output_len for job in jobs])
+
+    def _lists_for(self, num_running: int) -> int:
+        return min(self._max_lists, ENTRIES_PER_POINT // num_running + 1) if num_running else 1
+
+
+def _true_len(job: Job) -> int:
+    foreseen = 0 if job.forecast is None else round(job.forecast.mean)
+    return min(foreseen, job.max_new_tokens) if foreseen > job.output_len else job.max_new_tokens
+
+
+def _int_array(values: Sequence[int] | Sequence[Sequence[int]]) -> IntArray:
+    return np.array(values, np.int64)

@@ -1,0 +1,1 @@
+"""How batch mode forms batches and which batch runs next."""

@@ -1,0 +1,104 @@
+"""Vanilla scheduling: first come, first served batches of a fixed size (the baselines VS and VSQ of Magnus)."""
+
+from __future__ import annotations
+
+from sortedcontainers import SortedKeyList
+
+from core.errors import IntegrityError, InvalidValueError
+from policies.batching.base import BatchQueue, FormedBatch, first_arrived
+from policies.job import Job
+
+
+def vanilla_batch_size(
+    memory_bytes: float, token_bytes: float, max_prompt_len: int, max_new_tokens: int, delta_factor: float = 1.0
+) -> int:
+    """Requests that fit whatever they turn out to be, eq. (1) of Magnus: beta = floor(Theta / ((L_max + G_max) Delta)).
+
+    Args:
+        memory_bytes: Theta, memory for KV.
+        token_bytes: Delta, KV of one token.
+        max_prompt_len: L_max, tokens.
+        max_new_tokens: G_max, tokens.
+        delta_factor: Multiplies Delta: 2 where growing a cache holds the old and the new copy at a time, which is what
+            the batch sizes 7 (VS) and 10 (VSQ) of the paper come to.
+
+    Returns:
+        At least 1: a single request is tried even if it need not fit.
+    """
+    for field, value in (("memory_bytes", memory_bytes), ("token_bytes", token_bytes), ("delta_factor", delta_factor)):
+        if not value > 0:
+            raise InvalidValueError(field, value, "a number above 0")
+    if max_prompt_len + max_new_tokens < 1:
+        raise InvalidValueError("max_prompt_len", max_prompt_len, "1 token or more with max_new_tokens")
+    return max(1, int(memory_bytes / ((max_prompt_len + max_new_tokens) * token_bytes * delta_factor)))
+
+
+class FcfsBatches:
+    """An idle worker takes the ``size`` jobs that came first, or as many as there are; it waits for nobody.
+
+    ``add`` and ``remove`` cost O(log n), ``pull`` O(size log n).
+
+    Args:
+        size: Jobs of a batch at most (beta).
+    """
+
+    def __init__(self, size: int) -> None:
+        if size < 1:
+            raise InvalidValueError("size", size, "1 or more")
+        self.size = size
+        self._halves = BatchQueue(first_arrived)
+        self._waiting = SortedKeyList(key=_rank)
+        self._job_of: dict[str, Job] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._job_of) + self._halves.num_jobs
+
+    def add(self, job: Job, now: float) -> None:
+        self._job_of[job.request_id] = job
+        self._waiting.add(job)
+
+    def remove(self, request_id: str) -> None:
+        job = self._job_of.pop(request_id, None)
+        if job is None:
+            self._halves.remove(request_id)
+        else:
+            self._waiting.remove(job)
+
+    def pull(self, now: float) -> FormedBatch | None:
+        half = self._halves.peek(now)
+        if half is not None and (not self._waiting or (half.urgency, half.arrived_at) <= _rank(self._waiting[0])):
+            self._halves.take(half, now)
+            return half
+        if not self._waiting:
+            return None
+        batch = self._halves.new_batch(now, sealed_at=now)
+        for job in self._waiting[: self.size]:
+            batch.insert(job)
+            del self._job_of[job.request_id]
+        del self._waiting[: self.size]
+        return batch
+
+    def restore(self, batch: FormedBatch) -> None:
+        self._halves.restore(batch)
+
+    def split(self, batch: FormedBatch, now: float) -> Job | None:
+        return self._halves.split(batch)
+
+    def hold(self, memory_tokens: float, now: float) -> None:
+        """Nothing to do: the size is given."""
+
+    def next_due_at(self) -> float | None:
+        return None
+
+    def flush(self, now: float) -> None:
+        """Nothing to do: no job waits for company."""
+
+    def check_integrity(self) -> None:
+        self._halves.check_integrity()
+        if {id(job) for job in self._waiting} != {id(job) for job in self._job_of.values()}:
+            raise IntegrityError("the jobs that wait are not those that are known")
+
+
+def _rank(job: Job) -> tuple[tuple[int, float], float]:
+    return job.urgency, job.arrived_at

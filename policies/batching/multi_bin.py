@@ -1,0 +1,231 @@
+"""Multi-Bin batching: batches of requests of similar length, each from a bin of its own (sections 3 and 4).
+
+A request goes to the bin i with l_{i-1} <= l < l_i of its predicted length l. A bin that holds B requests makes a
+batch, and batches are served in the order of completion. With k bins a batch waits for the longest of a k-th of the
+range instead of the whole; the price is the wait for company, see ``simulator.reproduce.multi_bin_theory``.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from core.errors import IntegrityError, InvalidValueError
+from policies.batching.base import BatchQueue, FormedBatch, first_sealed, predicted_len
+from policies.job import Job
+
+MIN_LENGTHS = 100
+"""Lengths that edges are learnt from at least, and how many jobs later they are learnt anew ..."""
+
+MAX_LENGTHS = 1000
+"""... and at most: the last ones."""
+
+
+def equal_mass_edges(quantile: Callable[[float], float], num_bins: int) -> tuple[float, ...]:
+    """l_0 ... l_k at the levels i/k: bins of equal probability are optimal for uniform lengths (Lemma 4.1).
+
+    Args:
+        quantile: Length at a level in [0, 1], not falling.
+    """
+    _check_bins(num_bins)
+    return tuple(quantile(index / num_bins) for index in range(num_bins + 1))
+
+
+def sample_edges(lengths: Sequence[float], num_bins: int) -> tuple[float, ...]:
+    """Equal-mass edges of lengths that were seen, linear between them. Equal edges leave a bin empty."""
+    if not len(lengths):
+        raise InvalidValueError("lengths", lengths, "one length or more")
+    ordered = np.sort(np.asarray(lengths, float))
+    return equal_mass_edges(lambda level: float(np.quantile(ordered, level)), num_bins)
+
+
+def uniform_edges(low: float, high: float, num_bins: int) -> tuple[float, ...]:
+    """Lemma 4.1, eq. (3): l_i = l_min + (i/k)(l_max - l_min)."""
+    if not low <= high:
+        raise InvalidValueError("high", high, f"{low} or more")
+    return equal_mass_edges(lambda level: low + level * (high - low), num_bins)
+
+
+def exponential_edges(rate: float, batch_size: int, num_bins: int) -> tuple[float, ...]:
+    """Lemma A.1 for lengths of Exp(rate): l_i = (1/rate) sum of ln L_{k-j} over j in [1, i]; l_0 = 0, l_k = infinity.
+
+    These minimise a bound on the service time and hold less in the last bin than equal mass would.
+    """
+    if not rate > 0:
+        raise InvalidValueError("rate", rate, "above 0")
+    chain = log_chain(batch_size, num_bins)
+    edges = [0.0]
+    for length in reversed(chain[:-1]):
+        edges.append(edges[-1] + math.log(length) / rate)
+    return (*edges, math.inf)
+
+
+def log_chain(batch_size: int, num_bins: int) -> tuple[float, ...]:
+    """L_1 ... L_k of Lemma A.1: L_1 = 1 + 1/2 + ... + 1/B (harmonic), L_m = 1 + ln L_{m-1}."""
+    _check_bins(num_bins)
+    if batch_size < 1:
+        raise InvalidValueError("batch_size", batch_size, "1 or more")
+    chain = [sum(1 / each for each in range(1, batch_size + 1))]
+    while len(chain) < num_bins:
+        chain.append(1 + math.log(chain[-1]))
+    return tuple(chain)
+
+
+class MultiBinBatcher:
+    """One open batch for each bin; a full one is sealed and served in its turn.
+
+    Of the sealed batches the most urgent goes first; one is as urgent as its most urgent job. Within a bin urgency
+    decides nothing, since all its jobs leave together.
+
+    ``add`` costs O(log k) and O(k) for what is due, ``remove`` O(B), ``pull`` O(sealed batches).
+
+    Args:
+        edges: l_0 ... l_k in tokens, not falling. A length below l_0 goes to the first bin, one from l_k on to the
+            last.
+        batch_size: B; a bin that holds so many jobs is sealed.
+        max_wait_s: A bin is sealed short of B once its oldest job has waited so long since it arrived. Infinity as in
+            the paper, where a rare length may wait without bound.
+    """
+
+    def __init__(self, edges: Sequence[float], batch_size: int, max_wait_s: float = math.inf) -> None:
+        _check_edges(edges)
+        if batch_size < 1:
+            raise InvalidValueError("batch_size", batch_size, "1 or more")
+        if not max_wait_s >= 0:
+            raise InvalidValueError("max_wait_s", max_wait_s, "0 or more")
+        self.edges = tuple(edges)
+        self.batch_size = batch_size
+        self.max_wait_s = max_wait_s
+        self._inner = self.edges[1:-1]
+        self._open: dict[int, FormedBatch] = {}
+        self._bin_of: dict[str, int] = {}
+        self._sealed = BatchQueue(first_sealed)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._bin_of) + self._sealed.num_jobs
+
+    def bin_of(self, length: float) -> int:
+        """The bin of a predicted length, from 0."""
+        return bisect_right(self._inner, length)
+
+    def add(self, job: Job, now: float) -> None:
+        self._seal_due(now)
+        self._enter(job, now)
+
+    def _enter(self, job: Job, now: float) -> None:
+        index = self.bin_of(predicted_len(job))
+        batch = self._open.get(index)
+        if batch is None:
+            batch = self._open[index] = self._sealed.new_batch(now)
+        batch.insert(job)
+        self._bin_of[job.request_id] = index
+        if len(batch) == self.batch_size:
+            self._seal(index, now)
+
+    def remove(self, request_id: str) -> None:
+        index = self._bin_of.pop(request_id, None)
+        if index is None:
+            self._sealed.remove(request_id)
+            return
+        batch = self._open[index]
+        batch.drop(request_id)
+        if not batch.jobs:
+            del self._open[index]
+
+    def pull(self, now: float) -> FormedBatch | None:
+        self._seal_due(now)
+        return self._sealed.pull(now)
+
+    def restore(self, batch: FormedBatch) -> None:
+        self._sealed.restore(batch)
+
+    def split(self, batch: FormedBatch, now: float) -> Job | None:
+        return self._sealed.split(batch)
+
+    def hold(self, memory_tokens: float, now: float) -> None:
+        """Nothing to do: the size is given."""
+
+    def next_due_at(self) -> float | None:
+        due_at = min((self._due_at(batch) for batch in self._open.values()), default=math.inf)
+        return None if due_at == math.inf else due_at
+
+    def flush(self, now: float) -> None:
+        for index in sorted(self._open, key=lambda each: self._open[each].created_at):
+            self._seal(index, now)
+
+    def check_integrity(self) -> None:
+        self._sealed.check_integrity()
+        for index, batch in self._open.items():
+            batch.check_integrity()
+            if not 0 < len(batch) < self.batch_size or not batch.insertable:
+                raise IntegrityError(f"bin {index} holds {len(batch)} jobs and was not sealed at {self.batch_size}")
+            if any(self._bin_of.get(job.request_id) != index for job in batch.jobs):
+                raise IntegrityError(f"bin {index} holds a job that is not known to be there")
+        if len(self._bin_of) != sum(map(len, self._open.values())):
+            raise IntegrityError(f"{len(self._bin_of)} jobs are known to be in bins that hold other numbers")
+        if any(batch.insertable for batch in self._sealed):
+            raise IntegrityError("a batch that is not sealed waits for a worker")
+
+    def rebin(self, edges: Sequence[float], now: float) -> None:
+        """Other edges from now on: jobs of batches that are not sealed go to their new bins. O(jobs in bins)."""
+        _check_edges(edges)
+        jobs = [job for batch in self._open.values() for job in batch.jobs]
+        self._open, self._bin_of = {}, {}
+        self.edges, self._inner = tuple(edges), tuple(edges[1:-1])
+        for job in sorted(jobs, key=lambda each: each.arrived_at):
+            self._enter(job, now)
+
+    def _due_at(self, batch: FormedBatch) -> float:
+        return batch.arrived_at + self.max_wait_s
+
+    def _seal_due(self, now: float) -> None:
+        due = [(self._due_at(batch), index) for index, batch in self._open.items() if self._due_at(batch) <= now]
+        for _, index in sorted(due):
+            self._seal(index, now)
+
+    def _seal(self, index: int, now: float) -> None:
+        batch = self._open.pop(index)
+        batch.sealed_at = now
+        for job in batch.jobs:
+            del self._bin_of[job.request_id]
+        self._sealed.put(batch)
+
+
+class LearntBins(MultiBinBatcher):
+    """Bins of equal mass over the lengths foreseen lately; one bin until there are ``MIN_LENGTHS`` of them.
+
+    Args:
+        num_bins: k.
+    """
+
+    def __init__(self, num_bins: int, batch_size: int, max_wait_s: float = math.inf) -> None:
+        _check_bins(num_bins)
+        super().__init__((0.0, math.inf), batch_size, max_wait_s)
+        self.num_bins = num_bins
+        self._lengths: deque[float] = deque(maxlen=MAX_LENGTHS)
+        self._num_unlearnt = 0
+
+    def add(self, job: Job, now: float) -> None:
+        """As before; every ``MIN_LENGTHS`` jobs the edges are found anew."""
+        self._lengths.append(predicted_len(job))
+        self._num_unlearnt += 1
+        if self._num_unlearnt >= MIN_LENGTHS:
+            self._num_unlearnt = 0
+            self.rebin(sample_edges(self._lengths, self.num_bins), now)
+        super().add(job, now)
+
+
+def _check_edges(edges: Sequence[float]) -> None:
+    if len(edges) < 2 or not all(low <= high for low, high in pairwise(edges)):
+        raise InvalidValueError("edges", tuple(edges), "two or more, not falling")
+
+
+def _check_bins(num_bins: int) -> None:
+    if num_bins < 1:
+        raise InvalidValueError("num_bins", num_bins, "1 or more")

@@ -1,0 +1,1 @@
+"""The scheduler of a replica that is another server, and its circuit breaker."""

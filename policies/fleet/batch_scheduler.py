@@ -1,0 +1,272 @@
+"""The scheduler over replicas in batch mode: replicas that have nothing to do pull batches from one central queue.
+
+Who places what where is all that differs from ``GlobalScheduler``: the in-flight table, announcements, aborts and what
+is found lost are the same, and so is what the replicas hear.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from core.errors import IntegrityError
+from core.messages import ForecastMade, Key, OpenRequest
+from core.request import Request
+from policies.batching.base import Batcher, FormedBatch
+from policies.batching.hrrn import ServingTime
+from policies.fleet.central_queue import CentralQueue, Member
+from policies.fleet.events import (
+    BatchEnded,
+    GlobalEvent,
+    GlobalInstruction,
+    HistoryLearnt,
+    IngressLost,
+    MeanOutputLen,
+    PlaceRequests,
+    ReplicaBroke,
+    ReplicaRests,
+    ReportLost,
+)
+from policies.fleet.scheduler import GlobalScheduler
+from policies.job import Job
+from policies.placement.base import Choice, Placement
+from policies.replica.events import RefuseRequest
+
+
+@dataclass(slots=True)
+class _Run:
+    """A batch in a replica.
+
+    Attributes:
+        left: Requests that have not ended, and their output when they were placed, in tokens.
+        output_len: The longest output of those that have, in tokens.
+        whole: Nobody has left before the end.
+    """
+
+    batch: FormedBatch
+    began_at: float
+    estimated_s: float
+    left: dict[str, int]
+    output_len: int = 0
+    whole: bool = True
+
+
+class BatchScheduler(GlobalScheduler):
+    """Forms batches, and gives the next one to each replica that has nothing in flight.
+
+    A batch that ran out of memory comes back through the ingress replicas, like everything that is lost, because only
+    they know its tokens; here it is remembered which requests those are, and once all are back, or gone, the batch is
+    split.
+
+    Args:
+        batcher: Forms batches; this object owns it from now on.
+        serving_time_s: Estimated seconds of a batch, for the record.
+        forecast_wait_s: As for ``CentralQueue``.
+    """
+
+    def __init__(self, batcher: Batcher, serving_time_s: ServingTime, forecast_wait_s: float = 0.0) -> None:
+        super().__init__(Placement())
+        self._serving_time_s = serving_time_s
+        self._waiting = CentralQueue(batcher, forecast_wait_s)
+        self._runs: dict[str, _Run] = {}  # by replica
+        self._resting: dict[str, frozenset[Key]] = {}  # by replica
+        self._numbers = itertools.count()
+        self._ended: list[GlobalInstruction] = []
+        self.num_splits = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that no replica has taken."""
+        return len(self._queued)
+
+    @property
+    def next_due_at(self) -> float | None:
+        """When the next ``TimePassed`` is due; None if there is nothing to wait for."""
+        return self._waiting.next_due_at(any_idle=any(map(self._is_idle, self._names())))
+
+    def handle(self, event: GlobalEvent, now: float) -> list[GlobalInstruction]:
+        """As of ``GlobalScheduler``."""
+        self._now = now
+        match event:
+            case ReplicaBroke(name, keys):
+                self._break_off(name, keys)
+            case ReplicaRests(name, keys):
+                self._resting[name] = frozenset(keys)
+            case HistoryLearnt(forecast):
+                self._waiting.foresee_usually(forecast)
+                event = MeanOutputLen(forecast.mean)
+            case IngressLost(ingress_id):
+                self._forget_awaited(ingress_id, ())
+        out = super().handle(event, now)
+        self._waiting.pass_time(now)
+        out += self._refuse_failed()
+        out += self._pull()
+        out += self._ended
+        self._ended = []
+        return out
+
+    def _names(self) -> list[str]:
+        return [load.name for load in self.loads()]
+
+    def _is_idle(self, name: str) -> bool:
+        """Nothing is in flight there, or only what its clients have stopped reading."""
+        resting = self._resting.get(name, frozenset())
+        return all((rid, self._placed[rid].attempt) in resting for rid in self._replicas[name].requests)
+
+    def _arrive(self, requests: Iterable[Request]) -> list[GlobalInstruction]:
+        awaits = self._waiting.is_awaited
+        return super()._arrive([each for each in requests if not awaits((each.request_id, each.attempt))])
+
+    def _place_all(self, requests: Iterable[Request]) -> list[GlobalInstruction]:
+        refused: list[GlobalInstruction] = []
+        for request in requests:
+            if self._never_fits(request):
+                self._waiting.remove(request.request_id, self._now)
+                self._queued_since.pop(request.request_id, None)
+                refused.append(self._refusal(request))
+            else:
+                self._queued[request.request_id] = request
+                self._queued_since.setdefault(request.request_id, self._now)
+                self._waiting.add(request, self._now)
+        return refused
+
+    def _serve_queued(self) -> list[GlobalInstruction]:
+        lives = self.lives()
+        self._waiting.hold(min(ready.num_blocks * ready.block_size for ready in lives), self._now)
+        unfit = [request for request in self._queued.values() if self._never_fits(request)]
+        for request in unfit:
+            self._remove(request.request_id)
+        return [self._refusal(request) for request in unfit]
+
+    def _refuse_failed(self) -> list[GlobalInstruction]:
+        """A request that runs out of memory alone would do so for ever."""
+        refused: list[GlobalInstruction] = []
+        for job in self._waiting.take_failed():
+            request = self._queued.pop(job.request_id)
+            del self._queued_since[job.request_id]
+            message = "the request ran out of KV memory with a worker to itself"
+            refused.append(RefuseRequest(request.request_id, request.attempt, "max_tokens", message))
+        return refused
+
+    def _pull(self) -> list[GlobalInstruction]:
+        out: list[GlobalInstruction] = []
+        for name in self._names():
+            if not self._queued:
+                break
+            if self._is_idle(name):
+                batch = self._waiting.pull(lambda job, name=name: self._holds(name, job), self._now)  # type: ignore[misc]
+                if batch is not None:
+                    out.append(self._run(name, batch))
+        return out
+
+    def _holds(self, name: str, job: Job) -> bool:
+        return self._replicas[name].fits(self._queued[job.request_id])
+
+    def _run(self, name: str, batch: FormedBatch) -> PlaceRequests:
+        ready = self._replicas[name].ready
+        assert ready is not None
+        choice = Choice(name, f"idle; pulled a batch of {len(batch)}")
+        requests = tuple(self._queued.pop(job.request_id) for job in batch.jobs)
+        for request in requests:
+            waited_s = self._now - self._queued_since.pop(request.request_id)
+            self._enter(request.request_id, self._entry(request, ready, choice, waited_s), self._work(request))
+        estimated_s = self._serving_time_s(len(batch), batch.prompt_len, batch.predicted_len)
+        left = {request.request_id: len(request.output_ids) for request in requests}
+        self._runs[name] = _Run(batch, self._now, estimated_s, left)
+        return PlaceRequests(name, requests)
+
+    def _remove(self, request_id: str, output_len: int | None = None) -> None:
+        entry = self._placed.get(request_id)
+        super()._remove(request_id, output_len)
+        self._waiting.remove(request_id, self._now)
+        if entry is not None:
+            self._leave(entry.replica, request_id, output_len)
+
+    def _leave(self, name: str, request_id: str, output_len: int | None) -> None:
+        """A request of a batch is in flight no more; the last one ends the batch."""
+        run = self._runs.get(name)
+        if run is None or request_id not in run.left:
+            return
+        had_len = run.left.pop(request_id)
+        if output_len is None:
+            run.whole = False
+        else:
+            run.output_len = max(run.output_len, output_len - had_len)
+        if not run.left:
+            del self._runs[name]
+            if run.whole:
+                self._ended.append(self._outcome(name, run))
+
+    def _outcome(self, name: str, run: _Run) -> BatchEnded:
+        batch = run.batch
+        return BatchEnded(
+            replica=name,
+            number=next(self._numbers),
+            num_requests=len(batch),
+            prompt_len=batch.prompt_len,
+            output_len=run.output_len,
+            predicted_len=batch.predicted_len,
+            estimated_s=run.estimated_s,
+            duration_s=self._now - run.began_at,
+        )
+
+    def _abort(self, keys: Iterable[Key]) -> list[GlobalInstruction]:
+        keys = list(keys)
+        for member in self._waiting.awaited() if keys else ():
+            if any(request_id == member.request_id and attempt >= member.attempt for request_id, attempt in keys):
+                self._waiting.remove(member.request_id, self._now)
+        return super()._abort(keys)
+
+    def _break_off(self, name: str, keys: tuple[Key, ...]) -> None:
+        """Said again until it was heard: whoever has come back since, or was never placed there, is passed over."""
+        members = []
+        for request_id, attempt in keys:
+            entry = self._placed.get(request_id)
+            if entry is not None and (entry.attempt, entry.replica) == (attempt, name):
+                super()._remove(request_id)
+                members.append(Member(request_id, attempt, entry.ingress_id))
+        if not members:
+            return
+        run = self._runs.pop(name, None)
+        self._waiting.break_off(members, len(keys), None if run is None else run.batch, self._now)
+        self.num_splits += 1
+
+    def _foresee(self, made: Iterable[ForecastMade]) -> None:
+        made = tuple(made)
+        super()._foresee(made)
+        for each in made:
+            request = self._queued.get(each.request_id)
+            if request is not None and request.attempt == each.attempt:
+                self._waiting.foresee(each.request_id, each.forecast, self._now)
+
+    def _reconcile(self, ingress_id: str, announced: tuple[OpenRequest, ...]) -> list[GlobalInstruction]:
+        """What a broken batch has lost is said whenever its ingress replica still takes it for running."""
+        awaits = self._waiting.is_awaited
+        broken = tuple(key for each in announced if awaits(key := (each.request_id, each.attempt)))
+        self._forget_awaited(ingress_id, announced)
+        others = tuple(each for each in announced if (each.request_id, each.attempt) not in broken)
+        reports: list[GlobalInstruction] = [ReportLost(ingress_id, broken)] if broken else []
+        return super()._reconcile(ingress_id, others) + reports
+
+    def _forget_awaited(self, ingress_id: str, announced: Iterable[OpenRequest]) -> None:
+        """Requests of broken batches whose clients have left meanwhile."""
+        still_open = {stream.request_id for stream in announced}
+        for member in self._waiting.awaited():
+            if member.ingress_id == ingress_id and member.request_id not in still_open:
+                self._waiting.remove(member.request_id, self._now)
+
+    def _drop_replica(self, name: str) -> None:
+        super()._drop_replica(name)
+        self._runs.pop(name, None)
+        self._resting.pop(name, None)
+
+    def check_integrity(self) -> None:
+        """As of ``GlobalScheduler``, and the queue and the batches agree with its table."""
+        super().check_integrity()
+        self._waiting.check_integrity()
+        if self._waiting.num_waiting != len(self._queued):
+            raise IntegrityError(f"{len(self._queued)} requests are queued, {self._waiting.num_waiting} wait")
+        for name, run in self._runs.items():
+            if not run.left or not run.left.keys() <= self._replicas[name].requests.keys():
+                raise IntegrityError(f"the batch on replica {name} and what is in flight there disagree")

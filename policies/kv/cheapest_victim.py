@@ -1,0 +1,81 @@
+"""Victims in the order of a rank: who is least likely to be wanted again soon leaves the device first.
+
+With a cost linear in the tokens moved, least cost per token and time away is the order of return itself; what is left
+to decide is whether to move a victim or to compute it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from core.errors import InvalidValueError
+from policies.interfaces import KvMoves, KvView
+from policies.job import Job
+from policies.order.gittins import Gittins
+
+
+@dataclass(frozen=True, slots=True)
+class CheapestVictim:
+    """A ``KvPolicy`` that acts only when memory is short; O(m log m) then, for m jobs that do not run.
+
+    Worst rank first of the idle residents, then the tail of the running, of which the first always stays. A victim is
+    moved to the host; it is dropped where the host has no room, or where so little was computed that doing it again
+    costs less than the bookkeeping of a move.
+
+    Attributes:
+        order: Gives the ranks.
+        min_swap_len: Tokens; with fewer computed a victim is dropped.
+        min_host_share: Below this share of free host memory no job starts.
+        evicts: As in ``KvPolicy``.
+        swaps: As in ``KvPolicy``.
+
+    Raises:
+        InvalidValueError: a negative length, or a share outside [0, 1].
+    """
+
+    order: Gittins
+    min_swap_len: int = 256
+    min_host_share: float = 0.1
+    evicts: bool = True
+    swaps: bool = True
+    watches: bool = False
+
+    def __post_init__(self) -> None:
+        if self.min_swap_len < 0:
+            raise InvalidValueError("min_swap_len", self.min_swap_len, "0 or more")
+        if not 0 <= self.min_host_share <= 1:
+            raise InvalidValueError("min_host_share", self.min_host_share, "a number in [0, 1]")
+
+    def moves(self, view: KvView, now: float) -> KvMoves:
+        """Frees what the running jobs lack. Who is on the host comes back when admission lets it execute again:
+        brought back ahead of that, it would take the room in which the others grow, and leave again.
+        """
+        short = view.needed - view.free
+        offload: list[Job] = []
+        drop: list[Job] = []
+        host_free = view.host_free
+        for job in [*reversed(self._by_rank(view.idle)), *reversed(view.running[1:])]:
+            if short <= 0:
+                break
+            if not job.is_resident:
+                continue
+            short -= job.computed_len
+            if self.min_swap_len <= job.computed_len <= host_free:
+                offload.append(job)
+                host_free -= job.computed_len
+            else:
+                drop.append(job)
+        return KvMoves(tuple(offload), tuple(drop))
+
+    def may_start(self, view: KvView) -> bool:
+        """Whether the host could take more; true where there is none, since nothing is ever moved there."""
+        return view.host_free >= self.min_host_share * view.host_capacity
+
+    def _by_rank(self, jobs: Sequence[Job]) -> list[Job]:
+        """Best first; urgency before rank."""
+        if not jobs:
+            return []
+        ranks = self.order.rank(list(jobs)).tolist()
+        paired = sorted(zip(jobs, ranks, strict=True), key=lambda pair: (pair[0].urgency, pair[1], pair[0].arrived_at))
+        return [job for job, _ in paired]

@@ -1,0 +1,81 @@
+"""What FastServe compares its proactive swapping with (section 6.3); victims come in the same order, by ENST."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from core.decisions import Facts
+from policies.interfaces import KvMoves, KvView
+from policies.job import Job
+from policies.kv.enst_offload import by_enst, enst_s, host_has_room, make_room
+from policies.order.skip_join_mlfq import SkipJoinMlfq
+
+
+@dataclass(frozen=True, slots=True)
+class Defer:
+    """A newcomer waits until others end and leave it a place; preemption then goes no further than memory does.
+
+    Running jobs grow here, while the paper's slots hold whole jobs: if they cannot go on, KV is dropped.
+    """
+
+    order: SkipJoinMlfq
+    evicts: bool = False
+    swaps: bool = False
+    watches: bool = False
+
+    def moves(self, view: KvView, now: float) -> KvMoves:
+        return _on_demand(self.order, view, now, swaps=self.swaps)
+
+    def explain(self, job: Job, now: float) -> Facts:
+        return {"enst_s": enst_s(self.order, [job], now)[job.request_id]}
+
+    def may_start(self, view: KvView) -> bool:
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Reactive:
+    """KV is moved to the host at the moment its room is needed, so that the newcomer waits for the copy."""
+
+    order: SkipJoinMlfq
+    evicts: bool = True
+    swaps: bool = True
+    watches: bool = False
+
+    def moves(self, view: KvView, now: float) -> KvMoves:
+        return _on_demand(self.order, view, now, swaps=self.swaps)
+
+    def explain(self, job: Job, now: float) -> Facts:
+        return {"enst_s": enst_s(self.order, [job], now)[job.request_id]}
+
+    def may_start(self, view: KvView) -> bool:
+        return host_has_room(view)
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """KV is dropped when its room is needed and prefilled anew later.
+
+    With a short starvation limit, promoted jobs and those they displaced may drop each other's KV without end
+    (section 4.2); the limit has to be well above a prefill.
+    """
+
+    order: SkipJoinMlfq
+    evicts: bool = True
+    swaps: bool = False
+    watches: bool = False
+
+    def moves(self, view: KvView, now: float) -> KvMoves:
+        return _on_demand(self.order, view, now, swaps=self.swaps)
+
+    def explain(self, job: Job, now: float) -> Facts:
+        return {"enst_s": enst_s(self.order, [job], now)[job.request_id]}
+
+    def may_start(self, view: KvView) -> bool:
+        return True
+
+
+def _on_demand(order: SkipJoinMlfq, view: KvView, now: float, *, swaps: bool) -> KvMoves:
+    if view.needed <= view.free:
+        return KvMoves()
+    return make_room(view, by_enst(order, view.idle, now)[::-1], swaps=swaps).moves

@@ -1,0 +1,226 @@
+"""Proactive offload and upload by estimated next scheduled time (FastServe, section 4.2).
+
+Whoever is scheduled last leaves the device first, ahead of need: newcomers find idle slots and nobody waits for a copy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from core.decisions import Facts
+from core.errors import InvalidValueError
+from policies.interfaces import KvMoves, KvView
+from policies.job import Job
+from policies.order.skip_join_mlfq import Group, SkipJoinMlfq, Urgency
+
+MIN_HOST_SHARE = 0.1
+"""Below this share of free host memory no job starts (FastServe's artifact)."""
+
+
+def enst_s(order: SkipJoinMlfq, jobs: Iterable[Job], now: float) -> dict[str, float]:
+    """Estimated next scheduled time of each job, in seconds from now, by request id.
+
+    Section 4.2: T_exec(i, j) is the sum of the quanta from j's level down to the level just above i's, T_exec(i) that
+    of all j strictly higher than i, and ENST(i) = min(T_promote(i), T_exec(i)), T_promote(i) = limit - waited(i).
+    Between jobs of unequal urgency: a more urgent j is higher at any level and takes a quantum of its own at least; a
+    promotion does not pass it, so its time adds to the minimum instead of being one side of it.
+
+    O(q + m L) for m jobs, q queues that are not empty and L levels: cumulative sums instead of pairs.
+    """
+    by_group: dict[Group, list[Job]] = {}
+    for job in jobs:
+        by_group.setdefault((job.urgency, order.level(job)), []).append(job)
+    ahead = _Ahead(order)
+    sizes = order.groups()
+    entry = next(sizes, None)
+    times: dict[str, float] = {}
+    for group in sorted(by_group):
+        while entry is not None and entry[0] < group:
+            ahead.add(*entry)
+            entry = next(sizes, None)
+        urgent_s, own_s = ahead.times_s(group)
+        for job in by_group[group]:
+            promote_s = max(0.0, order.rules.starve_limit_s - order.waited_s(job, now))
+            times[job.request_id] = urgent_s + min(promote_s, own_s)
+    return times
+
+
+class _Ahead:
+    """Jobs in the queues passed so far, as sums."""
+
+    def __init__(self, order: SkipJoinMlfq) -> None:
+        self._order = order
+        self._urgency: Urgency | None = None
+        self._own: Counter[int] = Counter()
+        self._own_num = 0
+        self._own_above_s = 0.0
+        self._more_urgent: Counter[int] = Counter()
+
+    def add(self, group: Group, num_jobs: int) -> None:
+        urgency, level = group
+        self._enter(urgency)
+        self._own[level] += num_jobs
+        self._own_num += num_jobs
+        self._own_above_s += num_jobs * self._order.above_s(level)
+
+    def times_s(self, group: Group) -> tuple[float, float]:
+        """T_exec of a job of this queue: the shares of the more urgent jobs and of those of its own urgency."""
+        urgency, level = group
+        self._enter(urgency)
+        above_s = self._order.above_s(level)
+        urgent_s = 0.0
+        for other, num_jobs in self._more_urgent.items():
+            down_s = above_s - self._order.above_s(other)
+            urgent_s += num_jobs * max(down_s, self._order.quantum_s(other))
+        return urgent_s, self._own_num * above_s - self._own_above_s
+
+    def _enter(self, urgency: Urgency) -> None:
+        if urgency != self._urgency:
+            self._more_urgent.update(self._own)
+            self._own.clear()
+            self._own_num, self._own_above_s = 0, 0.0
+            self._urgency = urgency
+
+
+def by_enst(order: SkipJoinMlfq, jobs: Sequence[Job], now: float, found: dict[str, float] | None = None) -> list[Job]:
+    """Jobs in the order in which they come back: most urgent first, then by ENST; O(m log m) beyond ``enst_s``.
+
+    Of equal ENST, those of a lower level and then the older are the last, and so the first to be offloaded.
+
+    Args:
+        found: Takes the times by request id.
+    """
+    times = enst_s(order, jobs, now)
+    if found is not None:
+        found.update(times)
+    return sorted(jobs, key=lambda job: (job.urgency, times[job.request_id], order.level(job), -job.arrived_at))
+
+
+class Room:
+    """Makes room, one victim after another; tokens.
+
+    Attributes:
+        short: Still to be freed; negative for what is free beyond that.
+        moves: Who has to leave so far.
+    """
+
+    def __init__(self, short: int, host_free: int) -> None:
+        self.short = short
+        self._host_free = host_free
+        self._offload: list[Job] = []
+        self._drop: list[Job] = []
+        self._taken: set[str] = set()
+
+    @property
+    def moves(self) -> KvMoves:
+        return KvMoves(tuple(self._offload), tuple(self._drop))
+
+    def take(self, victims: Iterable[Job], *, may_drop: bool) -> None:
+        """From the first victim on until enough is free. What the host does not take is dropped, or else passed by."""
+        for job in victims:
+            if self.short <= 0:
+                return
+            fits_host = job.computed_len <= self._host_free
+            if not job.is_resident or job.request_id in self._taken or not (fits_host or may_drop):
+                continue
+            (self._offload if fits_host else self._drop).append(job)
+            self._host_free -= job.computed_len if fits_host else 0
+            self._taken.add(job.request_id)
+            self.short -= job.computed_len
+
+
+def make_room(view: KvView, victims: Sequence[Job], *, swaps: bool) -> Room:
+    """Frees just what the running jobs lack: of the victims first, then of the running ones from the last.
+
+    The first of the running is never taken: it always fits alone, so the system as a whole makes progress.
+
+    Args:
+        victims: Jobs that are not to execute next, the first to leave first.
+        swaps: Whether they keep their KV on the host while there is room.
+    """
+    room = Room(view.needed - view.free, view.host_free if swaps else 0)
+    room.take(victims, may_drop=True)
+    room.take(reversed(view.running[1:]), may_drop=True)
+    return room
+
+
+def host_has_room(view: KvView) -> bool:
+    """Whether the host can take more than now; true where there is none, since nothing is ever moved there."""
+    return view.host_free >= MIN_HOST_SHARE * view.host_capacity
+
+
+@dataclass(frozen=True, slots=True)
+class EnstOffload:
+    """A ``KvPolicy`` that keeps slots idle for newcomers. O(q + m L + m log m) for m jobs with KV that do not run.
+
+    The paper's slots all have one size; here a slot is the mean of the known tokens of the running jobs (of all with
+    KV on the device while none runs), which is what a newcomer will hold as far as anybody can tell.
+
+    Attributes:
+        order: Gives levels, quanta and waiting times.
+        min_idle_slots: K. The paper gives no number and finds none that matters; the artifact keeps as many blocks of
+            16 tokens as its batch has jobs, about one slot.
+        num_burst_levels: K': as many slots are kept as jobs are in so many of the highest levels, if that is more.
+        lookahead: Jobs that are uploaded at one scheduling point at most (artifact: its batch size).
+        evicts, swaps: As in ``KvPolicy``.
+
+    Raises:
+        InvalidValueError: a negative number.
+    """
+
+    order: SkipJoinMlfq
+    min_idle_slots: int = 1
+    num_burst_levels: int = 2
+    lookahead: int = 16
+    evicts: bool = True
+    swaps: bool = True
+    watches: bool = False
+    _times: dict[str, float] = field(default_factory=dict, init=False, repr=False, compare=False)  # of the last moves
+
+    def __post_init__(self) -> None:
+        for name in ("min_idle_slots", "num_burst_levels", "lookahead"):
+            if getattr(self, name) < 0:
+                raise InvalidValueError(name, getattr(self, name), "0 or more")
+
+    def idle_target(self, view: KvView) -> int:
+        """Device tokens to keep free: max(K, jobs in the top K' levels) slots."""
+        holders = view.running or view.idle
+        if not holders:
+            return 0
+        slot = sum(job.known_len for job in holders) / len(holders)
+        return math.ceil(slot * max(self.min_idle_slots, self.order.num_in_top(self.num_burst_levels)))
+
+    def moves(self, view: KvView, now: float) -> KvMoves:
+        """Makes room for the running jobs, then for the idle target; brings back only if nothing has to leave."""
+        self._times.clear()
+        target = self.idle_target(view)
+        is_short = view.needed + target > view.free
+        victims = by_enst(self.order, view.idle, now, self._times)[::-1] if is_short else []
+        room = make_room(view, victims, swaps=self.swaps)
+        room.short += target
+        room.take(victims, may_drop=False)
+        if room.moves != KvMoves():
+            return room.moves
+        return KvMoves(upload=self._uploads(view, -room.short, now))
+
+    def explain(self, job: Job, now: float) -> Facts:
+        """Its estimated next scheduled time, as it was just compared; that of a running job was not."""
+        known = self._times.get(job.request_id)
+        return {"enst_s": enst_s(self.order, [job], now)[job.request_id] if known is None else known}
+
+    def may_start(self, view: KvView) -> bool:
+        """Not while the host is nearly full: who starts then could not be moved out later."""
+        return host_has_room(view)
+
+    def _uploads(self, view: KvView, spare: int, now: float) -> tuple[Job, ...]:
+        """In ascending ENST while the idle target stays free, or the next point would offload them again."""
+        uploads: list[Job] = []
+        for job in by_enst(self.order, view.offloaded, now, self._times)[: self.lookahead]:
+            spare -= -(-job.known_len // view.block_size) * view.block_size
+            if spare < 0:
+                break
+            uploads.append(job)
+        return tuple(uploads)

@@ -1,0 +1,44 @@
+"""The newest give way (vLLM's rule): their KV is dropped and computed again later, or moved to the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from policies.interfaces import KvMoves, KvView
+from policies.job import Job
+
+
+@dataclass(frozen=True, slots=True)
+class NewestGiveWay:
+    """Acts only when running jobs cannot go on. O(victims).
+
+    The job of the best rank is never taken: it always fits alone, so the system as a whole makes progress.
+
+    Attributes:
+        swaps: Whether victims keep their KV on the host while there is room.
+    """
+
+    swaps: bool = False
+    evicts: bool = False
+    watches: bool = False
+
+    def moves(self, view: KvView, now: float) -> KvMoves:
+        """Victims are those that do not execute, then the last of the running ones, until enough comes free."""
+        short, host_free = view.needed - view.free, view.host_free
+        offload: list[Job] = []
+        drop: list[Job] = []
+        for job in (*reversed(view.idle), *reversed(view.running[1:])):
+            if short <= 0:
+                break
+            if not job.is_resident:
+                continue
+            short -= job.computed_len
+            if self.swaps and job.computed_len <= host_free:
+                offload.append(job)
+                host_free -= job.computed_len
+            else:
+                drop.append(job)
+        return KvMoves(tuple(offload), tuple(drop))
+
+    def may_start(self, view: KvView) -> bool:
+        return True

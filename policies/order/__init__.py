@@ -1,0 +1,1 @@
+"""In which order a replica runs its requests."""

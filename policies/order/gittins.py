@@ -1,0 +1,312 @@
+"""Gittins order in volume: first the job that is likely to end soonest for what it takes of the replica.
+
+Gittins' index for jobs of random length (Gittins 1979; Scully, Harchol-Balter and Scheller-Wolf 2018), with the
+length law of ``policies.lengths.law`` and a cost that counts the slots or memory that a job uses up, whichever binds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from core.costs import StepCost
+from core.decisions import Facts
+from core.errors import IntegrityError, InvalidValueError
+from policies.job import Job
+from policies.lengths import law as length_law
+from policies.lengths.history import LengthHistory
+from policies.lengths.trust import PredictorGate
+from policies.order.job_table import JobTable
+
+FloatArray = NDArray[np.float64]
+Unit = Literal["volume", "time"]
+
+RERANK_TOKENS = 16
+"""Output tokens after which a running job's rank is worked out anew."""
+
+REFRESH_COMPLETIONS = 50
+"""Finished outputs after which the history's half of all laws is taken anew ..."""
+
+MIN_COMPLETIONS = 20
+"""... the first time after so many: fewer say too little."""
+
+
+def gittins_rank(costs: FloatArray, weights: FloatArray) -> FloatArray:
+    """min_k E[cost of min(G, x_k)] / P(G <= x_k) of each row; O(n k).
+
+    Args:
+        costs: Of ending at x_k, shape (n, k), not falling in a row where the weight is positive.
+        weights: Probabilities of x_k, shape (n, k).
+    """
+    below = np.cumsum(weights, axis=1)
+    spent = np.cumsum(weights * costs, axis=1)
+    spent += costs * (below[:, -1:] - below)
+    below[below == 0] = 1e-300  # before the first point of positive weight nothing ends: no candidate
+    spent /= below
+    rank: FloatArray = spent.min(axis=1)
+    return rank
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePrice:
+    """Seconds of the replica that output tokens use up, in closed form.
+
+    A token at context y costs base_s max(1/B, y/M) + decode_seq_s + context_token_s y in volume: the replica's time by
+    the dominant share of what the job holds, slots or memory. In time the maximum is 1: what it would take alone.
+
+    Attributes:
+        max_num_seqs: B, sequences of a step.
+        capacity: M, tokens of KV.
+    """
+
+    step: StepCost
+    max_num_seqs: int
+    capacity: int
+    unit: Unit = "volume"
+
+    def __post_init__(self) -> None:
+        if self.max_num_seqs < 1:
+            raise InvalidValueError("max_num_seqs", self.max_num_seqs, "an integer >= 1")
+        if self.capacity < 1:
+            raise InvalidValueError("capacity", self.capacity, "an integer >= 1")
+        if self.unit not in ("volume", "time"):
+            raise InvalidValueError("unit", self.unit, "volume or time")
+
+    def seconds(self, context: FloatArray, tokens: FloatArray) -> FloatArray:
+        """Of ``tokens`` more tokens from ``context`` on, elementwise.
+
+        A sum over y in [context, context + tokens), which of y itself is tokens (context - 1/2 + tokens / 2). The
+        maximum is flat up to y = M/B and linear from there.
+        """
+        step, before = self.step, context - 0.5
+        contexts = 0.5 * tokens
+        contexts += before
+        contexts *= tokens
+        if self.unit == "time":
+            contexts *= step.context_token_s
+            contexts += (step.base_s + step.decode_seq_s) * tokens
+            return contexts
+        memory = step.base_s / self.capacity
+        contexts *= step.context_token_s + memory
+        contexts += step.decode_seq_s * tokens
+        flat = np.minimum(np.maximum(self.capacity // self.max_num_seqs + 1 - context, 0.0), tokens)
+        in_flat = (-0.5 * memory) * flat
+        in_flat += step.base_s / self.max_num_seqs - memory * before
+        in_flat *= flat
+        contexts += in_flat
+        return contexts
+
+
+_ROWS_AT_ONCE = 256
+"""Their arrays fit a core's own cache, which halves the time."""
+
+_COLUMNS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "forecast": (np.float64, (length_law.NUM_POINTS,)),
+    "points": (np.float64, (2 * length_law.NUM_POINTS,)),
+    "from_forecast": (np.bool_, (2 * length_law.NUM_POINTS,)),
+    "history": (np.int64, ()),  # of which history the points are
+    "generated": (np.float64, ()),
+    "limit": (np.float64, ()),
+    "context": (np.float64, ()),
+    "missing": (np.float64, ()),
+    "arrived_at": (np.float64, ()),
+    "priority": (np.int64, ()),
+    "deadline_at": (np.float64, ()),
+    "rank": (np.float64, ()),
+    "expected": (np.float64, ()),
+    "due": (np.bool_, ()),
+    "prefilled": (np.bool_, ()),  # when it was ranked last
+}
+
+
+class Gittins:
+    """``Order`` by rank, smallest first, urgency before it, arrival after it.
+
+    A rank is worked out anew when the prefill ends, every 16 tokens, and for jobs that have not started every 50
+    finished outputs. A resident counts with rank / theta, so that only a clearly better job takes its place. Ageing
+    divides by 1 + gamma (now - arrived_at) / (expected cost of what remains): a smooth form of the response ratio, 0
+    for none.
+
+    ``add``, ``remove`` and ``ran`` cost O(1), ``refresh`` O(64) for each rank that is due, ``ranked`` O(n log n).
+
+    Args:
+        price: Of tokens; base_s is shared by all that run.
+        theta: Hysteresis, >= 1.
+        gamma: Ageing, >= 0.
+
+    Raises:
+        InvalidValueError: a parameter out of range.
+    """
+
+    preemptive = True
+
+    def __init__(self, price: DecodePrice, *, theta: float = 4.0, gamma: float = 0.0) -> None:
+        if not theta >= 1:
+            raise InvalidValueError("theta", theta, "a number >= 1")
+        if not gamma >= 0:
+            raise InvalidValueError("gamma", gamma, "a number >= 0")
+        self._price, self._theta, self._gamma = price, theta, gamma
+        self.gate = PredictorGate()
+        self._history = LengthHistory(window=1000)
+        self._history_points: FloatArray | None = None
+        self._history_version = 0
+        self._num_learned = 0
+        self._table = JobTable(_COLUMNS)
+
+    def foreseen(self, job: Job) -> None:
+        row = self._table.row(job)
+        if row is not None:
+            self._column("forecast")[row] = _points(job)
+            self._column("history")[row] = -1
+            self._look_at([row])
+
+    def price(self, cost: StepCost, capacity: int) -> None:
+        """What steps cost and how much memory there is has changed: all ranks are due."""
+        before = self._price
+        self._price = DecodePrice(cost, before.max_num_seqs, capacity, before.unit)
+        self._column("due")[:] = True
+
+    def add(self, job: Job, now: float) -> None:
+        row = self._table.add(job)
+        self._column("forecast")[row] = _points(job)
+        self._column("limit")[row] = job.max_new_tokens
+        self._column("arrived_at")[row] = job.arrived_at
+        self._column("priority")[row] = job.priority
+        self._column("deadline_at")[row] = job.deadline_at
+        self._column("history")[row] = -1
+        self._look_at([row])
+
+    def remove(self, job: Job) -> None:
+        self._table.remove(job)
+
+    def learn(self, job: Job, *, censored: bool) -> None:
+        points = None if job.forecast is None else length_law.forecast_points(job.forecast)
+        if points is not None and self._history_points is not None and not censored:
+            self.gate.observe(points, self._history_points, job.output_len)
+        self._history.add(job.output_len, censored=censored)
+        self._num_learned += 1
+        if self._num_learned == MIN_COMPLETIONS or self._num_learned % REFRESH_COMPLETIONS == 0:
+            self._history_points = self._history.quantiles(length_law.LEVELS).astype(np.float64)
+            self._history_version += 1
+            self._column("due")[self._column("generated") == 0] = True
+
+    def ran(self, job: Job, duration_s: float, now: float) -> None:
+        """Due if the prefill has ended or 16 tokens have come since its last rank."""
+        row = self._table.row(job)
+        if row is None:
+            return
+        prefill_has_ended = job.output_len > 0 and not self._column("prefilled")[row]
+        if prefill_has_ended or job.output_len - self._column("generated")[row] >= RERANK_TOKENS:
+            self._look_at([row])
+
+    def refresh(self, now: float) -> None:
+        due = np.flatnonzero(self._column("due"))
+        self._look_at([row for row in due.tolist() if self._table.jobs[row].output_len])
+        for first in range(0, len(due), _ROWS_AT_ONCE):
+            rows = due[first : first + _ROWS_AT_ONCE]
+            costs, weights = self._cost_laws(rows)
+            self._column("rank")[rows] = gittins_rank(costs, weights)
+            self._column("expected")[rows] = np.vecdot(costs, weights)
+        self._column("due")[due] = False
+
+    def ranked(self, now: float) -> Iterator[Job]:
+        self.refresh(now)
+        jobs, arrived_at = self._table.jobs, self._column("arrived_at")
+        key = self._column("rank").copy()
+        if self._gamma:
+            waited_s = np.maximum(now - arrived_at, 0.0)
+            key /= 1.0 + self._gamma * waited_s / np.maximum(self._column("expected"), 1e-12)
+        key[np.fromiter((job.computed_len > 0 for job in jobs), np.bool_, len(jobs))] /= self._theta
+        keys = [arrived_at, key, self._column("deadline_at"), self._column("priority")]
+        while len(keys) > 2 and len(jobs) and (keys[-1] == keys[-1][0]).all():
+            keys.pop()  # nobody differs in it
+        for row in np.lexsort(keys).tolist():
+            yield jobs[row]
+
+    def slice_s(self, job: Job) -> float:
+        """Until its rank changes: what is missing and 16 tokens less those that it has had since the last one."""
+        row = self._table.row(job)
+        had = 0.0 if row is None else job.output_len - self._column("generated")[row]
+        prefill_s = 0.0 if job.decodes else self._price.step.prefill_token_s * job.missing_len
+        return prefill_s + max(1.0, RERANK_TOKENS - had) * self._price.step.decode_s(job.known_len)
+
+    def explain(self, job: Job, now: float) -> Facts:
+        """Its rank as last worked out, and how far its forecast is trusted beside the history."""
+        row = self._known_row(job)
+        if self._column("due")[row]:
+            return {}
+        rank_s, expected_s = float(self._column("rank")[row]), float(self._column("expected")[row])
+        facts: dict[str, float | str] = {"rank_s": rank_s, "expected_s": expected_s}
+        if job.forecast is not None:
+            facts["forecast_weight"] = self.gate.omega
+        return facts
+
+    def rank(self, jobs: Sequence[Job]) -> FloatArray:
+        """Ranks of jobs of this order, seconds, shape (n,); without hysteresis and ageing."""
+        self.refresh(0.0)
+        ranks: FloatArray = self._column("rank")[[self._known_row(job) for job in jobs]]
+        return ranks
+
+    def lengths(self, job: Job) -> FloatArray:
+        """Equiprobable whole output lengths of a job of this order, longer than what it has generated, shape (32,)."""
+        row = self._known_row(job)
+        if job.output_len != self._column("generated")[row]:
+            self._look_at([row])
+        tokens, weights = self._laws(np.array([row]))
+        return job.output_len + length_law.equiprobable(tokens[0], weights[0])
+
+    def _known_row(self, job: Job) -> int:
+        row = self._table.row(job)
+        if row is None:
+            raise IntegrityError(f"{job.request_id} is not in this order")
+        return row
+
+    def _column(self, name: str) -> NDArray[Any]:
+        return self._table.column(name)
+
+    def _look_at(self, rows: list[int]) -> None:
+        """Takes down how far these jobs are; their ranks are due."""
+        jobs = [self._table.jobs[row] for row in rows]
+        self._column("generated")[rows] = [job.output_len for job in jobs]
+        self._column("context")[rows] = [job.known_len for job in jobs]
+        # A decoding job always lacks its newest token, which is the decode's own work.
+        self._column("missing")[rows] = [0 if job.decodes else job.missing_len for job in jobs]
+        self._column("prefilled")[rows] = [job.output_len > 0 for job in jobs]
+        self._column("due")[rows] = True
+
+    def _laws(self, rows: NDArray[np.int64]) -> tuple[FloatArray, FloatArray]:
+        """Tokens still to come and their probabilities, shape (n, 64)."""
+        old = rows[self._column("history")[rows] != self._history_version]
+        if len(old):
+            merged = length_law.merged(self._column("forecast")[old], self._history_points)
+            self._column("points")[old], self._column("from_forecast")[old] = merged
+            self._column("history")[old] = self._history_version
+        return length_law.remaining(
+            self._column("points")[rows],
+            self._column("from_forecast")[rows],
+            self.gate.omega,
+            self._column("generated")[rows],
+            self._column("limit")[rows],
+        )
+
+    def _cost_laws(self, rows: NDArray[np.int64]) -> tuple[FloatArray, FloatArray]:
+        """Costs of ending at each point of the remaining length, seconds, and their probabilities; shape (n, 64)."""
+        tokens, weights = self._laws(rows)
+        costs = self._price.seconds(self._column("context")[rows, None], tokens)
+        costs += self._price.step.prefill_token_s * self._column("missing")[rows, None]
+        return costs, weights
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless rows and jobs agree and every rank that is not due has been worked out."""
+        self._table.check_integrity()
+        if not (self._column("due") | (self._column("rank") > 0)).all():
+            raise IntegrityError("a job has no rank and none is due")
+
+
+def _points(job: Job) -> FloatArray:
+    """Of the job's forecast; infinite without one."""
+    return length_law.UNKNOWN if job.forecast is None else length_law.forecast_points(job.forecast)

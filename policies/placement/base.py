@@ -1,0 +1,110 @@
+"""What every placement policy sees and answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from core.costs import StepCost
+from core.decisions import Facts
+from core.forecast import Forecast
+from core.messages.cache import CacheNotice
+from core.messages.placement import PrefixView, ReplicaView
+from core.request import Request
+
+
+@dataclass(slots=True)
+class ReplicaLoad:
+    """A replica as placement sees it; kept up to date in place.
+
+    Attributes:
+        work_tokens: Tokens of prompt and expected output of the requests placed there and not ended.
+    """
+
+    name: str
+    num_requests: int
+    work_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A replica and, in a few words, why.
+
+    Attributes:
+        hit_len: Prompt tokens believed to be cached there when the request starts.
+        pending_len: Of those, tokens that requests placed before it are still to compute.
+    """
+
+    replica: str
+    reason: str
+    hit_len: int = 0
+    pending_len: int = 0
+
+    def facts(self) -> Facts:
+        """Everything that is in it, by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadChoice(Choice):
+    """A choice by load.
+
+    Attributes:
+        work_tokens: Outstanding on the chosen replica, without this request ...
+        most_work_tokens: ... and on the one with the most.
+        num_replicas: Between which was chosen.
+    """
+
+    work_tokens: float = 0.0
+    most_work_tokens: float = 0.0
+    num_replicas: int = 1
+
+
+class Placement:
+    """Picks a replica for each request, and may learn from what becomes of it.
+
+    Who only picks says how in ``choose`` and inherits the rest, which does nothing.
+
+    Attributes:
+        block_size: Tokens that each hash of ``prefix`` stands for; 0 where prefixes are not looked at.
+    """
+
+    block_size: int = 0
+
+    def choose(self, request: Request, prefix: Sequence[int], loads: tuple[ReplicaLoad, ...], now: float) -> Choice:
+        """One of ``loads``, never empty; the request is placed there and counts from now on.
+
+        Args:
+            prefix: Chained hashes of the full blocks of its known tokens; empty without a ``block_size``.
+            loads: The same object from call to call while the same replicas can take requests.
+        """
+        raise NotImplementedError
+
+    def replica_up(self, name: str, capacity: int) -> None:
+        """A worker life begins that holds ``capacity`` KV tokens: what was known of this replica is void."""
+
+    def replica_gone(self, name: str) -> None:
+        """The replica will not come back; unknown ones are fine."""
+
+    def started(self, request_id: str, cached_len: int, queue_s: float, now: float) -> None:
+        """A request has first run, ``queue_s`` after it was placed, and found ``cached_len`` tokens cached."""
+
+    def foreseen(self, request_id: str, forecast: Forecast, now: float) -> None:
+        """What is foreseen of a request in flight: it was placed without, or by another one."""
+
+    def ended(self, request_id: str, output_len: int | None, now: float) -> None:
+        """A request is not in flight any more; None where its output did not come to its end."""
+
+    def noticed(self, replica: str, notice: CacheNotice) -> None:
+        """News of what the replica caches, in blocks of ``block_size``; the first one of a worker life is whole."""
+
+    def priced(self, replica: str, cost: StepCost) -> None:
+        """What steps cost there, as measured by now."""
+
+    def show(self, view: ReplicaView) -> ReplicaView:
+        """A replica with what this policy knows of it beside."""
+        return view
+
+    def busiest_prefixes(self, limit: int) -> tuple[PrefixView, ...]:
+        """The nodes of the prefix tree that most requests went through lately, each after the one above it."""
+        return ()

@@ -1,0 +1,239 @@
+"""E2, exploitation and exploration: the placement of Preble (section 4.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from core.costs import StepCost
+from core.errors import InvalidValueError
+from core.messages.cache import CacheNotice
+from core.messages.placement import PrefixView, ReplicaView
+from core.request import Request
+from policies.placement.base import Choice, Placement, ReplicaLoad
+from policies.placement.e2_profiles import Regressions
+from policies.placement.load_cost import Query
+from policies.placement.prefix_loads import PrefixLoads
+from policies.placement.prefix_scaling import PrefixScaling
+from policies.placement.prefix_tree import Node, Path
+from policies.placement.replica_slots import bits, is_single
+
+
+@dataclass(frozen=True, slots=True)
+class E2Config:
+    """What of E2 is used, and its constants.
+
+    Attributes:
+        window_s: H, seconds over which load, sharing and queueing are counted.
+        imbalance_ratio: IMBALR: a replica whose load is decoding to more than this share is sent what is explored ...
+        balanced_ratio: ... if another replica with load is below this share.
+        rebalance_ratio: T_hbal: a load may be so many times the lightest.
+        rebalance_after: Requests of the window that a replica has before its load is compared.
+        initial_output_len: Tokens, of replicas where nothing ended within the window.
+        balance: Whether prefill and decode loads are balanced at all.
+        rebalance: Whether exploiting requests of replicas that are too heavy are redirected.
+        autoscale: Whether prefixes whose queueing time doubles on a replica too heavy may go to one more.
+    """
+
+    window_s: float = 180.0
+    imbalance_ratio: float = 0.8
+    balanced_ratio: float = 0.5
+    rebalance_ratio: float = 1.5
+    rebalance_after: int = 50
+    initial_output_len: float = 200.0
+    balance: bool = True
+    rebalance: bool = True
+    autoscale: bool = True
+
+    def __post_init__(self) -> None:
+        _require(self.window_s > 0, "window_s", self.window_s, "seconds > 0")
+        _require(0 < self.imbalance_ratio <= 1, "imbalance_ratio", self.imbalance_ratio, "a share in (0, 1]")
+        _require(0 <= self.balanced_ratio <= 1, "balanced_ratio", self.balanced_ratio, "a share in [0, 1]")
+        _require(self.rebalance_ratio >= 1, "rebalance_ratio", self.rebalance_ratio, "a ratio >= 1")
+        _require(self.rebalance_after >= 0, "rebalance_after", self.rebalance_after, "an integer >= 0")
+        _require(self.initial_output_len >= 0, "initial_output_len", self.initial_output_len, "tokens >= 0")
+
+
+@dataclass(frozen=True, slots=True)
+class E2Choice(Choice):
+    """``reason`` is exploit, explore, balance or rebalance; the cost is that of the chosen replica, in GPU-seconds.
+
+    Attributes:
+        load_s: L, of the requests placed there within the window.
+        evict_s: M, of computing again what has to make room.
+        prefill_s: P, of the prompt tokens not cached there.
+    """
+
+    load_s: float = 0.0
+    evict_s: float = 0.0
+    prefill_s: float = 0.0
+
+    @property
+    def cost_s(self) -> float:
+        """LOADCOST of Algorithm 2."""
+        return self.load_s + self.evict_s + self.prefill_s
+
+
+def key_portion(spans: Sequence[int]) -> int:
+    """Which node of a path is the key portion: the deepest with more tokens than all before it together (section 3).
+
+    Args:
+        spans: Lengths of its nodes from the root on, at least one, each above 0.
+    """
+    key, before = 0, 0
+    for i, span in enumerate(spans):
+        if span > before:
+            key = i
+        before += span
+    return key
+
+
+class E2Router(Placement):
+    """Places a request where its prefix is cached if that saves more than it computes, else where it costs least.
+
+    Cost of a placement: O(length of its path + nodes that its replica evicts), and a few numpy operations over all
+    replicas.
+
+    Args:
+        regressions: PT and DT, the same for all replicas.
+        block_size: Tokens an element of a path stands for.
+        ties: Draws among replicas of equal cost; without it the one of the lowest number (its slot).
+    """
+
+    def __init__(
+        self,
+        regressions: Regressions,
+        block_size: int,
+        config: E2Config | None = None,
+        ties: np.random.Generator | None = None,
+    ) -> None:
+        _require(block_size >= 1, "block_size", block_size, "an integer >= 1")
+        self.block_size = block_size
+        self.config = config or E2Config()
+        self.prefixes = PrefixLoads(regressions, block_size, self.config.window_s, self.config.initial_output_len, ties)
+        self.tree, self.load = self.prefixes.tree, self.prefixes.load
+        self._slots, self._cost = self.prefixes.slots, self.prefixes.cost
+        self._scaling = PrefixScaling(self.config.window_s)
+
+    def choose(self, request: Request, prefix: Sequence[int], loads: tuple[ReplicaLoad, ...], now: float) -> E2Choice:
+        """A replica for this request, of those given (never empty)."""
+        return self.place(request.request_id, tuple(prefix), request.known_len, loads, now)
+
+    def place(
+        self, request_id: str, prefix: Path, prompt_len: int, loads: tuple[ReplicaLoad, ...], now: float
+    ) -> E2Choice:
+        """Algorithm 1; ``choose`` by what it needs to know of the request, which is not in flight yet."""
+        query = self.prefixes.match(request_id, prefix, prompt_len, loads, now)
+        self._scaling.advance(now)
+        cached = query.matched[-1].end * self.block_size if query.matched else 0
+        exploits = prompt_len - cached < cached
+        slot, reason = self._exploit(query) if exploits else self._explore(query)
+        load_s = float(self.load.prefill_s[slot] + self.load.decode_s[slot])
+        evict_s = self._cost.evict_s(slot, query)
+        key = _key_of(query.matched) if exploits else None
+        placed = self.prefixes.enter(request_id, query, slot, now, key)
+        hits = placed.hit_len, placed.pending_len
+        return E2Choice(self._slots.names[slot], reason, *hits, load_s, evict_s, placed.prefill_s)
+
+    def replica_up(self, name: str, capacity: int) -> None:
+        """A worker life begins that holds ``capacity`` KV tokens: nothing is cached there. O(nodes)."""
+        self.prefixes.replica_up(name, capacity)
+
+    def replica_gone(self, name: str) -> None:
+        """The replica will not come back; unknown ones are fine. O(nodes)."""
+        self.prefixes.replica_gone(name)
+
+    def started(self, request_id: str, cached_len: int, queue_s: float, now: float) -> None:
+        """A request has first run and found so many tokens cached: its load is set right by that, and the tree
+        where the replica tells no notices.
+        """
+        placed = self.prefixes.started(request_id, cached_len, now)
+        if placed is None or placed.key is None or not self.config.autoscale:
+            return
+        self._scaling.advance(now)
+        self._scaling.observe(placed.key, queue_s, now)
+        if self._scaling.doubled(placed.key) and self._lighter_than(placed.slot) is not None:
+            self._replicate(placed.key)
+
+    def ended(self, request_id: str, output_len: int | None, now: float) -> None:
+        """A request is not in flight any more; None where its output did not come to its end. O(nodes of its path)."""
+        self.prefixes.ended(request_id, output_len, now)
+
+    def noticed(self, replica: str, notice: CacheNotice) -> None:
+        """The replica tells what it caches."""
+        self.prefixes.noticed(replica, notice)
+
+    def priced(self, replica: str, cost: StepCost) -> None:
+        """Steps of this replica cost so much: PT and DT are those of the mean over the replicas that have said so."""
+        self.prefixes.priced(replica, cost)
+
+    def show(self, view: ReplicaView) -> ReplicaView:
+        """A replica with its load within the window and what it is believed to cache."""
+        return self.prefixes.show(view)
+
+    def busiest_prefixes(self, limit: int) -> tuple[PrefixView, ...]:
+        """By the requests placed within the window."""
+        return self.prefixes.busiest(limit)
+
+    def _exploit(self, query: Query) -> tuple[int, str]:
+        """The cheapest replica that caches the longest node of the match, or to which its prefix was replicated."""
+        holders = max(query.matched, key=lambda node: len(node.span)).replicas
+        for node in query.matched:
+            holders |= node.assigned
+        holders &= self._slots.open_mask
+        slot = holders.bit_length() - 1 if is_single(holders) else self._cost.cheapest(query, holders)
+        lightest = self._relief_of(slot)
+        return (slot, "exploit") if lightest is None else (lightest, "rebalance")
+
+    def _explore(self, query: Query) -> tuple[int, str]:
+        slot = self._decode_heavy() if self.config.balance else None
+        if slot is not None:
+            return slot, "balance"
+        return self._cost.cheapest(query, self._slots.open_mask), "explore"
+
+    def _decode_heavy(self) -> int | None:
+        """A replica that mostly decodes has arithmetic to spare: it takes what is explored, unless all are alike."""
+        loads_s = self.load.prefill_s + self.load.decode_s
+        used = (loads_s > 0) & (self._slots.closed == 0)
+        ratios = np.divide(self.load.decode_s, loads_s, out=np.full(len(loads_s), -1.0), where=used)
+        slot = int(ratios.argmax())
+        if ratios[slot] <= self.config.imbalance_ratio or not (used & (ratios < self.config.balanced_ratio)).any():
+            return None
+        return slot
+
+    def _relief_of(self, slot: int) -> int | None:
+        """The lightest replica, if this one is too heavy and has requests enough to tell (load shift)."""
+        config = self.config
+        if not config.rebalance or self.load.num_requests[slot] < config.rebalance_after:
+            return None
+        return self._lighter_than(slot)
+
+    def _lighter_than(self, slot: int) -> int | None:
+        """The lightest replica, if this one has more than T_hbal times its load."""
+        loads_s = self.load.prefill_s + self.load.decode_s
+        lightest = int((loads_s + self._slots.closed).argmin())
+        return lightest if loads_s[slot] > self.config.rebalance_ratio * loads_s[lightest] else None
+
+    def _replicate(self, prefix: Node) -> None:
+        """Prefix autoscaling: its requests may go to the lightest replica that it is not on; KV is computed there."""
+        loads_s = self.load.prefill_s + self.load.decode_s + self._slots.closed
+        loads_s[bits(prefix.replicas | prefix.assigned, len(loads_s))] = np.inf
+        lightest = int(loads_s.argmin())
+        if loads_s[lightest] < np.inf:
+            prefix.assigned |= 1 << lightest
+            self._scaling.restart(prefix)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless tree, window, loads and requests in flight agree."""
+        self.prefixes.check_integrity()
+
+
+def _key_of(matched: list[Node]) -> Node:
+    return matched[key_portion([len(node.span) for node in matched])]
+
+
+def _require(ok: bool, field: str, value: object, expected: str) -> None:
+    if not ok:
+        raise InvalidValueError(field, value, expected)

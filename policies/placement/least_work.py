@@ -1,0 +1,27 @@
+"""Placement on the replica with the least work outstanding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from core.request import Request
+from policies.placement.base import Choice, LoadChoice, Placement, ReplicaLoad
+
+
+class LeastWork(Placement):
+    """Goes where the fewest tokens are outstanding; of equals the first. O(replicas)."""
+
+    def choose(self, request: Request, prefix: Sequence[int], loads: tuple[ReplicaLoad, ...], now: float) -> Choice:
+        """The replica for this request, of those given (never empty)."""
+        least, most = min(loads, key=_work), max(loads, key=_work)
+        return LoadChoice(
+            least.name,
+            "least work",
+            work_tokens=least.work_tokens,
+            most_work_tokens=most.work_tokens,
+            num_replicas=len(loads),
+        )
+
+
+def _work(load: ReplicaLoad) -> float:
+    return load.work_tokens

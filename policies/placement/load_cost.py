@@ -1,0 +1,141 @@
+"""LOADCOST of Preble's Algorithm 2: what a request costs on each replica, in GPU-seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from policies.placement.e2_profiles import Regressions
+from policies.placement.load_window import LoadWindow
+from policies.placement.prefix_tree import Node, RadixTree
+from policies.placement.replica_slots import Floats, ReplicaSlots, bits, is_single
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A request that is to be placed.
+
+    Attributes:
+        path: Nodes of its prompt's full blocks, from the root on.
+        matched: The first of them, as far as a replica that is open caches them.
+        prompt_len: Tokens, beyond the full blocks too.
+    """
+
+    path: list[Node]
+    matched: list[Node]
+    prompt_len: int
+
+    @property
+    def end(self) -> int:
+        """Elements of the path."""
+        return self.path[-1].end if self.path else 0
+
+    def hit_end(self, slot: int) -> int:
+        """Elements of the path that the replica caches."""
+        for node in reversed(self.matched):
+            if node.replicas >> slot & 1:
+                return node.end
+        return 0
+
+
+class LoadCost:
+    """L + M + P of a request on a replica.
+
+    L is the load of the replica within the window, M the time to compute again what must be evicted to fit the
+    request, P the time to compute what the replica does not cache of it. Its decoding costs the same everywhere.
+
+    Args:
+        prefill_s: PT: (tokens computed, tokens of context at their end) -> seconds.
+        block_size: Tokens of a path element.
+        ties: Draws among equals; without it the lowest slot.
+
+    Attributes:
+        capacity: By slot, path elements that the replica holds.
+    """
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        load: LoadWindow,
+        slots: ReplicaSlots,
+        prefill_s: Callable[[int, int], float],
+        block_size: int,
+        ties: np.random.Generator | None,
+    ) -> None:
+        self.capacity: list[int] = []
+        self._tree = tree
+        self._load = load
+        self._slots = slots
+        self._prefill_s = prefill_s
+        self._block_size = block_size
+        self._ties = ties
+
+    def price(self, regressions: Regressions) -> None:
+        """Steps cost something else from now on."""
+        self._prefill_s = regressions.prefill_s
+
+    def cheapest(self, query: Query, among: int) -> int:
+        """The slot of this mask (never empty) where the request costs least.
+
+        M is priced only where L + P alone could still win, which changes nothing: M is never negative. O(nodes matched
+        + those evicted) and some numpy operations over all replicas.
+        """
+        costs = self.prefill_by_slot(query)
+        costs += self._load.prefill_s
+        costs += self._load.decode_s
+        if among == self._slots.open_mask:
+            costs += self._slots.closed
+        else:
+            costs[~bits(among, len(costs))] = np.inf
+        best_s, tied = np.inf, [len(costs)]
+        while True:
+            slot = int(costs.argmin())
+            least_s = float(costs[slot])
+            if least_s == np.inf or least_s > best_s:
+                break
+            if least_s == best_s and self._ties is None and slot > tied[0]:
+                break
+            cost_s = least_s + self.evict_s(slot, query)
+            if cost_s < best_s:
+                best_s, tied = cost_s, [slot]
+            elif cost_s == best_s:
+                tied.append(slot)
+            costs[slot] = np.inf
+        return min(tied) if self._ties is None else int(self._ties.choice(sorted(tied)))
+
+    def prefill_by_slot(self, query: Query) -> Floats:
+        """P by slot. Who caches a node caches those before it, so deeper nodes overwrite what these have set."""
+        prompt_len, matched = query.prompt_len, query.matched
+        costs = np.empty(len(self._slots.names))
+        costs.fill(self._prefill_s(prompt_len, prompt_len))
+        for i, node in enumerate(matched):
+            if i + 1 < len(matched) and matched[i + 1].replicas == node.replicas:
+                continue
+            prefill_s = self._prefill_s(prompt_len - node.end * self._block_size, prompt_len)
+            if is_single(node.replicas):
+                costs[node.replicas.bit_length() - 1] = prefill_s
+            else:
+                np.putmask(costs, bits(node.replicas, len(costs)), prefill_s)
+        return costs
+
+    def evict_s(self, slot: int, query: Query) -> float:
+        """M: sum of PT(len_j) N_j over the nodes j that make room, N_j the share of the replica's requests using j.
+
+        Both count requests within the window (the second version of the paper; the first counts requests, not shares).
+        """
+        short = self._tree.num_cached[slot] + query.end - query.hit_end(slot) - self.capacity[slot]
+        if short <= 0:
+            return 0.0
+        total_s = 0.0
+        for copy, num in self._tree.lru(slot, short, query.path):
+            if copy.num_recent:
+                context_len = copy.node.end * self._block_size
+                total_s += self._prefill_s(num * self._block_size, context_len) * copy.num_recent
+        return total_s / max(1, self._load.num_requests[slot])
+
+    def prefill_s(self, slot: int, query: Query) -> float:
+        """P on one replica."""
+        lacking = query.prompt_len - query.hit_end(slot) * self._block_size
+        return self._prefill_s(lacking, query.prompt_len)

@@ -1,0 +1,44 @@
+"""Placement by a partition of the prefixes that is fixed in advance: the oracle baseline of Preble (section 5.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from core.errors import InvalidValueError
+from core.request import Request
+from policies.placement.base import Choice, Placement, ReplicaLoad
+
+
+class OraclePartition(Placement):
+    """Each prefix belongs to one replica, and the known loads of the prefixes are shared out evenly.
+
+    The heaviest prefix goes to the lightest replica first. Unknown prefixes go to the lightest one. O(1) a placement.
+
+    Args:
+        loads: By the path element that tells prefixes apart, the load that is to come, in any unit.
+        num_replicas: Replicas to share it among: the i-th is the i-th (modulo their number) that takes requests.
+        block_size: Tokens of a path element.
+        num_leading: Elements before that one, which all prefixes have in common.
+    """
+
+    def __init__(self, loads: Mapping[int, float], num_replicas: int, block_size: int, num_leading: int = 0) -> None:
+        if num_replicas < 1:
+            raise InvalidValueError("num_replicas", num_replicas, "an integer >= 1")
+        if block_size < 1:
+            raise InvalidValueError("block_size", block_size, "an integer >= 1")
+        self.block_size = block_size
+        self._num_leading = num_leading
+        self._owners: dict[int, int] = {}
+        totals = [0.0] * num_replicas
+        for first, load in sorted(loads.items(), key=lambda item: (-item[1], item[0])):
+            owner = totals.index(min(totals))
+            self._owners[first] = owner
+            totals[owner] += load
+        self._lightest = totals.index(min(totals))
+
+    def choose(self, request: Request, prefix: Sequence[int], loads: tuple[ReplicaLoad, ...], now: float) -> Choice:
+        """The owner of the request's prefix, of those given (never empty)."""
+        head = prefix[self._num_leading] if len(prefix) > self._num_leading else None
+        known = head in self._owners
+        owner = self._lightest if head is None else self._owners.get(head, self._lightest)
+        return Choice(loads[owner % len(loads)].name, "owner of the prefix" if known else "unknown prefix")

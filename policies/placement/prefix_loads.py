@@ -1,0 +1,287 @@
+"""What is cached and placed where: the bookkeeping that placements by prefix share (Preble, section 4.2)."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from core.costs import StepCost, mean_cost
+from core.errors import IntegrityError, InvalidValueError
+from core.messages.cache import CacheNotice
+from core.messages.placement import PrefixView, ReplicaView
+from policies.placement.base import ReplicaLoad
+from policies.placement.e2_profiles import Regressions, from_step_cost
+from policies.placement.load_cost import LoadCost, Query
+from policies.placement.load_window import LoadWindow
+from policies.placement.prefix_tree import Node, Path, RadixTree
+from policies.placement.prefix_view import busiest_prefixes
+from policies.placement.replica_slots import ReplicaSlots
+
+COST_CHANGE = 0.05
+"""A mean price that differs by more than this share is another one."""
+
+
+@dataclass(slots=True, eq=False)
+class PlacedRequest:
+    """A request from its placement until it has ended and left the window.
+
+    Attributes:
+        end: Last node of its path, by which the tree knows it.
+        key: Its key portion, if it was placed where that is cached.
+        hit_len: Tokens cached there when it starts, as believed and, once it has started, as found.
+        pending_len: Of those, tokens that others in flight were computing when it was placed.
+        prefill_s: As it counts in the load of its replica.
+        counts: Whether the window still holds it.
+    """
+
+    request_id: str
+    placed_at: float
+    slot: int
+    end: Node
+    key: Node | None
+    prompt_len: int
+    hit_len: int
+    prefill_s: float
+    pending_len: int = 0
+    counts: bool = True
+
+
+class PrefixLoads:
+    """The prefix tree, the load of the window, and the requests that are in either; it decides nothing.
+
+    Args:
+        regressions: PT and DT, the same for all replicas, until steps have been measured.
+        block_size: Tokens an element of a path stands for.
+        window_s, initial_output_len: As ``LoadWindow`` takes them.
+        ties: As ``LoadCost`` takes it.
+
+    Attributes:
+        in_flight: By id, requests placed and not ended.
+    """
+
+    def __init__(
+        self,
+        regressions: Regressions,
+        block_size: int,
+        window_s: float,
+        initial_output_len: float,
+        ties: np.random.Generator | None = None,
+    ) -> None:
+        self.tree = RadixTree()
+        self.load = LoadWindow(regressions, window_s, initial_output_len)
+        self.slots = ReplicaSlots()
+        self.cost = LoadCost(self.tree, self.load, self.slots, regressions.prefill_s, block_size, ties)
+        self.in_flight: dict[str, PlacedRequest] = {}
+        self._prefill_s = regressions.prefill_s
+        self._block_size = block_size
+        self._window_s = window_s
+        self._window: deque[PlacedRequest] = deque()
+        self._costs: dict[str, StepCost] = {}
+        self._cost: StepCost | None = None  # the mean that is priced with
+        self._informed = 0  # bits of the replicas that tell what they cache
+
+    def match(
+        self, request_id: str, prefix: Path, prompt_len: int, loads: tuple[ReplicaLoad, ...], now: float
+    ) -> Query:
+        """What replicas that are open cache of a request; ``enter`` must follow before anything else is asked.
+
+        Raises:
+            InvalidValueError: the request is in flight.
+        """
+        if request_id in self.in_flight:
+            raise InvalidValueError("request_id", request_id, "a request that is not in flight")
+        self.advance(now)
+        self.slots.open(loads)
+        path = self.tree.insert(prefix)
+        num = len(path)
+        while num and not path[num - 1].replicas & self.slots.open_mask:
+            num -= 1
+        return Query(path, path[:num], prompt_len)
+
+    def enter(self, request_id: str, query: Query, slot: int, now: float, key: Node | None = None) -> PlacedRequest:
+        """The replica computes and caches the path.
+
+        Until it says so, that is pending where the replica tells what it caches. Where it does not, what it has no room
+        for beside the path is taken to be evicted.
+        """
+        hit_len, pending_len = self._hits(query, slot)
+        prefill_s = self.cost.prefill_s(slot, query)
+        end = query.path[-1] if query.path else self.tree.root
+        placed = PlacedRequest(request_id, now, slot, end, key, query.prompt_len, hit_len, prefill_s, pending_len)
+        is_informed = bool(self._informed >> slot & 1)
+        self.tree.hold(query.path, slot, pending=is_informed)
+        excess = self.tree.num_cached[slot] - self.cost.capacity[slot]
+        if excess > 0 and not is_informed:
+            self.tree.evict_lru(slot, excess)
+        self.load.add(slot, prefill_s, query.prompt_len)
+        self.in_flight[request_id] = placed
+        self._window.append(placed)
+        return placed
+
+    def priced(self, replica: str, cost: StepCost) -> StepCost | None:
+        """Steps of this replica cost so much; the mean price, if it has changed. O(requests of the window)."""
+        if self.slots.find(replica) is None:
+            return None
+        self._costs[replica] = cost
+        mean = mean_cost(self._costs.values())
+        if self._cost is not None and mean.is_like(self._cost, COST_CHANGE):
+            return None
+        self._cost = mean
+        regressions = from_step_cost(mean)
+        self._prefill_s = regressions.prefill_s
+        self.cost.price(regressions)
+        self.load.price(regressions)
+        for placed in self._window:
+            prefill_s = self._prefill_s(placed.prompt_len - placed.hit_len, placed.prompt_len)
+            if placed.counts:
+                self.load.correct(placed.slot, prefill_s - placed.prefill_s)
+            placed.prefill_s = prefill_s
+        return mean
+
+    def _hits(self, query: Query, slot: int) -> tuple[int, int]:
+        """Tokens that it will find when it starts, and how many of them are still being computed.
+
+        Whoever computes them was placed before and is ahead of it. The last token of a prompt is always computed.
+        """
+        end = min(query.hit_end(slot), self._left_end(query, slot))
+        cached = next((node.end for node in reversed(query.matched) if _is_cached(node, slot)), 0)
+        most = (query.prompt_len - 1) // self._block_size
+        return min(end, most) * self._block_size, (min(end, most) - min(cached, most)) * self._block_size
+
+    def _left_end(self, query: Query, slot: int) -> int:
+        """Elements of the path that are left when those placed before have made themselves room. O(nodes that go)."""
+        excess = self.tree.num_cached[slot] - self.cost.capacity[slot]
+        if excess <= 0 or not self._informed >> slot & 1:  # where it does not tell, they were taken to go at once
+            return query.end
+        going = {copy.node: num for copy, num in self.tree.lru(slot, excess)}
+        return next((node.end - going[node] for node in query.matched if node in going), query.end)
+
+    def replica_up(self, name: str, capacity: int) -> int:
+        """A worker life begins that holds ``capacity`` KV tokens: nothing is cached there. Its slot. O(nodes)."""
+        slot = self.slots.find(name)
+        if slot is not None:
+            self._clear(slot)
+        else:
+            slot, is_new = self.slots.take(name)
+            if is_new:
+                self.tree.add_replica()
+                self.load.add_replica()
+                self.cost.capacity.append(0)
+        self.cost.capacity[slot] = capacity // self._block_size
+        self._informed &= ~(1 << slot)
+        return slot
+
+    def replica_gone(self, name: str) -> int | None:
+        """The replica will not come back. The slot that it had; None of unknown ones. O(nodes)."""
+        slot = self.slots.find(name)
+        if slot is not None:
+            self._clear(slot)
+            self.slots.give_back(name)
+            self._costs.pop(name, None)
+        return slot
+
+    def started(self, request_id: str, cached_len: int, now: float) -> PlacedRequest | None:
+        """A request has first run and found so many tokens cached: its load is set right by that, and the tree
+        where the replica tells no notices.
+
+        Returns:
+            It; None of one that is not in flight.
+        """
+        placed = self.in_flight.get(request_id)
+        if placed is None:
+            return None
+        self.advance(now)
+        is_informed = bool(self._informed >> placed.slot & 1)  # notices tell what it finds, and what became of it since
+        if not is_informed and cached_len < placed.hit_len:
+            self.tree.correct(placed.end, placed.slot, cached_len // self._block_size)
+        prefill_s = self._prefill_s(placed.prompt_len - cached_len, placed.prompt_len)
+        if placed.counts:
+            self.load.correct(placed.slot, prefill_s - placed.prefill_s)
+        placed.hit_len, placed.prefill_s = cached_len, prefill_s
+        return placed
+
+    def ended(self, request_id: str, output_len: int | None, now: float) -> PlacedRequest | None:
+        """A request is not in flight any more; None where its output did not come to its end. O(nodes of its path).
+
+        Returns:
+            It; None of one that was not in flight.
+        """
+        placed = self.in_flight.pop(request_id, None)
+        if placed is None:
+            return None
+        self.advance(now)
+        self.tree.release(placed.end, placed.slot)
+        if output_len is not None:
+            self.load.ended(placed.slot, output_len, now)
+        return placed
+
+    def noticed(self, replica: str, notice: CacheNotice) -> None:
+        """The replica tells what it caches, and from now on it alone. O(what has changed, by the length of paths)."""
+        slot, tree = self.slots.find(replica), self.tree
+        if slot is None:
+            return
+        if notice.whole:
+            tree.forget_cached(slot)
+            self._informed |= 1 << slot
+        for name in reversed(notice.evicted):
+            if tree.caches(name, slot):
+                tree.evict(tree.path_to(name) or (), slot)
+        for run in notice.stored:
+            before = tree.path_to(run.parent) if run.parent else ()
+            if before is not None:  # else it follows what the notice before this one should have told
+                tree.store(before + run.hashes, slot)
+
+    def show(self, view: ReplicaView) -> ReplicaView:
+        """A replica with its load within the window and what it is believed to cache."""
+        slot = self.slots.find(view.replica)
+        if slot is None:
+            return view
+        cached_tokens = self.tree.num_cached[slot] * self._block_size
+        prefill_s, decode_s = float(self.load.prefill_s[slot]), float(self.load.decode_s[slot])
+        return replace(view, prefill_s=prefill_s, decode_s=decode_s, cached_tokens=cached_tokens)
+
+    def busiest(self, limit: int) -> tuple[PrefixView, ...]:
+        """The ``limit`` nodes that most requests of the window go through."""
+        return busiest_prefixes(self.tree, self.slots.names, self._block_size, limit)
+
+    def advance(self, now: float) -> None:
+        """What was placed a window ago counts no more. Amortised O(nodes of a path)."""
+        window, expired_at = self._window, now - self._window_s
+        while window and window[0].placed_at <= expired_at:
+            placed = window.popleft()
+            if placed.counts:
+                placed.counts = False
+                self.tree.forget(placed.end, placed.slot)
+                self.load.remove(placed.slot, placed.prefill_s, placed.prompt_len)
+        self.load.advance(now)
+
+    def _clear(self, slot: int) -> None:
+        for request_id in [each for each, placed in self.in_flight.items() if placed.slot == slot]:
+            del self.in_flight[request_id]
+        for placed in self._window:
+            if placed.slot == slot:
+                placed.counts = False
+        self.tree.clear(slot)
+        self.load.clear(slot)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless tree, window, loads and requests in flight agree."""
+        self.tree.check_integrity()
+        self.load.check_integrity()
+        counted = [placed for placed in self._window if placed.counts]
+        in_flight = self.in_flight.values()
+        self.tree.check_counts(
+            ((each.end, each.slot) for each in in_flight), ((each.end, each.slot) for each in counted)
+        )
+        for slot, num_requests in enumerate(self.load.num_requests):
+            times_s = [placed.prefill_s for placed in counted if placed.slot == slot]
+            if len(times_s) != num_requests:
+                raise IntegrityError(f"replica {slot}: the window does not hold what its load counts")
+            if abs(sum(times_s) - self.load.prefill_s[slot]) > 1e-6 * max(1.0, sum(times_s)):
+                raise IntegrityError(f"replica {slot}: prefill times add up to {sum(times_s)}")
+
+
+def _is_cached(node: Node, slot: int) -> bool:
+    return bool((node.replicas & ~node.pending) >> slot & 1)

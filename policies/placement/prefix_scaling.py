@@ -1,0 +1,67 @@
+"""Which prefix has become too popular for the replicas that cache it (Preble, section 4.2: autoscaling)."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from policies.placement.prefix_tree import Node
+
+
+@dataclass(slots=True, eq=False)
+class _Queueing:
+    """Requests of one prefix and the seconds they waited, in the earlier and the later half of the window."""
+
+    num_early: int = 0
+    num_late: int = 0
+    early_s: float = 0.0
+    late_s: float = 0.0
+
+
+class PrefixScaling:
+    """Queueing times by prefix, and whether their mean has doubled between the two halves of the window.
+
+    Every operation is amortised O(1).
+    """
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._early: deque[tuple[float, Node, _Queueing, float]] = deque()
+        self._late: deque[tuple[float, Node, _Queueing, float]] = deque()
+        self._queueing: dict[Node, _Queueing] = {}
+
+    def observe(self, prefix: Node, queue_s: float, now: float) -> None:
+        """A request of this prefix has waited so long before it first ran."""
+        queueing = self._queueing.setdefault(prefix, _Queueing())
+        queueing.num_late += 1
+        queueing.late_s += queue_s
+        self._late.append((now, prefix, queueing, queue_s))
+
+    def advance(self, now: float) -> None:
+        """The window ends now: samples pass into its earlier half and out of it."""
+        while self._late and self._late[0][0] <= now - self._window_s / 2:
+            sample = self._late.popleft()
+            _, _, queueing, queue_s = sample
+            self._early.append(sample)
+            queueing.num_late -= 1
+            queueing.late_s -= queue_s
+            queueing.num_early += 1
+            queueing.early_s += queue_s
+        while self._early and self._early[0][0] <= now - self._window_s:
+            _, prefix, queueing, queue_s = self._early.popleft()
+            queueing.num_early -= 1
+            queueing.early_s -= queue_s
+            if not queueing.num_early + queueing.num_late and self._queueing.get(prefix) is queueing:
+                del self._queueing[prefix]
+
+    def doubled(self, prefix: Node) -> bool:
+        """Whether requests of the later half waited twice as long as those of the earlier one, in the mean."""
+        queueing = self._queueing.get(prefix)
+        if queueing is None or not queueing.num_early or not queueing.num_late:
+            return False
+        late_s = queueing.late_s / queueing.num_late
+        return late_s > 0 and late_s >= 2 * queueing.early_s / queueing.num_early
+
+    def restart(self, prefix: Node) -> None:
+        """The prefix has been given another replica: only what it waits from now on is compared."""
+        self._queueing.pop(prefix, None)

@@ -1,0 +1,264 @@
+"""What is still to be done of the requests on each replica, by their forecasts and by how long they have run.
+
+Nobody tells the router how many tokens a request has produced, so it goes by a clock for each replica: the tokens that
+each of the sequences decoding there has got by now, at the pace of a step of that batch. A request ends when the clock
+has come as far from where it started as its output is foreseen to be long.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from core.costs import StepCost
+from core.errors import IntegrityError
+from policies.admission.past_future import future_memory
+from policies.lengths.law import MIN_REMAINING
+from policies.placement.replica_slots import Floats
+
+_TABLES = ("_held", "_running", "_begun_at", "_lengths", "_own_lens", "_context_lens", "_produced", "_left")
+
+MORE_SEATS = 8
+"""Requests of a replica that there is room for at first, and how many more when they do not suffice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What is known of a request before it is placed.
+
+    Attributes:
+        prompt_len: Tokens known, the output of earlier attempts among them ...
+        had_len: ... which is so long.
+        most: Tokens that it may still have.
+    """
+
+    prompt_len: int
+    had_len: int
+    most: int
+
+    def left_of(self, output_len: float) -> float:
+        """Tokens still to come, at least 1, of a whole output that is foreseen to be so long."""
+        return max(1.0, min(output_len - self.had_len, float(self.most)))
+
+
+@dataclass(slots=True)
+class _Seat:
+    """Where a request is, and what its start and end change.
+
+    Attributes:
+        prefill_s: To compute what is not cached of its prompt.
+    """
+
+    slot: int
+    seat: int
+    demand: Demand
+    prefill_s: float
+    has_started: bool = False
+
+
+class ResidualWork:
+    """Requests in flight by replica, as arrays of shape (slots, seats).
+
+    What each has produced and has left is worked out once an instant, with the first question, in O(slots * seats)
+    numpy work; who is placed, starts or ends at that instant changes one element. ``meetings`` is three numpy
+    operations over the arrays, ``memory_wait_s`` some over a row.
+
+    Args:
+        cost: What steps cost, the same on all replicas.
+
+    Attributes:
+        queued_s: By slot, prefill seconds of the requests that have not started.
+        num_requests: By slot, all of them; floats, to be multiplied with.
+    """
+
+    def __init__(self, cost: StepCost) -> None:
+        self._cost = cost
+        self._seats: dict[str, _Seat] = {}
+        self._free: list[list[int]] = []
+        shape = (0, MORE_SEATS)
+        self._held = np.zeros(shape, np.bool_)
+        self._running: Floats = np.zeros(shape)  # 1 of those that have started: a factor
+        self._begun_at: Floats = np.zeros(shape)  # of its replica's clock
+        self._lengths: Floats = np.zeros(shape)  # of outputs, as foreseen, from the placement on; 0 where nobody is
+        self._own_lens: Floats = np.zeros(shape)  # prompt tokens that nobody else holds; 0 where nobody is
+        self._context_lens: Floats = np.zeros(shape)
+        self._produced: Floats = np.zeros(shape)  # these two as of ``_now``, unless they are out of date
+        self._left: Floats = np.zeros(shape)
+        self._is_current = True
+        self._ones: Floats = np.ones(MORE_SEATS)  # a sum by it takes a fifth of the time of ``sum(axis=1)``
+        self._clocks: Floats = np.zeros(0)
+        self._steps_s: Floats = np.zeros(0)
+        self._contexts: list[int] = []
+        self._num_running: list[int] = []
+        self._now = 0.0
+        self.queued_s: Floats = np.zeros(0)
+        self.num_requests: Floats = np.zeros(0)
+
+    def add_replica(self) -> None:
+        for name in _TABLES:
+            table = getattr(self, name)
+            setattr(self, name, np.concatenate([table, np.zeros((1, table.shape[1]), table.dtype)]))
+        for name in ("_clocks", "queued_s", "num_requests"):
+            row = getattr(self, name)
+            setattr(self, name, np.append(row, np.zeros(1, row.dtype)))
+        self._contexts.append(0)
+        self._num_running.append(0)
+        self._steps_s = np.append(self._steps_s, self._cost.step_s(0, 1, 0))
+        self._free.append(list(range(self._held.shape[1]))[::-1])
+
+    def clear(self, slot: int) -> None:
+        """What was placed on the replica is lost with it."""
+        for request_id in [each for each, seat in self._seats.items() if seat.slot == slot]:
+            self.remove(request_id)
+
+    def advance(self, now: float) -> None:
+        """O(slots)."""
+        if now > self._now:
+            self._clocks += (now - self._now) / self._steps_s
+            self._now = now
+            self._is_current = False
+
+    def add(self, request_id: str, slot: int, demand: Demand, left: float, own_len: int, prefill_s: float) -> None:
+        """A request is placed, to have ``left`` tokens of output: it computes ``own_len`` tokens of its prompt in
+        ``prefill_s``, and holds those alone."""
+        if not self._free[slot]:
+            self._widen()
+        seat = self._free[slot].pop()
+        self._seats[request_id] = _Seat(slot, seat, demand, prefill_s)
+        self._held[slot, seat] = True
+        self._lengths[slot, seat] = left
+        self._own_lens[slot, seat] = own_len
+        self._context_lens[slot, seat] = demand.prompt_len
+        self._left[slot, seat] = left
+        self.num_requests[slot] += 1
+        self._queue(slot, prefill_s)
+
+    def start(self, request_id: str, own_len: int) -> None:
+        """It has its first token, and ``own_len`` is what it had to compute."""
+        seat = self._seats[request_id]
+        if seat.has_started:
+            return
+        seat.has_started = True
+        slot = seat.slot
+        self._running[slot, seat.seat] = 1.0
+        self._begun_at[slot, seat.seat] = self._clocks[slot]
+        self._own_lens[slot, seat.seat] = own_len
+        self._run(slot, 1, seat.demand.prompt_len)
+        self._queue(slot, -seat.prefill_s)
+
+    def foresee(self, request_id: str, output_len: float) -> None:
+        """Its whole output is foreseen to be so long; unknown ones are passed over."""
+        seat = self._seats.get(request_id)
+        if seat is not None:
+            self._lengths[seat.slot, seat.seat] = seat.demand.left_of(output_len)
+            self._is_current = False
+
+    def remove(self, request_id: str) -> None:
+        """It is not in flight any more."""
+        seat = self._seats.pop(request_id)
+        at = seat.slot, seat.seat
+        self._held[at] = False
+        for table in (self._running, self._lengths, self._own_lens, self._produced, self._left):
+            table[at] = 0.0
+        self._free[seat.slot].append(seat.seat)
+        self.num_requests[seat.slot] -= 1
+        if seat.has_started:
+            self._run(seat.slot, -1, -seat.demand.prompt_len)
+        else:
+            self._queue(seat.slot, -seat.prefill_s)
+
+    def remaining(self) -> Floats:
+        """Output tokens that requests have before them, 0 where no request is; shape (slots, seats).
+
+        One that has outlived its forecast is expected to go on for a quarter of what it has, at least 16 tokens
+        (as ``length_law``).
+        """
+        if not self._is_current:
+            self._work_out()
+        return self._left
+
+    def _work_out(self) -> None:
+        """What has been produced and is left, as of now."""
+        np.subtract(self._clocks[:, None], self._begun_at, out=self._produced)
+        self._produced *= self._running
+        np.subtract(self._lengths, self._produced, out=self._left)
+        late = self._held & (self._left <= 0)
+        if late.any():
+            self._left[late] = np.maximum(self._produced[late] / 4, MIN_REMAINING)
+        self._is_current = True
+
+    def meetings(self, length: float) -> tuple[Floats, Floats]:
+        """By slot, the steps that its requests take together with one of so many tokens, and the sum over those steps
+        of the context that they bring."""
+        shared = np.minimum(self.remaining(), length)
+        return np.vecdot(shared, self._ones), np.vecdot(shared, self._context_lens)
+
+    def memory_wait_s(self, slot: int, own_len: int, length: float, capacity: int) -> float:
+        """Seconds until a request fits: until those that end first have freed what the predicted peak of all of them
+        (Past-Future, section 3.3) is above the replica's tokens; 0 where it is not. O(n log n)."""
+        all_left, held = self.remaining()[slot], self._held[slot]
+        holding = self._own_lens[slot] + self._produced[slot]
+        at_their_ends = np.vecdot(holding + all_left, self._ones) + self.num_requests[slot]
+        if at_their_ends + own_len + length + 1 <= capacity or not held.any():
+            return 0.0
+        base, left = holding[held], np.ceil(all_left[held])
+        peak = future_memory(
+            np.append(base, own_len).astype(np.int64), np.append(left, np.ceil(length)).astype(np.int64)
+        )
+        excess = int(peak) - capacity
+        if excess <= 0:
+            return 0.0
+        order = left.argsort()
+        freed = (base + left)[order].cumsum()
+        last = min(int(np.searchsorted(freed, excess)), len(order) - 1)
+        return float(left[order[last]] * self._steps_s[slot])
+
+    def _queue(self, slot: int, more_s: float) -> None:
+        """Rounding errors do not outlive a pause."""
+        waiting = self.num_requests[slot] > self._num_running[slot]
+        self.queued_s[slot] = max(0.0, self.queued_s[slot] + more_s) if waiting else 0.0
+
+    def price(self, cost: StepCost) -> None:
+        """Steps cost so much from now on; prompts that wait keep the price that they came with. O(slots)."""
+        self._cost = cost
+        for slot in range(len(self._free)):
+            self._run(slot, 0, 0)
+
+    def _run(self, slot: int, more: int, more_context: int) -> None:
+        self._num_running[slot] += more
+        self._contexts[slot] += more_context
+        self._steps_s[slot] = self._cost.step_s(0, max(1, self._num_running[slot]), self._contexts[slot])
+
+    def _widen(self) -> None:
+        width = self._held.shape[1]
+        for name in _TABLES:
+            table = getattr(self, name)
+            setattr(self, name, np.concatenate([table, np.zeros((len(table), MORE_SEATS), table.dtype)], axis=1))
+        self._ones = np.ones(width + MORE_SEATS)
+        for free in self._free:
+            free.extend(range(width + MORE_SEATS - 1, width - 1, -1))
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless the arrays say of every replica what its requests add up to."""
+        if self._is_current:
+            before = self._produced.copy(), self._left.copy()
+            self._work_out()
+            if not (np.array_equal(before[0], self._produced) and np.array_equal(before[1], self._left)):
+                raise IntegrityError("what requests have produced or have left is not as of now")
+        for slot, free in enumerate(self._free):
+            seats = [seat for seat in self._seats.values() if seat.slot == slot]
+            running = [seat for seat in seats if seat.has_started]
+            if sorted([*free, *(seat.seat for seat in seats)]) != list(range(self._held.shape[1])):
+                raise IntegrityError(f"replica {slot}: a seat is taken twice or lost")
+            counted = self._held[slot].sum(), self._running[slot].sum()
+            if (*counted, self.num_requests[slot], self._num_running[slot]) != (len(seats), len(running)) * 2:
+                raise IntegrityError(f"replica {slot}: {len(seats)} requests, {len(running)} running, are miscounted")
+            empty = ~self._held[slot]
+            if self._lengths[slot, empty].any() or self._own_lens[slot, empty].any():
+                raise IntegrityError(f"replica {slot}: a seat that is free has tokens")
+            if self._contexts[slot] != sum(seat.demand.prompt_len for seat in running):
+                raise IntegrityError(f"replica {slot}: the context of its requests does not add up")
+            queued_s = sum(seat.prefill_s for seat in seats if not seat.has_started)
+            if abs(queued_s - self.queued_s[slot]) > 1e-6 * max(1.0, queued_s):
+                raise IntegrityError(f"replica {slot}: {self.queued_s[slot]} is not the prefill that waits there")

@@ -1,0 +1,145 @@
+"""What a replica's scheduler hears, and what it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from core.costs import StepCost
+from core.messages import FinishedSequence, ForecastMade, Key, Plan, StepReport, WorkerState
+from core.messages.cache import CacheNotice, StartedRequest
+from core.request import Origin, Request
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConnected:
+    """A worker has granted a lease: a new one that holds nothing, or one that outlived another Scheduler."""
+
+    state: WorkerState
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """The worker is gone, and everything shipped to it; their ingress replicas resume them elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestsArrived:
+    """
+    Attributes:
+        placements: As in ``Submit``.
+    """
+
+    requests: tuple[Request, ...]
+    placements: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestsAborted:
+    """The clients of these (request id, attempt) pairs are gone."""
+
+    keys: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReported:
+    report: StepReport
+
+
+@dataclass(frozen=True, slots=True)
+class StepsRan:
+    """Each of these has decoded ``num_steps`` tokens in ``duration_s`` seconds since the scheduler last heard of it.
+
+    The short form of a report in which nothing else has changed; a later report says it again.
+    """
+
+    request_ids: tuple[str, ...]
+    num_steps: int
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ForecastsArrived:
+    """Output lengths of requests that came without; those that are not here any more are passed over."""
+
+    made: tuple[ForecastMade, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CostLearnt:
+    """What steps cost on this replica, as measured by now."""
+
+    cost: StepCost
+
+
+Event = (
+    WorkerConnected
+    | WorkerLost
+    | RequestsArrived
+    | RequestsAborted
+    | WorkerReported
+    | CostLearnt
+    | ForecastsArrived
+    | StepsRan
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SendPlan:
+    """Send this to the worker; a newer one supersedes it."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseRequest:
+    """Tell the ingress that this request will never run."""
+
+    request_id: str
+    attempt: int
+    field: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStarted:
+    """A request has run for the first time; said once, before its end."""
+
+    started: StartedRequest
+
+
+@dataclass(frozen=True, slots=True)
+class CacheTold:
+    """News of the worker's prefix cache; said once, in order, and before the ends of those who filled it."""
+
+    notice: CacheNotice
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEnded:
+    """A request reached its end in the worker; said once."""
+
+    finished: FinishedSequence
+    arrived_at: float
+    ended_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class BatchBroken:
+    """A batch ran out of memory: these, all that was here, are forgotten and have to be run in smaller batches."""
+
+    keys: tuple[Key, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AccountClosed:
+    """What was decided about a request that is here no more; for whoever keeps a journal."""
+
+    request_id: str
+    attempt: int
+    origin: Origin
+    placement: bytes
+    decisions: bytes
+    num_left_out: int
+
+
+Instruction = SendPlan | RefuseRequest | RequestStarted | CacheTold | RequestEnded | BatchBroken | AccountClosed

@@ -1,0 +1,225 @@
+"""What a replica's scheduler has on its books: its requests, and its worker as last reported and since ordered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from core.errors import IntegrityError
+from core.messages import Key, StepReport, WorkerReady, WorkerState
+from core.messages.cache import CacheNotice
+from core.request import Request, Residency
+from kvcache.cache_journal import CacheShadow
+from policies.interfaces import KvView
+from policies.job import Job
+from policies.replica.tracked import Tracked, make_tracked
+
+NUM_REMEMBERED = 4096
+"""Ended requests that a Scheduler still knows when asked: the last tokens may be on their way to the ingress."""
+
+
+class ReplicaShadow:
+    """The worker is the truth. What it has been ordered to do counts as done here, though it may not know yet.
+
+    Attributes:
+        tracked: All requests, by id.
+        admitted: Those with a place, in order of admission.
+        hosted: Those with KV on the host, or on its way there.
+        worker: None while there is none.
+        cache: The worker's, where its reports tell of it.
+        report_seq: Of the latest report.
+        plan_seq: Of the latest plan.
+        short_blocks: As last reported.
+        stale: There is something to tell the worker, whoever is to execute.
+    """
+
+    def __init__(self) -> None:
+        self.tracked: dict[str, Tracked] = {}
+        self.admitted: dict[str, Tracked] = {}
+        self.hosted: dict[str, Tracked] = {}
+        self.worker: WorkerReady | None = None
+        self.lease = 0
+        self.cache = CacheShadow()
+        self.report_seq = self.plan_seq = 0
+        self.short_blocks = 0
+        self.stale = False
+        self._undelivered: dict[str, Tracked] = {}  # shipped, and the worker may not have them yet
+        self._recent: dict[Key, None] = {}  # ended lately, oldest first
+        self._shared_blocks = 0  # as last reported
+        self._applied_plan_seq = 0  # the worker's plan in force at the last report
+        self._preempted_in = 0  # plan that carries the latest preemption: older pressure is already answered
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.tracked) - len(self.admitted)
+
+    @property
+    def preemption_is_known(self) -> bool:
+        """The worker has the plan that carries the latest preemption."""
+        return self._applied_plan_seq >= self._preempted_in
+
+    @property
+    def is_answering(self) -> bool:
+        """A preemption or an offload is on its way: what is short now will not be then."""
+        return not self.preemption_is_known or any(tracked.is_leaving for tracked in self.hosted.values())
+
+    def resting(self) -> tuple[Key, ...]:
+        """All that is here, if it all waits for clients that do not read: else nothing."""
+        if not all(each.stalled for each in self.tracked.values()):
+            return ()
+        return self.keys()
+
+    def keys(self) -> tuple[Key, ...]:
+        """Of all that is here."""
+        return tuple((each.request.request_id, each.request.attempt) for each in self.tracked.values())
+
+    def knows(self, key: Key) -> bool:
+        """Whether this attempt, or a later one of the request, is here, or it has ended lately."""
+        request_id, attempt = key
+        tracked = self.tracked.get(request_id)
+        return (tracked is not None and tracked.request.attempt >= attempt) or key in self._recent
+
+    def remember(self, key: Key) -> None:
+        """This attempt has ended."""
+        self._recent[key] = None
+        if len(self._recent) > NUM_REMEMBERED:
+            del self._recent[next(iter(self._recent))]
+
+    def add(self, request: Request, now: float) -> Tracked:
+        tracked = self.tracked[request.request_id] = make_tracked(request, now)
+        self._look_up(tracked)
+        return tracked
+
+    def remove(self, request_id: str) -> Tracked:
+        tracked = self.tracked.pop(request_id)
+        for table in (self.admitted, self.hosted, self._undelivered):
+            table.pop(request_id, None)
+        return tracked
+
+    def connect(self, state: WorkerState, now: float) -> None:
+        """Another worker, or one that outlived another Scheduler: what it holds is here, and nothing else."""
+        self.lose_worker()
+        self.worker, self.lease = state.ready, state.lease
+        for request in state.held:
+            adopted = self.add(request, now)
+            adopted.shipped_in, adopted.delivered, adopted.started = 0, True, True
+        for progress in state.report.progress:
+            adopted = self.tracked[progress.request_id]
+            adopted.num_preemptions, adopted.num_moves = progress.num_preemptions, progress.num_moves
+            adopted.residency = progress.residency
+            self.note_host(adopted)
+        self.stale = True
+
+    def lose_worker(self) -> None:
+        """It is gone, and all that was here."""
+        self.worker = None
+        self.cache = CacheShadow()
+        self._shared_blocks = self.short_blocks = 0
+        self.plan_seq = self.report_seq = self._applied_plan_seq = self._preempted_in = 0
+        for table in (self.tracked, self.admitted, self.hosted, self._undelivered):
+            table.clear()
+
+    def take_report(self, report: StepReport) -> bool:
+        """Takes over what a report says of the worker as a whole; False, and nothing, if it is old or a stranger's."""
+        worker = self.worker
+        if worker is None or report.worker_incarnation != worker.worker_incarnation or report.lease != self.lease:
+            return False
+        if report.report_seq <= self.report_seq:
+            return False
+        self.report_seq = report.report_seq
+        self._applied_plan_seq = report.plan_seq
+        self._shared_blocks, self.short_blocks = report.shared_blocks, report.short_blocks
+        for tracked in list(self._undelivered.values()):
+            if tracked.shipped_in is not None and report.plan_seq >= tracked.shipped_in:
+                tracked.delivered = True
+                del self._undelivered[tracked.job.request_id]
+        return True
+
+    def take_notices(self, notices: Iterable[CacheNotice]) -> list[CacheNotice]:
+        """Those that are news. What is cached has changed then, and so may have what those find who wait."""
+        news = [notice for notice in notices if self.cache.take(notice)]
+        if news:
+            for tracked in self.tracked.values():
+                self._look_up(tracked)
+        return news
+
+    def _look_up(self, tracked: Tracked) -> None:
+        if self.worker is not None and self.cache.seq is not None:
+            tracked.look_up(self.cache, self.worker.block_size)
+
+    def ship(self, tracked: Tracked) -> None:
+        """The latest plan names it, and carries it unless the worker is known to have it."""
+        if tracked.shipped_in is None:
+            tracked.shipped_in = self.plan_seq
+            self._undelivered[tracked.job.request_id] = tracked
+
+    def drop_kv(self, tracked: Tracked) -> None:
+        """Its KV is ordered dropped, wherever it is."""
+        tracked.drop_kv()
+        if tracked.residency is Residency.HOST:
+            self.move(tracked, Residency.DEVICE)
+        self.note_host(tracked)
+        self.stale = True
+        self.note_preemption()
+
+    def move(self, tracked: Tracked, residency: Residency) -> None:
+        """Its KV is ordered to the host, or back."""
+        tracked.residency = residency
+        tracked.num_moves += 1
+        self.note_host(tracked)
+        self.stale = True
+        if residency is Residency.HOST:
+            self.note_preemption()
+
+    def note_preemption(self) -> None:
+        """The next plan makes blocks free: until it is in force, what is short has its answer."""
+        self._preempted_in = self.plan_seq + 1
+
+    def note_host(self, tracked: Tracked) -> None:
+        """What it has on the host may have changed."""
+        if tracked.blocks_on_host:
+            self.hosted[tracked.job.request_id] = tracked
+        else:
+            self.hosted.pop(tracked.job.request_id, None)
+
+    def capacity(self) -> int:
+        """KV tokens that jobs may hold: the pool, with what they share counted for each, less unused ends of blocks."""
+        assert self.worker is not None
+        size = self.worker.block_size
+        ends = sum(-each.job.known_len % size for each in self.admitted.values())
+        return (self.worker.num_blocks + self._shared_blocks) * size - ends
+
+    def view(self, running: list[Job]) -> KvView:
+        """Where KV is if these are to execute. What is to leave counts as gone; what is to come is still needed."""
+        worker = self.worker
+        assert worker is not None
+        size = worker.block_size
+        taken = {job.request_id for job in running}
+        held = sum(each.num_blocks for each in self.admitted.values()) - self._shared_blocks
+        starting = [job.known_len for job in running if self.tracked[job.request_id].num_blocks == 0]
+        short = 0 if self.is_answering else self.short_blocks
+        on_host = sum(each.blocks_on_host for each in self.hosted.values())
+        return KvView(
+            running=running,
+            idle=[each.job for rid, each in self.admitted.items() if rid not in taken],
+            offloaded=[
+                each.job for rid, each in self.hosted.items() if each.residency is Residency.HOST and rid not in taken
+            ],
+            free=(worker.num_blocks - held) * size,
+            needed=(sum(-(-known_len // size) for known_len in starting) + short) * size,
+            host_free=(worker.num_host_blocks - on_host) * size,
+            host_capacity=worker.num_host_blocks * size,
+            block_size=size,
+            short=short * size,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless places, lengths and payloads agree."""
+        if not self.admitted.keys() <= self.tracked.keys():
+            raise IntegrityError(f"admitted {set(self.admitted)} are not all known: {set(self.tracked)}")
+        for request_id, tracked in self.tracked.items():
+            if tracked.delivered and tracked.shipped_in is None:
+                raise IntegrityError(f"{request_id}: delivered but never shipped")
+            if tracked.job.known_len > tracked.max_total_len:
+                raise IntegrityError(f"{request_id}: longer than it may be")
+            if (tracked.blocks_on_host > 0) != (request_id in self.hosted):
+                raise IntegrityError(f"{request_id}: on the host and not known to be, or the other way round")

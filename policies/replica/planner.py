@@ -1,0 +1,148 @@
+"""What a replica's worker is told: plans, and how far each of them lets a request go."""
+
+from __future__ import annotations
+
+import math
+
+from core.costs import StepCost
+from core.messages import Plan, Slot
+from policies.interfaces import Order
+from policies.job import Job
+from policies.replica.mirror import ReplicaShadow
+from policies.replica.tracked import Tracked
+
+
+class ReplicaPlans:
+    """Writes a plan when there is something new to say.
+
+    Each is a full snapshot: the admitted requests in rank order, then the standbys that may take the place of whoever
+    ends before the next plan comes (design section 3, rules 1-5).
+
+    Args:
+        order: How long a job may run before it is looked at again.
+        grant_lead_s: As in ``SchedulerLimits``.
+
+    Attributes:
+        cost: What steps cost; None before anything has been measured.
+    """
+
+    def __init__(self, order: Order, grant_lead_s: float, shadow: ReplicaShadow) -> None:
+        self.cost: StepCost | None = None
+        self._order = order
+        self._grant_lead_s = grant_lead_s
+        self._shadow = shadow
+        self._standby: list[str] = []
+        self._sent: list[str] = []  # those that the latest plan lets execute
+        self._contended = False  # whether anybody else wanted to execute by then
+
+    def begin_anew(self) -> None:
+        """No worker has a plan."""
+        self._standby, self._sent = [], []
+
+    def said(self) -> list[str]:
+        """Those that the latest plan lets execute, as far as they still have their places."""
+        return [request_id for request_id in self._sent if request_id in self._shadow.admitted]
+
+    def is_due(self, running: list[Job], standby: list[str]) -> bool:
+        """Whether a plan of these would say anything new."""
+        shadow = self._shadow
+        return (
+            shadow.stale
+            or standby != self._standby
+            or [job.request_id for job in running] != self.said()
+            or self._is_contended(running) > self._contended
+            or self._grants_are_used_up(running)
+        )
+
+    def write(self, running: list[Job], standby: list[str], reserve_blocks: int) -> Plan:
+        """The next plan.
+
+        Args:
+            running: Who is to execute, best first.
+            standby: Who may start when there is room, best first.
+            reserve_blocks: As in ``Plan``.
+        """
+        shadow = self._shadow
+        assert shadow.worker is not None
+        self._standby, self._sent = standby, [job.request_id for job in running]
+        self._contended = self._is_contended(running)
+        shadow.stale = False
+        shadow.plan_seq += 1
+        return Plan(
+            worker_incarnation=shadow.worker.worker_incarnation,
+            lease=shadow.lease,
+            plan_seq=shadow.plan_seq,
+            as_of_report_seq=shadow.report_seq,
+            reserve_blocks=reserve_blocks,
+            slots=tuple(self._slots(running)),
+        )
+
+    def _slots(self, running: list[Job]) -> list[Slot]:
+        tracked, admitted = self._shadow.tracked, self._shadow.admitted
+        decode_s = self._decode_s(running)
+        # All of them take part in the next step, so no prefill may use up its tokens before the decodes have theirs.
+        executing = [tracked[job.request_id] for job in sorted(running, key=lambda job: not job.decodes)]
+        taken = set(self._sent)
+        slots = [self._slot(each, decode_s, standby=False) for each in executing]
+        slots += [self._slot(each, decode_s, standby=False) for rid, each in admitted.items() if rid not in taken]
+        slots += [self._slot(tracked[rid], decode_s, standby=True) for rid in self._standby]
+        named = {slot.request_id for slot in slots}
+        # Shipped earlier and pushed out of the standby window by preempted ones: still the worker's to keep.
+        slots += [
+            self._slot(each, decode_s, standby=True)
+            for rid, each in tracked.items()
+            if rid not in named and each.shipped_in is not None
+        ]
+        return slots
+
+    def _slot(self, tracked: Tracked, decode_s: float | None, *, standby: bool) -> Slot:
+        self._shadow.ship(tracked)
+        tracked.granted_len = self._grant(tracked, decode_s)
+        return Slot(
+            request_id=tracked.request.request_id,
+            attempt=tracked.request.attempt,
+            prefill_to=tracked.max_total_len,
+            length_to=tracked.granted_len,
+            standby=standby,
+            num_preemptions=tracked.num_preemptions,
+            request=None if tracked.delivered else tracked.request,
+            residency=tracked.residency,
+            num_moves=tracked.num_moves,
+        )
+
+    def _is_contended(self, running: list[Job]) -> bool:
+        """Whether anybody else wants to execute."""
+        return len(running) < len(self._shadow.tracked)
+
+    def _grants_are_used_up(self, running: list[Job]) -> bool:
+        """Whether a job that is to execute has come near the end of what the latest plan grants it."""
+        tracked = self._shadow.tracked
+        decode_s = self._decode_s(running)
+        lead = 0 if decode_s is None else math.ceil(self._grant_lead_s / decode_s)
+        return any(
+            job.known_len + lead >= each.granted_len < each.max_total_len
+            for job in running
+            for each in (tracked[job.request_id],)
+        )
+
+    def _decode_s(self, running: list[Job]) -> float | None:
+        """Seconds of a step of all that are to execute; None before anything has been measured."""
+        if self.cost is None:
+            return None
+        context_len = sum(job.known_len for job in running)
+        return self.cost.step_s(0, max(1, len(running)), max(1, context_len))  # one price may be all there is
+
+    def _grant(self, tracked: Tracked, decode_s: float | None) -> int:
+        """Total length up to which it may go on before the order looks at it again; its next step at least.
+
+        Where nobody else wants its place there is nothing to look at: whoever comes brings a new plan.
+        """
+        if decode_s is None or self.cost is None or not self._contended:
+            return tracked.max_total_len
+        slice_s = max(self._order.slice_s(tracked.job), 2 * self._grant_lead_s)
+        if slice_s == math.inf:
+            return tracked.max_total_len
+        missing = tracked.job.missing_len
+        first_s = 0.0 if missing <= 1 else self.cost.prefill_s(missing, tracked.job.known_len - missing) - decode_s
+        num_tokens = max(1, math.ceil((slice_s - first_s) / decode_s))
+        return min(tracked.max_total_len, tracked.job.known_len + num_tokens)

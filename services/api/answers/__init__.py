@@ -1,0 +1,1 @@
+"""What a client gets back: whole replies, streams, log probabilities."""

@@ -1,0 +1,107 @@
+"""The chunks of streamed answers, as cheap dicts."""
+
+from __future__ import annotations
+
+import json
+import time
+from json.encoder import encode_basestring
+from typing import Any
+
+from core.messages import DeltaLogprobs, TokenDelta
+from services.api.answers.logprobs import CompletionLogprobs, chat_logprobs
+from services.api.answers.replies import Usage, first_prompt_entry
+from services.api.jobs import Generation
+from services.api.text.token_texts import TokenTexts
+
+
+class ChunkWriter:
+    """Server-sent events of one stream; every chunk has the same id.
+
+    Args:
+        chat: Chat chunks carry a ``delta``, completion chunks a ``text``.
+        include_usage: Whether chunks have a ``usage`` field: null, but for the last one.
+        texts: Names the tokens of log probabilities.
+    """
+
+    def __init__(
+        self, model: str, generation: Generation, texts: TokenTexts, *, chat: bool, include_usage: bool
+    ) -> None:
+        self._chat = chat
+        self._include_usage = include_usage
+        self._generation = generation
+        self._texts = texts
+        # By choice, until it is written; in a stream every job is a choice.
+        self._echoes = dict(enumerate(echo for echo in generation.echoes for _ in range(generation.n)))
+        self._logprobs = [CompletionLogprobs(texts) for _ in generation.jobs] if generation.shows_logprobs else []
+        self._plain: dict[int, tuple[bytes, bytes]] = {}  # by choice: what stands around the text of a usual chunk
+        self._head: dict[str, Any] = {
+            "id": generation.origin.response_id,
+            "object": "chat.completion.chunk" if chat else "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def opening(self) -> bytes:
+        """The first chunk of each choice of a chat names the role; a completion has nothing to say yet."""
+        if not self._chat:
+            return b""
+        role = {"role": "assistant", "content": ""}
+        return b"".join(self._chat_event(index, role, None, None) for index in range(len(self._generation.jobs)))
+
+    def output(self, index: int, delta: TokenDelta) -> bytes:
+        """Text, the end of a choice, both, or nothing; a chat's end is a chunk of its own."""
+        if delta.text and delta.finish_reason is None and delta.logprobs is None and not self._echoes:
+            head, tail = self._plain.get(index) or self._around_text(index)
+            return head + encode_basestring(delta.text).encode() + tail
+        text, reason = delta.text, delta.finish_reason
+        if self._chat:
+            return self._chat_output(index, delta)
+        logprobs = None
+        if delta.logprobs is not None:
+            logprobs = self._completion_logprobs(index, delta.logprobs)
+        if self._echoes:
+            text = self._echoes.pop(index, "") + text
+        if not text and reason is None and logprobs is None:
+            return b""
+        return self._event([{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}])
+
+    def _around_text(self, index: int) -> tuple[bytes, bytes]:
+        """Most chunks differ in their text alone: the rest is made once."""
+        choice: dict[str, Any] = {"index": index, "text": "", "logprobs": None, "finish_reason": None}
+        chunk = self._chat_event(index, {"content": ""}, None, None) if self._chat else self._event([choice])
+        head, _, tail = chunk.rpartition(b'""')
+        self._plain[index] = head, tail
+        return head, tail
+
+    def _chat_output(self, index: int, delta: TokenDelta) -> bytes:
+        content = b""
+        if delta.text or delta.logprobs is not None:
+            logprobs = None if delta.logprobs is None else chat_logprobs(self._texts, delta.logprobs.output)
+            content = self._chat_event(index, {"content": delta.text}, logprobs, None)
+        if delta.finish_reason is None:
+            return content
+        return content + self._chat_event(index, {}, None, delta.finish_reason)
+
+    def _completion_logprobs(self, index: int, logprobs: DeltaLogprobs) -> dict[str, Any]:
+        entries = list(logprobs.output)
+        if index in self._echoes:
+            first = first_prompt_entry(self._generation, index // self._generation.n)
+            entries = [first, *logprobs.prompt, *entries]
+        return self._logprobs[index].add(entries)
+
+    def usage(self, usage: Usage) -> bytes:
+        return event({**self._head, "choices": [], "usage": usage.model_dump()}) if self._include_usage else b""
+
+    def _chat_event(self, index: int, delta: dict[str, str], logprobs: Any, finish_reason: str | None) -> bytes:
+        return self._event([{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}])
+
+    def _event(self, choices: list[dict[str, Any]]) -> bytes:
+        chunk = {**self._head, "choices": choices}
+        if self._include_usage:
+            chunk["usage"] = None
+        return event(chunk)
+
+
+def event(value: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

@@ -1,0 +1,265 @@
+"""What a client gets: response models for whole answers; ``chunk_writer`` has those of streams."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Literal, TypeVar
+
+from pydantic import BaseModel
+
+from core.messages import StatusReply, TokenLogprobs
+from services.api.answers.logprobs import CompletionLogprobs, chat_logprobs
+from services.api.backend import ModelInfo
+from services.api.generate import ChoiceResult, shown_choices
+from services.api.jobs import Generation
+from services.api.text.token_texts import TokenTexts
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+class ErrorFields(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(BaseModel):
+    error: ErrorFields
+
+
+class ModelCard(BaseModel):
+    """``emulated`` names the profile of an emulated device: answers are made up. Null where the model computes them."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "farsight"
+    max_model_len: int
+    emulated: str | None = None
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class PromptTokensDetails(BaseModel):
+    """``cached_tokens`` of the prompt tokens were not computed again."""
+
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TextLogprobs(BaseModel):
+    """One item a token in each list; null for the first token of an echoed prompt."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: TextLogprobs | None = None
+    finish_reason: str | None
+
+
+class Completion(BaseModel):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class ChatAnswer(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class TopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: ChatAnswer
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None
+
+
+class ChatCompletion(BaseModel):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class Health(BaseModel):
+    status: Literal["ok"] = "ok"
+
+
+class ActorStatus(BaseModel):
+    """``url`` and ``breaker`` are of replicas that are other servers; empty for all else."""
+
+    name: str
+    kind: str
+    pid: int
+    node: str
+    state: str
+    queue: int
+    last_step_age_s: float | None
+    restarts: int
+    http_port: int
+    url: str = ""
+    breaker: str = ""
+
+
+class KVStatus(BaseModel):
+    """The KV pools of all replicas, in blocks, and what has moved between device and host."""
+
+    num_blocks: int
+    free_blocks: int
+    num_host_blocks: int
+    free_host_blocks: int
+    flying_blocks: int
+    offloads: int
+    uploads: int
+    offloaded_bytes: int
+    uploaded_bytes: int
+    refused_offloads: int
+    recomputed_tokens: int
+
+
+class LearntVersion(BaseModel):
+    """Something that was learnt while serving, such as the trees that foresee output lengths.
+
+    ``score`` is its error on requests that it had not learnt from, ``current`` whether it is in use.
+    """
+
+    kind: str
+    version: int
+    created_at: float
+    score: float | None
+    num_examples: int
+    current: bool
+
+
+class Status(BaseModel):
+    """``emulated`` as in ``ModelCard``; ``queue_delay_s`` as in ``StatusReply``."""
+
+    actors: list[ActorStatus]
+    kv: KVStatus
+    learnt: list[LearntVersion] = []
+    emulated: str | None = None
+    queue_delay_s: float | None = None
+
+
+def model_card(model: ModelInfo) -> ModelCard:
+    return ModelCard(
+        id=model.name, created=model.created, max_model_len=model.max_model_len, emulated=model.emulated or None
+    )
+
+
+def status_reply(reply: StatusReply, model: ModelInfo) -> Status:
+    actors = [_as(ActorStatus, piece) for piece in reply.pieces]
+    learnt = [_as(LearntVersion, artefact) for artefact in reply.artefacts]
+    traffic = dataclasses.asdict(reply.kv.traffic)
+    pools = {name: getattr(reply.kv, name) for name in KVStatus.model_fields if name not in traffic}
+    return Status(
+        actors=actors,
+        kv=KVStatus(**pools, **traffic),
+        learnt=learnt,
+        emulated=model.emulated or None,
+        queue_delay_s=reply.queue_delay_s,
+    )
+
+
+def _as(model: type[_Model], record: object) -> _Model:
+    """The fields of a record that the model shows."""
+    return model(**{name: getattr(record, name) for name in model.model_fields})
+
+
+def usage(generation: Generation, num_output_tokens: int, num_cached_tokens: int) -> Usage:
+    num_prompt_tokens = generation.num_prompt_tokens
+    return Usage(
+        prompt_tokens=num_prompt_tokens,
+        completion_tokens=num_output_tokens,
+        total_tokens=num_prompt_tokens + num_output_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached_tokens),
+    )
+
+
+def _usage_of(generation: Generation, results: Sequence[ChoiceResult]) -> Usage:
+    """All that was run, shown or not; a prompt's cached tokens are those of its first output."""
+    num_cached = sum(result.cached_len for result in results[:: generation.num_tries])
+    return usage(generation, sum(result.num_tokens for result in results), num_cached)
+
+
+def completion(model: str, generation: Generation, results: Sequence[ChoiceResult], texts: TokenTexts) -> Completion:
+    choices = []
+    for index, result in enumerate(shown_choices(generation, results)):
+        prompt = index // generation.n
+        logprobs = None
+        if generation.shows_logprobs:
+            known = list(result.logprobs)
+            if generation.echoes:
+                known = [first_prompt_entry(generation, prompt), *result.prompt_logprobs, *known]
+            logprobs = TextLogprobs(**CompletionLogprobs(texts).add(known))
+        text = generation.echoes[prompt] + result.text if generation.echoes else result.text
+        choices.append(CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=result.finish_reason))
+    return Completion(
+        id=generation.origin.response_id,
+        created=int(time.time()),
+        model=model,
+        choices=choices,
+        usage=_usage_of(generation, results),
+    )
+
+
+def chat_completion(
+    model: str, generation: Generation, results: Sequence[ChoiceResult], texts: TokenTexts
+) -> ChatCompletion:
+    choices = []
+    for index, result in enumerate(results):
+        answer = ChatAnswer(content=result.text)
+        logprobs = ChatLogprobs(**chat_logprobs(texts, result.logprobs)) if generation.shows_logprobs else None
+        choices.append(ChatChoice(index=index, message=answer, logprobs=logprobs, finish_reason=result.finish_reason))
+    return ChatCompletion(
+        id=generation.origin.response_id,
+        created=int(time.time()),
+        model=model,
+        choices=choices,
+        usage=_usage_of(generation, results),
+    )
+
+
+def first_prompt_entry(generation: Generation, prompt: int) -> TokenLogprobs:
+    """Of the first token of an echoed prompt nothing but its id is known."""
+    return (generation.jobs[prompt * generation.num_tries].prompt_ids[0],), ()

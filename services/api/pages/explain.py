@@ -1,0 +1,184 @@
+"""``GET /v1/requests/{id}``: what was decided about a request, and why."""
+
+from __future__ import annotations
+
+import hmac
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel
+
+from core.decisions import Decision, unpack_decisions
+from core.errors import FarsightError
+from core.messages.log import RequestTrace
+from services.api.answers.replies import ErrorReply
+from services.api.backend import GenerationBackend
+from services.api.errors import SERVER_ERROR, ApiError
+from services.api.ownership import bearer_key, owns
+from services.api.pages.sentences import sentence
+
+_RESPONSE_ID = re.compile(r"(chatcmpl|cmpl)-[0-9a-f]{32}")
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    404: {"model": ErrorReply, "description": "No request of this key has that id."},
+    503: {"model": ErrorReply, "description": "It cannot be said now."},
+}
+
+
+class ExplainedDecision(BaseModel):
+    """One decision.
+
+    Attributes:
+        at_s: Seconds since the request came.
+        by: The piece that decided.
+        attempt: Of the request; those after the first are resumptions.
+        text: The decision in plain words.
+        facts: What it was made from.
+    """
+
+    at_s: float
+    kind: str
+    by: str
+    attempt: int
+    text: str
+    facts: dict[str, float | str]
+
+
+class RequestSummary(BaseModel):
+    """What became of it; null where that is not known, or not yet.
+
+    Attributes:
+        waited_s: For a replica, a place, memory or its turn, all waits together.
+    """
+
+    replica: str | None
+    waited_s: float
+    ttft_s: float | None
+    jct_s: float | None
+    output_tokens: int | None
+    predicted_tokens: float | None
+    finish_reason: str | None
+    num_preemptions: int
+    num_resumptions: int
+
+
+class ExplainedChoice(BaseModel):
+    """One of the requests behind an answer; its ``decisions`` in order of time.
+
+    Attributes:
+        num_left_out: Decisions that were not kept because there were too many.
+    """
+
+    index: int
+    request_id: str
+    status: Literal["running", "ended"]
+    summary: RequestSummary
+    num_left_out: int
+    decisions: list[ExplainedDecision]
+
+
+class Explanation(BaseModel):
+    """``received_at`` is in seconds since the epoch."""
+
+    id: str
+    object: Literal["request.explanation"] = "request.explanation"
+    received_at: float
+    choices: list[ExplainedChoice]
+
+
+def explain_routes(backend: GenerationBackend, admin_token: str) -> APIRouter:
+    """The route; whoever has the admin token may ask about everybody's requests."""
+    router = APIRouter(prefix="/v1", tags=["generation"], responses=_ERRORS)
+
+    @router.get("/requests/{response_id}")
+    async def explain(response_id: str, request: Request) -> Explanation:
+        key = bearer_key(request.headers.get("authorization"))
+        traces: Sequence[RequestTrace] = ()
+        if _RESPONSE_ID.fullmatch(response_id):
+            try:
+                traces = await backend.explain(response_id)
+            except FarsightError as error:
+                raise ApiError(str(error), status=503, kind=SERVER_ERROR, code="unavailable") from error
+        is_operator = bool(admin_token) and hmac.compare_digest(key.encode(), admin_token.encode())
+        if not traces or not (is_operator or all(owns(key, trace.owner) for trace in traces)):
+            raise _unknown(response_id)
+        return explanation(response_id, traces)
+
+    return router
+
+
+def _unknown(response_id: str) -> ApiError:
+    message = (
+        f"id: got {response_id!r}, expected the 'id' of an answer to a request that was sent with the same key, "
+        "not so long ago that the log has dropped it"
+    )
+    return ApiError(message, status=404, param="id", code="request_not_found")
+
+
+def explanation(response_id: str, traces: Sequence[RequestTrace]) -> Explanation:
+    """What the traces of an answer, of which there is one at least, say together."""
+    by_choice = sorted(traces, key=lambda trace: (trace.choice, trace.request_id))
+    grouped = [list(group) for _, group in itertools.groupby(by_choice, key=lambda trace: trace.request_id)]
+    known = [(group, _decisions(group)) for group in grouped]
+    received_at = min((decision.at for _, pairs in known for decision, _ in pairs), default=0.0)
+    return Explanation(
+        id=response_id,
+        received_at=received_at,
+        choices=[_choice(group, pairs, received_at) for group, pairs in known],
+    )
+
+
+def _decisions(traces: Sequence[RequestTrace]) -> list[tuple[Decision, RequestTrace]]:
+    """In order of time, each with whoever knows of it."""
+    pairs = [(decision, trace) for trace in traces for decision in unpack_decisions(trace.decisions)]
+    return sorted(pairs, key=lambda pair: pair[0].at)
+
+
+def _choice(
+    traces: Sequence[RequestTrace], pairs: Sequence[tuple[Decision, RequestTrace]], received_at: float
+) -> ExplainedChoice:
+    asked = [trace for trace in traces if trace.source == "ingress"] or traces
+    return ExplainedChoice(
+        index=traces[0].choice,
+        request_id=traces[0].request_id,
+        status="ended" if all(trace.ended for trace in asked) else "running",
+        summary=_summary([decision for decision, _ in pairs]),
+        num_left_out=sum(trace.num_left_out for trace in traces),
+        decisions=[_decision(decision, trace, received_at) for decision, trace in pairs],
+    )
+
+
+def _decision(decision: Decision, trace: RequestTrace, received_at: float) -> ExplainedDecision:
+    return ExplainedDecision(
+        at_s=round(decision.at - received_at, 6),
+        kind=decision.kind,
+        by="router" if decision.kind == "placed" else trace.source,
+        attempt=int(decision.facts["attempt"]) if "attempt" in decision.facts else trace.attempt,
+        text=sentence(decision),
+        facts={name: value for name, value in decision.facts.items() if isinstance(value, str) or math.isfinite(value)},
+    )
+
+
+def _summary(decisions: Sequence[Decision]) -> RequestSummary:
+    facts: dict[str, Any] = {}
+    for decision in decisions:
+        facts.update(decision.facts if decision.kind in ("placed", "finished", "answered", "first_token") else {})
+        if decision.kind == "forecast":
+            facts["predicted_tokens"] = decision.facts.get("mean_tokens")
+    kinds = [decision.kind for decision in decisions]
+    waits_s = sum(float(decision.facts.get("waited_s", 0.0)) for decision in decisions)
+    return RequestSummary(
+        replica=facts.get("replica"),
+        waited_s=max(waits_s, float(facts.get("all_waits_s", 0.0))),  # some may have been left out
+        ttft_s=facts.get("ttft_s"),
+        jct_s=facts.get("jct_s"),
+        output_tokens=facts.get("output_tokens"),
+        predicted_tokens=facts.get("predicted_tokens"),
+        finish_reason=facts.get("reason") if "answered" in kinds or "finished" in kinds else None,
+        num_preemptions=sum(kind in ("preempted", "offloaded") for kind in kinds),
+        num_resumptions=kinds.count("resumed"),
+    )

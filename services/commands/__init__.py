@@ -1,0 +1,1 @@
+"""The commands of ``farsight`` other than serve and batch, one file each."""

@@ -1,0 +1,39 @@
+"""``python -m services.commands.conformance FILE...``: do replayed event logs of live Schedulers give the same?"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import typer
+
+from core.errors import FarsightError
+from policies.event_log import Difference, replay
+
+
+def main(paths: list[str]) -> int:
+    """Says of each file whether it does; 0 if all of them do."""
+    if not paths:
+        typer.echo(__doc__, err=True)
+        return 2
+    failed = False
+    for path in paths:
+        try:
+            count, difference = replay(Path(path).read_bytes())
+        except (FarsightError, OSError) as error:
+            typer.echo(f"{path}: {error}", err=True)
+            failed = True
+            continue
+        failed = failed or difference is not None
+        typer.echo(f"{path}: {count} events, {'identical' if difference is None else describe(difference)}")
+    return int(failed)
+
+
+def describe(difference: Difference) -> str:
+    """The first difference, in a line."""
+    logged, replayed = (", ".join(map(repr, each)) or "nothing" for each in (difference.logged, difference.replayed))
+    return f"event {difference.index} ({type(difference.event).__name__}) gave {logged}, and now {replayed}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,103 @@
+"""``farsight down``: ends everything of Farsight in a Ray cluster that somebody else started."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from actors.runtime.names import CONTROL, NAMESPACE, SUPERVISOR, actor_name
+from core.errors import ConfigError, FarsightError
+
+CONNECT_TIMEOUT_S = 5.0
+
+TIMEOUT_S = 60.0
+"""For all actors to be gone."""
+
+_LOOK_S = 0.2
+_SERVE_NAMESPACE = "serve"
+
+
+def end_service(address: str, say: Callable[[str], None]) -> None:
+    """Ends the Ray Serve application and all pieces, without waiting for streams; says what it has ended.
+
+    Args:
+        address: Of the cluster; ``auto`` finds the one of this machine, or what RAY_ADDRESS names.
+        say: Gets one line for each thing that was ended.
+
+    Raises:
+        FarsightError: no cluster answers there, or something is left.
+    """
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS", address)
+    if address != "auto":
+        _check_listening(address)
+    import ray
+
+    try:
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise FarsightError(f"no Ray cluster answers at {address}: {error}") from error
+    try:
+        _end_ingress(say)
+        _end_pieces(say)
+    finally:
+        ray.shutdown()
+
+
+def _check_listening(address: str) -> None:
+    """Ray itself tries for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError("--address", address, "HOST:PORT of the cluster's head, or auto")
+    try:
+        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        raise FarsightError(f"no Ray cluster answers at {address}: {error}") from error
+
+
+def _end_ingress(say: Callable[[str], None]) -> None:
+    """First, since every ingress replica sees to it that there is a Supervisor."""
+    import ray
+    from ray import serve
+
+    from services.launch.launch import APP_NAME
+
+    if APP_NAME in serve.status().applications:
+        serve.delete(APP_NAME, _blocking=False)
+        say(f"ended application {APP_NAME}")
+    prefix = f"SERVE_REPLICA::{APP_NAME}#"
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["namespace"] == _SERVE_NAMESPACE and actor["name"].startswith(prefix):
+            _kill(actor["name"], _SERVE_NAMESPACE)
+
+
+def _end_pieces(say: Callable[[str], None]) -> None:
+    """The Supervisor first, since it starts the others again."""
+    from actors.runtime.hosts import list_hosts
+
+    deadline = time.monotonic() + TIMEOUT_S
+    said: set[str] = set()
+    while hosts := list_hosts(NAMESPACE):
+        if time.monotonic() > deadline:
+            raise FarsightError(f"still there after {TIMEOUT_S:.0f} s: {', '.join(sorted(hosts))}")
+        for host in sorted(hosts, key=lambda name: (name not in (SUPERVISOR, CONTROL), name)):
+            _kill(actor_name(host), NAMESPACE)
+            if host not in said:
+                said.add(host)
+                say(f"ended actor {host}")
+        time.sleep(_LOOK_S)
+    if not said:
+        say("No actor of Farsight was there.")
+
+
+def _kill(name: str, namespace: str) -> None:
+    import ray
+
+    with contextlib.suppress(ValueError):  # it has ended by itself
+        handle: Any = ray.get_actor(name, namespace=namespace)
+        ray.kill(handle)

@@ -1,0 +1,133 @@
+"""``farsight evaluate``: how good a trained forecaster is on requests that it has not seen."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from core.errors import ConfigError
+from services.commands.train import (
+    DataArgument,
+    DeviceOption,
+    StrictOption,
+    TokenizerOption,
+    one_line_errors,
+    progress_bar,
+    report_rejected,
+)
+
+if TYPE_CHECKING:
+    from core.forecast import Forecast
+    from predictor.metrics import Scores
+    from predictor.text_predictor import TextPredictor
+    from services.commands.forecast_data import Examples
+
+_BATCH = 256
+
+
+def evaluate(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Written by `farsight train`.")],
+    data: DataArgument,
+    device: DeviceOption = "auto",
+    tokenizer: TokenizerOption = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Picture of forecasts against truth.")] = None,
+    strict: StrictOption = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure a forecaster of output lengths: errors, order, and whether its quantiles hold."""
+    with one_line_errors():
+        if plot is not None:
+            _check_plot(plot)
+        predictor = _load(directory, device)
+        found = _read(data, tokenizer, strict)
+        forecasts = _forecast(predictor, found)
+        lens = [each.output_len for each in found.examples]
+        scores, tasks = _scores(forecasts, lens, found.tasks)
+        if as_json:
+            values = {**scores.to_dict(), "tasks": {name: each.to_dict() for name, each in tasks.items()}}
+            typer.echo(json.dumps(values))
+        else:
+            _print(scores, tasks)
+        if plot is not None:
+            from services.commands.forecast_plot import write_plot
+
+            write_plot(plot, forecasts, lens, found.tasks, scores)
+            typer.echo(f"written: {plot}", err=True)
+
+
+def _check_plot(path: Path) -> None:
+    """What cannot be written is to be known before texts are read for minutes."""
+    from simulator.plots import check_matplotlib
+
+    check_matplotlib()
+    if path.suffix != ".png" or not path.parent.is_dir():
+        raise ConfigError("--plot", str(path), "a file that ends in .png, in a directory that is there")
+
+
+def _load(directory: Path, device: str) -> TextPredictor:
+    from predictor.artefact import load
+    from predictor.encoders import SentenceEncoder
+    from predictor.history import HistoryPredictor
+    from predictor.text_predictor import TextPredictor, encoder_of
+
+    artefact = load(directory)
+    name = encoder_of(artefact)
+    return TextPredictor(artefact, None if name is None else SentenceEncoder(name, device), HistoryPredictor())
+
+
+def _read(data: Path, tokenizer: Path | None, strict: bool) -> Examples:
+    """Rows whose outputs were not cut off: nobody knows how long the others would have been."""
+    from services.commands.forecast_data import EMBEDDED_TOKENIZER, Examples, TokenCounter, read_examples
+
+    with progress_bar("rows") as progress:
+        found = read_examples(data, TokenCounter(tokenizer or EMBEDDED_TOKENIZER), strict, progress)
+    report_rejected(found.rejected)
+    complete = [pair for pair in zip(found.examples, found.tasks, strict=True) if not pair[0].censored]
+    if not complete:
+        raise ConfigError("DATA", str(data), "outputs that were not cut off")
+    return Examples([example for example, _ in complete], [task for _, task in complete], found.rejected)
+
+
+def _forecast(predictor: TextPredictor, found: Examples) -> list[Forecast]:
+    questions = [each.question for each in found.examples]
+    forecasts: list[Forecast] = []
+    with progress_bar("forecasts") as progress:
+        for begin in range(0, len(questions), _BATCH):
+            forecasts += predictor.forecast(questions[begin : begin + _BATCH])
+            if progress is not None:
+                progress(len(forecasts))
+    return forecasts
+
+
+def _scores(
+    forecasts: Sequence[Forecast], lens: Sequence[int], tasks: Sequence[str]
+) -> tuple[Scores, dict[str, Scores]]:
+    """Of all rows, and by task where rows name one."""
+    from predictor.metrics import score
+
+    by_task = {}
+    for task in sorted(set(tasks) - {""}):
+        rows = [number for number, each in enumerate(tasks) if each == task]
+        by_task[task] = score([forecasts[number] for number in rows], [lens[number] for number in rows])
+    return score(forecasts, lens), by_task
+
+
+def _print(scores: Scores, tasks: dict[str, Scores]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        "task", "requests", "RMSE", "MAE", "tau", "pinball", *(f"{level} covers" for level in scores.coverage)
+    )
+    for name, each in (*tasks.items(), ("all", scores)):
+        errors = [f"{value:.1f}" for value in (each.rmse, each.mae)]
+        covered = [f"{share:.1%}" for share in each.coverage.values()]
+        table.add_row(name, str(each.n), *errors, f"{each.tau:.3f}", f"{each.pinball:.2f}", *covered)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 200  # a pipe has no width: nothing is to be cut
+    console.print(table)

@@ -1,0 +1,116 @@
+"""``farsight explain``: the decisions about one request, as a timeline."""
+
+from __future__ import annotations
+
+import json
+import urllib.parse
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from core.errors import FarsightError
+from services.commands.ask import ask
+from services.run_file import find_admin_token
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+KEY_VARIABLE = "FARSIGHT_API_KEY"
+TIMEOUT_S = 10.0
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+
+
+def explain(
+    response_id: Annotated[str, typer.Argument(metavar="ID", help="The 'id' of an answer: chatcmpl-... or cmpl-...")],
+    url: Annotated[str, typer.Option(help="Of the running server.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar=KEY_VARIABLE, help="The key that the request was sent with; default: the server's admin token."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show what was decided about a request, when, and from which numbers."""
+    try:
+        found = _ask(url.rstrip("/"), response_id, api_key)
+    except FarsightError as error:
+        typer.echo(f"farsight: {error}", err=True)
+        raise typer.Exit(1) from error
+    if as_json:
+        typer.echo(json.dumps(found))
+    else:
+        _print(found)
+
+
+def _ask(url: str, response_id: str, api_key: str | None) -> dict[str, Any]:
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in _DEFAULT_PORTS or not parts.hostname:
+        raise FarsightError(f"--url: got {url!r}, expected an address as http://127.0.0.1:8000")
+    key = find_admin_token(parts.port or _DEFAULT_PORTS[parts.scheme]) if api_key is None else api_key
+    found: dict[str, Any] = ask(url, f"/v1/requests/{urllib.parse.quote(response_id, safe='')}", TIMEOUT_S, key or "")
+    return found
+
+
+def _print(found: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 160
+    for choice in found["choices"]:
+        if len(found["choices"]) > 1:
+            console.print(f"[bold]choice {choice['index']}[/bold]")
+        _print_choice(console, choice)
+
+
+def _print_choice(console: Console, choice: dict[str, Any]) -> None:
+    console.print(f"{_headline(choice)}")
+    console.print(_timeline(choice["decisions"]))
+    if choice["num_left_out"]:
+        console.print(f"{choice['num_left_out']} decisions between these were too many to keep.")
+
+
+def _headline(choice: dict[str, Any]) -> str:
+    """What became of it, in a line."""
+    summary = choice["summary"]
+    parts = [f"request {choice['request_id']}: {choice['status']}"]
+    if summary["replica"] is not None:
+        parts.append(f"on replica {summary['replica']}")
+    if summary["jct_s"] is not None:
+        parts.append(f"took {_seconds(summary['jct_s'])}")
+    if summary["ttft_s"] is not None:
+        parts.append(f"first token after {_seconds(summary['ttft_s'])}")
+    parts.append(f"waited {_seconds(summary['waited_s'])}")
+    if summary["output_tokens"] is not None:
+        foreseen = summary["predicted_tokens"]
+        parts.append(f"{summary['output_tokens']} tokens" + ("" if foreseen is None else f" ({foreseen:.0f} foreseen)"))
+    parts += [
+        f"{summary[name]} {noun}{'' if summary[name] == 1 else 's'}"
+        for name, noun in (("num_preemptions", "preemption"), ("num_resumptions", "resumption"))
+        if summary[name]
+    ]
+    return ", ".join(parts)
+
+
+def _timeline(decisions: list[dict[str, Any]]) -> Table:
+    """A row for each decision: when, how long after the one before, by whom, and what."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    table.add_column("at", justify="right", no_wrap=True)
+    table.add_column("after", justify="right", no_wrap=True, style="dim")
+    table.add_column("by", no_wrap=True, style="cyan")
+    table.add_column("decision")
+    before_s = 0.0
+    for each in decisions:
+        who = each["by"] if not each["attempt"] else f"{each['by']} (attempt {each['attempt']})"
+        table.add_row(_seconds(each["at_s"]), f"+{_seconds(each['at_s'] - before_s)}", who, each["text"])
+        before_s = each["at_s"]
+    return table
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3f} s" if abs(value) >= 1 else f"{1000 * value:.1f} ms"

@@ -1,0 +1,182 @@
+"""Files of finished requests to train and evaluate forecasts on: JSON lines, gzipped or not."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from core.errors import ConfigError, FarsightError
+from core.forecast import Example, ForecastQuestion
+
+EMBEDDED_TOKENIZER = Path(__file__).parents[1] / "embedded_model"
+MAX_NEW_TOKENS = 2**20
+"""Of rows that name no limit: beyond every context."""
+
+_CHUNK = 1000
+"""Rows whose texts are tokenized together."""
+
+
+class RowError(FarsightError):
+    """A row that cannot be used; says in which line."""
+
+
+@dataclass(slots=True)
+class Examples:
+    """What a file holds.
+
+    Attributes:
+        examples: In the order of the file.
+        tasks: The task (or app) of each; empty where a row names none.
+        rejected: A message for each row that was skipped.
+    """
+
+    examples: list[Example] = field(default_factory=list)
+    tasks: list[str] = field(default_factory=list)
+    rejected: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    instruction: str
+    user_input: str
+    output: str | int
+    task: str
+    censored: bool
+
+
+class TokenCounter:
+    """Counts tokens as the served model does.
+
+    Args:
+        path: A ``tokenizer.json``, or the directory of a model that has one.
+
+    Raises:
+        ConfigError: there is none.
+    """
+
+    def __init__(self, path: Path) -> None:
+        from tokenizers import Tokenizer
+
+        file = path / "tokenizer.json" if path.is_dir() else path
+        try:
+            self._tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises nothing narrower
+            raise ConfigError(
+                "--tokenizer", str(path), f"a tokenizer.json or a directory with one ({error})"
+            ) from error
+
+    def count(self, texts: Sequence[str]) -> list[int]:
+        """Tokens of each text, without any that mark its beginning or end."""
+        return [len(each.ids) for each in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+
+
+def read_examples(
+    path: Path, counter: TokenCounter, strict: bool = False, progress: Callable[[int], None] | None = None
+) -> Examples:
+    """Reads rows with ``instruction``, ``user_input`` and ``output`` or ``output_len``.
+
+    They may also have ``task`` or ``app``, and ``censored`` for an output that was cut off.
+
+    Args:
+        path: JSON lines; ``.gz`` is unpacked.
+        counter: For prompts, and for outputs given as text.
+        strict: The first row that cannot be used is an error.
+        progress: Told how many rows have been read.
+
+    Raises:
+        RowError: ``strict``, and a row cannot be used.
+        ConfigError: the file cannot be read, or holds no row that can be used.
+    """
+    found = Examples()
+    pending: list[tuple[int, _Row]] = []
+    try:
+        for number, line in enumerate(_lines(path), 1):
+            if not line.strip():
+                continue
+            try:
+                pending.append((number, _parse(line)))
+            except ValueError as error:
+                message = f"{path}, line {number}: {error}"
+                if strict:
+                    raise RowError(message) from error
+                found.rejected.append(message)
+            if len(pending) == _CHUNK:
+                _take(pending, counter, found)
+                if progress is not None:
+                    progress(number)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError("DATA", str(path), f"a file of JSON lines, gzipped if it ends in .gz ({error})") from error
+    _take(pending, counter, found)
+    if not found.examples:
+        why = f"; first: {found.rejected[0]}" if found.rejected else ""
+        raise ConfigError("DATA", str(path), f"rows with instruction, user_input and output or output_len{why}")
+    return found
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        yield from file
+
+
+def _parse(line: bytes) -> _Row:
+    """Raises ValueError: what is wrong with the row."""
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"not JSON ({error})") from error
+    if not isinstance(row, dict):
+        raise ValueError("not a JSON object")
+    task = row.get("task", row.get("app", ""))
+    censored = row.get("censored", False)
+    if not isinstance(task, str):
+        raise ValueError("task: not a string")
+    if not isinstance(censored, bool):
+        raise ValueError("censored: neither true nor false")
+    return _Row(_text(row, "instruction"), _text(row, "user_input"), _output(row), task, censored)
+
+
+def _text(row: dict[str, Any], name: str) -> str:
+    value = row.get(name)
+    if not isinstance(value, str):
+        raise ValueError(f"{name}: {'missing' if value is None else 'not a string'}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name}: half a surrogate pair") from error
+    return value
+
+
+def _output(row: dict[str, Any]) -> str | int:
+    if "output_len" not in row:
+        if "output" not in row:
+            raise ValueError("output and output_len: both missing")
+        return _text(row, "output")
+    value = row["output_len"]
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < MAX_NEW_TOKENS:
+        raise ValueError(f"output_len: not a number of tokens from 0 to {MAX_NEW_TOKENS - 1}")
+    return value
+
+
+def _take(pending: list[tuple[int, _Row]], counter: TokenCounter, found: Examples) -> None:
+    rows = [row for _, row in pending]
+    app_lens = counter.count([row.instruction for row in rows])
+    user_lens = counter.count([row.user_input for row in rows])
+    counted = iter(counter.count([row.output for row in rows if isinstance(row.output, str)]))
+    for (number, row), app_len, user_len in zip(pending, app_lens, user_lens, strict=True):
+        question = ForecastQuestion(
+            request_id=str(number),
+            instruction=row.instruction,
+            user_input=row.user_input,
+            user_input_len=user_len,
+            prompt_len=app_len + user_len,
+            max_new_tokens=MAX_NEW_TOKENS,
+        )
+        output_len = next(counted) if isinstance(row.output, str) else row.output
+        found.examples.append(Example(question, output_len, row.censored))
+        found.tasks.append(row.task)
+    pending.clear()

@@ -1,0 +1,148 @@
+"""The traffic that a log has: what came when, how long it was, what had been foreseen of it, and how it went."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from actors.log.log_backend import LogBackend, Retention
+from actors.log.log_sqlite_schema import APPLICATION_ID, SQL_SCHEMA_VERSION
+from core.errors import ConfigError
+from core.forecast import Forecast
+from core.messages.log import FinishedRequest, LogQuery
+
+if TYPE_CHECKING:
+    from simulator.traffic.workload import Arrival
+
+PAGE = 5000
+_ENDS = ("stop", "length", "abort")
+"""How a request ends that has had its output; that of a client who left ends where it left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """One request and what had been foreseen of it."""
+
+    request: FinishedRequest
+    forecast: Forecast | None
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Requests in order of arrival.
+
+    Attributes:
+        num_left_out: Requests that had no output, or failed: they say nothing of what they would have been.
+    """
+
+    logged: Sequence[Logged]
+    num_left_out: int
+
+    def arrivals(self) -> list[Arrival]:
+        """For the simulator, from instant 0 on. A forecast counts as if it had come with its request."""
+        from simulator.traffic.workload import Arrival
+
+        begin = min((each.request.received_at for each in self.logged), default=0.0)
+        return [
+            Arrival(
+                each.request.request_id,
+                each.request.received_at - begin,
+                each.request.prompt_len,
+                each.request.output_len,
+                max(each.request.max_new_tokens, each.request.output_len),
+                forecast=each.forecast,
+            )
+            for each in self.logged
+        ]
+
+
+def read_traffic(path: str) -> Traffic:
+    """All of a log, which is only read: a server may go on writing it.
+
+    Args:
+        path: SQLite file, or ``redis://`` URL.
+
+    Raises:
+        ConfigError: there is no log, or nothing in it.
+    """
+    rows = _read_redis(path) if path.startswith(("redis://", "rediss://")) else _read_sqlite(Path(path))
+    kept = [each for each in rows if each.request.finish_reason in _ENDS and each.request.output_len > 0]
+    if not kept:
+        found = f"{len(rows)} requests, none of them with an output" if rows else "no finished requests"
+        raise ConfigError("LOG", path, f"a log with traffic; this one has {found}")
+    kept.sort(key=lambda each: each.request.received_at)
+    return Traffic(kept, len(rows) - len(kept))
+
+
+def _read_sqlite(path: Path) -> list[Logged]:
+    if not path.is_file():
+        raise ConfigError("LOG", str(path), "the file that [log] path names, or a redis:// URL; there is no such file")
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+            (application_id,) = connection.execute("PRAGMA application_id").fetchone()
+            (version,) = connection.execute("PRAGMA user_version").fetchone()
+            if application_id != APPLICATION_ID or not 1 <= version <= SQL_SCHEMA_VERSION:
+                raise ConfigError("LOG", str(path), f"a log of Farsight of version {SQL_SCHEMA_VERSION} or earlier")
+            requests = [FinishedRequest(*row) for row in connection.execute(_select(_REQUEST, "finished_requests"))]
+            rows = connection.execute(_select(_FORECAST, "forecasts")) if version > 1 else ()
+            forecasts = {row[0]: _forecast(row[1], json.loads(row[2]), *row[3:]) for row in rows}
+    except sqlite3.Error as error:
+        raise ConfigError("LOG", str(path), f"a log of Farsight ({error})") from error
+    return [Logged(request, forecasts.get(request.request_id)) for request in requests]
+
+
+_REQUEST = tuple(field.name for field in dataclasses.fields(FinishedRequest))
+_FORECAST = ("request_id", "mean", "quantiles", "source", "version", "rank")
+
+
+def _select(columns: Sequence[str], table: str) -> str:
+    return f"SELECT {', '.join(columns)} FROM {table}"
+
+
+def _forecast(mean: float, quantiles: Sequence[float], source: str, version: int, rank: float | None) -> Forecast:
+    return Forecast(mean, tuple(quantiles), 1, source, version, rank)  # on how many it rests is not kept
+
+
+def _read_redis(url: str) -> list[Logged]:
+    try:
+        import redis
+
+        from actors.log.log_redis import PREFIX, RedisLog, without_password
+    except ModuleNotFoundError as error:
+        raise ConfigError("LOG", "redis://", "a file, or the extra installed: pip install 'farsight[redis]'") from error
+    shown = without_password(url)
+    try:
+        with redis.Redis.from_url(url) as connection:
+            if not connection.exists(f"{PREFIX}version"):
+                raise ConfigError("LOG", shown, "a Redis database with a log of Farsight; there is none")
+        return asyncio.run(_pages(RedisLog(url, Retention(1, 1))))
+    except (redis.RedisError, ValueError) as error:
+        raise ConfigError("LOG", shown, f"a Redis server with a log ({error})") from error
+
+
+async def _pages(log: LogBackend) -> list[Logged]:
+    """All requests, and the forecasts of those that have one."""
+    await log.open()
+    try:
+        requests: list[FinishedRequest] = []
+        forecasts: dict[str, Forecast] = {}
+        row = 0
+        while (page := await log.read_requests(LogQuery(row, PAGE))).records:
+            requests += page.records
+            row = page.last_row
+        row = 0
+        while (examples := await log.read_examples(LogQuery(row, PAGE))).examples:
+            for each in examples.examples:
+                made = each.forecast
+                forecasts[made.request_id] = _forecast(made.mean, made.quantiles, made.source, made.version, made.rank)
+            row = examples.last_row
+    finally:
+        await log.close()
+    return [Logged(request, forecasts.get(request.request_id)) for request in requests]

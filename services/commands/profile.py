@@ -1,0 +1,160 @@
+"""``farsight profile``: measures how long the steps of a worker take on this machine, and stores the prices."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from core.config import EngineConfig
+from core.errors import ConfigError, FarsightError
+
+if TYPE_CHECKING:
+    from engine.steps.model_runner import ModelRunner
+    from estimator.profile_file import ProfiledMachine, ProfileFile
+    from services.commands.step_bench import MeasuredStep
+
+BUSY_SHARE = 0.9
+"""Below this share of CPU time in wall time the user is told that something else ran."""
+
+_EMBEDDED_MODEL = Path(__file__).parents[1] / "embedded_model"
+_DEFAULTS = EngineConfig()
+
+
+def profile(
+    out: Annotated[Path, typer.Option(help="Write the profile here, as JSON.")],
+    model: Annotated[str | None, typer.Option(help="Directory or hub id; default: the embedded model.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    max_num_seqs: Annotated[int, typer.Option(help="Sequences in one step, at most.")] = _DEFAULTS.max_num_seqs,
+    max_model_len: Annotated[int, typer.Option(help="Longest sequence, in tokens; 0: the model's context.")] = 0,
+    threads: Annotated[int, typer.Option(help="Compute threads; 0: as farsight serve.")] = 0,
+    rounds: Annotated[int, typer.Option(help="Times that each step is measured, at least 3.")] = 6,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure what steps cost on this machine, for `farsight simulate --profile`."""
+    try:
+        engine = EngineConfig(
+            max_num_seqs=max_num_seqs, max_model_len=max_model_len, num_threads=threads, prefix_cache=False
+        )
+        _profile(out, model, dtype, engine, rounds, as_json)
+    except (FarsightError, OSError) as error:
+        typer.echo(f"farsight: {error}", err=True)
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def _profile(out: Path, model: str | None, dtype: str, engine: EngineConfig, rounds: int, as_json: bool) -> None:
+    from engine.build import build_worker
+    from engine.checkpoint.model_config import resolve_model_dir
+    from services.commands.step_bench import HELD_BACK_EVERY, fit
+
+    if rounds < HELD_BACK_EVERY:
+        raise ConfigError("--rounds", rounds, f"an integer >= {HELD_BACK_EVERY}")
+    if out.is_dir() or not out.parent.is_dir():
+        raise ConfigError("--out", str(out), "a file in a directory that is there")
+    worker = build_worker(resolve_model_dir(model or str(_EMBEDDED_MODEL)), dtype, engine, incarnation="profile")
+    runner: ModelRunner = worker.runner  # type: ignore[assignment]  # what ``build_worker`` builds computes
+    steps = _measure(runner, engine, rounds)
+    machine = _machine(model or _EMBEDDED_MODEL.name, runner, steps)
+    found = fit(steps, machine, runner.config.kv_bytes_per_token(runner.pool.dtype))
+    out.write_text(found.to_json(), "utf-8")
+    if as_json:
+        typer.echo(found.to_json(), nl=False)
+    else:
+        _print(found, steps)
+    if machine.cpu_share < BUSY_SHARE:
+        share = f"{100 * machine.cpu_share:.0f} %"
+        typer.echo(f"warning: the worker had {share} of its cores; measure again when nothing else runs", err=True)
+    typer.echo(f"written: {out}", err=True)
+
+
+def _measure(runner: ModelRunner, engine: EngineConfig, rounds: int) -> list[MeasuredStep]:
+    from estimator.grid import SMALLEST_CHUNK, StepLimits, step_grid
+    from estimator.step_profile import MIN_SAMPLES
+    from services.commands.step_bench import StepBench, measure, num_fitted
+
+    pool, max_model_len = runner.pool, runner.max_model_len
+    if max_model_len < SMALLEST_CHUNK:
+        raise ConfigError("--max-model-len", max_model_len, f"an integer >= {SMALLEST_CHUNK}")
+    limits = StepLimits(engine.max_num_seqs, engine.max_batch_tokens, max_model_len, pool.block_size, pool.num_blocks)
+    grid = step_grid(limits)
+    if len(grid) * num_fitted(rounds) < MIN_SAMPLES:
+        enough = next(each for each in itertools.count(rounds) if len(grid) * num_fitted(each) >= MIN_SAMPLES)
+        raise ConfigError("--rounds", rounds, f"an integer >= {enough} with so few kinds of steps")
+    with _progress_bar(rounds * len(grid)) as progress:
+        return measure(StepBench(runner), grid, rounds, progress)
+
+
+def _machine(model: str, runner: ModelRunner, steps: list[MeasuredStep]) -> ProfiledMachine:
+    import torch
+
+    from estimator.profile_file import ProfiledMachine
+
+    num_threads = torch.get_num_threads()
+    wall_s = sum(step.sample.duration_s for step in steps)
+    return ProfiledMachine(
+        model=model,
+        dtype=str(runner.pool.dtype).removeprefix("torch."),
+        processor=_processor(),
+        num_cores=os.cpu_count() or 1,
+        num_threads=num_threads,
+        cpu_share=min(1.0, sum(step.cpu_s for step in steps) / (num_threads * wall_s)),
+    )
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.processor())
+
+
+def _print(found: ProfileFile, steps: list[MeasuredStep]) -> None:
+    import numpy as np
+    from rich.console import Console
+    from rich.table import Table
+
+    from services.commands.step_bench import fit_steps, is_held_back, relative_errors
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = 120
+    prices = Table("price", "seconds", title="What a step costs")
+    for name in ("base_s", "prefill_token_s", "decode_seq_s", "context_token_s", "prefill_pair_s"):
+        prices.add_row(name.removesuffix("_s"), f"{getattr(found, name):.3e}")
+    console.print(prices)
+    learnt = fit_steps([step.sample for step in steps if not is_held_back(step)])
+    errors = Table("steps held back", "number", "shortest ms", "longest ms", "error p50", "p90")
+    for kind in ("prefill", "decode", "mixed", "all"):
+        samples = [step.sample for step in steps if is_held_back(step) and kind in (step.kind, "all")]
+        if samples:
+            off = relative_errors(learnt, samples)
+            times_ms = [1e3 * each.duration_s for each in samples]
+            cells = [f"{min(times_ms):.2f}", f"{max(times_ms):.2f}"]
+            cells += [f"{100 * float(np.quantile(off, level)):.1f} %" for level in (0.5, 0.9)]
+            errors.add_row(kind, str(len(samples)), *cells)
+    console.print(errors)
+
+
+@contextmanager
+def _progress_bar(num_steps: int) -> Iterator[Callable[[], object] | None]:
+    """On a terminal's stderr: how many steps are measured; elsewhere nothing."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("steps"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=num_steps)
+        yield lambda: bar.advance(task)

@@ -1,0 +1,159 @@
+"""``farsight replay``: what traffic that a server has served would have been under other policies."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from core.errors import ConfigError
+from services.commands.simulate import (
+    GpuOption,
+    JsonOption,
+    KvTokensOption,
+    MaxNumSeqsOption,
+    ModelOption,
+    ProfileOption,
+    ReplicasOption,
+    TensorParallelOption,
+    hardware,
+    one_line_errors,
+    progress_bar,
+    wide_console,
+)
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from services.commands.logged_traffic import Traffic
+    from simulator.experiment import Experiment
+
+LOGGED = "logged"
+"""The name of the truth among the presets."""
+
+_Row = dict[str, Any]
+
+
+def replay(
+    log: Annotated[str, typer.Argument(metavar="LOG", help="What `log.path` names: a SQLite file, or a redis:// URL.")],
+    preset: Annotated[list[str], typer.Option("--preset", help="Compositions of policies, as fcfs,fastserve.")],
+    replicas: ReplicasOption = 1,
+    gpu: GpuOption = None,
+    model: ModelOption = None,
+    tensor_parallel: TensorParallelOption = None,
+    profile: ProfileOption = None,
+    kv_tokens: KvTokensOption = None,
+    max_num_seqs: MaxNumSeqsOption = 256,
+    as_json: JsonOption = False,
+) -> None:
+    """Run the requests of a log again under other presets, in virtual time, beside how they really went."""
+    with one_line_errors():
+        presets = _presets(preset)
+        from services.commands.logged_traffic import read_traffic
+
+        traffic = read_traffic(log)
+        machine = hardware(gpu, model, tensor_parallel, profile)
+        experiment = _experiment(log, presets[0], replicas, max_num_seqs, machine)
+        if kv_tokens is not None:
+            experiment = dataclasses.replace(experiment, kv_tokens=kv_tokens)
+        rows = [_truth(traffic), *_replayed(experiment, presets, traffic)]
+        if as_json:
+            from simulator.results import to_json
+
+            for row in rows:
+                typer.echo(to_json(row))
+        else:
+            wide_console().print(_table(rows))
+        _say_what_is_missing(traffic, rows)
+        if profile is None and gpu is None and model is None:
+            typer.echo("step times are those of a 7B model on an A100; --profile FILE takes the server's own", err=True)
+
+
+def _presets(given: Sequence[str]) -> list[str]:
+    from policies.presets import find_preset
+
+    names = [name.strip() for each in given for name in each.split(",")]
+    if len(set(names)) != len(names) or not all(names):
+        raise ConfigError("--preset", ",".join(given), "names as fcfs,fastserve, each once")
+    for name in names:
+        try:
+            find_preset(name)
+        except ConfigError as error:
+            raise ConfigError("--preset", name, error.expected) from error
+    return names
+
+
+def _experiment(log: str, preset: str, replicas: int, max_num_seqs: int, machine: tuple[Any, int]) -> Experiment:
+    from simulator.experiment import Experiment
+
+    latency, kv_tokens = machine
+    return Experiment(
+        preset=preset,
+        workload=log,
+        num_replicas=replicas,
+        latency=latency,
+        kv_tokens=kv_tokens,
+        max_num_seqs=max_num_seqs,
+    )
+
+
+def _truth(traffic: Traffic) -> _Row:
+    """How it went, by the same measures as the summary of a run."""
+    from simulator.summary import Distribution, distribution
+
+    requests = [each.request for each in traffic.logged]
+    measured = {
+        "ttft_s": distribution([request.ttft_s for request in requests if request.ttft_s is not None]),
+        "jct_s": distribution([request.jct_s for request in requests]),
+    }
+    row: _Row = {"preset": LOGGED, "num_requests": len(requests), "num_failed": 0}
+    for name, value in measured.items():
+        row |= {f"{name}_{field.name}": getattr(value, field.name) for field in dataclasses.fields(Distribution)}
+    return row
+
+
+def _replayed(experiment: Experiment, presets: Sequence[str], traffic: Traffic) -> list[_Row]:
+    from simulator.run import run
+
+    arrivals, rows = traffic.arrivals(), []
+    for name in presets:
+        with progress_bar(len(arrivals)) as progress:
+            outcome = run(dataclasses.replace(experiment, preset=name), arrivals, progress=progress)
+        rows.append({"preset": name} | outcome.summary.to_dict())
+    return rows
+
+
+_COLUMNS = {
+    "requests": "num_requests",
+    "JCT mean s": "jct_s_mean",
+    "JCT p50 s": "jct_s_p50",
+    "JCT p99 s": "jct_s_p99",
+    "TTFT mean s": "ttft_s_mean",
+    "TTFT p99 s": "ttft_s_p99",
+}
+
+
+def _table(rows: Sequence[_Row]) -> Table:
+    from rich.table import Table
+
+    from simulator.summary import show
+
+    table = Table("", *_COLUMNS, "mean JCT to logged")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    logged = rows[0]["jct_s_mean"]
+    for row in rows:
+        mean = row["jct_s_mean"]
+        ratio = "-" if mean is None or not logged else f"{mean / logged:.2f}"
+        table.add_row(row["preset"], *(show(row[name]) for name in _COLUMNS.values()), ratio)
+    return table
+
+
+def _say_what_is_missing(traffic: Traffic, rows: Sequence[_Row]) -> None:
+    if traffic.num_left_out:
+        typer.echo(f"left out: {traffic.num_left_out} requests of the log had no output, or failed", err=True)
+    for row in rows:
+        if row["num_failed"]:
+            typer.echo(f"{row['preset']}: {row['num_failed']} requests do not fit a replica's KV memory", err=True)

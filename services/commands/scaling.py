@@ -1,0 +1,54 @@
+"""The command line's side of ``farsight scale``: asks the running server, then waits for what takes longer."""
+
+from __future__ import annotations
+
+import time
+
+from actors.runtime.layout import SCALABLE
+from core.errors import InvalidValueError
+from services.commands.ask import ask
+
+ROW_KINDS = {
+    "replica": "ModelWorker",
+    "length-predictor": "LengthPredictor",
+    "serving-time-estimator": "ServingTimeEstimator",
+    "ingress": "Ingress",
+}
+"""How ``/status`` calls what can be scaled."""
+
+SCALE_TIMEOUT_S = 900.0
+"""A new replica loads its model; a removed one drains."""
+
+INGRESS_TIMEOUT_S = 60.0
+STATUS_TIMEOUT_S = 10.0
+_LOOK_S = 0.2
+
+
+def scale_service(url: str, token: str, kind: str, count: int) -> str:
+    """Scales and returns one line about it.
+
+    Raises:
+        FarsightError: a wrong argument, a server that refuses, or none that answers.
+    """
+    if kind not in SCALABLE:
+        raise InvalidValueError("KIND", kind, f"one of {', '.join(SCALABLE)}")
+    began = time.monotonic()
+    before = _num_rows(url, kind)
+    ask(url, "/admin/scale", SCALE_TIMEOUT_S, token, {"kind": kind, "count": count})
+    note = "" if kind != "ingress" else _wait_ingress(url, count)
+    return f"{kind}: {before} -> {count} after {time.monotonic() - began:.1f} s{note}"
+
+
+def _wait_ingress(url: str, count: int) -> str:
+    """Ray Serve adds and removes ingress replicas on its own time."""
+    deadline = time.monotonic() + INGRESS_TIMEOUT_S
+    while (found := _num_rows(url, "ingress")) < count:
+        if time.monotonic() > deadline:
+            return f" ({found} are there so far)"
+        time.sleep(_LOOK_S)
+    return " (those removed first finish their streams)" if found > count else ""
+
+
+def _num_rows(url: str, kind: str) -> int:
+    rows = ask(url, "/status", STATUS_TIMEOUT_S)["actors"]
+    return sum(row["kind"] == ROW_KINDS[kind] for row in rows)

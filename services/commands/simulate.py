@@ -1,0 +1,336 @@
+"""``farsight simulate`` and ``farsight compare``: policies under virtual time, from the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from core.errors import ConfigError, FarsightError, InvalidValueError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from simulator.cluster.latency import LinearLatency, Roofline
+    from simulator.experiment import Experiment
+
+_FLAGS = {
+    "scheduler.preset": "--preset",
+    "num_replicas": "--replicas",
+    "num_requests": "--requests",
+    "workload": "--trace",
+    "ttft_s": "--sla-ttft",
+    "mtpot_s": "--sla-mtpot",
+    "LOG": "LOG",
+}
+"""Fields that are not called like their flags."""
+
+TraceOption = Annotated[
+    str,
+    typer.Option("--trace", metavar="NAME|FILE", help="Workload by name, or file as Azure's or Mooncake's."),
+]
+RequestsOption = Annotated[
+    int | None, typer.Option("--requests", help="At most so many (default: 1000, all of a file).")
+]
+ReplicasOption = Annotated[int, typer.Option("--replicas", help="Copies of the model.")]
+RateOption = Annotated[
+    float | None,
+    typer.Option("--rate", help="Requests per second; inf: all at once (default: a trace's own, else 8 a replica)."),
+]
+ClientsOption = Annotated[
+    int | None, typer.Option("--clients", help="Closed loop: so many requests under way at any time.")
+]
+PredictorOption = Annotated[
+    str, typer.Option("--predictor", help="Of output lengths: none, history, shuffled, noisy or oracle.")
+]
+GpuOption = Annotated[
+    str | None, typer.Option("--gpu", help="Step times from its data sheet (default with --model: a100-80g).")
+]
+ModelOption = Annotated[
+    str | None, typer.Option("--model", help="The model on that GPU (default with --gpu: llama-2-7b).")
+]
+TensorParallelOption = Annotated[
+    int | None, typer.Option("--tensor-parallel", help="GPUs that a replica is spread over (default: 1).")
+]
+ProfileOption = Annotated[
+    Path | None, typer.Option("--profile", help="Step times from a JSON file instead (default: a 7B model on an A100).")
+]
+KvTokensOption = Annotated[
+    int | None, typer.Option("--kv-tokens", help="KV pool of a replica (default: what the GPU has left, or 120000).")
+]
+MaxNumSeqsOption = Annotated[int, typer.Option("--max-num-seqs", help="Sequences in one step.")]
+SlaTtftOption = Annotated[float, typer.Option("--sla-ttft", help="Seconds to the first token of a good request.")]
+SlaMtpotOption = Annotated[float, typer.Option("--sla-mtpot", help="Seconds between two of its tokens, at most.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+_WITH_CONFIG = ("config", "out", "plot", "as_json")
+
+
+def simulate(
+    context: typer.Context,
+    preset: Annotated[str, typer.Option(help="Composition of policies.")] = "fcfs",
+    trace: TraceOption = "sharegpt-like",
+    requests: RequestsOption = None,
+    rate: RateOption = None,
+    clients: ClientsOption = None,
+    replicas: ReplicasOption = 1,
+    predictor: PredictorOption = "none",
+    gpu: GpuOption = None,
+    model: ModelOption = None,
+    tensor_parallel: TensorParallelOption = None,
+    profile: ProfileOption = None,
+    kv_tokens: KvTokensOption = None,
+    max_num_seqs: MaxNumSeqsOption = 256,
+    sla_ttft: SlaTtftOption = 10.0,
+    sla_mtpot: SlaMtpotOption = 1.5,
+    seed: Annotated[int, typer.Option(help="Of all that is drawn: the same seed, the same result.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Write config.json, summary.json and requests.jsonl into this directory.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write pictures into this directory.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="Run again what this config.json of --out says; no flags but the outputs'.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a workload through a preset under virtual time: no GPU, the same policies as live."""
+    given = dict(locals())
+    with one_line_errors():
+        experiment = _experiment(given, preset, seed) if config is None else _saved(context, config)
+        if plot is not None:
+            from simulator.plots import check_matplotlib
+
+            check_matplotlib()
+        _make_directory("--out", out)
+        _make_directory("--plot", plot)
+        _simulate(experiment, out, plot, as_json)
+
+
+def compare(
+    presets: Annotated[str, typer.Option(help="As fcfs,fastserve: ratios are taken to the first.")],
+    trace: TraceOption = "sharegpt-like",
+    requests: RequestsOption = None,
+    rate: RateOption = None,
+    clients: ClientsOption = None,
+    replicas: ReplicasOption = 1,
+    predictor: PredictorOption = "none",
+    gpu: GpuOption = None,
+    model: ModelOption = None,
+    tensor_parallel: TensorParallelOption = None,
+    profile: ProfileOption = None,
+    kv_tokens: KvTokensOption = None,
+    max_num_seqs: MaxNumSeqsOption = 256,
+    sla_ttft: SlaTtftOption = 10.0,
+    sla_mtpot: SlaMtpotOption = 1.5,
+    seeds: Annotated[int, typer.Option(help="Workloads, each run under every preset.")] = 5,
+    seed: Annotated[int, typer.Option(help="The first of the seeds.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Run presets side by side on the same workloads: means over seeds and ratios with 95 % confidence intervals."""
+    given = dict(locals())
+    with one_line_errors():
+        names = [name.strip() for name in presets.split(",")]
+        if len(set(names)) != len(names) or not all(names):
+            raise ConfigError("--presets", presets, "names as fcfs,fastserve, each once")
+        if seeds < 1:
+            raise ConfigError("--seeds", seeds, "an integer >= 1")
+        from policies.presets import find_preset
+
+        for name in names:
+            try:
+                find_preset(name)
+            except ConfigError as error:
+                raise ConfigError("--presets", name, error.expected) from error
+        experiment = _experiment(given, names[0], seed)
+        _compare(experiment, names, range(seed, seed + seeds), as_json)
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """What goes wrong is told in a line, by the names of the flags."""
+    try:
+        yield
+    except InvalidValueError as error:
+        flag = _FLAGS.get(
+            error.field, f"--{error.field.replace('_', '-')}" if error.field.isidentifier() else error.field
+        )
+        typer.echo(f"farsight: {InvalidValueError(flag, error.value, error.expected)}", err=True)
+        raise typer.Exit(1) from error
+    except (FarsightError, OSError) as error:
+        typer.echo(f"farsight: {error}", err=True)
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def _make_directory(flag: str, path: Path | None) -> None:
+    """What cannot be written is to be known before anything is run."""
+    try:
+        if path is not None:
+            path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(flag, str(path), f"a directory, new or not ({error.strerror})") from error
+
+
+def _saved(context: typer.Context, path: Path) -> Experiment:
+    """What a config.json says; a flag that says something else would be a riddle."""
+    from simulator.results import read_config
+
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        if name not in _WITH_CONFIG and source is not None and source.name == "COMMANDLINE":
+            raise ConfigError(parameter.opts[0], context.params[name], "nothing beside --config")
+    return read_config(path)
+
+
+def _experiment(given: dict[str, Any], preset: str, seed: int) -> Experiment:
+    from simulator.experiment import Experiment
+    from simulator.summary import Sla
+
+    latency, kv_tokens = hardware(given["gpu"], given["model"], given["tensor_parallel"], given["profile"])
+    return Experiment(
+        preset=preset,
+        workload=given["trace"],
+        num_requests=given["requests"],
+        rate=given["rate"],
+        clients=given["clients"],
+        num_replicas=given["replicas"],
+        predictor=given["predictor"],
+        latency=latency,
+        kv_tokens=kv_tokens if given["kv_tokens"] is None else given["kv_tokens"],
+        max_num_seqs=given["max_num_seqs"],
+        sla=Sla(given["sla_ttft"], given["sla_mtpot"]),
+        seed=seed,
+    )
+
+
+def hardware(
+    gpu: str | None, model: str | None, tensor_parallel: int | None, profile: Path | None
+) -> tuple[LinearLatency | Roofline, int]:
+    """Step times of a replica, and how many KV tokens it holds."""
+    from simulator.cluster.latency import GPUS, MODELS, Roofline
+    from simulator.experiment import Experiment, free_kv_tokens
+
+    if gpu is None and model is None and tensor_parallel is None:
+        default = Experiment()
+        return (default.latency if profile is None else _read_profile(profile)), default.kv_tokens
+    if profile is not None:
+        raise ConfigError("--profile", str(profile), "none beside --gpu, --model and --tensor-parallel")
+    gpu, model, num_gpus = gpu or "a100-80g", model or "llama-2-7b", 1 if tensor_parallel is None else tensor_parallel
+    if gpu not in GPUS:
+        raise ConfigError("--gpu", gpu, f"one of {', '.join(GPUS)}")
+    if model not in MODELS:
+        raise ConfigError("--model", model, f"one of {', '.join(MODELS)}")
+    if num_gpus < 1:
+        raise ConfigError("--tensor-parallel", num_gpus, "an integer >= 1")
+    latency = Roofline(GPUS[gpu], MODELS[model], num_gpus)
+    return latency, free_kv_tokens(latency)
+
+
+def _read_profile(path: Path) -> LinearLatency:
+    """What `farsight profile` has written, or somebody by hand: what is not in it is as in ``LinearLatency``."""
+    from dataclasses import replace
+
+    from estimator.profile_file import parse_profile
+    from simulator.cluster.latency import LinearLatency
+
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError("--profile", str(path), f"a JSON file ({error})") from error
+    profile = parse_profile(text, f"--profile {path}")
+    latency = LinearLatency(profile.cost)
+    if profile.kv_bytes is not None:
+        latency = replace(latency, kv_bytes=profile.kv_bytes)
+    if profile.copy_bandwidth is not None:
+        latency = replace(latency, copy_bandwidth=profile.copy_bandwidth)
+    return latency
+
+
+def _simulate(experiment: Experiment, out: Path | None, plot: Path | None, as_json: bool) -> None:
+    from simulator.cluster.timeline import Timeline
+    from simulator.experiment import make_arrivals
+    from simulator.plots import write_plots
+    from simulator.results import config_of, to_json, write_results
+    from simulator.run import run
+    from simulator.summary import tables
+
+    arrivals = make_arrivals(experiment)
+    timeline = None if plot is None else Timeline()
+    with progress_bar(len(arrivals)) as progress:
+        outcome = run(experiment, arrivals, progress=progress, timeline=timeline)
+    if as_json:
+        typer.echo(to_json({"config": config_of(experiment), "summary": outcome.summary.to_dict()}))
+    else:
+        console = wide_console()
+        console.print(f"{_title(experiment)}, seed {experiment.seed}", highlight=False)
+        for table in tables(outcome.summary):
+            console.print(table)
+    if outcome.failed:
+        limit = f"the {experiment.kv_tokens} KV tokens of a replica"
+        typer.echo(f"refused: {len(outcome.failed)} requests may grow beyond {limit}", err=True)
+    written = []
+    if out is not None:
+        written += write_results(out, experiment, outcome.summary, outcome.recorder.done)
+    if plot is not None and outcome.recorder.done:
+        title = f"{_title(experiment)}, seed {experiment.seed}"
+        written += write_plots(plot, title, outcome.recorder.done, timeline, experiment.kv_tokens)
+    for path in written:
+        typer.echo(f"written: {path}", err=True)
+
+
+def _compare(experiment: Experiment, presets: list[str], seeds: range, as_json: bool) -> None:
+    from simulator.compare import compare as run_all
+    from simulator.compare import comparison_table
+    from simulator.results import to_json
+
+    num_requests = experiment.num_requests
+    with progress_bar(None if num_requests is None else num_requests * len(presets) * len(seeds)) as progress:
+        compared = run_all(experiment, presets, seeds, progress)
+    if as_json:
+        for each in compared:
+            typer.echo(to_json(each.to_dict()))
+        return
+    console = wide_console()
+    seen = f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {seeds[0]} to {seeds[-1]}"
+    console.print(f"{_title(experiment, ', '.join(presets))}, {seen}", highlight=False)
+    console.print(comparison_table(compared))
+
+
+def _title(experiment: Experiment, presets: str = "") -> str:
+    """What was run, in a line."""
+    load = "" if experiment.rate is None else f", {experiment.rate:g} requests/s"
+    load = load if experiment.clients is None else f", {experiment.clients} clients"
+    replicas = "1 replica" if experiment.num_replicas == 1 else f"{experiment.num_replicas} replicas"
+    return f"{presets or experiment.preset}: {experiment.workload}{load}, {replicas}"
+
+
+def wide_console() -> Console:
+    """For tables; a pipe has no width, and nothing is to be cut."""
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = 200
+    return console
+
+
+@contextmanager
+def progress_bar(num_requests: int | None) -> Iterator[Callable[[int], None] | None]:
+    """On a terminal's stderr: how many requests have ended; elsewhere nothing."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=num_requests)
+        yield lambda num_ended: bar.update(task, completed=num_ended)

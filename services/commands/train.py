@@ -1,0 +1,151 @@
+"""``farsight train``: a forecaster of output lengths from finished requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from core.errors import ConfigError, FarsightError, InvalidValueError
+
+if TYPE_CHECKING:
+    from predictor.training import Recipe
+
+_FLAGS = {"num_trees": "--trees", "examples": "DATA"}
+"""Fields that are not called like their flags."""
+
+_MAX_SHOWN = 10
+"""Rejected rows that are named one by one."""
+
+DataArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="DATA", help="JSON lines (.gz or not) with instruction, user_input, output or output_len, perhaps task."
+    ),
+]
+TokenizerOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--tokenizer", help="tokenizer.json of the served model, or its directory; default: the embedded one."
+    ),
+]
+DeviceOption = Annotated[str, typer.Option("--device", help="Of the encoder: auto, cpu, cuda or cuda:0.")]
+StrictOption = Annotated[bool, typer.Option("--strict", help="Stop at the first row that cannot be used.")]
+
+
+def train(
+    data: DataArgument,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the forecaster goes.")],
+    kind: Annotated[str, typer.Option(help="words, forest, magnus or linear.")] = "words",
+    encoder: Annotated[
+        str | None,
+        typer.Option(
+            help="Hub id, directory, or minilm (offline); default: sentence-transformers/LaBSE; none for words."
+        ),
+    ] = None,
+    device: DeviceOption = "auto",
+    tokenizer: TokenizerOption = None,
+    d_user: Annotated[int | None, typer.Option(help="Values kept of a user input's embedding.")] = None,
+    d_app: Annotated[int | None, typer.Option(help="Values kept of an instruction's embedding.")] = None,
+    trees: Annotated[int, typer.Option(help="Of a forest.")] = 100,
+    max_features: Annotated[float, typer.Option(help="Share of the features tried at a split of a tree.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="The same seed and data: the same forecaster.")] = 0,
+    strict: StrictOption = False,
+) -> None:
+    """Train a forecaster of output lengths on finished requests."""
+    with one_line_errors():
+        forest = {"num_trees": trees, "max_features": max_features, "seed": seed}
+        recipe = _recipe(kind, encoder, d_user, d_app, forest)
+        _train(data, out, recipe, encoder, device, tokenizer, strict)
+
+
+def _recipe(kind: str, encoder: str | None, d_user: int | None, d_app: int | None, forest: dict[str, Any]) -> Recipe:
+    """The kind's recipe with what was asked for; ``forest`` holds fields of ``ForestOptions``."""
+    from dataclasses import replace
+
+    from predictor.training import RECIPES
+
+    if kind not in RECIPES:
+        raise ConfigError("--kind", kind, f"one of {', '.join(RECIPES)}")
+    recipe = RECIPES[kind]
+    if recipe.reads == "words":
+        for flag, value in (("--encoder", encoder), ("--d-user", d_user), ("--d-app", d_app)):
+            if value is not None:
+                raise ConfigError(flag, value, "none with --kind words, which reads no embeddings")
+    return replace(
+        recipe,
+        forest=replace(recipe.forest, **forest),
+        d_user=recipe.d_user if d_user is None else d_user,
+        d_app=recipe.d_app if d_app is None else d_app,
+    )
+
+
+def _train(
+    data: Path, out: Path, recipe: Recipe, encoder: str | None, device: str, tokenizer: Path | None, strict: bool
+) -> None:
+    from predictor.artefact import FILE_NAME, load
+    from predictor.encoders import LABSE, SentenceEncoder
+    from predictor.training import train as train_artefact
+    from services.commands.forecast_data import EMBEDDED_TOKENIZER, TokenCounter, read_examples
+
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("--out", str(out), f"a directory, new or not ({error.strerror})") from error
+    # Counts on from what is there; a damaged file is not written over unseen.
+    version = load(out).metadata["version"] + 1 if (out / FILE_NAME).exists() else 1
+    counter = TokenCounter(tokenizer or EMBEDDED_TOKENIZER)
+    with progress_bar("rows") as progress:
+        found = read_examples(data, counter, strict, progress)
+    report_rejected(found.rejected)
+    loaded = None if recipe.reads == "words" else SentenceEncoder(encoder or LABSE, device)
+    with progress_bar("texts read") as progress:
+        artefact = train_artefact(found.examples, loaded, recipe, version, progress)
+    path = artefact.save(out)
+    left_out = sum(each.censored for each in found.examples)
+    note = f", {left_out} left out that were cut off" if left_out else ""
+    typer.echo(f"{path}: version {version}, trained on {artefact.metadata['num_examples']} requests{note}")
+
+
+def report_rejected(rejected: Sequence[str]) -> None:
+    """Names rows that were skipped, on stderr."""
+    for message in rejected[:_MAX_SHOWN]:
+        typer.echo(f"skipped: {message}", err=True)
+    if len(rejected) > _MAX_SHOWN:
+        typer.echo(f"skipped: {len(rejected) - _MAX_SHOWN} more rows", err=True)
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Ends the command with exit status 1 and a line that names the option."""
+    try:
+        yield
+    except InvalidValueError as error:
+        named = error.field.isidentifier() and error.field.islower()
+        flag = _FLAGS.get(error.field, f"--{error.field.replace('_', '-')}" if named else error.field)
+        typer.echo(f"farsight: {InvalidValueError(flag, error.value, error.expected)}", err=True)
+        raise typer.Exit(1) from error
+    except (FarsightError, OSError) as error:
+        typer.echo(f"farsight: {error}", err=True)
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int], None] | None]:
+    """On a terminal's stderr: how many there were so far; elsewhere nothing."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn(what), BarColumn(), TextColumn("{task.completed:,.0f}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done: bar.update(task, completed=done)

@@ -1,0 +1,48 @@
+"""From a running service to a client of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+from actors.runtime.hosts import keep_supervisor
+from actors.runtime.names import ROUTER
+from actors.runtime.peer import LOOK_AGAIN_S, PeerLost
+from actors.runtime.site import Site
+from core.codec import decode
+from core.messages import ServedModel
+from estimator.device_profile import profile_label
+from services.api.backend import ModelInfo
+from services.ingress.engine_client import EngineClient
+
+
+async def open_client(site: Site) -> EngineClient:
+    """A started client; waits until a replica is up."""
+    served = await _wait_for_model(site)
+    ready = served.ready
+    model = ModelInfo(
+        name=site.config.model.name,
+        created=int(time.time()),
+        max_model_len=ready.max_model_len,
+        pool_limited=ready.pool_limited,
+        vocab_size=ready.vocab_size,
+        benchmark_mode=site.config.engine.benchmark_mode,
+        emulated=profile_label(site.config.engine.profile),
+    )
+    client = EngineClient(site, model, lambda: keep_supervisor(site), prefix_block_size=served.prefix_block_size)
+    await client.start()
+    return client
+
+
+async def _wait_for_model(site: Site) -> ServedModel:
+    with contextlib.closing(site.peers()) as peers:
+        router = peers.peer(ROUTER)
+        while True:
+            try:
+                data = await router.call("model")
+            except PeerLost:
+                data = b""
+            if data:
+                return decode(data, ServedModel)
+            await asyncio.sleep(LOOK_AGAIN_S)

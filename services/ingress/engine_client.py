@@ -1,0 +1,522 @@
+"""The ingress's side of the protocol: submits requests, receives their tokens, resumes what was lost."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import itertools
+import logging
+import os
+import socket
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from actors.log.log_outbox import LogOutbox
+from actors.runtime.health import HealthServer
+from actors.runtime.metrics import RequestMetrics
+from actors.runtime.names import LOG_STORE, ROUTER, SUPERVISOR, is_backend, worker_name
+from actors.runtime.peer import LOOK_AGAIN_S, PeerLost
+from actors.runtime.site import Site
+from actors.runtime.waiting import again_and_again, wait_for
+from core.codec import decode, encode
+from core.errors import CapacityError, InvalidValueError
+from core.forecast import Forecast, ForecastQuestion
+from core.messages import (
+    AnnounceReply,
+    ForecastMade,
+    ForecastsMade,
+    Keys,
+    PieceCounts,
+    PieceStatus,
+    Refusal,
+    Scale,
+    StatusReply,
+    Submit,
+    SubmitReply,
+    TokenBatches,
+    TokenDelta,
+    TokenPoll,
+)
+from core.messages.log import FinishedRequest, FinishedRequests, RequestTrace, RequestTraces
+from core.messages.placement import PlacementView
+from core.request import Origin, Request, SamplingParams
+from kvcache.prefix import hash_blocks, salted_root
+from services.api.backend import ModelInfo
+from services.api.text.prompt_text import PromptText
+from services.ingress.explanations import Explanations
+from services.ingress.forecaster import Forecaster
+from services.ingress.ledger import RequestLedger
+from services.ingress.mailbox import Mailbox
+from services.ingress.overview import Overview
+from services.ingress.stream_trace import StreamNotes
+from services.ingress.token_inbox import TokenInbox
+
+ANNOUNCE_S = 0.5
+"""How often the Router hears what is open here, and says what is lost."""
+
+UNHEALTHY_AFTER_S = 5.0
+"""Without a word from the Router for so long, new requests would only wait."""
+
+RETRY_AFTER_S = 1.0
+
+SLOW_DELTAS = 256
+"""A client that leaves so many deltas unread lets its sequence rest ..."""
+
+READING_DELTAS = 64
+"""... until no more than these are left."""
+
+OWN_ENGINE_S = 1.0
+"""How often it is looked whether a request past its deadline is on our own engine still."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One open request: its tokens on the way to the client, and what the log will say of it."""
+
+    request: Request
+    deltas: Mailbox = field(default_factory=Mailbox)
+    received_at: float = field(default_factory=time.time)
+    began: float = field(default_factory=time.monotonic)
+    token_at: float | None = None
+    ttft_s: float | None = None
+    num_tokens: int = 0
+    attempts: int = 1
+    replica: str = ""
+    reason: str = "abort"
+    trouble: str = ""  # what the last server that gave it back has said
+    deadline: asyncio.TimerHandle | None = None
+    foreseen: asyncio.Event = field(default_factory=asyncio.Event)
+    notes: StreamNotes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.notes = StreamNotes(self.request, self.received_at)
+
+    def record(self, now: float) -> FinishedRequest:
+        return FinishedRequest(
+            request_id=self.request.request_id,
+            replica=self.replica,
+            attempts=self.attempts,
+            prompt_len=self.request.prompt_len,
+            output_len=self.num_tokens,
+            max_new_tokens=self.request.sampling.max_new_tokens,
+            finish_reason=self.reason,
+            received_at=self.received_at,
+            ttft_s=self.ttft_s,
+            jct_s=now - self.began,
+        )
+
+
+class EngineClient:
+    """A ``GenerationBackend`` over the Router and the model workers.
+
+    Args:
+        site: Where they are.
+        model: What clients may know about it.
+        keep: Sees to it that there is a Supervisor; runs as long as the client.
+        prefix_block_size: Tokens of the blocks by which prompts are compared; 0 if nobody does.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        model: ModelInfo,
+        keep: Callable[[], Coroutine[Any, Any, None]] | None = None,
+        *,
+        prefix_block_size: int = 0,
+    ) -> None:
+        self.model = model
+        self._prefix_block_size = prefix_block_size
+        self._peers = site.peers()
+        self._router = self._peers.peer(ROUTER)
+        self._limits = site.config.server
+        self._sends_text = any(each.prompt == "text" for each in site.config.replica)
+        self._deadline_s = site.config.server.first_token_deadline_s if site.config.replica else None
+        self._keep = keep
+        self._ingress_id = uuid.uuid4().hex[:12]
+        self._ledger = RequestLedger(self._ingress_id)
+        self._ids = itertools.count()
+        self._streams: dict[str, _Stream] = {}
+        self._slow: set[str] = set()
+        self._open_tokens = 0
+        self._outgoing_due = asyncio.Event()
+        self._log = LogOutbox(self._peers.peer(LOG_STORE), "append", FinishedRequests)
+        self._traces = LogOutbox(self._peers.peer(LOG_STORE), "append_traces", RequestTraces)
+        self._explanations = Explanations(self._peers)
+        self._made: list[ForecastMade] = []
+        self._forecaster: Forecaster | None = None
+        if site.config.predictor.artefact:
+            self._forecaster = Forecaster(self._peers, site.config, self._foresee)
+        self._predictor_wait_s = site.config.predictor.wait_s
+        self._pumps: dict[str, asyncio.Task[None]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._heard_at: float | None = None
+        self._overview = Overview(site, self._peers)
+        self._registry = CollectorRegistry()
+        self._metrics = RequestMetrics(self._registry, model.name)
+        self._health = HealthServer(self._registry, lambda: [self._row()])
+        self._port = 0
+
+    async def start(self) -> None:
+        """Starts the background pumps, on the event loop that serves requests."""
+        self._port = await self._health.start()
+        work = [self._pump_outgoing, self._pump_announcements, self._log.run, self._traces.run]
+        if self._keep is not None:
+            work.append(self._keep)
+        if self._forecaster is not None:
+            work.append(self._forecaster.run)
+        self._tasks = [asyncio.create_task(again_and_again(each, LOOK_AGAIN_S)) for each in work]
+
+    async def stream(
+        self,
+        prompt_ids: tuple[int, ...],
+        sampling: SamplingParams,
+        text: PromptText | None = None,
+        origin: Origin | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """Deltas of one request, the last with a finish reason; closing early aborts it.
+
+        Raises:
+            CapacityError: too much is in the house already.
+            InvalidValueError: no worker can ever run it.
+        """
+        request = Request(
+            f"{self._ingress_id}-{next(self._ids)}",
+            0,
+            self._ingress_id,
+            prompt_ids,
+            sampling,
+            origin=origin,
+            priority=priority,
+            prefix_hashes=self._prefix_hashes(prompt_ids, sampling, cache_salt),
+            cache_salt=cache_salt,
+            source=text.source if self._sends_text and text is not None else None,
+        )
+        stream = self._open(request)
+        try:
+            if text is not None and self._forecaster is not None:
+                await self._ask(stream, text, self._forecaster)
+            self._ledger.open(stream.request)
+            self._outgoing_due.set()
+            reason = None
+            while reason is None:
+                delta = await stream.deltas.take()
+                self._note_read(stream)
+                reason = delta.finish_reason
+                yield delta
+        finally:
+            self._close(stream)
+
+    def _open(self, request: Request) -> _Stream:
+        self._admit(request.prompt_len)
+        stream = _Stream(request)
+        self._streams[request.request_id] = stream
+        self._open_tokens += request.prompt_len
+        self._watch_deadline(stream)
+        return stream
+
+    def _watch_deadline(self, stream: _Stream) -> None:
+        """Where there are other servers, a request has its first token in time, or fails."""
+        if self._deadline_s is not None:
+            loop = asyncio.get_running_loop()
+            stream.deadline = loop.call_later(self._deadline_s, self._miss_deadline, stream)
+
+    def _miss_deadline(self, stream: _Stream) -> None:
+        request_id = stream.request.request_id
+        replica = self._ledger.replica_of(request_id)
+        if replica is None:
+            return  # it has come to its end, without a single token
+        if replica and not is_backend(replica):  # our own engine comes to everything in the end
+            stream.deadline = asyncio.get_running_loop().call_later(OWN_ENGINE_S, self._miss_deadline, stream)
+            return
+        self._ledger.close(request_id, time.monotonic())
+        where = f"it was on {replica}" if replica else "no replica takes requests"
+        self._fail(stream, stream.attempts, f"no token within {self._deadline_s:g} s; {where}")
+        self._outgoing_due.set()
+
+    def _prefix_hashes(self, prompt_ids: tuple[int, ...], sampling: SamplingParams, cache_salt: str) -> tuple[int, ...]:
+        """Made here, once: there are several ingress replicas, and one Router."""
+        if not self._prefix_block_size or sampling.prompt_logprobs:
+            return ()
+        return tuple(hash_blocks(prompt_ids, self._prefix_block_size, salted_root(cache_salt)))
+
+    async def _ask(self, stream: _Stream, text: PromptText, forecaster: Forecaster) -> None:
+        """Asks how long it will be, and waits for the answer as long as the settings allow."""
+        request = stream.request
+        question = ForecastQuestion(
+            request.request_id,
+            text.instruction,
+            text.user_input,
+            text.user_input_len(request.prompt_len),
+            request.prompt_len,
+            request.sampling.max_new_tokens,
+        )
+        wait_s = self._predictor_wait_s
+        if forecaster.ask(question) and wait_s > 0:
+            await wait_for(stream.foreseen, wait_s)
+
+    def _foresee(self, answers: list[tuple[str, Forecast]]) -> None:
+        """Forecasts have come: those of requests that are on their way follow them."""
+        for request_id, forecast in answers:
+            stream = self._streams.get(request_id)
+            if stream is None:
+                continue  # it has ended already
+            stream.request = dataclasses.replace(stream.request, forecast=forecast)
+            stream.foreseen.set()
+            attempt = self._ledger.foresee(request_id, forecast)
+            if attempt is not None:
+                self._made.append(ForecastMade(request_id, attempt, forecast))
+        if self._made:
+            self._outgoing_due.set()
+
+    def _admit(self, num_tokens: int) -> None:
+        limits = self._limits
+        if len(self._streams) >= limits.max_queued_requests:
+            self._metrics.rejected("max_num_queued_reqs")
+            message = f"{len(self._streams)} requests are open, the limit is {limits.max_queued_requests}"
+            raise CapacityError(message, RETRY_AFTER_S)
+        if self._streams and self._open_tokens + num_tokens > limits.max_queued_tokens:
+            self._metrics.rejected("max_num_queued_tokens")
+            message = f"{self._open_tokens} prompt tokens are in the house, the limit is {limits.max_queued_tokens}"
+            raise CapacityError(message, RETRY_AFTER_S)
+
+    def _close(self, stream: _Stream) -> None:
+        """The client has all it will get."""
+        if stream.deadline is not None:
+            stream.deadline.cancel()
+        request, now = stream.request, time.monotonic()
+        del self._streams[request.request_id]
+        self._slow.discard(request.request_id)
+        self._open_tokens -= request.prompt_len
+        self._ledger.close(request.request_id, now)
+        if self._ledger.has_outgoing:
+            self._outgoing_due.set()
+        record = stream.record(now)
+        self._log.add(record)
+        for trace in stream.notes.end(record):
+            self._traces.add(trace)
+        self._metrics.finished(
+            record.finish_reason, record.jct_s, record.prompt_len, record.output_len, record.max_new_tokens
+        )
+
+    async def _pump_outgoing(self) -> None:
+        """Submits and aborts in order of arrival; what comes while a call is under way goes with the next one."""
+        while True:
+            await self._outgoing_due.wait()
+            self._outgoing_due.clear()
+            requests, aborts = self._ledger.take_outgoing()
+            self._note_resumed(requests)
+            made, self._made = tuple(self._made), []
+            try:
+                if requests:
+                    await self._submit(requests)
+            except PeerLost:
+                self._ledger.submit_failed(requests)
+                await asyncio.sleep(LOOK_AGAIN_S)
+            if made:
+                with suppress(PeerLost):  # the requests go on without
+                    await self._router.call("foresee", encode(ForecastsMade(made)))
+            if aborts:
+                with suppress(PeerLost):  # if it still sends tokens, it is aborted again
+                    await self._router.call("abort", encode(Keys(aborts)))
+            self._after_faults()
+
+    def _note_resumed(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            if request.attempt and request.request_id in self._streams:
+                facts = {"attempt": request.attempt, "output_tokens": len(request.output_ids)}
+                self._streams[request.request_id].notes.note("resumed", facts)
+
+    async def _submit(self, requests: tuple[Request, ...]) -> None:
+        reply = decode(await self._router.call("submit", encode(Submit(requests))), SubmitReply)
+        self._end_refused(self._ledger.submitted(reply))
+        self._follow({placed.replica for placed in reply.placed if placed.replica})
+
+    async def _pump_announcements(self) -> None:
+        while True:
+            try:
+                reply = decode(await self._router.call("announce", encode(self._ledger.announce())), AnnounceReply)
+                self._heard_at = time.monotonic()
+                self._end_refused(self._ledger.announced(reply))
+                self._follow(reply.replicas)
+                self._unfollow(set(reply.replicas))
+                await self._router.call("introduce", encode(self._row()))
+            except PeerLost:
+                await asyncio.sleep(LOOK_AGAIN_S)
+                continue
+            self._after_faults()
+            await asyncio.sleep(ANNOUNCE_S)
+
+    def _end_refused(self, refusals: Iterable[Refusal]) -> None:
+        for refusal in refusals:
+            stream = self._streams.get(refusal.request_id)
+            if stream is not None:
+                stream.reason = "error"
+                stream.notes.note("refused", {"reason": refusal.message})
+                value = getattr(stream.request.sampling, refusal.field, stream.request.max_total_len)
+                stream.deltas.fail(InvalidValueError(refusal.field, value, refusal.message))
+
+    def _follow(self, replicas: Iterable[str]) -> None:
+        for replica in replicas:
+            if replica not in self._pumps:
+                pump = functools.partial(self._pump_tokens, replica)
+                self._pumps[replica] = asyncio.create_task(again_and_again(pump, LOOK_AGAIN_S))
+
+    def _unfollow(self, replicas: set[str]) -> None:
+        """Stops asking replicas that are no more."""
+        for replica in set(self._pumps) - replicas:
+            if not self._ledger.runs_on(replica):
+                self._pumps.pop(replica).cancel()
+
+    async def _pump_tokens(self, replica: str) -> None:
+        """Follows one worker, whatever life it is in."""
+        worker = self._peers.peer(worker_name(replica))
+        inbox = TokenInbox()
+        while True:
+            try:
+                poll = TokenPoll(self._ingress_id, inbox.ack_seq, tuple(self._slow))
+                reply = decode(await worker.call("poll_tokens", encode(poll)), TokenBatches)
+            except PeerLost:
+                inbox = TokenInbox()
+                self._ledger.worker_lost(replica)
+                self._after_faults()
+                await asyncio.sleep(LOOK_AGAIN_S)
+                continue
+            self._deliver(replica, inbox, reply)
+
+    def _deliver(self, replica: str, inbox: TokenInbox, reply: TokenBatches) -> None:
+        now = time.monotonic()
+        deltas = inbox.receive(reply)
+        if is_backend(replica):
+            self._note_returned(replica, deltas)
+        for delta in self._ledger.receive(replica, inbox.incarnation, deltas, now):
+            stream = self._streams[delta.request_id]
+            self._measure(stream, delta, now)
+            stream.replica, stream.attempts = replica, delta.attempt + 1
+            stream.reason = delta.finish_reason or stream.reason
+            stream.deltas.put(delta)
+            if len(stream.deltas) >= SLOW_DELTAS and delta.request_id not in self._slow:
+                self._slow.add(delta.request_id)
+                stream.notes.note("client_slow", {"unread_deltas": len(stream.deltas)})
+        self._after_faults()
+
+    def _note_returned(self, replica: str, deltas: Iterable[TokenDelta]) -> None:
+        """Why another server did not answer: if none does in the end, the client hears of it."""
+        for delta in deltas:
+            stream = self._streams.get(delta.request_id)
+            if stream is not None and delta.error is not None:
+                stream.trouble = f"{replica}: {delta.error}" if delta.finish_reason == "abort" else ""
+
+    def _after_faults(self) -> None:
+        """What the ledger has found lost goes out again, or is given up."""
+        for given_up in self._ledger.take_given_up():
+            stream = self._streams.get(given_up.request_id)
+            if stream is not None:  # else its client has left
+                self._fail(stream, given_up.attempts, given_up.reason)
+        if self._ledger.has_outgoing:
+            self._outgoing_due.set()
+
+    @staticmethod
+    def _fail(stream: _Stream, attempts: int, reason: str) -> None:
+        """Ends it, behind what has come."""
+        if stream.trouble:
+            reason = f"{reason}; {stream.trouble}"
+        stream.reason = "error"
+        stream.deltas.put(TokenDelta(stream.request.request_id, attempts, 0, (), "", "error", reason))
+
+    def _measure(self, stream: _Stream, delta: TokenDelta, now: float) -> None:
+        count = delta.num_tokens
+        if not count:
+            return
+        if stream.token_at is None:
+            if stream.deadline is not None:
+                stream.deadline.cancel()
+            stream.ttft_s = now - stream.began
+            self._metrics.first_token(stream.ttft_s, count)
+            stream.notes.note("first_token", {"ttft_s": stream.ttft_s})
+        else:
+            self._metrics.tokens(now - stream.token_at, count)
+        stream.token_at = now
+        stream.num_tokens += count
+
+    def _note_read(self, stream: _Stream) -> None:
+        if len(stream.deltas) <= READING_DELTAS and stream.request.request_id in self._slow:
+            self._slow.discard(stream.request.request_id)
+            stream.notes.note("client_reads", {"unread_deltas": len(stream.deltas)})
+
+    def _row(self) -> PieceStatus:
+        return PieceStatus(
+            name=f"ingress-{self._ingress_id}",
+            kind="Ingress",
+            pid=os.getpid(),
+            node=socket.gethostname(),
+            state="ready" if self._hears else "waiting",
+            queue=len(self._streams),
+            last_step_age_s=None,
+            restarts=0,
+            http_port=self._port,
+        )
+
+    @property
+    def _hears(self) -> bool:
+        return self._heard_at is not None and time.monotonic() - self._heard_at < UNHEALTHY_AFTER_S
+
+    async def status(self) -> StatusReply:
+        """One row for every logical piece."""
+        return await self._overview.status()
+
+    async def metrics(self) -> str:
+        """Of every process."""
+        own = generate_latest(self._registry).decode()
+        return await self._overview.metrics(f"ingress-{self._ingress_id}", own)
+
+    async def placement(self) -> PlacementView:
+        """What the Router says of its placements.
+
+        Raises:
+            FarsightError: it does not answer.
+        """
+        return await self._overview.placement()
+
+    async def explain(self, response_id: str) -> tuple[RequestTrace, ...]:
+        """What is known of the decisions behind an answer, whoever took them.
+
+        Raises:
+            FarsightError: nothing is known of it, and somebody could not be asked.
+        """
+        own = [trace for trace in self._traces if trace.trace_id.startswith(f"{response_id}/")]
+        for stream in self._streams.values():
+            if stream.notes.is_of(response_id):
+                own += stream.notes.so_far()
+        return await self._explanations.find(response_id, own)
+
+    async def scale(self, kind: str, count: int) -> PieceCounts:
+        """How many of what there are from now on; answers when they are there, or gone.
+
+        Raises:
+            InvalidValueError: the kind or the number is wrong.
+        """
+        reply = await self._peers.peer(SUPERVISOR).call("scale", encode(Scale(kind, count)))
+        return decode(reply, PieceCounts)
+
+    async def healthy(self) -> bool:
+        return self._hears
+
+    async def close(self) -> None:
+        """Stops everything that ``start`` began."""
+        tasks = [*self._tasks, *self._pumps.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._health.stop()
+        self._peers.close()

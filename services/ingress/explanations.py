@@ -1,0 +1,53 @@
+"""Collects what is known of the decisions behind one answer, wherever that is: in the living pieces or in the log."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+from actors.runtime.names import LOG_STORE, ROUTER
+from actors.runtime.peer import PeerBook
+from core.codec import decode, encode
+from core.errors import FarsightError
+from core.messages.log import RequestTrace, RequestTraces, TraceQuery
+
+TIMEOUT_S = 2.0
+
+
+class Explanations:
+    """Asks the Router, which asks the Schedulers, and the log store."""
+
+    def __init__(self, peers: PeerBook) -> None:
+        self._router = peers.peer(ROUTER)
+        self._log_store = peers.peer(LOG_STORE)
+
+    async def find(self, response_id: str, own: Iterable[RequestTrace]) -> tuple[RequestTrace, ...]:
+        """Traces of the requests behind an answer, each once, in order of their ids; none if it is not known.
+
+        Args:
+            own: Those that the asking ingress replica has itself.
+
+        Raises:
+            FarsightError: nothing is known of it, and somebody could not be asked.
+        """
+        query = encode(TraceQuery(response_id))
+        asked = (self._router.call("explain", query), self._log_store.call("read_traces", query))
+        replies = await asyncio.gather(*(asyncio.wait_for(each, TIMEOUT_S) for each in asked), return_exceptions=True)
+        found: dict[str, RequestTrace] = {}
+        failures: list[BaseException] = []
+        for traces in (own, *(_traces(reply, failures) for reply in replies)):
+            for trace in traces:
+                if trace.trace_id not in found or trace.ended:
+                    found[trace.trace_id] = trace
+        if failures and not found:
+            raise FarsightError(f"it cannot be said now: {failures[0]!r}") from failures[0]
+        return tuple(found[trace_id] for trace_id in sorted(found))
+
+
+def _traces(reply: bytes | BaseException, failures: list[BaseException]) -> tuple[RequestTrace, ...]:
+    if isinstance(reply, FarsightError | TimeoutError):
+        failures.append(reply)
+        return ()
+    if isinstance(reply, BaseException):
+        raise reply
+    return decode(reply, RequestTraces).records

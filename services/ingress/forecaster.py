@@ -1,0 +1,88 @@
+"""The ingress's side of forecasts: asks the length predictors, several requests at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from actors.runtime.layout import current_counts, initial_counts
+from actors.runtime.names import length_predictor_name
+from actors.runtime.peer import LOOK_AGAIN_S, PeerBook, PeerLost
+from core.codec import decode, encode
+from core.config import FarsightConfig
+from core.errors import FarsightError
+from core.forecast import Forecast, ForecastQuestion
+from core.messages import ForecastQuestions, Forecasts
+
+MAX_QUESTIONS = 64
+"""In one message."""
+
+MAX_WAITING = 1024
+"""Questions that wait for a predictor; beyond them requests go without, as they do while there is none."""
+
+GATHER_S = 0.02
+"""What comes within so long is asked together, unless requests wait for it. A forecast matters to those who queue."""
+
+COUNTS_S = 5.0
+"""How often the number of predictors is looked up."""
+
+logger = logging.getLogger(__name__)
+
+
+class Forecaster:
+    """Gives answers to ``answered`` as they come; a question that gets none is forgotten.
+
+    Args:
+        answered: Called with the request's id and its forecast, on the event loop.
+    """
+
+    def __init__(
+        self, peers: PeerBook, config: FarsightConfig, answered: Callable[[list[tuple[str, Forecast]]], None]
+    ) -> None:
+        self._peers = peers
+        self._counts = initial_counts(config)
+        self._answered = answered
+        self._gather_s = 0.0 if config.predictor.wait_s else GATHER_S
+        self._waiting: asyncio.Queue[ForecastQuestion] = asyncio.Queue(MAX_WAITING)
+
+    def ask(self, question: ForecastQuestion) -> bool:
+        """Whether it has been taken."""
+        try:
+            self._waiting.put_nowait(question)
+        except asyncio.QueueFull:
+            return False
+        return True
+
+    async def run(self) -> None:
+        """Asks the predictors, whoever is free; one message is under way for each."""
+        pumps: list[asyncio.Task[None]] = []
+        try:
+            while True:
+                self._counts = await current_counts(self._peers, self._counts)
+                while len(pumps) < self._counts.length_predictors:
+                    pumps.append(asyncio.create_task(self._pump(len(pumps))))
+                while len(pumps) > self._counts.length_predictors:
+                    pumps.pop().cancel()
+                await asyncio.sleep(COUNTS_S)
+        finally:
+            for pump in pumps:
+                pump.cancel()
+
+    async def _pump(self, index: int) -> None:
+        predictor = self._peers.peer(length_predictor_name(index))
+        while True:
+            questions = [await self._waiting.get()]
+            await asyncio.sleep(self._gather_s)
+            while len(questions) < MAX_QUESTIONS and not self._waiting.empty():
+                questions.append(self._waiting.get_nowait())
+            try:
+                reply = await predictor.call("predict", encode(ForecastQuestions(tuple(questions))))
+                forecasts = decode(reply, Forecasts).forecasts
+            except PeerLost:
+                await asyncio.sleep(LOOK_AGAIN_S)
+                continue
+            except FarsightError:
+                logger.exception("%s gave no forecast", length_predictor_name(index))
+                continue
+            self._answered([(q.request_id, f) for q, f in zip(questions, forecasts, strict=True)])

@@ -1,0 +1,145 @@
+"""What all processes together say: one status, one exposition of metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+from collections.abc import Mapping
+from contextlib import suppress
+
+import aiohttp
+from ray.exceptions import RayTaskError
+
+from actors.runtime.layout import by_host, current_counts, initial_counts, wanted_pieces
+from actors.runtime.names import LOG_STORE, ROUTER, SUPERVISOR, kv_offload_manager_name
+from actors.runtime.peer import PeerBook, PeerLost
+from actors.runtime.registry import kind_of
+from actors.runtime.site import Site
+from core.codec import decode
+from core.errors import FarsightError
+from core.messages import PieceRows, PieceStatus, StatusReply
+from core.messages.kv import KVUsage
+from core.messages.log import ArtefactInfo, ArtefactList
+from core.messages.placement import PlacementView
+from core.queue_outlook import QueueOutlook
+from kvcache.residency import total_usage
+from policies.fleet.queue_delay import queue_delay_s
+from services.api.pages.metrics_page import merge_expositions
+
+TIMEOUT_S = 1.0
+"""A process that does not answer within this time is shown as dead."""
+
+
+class Overview:
+    """Asks every process that there should be; none of them has to know the others."""
+
+    def __init__(self, site: Site, peers: PeerBook) -> None:
+        self._config = site.config
+        self._peers = peers
+        self._counts = initial_counts(site.config)
+        self._last: dict[str, PieceStatus] = {}
+
+    async def status(self) -> StatusReply:
+        """A row for every piece; those of a process that does not answer are dead.
+
+        All are asked at once: however many are dead, it takes twice ``TIMEOUT_S`` at most.
+        """
+        hosts = await self._hosts()
+        rows, ingress_rows, usages, artefacts, delay_s = await asyncio.gather(
+            asyncio.gather(*(self._rows(host, pieces) for host, pieces in hosts.items())),
+            self._ingress_rows(),
+            asyncio.gather(*(self._kv(str(index)) for index in range(self._counts.replicas))),
+            self._artefacts(),
+            self._queue_delay_s(),
+        )
+        pieces = (*itertools.chain.from_iterable(rows), *ingress_rows)
+        return StatusReply(pieces, total_usage(usages), artefacts, delay_s)
+
+    async def placement(self) -> PlacementView:
+        """What the Router says of its placements.
+
+        Raises:
+            FarsightError: it does not answer.
+        """
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                return decode(await self._peers.peer(ROUTER).call("placement"), PlacementView)
+        except (PeerLost, TimeoutError, RayTaskError) as error:
+            raise FarsightError("the Router does not answer") from error
+
+    async def metrics(self, own_name: str, own_text: str) -> str:
+        """Of every process that answers, and of this one."""
+        hosts = await self._hosts()
+        texts = await asyncio.gather(*(self._host_metrics(host) for host in hosts))
+        pages = dict(zip(hosts, texts, strict=True)) | {own_name: own_text}
+        rows = [row for row in await self._ingress_rows() if row.name != own_name and row.state == "ready"]
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(TIMEOUT_S)) as session:
+            for row in rows:
+                # Another ingress replica is no actor of ours; its port is on the loopback interface of its node.
+                with suppress(aiohttp.ClientError, TimeoutError):
+                    async with session.get(f"http://127.0.0.1:{row.http_port}/metrics") as reply:
+                        pages[row.name] = await reply.text()
+        # In a thread: with many processes it takes long enough to be seen in the streams.
+        return await asyncio.to_thread(merge_expositions, {name: text for name, text in pages.items() if text})
+
+    async def _hosts(self) -> Mapping[str, list[str]]:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(TIMEOUT_S):
+                self._counts = await current_counts(self._peers, self._counts)
+        pieces = wanted_pieces(self._counts, self._config.model.num_ranks)
+        return by_host([SUPERVISOR, *pieces], self._peers.placement)
+
+    async def _rows(self, host: str, pieces: list[str]) -> list[PieceStatus]:
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                rows = decode(await self._peers.actor(host).call("rows"), PieceRows).pieces
+        except (PeerLost, TimeoutError):
+            rows = ()
+        self._last |= {row.name: row for row in rows}
+        missing = set(pieces) - {row.name for row in rows}
+        return [*rows, *(self._dead(piece) for piece in pieces if piece in missing)]
+
+    async def _host_metrics(self, host: str) -> str:
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                text: str = await self._peers.actor(host).call("metrics")
+                return text
+        except (PeerLost, TimeoutError):
+            return ""
+
+    async def _kv(self, replica: str) -> KVUsage:
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                return decode(await self._peers.peer(kv_offload_manager_name(replica)).call("usage"), KVUsage)
+        except (PeerLost, TimeoutError, RayTaskError):
+            return KVUsage()
+
+    async def _artefacts(self) -> tuple[ArtefactInfo, ...]:
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                return decode(await self._peers.peer(LOG_STORE).call("artefacts"), ArtefactList).artefacts
+        except (FarsightError, TimeoutError, RayTaskError):  # it may be there and not have opened its file yet
+            return ()
+
+    async def _queue_delay_s(self) -> float | None:
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                outlook = decode(await self._peers.peer(ROUTER).call("outlook"), QueueOutlook)
+        except (PeerLost, TimeoutError, RayTaskError):
+            return None
+        return queue_delay_s(outlook, outlook.num_replicas)
+
+    async def _ingress_rows(self) -> list[PieceStatus]:
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                return list(decode(await self._peers.peer(ROUTER).call("ingress_rows"), PieceRows).pieces)
+        except (PeerLost, TimeoutError, RayTaskError):
+            return []
+
+    def _dead(self, piece: str) -> PieceStatus:
+        """What is known of it from its life, as far as that outlasts it."""
+        last = self._last.get(piece)
+        if last is None:
+            return PieceStatus(piece, kind_of(piece, self._config), 0, "", "dead", 0, None, 0, 0)
+        return dataclasses.replace(last, state="dead", queue=0, last_step_age_s=None, http_port=0)

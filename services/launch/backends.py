@@ -1,0 +1,63 @@
+"""Replicas that are other servers, before anything starts: are they there, and what they should be."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from actors.external.openai_server import OpenAIServer, find_api_key
+from actors.external.openai_wire import BackendFailed
+from core.config import FarsightConfig
+from core.config.replica import ReplicaConfig
+from core.errors import ConfigError
+from policies.compose import is_batch_mode
+from services.launch.cluster import ServiceFailed
+
+LOOK_S = 15.0
+"""Longest wait for the first answers. Who is not there in time is left out until it is."""
+
+
+def check_replicas(config: FarsightConfig) -> None:
+    """Refuses what cannot be served by other servers.
+
+    Raises:
+        ConfigError: names the field.
+    """
+    if config.replica and is_batch_mode(config.scheduler.preset):
+        expected = f"none with preset {config.scheduler.preset!r}: batches are formed for workers of our own engine"
+        raise ConfigError("replica", [each.url for each in config.replica], expected)
+    for each in config.replica:
+        find_api_key(each)
+
+
+def look_for_servers(config: FarsightConfig, model: str, say: Callable[[str], None]) -> None:
+    """Asks each once, and says what it is; ``model`` is what our own clients call it.
+
+    Raises:
+        ServiceFailed: there is nothing else, and none of them can be used.
+    """
+    problems = asyncio.run(_ask_all(config, model))
+    for index, (each, problem) in enumerate(zip(config.replica, problems, strict=True)):
+        say(f"Replica backend-{index} is {each.url}: {problem or 'it answers'}.")
+    if config.replica and not config.model.replicas and all(problems):
+        raise ServiceFailed("none of the servers in [[replica]] can be used")
+
+
+async def _ask_all(config: FarsightConfig, model: str) -> list[str]:
+    return await asyncio.gather(*(_ask(each, model) for each in config.replica))
+
+
+async def _ask(config: ReplicaConfig, model: str) -> str:
+    """What is wrong with it; empty if nothing is."""
+    server = OpenAIServer(config, config.model or model, lambda _: "", find_api_key(config))
+    await server.open()
+    try:
+        async with asyncio.timeout(LOOK_S):
+            await server.probe(generates=True)
+    except BackendFailed as error:
+        return error.failure.message
+    except TimeoutError:
+        return f"no answer within {LOOK_S:g} s"
+    finally:
+        await server.close()
+    return ""

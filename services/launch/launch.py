@@ -1,0 +1,311 @@
+"""Composition root: the Supervisor, which starts every other piece, and the ingress replicas.
+
+Everything lives in a private Ray cluster that this process starts and takes down with itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from actors.runtime.names import SUPERVISOR, host_of
+from actors.runtime.site import Site
+from core.codec import decode
+from core.config import FarsightConfig, PredictorConfig
+from core.errors import ConfigError, FarsightError
+from core.messages import PieceCounts
+from estimator.device_profile import profile_label, resolve_device
+from policies.compose import check_scheduler
+from services.launch.backends import check_replicas, look_for_servers
+from services.launch.cluster import ServiceFailed, private_cluster
+from services.launch.haproxy import choose_proxy
+from services.launch.signals import StopSignal
+from services.run_file import ADMIN_TOKEN_VARIABLE, published
+
+EMBEDDED_MODEL = Path(__file__).parents[1] / "embedded_model"
+EMBEDDED_NAME = "farsight-embedded"
+WATCH_INTERVAL_S = 0.5
+
+APP_NAME = "farsight"
+"""Of the Ray Serve application."""
+
+DRAIN_INGRESS_S = 600.0
+"""How long an ingress replica that is given up may finish its streams. Ctrl-C does not wait for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What is served: where it lies and what clients call it."""
+
+    directory: Path
+    name: str
+
+
+def find_model(config: FarsightConfig) -> ServedModel:
+    """The configured model, or the embedded one. Without replicas of our own engine its tokenizer is enough.
+
+    Raises:
+        InvalidValueError: it does not exist, is not supported or cannot run as configured.
+    """
+    from engine.build import check_worker
+    from engine.checkpoint.model_config import resolve_model_dir
+    from engine.parallel.mesh import Mesh
+    from engine.text.vocabulary import vocabulary_size
+
+    model = ServedModel(EMBEDDED_MODEL, config.model.name or EMBEDDED_NAME)
+    if config.model.path:
+        directory = resolve_model_dir(config.model.path, weights=config.model.replicas > 0)
+        model = ServedModel(directory, config.model.name or Path(config.model.path).resolve().name)
+    # What cannot run is refused here, before anything starts.
+    if config.model.replicas:
+        mesh = Mesh(config.model.tensor_parallel, config.model.pipeline_parallel)
+        check_worker(model.directory, config.engine, mesh)
+    else:
+        vocabulary_size(model.directory)
+    return model
+
+
+def find_site(config: FarsightConfig, model: ServedModel) -> Site:
+    """The service as configured, with what the configuration leaves open filled in.
+
+    Raises:
+        ConfigError: what is to forecast cannot be loaded, or other servers cannot be replicas under these settings.
+    """
+    check_replicas(config)
+    is_file = config.log.path and not config.log.on_redis
+    log = dataclasses.replace(config.log, path=str(Path(config.log.path).absolute())) if is_file else config.log
+    named = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, name=model.name),
+        engine=dataclasses.replace(config.engine, device=resolve_device(config.engine.device)),
+        log=log,
+        predictor=_find_predictor(config.predictor),
+    )
+    return Site(named, str(model.directory), resolve_placement(config))
+
+
+def _find_predictor(predictor: PredictorConfig) -> PredictorConfig:
+    """With an absolute path. What cannot be loaded is refused here, before anything starts."""
+    from predictor.artefact import ArtefactError, load
+
+    if not predictor.artefact:
+        return predictor
+    path = Path(predictor.artefact).absolute()
+    try:
+        load(path)
+    except ArtefactError as error:
+        raise ConfigError("predictor.artefact", predictor.artefact, f"what `farsight train` wrote ({error})") from error
+    return dataclasses.replace(predictor, artefact=str(path))
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises ConfigError if nothing can listen there."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError("server.port", f"{host}:{port}", f"a free address ({error.strerror})") from error
+
+
+class Service:
+    """The running pieces of one served model.
+
+    Args:
+        site: What is to run.
+    """
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._ingress_replicas = site.config.server.ingress_replicas or default_ingress_replicas()
+
+    def start(self) -> None:
+        """Starts everything; returns when requests are answered."""
+        from ray import serve
+
+        wait_started = start_pieces(self._site)
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)  # its news are for its own developers
+        server = self._site.config.server
+        serve.start(
+            proxy_location="HeadOnly",
+            http_options={"host": server.host, "port": server.port},
+            logging_config={"enable_access_log": False, "log_level": "WARNING"},
+        )
+        wait_started()
+        self._run_ingress(wait=True)
+
+    def _run_ingress(self, *, wait: bool) -> None:
+        """Starts the ingress replicas, or changes their number; waiting takes as long as a removed one drains."""
+        from ray import serve
+
+        app = ingress_app(self._site, self._ingress_replicas, scalable=True)
+        serve.run_many([serve.RunTarget(app, name=APP_NAME, route_prefix="/")], wait_for_applications_running=wait)
+
+    def wait(self, stop: StopSignal) -> None:
+        """Returns once a signal to stop has come; meanwhile there are as many ingress replicas as asked for."""
+        while not stop.received:
+            time.sleep(WATCH_INTERVAL_S)
+            wanted = self._wanted_ingress_replicas()
+            if wanted not in (0, self._ingress_replicas) and not stop.received:
+                self._ingress_replicas = wanted
+                self._run_ingress(wait=False)
+
+    def _wanted_ingress_replicas(self) -> int:
+        """0 if nobody has asked for a number, or nobody can tell."""
+        import ray
+        from ray.exceptions import RayError
+
+        from actors.runtime.hosts import find_host
+
+        host = find_host(host_of(SUPERVISOR, self._site.placement), self._site.namespace)
+        if host is None:
+            return 0
+        try:
+            data = ray.get(host.call.remote(SUPERVISOR, "counts", b""), timeout=WATCH_INTERVAL_S)
+        except RayError:
+            return 0
+        return decode(data, PieceCounts).ingress_replicas
+
+
+def start_pieces(site: Site) -> Callable[[], None]:
+    """Begins to start every piece; what is returned waits until all have, or raises why one cannot (FarsightError).
+
+    Raises:
+        ConfigError: the cluster has too few GPUs: workers would wait for them for ever.
+    """
+    import ray
+
+    from actors.runtime.hosts import create_host
+
+    check_gpus(site.config, ray.cluster_resources())  # type: ignore[no-untyped-call]
+    host = create_host(host_of(SUPERVISOR, site.placement), site, 0)
+    ray.get(host.add.remote([SUPERVISOR]))
+    started = host.call.remote(SUPERVISOR, "started", b"")
+    return lambda: _wait_started(started)
+
+
+def check_gpus(config: FarsightConfig, resources: Mapping[str, float]) -> None:
+    """Raises ConfigError unless each process that computes on a GPU can have one of its own.
+
+    Args:
+        resources: What the cluster has, as Ray counts it.
+    """
+    from actors.runtime.rank_groups import gpus_per_rank
+
+    found = resources.get("GPU", 0)
+    needed = config.model.replicas * config.model.num_ranks * gpus_per_rank(config)
+    if found >= needed:
+        return
+    if config.engine.device == "cuda":
+        raise ConfigError("engine.device", "cuda", f"cpu, or a cluster with {needed:g} GPUs, not {found:g}")
+    expected = f"{needed:g} GPUs in the cluster, not {found:g}"
+    raise ConfigError("actors.gpus_per_rank", config.actors.gpus_per_rank, expected)
+
+
+def ingress_app(site: Site, replicas: int, *, scalable: bool = False) -> Any:
+    """The Ray Serve application.
+
+    Args:
+        site: What is served.
+        replicas: Ingress replicas.
+        scalable: Whether somebody follows the number that ``farsight scale ingress`` asks for.
+    """
+    from ray import serve
+
+    from services.ingress.ingress import Ingress
+
+    deployment: Any = serve.deployment(serve.ingress()(Ingress))
+    deployment = deployment.options(
+        name="Ingress",
+        num_replicas=replicas,
+        # The ingress counts and refuses by itself (429); Serve's own bound must not come first.
+        max_ongoing_requests=2 * site.config.server.max_queued_requests,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=DRAIN_INGRESS_S,
+        # Without a version of its own every run is an update, for which Serve replaces all replicas.
+        version="1",
+        _internal=True,
+    )
+    return deployment.bind(site, scalable)
+
+
+def _wait_started(started: Any) -> None:
+    """Raises FarsightError with a piece's own reason, without the way it took through the actors."""
+    import ray
+    from ray.exceptions import RayError, RayTaskError
+
+    try:
+        ray.get(started)
+    except RayTaskError as error:
+        if isinstance(error.cause, FarsightError):
+            raise error.cause from None
+        raise ServiceFailed(f"a piece could not start: {error.cause!r}") from error
+    except RayError as error:
+        raise ServiceFailed(f"the supervisor died while it started: {error}") from error
+
+
+def resolve_placement(config: FarsightConfig) -> str:
+    """``auto`` is ``fused`` on a small machine, where processes compete for cores, else ``split``.
+
+    It is ``packed`` where more devices are emulated than there are cores: they compute nothing.
+
+    Raises:
+        ConfigError: models that compute are to share a process.
+    """
+    placement, emulates = config.actors.placement, bool(config.engine.profile)
+    if placement == "packed" and not emulates:
+        raise ConfigError("actors.placement", placement, "fused or split where the devices are not emulated")
+    if placement != "auto":
+        return placement
+    if emulates and config.model.replicas > (os.cpu_count() or 1):
+        return "packed"
+    return "fused" if _small_machine() else "split"
+
+
+def _small_machine() -> bool:
+    return (os.cpu_count() or 1) <= 4
+
+
+def default_ingress_replicas() -> int:
+    """One on a small machine, where processes compete for cores; else two, so that one may die."""
+    return 1 if _small_machine() else 2
+
+
+def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSignal) -> None:
+    """Serves until a signal to stop comes; everything it started is gone when it returns.
+
+    Raises:
+        FarsightError: the configuration cannot be served, or a vital part died.
+    """
+    began = time.monotonic()
+    check_scheduler(config.scheduler)  # a wrong name is refused before anything starts
+    model = find_model(config)
+    check_port(config.server.host, config.server.port)
+    site = find_site(config, model)
+    say(f"Farsight is starting: model {model.name}, preset {config.scheduler.preset}, placement {site.placement}.")
+    look_for_servers(config, model.name, say)
+    if config.engine.profile:
+        say(f"The device is emulated ({profile_label(config.engine.profile)}): answers are made up.")
+    with private_cluster(stop, proxy=choose_proxy(config.server), port=config.server.port):
+        service = Service(site)
+        service.start()
+        stop.running()
+        url = f"http://{config.server.host}:{config.server.port}"
+        say(f"Ready after {time.monotonic() - began:.1f} s. OpenAI API: {url}/v1   Stop: Ctrl-C")
+        say(_example(url, model.name))
+        with published(config.server.port, os.environ[ADMIN_TOKEN_VARIABLE]):
+            service.wait(stop)
+        say("Stopping.")
+
+
+def _example(url: str, name: str) -> str:
+    messages = '[{"role": "system", "content": "Write in upper case:"}, {"role": "user", "content": "hello world"}]'
+    body = f'{{"model": "{name}", "messages": {messages}, "temperature": 0, "stream": true}}'
+    return f"Try:\n  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'"

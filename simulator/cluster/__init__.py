@@ -1,0 +1,1 @@
+"""Simulated replicas under virtual time: fleet, latency, records."""

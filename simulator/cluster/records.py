@@ -1,0 +1,106 @@
+"""What happened to each request, and to the replicas as a whole."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+from simulator.traffic.workload import Arrival
+
+_BINS_PER_E = 100
+"""Bins of the histogram of inter-token latencies for each factor of e: each is 1 % wide."""
+
+
+@dataclass(slots=True)
+class Record:
+    """The life of one request; instants in seconds from the start, NaN while they have not come.
+
+    Attributes:
+        max_gap_s: Longest time between two of its tokens (MTPOT).
+        num_evictions: How often its KV was dropped.
+        num_swaps: How often its KV was moved to the host.
+    """
+
+    arrival: Arrival
+    replica: str = ""
+    first_token_at: float = math.nan
+    last_token_at: float = math.nan
+    finished_at: float = math.nan
+    max_gap_s: float = 0.0
+    num_tokens: int = 0
+    num_evictions: int = 0
+    num_swaps: int = 0
+    cached_len: int = 0
+
+    @property
+    def jct_s(self) -> float:
+        return self.finished_at - self.arrival.arrived_at
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_token_at - self.arrival.arrived_at
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean time of a token after the first; NaN of a single one."""
+        gaps = self.num_tokens - 1
+        return (self.last_token_at - self.first_token_at) / gaps if gaps else math.nan
+
+
+@dataclass(slots=True)
+class Usage:
+    """Of one replica, weighted by its decoding steps.
+
+    Attributes:
+        token_steps: Sum over steps of the KV tokens in use.
+    """
+
+    num_steps: int = 0
+    num_sequence_steps: int = 0
+    token_steps: float = 0.0
+    busy_s: float = 0.0
+    num_prompt_tokens: int = 0
+    peak_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Recorder:
+    """Everything that is kept of a run."""
+
+    done: list[Record] = field(default_factory=list)
+    usage: dict[str, Usage] = field(default_factory=dict)
+    gaps: Counter[int] = field(default_factory=Counter)
+
+    def tokens(self, record: Record, num_tokens: int, first_s: float, rest_s: float, at: float) -> None:
+        """Books tokens of one request.
+
+        Args:
+            first_s: When the first of them came.
+            rest_s: Seconds of each of the others, the longest at most.
+            at: When the last came.
+        """
+        if record.num_tokens == 0:
+            record.first_token_at = first_s
+        else:
+            gap = first_s - record.last_token_at
+            record.max_gap_s = max(record.max_gap_s, gap)
+            self.gaps[_bin(gap)] += 1
+        if num_tokens > 1:
+            record.max_gap_s = max(record.max_gap_s, rest_s)
+            self.gaps[_bin(rest_s)] += num_tokens - 1
+        record.num_tokens += num_tokens
+        record.last_token_at = at
+
+    def itl_s(self, share: float) -> float:
+        """The inter-token latency that this share of all gaps does not exceed, to 1 %."""
+        left = share * sum(self.gaps.values())
+        for index in sorted(self.gaps):
+            left -= self.gaps[index]
+            if left <= 0:
+                return math.exp(index / _BINS_PER_E)
+        return math.nan
+
+
+def _bin(gap_s: float) -> int:
+    return round(math.log(max(gap_s, 1e-9)) * _BINS_PER_E)

@@ -1,0 +1,332 @@
+"""Traces and text sets from files: each reader checks every line and says which one is wrong and why.
+
+Files may be gzip or plain, whatever their names say. Nothing is read past what is needed.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import math
+import os
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from core.errors import FarsightError
+from simulator.traffic.workload import Arrival
+
+MOONCAKE_BLOCK = 512
+"""Prompt tokens for each of Mooncake's ``hash_ids``."""
+
+TOKENS_PER_REGEX_TOKEN = 1.3
+OUTPUT_STRETCH = {"alpaca": 8.0}
+DEFAULT_STRETCH = 4.0
+"""Model tokens for each word or punctuation mark, and what makes reference outputs as long as a chat model's."""
+
+_AZURE = "https://github.com/Azure/AzurePublicDataset (data/AzureLLMInferenceTrace_{conv,code}.csv)"
+_MOONCAKE = "https://github.com/kvcache-ai/Mooncake (FAST25-release/traces)"
+SOURCES = {
+    "azure": _AZURE,
+    "mooncake": _MOONCAKE,
+    "apps_text": "a JSONL file of id, app, task, instruction, user_input, output, one request per line",
+    "alpaca": "https://github.com/tatsu-lab/stanford_alpaca, as apps_text with task alpaca",
+    "prefix_groups": "a JSONL file of workload, prefix_id, prefix and requests or turns, one prefix per line",
+}
+"""Where to get what, by the beginning of the file's name."""
+
+
+class TraceError(FarsightError):
+    """A trace file that cannot be used.
+
+    Args:
+        file: Its path.
+        line: 1-based; 0 when the file as a whole is wrong.
+        reason: What is wrong.
+    """
+
+    def __init__(self, file: str, line: int, reason: str) -> None:
+        self.file = file
+        self.line = line
+        self.reason = reason
+        super().__init__(f"{file}:{line}: {reason}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.file, self.line, self.reason)
+
+
+class MissingTraceError(FarsightError):
+    """A trace that is not at hand; the message says where to get it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One record of a file and where it stands.
+
+    Attributes:
+        values: By column name; strings in CSV files.
+    """
+
+    file: str
+    line: int
+    values: Mapping[str, Any]
+
+    def error(self, reason: str) -> TraceError:
+        """An error that points at this row."""
+        return TraceError(self.file, self.line, reason)
+
+    def value(self, name: str) -> Any:
+        """Raises ``TraceError`` when there is no such column."""
+        if self.values.get(name) is None:
+            raise self.error(f"missing column {name}")
+        return self.values[name]
+
+    def seconds(self, name: str) -> float:
+        """A finite number of at least 0."""
+        number = self._number(name)
+        if number < 0:
+            raise self.error(f"{name} is negative: {number:g}")
+        return number
+
+    def length(self, name: str) -> int:
+        """A whole number of at least 1."""
+        number = self._number(name)
+        if number < 0:
+            raise self.error(f"{name} is negative: {number:g}")
+        if number < 1 or number != int(number):
+            raise self.error(f"{name} is not a whole number of at least 1: {number:g}")
+        return int(number)
+
+    def integer(self, name: str) -> int:
+        """A whole number of any sign."""
+        number = self._number(name)
+        if number != int(number):
+            raise self.error(f"{name} is not a whole number: {number:g}")
+        return int(number)
+
+    def text(self, name: str) -> str:
+        """A string, perhaps empty."""
+        text = self.value(name)
+        if not isinstance(text, str):
+            raise self.error(f"{name} is not a text: {text!r}")
+        return text
+
+    def names(self, name: str) -> tuple[int, ...]:
+        """A list of whole numbers of at least 0."""
+        names = self.value(name)
+        if not isinstance(names, list) or not all(type(n) is int and n >= 0 for n in names):
+            raise self.error(f"{name} is not a list of whole numbers of at least 0")
+        return tuple(names)
+
+    def _number(self, name: str) -> float:
+        value = self.value(name)
+        try:
+            number = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise self.error(f"{name} is not a number: {value!r}")
+        return number
+
+
+def find_data(name: str, data_dir: Path | None = None) -> Path:
+    """The path of a data file.
+
+    Args:
+        name: Such as ``azure2023_conv.csv.gz``.
+        data_dir: Where to look; else the environment variable FARSIGHT_DATA, else ``shared/data`` beside the
+            repository's folder.
+
+    Raises:
+        MissingTraceError: It is not there; says where to get it.
+    """
+    folder = data_dir or Path(os.environ.get("FARSIGHT_DATA") or _beside_repository())
+    path = folder / name
+    if not path.is_file():
+        source = next((where for start, where in SOURCES.items() if name.startswith(start)), "its publisher")
+        raise MissingTraceError(f"{path} is not there; get it from {source}, or point FARSIGHT_DATA at its folder")
+    return path
+
+
+def read_trace(path: Path, format_name: str | None = None, max_new_tokens: int | None = None) -> list[Arrival]:
+    """Arrivals of a trace in order, the instants as in the file. O(file).
+
+    Args:
+        format_name: ``azure``, ``mooncake``, or ``own`` (JSON lines of arrived_at, prompt_len, output_len and, if
+            wanted, max_new_tokens, prefix, app, priority, deadline_s); ``None`` finds out by the first line.
+        max_new_tokens: What clients asked for where the file does not say; ``None`` is the file's longest output.
+            Longer outputs end there.
+
+    Raises:
+        TraceError: A file that is empty, cut off, of another format, or a line that cannot be used.
+    """
+    rows = list(read_rows(path))
+    parse = _parser(path, rows[0], format_name)
+    arrivals = [parse(row, path.name.split(".")[0]) for row in rows]
+    for row, earlier, later in zip(rows[1:], arrivals, arrivals[1:], strict=False):
+        if later.arrived_at < earlier.arrived_at:
+            raise row.error(f"arrives at {later.arrived_at:g} s, before the line above at {earlier.arrived_at:g} s")
+    cap = max_new_tokens or max(a.output_len for a in arrivals)
+    return [_bounded(a, cap) for a in arrivals]
+
+
+def read_texts(path: Path) -> list[Arrival]:
+    """Requests of a text set (instruction, user_input, output) turned into lengths, all at instant 0. O(file).
+
+    Prompts are 1.3 model tokens for each word or punctuation mark; outputs the same times 4 (alpaca: times 8), as
+    reference outputs are shorter than a chat model's. ``app`` is the task.
+
+    Raises:
+        TraceError: As ``read_trace``.
+    """
+    arrivals = [_text_arrival(row) for row in read_rows(path)]
+    cap = max(a.output_len for a in arrivals)
+    return [_bounded(a, cap) for a in arrivals]
+
+
+def count_tokens(text: str) -> int:
+    """Word runs and single punctuation marks times 1.3, rounded up, at least 1: about what a model's tokens are."""
+    return max(1, math.ceil(len(re.findall(r"\w+|[^\w\s]", text)) * TOKENS_PER_REGEX_TOKEN))
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """The records of a JSON-lines or CSV file, by the look of its first line. At least one, else ``TraceError``."""
+    lines = _lines(path)
+    first = next(lines, None)
+    if first is None:
+        raise TraceError(str(path), 0, "the file is empty")
+    if first[1].lstrip().startswith("{"):
+        yield _json_row(path, *first)
+        for number, line in lines:
+            yield _json_row(path, number, line)
+    else:
+        yield from _csv_rows(path, first[1], lines)
+
+
+def _parser(path: Path, row: Row, format_name: str | None) -> Any:
+    parsers = {"azure": _azure, "mooncake": _mooncake, "own": _own}
+    name = format_name or _detect(row)
+    if name not in parsers:
+        raise TraceError(str(path), row.line, f"unknown format {name}; known: {', '.join(parsers)}")
+    return parsers[name]
+
+
+def _detect(row: Row) -> str:
+    if "hash_ids" in row.values:
+        return "mooncake"
+    if "arrived_at" in row.values or "prompt_len" in row.values:
+        return "own"
+    if {"input_tokens", "ContextTokens", "TIMESTAMP"} & set(row.values):
+        return "azure"
+    raise row.error(f"columns of no known format: {', '.join(sorted(row.values))}")
+
+
+def _azure(row: Row, app: str) -> Arrival:
+    """As published (TIMESTAMP, ContextTokens, GeneratedTokens) or with seconds and plain names."""
+    if "TIMESTAMP" in row.values:
+        return _arrival(row, _timestamp(row), "ContextTokens", "GeneratedTokens", app)
+    return _arrival(row, row.seconds("arrival_s"), "input_tokens", "output_tokens", app)
+
+
+def _mooncake(row: Row, app: str) -> Arrival:
+    """As published (timestamp in ms, input_length, output_length) or with seconds and plain names."""
+    if "timestamp" in row.values:
+        arrival = _arrival(row, row.seconds("timestamp") / 1000, "input_length", "output_length", app)
+    else:
+        arrival = _arrival(row, row.seconds("arrival_s"), "input_tokens", "output_tokens", app)
+    names = row.names("hash_ids")
+    if len(names) != math.ceil(arrival.prompt_len / MOONCAKE_BLOCK):
+        raise row.error(f"{len(names)} hash_ids for {arrival.prompt_len} prompt tokens in blocks of {MOONCAKE_BLOCK}")
+    return replace(arrival, prefix=names)
+
+
+def _own(row: Row, app: str) -> Arrival:
+    given = row.values
+    arrival = _arrival(row, row.seconds("arrived_at"), "prompt_len", "output_len", app)
+    return replace(
+        arrival,
+        max_new_tokens=row.length("max_new_tokens") if "max_new_tokens" in given else 0,
+        prefix=row.names("prefix") if "prefix" in given else (),
+        app=row.text("app") if "app" in given else app,
+        priority=row.integer("priority") if "priority" in given else 0,
+        deadline_s=row.seconds("deadline_s") if given.get("deadline_s") is not None else None,
+    )
+
+
+def _arrival(row: Row, arrived_at: float, prompt: str, output: str, app: str) -> Arrival:
+    # max_new_tokens 0: not said; ``_bounded`` fills it in once the whole file is known.
+    return Arrival(f"{app}-{row.line}", arrived_at, row.length(prompt), row.length(output), 0, app=app)
+
+
+def _timestamp(row: Row) -> float:
+    text = row.text("TIMESTAMP")
+    try:
+        return (datetime.fromisoformat(text) - datetime(1970, 1, 1)).total_seconds()
+    except (TypeError, ValueError):
+        raise row.error(f"TIMESTAMP is not a date and time: {text!r}") from None
+
+
+def _text_arrival(row: Row) -> Arrival:
+    task = row.text("task")
+    prompt = row.text("instruction") + "\n" + row.text("user_input")
+    stretch = OUTPUT_STRETCH.get(task, DEFAULT_STRETCH)
+    output_len = math.ceil(stretch * count_tokens(row.text("output")))
+    return Arrival(row.text("id"), 0.0, count_tokens(prompt), output_len, 0, app=task)
+
+
+def _bounded(arrival: Arrival, cap: int) -> Arrival:
+    limit = arrival.max_new_tokens or cap
+    return replace(arrival, max_new_tokens=limit, output_len=min(arrival.output_len, limit))
+
+
+def _csv_rows(path: Path, header: str, lines: Iterator[tuple[int, str]]) -> Iterator[Row]:
+    columns = next(csv.reader([header]))
+    num_rows = 0
+    for number, line in lines:
+        cells = next(csv.reader([line]))
+        if len(cells) != len(columns):
+            raise TraceError(str(path), number, f"{len(cells)} cells under {len(columns)} columns")
+        num_rows += 1
+        yield Row(str(path), number, dict(zip(columns, cells, strict=True)))
+    if not num_rows:
+        raise TraceError(str(path), 1, "a header and nothing else")
+
+
+def _json_row(path: Path, number: int, line: str) -> Row:
+    try:
+        values = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise TraceError(str(path), number, f"broken JSON: {error.msg} at column {error.colno}") from None
+    if not isinstance(values, dict):
+        raise TraceError(str(path), number, "not a JSON object")
+    return Row(str(path), number, values)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Lines that are not blank, with their 1-based numbers."""
+    number = 0
+    try:
+        with path.open("rb") as file:
+            is_gzip = file.read(2) == b"\x1f\x8b"
+        with gzip.open(path) if is_gzip else path.open("rb") as binary:
+            for raw in binary:
+                number += 1
+                if line := raw.decode("utf-8").strip():
+                    yield number, line
+    except EOFError:
+        raise TraceError(str(path), number + 1, "the gzip file is cut off") from None
+    except UnicodeDecodeError:
+        raise TraceError(str(path), number, "not UTF-8") from None
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise TraceError(str(path), number + 1, f"damaged gzip: {error}") from None
+    except OSError as error:
+        raise TraceError(str(path), 0, error.strerror or str(error)) from None
+
+
+def _beside_repository() -> Path:
+    return Path(__file__).resolve().parents[3] / "shared" / "data"

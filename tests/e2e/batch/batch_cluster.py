@@ -1,0 +1,78 @@
+"""A private Ray cluster with its Jobs API, in a process of its own.
+
+With COMMAND: runs that shell command as a job, prints the log of the job and then ``status N``. Without: prints the
+address of the dashboard and the file with the token in one line, and lives until INT or TERM.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from services.batch.submit import connect, submit_entrypoint
+from services.launch.cluster import few_daemons
+from services.launch.ports import reserved_ports
+from services.launch.signals import StopSignal
+
+
+def main(command: str | None) -> None:
+    stop = StopSignal()
+    directory = Path(tempfile.mkdtemp(prefix="farsight-test-"))
+    stop.starting(lambda: shutil.rmtree(directory, ignore_errors=True))
+    token = directory / "auth_token"
+    token.write_text(secrets.token_hex(32))
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_TMPDIR": str(directory)}
+    # Farsight is installed in this cluster: a plain "python" finds it.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    import ray
+
+    try:
+        with reserved_ports() as ports:
+            with few_daemons(ports):
+                context = ray.init(
+                    address="local",
+                    num_cpus=1,
+                    include_dashboard=True,
+                    object_store_memory=100_000_000,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                )
+            stop.install()
+            address = f"http://{context.dashboard_url}"
+            if command is not None:
+                _run(command, address, stop)
+            else:
+                _wait(address, token, stop)
+    finally:
+        ray.shutdown()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _run(command: str, address: str, stop: StopSignal) -> None:
+    os.environ["RAY_ADDRESS"] = "http://127.0.0.1:1"  # another cluster's, which must not be asked
+    client = connect(address)
+    stop.running()
+    status = submit_entrypoint(client, command, {"GREETING": "good day"}, stop, _say)
+    _say(f"status {status}\n")
+
+
+def _wait(address: str, token: Path, stop: StopSignal) -> None:
+    stop.running()
+    _say(f"{address} {token}\n")
+    while not stop.received:
+        time.sleep(0.1)
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else None)

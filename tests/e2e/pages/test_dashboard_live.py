@@ -1,0 +1,94 @@
+"""The dashboard over a real service whose processes are killed: red, and green again."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from openai import OpenAI
+from playwright.sync_api import Page, expect, sync_playwright
+
+from tests.e2e.pages.test_dashboard_page import chromium_path, open_page, start_browser
+from tests.e2e.server import Server, start_server, wait_until
+
+RED_WITHIN_MS = 5_000
+
+NOTE_RED = """name => {
+  const card = document.querySelector(`[data-testid="card-${name}"]`);
+  const note = () => { if (card.dataset.level === "bad") window.redAt ??= Date.now(); };
+  new MutationObserver(note).observe(card, {attributes: true});
+  return Date.now();
+}"""
+"""Notes when the card of that name turns red, however short that lasts; returns what time it is."""
+
+READY_COLOUR = """name => {
+  const card = document.querySelector(`[data-testid="card-${name}"]`);
+  return card.dataset.state === "ready" && getComputedStyle(card.querySelector(".state")).color;
+}"""
+
+pytestmark = [
+    pytest.mark.skipif(chromium_path() is None, reason="neither chromium nor google-chrome is installed"),
+    pytest.mark.alone,
+]
+
+
+@pytest.fixture(scope="module")
+def split_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    running = start_server(tmp_path_factory.mktemp("dashboard") / "server.log", "--placement", "split")
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def page(split_server: Server) -> Iterator[Page]:
+    with sync_playwright() as playwright:
+        browser = start_browser(playwright)
+        opened = open_page(browser)
+        opened.goto(f"{split_server.base_url}/dashboard")
+        expect(opened.get_by_test_id("overall")).to_have_text(re.compile("All .* services ready"))
+        yield opened
+        browser.close()
+
+
+def ready_colour(page: Page, name: str) -> str:
+    """Of a piece that is ready, once it is: on a busy machine one that answers late is shown as dead for a moment."""
+    found: list[str] = []
+
+    def is_ready() -> bool:
+        found[:] = filter(None, [page.evaluate(READY_COLOUR, name)])
+        return bool(found)
+
+    wait_until(is_ready, f"{name} is not ready")
+    return found[0]
+
+
+@pytest.mark.parametrize("name", ["router", "worker-0", "scheduler-0", "log-store", "supervisor", "length-predictor-0"])
+def test_a_killed_service_turns_red_and_then_green(split_server: Server, page: Page, tmp_path: Path, name: str) -> None:
+    card = page.get_by_test_id(f"card-{name}")
+    green = ready_colour(page, name)
+    pid = split_server.pid_of(name)
+    restarts = int(card.locator("[data-field=restarts]").inner_text())
+    began_ms = page.evaluate(NOTE_RED, name)
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: page.evaluate("window.redAt"), "it does not turn red")
+    assert page.evaluate("window.redAt") - began_ms <= RED_WITHIN_MS
+    page.screenshot(path=tmp_path / "red.png")
+    expect(card).to_have_attribute("data-state", "ready")
+    assert ready_colour(page, name) == green
+    assert split_server.pid_of(name) != pid
+    expect(card.locator("[data-field=restarts]")).to_have_text(str(restarts + 1))
+    expect(page.get_by_test_id("overall")).to_have_text(re.compile("All .* services ready"))
+    page.screenshot(path=tmp_path / "green.png")
+
+
+def test_placements_of_a_real_router_are_shown(split_server: Server, page: Page) -> None:
+    with OpenAI(base_url=f"{split_server.base_url}/v1", api_key="none") as client:
+        client.completions.create(model=client.models.list().data[0].id, prompt="One", max_tokens=2)
+    page.get_by_test_id("to-placement").click()
+    expect(page.get_by_test_id("policy")).to_have_text("round-robin")
+    expect(page.get_by_test_id("reasons")).to_contain_text("in turn")
+    expect(page.get_by_test_id("replicas").locator("tbody tr")).to_have_count(1)

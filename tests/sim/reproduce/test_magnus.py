@@ -1,0 +1,99 @@
+"""Magnus: the case study exactly, the comparison on lengths made up here, and what is said without the data."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from simulator.cluster.batch_fleet import StaticExecution
+from simulator.reproduce.magnus import MAGNUS, ablation_rows, curves, overall_rows
+from simulator.reproduce.magnus_systems import Pool, case_study_latency, draw_requests, load_pool, serve
+
+CELLS = {each.name: each.cells[0] for each in MAGNUS}
+
+
+def made_up_pool(num: int = 400) -> Pool:
+    """Log-normal with the median and the ninth decile of the tasks (26 and 94), foreseen with an error of 10 tokens."""
+    rng = np.random.default_rng(5)
+    outputs = np.clip(rng.lognormal(3.26, 1.0, num), 1, 1024).astype(int)
+    foreseen = np.clip(outputs + 10 * rng.standard_normal(num), 1, 1024)
+    return Pool(tuple((outputs + 25).tolist()), tuple(outputs.tolist()), tuple(foreseen.tolist()))
+
+
+def test_the_case_study_makes_the_batches_of_the_paper() -> None:
+    rows = {(row.setting, row.metric): row for row in CELLS["magnus_case_study"]()}
+    assert rows["Magnus", "batches"].note.startswith("sizes 3 + 18")
+    assert rows["VS", "batches"].note.startswith("sizes 7 + 7 + 7")
+    assert all(row.verdict in ("ok", "exempt") for row in rows.values())
+    assert rows["VS", "total s"].ours == pytest.approx(242)
+    assert rows["Magnus", "total s"].ours == pytest.approx(60)
+
+
+def test_the_fitted_speed_is_one_that_a_device_can_have() -> None:
+    cost = case_study_latency().cost
+    assert 0 < cost.base_s < 0.1
+    assert cost.context_token_s > 0
+    run = StaticExecution(case_study_latency()).run([1000] * 7, [1000] * 7)
+    assert 3 * run.seconds == pytest.approx(242)
+
+
+def test_orders_hold_on_a_small_workload() -> None:
+    lines = curves(made_up_pool(), ("Magnus", "CCB", "CCB, slow joins", "VS", "VSQ"), loads=(3.0,), seconds=100.0)
+    wanted = [row for row in overall_rows(lines) if "slow joins <" in row.setting or "slow joins >" in row.setting]
+    assert len(wanted) == 4
+    assert [row.setting for row in wanted if row.verdict != "ok"] == []
+
+
+def test_each_part_of_magnus_helps_on_a_small_workload() -> None:
+    lines = curves(made_up_pool(), ("Magnus", "ABP", "GLP", "VS"), loads=(3.0,), seconds=300.0)
+    wanted = [row for row in ablation_rows(lines) if row.setting.startswith("load") and "tail" not in row.metric]
+    assert len(wanted) == 3
+    assert [f"{row.setting}: {row.note}" for row in wanted if row.verdict != "ok"] == []
+
+
+def test_an_order_that_does_not_hold_is_off() -> None:
+    lines = curves(made_up_pool(), ("Magnus", "VS", "VSQ", "CCB", "CCB, slow joins"), loads=(3.0,), seconds=20.0)
+    turned = {(system, load): lines["VSQ" if system == "Magnus" else system, load] for system, load in lines}
+    rows = [row for row in overall_rows(turned) if row.setting.startswith("load") and row.metric == "throughput ratio"]
+    assert rows and all(row.verdict == "off" for row in rows)
+
+
+def test_every_request_is_served_once() -> None:
+    arrivals = draw_requests(made_up_pool(), 20.0, 300)
+    for system in ("VS", "GLP", "CCB"):
+        outcome = serve(system, arrivals)
+        assert outcome.valid / outcome.throughput == pytest.approx(np.mean([each.output_len for each in arrivals]))
+        assert outcome.total >= outcome.valid * (1 - 1e-9)
+    assert serve("VS", arrivals) == serve("VS", arrivals)
+
+
+def test_without_the_data_the_row_says_where_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FARSIGHT_DATA", str(tmp_path))
+    load_pool.cache_clear()
+    for name in ("magnus_overall", "magnus_ablation"):
+        (row,) = CELLS[name]()
+        assert math.isnan(row.ours) and row.verdict == "exempt"
+        assert "apps_text.jsonl.gz" in row.note and "FARSIGHT_DATA" in row.note
+
+
+def test_forecasts_err_by_the_published_rmse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Long outputs, so that clipping takes nothing away."""
+    with gzip.open(tmp_path / "apps_text.jsonl.gz", "wt") as file:
+        rng = np.random.default_rng(0)
+        for i in range(1200):
+            app = ("MT", "GC", "TD", "CT", "BF", "CC")[i % 6]
+            output = "word " * int(rng.integers(200, 600))
+            row = {"id": str(i), "app": app, "task": app, "instruction": "Do", "user_input": "this", "output": output}
+            file.write(json.dumps(row) + "\n")
+    monkeypatch.setenv("FARSIGHT_DATA", str(tmp_path))
+    load_pool.cache_clear()
+    pool = load_pool()
+    load_pool.cache_clear()
+    errors = np.array(pool.foreseen) - np.array(pool.outputs)
+    assert math.sqrt((errors**2).mean()) == pytest.approx(15.649, rel=0.06)
+    assert errors[4::6].std() < 0.5 * errors[5::6].std()  # BF is foreseen better than CC

@@ -1,0 +1,167 @@
+"""The runs behind Past-Future's table and figures, on small workloads."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+
+import numpy as np
+import pytest
+
+from policies.admission.watermark import Aggressive
+from policies.job import Job
+from simulator.cluster.records import Record
+from simulator.reproduce.past_future import (
+    PAST_FUTURE,
+    TABLE_1,
+    figure_1,
+    figure_3,
+    figure_4,
+    figure_7,
+    figure_8,
+    goodput,
+    table_1_line,
+)
+from simulator.reproduce.past_future_runs import (
+    ORACLE,
+    Outcome,
+    Watched,
+    aggressive,
+    conservative,
+    past_future,
+    requests,
+    serve,
+)
+from simulator.reproduce.past_future_windows import adjacent_similarity, distant_similarity, similarity
+from simulator.reproduce.register import REPRODUCTIONS
+from simulator.summary import Sla
+from simulator.traffic.lengths import LengthPair, Uniform
+from simulator.traffic.workload import Arrival
+
+SMALL = LengthPair(Uniform(5, 60), Uniform(50, 100), 100)
+
+
+def served(method: str, **options: int) -> Outcome:
+    methods = {"oracle": ORACLE, "bold": aggressive(0.99), "careful": conservative(), "ours": past_future(0.05)}
+    return serve(requests(SMALL, 120), methods[method], capacity=1500, **options)
+
+
+def test_all_names_are_registered_and_their_cells_can_be_sent_to_processes() -> None:
+    names = [f"past_future_{name}" for name in ("fig1", "table1", "window", "goodput", "varying")]
+    assert [each.name for each in PAST_FUTURE] == names
+    assert set(names) <= REPRODUCTIONS.keys()
+    for each in PAST_FUTURE:
+        pickle.loads(pickle.dumps(each.cells))
+
+
+def test_the_table_has_27_lines_of_4_numbers() -> None:
+    assert len(next(each for each in PAST_FUTURE if each.name == "past_future_table1").cells) == 27
+    for methods, *lines in TABLE_1.values():
+        assert len(methods) == len(lines) == 9
+        assert {len(line) for line in lines} == {4}
+    rows = table_1_line("D3", 7, num_requests=20)
+    assert [row.metric for row in rows] == [
+        "decoding steps",
+        "current memory, %",
+        "future required, %",
+        "evictions for 100 requests",
+    ]
+    assert {row.setting for row in rows} == {"D3, Conservative"}
+    assert [row.reported for row in rows] == [374250, 59.73, 61.59, 0]
+    assert json.loads(json.dumps(rows[0].as_dict()))["verdict"] == "off"
+
+
+@pytest.mark.parametrize(
+    ("distribution", "line", "exempt"),
+    [("D1", 8, 4), ("D2", 4, 4), ("D3", 1, 2), ("D3", 2, 1), ("D3", 3, 2), ("D1", 4, 1), ("D2", 7, 1)],
+)
+def test_only_what_was_exempt_beforehand_is(distribution: str, line: int, exempt: int) -> None:
+    rows = table_1_line(distribution, line, num_requests=12)
+    verdicts = [row.verdict for row in rows]
+    assert verdicts.count("exempt") == exempt
+    assert verdicts[2] == "exempt"
+    assert (verdicts[0] == "exempt") == (exempt > 1)
+
+
+def test_the_methods_come_out_in_the_papers_order() -> None:
+    oracle, bold, careful, ours = (served(name) for name in ("oracle", "bold", "careful", "ours"))
+    assert oracle.evictions == careful.evictions == 0
+    assert bold.evictions > 2 * ours.evictions
+    assert bold.num_steps < oracle.num_steps < ours.num_steps < careful.num_steps
+    assert careful.current_memory < ours.current_memory < bold.current_memory
+    assert careful.future_required < ours.future_required < bold.future_required
+    assert oracle.current_memory < oracle.future_required <= 100
+
+
+def test_same_seed_same_run() -> None:
+    first, second = served("ours"), served("ours")
+    assert first.num_steps == second.num_steps
+    assert [record.finished_at for record in first.done] == [record.finished_at for record in second.done]
+    assert requests(SMALL, 9) != requests(SMALL, 9, seed=1)
+
+
+def test_what_a_batch_will_need_is_noted_once_a_point() -> None:
+    watched = Watched(Aggressive(1.0))
+    a, b, c = (
+        Job(arrival.request_id, 0.0, 10, 100, forecast=arrival.forecast)
+        for arrival in requests(LengthPair(Uniform(10, 10), Uniform(20, 20), 100), 3)
+    )
+    watched.begin([], 1000)
+    watched.add(a)
+    watched.begin([a], 1000)
+    assert watched.admits(b)
+    watched.add(b)
+    watched.add(c)
+    watched.begin([a, b, c], 1000)
+    assert watched.peaks == [30, 90]
+    assert watched.reserve(1000) == 0
+
+
+def test_similarity_of_histograms() -> None:
+    assert similarity([1, 2, 3], [4, 5, 6]) == pytest.approx(1)
+    assert similarity([1, 1], [16, 17]) == 0
+    assert similarity([1, 17], [1, 1]) == pytest.approx(1 / math.sqrt(2))
+
+
+def test_neighbours_are_alike_where_lengths_drift() -> None:
+    rng = np.random.default_rng(0)
+    drifting = [int(rng.integers(50 * (i // 200), 50 * (i // 200) + 200)) for i in range(2000)]
+    assert adjacent_similarity(drifting, 200, 200, 200) > 0.5 > distant_similarity(drifting, 200)
+    assert adjacent_similarity([7] * 100, 10, 5, 20) == pytest.approx(1)
+
+
+def test_missing_traces_are_named_with_their_source(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    monkeypatch.setenv("FARSIGHT_DATA", str(tmp_path))
+    rows = [*figure_3(), *figure_4()]
+    assert {row.verdict for row in rows} == {"exempt"}
+    assert all("http" in row.note for row in rows)
+
+
+def test_goodput_counts_what_keeps_both_limits() -> None:
+    def record(ttft_s: float, gap_s: float) -> Record:
+        each = Record(Arrival("r", 0.0, 1, 2, 2), first_token_at=ttft_s, max_gap_s=gap_s)
+        each.finished_at = 20.0
+        return each
+
+    done = [record(1, 0.1), record(11, 0.1), record(1, 2.0), record(11, 2.0)]
+    ours = goodput(Outcome(1, 0.0, 0.0, 0.0, done), Sla())
+    assert (ours.good, ours.late, ours.stalled) == (0.05, 0.5, 0.5)
+
+
+def test_the_figures_run_and_state_their_claims() -> None:
+    rows = figure_1("D3", num_requests=40)
+    assert len(rows) == 9
+    assert all(math.isnan(row.reported) for row in rows)
+    rows = figure_8(num_each=6)
+    assert sum(row.verdict == "exempt" for row in rows) == 22
+    assert sum("equal steps" in row.metric for row in rows) == 6
+
+
+def test_clients_are_few_or_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("simulator.reproduce.past_future.SATURATING", {"small": (SMALL, 60, (1, 2, 4))})
+    rows = figure_7("small")
+    values = {(row.setting, row.metric): row for row in rows}
+    assert len(rows) == 13
+    assert values["small, 1 clients", "goodput, Past-Future / Aggressive"].verdict == "ok"
+    assert values["small, 4 clients", "goodput, Past-Future / Aggressive"].verdict == "off"

@@ -1,0 +1,116 @@
+"""Length laws against their closed forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from core.errors import InvalidValueError
+from simulator.traffic.lengths import (
+    D1,
+    D2,
+    D3,
+    GSM8K_LIKE,
+    SHAREGPT_LIKE,
+    Empirical,
+    Exponential,
+    LengthLaw,
+    LogNormal,
+    Uniform,
+    Zipf,
+)
+
+LAWS: list[LengthLaw] = [
+    Uniform(3, 9),
+    Zipf(0.9, 100),
+    Zipf(1.3, 5000),
+    Exponential(30.0, 4096),
+    Exponential(30.0, 20),
+    LogNormal(60.0, 0.5, 4096),
+    LogNormal(60.0, 1.2, 80),
+    Empirical([1, 5, 5, 9]),
+]
+
+
+def law_name(law: LengthLaw) -> str:
+    return type(law).__name__
+
+
+@pytest.mark.parametrize("law", LAWS, ids=law_name)
+def test_samples_have_the_stated_mean_and_bounds(law: LengthLaw) -> None:
+    lengths = law.sample(np.random.default_rng(3), 200_000)
+    error = lengths.std() / np.sqrt(len(lengths))
+    assert abs(lengths.mean() - law.mean) < 4 * error
+    assert lengths.min() >= 1
+    assert lengths.max() <= law.longest
+
+
+@pytest.mark.parametrize("law", LAWS, ids=law_name)
+def test_the_same_seed_gives_the_same_lengths(law: LengthLaw) -> None:
+    first, again = (law.sample(np.random.default_rng(5), 100) for _ in range(2))
+    assert (first == again).all()
+
+
+@pytest.mark.parametrize(("theta", "mean"), [(0.4, 39.4), (0.9, 22.5), (1.1, 16.3), (1.3, 11.3)])
+def test_zipf_means_for_a_bound_of_100(theta: float, mean: float) -> None:
+    assert Zipf(theta, 100).mean == pytest.approx(mean, abs=0.06)
+
+
+def test_uniform_reaches_both_ends() -> None:
+    assert set(Uniform(2, 4).sample(np.random.default_rng(0), 100).tolist()) == {2, 3, 4}
+
+
+def test_exponential_mean_without_a_cap_is_that_of_the_geometric_law() -> None:
+    assert Exponential(10.0, 10_000).mean == pytest.approx(1 / (1 - np.exp(-0.1)))
+
+
+def test_named_pairs_are_the_published_ones() -> None:
+    assert [(p.prompt, p.output, p.max_new_tokens) for p in (D1, D2, D3)] == [
+        (Uniform(32, 4096), Uniform(2048, 4096), 4096),
+        (Uniform(3000, 5000), Uniform(3000, 5000), 5000),
+        (Uniform(2048, 4096), Uniform(32, 4096), 4096),
+    ]
+    assert not any(p.fitted for p in (D1, D2, D3))
+
+
+def test_stand_ins_are_marked_as_fitted() -> None:
+    assert GSM8K_LIKE.fitted and SHAREGPT_LIKE.fitted
+    assert SHAREGPT_LIKE.output.mean == pytest.approx(338, rel=0.03)
+
+
+def test_the_gsm8k_stand_in_gives_the_published_thresholds() -> None:
+    """Multi-Bin, Figure 6: 8 servers, batches of 8, equiprobable bins, 0.0366 s per token."""
+    lengths = np.sort(np.random.default_rng(2).lognormal(np.log(42.4) - 0.47**2 / 2, 0.47, 320_000))
+    assert GSM8K_LIKE.output == LogNormal(42.4, 0.47, 1024)
+    for num_bins, reported in [(1, 22.71), (2, 27.48), (4, 31.91), (8, 35.27), (16, 37.87), (32, 39.65)]:
+        longest = [_mean_of_longest(part, 8) for part in np.array_split(lengths, num_bins)]
+        assert 8 * 8 / (0.0366 * np.mean(longest)) == pytest.approx(reported, rel=0.015)
+
+
+def _mean_of_longest(ordered: np.ndarray, size: int) -> float:
+    upper = np.arange(1, len(ordered) + 1) / len(ordered)
+    return float(ordered @ (upper**size - (upper - 1 / len(ordered)) ** size))
+
+
+@pytest.mark.parametrize(
+    ("build", "field"),
+    [
+        (lambda: Uniform(0, 4), "shortest"),
+        (lambda: Uniform(5, 4), "longest"),
+        (lambda: Zipf(1.0, 0), "longest"),
+        (lambda: Zipf(float("nan"), 5), "theta"),
+        (lambda: Exponential(0.0, 5), "scale"),
+        (lambda: Exponential(1.0, 0), "longest"),
+        (lambda: LogNormal(-1.0, 1.0, 5), "scale"),
+        (lambda: LogNormal(1.0, 0.0, 5), "sigma"),
+        (lambda: LogNormal(1.0, 1.0, 0), "longest"),
+        (lambda: Empirical([]), "seen"),
+        (lambda: Empirical([3, 0]), "seen"),
+    ],
+)
+def test_bad_parameters_name_the_field(build: Callable[[], LengthLaw], field: str) -> None:
+    with pytest.raises(InvalidValueError) as error:
+        build()
+    assert error.value.field == field

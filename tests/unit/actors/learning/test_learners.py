@@ -1,0 +1,202 @@
+"""The learners: what they say follows the log and the measured steps."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from actors.learning import length_predictor
+from actors.learning.length_predictor import PAGE, WINDOW, LengthPredictor
+from actors.learning.serving_time_estimator import ServingTimeEstimator
+from actors.log.log_store import LogStore
+from actors.runtime.names import LOG_STORE
+from actors.runtime.peer import PeerLost
+from core.codec import decode, encode
+from core.errors import FarsightError, MessageError
+from core.forecast import Forecast
+from core.messages import ReplicaStepProfile, StepProfileReply, StepSample, StepSamples
+from core.messages.log import LogPage, LogQuery
+from predictor.history import PRIOR_MEAN
+from tests.unit.actors.pieces import append, finished, piece_context, until
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(length_predictor, "PERIOD_S", 0.005)
+
+
+class Log:
+    """A log store in memory that can fail on demand."""
+
+    def __init__(self) -> None:
+        self.output_lens: list[int] = []
+        self.failure: Exception | None = None
+        self.num_reads = 0
+        self.num_records_read = 0
+
+    async def answer(self, method: str, data: bytes) -> bytes:
+        assert method == "read"
+        self.num_reads += 1
+        if self.failure is not None:
+            raise self.failure
+        query = decode(data, LogQuery)
+        records = tuple(
+            finished(f"{i}", self.output_lens[i])
+            for i in range(query.after_row, min(query.after_row + query.limit, len(self.output_lens)))
+        )
+        self.num_records_read += len(records)
+        return encode(LogPage(min(query.after_row + len(records), len(self.output_lens)), records))
+
+
+@asynccontextmanager
+async def following(log: Any) -> AsyncIterator[LengthPredictor]:
+    piece = LengthPredictor(piece_context("length-predictor-0", {LOG_STORE: log}))
+    await piece.start()
+    try:
+        yield piece
+    finally:
+        await piece.stop()
+
+
+async def forecast(piece: LengthPredictor) -> Forecast:
+    return decode(await piece.forecast(), Forecast)
+
+
+async def until_samples(piece: LengthPredictor, num_samples: int) -> Forecast:
+    await until(lambda: piece._predictor.current().num_samples == num_samples)
+    return await forecast(piece)
+
+
+async def until_read_again(log: Log, times: int = 2) -> None:
+    enough = log.num_reads + times
+    await until(lambda: log.num_reads >= enough)
+
+
+def gauge(piece: LengthPredictor) -> float | None:
+    return piece.context.registry.get_sample_value("farsight:forecast_mean_tokens")
+
+
+async def test_a_forecast_is_there_before_anything_is_known() -> None:
+    log = Log()
+    async with following(log) as piece:
+        assert (await forecast(piece)).num_samples == 0
+        assert gauge(piece) == (await forecast(piece)).mean == PRIOR_MEAN
+        assert (piece.kind, piece.state, piece.last_step_age_s) == ("LengthPredictor", "ready", None)
+        await until_read_again(log)
+        assert piece.last_step_age_s is not None
+
+
+async def test_it_learns_what_is_written_and_only_outputs_that_came_to_their_own_end(tmp_path: Any) -> None:
+    store = LogStore(piece_context(LOG_STORE, path=str(tmp_path / "log")))
+    await store.start()
+    await append(store, finished("a", 10), finished("b", 20, "length"))
+    async with following(store) as piece:
+        assert (await until_samples(piece, 2)).mean == 15
+        await append(store, finished("c", 500, "abort"), finished("d", 600, "error"), finished("e", 30))
+        after = await until_samples(piece, 3)
+        assert (after.mean, after.version, after.source) == (20, 2, "history")
+        assert gauge(piece) == 20
+    await store.stop()
+
+
+async def test_of_a_long_log_only_the_end_is_read() -> None:
+    log = Log()
+    log.output_lens = list(range(50 * WINDOW))
+    async with following(log) as piece:
+        assert (await until_samples(piece, WINDOW)).num_samples == WINDOW
+        await until(lambda: piece._row == 50 * WINDOW)
+        assert (await forecast(piece)).mean == 49.5 * WINDOW - 0.5
+        assert log.num_records_read == 2 * WINDOW
+
+
+async def test_what_piles_up_is_read_page_by_page_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = Log()
+    async with following(log) as piece:
+        await until(lambda: piece._row == 0)
+        monkeypatch.setattr(length_predictor, "PERIOD_S", 1e9)
+        log.output_lens = [3] * (4 * PAGE + 1)
+        await piece._catch_up()
+        assert piece._row == 4 * PAGE + 1
+
+
+@pytest.mark.parametrize("failure", [PeerLost("log-store"), FarsightError("the disk is gone"), ValueError("a defect")])
+async def test_it_survives_a_log_that_cannot_be_read(failure: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    log = Log()
+    log.output_lens = [10]
+    async with following(log) as piece:
+        await until_samples(piece, 1)
+        log.failure = failure
+        await until_read_again(log, 5)
+        read_at = piece._read_at
+        assert (await forecast(piece)).mean == 10
+        log.output_lens.append(20)
+        await until_read_again(log, 1)
+        assert piece._read_at == read_at, "a failed read makes it no younger"
+        log.failure = None
+        assert (await until_samples(piece, 2)).mean == 15
+    assert len(caplog.records) == (0 if isinstance(failure, PeerLost) else 1), "told once"
+
+
+async def test_it_starts_over_with_a_log_that_has_lost_rows() -> None:
+    log = Log()
+    log.output_lens = [10] * 5
+    async with following(log) as piece:
+        await until_samples(piece, 5)
+        log.output_lens = [70, 90]
+        assert (await until_samples(piece, 2)).mean == 80
+        assert gauge(piece) == 80
+
+
+async def test_it_waits_for_a_log_store_that_is_not_there_yet() -> None:
+    log = Log()
+    log.failure = PeerLost("log-store")
+    async with following(log) as piece:
+        await until_read_again(log, 3)
+        assert piece.last_step_age_s is None
+        log.output_lens, log.failure = [4], None
+        assert (await until_samples(piece, 1)).mean == 4
+
+
+def samples(replica: str, factor: float) -> bytes:
+    measured = tuple(
+        StepSample(p, d, 100 * d * d, factor * (0.01 + 1e-4 * p + 1e-3 * d + 1e-6 * 100 * d * d))
+        for p in (0, 100, 500)
+        for d in range(1, 30)
+    )
+    return encode(StepSamples(replica, measured * 5))
+
+
+async def test_each_replica_has_a_profile_of_its_own() -> None:
+    piece = ServingTimeEstimator(piece_context("serving-time-estimator-0"))
+    assert (piece.kind, piece.state, piece.last_step_age_s) == ("ServingTimeEstimator", "ready", None)
+    assert decode(await piece.profile(), StepProfileReply).profiles == ()
+    few = StepSamples("0", decode(samples("0", 1.0), StepSamples).samples[:8])
+    assert await piece.observe(encode(few)) == b""
+    told = decode(await piece.observe(samples("0", 1.0)), ReplicaStepProfile)
+    assert told.replica == "0" and told.base_s == pytest.approx(0.01, rel=0.01)
+    assert await piece.observe(samples("1", 2.0))
+    assert piece.last_step_age_s is not None
+    one, two = decode(await piece.profile(), StepProfileReply).profiles
+    assert (one.replica, two.replica, one.num_samples) == ("0", "1", 443)
+    for profile, factor in ((one, 1), (two, 2)):
+        prices = (profile.base_s, profile.prefill_token_s, profile.decode_seq_s, profile.context_token_s)
+        assert prices == pytest.approx([factor * each for each in (0.01, 1e-4, 1e-3, 1e-6)], rel=0.01)
+    value = piece.context.registry.get_sample_value
+    assert value("farsight:step_profile_seconds", {"replica": "1", "term": "step"}) == two.base_s
+    assert value("farsight:step_profile_seconds", {"replica": "0", "term": "context_token"}) == one.context_token_s
+
+
+async def test_two_estimators_may_share_a_process() -> None:
+    context = piece_context("serving-time-estimator-0")
+    for replica in ("0", "1"):
+        await ServingTimeEstimator(context).observe(samples(replica, 1.0))
+        labels = {"replica": replica, "term": "step"}
+        assert context.registry.get_sample_value("farsight:step_profile_seconds", labels) == pytest.approx(0.01, 0.01)
+
+
+async def test_a_message_of_another_kind_is_refused() -> None:
+    with pytest.raises(MessageError, match="StepSamples"):
+        await ServingTimeEstimator(piece_context("serving-time-estimator-0")).observe(b"")

@@ -1,0 +1,157 @@
+"""A length predictor with an artefact: what it answers, what it logs, and how it learns on."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from actors.learning import length_learner, text_forecasts
+from actors.learning.length_predictor import LengthPredictor
+from actors.log import log_outbox
+from actors.log.log_store import LogStore
+from actors.runtime.names import LOG_STORE
+from core.codec import decode, encode
+from core.config import PredictorConfig
+from core.errors import ConfigError, FarsightError
+from core.forecast import Example, Forecast, ForecastQuestion
+from core.messages import ForecastQuestions, Forecasts
+from core.messages.log import ArtefactList
+from predictor.shedding import Effort
+from predictor.trainer import ForestOptions
+from predictor.training import Recipe, train
+from tests.unit.actors.pieces import append, finished, opened, piece_context, read_examples, until
+
+LENGTHS = {"Translate:": 20, "Explain:": 200}
+"""Of the outputs of two applications."""
+
+
+def question(number: int, instruction: str) -> ForecastQuestion:
+    return ForecastQuestion(f"r{number}", instruction, "word " * (1 + number % 7), 1 + number % 7, 12, 1000)
+
+
+@pytest.fixture(scope="module")
+def artefact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rng = np.random.default_rng(0)
+    examples = [
+        Example(question(i, instruction), int(length + rng.integers(0, 5)))
+        for i in range(60)
+        for instruction, length in LENGTHS.items()
+    ]
+    forest = ForestOptions(num_trees=20, min_samples_leaf=5)
+    recipe = Recipe(reads="words", d_user=None, d_app=None, forest=forest)
+    return train(examples, None, recipe).save(tmp_path_factory.mktemp("artefact")).parent
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name, seconds in (
+        (log_outbox, "SEND_S", 0.01),
+        (text_forecasts, "KEEP_UP_S", 0.05),
+        (length_learner, "LOOK_S", 0.02),
+        (length_learner, "POLL_S", 0.02),
+    ):
+        monkeypatch.setattr(module, name, seconds)
+
+
+@asynccontextmanager
+async def predicting(
+    store: LogStore, artefact: Path, index: int = 0, **settings: object
+) -> AsyncIterator[LengthPredictor]:
+    context = piece_context(f"length-predictor-{index}", {LOG_STORE: store})
+    predictor = PredictorConfig(str(artefact), learn_every_s=0.2, **settings)  # type: ignore[arg-type]
+    context = replace(context, site=replace(context.site, config=replace(context.config, predictor=predictor)))
+    piece = LengthPredictor(context)
+    await piece.start()
+    try:
+        yield piece
+    finally:
+        await piece.stop()
+
+
+async def predict(piece: LengthPredictor, *questions: ForecastQuestion) -> tuple[Forecast, ...]:
+    return decode(await piece.predict(encode(ForecastQuestions(questions))), Forecasts).forecasts
+
+
+def sample(piece: LengthPredictor, name: str) -> float | None:
+    return piece.context.registry.get_sample_value(name)
+
+
+async def test_each_question_gets_its_forecast_and_the_log_what_it_rests_on(tmp_path: Path, artefact: Path) -> None:
+    async with opened(path=str(tmp_path / "log")) as store, predicting(store, artefact) as piece:
+        short, long = await predict(piece, question(1, "Translate:"), question(2, "Explain:"))
+        assert short.mean == pytest.approx(22, abs=4) and long.mean == pytest.approx(202, abs=15)
+        assert short.source == long.source == "forest" and short.rank is not None and long.rank is not None
+        assert short.rank < long.rank
+        await append(store, finished("r1", 25), finished("r2", 190))
+        await until(lambda: not piece._reader._outbox)  # type: ignore[union-attr]
+        examples = (await read_examples(store)).examples
+        assert {each.finished.request_id: each.forecast.mean for each in examples} == {
+            "r1": short.mean,
+            "r2": long.mean,
+        }
+        assert all(len(each.forecast.features) == 16 for each in examples)
+
+
+async def test_beyond_its_share_of_a_core_nothing_is_looked_at(tmp_path: Path, artefact: Path) -> None:
+    async with opened(path=str(tmp_path / "log")) as store, predicting(store, artefact, cpu_share=1e-9) as piece:
+        assert piece._reader is not None
+        piece._reader._server._budget.spend(Effort.FULL, 10.0)
+        (answer,) = await predict(piece, question(1, "Explain:"))
+        assert answer.source == "history" and answer.num_samples == 0
+        assert piece.context.registry.get_sample_value("farsight:forecasts_total", {"source": "history"}) == 1
+
+
+async def test_it_learns_on_from_what_it_foresaw_badly_and_others_follow(tmp_path: Path, artefact: Path) -> None:
+    """The answers of one application become five times as long; a later life begins with what was learnt."""
+    path = str(tmp_path / "log")
+    async with (
+        opened(path=path) as store,
+        predicting(store, artefact, cpu_share=100.0) as piece,
+        predicting(store, artefact, 1) as other,
+    ):
+        for i in range(150):
+            await predict(piece, question(i, "Translate:"))
+            await append(store, finished(f"r{i}", 100 + i % 5))
+        await until(lambda: (sample(piece, "farsight:forecast_version") or 0) >= 2)
+        await until(lambda: (sample(other, "farsight:forecast_version") or 0) >= 2)
+        for each in (piece, other):
+            (again,) = await predict(each, question(1, "Translate:"))
+            assert again.mean > 50 and again.version >= 2
+        kept = decode(await store.artefacts(b""), ArtefactList).artefacts
+        (current,) = (each for each in kept if each.current)  # the newest may have come without its mark yet
+        assert current.version >= 2 and current.score is not None and current.num_examples > 120
+    async with opened(path=path) as store, predicting(store, artefact, learn=False) as piece:
+        assert (await predict(piece, question(1, "Translate:")))[0].version >= 2
+
+
+async def test_a_damaged_version_gives_way_to_the_one_before(tmp_path: Path, artefact: Path) -> None:
+    path = tmp_path / "log"
+    async with opened(path=str(path)) as store, predicting(store, artefact) as piece:
+        reader = piece._reader
+        assert reader is not None
+        first = reader._artefact
+        for version in (2, 3):
+            await reader._shelf.put(replace(first, metadata={**first.metadata, "version": version}), 1.0)
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE artefacts SET data = zeroblob(100) WHERE version = 3")
+    async with opened(path=str(path)) as store, predicting(store, artefact) as piece:
+        assert sample(piece, "farsight:forecast_version") == 2
+        assert sample(piece, "farsight:forecast_artefact_errors_total") == 1
+
+
+async def test_an_artefact_that_is_not_there_is_named(tmp_path: Path) -> None:
+    async with opened(path=str(tmp_path / "log")) as store:
+        with pytest.raises(ConfigError, match=r"predictor\.artefact.*nowhere.*farsight train"):
+            async with predicting(store, tmp_path / "nowhere"):
+                pass
+        plain = LengthPredictor(piece_context("length-predictor-0", {LOG_STORE: store}))
+        await plain.start()
+        with pytest.raises(FarsightError, match=r"no predictor\.artefact"):
+            await predict(plain, question(1, "Explain:"))
+        await plain.stop()

@@ -1,0 +1,74 @@
+"""Records on their way to the log: a log that cannot be written delays them and harms nobody."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from actors.log import log_outbox
+from actors.log.log_outbox import LogOutbox
+from actors.runtime.peer import PeerLost
+from core.codec import decode
+from core.errors import FarsightError, MessageError
+from core.messages.log import FinishedRequest, FinishedRequests
+from tests.unit.actors.pieces import LONG_S, finished, until
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_outbox, "SEND_S", 0.005)
+
+
+class Log:
+    """A log store in memory that can fail on demand."""
+
+    def __init__(self) -> None:
+        self.failure: Exception | None = None
+        self.num_calls = 0
+        self.records: list[FinishedRequest] = []
+
+    async def call(self, method: str, data: bytes = b"") -> bytes:
+        self.num_calls += 1
+        if self.failure is not None:
+            raise self.failure
+        self.records += decode(data, FinishedRequests).records
+        return b""
+
+
+@asynccontextmanager
+async def sending(log: Log) -> AsyncIterator[tuple[LogOutbox[FinishedRequest], asyncio.Task[None]]]:
+    outbox = LogOutbox(log, "append", FinishedRequests)
+    task = asyncio.create_task(outbox.run())
+    try:
+        yield outbox, task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.mark.parametrize("failure", [PeerLost("log-store"), FarsightError("log-store cannot write: the disk is full")])
+async def test_what_cannot_be_written_goes_later(failure: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    log = Log()
+    log.failure = failure
+    async with sending(log) as (outbox, task):
+        outbox.add(finished("a"))
+        await until(lambda: log.num_calls >= 3)
+        outbox.add(finished("b"))
+        assert not task.done() and len(outbox) == 2
+        log.failure = None
+        await until(lambda: len(outbox) == 0)
+    assert [each.request_id for each in log.records] == ["a", "b"]
+    told = [record.getMessage() for record in caplog.records]
+    assert told == ([] if isinstance(failure, PeerLost) else [f"1 records wait: {failure}"]), "told once"
+
+
+async def test_a_record_that_is_refused_is_a_defect_of_ours() -> None:
+    log = Log()
+    log.failure = MessageError("records", 7, "something else")
+    async with sending(log) as (outbox, task):
+        outbox.add(finished("a"))
+        with pytest.raises(MessageError):
+            await asyncio.wait_for(task, LONG_S)

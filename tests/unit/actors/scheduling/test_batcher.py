@@ -1,0 +1,218 @@
+"""The Batcher's shell: wakes its machine, logs what ran, learns from it, and goes on where another one stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from actors.learning.serving_time_estimator import ServingTimeEstimator
+from actors.log.log_store import LogStore
+from actors.runtime.piece import PieceContext
+from actors.runtime.site import Site
+from actors.scheduling.batch_times import KIND
+from actors.scheduling.batcher import Batcher
+from core.codec import decode, encode
+from core.config import BatchConfig, FarsightConfig, LogConfig, SchedulerConfig
+from core.forecast import QUANTILES, Forecast
+from core.messages import (
+    FinishedSequence,
+    PieceCounts,
+    Refusals,
+    ReplicaNews,
+    ReplicaState,
+    StepSample,
+    StepSamples,
+    Submit,
+    WorkerReady,
+)
+from core.messages.log import Artefact, ArtefactName, ArtefactReply, BatchPage, FinishedBatch, LogQuery
+from core.request import Request, SamplingParams, SequenceStatus
+from estimator.knn import MIN_BATCHES, BatchTimes, ServedBatch
+from policies.compose import PRIOR_COST
+from policies.presets import PRESETS
+from tests.unit.actors.pieces import LONG_S, opened
+
+READY = WorkerReady("w1", 1000, 16, 4000, False, 100)
+
+
+class FakeScheduler:
+    """Takes what is placed and lets the test say when it ends."""
+
+    def __init__(self) -> None:
+        self.batches: list[tuple[Request, ...]] = []
+
+    async def answer(self, method: str, data: bytes) -> bytes:
+        if method == "submit":
+            self.batches.append(decode(data, Submit).requests)
+            return encode(Refusals(()))
+        return b""
+
+
+class FakePredictor:
+    """Knows the lengths of the past only."""
+
+    async def answer(self, method: str, data: bytes) -> bytes:
+        return encode(Forecast(40.0, (40.0,) * len(QUANTILES), 100, "history", 1))
+
+
+class FakeSupervisor:
+    async def answer(self, method: str, data: bytes) -> bytes:
+        return encode(PieceCounts(1, 1, 1, 0))
+
+
+@dataclasses.dataclass
+class Shop:
+    batcher: Batcher
+    scheduler: FakeScheduler
+    estimator: ServingTimeEstimator
+    registry: CollectorRegistry
+
+    async def up(self) -> None:
+        await self.batcher.replica_state(encode(ReplicaState("0", READY, ())))
+
+    async def submit(self, *names: str) -> None:
+        requests = tuple(Request(name, 0, "i", (1,) * 8, SamplingParams(64)) for name in names)
+        await self.batcher.submit(encode(Submit(requests)))
+
+    async def end(self, *names: str, output_len: int = 5) -> None:
+        ends = tuple(FinishedSequence(name, 0, SequenceStatus.FINISHED_STOPPED, output_len) for name in names)
+        await self.batcher.replica_news(encode(ReplicaNews("0", "w1", finished=ends)))
+
+    def placed(self) -> list[list[str]]:
+        return [[request.request_id for request in batch] for batch in self.scheduler.batches]
+
+    def metric(self, name: str) -> float | None:
+        return self.registry.get_sample_value(name, {"model_name": "m"})
+
+
+@asynccontextmanager
+async def shop(preset: str, log_store: Any, **batch: Any) -> AsyncIterator[Shop]:
+    scheduler = FakeScheduler()
+    config = FarsightConfig(scheduler=SchedulerConfig(preset=preset), batch=BatchConfig(**batch), log=LogConfig())
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, name="m"))
+    site = Site(config, "", "fused")
+    registry = CollectorRegistry()
+    local: dict[str, Any] = {"scheduler-0": scheduler, "length-predictor-0": FakePredictor(), "log-store": log_store}
+    local["supervisor"] = FakeSupervisor()
+    name = "serving-time-estimator-0"
+    estimator = local[name] = ServingTimeEstimator(PieceContext(name, site, 0, site.peers(), registry))
+    batcher = Batcher(PieceContext("router", site, 0, site.peers(local), registry))
+    await batcher.start()
+    try:
+        yield Shop(batcher, scheduler, estimator, registry)
+        assert not batcher.failed.done(), batcher.failed.exception()
+    finally:
+        await batcher.stop()
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+async def first_batch(log_store: LogStore) -> FinishedBatch:
+    """Once it is in the log."""
+    async with asyncio.timeout(LONG_S):
+        while True:
+            page = decode(await log_store.read_batches(encode(LogQuery(0, 10))), BatchPage)
+            if page.records:
+                return page.records[0]
+            await asyncio.sleep(0.02)
+
+
+async def test_an_idle_worker_pulls_the_next_batch_and_every_batch_is_logged() -> None:
+    async with opened() as log_store, shop("magnus", log_store) as found:
+        await found.submit("a", "b")
+        assert found.placed() == []
+        await found.up()
+        assert found.placed() == [["a", "b"]]
+        await found.submit("c")
+        await found.end("a")
+        assert found.placed() == [["a", "b"]], "the batch runs to its end"
+        await found.end("b", output_len=9)
+        assert found.placed() == [["a", "b"], ["c"]]
+
+        record = await first_batch(log_store)
+        assert (record.worker, record.num_requests, record.batch_len, record.generation_len) == ("0", 2, 8, 9)
+        assert record.estimated_time_s > 0 and record.serving_time_s > 0
+        await eventually(lambda: found.metric("farsight:batch_queue_requests") == 0)
+        assert found.metric("farsight:batch_size_count") == 2
+        assert found.metric("farsight:batch_size_sum") == 3
+        assert b"farsight:batch_splits_total" in generate_latest(found.registry)
+
+
+@pytest.mark.parametrize("preset", [name for name, preset in PRESETS.items() if preset.mode == "batch"])
+async def test_every_preset_of_batch_mode_starts_serves_and_stops(preset: str) -> None:
+    async with opened() as log_store, shop(preset, log_store, max_wait_s=0.01) as found:
+        await found.up()
+        await found.submit("a", "b")
+        await eventually(lambda: found.placed() != [])
+        while found.batcher.queue:
+            await found.end(*found.placed()[-1])
+            await asyncio.sleep(0)  # a bin that waits for its time is woken by the loop
+
+
+async def test_a_bin_that_is_not_full_goes_when_its_time_has_come() -> None:
+    async with opened() as log_store, shop("multi-bin", log_store, max_wait_s=0.1, batch_size=4) as found:
+        await found.up()
+        began = time.monotonic()
+        await found.submit("a")
+        await eventually(lambda: found.placed() == [["a"]])
+        assert time.monotonic() - began > 0.099, "not before"
+
+
+async def test_what_was_learnt_outlives_the_batcher_and_estimates_come_from_it() -> None:
+    """A stored version of known batches is what the next Batcher asks; what it learns becomes the next version."""
+    known = BatchTimes(PRIOR_COST, [ServedBatch(1, 8, 10 + i % 50, 77.0) for i in range(MIN_BATCHES)])
+    async with opened() as log_store:
+        await log_store.put_artefact(encode(Artefact(KIND, 3, 0.0, None, MIN_BATCHES, "", known.to_bytes())))
+        await log_store.set_current(encode(ArtefactName(KIND, 3)))
+        async with shop("magnus", log_store) as found:
+            await eventually(lambda: found.batcher._times(1, 8, 30) == pytest.approx(77.0))
+            await found.up()
+            await found.submit("a")
+            await found.end("a")
+            assert (await first_batch(log_store)).estimated_time_s == pytest.approx(77.0)
+
+
+async def test_estimates_follow_the_measured_steps_until_batches_are_known() -> None:
+    async with opened() as log_store, shop("magnus", log_store) as found:
+        before_s = found.batcher._times(4, 100, 50)
+        samples = tuple(StepSample(0, seqs, 100 * seqs, 0.5) for seqs in (1, 2, 4, 8) for _ in range(50))
+        await found.estimator.observe(encode(StepSamples("0", samples)))
+        await eventually(lambda: found.batcher._times(4, 100, 50) > 10 * before_s)
+
+
+async def test_every_two_minutes_a_version_is_stored_with_the_error_of_the_one_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("actors.scheduling.batch_times.LOOK_S", 0.01)
+    monkeypatch.setattr("estimator.knn.PERIOD_S", 0.05)
+    async with opened() as log_store, shop("magnus", log_store) as found:
+        await found.up()
+        await found.submit("a")
+        await found.end("a")
+        stored = await current(log_store)
+        record = await first_batch(log_store)
+        assert stored.version == 1 and stored.num_examples == 1
+        assert stored.score == pytest.approx(abs(record.estimated_time_s - record.serving_time_s))
+        assert BatchTimes.from_bytes(stored.data, PRIOR_COST).num_batches == 1
+
+
+async def current(log_store: LogStore) -> Artefact:
+    """The version that is current, once there is one."""
+    async with asyncio.timeout(LONG_S):
+        while True:
+            reply = decode(await log_store.read_artefact(encode(ArtefactName(KIND))), ArtefactReply)
+            if reply.artefact is not None:
+                return reply.artefact
+            await asyncio.sleep(0.02)

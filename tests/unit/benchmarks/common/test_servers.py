@@ -1,0 +1,101 @@
+"""Servers as child processes, and how peers are started."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.common import servers
+from benchmarks.common.servers import RunningServer, ServerCommand, vocab_size
+from benchmarks.common.tagged import wait_until_gone
+from benchmarks.peers.commands import installed_versions, peer
+from tests.free_ports import free_port
+
+LONG_S = 240.0
+"""For what a busy machine may delay."""
+
+SCRIPT = """
+import http.server, subprocess, sys
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], start_new_session=True)
+try:
+    http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+except KeyboardInterrupt:
+    pass
+"""
+
+
+def start(log: Path, script: str = SCRIPT) -> RunningServer:
+    port = free_port()
+    return RunningServer(ServerCommand([sys.executable, "-c", script, str(port)], port, "m"), log)
+
+
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_what_a_server_leaves_behind_is_named_and_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server itself has all the time that it needs to end; what it leaves would never do so."""
+
+    def wait_briefly(variable: str, value: str, timeout_s: float) -> list[psutil.Process]:
+        return wait_until_gone(variable, value, min(timeout_s, 0.5))
+
+    monkeypatch.setattr(servers, "STOP_TIMEOUT_S", LONG_S)
+    monkeypatch.setattr(servers, "wait_until_gone", wait_briefly)
+    server = start(tmp_path / "log")
+    try:
+        assert server.wait_until_ready(LONG_S) > 0
+        (child,) = psutil.Process(server.pid).children()
+        assert server.tree.cpu_s() > 0
+    finally:
+        end = server.stop()
+    assert end["exit_status"] == 0
+    assert [int(line.split()[0]) for line in end["left_behind"]] == [child.pid]
+    deadline = time.monotonic() + LONG_S
+    while not has_ended(child):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_server_that_ends_tells_why(tmp_path: Path) -> None:
+    server = start(tmp_path / "log", "raise SystemExit('no memory')")
+    with pytest.raises(RuntimeError, match="status 1:\nno memory"):
+        server.wait_until_ready(LONG_S)
+    assert server.stop()["left_behind"] == []
+
+
+def test_vllm_runs_in_one_process(tmp_path: Path) -> None:
+    found = peer("vllm", tmp_path, tmp_path / "tiny", 2048, ["--enforce-eager"])
+    assert found.takes_ids and found.takes_extensions and found.command.model_name == "tiny"
+    assert found.command.env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    words = " ".join(found.command.words)
+    assert "--distributed-executor-backend uni --enforce-eager" in words and "--no-enable-prefix-caching" in words
+
+
+def test_transformers_is_asked_in_plain_text(tmp_path: Path) -> None:
+    found = peer("transformers", tmp_path, tmp_path / "tiny", 2048, [])
+    assert not found.takes_ids and not found.takes_extensions
+    assert found.command.model_name == str(tmp_path / "tiny")  # it knows its model by the path alone
+
+
+def test_versions_of_a_venv() -> None:
+    found = installed_versions(Path(sys.prefix))
+    assert found["python"].startswith("3.") and found["torch"]
+
+
+def test_vocab_size(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 77}))
+    assert vocab_size(tmp_path) == 77

@@ -1,0 +1,410 @@
+"""xformers' kernels on CPU tensors, in Triton's interpreter, against the torch backend. Run by ``test_xformers.py``.
+
+The interpreter must be asked for before Triton is imported, and then serves the whole process, so these tests have a
+process of their own. What runs here is the real split-K kernel for decode and for pages. Causal attention of a prompt
+to itself is flash attention on a GPU, which has no CPU kernel: an operator written out in torch stands in its place,
+behind xformers' own calls, with xformers' own mask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import multiprocessing
+import os
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from xformers.ops.fmha import attn_bias, triton_splitk
+from xformers.ops.fmha.common import AttentionFwOpBase, Context
+
+from benchmarks.common.gpu_models import model_config, random_weights, save_random_checkpoint
+from core.config import EngineConfig
+from engine.attention import xformers_attention
+from engine.attention.attention import AttentionBackend, DecodePart, PrefillPart, StaticDecode, StepLayout
+from engine.attention.step_sizes import StepSizes
+from engine.attention.torch_attention import TorchAttention
+from engine.attention.xformers_attention import (
+    EXTENSION_REASON,
+    Operators,
+    SmallScratch,
+    WithoutExtension,
+    XformersAttention,
+    gpu_operators,
+    operator_problem,
+    round_up,
+)
+from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.weights import LayerWeights, load_weights
+from engine.kv.kv_pool import KVPool
+from engine.models import model
+from engine.models.fused_layers import FusedLayers
+from engine.parallel import stage
+from engine.parallel.device import load_parallel_device
+from engine.parallel.follower import follow
+from engine.parallel.links import Gathering, Ranks, Ticket, join
+from engine.parallel.mesh import Mesh, Part
+from engine.steps.backends import TorchBackend
+from engine.steps.model_runner import ModelRunner
+from tests.unit.engine.driver import Driver
+
+TOLERANCE = 2e-3
+PAGE = 64
+SIZES = StepSizes(6, 4)
+
+
+class InterpretedSplitK(SmallScratch, triton_splitk.FwOp):
+    SUPPORTED_DEVICES = frozenset({"cpu"})
+
+
+class InterpretedPages(triton_splitk.FwOp_S1):
+    SUPPORTED_DEVICES = frozenset({"cpu"})
+
+
+class WrittenOut(AttentionFwOpBase):
+    """Causal attention of chunks to themselves, operation by operation, in float32."""
+
+    OPERATOR = True
+    SUPPORTED_DEVICES = frozenset({"cpu"})
+    SUPPORTED_DTYPES = frozenset({torch.half})
+    SUPPORTED_MAX_K = 512
+    SUPPORTED_ATTN_BIAS_TYPES = (attn_bias.BlockDiagonalCausalMask,)
+    SUPPORTS_DROPOUT = False
+    SUPPORTS_PARTIAL = True
+    SUPPORTS_BMGHK = True
+    NAME = "written-out"
+
+    @classmethod
+    def apply(cls, inp, needs_gradient: bool):
+        query, key, value = (tensor.float() for tensor in (inp.query, inp.key, inp.value))
+        mask = inp.attn_bias.materialize((query.shape[1], key.shape[1]))
+        scores = torch.einsum("bmghd,bnghd->bghmn", query, key) * query.shape[-1] ** -0.5 + mask
+        out = torch.einsum("bghmn,bnghd->bmghd", scores.softmax(-1), value).to(inp.query.dtype)
+        return out, Context(out=out, lse=scores.logsumexp(-1))
+
+
+class OverPages(AttentionFwOpBase):
+    """As FlashAttention 3 takes chunks: causal from the end of each sequence, over pages."""
+
+    OPERATOR = True
+    SUPPORTED_DEVICES = frozenset({"cpu"})
+    SUPPORTED_DTYPES = frozenset({torch.half})
+    SUPPORTED_MAX_K = 512
+    SUPPORTED_ATTN_BIAS_TYPES = (attn_bias.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask,)
+    SUPPORTS_DROPOUT = False
+    SUPPORTS_BMGHK = True
+    NAME = "over-pages"
+
+    @classmethod
+    def apply(cls, inp, needs_gradient: bool):
+        bias, outputs = inp.attn_bias, []
+        for row, (first, end) in enumerate(bias.q_seqinfo.intervals()):
+            length = bias.k_seqinfo.seqlen_py[row]
+            positions = torch.arange(length)
+            slots = bias.block_tables[row][positions // bias.page_size] * bias.page_size + positions % bias.page_size
+            query, key, value = inp.query[0, first:end].float(), inp.key[0, slots].float(), inp.value[0, slots].float()
+            scores = torch.einsum("mghd,nghd->ghmn", query, key) * query.shape[-1] ** -0.5
+            hidden = positions > positions[length - (end - first) :, None]
+            scores = scores.masked_fill(hidden, float("-inf"))
+            outputs.append(torch.einsum("ghmn,nghd->mghd", scores.softmax(-1), value))
+        return torch.cat(outputs)[None].to(inp.query.dtype), None
+
+
+OPERATORS = Operators(decode=InterpretedSplitK, pages=InterpretedPages, prompt=WrittenOut)
+WITH_CHUNKS = Operators(decode=InterpretedSplitK, pages=InterpretedPages, prompt=WrittenOut, chunks=OverPages)
+
+
+class Step:
+    """One layer of a pool full of NaN but for the sequences of a step, and the step.
+
+    Args:
+        decode: Tokens that each decode row attends over.
+        chunks: Of each prefill chunk its tokens, and those of its sequence up to its end.
+    """
+
+    def __init__(
+        self,
+        decode: list[int],
+        chunks: list[tuple[int, int]],
+        heads: int,
+        kv_heads: int,
+        dim: int = 32,
+        page: int = PAGE,
+    ) -> None:
+        torch.manual_seed(0)
+        kv_lens = [*decode, *(kv_len for _, kv_len in chunks)]
+        num_blocks = sum(-(-kv_len // page) for kv_len in kv_lens)
+        free = torch.randperm(num_blocks).tolist()
+        tables = [[free.pop() for _ in range(-(-kv_len // page))] for kv_len in kv_lens]
+        slots = [
+            torch.tensor([table[i // page] * page + i % page for i in range(kv_len)])
+            for table, kv_len in zip(tables, kv_lens, strict=True)
+        ]
+        self.page = page
+        self.pool = self._make_pool(num_blocks, kv_heads, dim, torch.float16, float("nan"))
+        self.exact = self._make_pool(num_blocks, kv_heads, dim, torch.float32, 0.0)
+        for cache, exact in ((self.pool.keys[0], self.exact.keys[0]), (self.pool.values[0], self.exact.values[0])):
+            for held in slots:
+                cache[held] = torch.randn(len(held), kv_heads, dim, dtype=torch.float16)
+                exact[held] = cache[held].float()
+        num_new = [1] * len(decode) + [chunk_len for chunk_len, _ in chunks]
+        own = torch.cat([held[len(held) - new :] for held, new in zip(slots, num_new, strict=True)])
+        self.query = torch.randn(len(own), heads, dim, dtype=torch.float16)
+        self.key, self.value = self.pool.keys[0][own], self.pool.values[0][own]
+        none = torch.empty(0, dtype=torch.int64)
+        first = len(decode)
+        self.layout = StepLayout(
+            token_ids=none,
+            positions=none,
+            slot_ids=own,
+            opened_blocks=none,
+            sample_rows=none,
+            decode=DecodePart(_table(tables[:first]), tuple(decode)) if decode else None,
+            prefill=PrefillPart(_table(tables[first:]), *(tuple(part) for part in zip(*chunks, strict=True)))
+            if chunks
+            else None,
+        )
+
+    def _make_pool(self, num_blocks: int, kv_heads: int, dim: int, dtype: torch.dtype, value: float) -> KVPool:
+        config = _Shape(kv_heads, dim)
+        pool = KVPool(config, num_blocks=num_blocks, block_size=self.page, dtype=dtype)  # type: ignore[arg-type]
+        for cache in (*pool.keys, *pool.values):
+            cache.fill_(value)
+        return pool
+
+    def expected(self) -> Tensor:
+        attention = TorchAttention([None]).begin_step(self.layout, self.exact)
+        return attention.attend(0, self.query.float(), self.key.float(), self.value.float())
+
+    def found(self, operators: Operators) -> Tensor:
+        attention = XformersAttention(operators, SIZES).begin_step(self.layout, self.pool)
+        return attention.attend(0, self.query, self.key, self.value).float()
+
+    def check(self, operators: Operators = OPERATORS) -> None:
+        torch.testing.assert_close(self.found(operators), self.expected(), atol=TOLERANCE, rtol=0)
+
+
+class _Shape:
+    """As much of a model's configuration as a pool reads."""
+
+    num_hidden_layers = 1
+
+    def __init__(self, kv_heads: int, dim: int) -> None:
+        self.num_key_value_heads = kv_heads
+        self.head_dim = dim
+
+
+def _table(tables: list[list[int]]) -> Tensor:
+    width = max(map(len, tables), default=0)
+    return torch.tensor([table + table[:1] * (width - len(table)) for table in tables])
+
+
+HEADS = pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (3, 1)], ids=["mha", "gqa", "mqa"])
+
+
+@HEADS
+def test_decode_of_ragged_lengths(heads: int, kv_heads: int) -> None:
+    Step([200, 130, 65, 64, 1], [], heads, kv_heads).check()
+
+
+@pytest.mark.parametrize("dim", [16, 64])
+def test_head_dims(dim: int) -> None:
+    Step([70, 3], [(5, 69)], 4, 2, dim).check()
+
+
+def test_a_page_of_several_kernel_blocks() -> None:
+    Step([200, 130, 1], [(9, 140)], 4, 2, page=128).check()
+
+
+@HEADS
+def test_whole_prompts(heads: int, kv_heads: int) -> None:
+    Step([], [(1, 1), (70, 70), (13, 13)], heads, kv_heads).check()
+
+
+CHUNKS = [(20, 148), (7, 72), (33, 33), (40, 41)]
+"""Behind full pages, as after a prefix hit, behind parts of pages, and one that begins its sequence."""
+
+
+@HEADS
+def test_chunks_in_two_parts(heads: int, kv_heads: int) -> None:
+    Step([], CHUNKS, heads, kv_heads).check()
+
+
+@HEADS
+def test_chunks_in_one_call(heads: int, kv_heads: int) -> None:
+    """Where there is a kernel for it."""
+    Step([], CHUNKS, heads, kv_heads).check(WITH_CHUNKS)
+
+
+@pytest.mark.parametrize("operators", [OPERATORS, WITH_CHUNKS], ids=["two parts", "one call"])
+def test_everything_in_one_step(operators: Operators) -> None:
+    Step([150, 66, 2], [(19, 90), (5, 5)], 8, 4).check(operators)
+
+
+def test_the_same_memory_with_other_values() -> None:
+    """What a captured step reads is changed in place; what it holds of lengths is nothing."""
+    static = StaticDecode(torch.zeros(4, 4, dtype=torch.int32), torch.ones(4, dtype=torch.int32))
+    for lengths in ([130, 70, 64, 1], [200, 199, 3, 2]):
+        step = Step(lengths, [], 4, 2)
+        attention = XformersAttention(OPERATORS, SIZES).begin_static(static, step.pool)
+        reference = TorchAttention([None]).begin_static(static, step.exact)
+        assert step.layout.decode is not None
+        tables = step.layout.decode.block_tables
+        static.block_tables[:, : tables.shape[1]] = tables
+        static.kv_lens.copy_(torch.tensor(lengths))
+        expected = step.expected()
+        found = attention.attend(0, step.query, step.key, step.value).float()
+        torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+        found = reference.attend(0, step.query.float(), step.key.float(), step.value.float())
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def test_what_xformers_says_against_a_kernel() -> None:
+    step = Step([5], [], 8, 4)
+    config = _Shape(4, 32)
+    config.num_attention_heads = 8  # type: ignore[attr-defined]
+    assert operator_problem(OPERATORS, config, step.pool) is None  # type: ignore[arg-type]
+    gpu_only = Operators(triton_splitk.FwOp, InterpretedPages, WrittenOut)
+    assert "device=cpu" in (operator_problem(gpu_only, config, step.pool) or "")  # type: ignore[arg-type]
+
+
+def test_its_extension_is_not_needed() -> None:
+    """The words by which xformers says that it lacks it, and that nothing else is left out."""
+    assert EXTENSION_REASON in inspect.getsource(AttentionFwOpBase.not_supported_reasons)
+
+    class Refusing:
+        @classmethod
+        def not_supported_reasons(cls, inputs: object) -> list[str]:
+            return [EXTENSION_REASON, "too old"]
+
+    class Kernel(WithoutExtension, Refusing):
+        pass
+
+    assert Kernel.not_supported_reasons(None) == ["too old"]
+    chosen = gpu_operators()
+    assert issubclass(chosen.decode, WithoutExtension) and issubclass(chosen.prompt, WithoutExtension)
+    assert (chosen.decode.MAX_BLOCK_M, chosen.pages.SPLIT_K) == (1, 1)
+
+
+def test_sizes_repeat() -> None:
+    assert [round_up(n, 256) for n in (1, 5, 256, 257, 513)] == [1, 8, 256, 512, 768]
+
+
+def make_fused(
+    config: ModelConfig, layers: Sequence[LayerWeights], max_len: int, like: Tensor, *, compiled: bool
+) -> FusedLayers:
+    return FusedLayers(config, layers, max_len, like)
+
+
+def tiny_config(directory: Path, **changes: object) -> ModelConfig:
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
+    return model_config("tiny", directory, **shape, **changes)
+
+
+def make_runners(directory: Path) -> tuple[ModelRunner, ModelRunner]:
+    """The same float16 model as on a GPU, with fused layers over these kernels, and out of torch operations."""
+    config = tiny_config(directory, num_hidden_layers=1, num_key_value_heads=2)
+    weights = random_weights(config, torch.float16, "cpu")
+    made = []
+    for attention in (XformersAttention(OPERATORS, SIZES), TorchAttention(config.sliding_windows)):
+        pool = KVPool(config, num_blocks=12, block_size=PAGE, dtype=torch.float16)
+        with pytest.MonkeyPatch.context() as patch:
+            if isinstance(attention, XformersAttention):
+                patch.setattr(model, "make_layers", make_fused)
+            backend = TorchBackend(config, weights, pool, 256, attention)
+        made.append(ModelRunner(config, pool, backend, 256))
+    return made[0], made[1]
+
+
+def test_logits_of_a_model(tmp_path: Path) -> None:
+    """Prompts whole and in chunks, then decode; float16 throughout, so rounding differs a little."""
+    ours, reference = (Driver(runner) for runner in make_runners(tmp_path))
+    compare(ours, reference)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "tensor", "pipeline"),
+    [(2, 2, 1), (2, 1, 2), (1, 2, 2)],  # of the last both columns have the same keys and values
+)
+def test_ranks_attend_with_their_own_heads(
+    tmp_path: Path, kv_heads: int, tensor: int, pipeline: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As each would on a GPU; its tokens are those of one rank over torch attention, where those are sure."""
+    config = tiny_config(tmp_path, num_hidden_layers=2, num_key_value_heads=kv_heads)
+    save_random_checkpoint(config, tmp_path, torch.float16)
+    weights = load_weights(tmp_path, config, torch.float16)
+    pool = KVPool(config, num_blocks=12, block_size=PAGE, dtype=torch.float16)
+    reference = ModelRunner(config, pool, TorchBackend(config, weights, pool, 256), 256)
+    engine = EngineConfig(block_size=PAGE, kv_memory="1MiB", num_threads=1, max_num_seqs=6, max_batch_tokens=200)
+    used = attend_as_on_a_gpu(monkeypatch)
+    with forked_ranks(Mesh(tensor, pipeline)) as ranks:
+        device = load_parallel_device(
+            tmp_path, config, "float16", engine, 1, ranks, swaps=False, counts=lambda *step: True
+        )
+        assert isinstance(device.runner, ModelRunner)
+        compare(Driver(device.runner), Driver(reference))
+    assert [type(each) for each in used] == [XformersAttention]
+
+
+def attend_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[AttentionBackend]:
+    """With CPU tensors, in this process and those that it forks; returns what this one's stages are made with."""
+    used: list[AttentionBackend] = []
+    choose = stage.stage_attention
+
+    def choosing(part: Part, pool: KVPool, engine: EngineConfig, max_len: int) -> AttentionBackend:
+        on_gpu = dataclasses.replace(engine, device="cuda", backend="xformers")
+        used.append(choose(part, pool, on_gpu, max_len))
+        return used[-1]
+
+    monkeypatch.setattr(stage, "stage_attention", choosing)
+    monkeypatch.setattr(xformers_attention, "gpu_operators", lambda: OPERATORS)
+    return used
+
+
+@contextlib.contextmanager
+def forked_ranks(mesh: Mesh) -> Iterator[Ranks]:
+    """Ranks that have imported already what takes seconds to import."""
+    gathering = Gathering(mesh.size)
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=follow_from_here, args=(gathering.ticket, i)) for i in range(1, mesh.size)]
+    for process in processes:
+        process.start()
+    try:
+        yield Ranks(mesh, gathering, on_lost=lambda error: None)
+    finally:
+        gathering.close()
+        for process in processes:
+            process.kill()
+            process.join()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def follow_from_here(ticket: Ticket, rank: int) -> None:
+    follow(join(ticket, rank), ticket, rank, on_ready=lambda: None, on_lost=lambda: os._exit(1))
+
+
+def compare(ours: Driver, reference: Driver) -> None:
+    """Whole prompts, chunks behind earlier tokens and decode rows; both go on with what the reference has chosen."""
+    rng = random.Random(0)
+    for name, length in (("a", 3), ("b", 90), ("c", 70)):
+        prompt = [rng.randrange(3, 300) for _ in range(length)]
+        for driver in (ours, reference):
+            driver.add(name, prompt)
+    for work in ({"a": 3, "b": 66}, {"c": 70, "b": 24, "a": 1}, {"a": 1, "b": 1, "c": 1}, {"c": 1, "a": 1}):
+        for name, found, expected in zip(work, ours.logits(**work), reference.logits(**work), strict=True):
+            assert (found is None) == (expected is None)
+            if found is None or expected is None:
+                continue
+            tolerance = 0.01 * expected.abs().max()
+            assert (found - expected).abs().max() < tolerance
+            best = expected.topk(2)
+            assert found.argmax() == best.indices[0] or best.values[0] - best.values[1] < 2 * tolerance
+            for driver in (ours, reference):
+                driver.sequences[name].token_ids.append(int(best.indices[0]))

@@ -1,0 +1,303 @@
+"""Configuration files of both transformers generations; what cannot be computed is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from core.errors import ConfigError, InvalidValueError
+from engine.checkpoint.architectures import ARCHITECTURES
+from engine.checkpoint.config_fields import UnsupportedModelError
+from engine.checkpoint.model_config import ModelConfig, load_model_config, resolve_max_model_len, resolve_model_dir
+from engine.checkpoint.rotary_config import LinearScaling, Llama3Scaling, LongScaling, RotaryConfig
+from tests.unit.engine.small_models import SHAPES, load_reference
+
+LLAMA = {"architectures": ["LlamaForCausalLM"]}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+LONG = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+
+
+def write(path: Path, config: dict, generation: dict | None = None) -> Path:
+    (path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (path / "generation_config.json").write_text(json.dumps(generation))
+    return path
+
+
+def load(path: Path, architecture: str, **fields: object) -> ModelConfig:
+    return load_model_config(write(path, {"architectures": [architecture], **fields}))
+
+
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim",
+    "num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "sliding_window",
+    "ffn_dim", "attention_bias", "mlp_bias", "hidden_act", "activation_function", "enable_bias", "eos_token_id",
+    "use_sliding_window", "max_window_layers", "original_max_position_embeddings", "_remove_final_layer_norm",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_defaults_are_those_of_transformers(architecture, tmp_path):
+    reference = getattr(transformers, architecture).config_class().to_dict()
+    defaults = ARCHITECTURES[architecture].defaults
+    derived = {"num_key_value_heads", "head_dim"} - set(defaults)  # as many as heads; what makes up the layer's width
+    if "use_sliding_window" in defaults:
+        derived.add("sliding_window")  # transformers drops that of a Qwen that does not use it
+    for name in {name for name in SIZES if name in reference} - derived:
+        assert defaults.get(name) == reference[name], name
+    config = load(tmp_path, architecture)
+    assert config.num_key_value_heads == reference.get("num_key_value_heads", reference["num_attention_heads"])
+    assert config.head_dim == reference.get("head_dim", reference["hidden_size"] // reference["num_attention_heads"])
+    assert config.checkpoint_dtype == "float32"
+    if config.rotary is not None:
+        assert config.rotary == RotaryConfig(config.head_dim, reference["rope_parameters"]["rope_theta"])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_theta": 5e5, "rope_scaling": None, "torch_dtype": "bfloat16"},
+        {"rope_parameters": {"rope_theta": 500000, "rope_type": "default"}, "dtype": "bfloat16"},
+        {"rope_theta": 5e5, "rope_parameters": {"rope_type": "default"}, "dtype": "torch.bfloat16"},
+    ],
+)
+def test_both_spellings(fields, tmp_path):
+    config = load(tmp_path, "LlamaForCausalLM", **fields)
+    assert (config.rotary, config.checkpoint_dtype) == (RotaryConfig(128, 5e5), "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "old", "new", "expected"),
+    [
+        (
+            "LlamaForCausalLM",
+            {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+            {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **LLAMA3}},
+            RotaryConfig(128, 5e5, Llama3Scaling(8.0, 1.0, 4.0, 8192)),
+        ),
+        (
+            "LlamaForCausalLM",
+            {"rope_scaling": {"type": "linear", "factor": 4}},
+            {"rope_parameters": {"rope_type": "linear", "factor": 4.0}},
+            RotaryConfig(128, 1e4, LinearScaling(4.0)),
+        ),
+        (
+            "Phi3ForCausalLM",
+            {"partial_rotary_factor": 0.75},
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}},
+            RotaryConfig(72, 1e4),
+        ),
+        (
+            "Phi3ForCausalLM",
+            {"rope_scaling": {"type": "su", **LONG}, "max_position_embeddings": 4096 * 4096},
+            {"rope_parameters": {"rope_type": "longrope", **LONG, "attention_factor": 2**0.5}},
+            RotaryConfig(96, 1e4, LongScaling((1.0,) * 48, 2**0.5, 4096)),
+        ),
+    ],
+    ids=["llama3", "linear", "partial", "longrope"],
+)
+def test_both_spellings_of_a_rotary_embedding(architecture, old, new, expected, tmp_path):
+    assert load(tmp_path, architecture, **old).rotary == expected
+    assert load(tmp_path, architecture, **new).rotary == expected
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "expected"),
+    [
+        ("LlamaForCausalLM", {}, (None, None, None)),
+        ("MistralForCausalLM", {}, (4096, 4096, 4096)),
+        ("MistralForCausalLM", {"sliding_window": None}, (None, None, None)),
+        ("Phi3ForCausalLM", {"sliding_window": 2047}, (2047, 2047, 2047)),
+        ("Qwen2ForCausalLM", {"sliding_window": 8}, (None, None, None)),
+        ("Qwen2ForCausalLM", {"use_sliding_window": True}, (None, None, None)),
+        ("Qwen2ForCausalLM", {"use_sliding_window": True, "max_window_layers": 1}, (None, 4096, 4096)),
+        (
+            "Qwen3ForCausalLM",
+            {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+            (4096, None, 4096),
+        ),
+        ("Qwen3ForCausalLM", {"layer_types": ["full_attention"] * 3}, (None, None, None)),
+    ],
+)
+def test_sliding_windows(architecture, fields, expected, tmp_path):
+    assert load(tmp_path, architecture, num_hidden_layers=3, **fields).sliding_windows == expected
+
+
+REFUSED = {
+    "LlamaForCausalLM": [
+        ("quantization_config", {"bits": 4}),
+        ("hidden_act", "gelu"),
+        ("attention_bias", 1),
+        ("layer_types", ["full_attention"] * 32),
+        ("rope_scaling.rope_type", "dynamic"),
+        ("rope_scaling.rope_type", "longrope"),
+        ("rope_parameters.rope_type", "yarn"),
+        ("rope_parameters.partial_rotary_factor", 0.5),
+        ("rope_parameters.mrope_section", [16, 24, 24]),
+        ("rope_parameters.full_attention", {"rope_type": "default"}),
+        ("rope_parameters", [1]),
+        ("partial_rotary_factor", 0.5),
+        ("dtype", "float8_e4m3fn"),
+        ("hidden_size", "64"),
+        ("hidden_size", 100),
+        ("num_hidden_layers", 0),
+        ("num_key_value_heads", 5),
+        ("head_dim", 7),
+        ("rms_norm_eps", 0),
+        ("rope_theta", -1),
+        ("tie_word_embeddings", "no"),
+        ("eos_token_id", ["</s>"]),
+    ],
+    "MistralForCausalLM": [
+        ("sliding_window", 0),
+        ("attention_bias", True),
+        ("layer_types", ["sliding_attention"] * 32),
+    ],
+    "Qwen2ForCausalLM": [
+        ("mlp_bias", True),
+        ("layer_types", ["sliding_attention"] * 32),
+        ("layer_types", ["full_attention"]),
+        ("layer_types", ["linear_attention"] * 32),
+    ],
+    "Qwen3ForCausalLM": [("mlp_bias", True), ("use_sliding_window", "yes")],
+    "Phi3ForCausalLM": [
+        ("attention_bias", True),
+        ("lm_head_bias", True),
+        ("rope_scaling.rope_type", "llama3"),
+        ("rope_parameters.partial_rotary_factor", 1.5),
+        ("partial_rotary_factor", 0.01),
+    ],
+    "OPTForCausalLM": [
+        ("do_layer_norm_before", False),
+        ("layer_norm_elementwise_affine", False),
+        ("word_embed_proj_dim", 512),
+        ("activation_function", "silu"),
+        ("enable_bias", "yes"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "field", "value"),
+    [(architecture, *case) for architecture, cases in REFUSED.items() for case in cases],
+)
+def test_refusals_name_the_field(architecture, field, value, tmp_path):
+    outer, _, inner = field.partition(".")
+    with pytest.raises(UnsupportedModelError) as caught:
+        load(tmp_path, architecture, **{outer: {inner: value} if inner else value})
+    if field == "partial_rotary_factor" and architecture == "Phi3ForCausalLM":
+        field, value = "head_dim", 96  # nothing is left to turn
+    assert (caught.value.field, caught.value.value) == (field, value)
+
+
+@pytest.mark.parametrize(
+    ("rope", "field"),
+    [
+        ({"type": "linear"}, "factor"),
+        ({"type": "linear", "factor": "2"}, "factor"),
+        ({"type": "linear", "factor": 2, "attention_factor": 1.0}, "attention_factor"),
+        ({"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4.0}, "low_freq_factor"),
+        ({"rope_type": "llama3", **LLAMA3, "high_freq_factor": None}, "high_freq_factor"),
+        ({"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": 0}, "original_max_position_embeddings"),
+        ({"rope_type": "default", "factor": 2.0}, "factor"),
+    ],
+)
+def test_refusals_within_a_rotary_embedding(rope, field, tmp_path):
+    with pytest.raises(UnsupportedModelError) as caught:
+        load(tmp_path, "LlamaForCausalLM", rope_scaling=rope)
+    assert caught.value.field == f"rope_scaling.{field}"
+
+
+@pytest.mark.parametrize(
+    ("rope", "field"),
+    [
+        ({**LONG, "short_factor": [1.0] * 47}, "short_factor"),
+        ({**LONG, "long_factor": None}, "long_factor"),
+        ({**LONG, "short_factor": ["1"] * 48}, "short_factor"),
+        ({**LONG, "short_mscale": 1.2}, "short_mscale"),
+    ],
+)
+def test_refusals_within_longrope(rope, field, tmp_path):
+    with pytest.raises(UnsupportedModelError) as caught:
+        load(tmp_path, "Phi3ForCausalLM", rope_scaling={"type": "longrope", **rope})
+    assert caught.value.field == f"rope_scaling.{field}"
+
+
+def test_two_rotary_embeddings_are_refused(tmp_path):
+    with pytest.raises(UnsupportedModelError, match="rope_scaling"):
+        load(tmp_path, "LlamaForCausalLM", rope_scaling={"type": "default"}, rope_parameters={"rope_theta": 5.0})
+
+
+@pytest.mark.parametrize("architectures", [["MambaForCausalLM"], None, "LlamaForCausalLM", [*ARCHITECTURES], [[]]])
+def test_another_architecture_is_told_all_that_are_supported(architectures, tmp_path):
+    with pytest.raises(UnsupportedModelError) as caught:
+        load_model_config(write(tmp_path, {"architectures": architectures}))
+    assert caught.value.field == "architectures"
+    assert all(name in str(caught.value) for name in ARCHITECTURES)
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        ({"eos_token_id": 7}, None, (7,)),
+        ({"eos_token_id": [7, 8]}, {}, (7, 8)),
+        ({"eos_token_id": 7}, {"eos_token_id": [9, 10]}, (9, 10)),
+        ({"eos_token_id": 7}, {"eos_token_id": None}, (7,)),
+        ({"eos_token_id": None}, None, ()),
+    ],
+)
+def test_eos_token_ids(config, generation, expected, tmp_path):
+    assert load_model_config(write(tmp_path, LLAMA | config, generation)).eos_token_ids == expected
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sizes(shape, model_dir):
+    assert load_model_config(model_dir(shape)).num_parameters == load_reference(model_dir(shape)).num_parameters()
+
+
+def test_kv_bytes(tiny_model_dir):
+    config = load_model_config(tiny_model_dir)
+    assert config.kv_bytes_per_token(torch.bfloat16) == 2 * 2 * 2 * 16 * 2  # K and V, layers, heads, head_dim, bytes
+
+
+def test_max_model_len(tmp_path):
+    config = load(tmp_path, "LlamaForCausalLM")
+    assert [resolve_max_model_len(config, asked) for asked in (0, 100, 2048)] == [2048, 100, 2048]
+    with pytest.raises(ConfigError, match=r"engine\.max_model_len.*2049.*2048"):
+        resolve_max_model_len(config, 2049)
+
+
+def test_longrope_is_served_up_to_its_original_context(tmp_path):
+    config = load(tmp_path, "Phi3ForCausalLM", max_position_embeddings=131072, rope_scaling={"type": "su", **LONG})
+    assert resolve_max_model_len(config, 4096) == 4096
+    with pytest.raises(ConfigError, match=r"engine\.max_model_len.*131072.*--max-model-len 4096"):
+        resolve_max_model_len(config, 0)
+
+
+def test_resolve_model_dir(tmp_path, monkeypatch):
+    assert resolve_model_dir(str(tmp_path)) == tmp_path
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, allow_patterns: str(tmp_path / name))
+    assert resolve_model_dir("owner/name") == tmp_path / "owner" / "name"
+
+
+def test_model_that_cannot_be_had(tmp_path, monkeypatch):
+    def fail(name, allow_patterns):
+        raise OSError("offline\nand more")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(InvalidValueError, match=r"owner/name.*hub id \(offline\)"):
+        resolve_model_dir("owner/name")
+    with pytest.raises(InvalidValueError, match=r"config\.json"):
+        load_model_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(InvalidValueError, match="a JSON file"):
+        load_model_config(tmp_path)

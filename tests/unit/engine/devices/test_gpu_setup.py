@@ -1,0 +1,180 @@
+"""What a GPU would be given, and what is said where there is none."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks.common.gpu_models import model_config, save_random_checkpoint
+from core.config import EngineConfig, SchedulerConfig
+from core.errors import ConfigError
+from core.request import Residency, SamplingParams
+from engine import Engine
+from engine.attention.step_sizes import StepSizes
+from engine.attention.torch_attention import TorchAttention
+from engine.build import build_worker
+from engine.checkpoint.model_config import load_model_config
+from engine.checkpoint.weights import parse_dtype
+from engine.devices import cuda, model_device
+from engine.devices.cuda_device import load_device
+from engine.kv.kv_pool import KVPool
+from engine.steps.backends import gpu_attention
+from engine.steps.largest_step import largest_step
+from engine.steps.model_runner import ModelRunner
+from kvcache import KVCopy
+from tests.unit.engine.driver import Driver
+
+SIZES = StepSizes(4, 4)
+
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+@needs_no_gpu
+def test_no_gpu(tiny_model_dir) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.device: got 'cuda', expected cpu \(torch"):
+        build_worker(tiny_model_dir, "auto", EngineConfig(device="cuda"), "w")
+
+
+def test_block_size_of_a_device() -> None:
+    sizes = {device: EngineConfig(device=device).kv_block_size for device in ("cpu", "cuda", "emulated:a100-7b")}
+    assert sizes == {"cpu": 32, "cuda": 64, "emulated:a100-7b": 32}
+    assert EngineConfig(device="cuda", block_size=128).kv_block_size == 128
+
+
+def test_dtype_of_a_device(model_dir) -> None:
+    config = load_model_config(model_dir("gqa"))
+    assert (parse_dtype("auto", config), parse_dtype("auto", config, "cuda")) == (torch.float32, torch.bfloat16)
+    assert parse_dtype("float32", config, "cuda") is torch.float32
+
+
+def pool(config, block_size: int = 64, dtype: torch.dtype = torch.bfloat16) -> KVPool:
+    return KVPool(config, num_blocks=2, block_size=block_size, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("shape", "block_size", "dtype", "reason"),
+    [
+        ("gqa", 48, torch.bfloat16, "block_size 48: multiples of 64"),
+        ("gqa", 64, torch.float32, "float32: float16 and bfloat16"),
+        ("mistral", 64, torch.bfloat16, "sliding-window"),
+        ("qwen3", 64, torch.bfloat16, "head_dim 48"),
+    ],
+)
+def test_what_xformers_does_not_compute(
+    shape: str, block_size: int, dtype: torch.dtype, reason: str, model_dir, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load_model_config(model_dir(shape))
+    with pytest.raises(ConfigError, match=rf"engine\.backend: got 'xformers'.*{reason}"):
+        gpu_attention("xformers", config, pool(config, block_size, dtype), SIZES)
+    with caplog.at_level(logging.WARNING):
+        assert isinstance(gpu_attention("auto", config, pool(config, block_size, dtype), SIZES), TorchAttention)
+    assert reason in caplog.text
+
+
+def test_other_backends_on_a_gpu(tiny_model_dir) -> None:
+    config = load_model_config(tiny_model_dir)
+    assert isinstance(gpu_attention("torch", config, pool(config), SIZES), TorchAttention)
+    with pytest.raises(ConfigError, match="native computes on the CPU"):
+        gpu_attention("native", config, pool(config), SIZES)
+    with pytest.raises(ConfigError, match="xformers computes on a GPU"):
+        ModelRunner.from_dir(tiny_model_dir, dtype=torch.float32, num_blocks=4, block_size=64, backend="xformers")
+
+
+@pytest.mark.parametrize(("max_num_seqs", "max_batch_tokens"), [(3, 50), (1, 17), (20, 7)])
+def test_the_largest_step(max_num_seqs: int, max_batch_tokens: int, tiny_model_dir) -> None:
+    """It holds what a step may hold, and runs."""
+    engine = EngineConfig(max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens, block_size=16)
+    batch, sequences, num_blocks = largest_step(engine)
+    assert batch.num_tokens == max_batch_tokens
+    assert len(batch.items) == min(max_num_seqs, max_batch_tokens)
+    runner = ModelRunner.from_dir(
+        tiny_model_dir, dtype=torch.float32, num_blocks=num_blocks, block_size=16, backend="torch"
+    )
+    assert None not in runner.execute(batch, sequences)
+    assert [sequence.sampling.greedy for sequence in sequences.values()] == [False] * len(sequences)
+
+
+class Immediate:
+    """Stands for a side stream."""
+
+    def after_steps(self) -> nullcontext[None]:
+        return nullcontext()
+
+    def mark(self) -> Callable[[], None]:
+        return lambda: None
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """In the place of the calls to CUDA; keeps what they were asked."""
+    asked = SimpleNamespace(shares=[], pinned=[], free=10**9)
+
+    def free_bytes(utilization: float, step: Callable[[], object]) -> int:
+        asked.shares.append(utilization)
+        step()
+        return asked.free
+
+    monkeypatch.setattr(cuda, "device_problem", lambda: None)
+    monkeypatch.setattr(cuda, "free_bytes", free_bytes)
+    monkeypatch.setattr(cuda, "Graphs", lambda: lambda run: run)
+    monkeypatch.setattr(cuda, "SideStream", Immediate)
+    monkeypatch.setattr(cuda, "pin", asked.pinned.append)
+    monkeypatch.setattr(cuda, "synchronize", lambda: None)
+    return asked
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_device_is_put_together(
+    packed: bool, tmp_path, stand_ins: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a GPU, but for the calls to CUDA: a checkpoint, a pool of what is left, a host pool, recorded steps."""
+    config = model_config("tiny", tmp_path, num_hidden_layers=2)
+    save_random_checkpoint(config, tmp_path, torch.bfloat16)
+    stand_ins.free = 10 * 64 * config.kv_bytes_per_token(torch.bfloat16) + 1
+    engine = EngineConfig(block_size=64, max_num_seqs=3, max_batch_tokens=90, gpu_memory_utilization=0.7)
+    with caplog.at_level(logging.WARNING):
+        device = load_device(tmp_path, config, "bfloat16", engine, 1, swaps=True, packed=packed)
+    assert "device=cpu (supported: {'cuda'})" in caplog.text  # xformers was asked
+    assert stand_ins.shares == [0.7]
+    assert (device.num_blocks, device.num_host_blocks, device.context_len) == (10, 10, 1024)
+    assert [tensor.shape for tensor in stand_ins.pinned] == [(10, 2, 2, 64 * 4 * 32)]
+    assert isinstance(device.runner, ModelRunner)
+    assert device.runner.max_model_len == 640
+    driver = Driver(device.runner)
+    driver.add("a", list(range(3, 80)))
+    tokens = [driver.step(a=77)[0], driver.step(a=1)[0], driver.step(a=1)[0]]
+    assert None not in tokens
+    again = ModelRunner.from_dir(
+        tmp_path, dtype=torch.bfloat16, num_blocks=8, block_size=64, backend="torch", packed=packed
+    )
+    reference = Driver(again)
+    reference.add("a", list(range(3, 80)))
+    assert [reference.step(a=count)[0] for count in (77, 1, 1)] == tokens
+    assert device.copier is not None
+    device.copier.begin(KVCopy(1, Residency.HOST, (0, 1), (4, 7)))
+    device.copier.wait()
+    assert device.copier.take_done() == [(1, False)]
+
+
+def test_an_engine_over_it(tiny_model_dir, stand_ins: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded steps and copies on a stream under a preset that moves KV: tokens as without any of that."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(3, 300) for _ in range(rng.randint(1, 90))] for _ in range(12)]
+    params = [SamplingParams(30, temperature=i % 2, seed=i, ignore_eos=True) for i in range(12)]
+
+    def engine(kv_memory: str, preset: str) -> Engine:
+        config = EngineConfig(kv_memory=kv_memory, max_num_seqs=6, num_threads=1, block_size=16, max_batch_tokens=64)
+        return Engine(tiny_model_dir, dtype="float32", engine=config, scheduler=SchedulerConfig(preset=preset))
+
+    expected = [answer.token_ids for answer in engine("4MiB", "fcfs").generate(prompts, params)]
+    monkeypatch.setattr(model_device, "load_device", load_device)
+    moving = engine("128KiB", "fastserve")
+    assert [answer.token_ids for answer in moving.generate(prompts, params)] == expected
+    traffic = moving.worker.executor.report().traffic
+    assert traffic.offloads > 0 and traffic.uploads > 0 and stand_ins.pinned

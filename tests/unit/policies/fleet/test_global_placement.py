@@ -1,0 +1,194 @@
+"""The scheduler over replicas: what a placement hears."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from core.costs import A100_7B, StepCost
+from core.forecast import QUANTILES, Forecast
+from core.messages import FinishedSequence, ForecastMade
+from core.messages.cache import CacheNotice, StartedRequest
+from core.request import Request, SequenceStatus
+from policies.fleet.events import (
+    AskCache,
+    CacheNoticed,
+    PlaceRequests,
+    ReplicaAway,
+    ReplicaDraining,
+    ReplicaGone,
+    ReplicaUp,
+    RequestsEnded,
+    RequestsStarted,
+    StepsPriced,
+)
+from policies.fleet.scheduler import GlobalScheduler
+from policies.placement.base import Choice, Placement, ReplicaLoad
+from policies.replica.events import ForecastsArrived, RequestsAborted
+from tests.unit.policies.global_table import arrive, handle, ready, request, router
+
+
+class Listener(Placement):
+    """Places in turn and writes down what it hears."""
+
+    def __init__(self, block_size: int = 0) -> None:
+        self.block_size = block_size
+        self.heard: list[tuple[object, ...]] = []
+        self.loads: list[tuple[ReplicaLoad, ...]] = []
+
+    def choose(self, request: Request, prefix: Sequence[int], loads: tuple[ReplicaLoad, ...], now: float) -> Choice:
+        self.heard.append(("choose", request.request_id, tuple(prefix), now))
+        self.loads.append(loads)
+        return Choice(loads[0].name, "first")
+
+    def replica_up(self, name: str, capacity: int) -> None:
+        self.heard.append(("up", name, capacity))
+
+    def replica_gone(self, name: str) -> None:
+        self.heard.append(("gone", name))
+
+    def started(self, request_id: str, cached_len: int, queue_s: float, now: float) -> None:
+        self.heard.append(("started", request_id, cached_len, queue_s, now))
+
+    def ended(self, request_id: str, output_len: int | None, now: float) -> None:
+        self.heard.append(("ended", request_id, output_len, now))
+
+    def foreseen(self, request_id: str, forecast: Forecast, now: float) -> None:
+        self.heard.append(("foreseen", request_id, forecast.mean, now))
+
+    def noticed(self, replica: str, notice: CacheNotice) -> None:
+        self.heard.append(("noticed", replica, notice.seq))
+
+    def priced(self, replica: str, cost: StepCost) -> None:
+        self.heard.append(("priced", replica, cost))
+
+
+def listener(names: str = "a", block_size: int = 0) -> tuple[GlobalScheduler, Listener]:
+    placement = Listener(block_size)
+    scheduler = router(placement, names)
+    placement.heard.clear()
+    return scheduler, placement
+
+
+def test_placement_hears_of_every_new_life_once() -> None:
+    scheduler, placement = listener("")
+    for incarnation in ("w1", "w1", "w2"):
+        handle(scheduler, ReplicaUp("a", ready(incarnation)))
+    handle(scheduler, ReplicaGone("a"))
+    assert placement.heard == [("up", "a", 400), ("up", "a", 400), ("gone", "a")]
+
+
+def test_placement_gets_the_hashes_that_a_request_came_with() -> None:
+    scheduler, placement = listener(block_size=4)
+    arrive(scheduler, replace(request("r", prompt=9), prefix_hashes=(5, 6)), request("s", prompt=9))
+    assert placement.heard == [("choose", "r", (5, 6), 0.0), ("choose", "s", (), 0.0)]
+
+
+def test_placement_hears_how_each_request_ends() -> None:
+    scheduler, placement = listener()
+    arrive(scheduler, *(request(f"r{i}") for i in range(5)))
+    placement.heard.clear()
+    ends = (
+        FinishedSequence("r0", 0, SequenceStatus.FINISHED_STOPPED, 3),
+        FinishedSequence("r1", 0, SequenceStatus.FINISHED_LENGTH, 10),
+        FinishedSequence("r2", 0, SequenceStatus.FINISHED_ABORTED, 2),
+        FinishedSequence("r3", 1, SequenceStatus.FINISHED_STOPPED, 2),
+    )
+    scheduler.handle(RequestsEnded(ends), 9.0)
+    scheduler.handle(RequestsAborted((("r3", 0),)), 10.0)
+    handle(scheduler, ReplicaUp("a", ready("w2")))
+    told = [("r0", 3, 9.0), ("r1", 10, 9.0), ("r2", None, 9.0), ("r3", None, 10.0), ("r4", None, 0.0)]
+    assert placement.heard == [*(("ended", *each) for each in told), ("up", "a", 400)], "before the new life begins"
+
+
+def foreseen(name: str, attempt: int, mean: float) -> ForecastMade:
+    return ForecastMade(name, attempt, Forecast(mean, (mean,) * len(QUANTILES), 5, "test", 1))
+
+
+def test_placement_hears_of_forecasts_of_current_attempts() -> None:
+    scheduler, placement = listener()
+    arrive(scheduler, request("r", attempt=1))
+    placement.heard.clear()
+    made = (foreseen("r", 0, 10.0), foreseen("r", 1, 20.0), foreseen("s", 0, 30.0))
+    assert scheduler.handle(ForecastsArrived(made), 3.0) == []
+    assert placement.heard == [("foreseen", "r", 20.0, 3.0)]
+
+
+def test_a_request_that_waits_for_a_replica_takes_its_forecast_along() -> None:
+    scheduler, placement = listener("")
+    arrive(scheduler, request("r"))
+    handle(scheduler, ForecastsArrived((foreseen("r", 0, 20.0),)))
+    [placed] = handle(scheduler, ReplicaUp("a", ready()))
+    assert isinstance(placed, PlaceRequests)
+    [forecast] = [each.forecast for each in placed.requests]
+    assert forecast is not None and forecast.mean == 20.0
+    assert [event[0] for event in placement.heard] == ["up", "choose"]
+
+
+def test_placement_hears_of_starts_of_current_attempts() -> None:
+    scheduler, placement = listener()
+    arrive(scheduler, request("r", attempt=1))
+    placement.heard.clear()
+    started = (StartedRequest("r", 0, 1, 0.1), StartedRequest("r", 1, 8, 0.5), StartedRequest("s", 0, 1, 0.1))
+    assert scheduler.handle(RequestsStarted(started), 3.0) == []
+    assert placement.heard == [("started", "r", 8, 0.5, 3.0)]
+
+
+def noticed(*seqs: int, whole: int = 0, incarnation: str = "w1", replica: str = "a") -> CacheNoticed:
+    return CacheNoticed(replica, incarnation, tuple(CacheNotice(seq, seq == whole) for seq in seqs))
+
+
+def test_a_new_life_is_asked_what_it_caches_where_placement_looks_at_that() -> None:
+    for block_size, asks in ((4, [AskCache("a")]), (8, []), (0, [])):
+        scheduler = GlobalScheduler(Listener(block_size))
+        assert handle(scheduler, ReplicaUp("a", ready())) == asks
+        assert handle(scheduler, ReplicaUp("a", ready("w2"))) == asks, "whatever the life before it was asked"
+
+
+def test_who_does_not_answer_is_asked_again_but_not_at_once() -> None:
+    scheduler, _ = listener(block_size=4)
+    assert scheduler.handle(ReplicaUp("a", ready()), 0.5) == []
+    assert scheduler.handle(ReplicaUp("a", ready()), 1.0) == [AskCache("a")]
+    scheduler.handle(noticed(3, whole=3), 1.1)
+    assert scheduler.handle(ReplicaUp("a", ready()), 5.0) == [], "it has answered"
+
+
+def test_notices_are_taken_once_and_in_order_and_a_gap_asks_for_all() -> None:
+    scheduler, placement = listener(block_size=4)
+    scheduler.handle(noticed(1, 2), 0.0)
+    assert placement.heard == [], "nothing before the whole"
+    scheduler.handle(noticed(2, whole=2), 0.0)
+    scheduler.handle(noticed(1, 2, 3, 3), 0.0)
+    assert placement.heard == [("noticed", "a", 2), ("noticed", "a", 3)]
+    assert scheduler.handle(noticed(5), 2.0) == [AskCache("a")]
+    assert scheduler.handle(noticed(6), 2.5) == []
+    scheduler.handle(noticed(6, 7, whole=6), 2.6)
+    assert placement.heard[2:] == [("noticed", "a", 6), ("noticed", "a", 7)]
+    scheduler.handle(noticed(5, whole=5), 2.7)
+    assert len(placement.heard) == 4, "news have overtaken that answer"
+
+
+def test_notices_of_lives_that_are_over_are_dropped() -> None:
+    scheduler, placement = listener(block_size=4)
+    for replica, incarnation in (("a", "w0"), ("unheard of", "w1")):
+        assert handle(scheduler, noticed(1, whole=1, incarnation=incarnation, replica=replica)) == []
+    assert placement.heard == []
+
+
+def test_placement_hears_what_steps_cost() -> None:
+    scheduler, placement = listener()
+    for name in ("a", "unheard of"):
+        assert handle(scheduler, StepsPriced(name, A100_7B)) == []
+    assert placement.heard == [("priced", "a", A100_7B)]
+
+
+def test_the_loads_are_one_object_while_the_same_replicas_take_requests() -> None:
+    scheduler, placement = listener("ab")
+    arrive(scheduler, request("r0"))
+    arrive(scheduler, request("r1"))
+    assert placement.loads[0] is placement.loads[1] is scheduler.loads()
+    assert placement.loads[0][0].num_requests == 2, "and up to date"
+    for event in (ReplicaAway("a"), ReplicaUp("a", ready()), ReplicaDraining("a"), ReplicaGone("b")):
+        before = scheduler.loads()
+        handle(scheduler, event)
+        assert scheduler.loads() is not before

@@ -1,0 +1,394 @@
+"""The scheduler over replicas: who gets a request, and the in-flight table."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from core.costs import StepCost
+from core.errors import ConfigError
+from core.messages import ForecastMade, Placed, WorkerReady
+from core.queue_outlook import Demand
+from core.request import Request, SamplingParams
+from kvcache.prefix import hash_blocks
+from policies.compose import build_router
+from policies.fleet.events import (
+    AbortOnReplica,
+    AskReplica,
+    GlobalEvent,
+    MeanOutputLen,
+    PlaceRequests,
+    ReplicaAway,
+    ReplicaDraining,
+    ReplicaGone,
+    ReplicaUp,
+    ReportLost,
+)
+from policies.fleet.scheduler import GlobalScheduler
+from policies.placement.base import Choice, LoadChoice, ReplicaLoad
+from policies.placement.e2 import E2Choice, E2Router
+from policies.placement.e2_profiles import from_step_cost
+from policies.placement.least_work import LeastWork
+from policies.placement.round_robin import RoundRobin
+from policies.replica.events import ForecastsArrived, RefuseRequest, RequestsAborted, RequestsArrived
+from tests.unit.policies.global_table import (
+    announce,
+    arrive,
+    end,
+    forecast,
+    handle,
+    placements,
+    ready,
+    request,
+    router,
+    stream,
+)
+
+
+def test_round_robin_takes_turns() -> None:
+    loads = tuple(ReplicaLoad(name, 0, 0.0) for name in "abc")
+    policy = RoundRobin()
+    assert [policy.choose(request("r"), (), loads, 0.0).replica for _ in range(5)] == ["a", "b", "c", "a", "b"]
+
+
+def test_least_work_counts_tokens_not_requests() -> None:
+    loads = (ReplicaLoad("a", 1, 500.0), ReplicaLoad("b", 4, 80.0), ReplicaLoad("c", 2, 80.0))
+    assert LeastWork().choose(request("r"), (), loads, 0.0).replica == "b", "of equals the first"
+
+
+def test_work_counts_from_placement_to_the_end() -> None:
+    scheduler = router()
+    assert arrive(scheduler, request("long", prompt=100), request("r1"), request("r2")) == {
+        "a": ["long"],
+        "b": ["r1", "r2"],
+    }
+    assert [load.work_tokens for load in scheduler.loads()] == [110, 40]
+    end(scheduler, "long")
+    assert [load.work_tokens for load in scheduler.loads()] == [0, 40]
+    assert arrive(scheduler, request("r3")) == {"a": ["r3"]}
+
+
+def test_expected_output_is_the_mean_but_never_more_than_asked_for() -> None:
+    scheduler = router(replicas="a")
+    arrive(scheduler, request("r0", prompt=1, out=1000))
+    assert scheduler.loads()[0].work_tokens == 1001, "nothing is foreseen yet: all that was asked for"
+    handle(scheduler, MeanOutputLen(50.0))
+    arrive(scheduler, request("r1", prompt=1, out=1000), request("r2", prompt=1, out=5))
+    assert scheduler.loads()[0].work_tokens == 1001 + (1 + 50) + (1 + 5)
+
+
+def test_work_of_a_resumed_request_is_what_is_known_and_what_may_yet_come() -> None:
+    scheduler = router(replicas="a")
+    handle(scheduler, MeanOutputLen(50.0))
+    arrive(scheduler, request("r", prompt=7, out=100, attempt=1, resumed=90))
+    assert scheduler.loads()[0].work_tokens == 97 + 10
+
+
+def test_the_demand_is_what_is_in_flight_by_the_best_forecast_there_is() -> None:
+    scheduler = router(replicas="a")
+    assert scheduler.demand() == Demand(0, 0, 0, 0.0, 0.0, 0.0)
+    handle(scheduler, MeanOutputLen(50.0))
+    foreseen = replace(request("r1", prompt=20, out=100), forecast=forecast(30.0))
+    arrive(scheduler, request("r0", prompt=10, out=100), foreseen, request("r2", prompt=5, out=8))
+    assert scheduler.demand() == Demand(3, 0, 1, 35.0, 0.0, 50.0 + 30.0 + 8.0)
+    late = [ForecastMade(name, attempt, forecast(70.0)) for name, attempt in (("r0", 0), ("r2", 1), ("r9", 0))]
+    handle(scheduler, ForecastsArrived(tuple(late)))
+    assert scheduler.demand().output_tokens == 70.0 + 30.0 + 8.0, "of an attempt that is not here it says nothing"
+    end(scheduler, "r0")
+    assert scheduler.demand() == Demand(2, 0, 1, 25.0, 0.0, 38.0)
+
+
+def test_who_waits_for_a_replica_counts_and_takes_its_late_forecast_along() -> None:
+    scheduler = router(replicas="")
+    arrive(scheduler, request("r0", prompt=10, out=100), request("r1", prompt=7, out=100, attempt=1, resumed=90))
+    assert scheduler.demand() == Demand(2, 2, 0, 10.0 + 97.0, 0.0, 100.0 + 10.0)
+    handle(scheduler, ForecastsArrived((ForecastMade("r0", 0, forecast(40.0)),)))
+    assert scheduler.demand().output_tokens == 40.0 + 10.0
+    (placed,) = handle(scheduler, ReplicaUp("a", ready()))
+    assert isinstance(placed, PlaceRequests)
+    assert placed.requests[0].forecast == forecast(40.0)
+    assert scheduler.demand() == Demand(2, 0, 1, 107.0, 0.0, 50.0)
+
+
+def test_what_another_server_has_is_no_part_of_the_demand() -> None:
+    scheduler = router(replicas="a")
+    handle(scheduler, ReplicaUp("backend-0", replace(ready("w2"), external=True)))
+    assert [life.worker_incarnation for life in scheduler.own_takers()] == ["w1"]
+    assert arrive(scheduler, request("r0"), request("r1")) == {"a": ["r0"], "backend-0": ["r1"]}
+    assert scheduler.demand() == Demand(1, 0, 1, 10.0, 0.0, 10.0)
+    handle(scheduler, ReplicaDraining("a"))
+    assert scheduler.own_takers() == []
+
+
+def test_what_an_earlier_router_placed_is_split_by_the_mean() -> None:
+    scheduler = router(replicas="a")
+    handle(scheduler, MeanOutputLen(50.0))
+    announce(scheduler, stream("r0", work=200), stream("r1", work=20))
+    assert scheduler.demand() == Demand(2, 0, 1, 150.0, 0.0, 50.0 + 20.0)
+
+
+def test_aborts_go_where_their_request_is() -> None:
+    scheduler = router(RoundRobin())
+    arrive(scheduler, *(request(f"r{i}") for i in range(4)))
+    keys = (("r0", 0), ("r1", 0), ("r2", 0))
+    assert handle(scheduler, RequestsAborted(keys)) == [
+        AbortOnReplica("a", (("r0", 0), ("r2", 0))),
+        AbortOnReplica("b", (("r1", 0),)),
+    ]
+    assert scheduler.num_in_flight == 1
+
+
+def test_an_abort_of_what_nobody_placed_is_told_to_every_replica() -> None:
+    scheduler = router()
+    handle(scheduler, ReplicaAway("b"))
+    assert handle(scheduler, RequestsAborted((("unknown", 2),))) == [
+        AbortOnReplica("a", (("unknown", 2),)),
+        AbortOnReplica("b", (("unknown", 2),)),
+    ]
+
+
+def test_an_abort_of_an_attempt_already_replaced_is_told_to_every_replica_and_leaves_the_newer() -> None:
+    scheduler = router()
+    arrive(scheduler, request("r", attempt=1))
+    assert handle(scheduler, RequestsAborted((("r", 0),))) == [
+        AbortOnReplica("a", (("r", 0),)),
+        AbortOnReplica("b", (("r", 0),)),
+    ]
+    assert scheduler.num_in_flight == 1
+
+
+def test_duplicates_and_older_attempts_change_nothing() -> None:
+    scheduler = router(RoundRobin())
+    arrive(scheduler, request("r", attempt=1))
+    assert arrive(scheduler, request("r", attempt=1)) == {}
+    assert arrive(scheduler, request("r", attempt=0)) == {}
+    end(scheduler, "r", attempt=0)
+    assert scheduler.num_in_flight == 1
+    end(scheduler, "r", attempt=1)
+    assert scheduler.num_in_flight == 0
+
+
+def test_a_higher_attempt_ends_the_one_before_and_is_placed_anew() -> None:
+    scheduler = router(RoundRobin())
+    arrive(scheduler, request("r"))
+    again = request("r", attempt=1, resumed=3)
+    assert handle(scheduler, RequestsArrived((again,))) == [
+        AbortOnReplica("a", (("r", 0),)),
+        PlaceRequests("b", (again,)),
+    ]
+    assert [(load.num_requests, load.work_tokens) for load in scheduler.loads()] == [(0, 0), (1, 20)]
+    assert scheduler.placed("r", 1) == Placed("r", 1, "b", "w1")
+    assert scheduler.placed("r", 0) == Placed("r", 0, "", "")
+
+
+def test_requests_wait_for_a_replica_in_their_order() -> None:
+    scheduler = router(replicas="")
+    assert handle(scheduler, RequestsArrived((request("r0"), request("r1")))) == []
+    assert handle(scheduler, RequestsArrived((request("r2"),))) == []
+    assert scheduler.num_in_flight == 3
+    assert scheduler.placed("r0", 0) == Placed("r0", 0, "", "")
+    assert placements(handle(scheduler, ReplicaUp("a", ready()))) == {"a": ["r0", "r1", "r2"]}
+    assert scheduler.placed("r0", 0) == Placed("r0", 0, "a", "w1")
+    assert handle(scheduler, ReplicaUp("a", ready())) == [], "said again: nothing waits any more"
+
+
+def test_a_waiting_request_that_is_aborted_is_not_placed() -> None:
+    scheduler = router(replicas="")
+    arrive(scheduler, request("r0"), request("r1"))
+    assert handle(scheduler, RequestsAborted((("r0", 0),))) == []
+    assert placements(handle(scheduler, ReplicaUp("a", ready()))) == {"a": ["r1"]}
+
+
+def test_of_a_waiting_request_only_the_highest_attempt_is_placed() -> None:
+    scheduler = router(replicas="")
+    arrive(scheduler, request("r"))
+    arrive(scheduler, request("r", attempt=1))
+    arrive(scheduler, request("r"))
+    (instruction,) = handle(scheduler, ReplicaUp("a", ready()))
+    assert instruction == PlaceRequests("a", (request("r", attempt=1),))
+
+
+@pytest.mark.parametrize("event", [ReplicaAway("a"), ReplicaDraining("a"), ReplicaGone("a")], ids=lambda e: str(e))
+def test_nothing_new_goes_to_a_replica_that_is_away_draining_or_gone(event: GlobalEvent) -> None:
+    scheduler = router(RoundRobin())
+    handle(scheduler, event)
+    assert arrive(scheduler, request("r0"), request("r1")) == {"b": ["r0", "r1"]}
+    handle(scheduler, ReplicaAway("b"))
+    assert arrive(scheduler, request("r2")) == {}
+    assert scheduler.num_in_flight == 3
+
+
+@pytest.mark.parametrize("event", [ReplicaAway("a"), ReplicaDraining("a")], ids=lambda e: str(e))
+def test_what_runs_on_a_replica_that_is_away_or_draining_goes_on(event: GlobalEvent) -> None:
+    scheduler = router(replicas="a")
+    arrive(scheduler, request("r0"), request("r1"))
+    handle(scheduler, event)
+    assert scheduler.num_on("a") == 2
+    end(scheduler, "r0")
+    assert handle(scheduler, RequestsAborted((("r1", 0),))) == [AbortOnReplica("a", (("r1", 0),))]
+    assert scheduler.num_on("a") == 0
+
+
+def test_a_replica_that_was_away_gets_what_waited() -> None:
+    scheduler = router(replicas="a")
+    arrive(scheduler, request("r0"))
+    handle(scheduler, ReplicaAway("a"))
+    arrive(scheduler, request("r1"))
+    assert placements(handle(scheduler, ReplicaUp("a", ready()))) == {"a": ["r1"]}
+    assert scheduler.num_on("a") == 2, "the same worker life: what it ran before is still there"
+
+
+def test_a_draining_replica_that_says_it_is_up_gets_nothing_still() -> None:
+    scheduler = router(replicas="a")
+    handle(scheduler, ReplicaDraining("a"))
+    arrive(scheduler, request("r"))
+    assert handle(scheduler, ReplicaUp("a", ready())) == []
+    assert placements(handle(scheduler, ReplicaUp("b", ready()))) == {"b": ["r"]}
+
+
+def test_a_replica_gone_takes_its_entries_with_it() -> None:
+    scheduler = router(RoundRobin())
+    arrive(scheduler, request("r0"), request("r1"))
+    handle(scheduler, ReplicaGone("a"))
+    assert (scheduler.num_in_flight, scheduler.num_on("a")) == (1, 0)
+    assert handle(scheduler, ReplicaGone("a")) == [], "nor does it matter to be told twice"
+    assert [load.name for load in scheduler.loads()] == ["b"]
+
+
+def test_a_new_worker_life_drops_what_the_old_one_had() -> None:
+    scheduler = router(RoundRobin())
+    arrive(scheduler, request("r0"), request("r1"))
+    handle(scheduler, ReplicaUp("a", ready("w2")))
+    assert (scheduler.num_on("a"), scheduler.num_on("b")) == (0, 1)
+    assert announce(scheduler, stream("r0"), stream("r1", replica="b")) == [
+        AskReplica("b", (("r1", 0),)),
+        ReportLost("i", (("r0", 0),)),
+    ]
+
+
+def test_the_latest_worker_life_of_every_replica_is_known() -> None:
+    scheduler = router()
+    handle(scheduler, ReplicaUp("a", ready("w2")))
+    handle(scheduler, ReplicaAway("b"))
+    announce(scheduler, stream("r", replica="unheard of"))
+    assert [life.worker_incarnation for life in scheduler.lives()] == ["w2", "w1"]
+
+
+def test_a_request_goes_to_a_replica_where_it_fits() -> None:
+    scheduler = router(replicas="")
+    handle(scheduler, ReplicaUp("small", ready(max_model_len=50)))
+    handle(scheduler, ReplicaUp("large", ready(max_model_len=100)))
+    assert arrive(scheduler, request("r0", prompt=90), request("r1", prompt=90)) == {"large": ["r0", "r1"]}
+    assert arrive(scheduler, request("r2", prompt=40)) == {"small": ["r2"]}
+
+
+def test_a_request_too_long_for_every_replica_is_refused_with_the_numbers() -> None:
+    scheduler = router(replicas="")
+    handle(scheduler, ReplicaUp("small", ready(max_model_len=50)))
+    handle(scheduler, ReplicaUp("large", ready(max_model_len=100)))
+    (refusal,) = handle(scheduler, RequestsArrived((request("r", prompt=91, attempt=2),)))
+    assert isinstance(refusal, RefuseRequest)
+    assert (refusal.request_id, refusal.attempt, refusal.field) == ("r", 2, "max_tokens")
+    assert "101 tokens" in refusal.message
+    assert "at most 100" in refusal.message
+    assert scheduler.num_in_flight == 0
+
+
+def test_a_waiting_request_that_turns_out_too_long_is_refused() -> None:
+    scheduler = router(replicas="")
+    arrive(scheduler, request("r", prompt=91), request("s"))
+    instructions = handle(scheduler, ReplicaUp("a", ready(max_model_len=100)))
+    assert [type(instruction) for instruction in instructions] == [PlaceRequests, RefuseRequest]
+    assert scheduler.num_in_flight == 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_lives_leave_nothing_in_the_table(seed: int) -> None:
+    rng = random.Random(seed)
+    scheduler = router(LeastWork(), "abc")
+    alive: set[str] = set()
+    for i in range(300):
+        arrive(scheduler, request(f"r{i}", prompt=rng.randint(1, 500), out=rng.randint(1, 500)))
+        alive.add(f"r{i}")
+        handle(scheduler, MeanOutputLen(rng.uniform(1, 500)))
+        for name in rng.sample(sorted(alive), k=min(len(alive), rng.randint(0, 2))):
+            alive.discard(name)
+            if rng.random() < 0.5:
+                end(scheduler, name)
+            else:
+                handle(scheduler, RequestsAborted(((name, 0),)))
+    assert scheduler.num_in_flight == len(alive)
+    announce(scheduler)
+    assert scheduler.num_in_flight == 0
+
+
+def test_the_preset_names_the_placement_and_the_setting_overrides_it() -> None:
+    build_router("fcfs").check_integrity()
+    build_router("fcfs", "least-work").check_integrity()
+    with pytest.raises(ConfigError, match=r"scheduler\.placement.*round-robin, least-work"):
+        build_router("fcfs", "random")
+
+
+def test_why_a_request_is_where_it_is() -> None:
+    scheduler = router(RoundRobin(), "a")
+    arrive(scheduler, request("r0"))
+    announce(scheduler, stream("r0"), stream("adopted"))
+    assert scheduler.choice("r0") == Choice("a", "in turn")
+    assert scheduler.choice("adopted") is None
+    assert scheduler.choice("nowhere") is None
+    least = router(LeastWork(), "a")
+    arrive(least, request("r0"))
+    assert least.choice("r0") == LoadChoice("a", "least work")
+
+
+def test_requests_that_share_a_prefix_share_a_replica_under_e2() -> None:
+    times = from_step_cost(StepCost(1e-3, 1e-4, 1e-4, 1e-8))
+    scheduler = router(E2Router(times, 4), "abc")
+
+    def tokens(first: int, tail: int) -> tuple[int, ...]:
+        return (*range(first, first + 40), tail, tail, tail, tail)
+
+    groups: dict[int, set[str]] = {100: set(), 200: set(), 300: set()}
+    for i in range(30):
+        first = 100 * (i % 3 + 1)
+        prompt = tokens(first, i)
+        hashes = tuple(hash_blocks(prompt, 4))
+        (replica,) = arrive(scheduler, Request(f"r{i}", 0, "i", prompt, SamplingParams(10), prefix_hashes=hashes))
+        groups[first].add(replica)
+        choice = scheduler.choice(f"r{i}")
+        assert isinstance(choice, E2Choice)
+        assert (choice.reason, choice.hit_len) == (("explore", 0) if i < 3 else ("exploit", 40))
+        end(scheduler, f"r{i}")
+    assert sorted(map(sorted, groups.values())) == [["a"], ["b"], ["c"]]
+    handle(scheduler, ReplicaGone("b"))
+    (replica,) = arrive(scheduler, Request("late", 0, "i", tokens(200, 99), SamplingParams(10)))
+    assert replica != "b"
+
+
+def server(incarnation: str = "s1") -> WorkerReady:
+    return WorkerReady(incarnation, 100, 4, 5000, False, 100, external=True)
+
+
+def test_what_only_our_own_engine_can_say_is_not_asked_of_other_servers() -> None:
+    scheduler = GlobalScheduler(LeastWork())
+    handle(scheduler, ReplicaUp("backend-0", server()))
+    handle(scheduler, ReplicaUp("0", ready()))
+    for index in range(4):
+        logged = Request(f"r{index}", 0, "i", (1,), SamplingParams(10, logprobs=2))
+        (placed,) = handle(scheduler, RequestsArrived((logged,)))
+        assert isinstance(placed, PlaceRequests) and placed.replica == "0"
+    (plain,) = handle(scheduler, RequestsArrived((request("plain"),)))
+    assert isinstance(plain, PlaceRequests) and plain.replica == "backend-0"
+    handle(scheduler, ReplicaAway("0"))
+    late = Request("late", 0, "i", (1,), SamplingParams(10, logprobs=2))
+    assert handle(scheduler, RequestsArrived((late,))) == [], "it waits for our own engine"
+
+
+def test_where_there_are_only_other_servers_it_is_refused_by_name() -> None:
+    scheduler = GlobalScheduler(RoundRobin())
+    handle(scheduler, ReplicaUp("backend-0", server()))
+    logged = Request("r", 0, "i", (1,), SamplingParams(10, logprobs=2))
+    (refused,) = handle(scheduler, RequestsArrived((logged,)))
+    assert isinstance(refused, RefuseRequest) and refused.field == "logprobs"

@@ -1,0 +1,244 @@
+"""Proactive offload: ENST by hand and against pairs, and what moves when."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from core.errors import InvalidValueError
+from policies.interfaces import KvMoves, KvView
+from policies.job import Job
+from policies.kv.enst_offload import EnstOffload, by_enst, enst_s
+from policies.order.skip_join_mlfq import SkipJoinMlfq
+from tests.unit.policies.mlfq_server import unit_mlfq
+
+
+def order_with(*levels: int, priorities: tuple[int, ...] = (), **rules: object) -> tuple[SkipJoinMlfq, list[Job]]:
+    """Jobs of 10 tokens on the device at these levels, all there since instant 0."""
+    order = unit_mlfq(**rules)
+    urgencies = priorities or (0,) * len(levels)
+    jobs = [
+        Job(f"J{i}", 0.0, 2 ** (level - 1), 99, urgency)
+        for i, (level, urgency) in enumerate(zip(levels, urgencies, strict=True))
+    ]
+    for job in jobs:
+        order.add(job, 0.0)
+        job.prompt_len, job.output_len, job.computed_len = 8, 2, 10
+    assert [order.level(job) for job in jobs] == list(levels)
+    return order, jobs
+
+
+def on_host(job: Job) -> Job:
+    job.computed_len, job.host_len = 0, job.known_len
+    return job
+
+
+def view_of(**fields: Any) -> KvView:
+    empty = KvView((), (), (), free=0, needed=0, host_free=1000, host_capacity=1000)
+    return replace(empty, **fields)
+
+
+def names(jobs: tuple[Job, ...]) -> list[str]:
+    return [job.request_id for job in jobs]
+
+
+def test_the_time_to_execute_counts_every_quantum_down_to_the_own_level() -> None:
+    order, jobs = order_with(4, 1, 2, 2, 3, 4)
+    assert enst_s(order, jobs[:1], 0.0) == {"J0": 7 + 6 + 6 + 4}
+
+
+def test_a_promotion_may_come_sooner() -> None:
+    order, jobs = order_with(4, 1, 2, 2, 3, 4, starve_limit_s=50)
+    assert enst_s(order, jobs[:1], 30.0) == {"J0": 20}
+    assert enst_s(order, jobs[:1], 60.0) == {"J0": 0}
+
+
+def test_jobs_of_lower_levels_do_not_count() -> None:
+    order, jobs = order_with(2, 1, 1, 3)
+    assert enst_s(order, jobs[:1], 0.0) == {"J0": 2}
+
+
+def test_more_urgent_jobs_are_higher_at_any_level_and_no_promotion_passes_them() -> None:
+    order, jobs = order_with(2, 1, 3, priorities=(1, 1, 0), starve_limit_s=0.5)
+    assert enst_s(order, jobs, 0.0) == {"J0": 4 + 0.5, "J1": 4, "J2": 0}
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([3.0, 40.0, math.inf]), st.booleans())
+def test_enst_is_the_sum_over_pairs(seed: int, starve_limit_s: float, has_priorities: bool) -> None:
+    rng = np.random.default_rng(seed)
+    levels = rng.integers(1, 7, size=int(rng.integers(1, 25)))
+    priorities = rng.integers(0, 3, size=len(levels)) * has_priorities
+    order, jobs = order_with(
+        *(int(level) for level in levels),
+        priorities=tuple(int(each) for each in priorities),
+        starve_limit_s=starve_limit_s,
+    )
+    asked = [job for job in jobs if rng.random() < 0.6]
+    times = enst_s(order, asked, 2.0)
+    assert times == {job.request_id: _by_pairs(order, job, jobs, 2.0) for job in asked}
+
+
+def _by_pairs(order: SkipJoinMlfq, job: Job, jobs: list[Job], now: float) -> float:
+    own = urgent = 0.0
+    level = order.level(job)
+    for other in jobs:
+        begin = order.level(other)
+        if other.urgency < job.urgency:
+            urgent += sum(2.0 ** (k - 1) for k in range(begin, max(level, begin + 1)))
+        elif other.urgency == job.urgency:
+            own += sum(2.0 ** (k - 1) for k in range(begin, level))
+    return urgent + min(max(0.0, order.rules.starve_limit_s - (now - 0.0)), own)
+
+
+def test_urgency_then_enst_then_level_then_age() -> None:
+    order, jobs = order_with(1, 3, 3, 1, priorities=(0, 0, 0, 1), starve_limit_s=1)
+    jobs[1].arrived_at = -1.0
+    assert names(tuple(by_enst(order, jobs, 0.0))) == ["J0", "J2", "J1", "J3"]
+    assert enst_s(order, jobs, 5.0)["J0"] == enst_s(order, jobs, 5.0)["J1"] == 0
+    assert names(tuple(by_enst(order, jobs, 5.0))) == ["J0", "J2", "J1", "J3"]
+
+
+def test_urgent_jobs_come_back_first_whatever_their_enst() -> None:
+    order, jobs = order_with(4, 1, *(1,) * 4, priorities=(0, 1, 0, 0, 0, 0))
+    assert enst_s(order, jobs[:2], 0.0) == {"J0": 4 * 7, "J1": 8 + 4 * 1}
+    assert by_enst(order, jobs[:2], 0.0) == jobs[:2]
+
+
+def test_of_equal_enst_the_lower_level_leaves_first() -> None:
+    order, jobs = order_with(5, 3, starve_limit_s=1)
+    jobs[1].arrived_at = -1.0
+    assert by_enst(order, jobs, 5.0) == [jobs[1], jobs[0]]
+
+
+def test_what_left_for_the_running_jobs_does_not_count_again_for_the_target() -> None:
+    order, jobs = order_with(1, 3, 5, 4)
+    policy = EnstOffload(order, min_idle_slots=2, num_burst_levels=0)
+    view = view_of(running=jobs[:1], idle=jobs[1:], free=0, needed=5)
+    assert policy.moves(view, 0.0) == KvMoves(offload=(jobs[2], jobs[3], jobs[1]))
+
+
+def test_a_slot_is_the_mean_length_of_the_running() -> None:
+    order, jobs = order_with(1, 2, 3, 4)
+    jobs[0].prompt_len = 18
+    view = view_of(running=jobs[:2], idle=jobs[2:])
+    assert EnstOffload(order, min_idle_slots=1, num_burst_levels=0).idle_target(view) == 15
+    assert EnstOffload(order, min_idle_slots=1, num_burst_levels=3).idle_target(view) == 45
+    assert EnstOffload(order, min_idle_slots=4, num_burst_levels=3).idle_target(view) == 60
+    assert EnstOffload(order).idle_target(view_of(idle=jobs[2:])) == 20
+    assert EnstOffload(order).idle_target(view_of()) == 0
+
+
+def test_the_last_to_come_back_leave_first_until_the_target_is_free() -> None:
+    order, jobs = order_with(1, 3, 5, 4)
+    policy = EnstOffload(order, min_idle_slots=2, num_burst_levels=0)
+    view = view_of(running=jobs[:1], idle=jobs[1:], free=5, needed=1)
+    assert policy.moves(view, 0.0) == KvMoves(offload=(jobs[2], jobs[3]))
+    assert policy.moves(replace(view, free=11), 0.0) == KvMoves(offload=(jobs[2],))
+    assert policy.moves(replace(view, free=21), 0.0) == KvMoves()
+
+
+def test_nothing_is_dropped_for_the_target_alone() -> None:
+    order, jobs = order_with(1, 3, 5)
+    jobs[2].output_len, jobs[2].computed_len = 22, 30
+    policy = EnstOffload(order, min_idle_slots=1, num_burst_levels=0)
+    view = view_of(running=jobs[:1], idle=jobs[1:], free=1, needed=1, host_free=10)
+    assert policy.moves(view, 0.0) == KvMoves(offload=(jobs[1],))
+    assert policy.moves(replace(view, needed=2), 0.0) == KvMoves(drop=(jobs[2],))
+    assert policy.moves(replace(view, host_free=0), 0.0) == KvMoves()
+
+
+def test_running_jobs_give_way_from_the_last_and_never_the_first() -> None:
+    order, jobs = order_with(1, 1, 2)
+    policy = EnstOffload(order, min_idle_slots=0, num_burst_levels=0)
+    view = view_of(running=jobs, needed=15, host_free=10)
+    assert policy.moves(view, 0.0) == KvMoves(offload=(jobs[2],), drop=(jobs[1],))
+    assert policy.moves(replace(view, needed=500), 0.0) == KvMoves(offload=(jobs[2],), drop=(jobs[1],))
+
+
+def test_the_first_to_come_back_are_uploaded_while_the_target_stays_free() -> None:
+    order, jobs = order_with(1, 4, 2, 3)
+    for job in jobs[1:]:
+        on_host(job)
+    policy = EnstOffload(order, min_idle_slots=1, num_burst_levels=0)
+    view = view_of(running=jobs[:1], offloaded=jobs[1:], free=31, needed=1)
+    assert policy.moves(view, 0.0) == KvMoves(upload=(jobs[2], jobs[3]))
+    assert policy.moves(replace(view, free=30), 0.0) == KvMoves(upload=(jobs[2],))
+    assert policy.moves(replace(view, free=1000), 0.0) == KvMoves(upload=(jobs[2], jobs[3], jobs[1]))
+    assert replace(policy, lookahead=1).moves(view, 0.0) == KvMoves(upload=(jobs[2],))
+
+
+def test_an_upload_takes_whole_blocks() -> None:
+    """Or it would be offloaded again at the next point, and so on for ever."""
+    order, jobs = order_with(1, 4)
+    view = view_of(running=jobs[:1], offloaded=[on_host(jobs[1])], block_size=16)
+    policy = EnstOffload(order)
+    target, known = policy.idle_target(view), jobs[1].known_len
+    assert known % 16
+    assert policy.moves(replace(view, free=target + known), 0.0) == KvMoves()
+    assert policy.moves(replace(view, free=target + 16), 0.0) == KvMoves(upload=(jobs[1],))
+
+
+def test_nothing_is_uploaded_at_a_point_that_offloads() -> None:
+    order, jobs = order_with(1, 5, 2)
+    jobs[1].output_len, jobs[1].computed_len = 92, 100
+    on_host(jobs[2])
+    policy = EnstOffload(order, min_idle_slots=1, num_burst_levels=0)
+    view = view_of(running=jobs[:1], idle=jobs[1:2], offloaded=jobs[2:], free=9)
+    assert policy.moves(view, 0.0) == KvMoves(offload=(jobs[1],))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_moves_come_to_rest_and_respect_every_bound(seed: int) -> None:
+    """Carried out again and again with nobody running on, at most one offload phase and one upload phase follow."""
+    rng = np.random.default_rng(seed)
+    order, jobs = order_with(*(int(level) for level in rng.integers(1, 6, size=int(rng.integers(2, 15)))))
+    for job in jobs:
+        job.output_len = int(rng.integers(1, 30))
+        job.computed_len = job.known_len
+    cut, end = sorted(int(each) for each in rng.integers(1, len(jobs) + 1, size=2))
+    running, idle, offloaded = jobs[:cut], jobs[cut:end], [on_host(job) for job in jobs[end:]]
+    policy = EnstOffload(order, int(rng.integers(0, 3)), int(rng.integers(0, 2)), lookahead=4)
+    free, host_free = int(rng.integers(0, 200)), int(rng.integers(0, 200))
+    has_uploaded = False
+    for _ in range(20):
+        view = view_of(running=running, idle=idle, offloaded=offloaded, free=free, host_free=host_free)
+        moves = policy.moves(view, 0.0)
+        if moves == KvMoves():
+            break
+        assert not moves.drop
+        assert not (moves.offload and (moves.upload or has_uploaded))
+        for job in moves.offload:
+            idle.remove(job)
+            free, host_free = free + job.computed_len, host_free - job.computed_len
+            offloaded.append(on_host(job))
+        for job in moves.upload:
+            has_uploaded = True
+            offloaded.remove(job)
+            free, host_free = free - job.host_len, host_free + job.host_len
+            job.computed_len, job.host_len = job.host_len, 0
+            idle.append(job)
+            assert free >= policy.idle_target(view)
+        assert host_free >= 0
+    else:
+        raise AssertionError("moves never end")
+
+
+def test_no_job_starts_while_the_host_is_nearly_full() -> None:
+    policy = EnstOffload(unit_mlfq())
+    assert policy.may_start(view_of(host_free=100))
+    assert not policy.may_start(view_of(host_free=99))
+    assert policy.may_start(view_of(host_free=0, host_capacity=0))
+
+
+@pytest.mark.parametrize("field", ["min_idle_slots", "num_burst_levels", "lookahead"])
+def test_bad_parameters(field: str) -> None:
+    with pytest.raises(InvalidValueError, match=field):
+        EnstOffload(unit_mlfq(), **{field: -1})

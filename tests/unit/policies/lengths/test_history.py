@@ -1,0 +1,172 @@
+"""The history of output lengths: conditional draws, censored entries, the reference's interpolation."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from core.errors import InvalidValueError
+from policies.lengths.history import IntArray, LengthHistory
+
+EXAMPLE = (2, 3, 3, 5, 8)
+
+
+def ints(*values: int) -> IntArray:
+    return np.array(values, dtype=np.int64)
+
+
+def test_example_3_probabilities() -> None:
+    """Algorithms section 4, example 3: P(3) = 0.4; after 3 tokens P(5) = P(8) = 0.5."""
+    history = LengthHistory(initial=EXAMPLE)
+    drawn = history.sample(np.random.default_rng(0), 50_000)
+    assert (drawn == 3).mean() == pytest.approx(0.4, abs=0.01)
+    drawn = history.sample_above(np.random.default_rng(0), ints(3), ints(10), 50_000)
+    assert set(np.unique(drawn)) == {5, 8}
+    assert (drawn == 5).mean() == pytest.approx(0.5, abs=0.01)
+
+
+@pytest.mark.parametrize(("level", "length"), [(0.5, 6), (0.9, 9), (0.0, 4), (1 / 3, 5), (2 / 3, 8), (0.999, 10)])
+def test_example_3_interpolated_as_in_the_reference(level: float, length: int) -> None:
+    """Knots 3, 5, 8, 10: level 0.5 is at 1.5, that is 6.5, rounded to even; level 0.9 is at 2.7, that is 9.4."""
+    history = LengthHistory(initial=EXAMPLE, interpolated=True)
+    assert history.lengths_at(np.array([level]), ints(3), ints(10)) == length
+
+
+@pytest.mark.parametrize("generated", [1, 2, 3, 5, 8, 9])
+def test_interpolation_is_the_references_formula(generated: int) -> None:
+    history = LengthHistory(initial=EXAMPLE, interpolated=True)
+    knots = [generated, *(length for length in EXAMPLE if length > generated), 20]
+    levels = np.linspace(0, 0.999, 101)
+    expected = np.rint(np.round(np.interp(levels * (len(knots) - 1), range(len(knots)), knots), 6))
+    got = history.lengths_at(levels[:, None], ints(generated), ints(20))[:, 0]
+    assert got.tolist() == np.maximum(expected, generated + 1).tolist()
+
+
+def test_interpolation_leaves_jobs_without_output_to_plain_entries() -> None:
+    history = LengthHistory(initial=EXAMPLE, interpolated=True)
+    drawn = history.sample_above(np.random.default_rng(0), ints(0), ints(4), 1000)
+    assert set(np.unique(drawn)) == {2, 3, 4}
+
+
+def test_kaplan_meier_by_hand() -> None:
+    """Ends 2, 4, 4, 7, cuts 3 and 4: S = 5/6, then 5/6 * 2/4 = 5/12 (the cut at 4 is at risk at 4), then 0."""
+    history = LengthHistory()
+    for length, censored in [(4, False), (7, False), (4, True), (2, False), (3, True), (4, False)]:
+        history.add(length, censored=censored)
+    levels = np.array([0.01, 1 / 6, 0.17, 7 / 12, 0.59, 1.0])
+    assert history.quantiles(levels).tolist() == [2, 2, 4, 4, 7, 7]
+    drawn = history.sample(np.random.default_rng(1), 50_000)
+    assert (drawn == 4).mean() == pytest.approx(5 / 12, abs=0.01)
+    assert (drawn == 7).mean() == pytest.approx(5 / 12, abs=0.01)
+
+
+def test_mass_above_everything_seen_is_the_limit_of_the_job() -> None:
+    """An end at 2, a cut at 5: half of the mass lies beyond 5, nobody knows where."""
+    history = LengthHistory(initial=[2])
+    history.add(5, censored=True)
+    assert history.quantiles(np.array([0.5, 0.51])).tolist() == [2, 5]
+    drawn = history.sample_above(np.random.default_rng(0), ints(0, 2, 5), ints(30, 30, 30), 20_000)
+    assert (drawn[:, 0] == 30).mean() == pytest.approx(0.5, abs=0.02)
+    assert (drawn[:, 1:] == 30).all()
+
+
+def test_only_cuts_say_nothing_of_ends() -> None:
+    history = LengthHistory()
+    history.add(4, censored=True)
+    history.add(0, censored=True)
+    assert (history.sample_above(np.random.default_rng(0), ints(0, 9), ints(12, 10), 5) == [12, 10]).all()
+    assert history.quantiles(np.array([0.1, 0.9])).tolist() == [4, 4]
+
+
+@pytest.mark.parametrize("interpolated", [False, True])
+def test_without_a_longer_entry_the_limit_is_assumed_and_never_exceeded(interpolated: bool) -> None:
+    history = LengthHistory(initial=EXAMPLE, interpolated=interpolated)
+    drawn = history.sample_above(np.random.default_rng(0), ints(8, 3, 0, 6), ints(9, 4, 1, 6), 200)
+    assert (drawn == [9, 4, 1, 6]).all()
+    empty = LengthHistory(interpolated=interpolated)
+    assert (empty.sample_above(np.random.default_rng(0), ints(0), ints(7), 3) == 7).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=40),
+    generated=st.lists(st.integers(0, 70), min_size=1, max_size=8),
+    interpolated=st.booleans(),
+)
+def test_draws_are_longer_than_what_is_generated_and_the_plain_ones_are_entries(
+    lengths: list[int], generated: list[int], interpolated: bool
+) -> None:
+    history = LengthHistory(initial=lengths, interpolated=interpolated)
+    limit = np.full(len(generated), 80)
+    drawn = history.sample_above(np.random.default_rng(3), ints(*generated), limit, 20)
+    assert drawn.shape == (20, len(generated))
+    assert (drawn > generated).all() and (drawn <= 80).all()
+    if not interpolated:
+        assert set(drawn.ravel().tolist()) <= {*lengths, 80}
+        for column, so_far in zip(drawn.T, generated, strict=True):
+            assert (column == 80).all() == (not any(length > so_far for length in lengths))
+
+
+@settings(max_examples=100, deadline=None)
+@given(entries=st.lists(st.tuples(st.integers(0, 20), st.booleans()), min_size=1, max_size=30))
+def test_quantiles_match_the_product_limit_formula(entries: list[tuple[int, bool]]) -> None:
+    history = LengthHistory()
+    for length, censored in entries:
+        history.add(length, censored=censored)
+    level = 0.37
+    survival = 1.0
+    for value in sorted({length for length, censored in entries if not censored}):
+        survival *= 1 - entries.count((value, False)) / sum(length >= value for length, _ in entries)
+        if 1 - survival >= level - 1e-9:
+            expected = value
+            break
+    else:
+        expected = max(length for length, _ in entries)
+    assert history.quantiles(np.array([level])) == expected
+
+
+def test_the_window_forgets_and_the_version_rises() -> None:
+    history = LengthHistory(window=2, initial=[100])
+    version = history.version
+    history.add(5)
+    assert history.quantiles(np.array([0.5, 1.0])).tolist() == [5, 100]
+    history.add(6)
+    assert len(history) == 2
+    assert history.version == version + 2
+    assert history.quantiles(np.array([0.5, 1.0])).tolist() == [5, 6]
+
+
+def test_the_oldest_make_way_one_by_one() -> None:
+    history = LengthHistory(3, initial=[1, 2, 3])
+    for new in range(4, 9):
+        history.add(new)
+        assert history.quantiles(np.array([0.3, 0.6, 0.9])).tolist() == [new - 2, new - 1, new]
+        assert len(history) == 3
+
+
+def test_interpolation_puts_unseen_mass_between_the_longest_entry_and_the_limit() -> None:
+    """An end at 10 and a cut at 20: half of the mass is above 10, and the limit gets half, a mean entry's, more."""
+    history = LengthHistory(interpolated=True, initial=[10])
+    history.add(20, censored=True)
+    drawn = history.lengths_at(np.array([[1 / 3], [2 / 3]]), np.array([5]), np.array([100]))
+    assert drawn.ravel().tolist() == [10, 55]
+
+
+def test_same_seed_same_draws() -> None:
+    history = LengthHistory(initial=range(1, 100))
+    first, second, other = (
+        history.sample_above(np.random.default_rng(seed), ints(5, 50), ints(200, 200), 9) for seed in (1, 1, 2)
+    )
+    assert (first == second).all()
+    assert (first != other).any()
+
+
+def test_bad_values_are_refused() -> None:
+    with pytest.raises(InvalidValueError, match="window"):
+        LengthHistory(window=0)
+    with pytest.raises(InvalidValueError, match="length"):
+        LengthHistory(initial=[-1])
+    with pytest.raises(InvalidValueError, match="history"):
+        LengthHistory().quantiles(np.array([0.5]))

@@ -1,0 +1,256 @@
+"""Scheduler and executor against each other, messages delayed at random: nothing leaks, nothing starves.
+
+Schedulers die as well: what the worker holds goes on, and what it never got is submitted again as the ingress replicas
+would do it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import zlib
+from collections import Counter, deque
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from core.messages import Key, Plan, StepReport, WorkerReady, WorkerState
+from core.request import Origin, Request, SamplingParams
+from kvcache import BatchLimits, BlockManager, LeaseExecutor, PipelinedExecutor, StepBatch
+from kvcache.prefix import hash_blocks
+from policies.compose import PolicySettings, build_scheduler
+from policies.replica.events import (
+    AccountClosed,
+    Event,
+    RequestEnded,
+    RequestsAborted,
+    RequestsArrived,
+    SendPlan,
+    WorkerConnected,
+    WorkerReported,
+)
+from policies.replica.scheduler import SchedulerLimits
+
+BLOCK = 4
+
+
+class Loop:
+    """Both machines with a mailbox each way; plans may be lost, for a newer one always follows a change."""
+
+    def __init__(self, num_blocks: int, max_num_seqs: int, standby: int, watermark: float, num_stages: int) -> None:
+        self.limits = SchedulerLimits(max_num_seqs, standby)
+        self.watermark = watermark
+        parts = BlockManager(num_blocks, BLOCK), BatchLimits(max_num_seqs, 16), "w"
+        self.executor = (
+            LeaseExecutor(*parts) if num_stages == 1 else PipelinedExecutor(*parts, max_in_flight=num_stages)
+        )
+        self.begun: deque[StepBatch] = deque()
+        self.executor.share_prefixes(self.block_hashes)
+        self.max_len = num_blocks * BLOCK
+        self.ready = WorkerReady("w", num_blocks, BLOCK, self.max_len, True, 9)
+        self.requests: dict[str, Request] = {}  # the latest attempt of each
+        self.payloads: dict[Key, Request] = {}
+        self.ended: list[str] = []
+        self.accounts: list[Key] = []
+        self.ends: set[Key] = set()  # in the worker, whoever heard of them
+        self.start_scheduler()
+
+    def block_hashes(self, name: str, num_blocks: int) -> list[int]:
+        """Prompts are all alike as far as they go; every output is its own."""
+        outputs = zlib.crc32(name.encode())
+        prompt = next(request.prompt_ids for key, request in self.payloads.items() if key[0] == name)
+        return hash_blocks([*prompt, *[outputs] * (num_blocks * BLOCK)], BLOCK)[:num_blocks]
+
+    def start_scheduler(self) -> None:
+        """The first one, or one in the place of another that died with all it knew and had not said."""
+        self.scheduler = build_scheduler("fcfs", self.limits, PolicySettings(watermark=self.watermark))
+        self.plan: Plan | None = None
+        self.reports: list[StepReport] = []
+        self.take_over()
+
+    def take_over(self) -> None:
+        lease = self.executor.take_over()
+        report = self.executor.report()
+        held = tuple(self.payloads[each.request_id, each.attempt] for each in report.progress)
+        self.handle(WorkerConnected(WorkerState(lease, self.ready, held, report)))
+        running = [each.request_id for each in report.progress if each.num_blocks > 0]
+        shipped = {slot.request_id: slot for slot in self.plan.slots} if self.plan is not None else {}
+        assert {each.request_id for each in report.progress} <= set(shipped), "a plan forgets what the worker held"
+        for name in running:
+            assert (
+                self.requests[name].attempt > shipped[name].attempt
+                or not shipped[name].standby
+                or (shipped[name].num_preemptions > 0)
+            ), "a running sequence is stopped by a take-over"
+
+    def submit(self, request: Request) -> None:
+        request = dataclasses.replace(request, origin=Origin(request.request_id))
+        self.requests[request.request_id] = request
+        self.payloads[request.request_id, request.attempt] = request
+        self.handle(RequestsArrived((request,)))
+
+    def resume_unknown(self, alive: set[str]) -> None:
+        """What the ingress replicas do about requests that nobody has any more."""
+        keys = [(name, self.requests[name].attempt) for name in sorted(alive)]
+        for name, attempt in self.scheduler.unknown(keys):
+            if (name, attempt) not in self.ends:  # else its last tokens have reached the client
+                self.submit(dataclasses.replace(self.requests[name], attempt=attempt + 1))
+
+    def handle(self, event: Event) -> None:
+        for instruction in self.scheduler.handle(event, 0.0):
+            if isinstance(instruction, SendPlan):
+                self.plan = instruction.plan
+            elif isinstance(instruction, RequestEnded):
+                self.ended.append(instruction.finished.request_id)
+            elif isinstance(instruction, AccountClosed):
+                self.accounts.append((instruction.request_id, instruction.attempt))
+        self.scheduler.check_integrity()
+
+    def deliver_plan(self) -> None:
+        if self.plan is not None:
+            self.executor.apply_plan(self.plan)
+            self.executor.check_integrity()
+
+    def step(self, stop: float, rng: random.Random) -> None:
+        """Commits one step; as many as there are stages have begun by then, if there is work for them."""
+        while len(self.begun) < self.executor.max_in_flight and (batch := self.executor.next_batch()):
+            self.check_writes(batch)
+            self.begun.append(batch)
+        self.executor.check_integrity()
+        if self.begun:
+            batch = self.begun.popleft()
+            counted = [item for item in batch.items if item.samples and self.executor.counts(batch, item.request_id)]
+            stopped = [item.request_id for item in counted if rng.random() < stop]
+            self.ends |= {(end.request_id, end.attempt) for end in self.executor.commit(batch, stopped)}
+            self.executor.check_integrity()
+
+    def check_writes(self, batch: StepBatch) -> None:
+        """No block is written that another sequence has; those of steps under way that still count among them."""
+        items = list(batch.items)
+        for other in self.begun:
+            items += [item for item in other.items if self.executor.counts(other, item.request_id)]
+        covered = Counter(block for item in items for block in item.blocks)
+        assert len({item.request_id for item in items}) == len(items), "a sequence is in two steps at once"
+        for item in items:
+            written = item.blocks[item.start // BLOCK :]
+            assert all(covered[block] == 1 for block in written), "a shared block is written"
+            assert len(item.blocks) * BLOCK >= item.start + item.num_tokens
+
+    def report(self) -> None:
+        self.reports.append(self.executor.report())
+
+    def deliver_report(self) -> None:
+        if self.reports:
+            report = self.reports.pop(0)
+            self.executor.acknowledge(report.report_seq)
+            self.handle(WorkerReported(report))
+
+
+@settings(max_examples=400)
+@given(
+    seed=st.integers(0, 2**32),
+    num_blocks=st.integers(2, 24),
+    max_num_seqs=st.integers(1, 6),
+    standby=st.integers(0, 4),
+    watermark=st.sampled_from([0.5, 0.9, 1.0]),
+    num_stages=st.sampled_from([1, 1, 2, 3]),
+)
+def test_random_lives_drain_and_leave_the_pool_whole(
+    seed: int, num_blocks: int, max_num_seqs: int, standby: int, watermark: float, num_stages: int
+) -> None:
+    rng = random.Random(seed)
+    loop = Loop(num_blocks, max_num_seqs, standby, watermark, num_stages)
+    submitted: set[str] = set()
+    aborted: set[str] = set()
+    for i in range(120):
+        match rng.choice(["submit", "step", "step", "step", "plan", "plan", "report", "ack", "ack", "abort"]):
+            case "submit" if i < 80:
+                prompt = rng.randint(1, max(1, loop.max_len // 2))
+                out = rng.randint(1, max(1, loop.max_len - prompt))
+                loop.submit(Request(f"r{i}", 0, "i", (1,) * prompt, SamplingParams(out)))
+                submitted.add(f"r{i}")
+            case "step":
+                loop.step(0.1, rng)
+            case "plan":
+                loop.deliver_plan()
+            case "report":
+                loop.report()
+            case "ack":
+                loop.deliver_report()
+            case "abort" if submitted:
+                victim = rng.choice(sorted(submitted))
+                loop.handle(RequestsAborted(((victim, 0),)))
+                aborted.add(victim)
+    for _ in range(40 * len(submitted) + 100):  # messages flow again: everything must end
+        loop.deliver_plan()
+        loop.step(0.1, rng)
+        loop.report()
+        while loop.reports:
+            loop.deliver_report()
+    assert len(loop.ended) == len(set(loop.ended)), "an end was told twice"
+    assert submitted - aborted <= set(loop.ended) <= submitted
+    assert sorted(loop.accounts) == sorted((name, 0) for name in submitted), "one account of each request, told once"
+    assert loop.executor.num_held == 0
+    assert loop.executor.blocks.num_free == num_blocks
+    assert loop.scheduler.num_waiting + loop.scheduler.num_admitted == 0
+
+
+@settings(max_examples=200)
+@given(
+    seed=st.integers(0, 2**32),
+    num_blocks=st.integers(2, 24),
+    max_num_seqs=st.integers(1, 6),
+    standby=st.integers(0, 4),
+    watermark=st.sampled_from([0.5, 0.9, 1.0]),
+    num_stages=st.sampled_from([1, 1, 2, 3]),
+)
+def test_schedulers_that_die_lose_nothing_and_slow_clients_block_nobody_for_good(
+    seed: int, num_blocks: int, max_num_seqs: int, standby: int, watermark: float, num_stages: int
+) -> None:
+    rng = random.Random(seed)
+    loop = Loop(num_blocks, max_num_seqs, standby, watermark, num_stages)
+    aborted: set[str] = set()
+    actions = ["submit"] * 2 + ["step"] * 6 + ["plan", "report", "ack"] * 3
+    actions += ["abort", "stall", "die", "reconnect", "resume", "resume"]
+    for i in range(150):
+        match rng.choice(actions):
+            case "submit":
+                prompt = rng.randint(1, max(1, loop.max_len // 2))
+                out = rng.randint(1, max(1, loop.max_len - prompt))
+                resumed = (2,) * rng.choice([0, 0, rng.randint(0, out - 1)])
+                loop.submit(Request(f"r{i}", 0, "i", (1,) * prompt, SamplingParams(out), resumed))
+            case "step":
+                loop.step(0.1, rng)
+            case "plan":
+                loop.deliver_plan()
+            case "report":
+                loop.report()
+            case "ack":
+                loop.deliver_report()
+            case "abort" if loop.requests:
+                victim = rng.choice(sorted(loop.requests))
+                loop.handle(RequestsAborted(((victim, loop.requests[victim].attempt),)))
+                aborted.add(victim)
+            case "stall":
+                names = sorted(loop.requests)
+                loop.executor.stall(frozenset(rng.sample(names, k=rng.randint(0, len(names)))))
+            case "die":
+                loop.start_scheduler()
+            case "reconnect":
+                loop.reports.clear()
+                loop.take_over()
+            case "resume":
+                loop.resume_unknown(loop.requests.keys() - aborted)
+    loop.executor.stall(frozenset())
+    for _ in range(40 * len(loop.requests) + 100):
+        loop.resume_unknown(loop.requests.keys() - aborted)
+        loop.deliver_plan()
+        loop.step(0.1, rng)
+        loop.report()
+        while loop.reports:
+            loop.deliver_report()
+    latest = {(name, request.attempt) for name, request in loop.requests.items() if name not in aborted}
+    assert latest <= loop.ends
+    assert loop.executor.num_held == 0
+    assert loop.executor.blocks.num_free == num_blocks
+    assert loop.scheduler.num_waiting + loop.scheduler.num_admitted == 0

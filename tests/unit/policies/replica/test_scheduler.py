@@ -1,0 +1,576 @@
+"""The replica scheduler alone: events in, instructions out."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+
+import pytest
+
+from core.costs import StepCost
+from core.forecast import QUANTILES, Forecast
+from core.messages import FinishedSequence, ForecastMade, Plan, SlotProgress, StepReport, WorkerReady, WorkerState
+from core.messages.cache import CachedRun, CacheNotice, StartedRequest
+from core.request import Request, SamplingParams, SequenceStatus
+from policies.compose import PolicySettings, build_scheduler
+from policies.replica.events import (
+    CacheTold,
+    CostLearnt,
+    Event,
+    ForecastsArrived,
+    Instruction,
+    RefuseRequest,
+    RequestEnded,
+    RequestsAborted,
+    RequestsArrived,
+    RequestStarted,
+    SendPlan,
+    WorkerConnected,
+    WorkerLost,
+    WorkerReported,
+)
+from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
+
+READY = WorkerReady("w", num_blocks=10, block_size=4, max_model_len=40, pool_limited=True, vocab_size=100)
+
+
+LEASE = 3
+
+
+def request(name: str, prompt: int = 4, out: int = 4, attempt: int = 0, resumed: int = 0) -> Request:
+    return Request(name, attempt, "i", (1,) * prompt, SamplingParams(out), (2,) * resumed)
+
+
+def state(
+    *held: tuple[Request, SlotProgress],
+    ended: tuple[str, ...] = (),
+    short: int = 0,
+    report_seq: int = 1,
+    lease: int = LEASE,
+    ready: WorkerReady = READY,
+) -> WorkerState:
+    """What a worker says when it is taken over."""
+    done = tuple(FinishedSequence(name, 0, SequenceStatus.FINISHED_STOPPED, 2) for name in ended)
+    progress = tuple(each for _, each in held)
+    report = StepReport(ready.worker_incarnation, lease, report_seq, 0, 0, short, progress, done, ())
+    return WorkerState(lease, ready, tuple(each for each, _ in held), report)
+
+
+class Harness:
+    """A scheduler whose integrity is checked after every event; keeps the latest plan."""
+
+    def __init__(
+        self,
+        max_num_seqs: int = 8,
+        standby_slots: int = 2,
+        worker: WorkerState | None = None,
+        *,
+        preset: str = "fcfs",
+        grant_lead_s: float = 0.0,
+    ) -> None:
+        limits = SchedulerLimits(max_num_seqs, standby_slots, grant_lead_s)
+        self.scheduler: ReplicaScheduler = build_scheduler(preset, limits, PolicySettings(watermark=1.0))
+        self.plans: list[Plan] = []
+        self.ended: list[RequestEnded] = []
+        self.refused: list[RefuseRequest] = []
+        self.now = 0.0
+        self.handle(WorkerConnected(worker or state()))
+
+    def handle(self, event: Event) -> None:
+        self.now += 1
+        if isinstance(event, WorkerConnected):
+            self.first_report = event.state.report.report_seq
+        for instruction in self.scheduler.handle(event, self.now):
+            match instruction:
+                case SendPlan(plan):
+                    self.plans.append(plan)
+                case RequestEnded():
+                    self.ended.append(instruction)
+                case RefuseRequest():
+                    self.refused.append(instruction)
+        self.scheduler.check_integrity()
+
+    def arrive(self, *requests: Request) -> None:
+        self.handle(RequestsArrived(requests))
+
+    def report(
+        self,
+        seq: int,
+        *progress: SlotProgress,
+        ended: tuple[str, ...] = (),
+        short: int = 0,
+        plan: int = 0,
+        lease: int = LEASE,
+    ) -> None:
+        """``seq`` counts from the report that came with the latest take-over."""
+        done = tuple(FinishedSequence(name, 0, SequenceStatus.FINISHED_STOPPED, 2) for name in ended)
+        plan_seq = plan or self.plans[-1].plan_seq
+        self.handle(
+            WorkerReported(StepReport("w", lease, self.first_report + seq, plan_seq, 0, short, progress, done, ()))
+        )
+
+    @property
+    def admitted(self) -> list[str]:
+        return [slot.request_id for slot in self.plans[-1].slots if not slot.standby]
+
+    @property
+    def standby(self) -> list[str]:
+        return [slot.request_id for slot in self.plans[-1].slots if slot.standby]
+
+
+def running(
+    name: str, output: int, blocks: int, preemptions: int = 0, *, attempt: int = 0, stalled: bool = False
+) -> SlotProgress:
+    return SlotProgress(name, attempt, SequenceStatus.RUNNING, preemptions, 4 + output, output, blocks, stalled=stalled)
+
+
+def waiting(name: str, preemptions: int = 0, *, attempt: int = 0, stalled: bool = False) -> SlotProgress:
+    return SlotProgress(name, attempt, SequenceStatus.WAITING, preemptions, 0, 0, 0, stalled=stalled)
+
+
+def test_arrivals_are_admitted_in_order_and_the_next_ones_ship_as_standby() -> None:
+    h = Harness(max_num_seqs=2)
+    h.arrive(*(request(name) for name in "abcde"))
+    assert (h.admitted, h.standby) == (["a", "b"], ["c", "d"])
+    assert h.plans[-1].slots[0].length_to == 8
+    assert all(slot.request is not None for slot in h.plans[-1].slots)
+
+
+def test_a_duplicate_delivery_changes_nothing() -> None:
+    h = Harness()
+    h.arrive(request("a"))
+    plans = len(h.plans)
+    h.arrive(request("a"))
+    assert len(h.plans) == plans
+
+
+def test_admission_stops_at_the_head_of_the_line() -> None:
+    h = Harness()
+    h.arrive(request("a", prompt=16), request("big", prompt=28), request("small", prompt=4))
+    assert (h.admitted, h.standby) == (["a"], ["big", "small"])
+
+
+def test_payloads_ship_until_the_worker_has_applied_a_plan_with_them() -> None:
+    h = Harness()
+    h.arrive(request("a"))
+    h.arrive(request("b"))
+    assert [slot.request is not None for slot in h.plans[-1].slots] == [True, True]
+    h.report(1, running("a", 1, 2), plan=h.plans[-2].plan_seq)  # the plan before: has a, not b
+    h.arrive(request("c"))
+    assert [slot.request is not None for slot in h.plans[-1].slots] == [False, True, True]
+
+
+def test_an_end_is_told_once_and_lets_the_next_in() -> None:
+    h = Harness(max_num_seqs=1)
+    h.arrive(request("a"), request("b"))
+    h.report(1, ended=("a",))
+    h.report(2, ended=("a",))
+    assert [(end.finished.request_id, end.arrived_at) for end in h.ended] == [("a", 2.0)]
+    assert h.admitted == ["b"]
+    assert h.plans[-1].as_of_report_seq == h.first_report + 1
+
+
+def test_reports_out_of_order_or_of_another_life_are_ignored() -> None:
+    h = Harness(max_num_seqs=1)
+    h.arrive(request("a"), request("b"))
+    h.report(5)
+    h.report(4, ended=("a",))
+    assert h.ended == []
+    ended = (FinishedSequence("a", 0, SequenceStatus.FINISHED_STOPPED, 1),)
+    foreign = StepReport("other", LEASE, 9, 1, 0, 0, (), ended, ())
+    h.handle(WorkerReported(foreign))
+    assert h.ended == []
+
+
+def test_an_abort_takes_a_shipped_request_out_of_the_plan() -> None:
+    h = Harness()
+    h.arrive(request("a"), request("b"))
+    h.handle(RequestsAborted((("a", 0), ("unknown", 0))))
+    assert h.admitted == ["b"]
+
+
+def test_an_abort_of_an_older_attempt_leaves_the_newer_alone() -> None:
+    h = Harness()
+    h.arrive(request("a", attempt=1))
+    h.handle(RequestsAborted((("a", 0),)))
+    assert h.admitted == ["a"]
+
+
+def test_a_request_that_never_fits_is_refused_with_the_numbers() -> None:
+    h = Harness()
+    h.arrive(request("a", prompt=30, out=11))
+    assert [(r.request_id, r.field) for r in h.refused] == [("a", "max_tokens")]
+    assert "41 tokens" in h.refused[0].message
+    assert "at most 40" in h.refused[0].message
+
+
+def test_pressure_preempts_the_newest_once_and_puts_it_in_front() -> None:
+    h = Harness(standby_slots=1)
+    h.arrive(*(request(name, out=12) for name in "abcd"))
+    full = (running("a", 8, 3), running("b", 8, 3), running("c", 4, 2), running("d", 4, 2))
+    h.report(1, *full, short=1)
+    assert (h.admitted, h.standby) == (["a", "b", "c"], ["d"])
+    assert {slot.request_id: slot.num_preemptions for slot in h.plans[-1].slots} == {"a": 0, "b": 0, "c": 0, "d": 1}
+    answered = len(h.plans)
+    h.report(2, *full, short=1, plan=1)  # the worker had not seen the new plan yet
+    assert len(h.plans) == answered
+
+
+def test_a_standby_started_by_the_worker_counts_as_admitted() -> None:
+    h = Harness(max_num_seqs=1)
+    h.arrive(request("a"), request("b"))
+    h.report(1, running("b", 1, 1), ended=("a",))
+    assert h.admitted == ["b"]
+
+
+def test_a_new_worker_life_gets_everything_again_in_order() -> None:
+    h = Harness(max_num_seqs=2)
+    h.arrive(request("a"), request("b"), request("c"))
+    h.report(1, running("a", 2, 2), running("b", 1, 1))
+    h.handle(WorkerConnected(state(ready=WorkerReady("w2", 10, 4, 40, True, 100), lease=1)))
+    plan = h.plans[-1]
+    assert (plan.worker_incarnation, plan.lease, plan.plan_seq) == ("w2", 1, 1)
+    assert (h.admitted, h.standby) == (["a", "b"], ["c"])
+    assert all(slot.request is not None for slot in plan.slots)
+
+
+def names(h: Harness) -> list[str]:
+    return [slot.request_id for slot in h.plans[-1].slots]
+
+
+def shipped(h: Harness) -> list[str]:
+    return [slot.request_id for slot in h.plans[-1].slots if slot.request is not None]
+
+
+def ids(h: Harness, *keys: tuple[str, int]) -> list[str]:
+    """Of these attempts the unknown ones."""
+    return [name for name, _ in h.scheduler.unknown(keys)]
+
+
+def test_what_a_worker_holds_is_adopted_and_not_shipped_again() -> None:
+    h = Harness(worker=state((request("a"), running("a", 2, 2)), (request("b"), waiting("b"))))
+    h.arrive(request("c"))
+    assert names(h) == ["a", "b", "c"]
+    assert shipped(h) == ["c"]
+
+
+def test_the_first_plan_after_a_take_over_names_everything_adopted() -> None:
+    held = [(request("a", out=30), running("a", 20, 6)), *((request(n), waiting(n)) for n in "bcdef")]
+    h = Harness(max_num_seqs=1, standby_slots=1, worker=state(*held))
+    assert len(h.plans) == 1
+    assert names(h) == list("abcdef"), "more than the standby window: what is not named is forgotten by the worker"
+    assert h.admitted == ["a"]
+    assert (h.plans[0].lease, h.plans[0].plan_seq) == (LEASE, 1)
+
+
+def test_a_plan_after_a_take_over_knows_the_report_that_came_with_it() -> None:
+    h = Harness(worker=state((request("a"), running("a", 2, 2)), report_seq=41))
+    assert h.plans[-1].as_of_report_seq == 41
+    h.report(0, ended=("a",))
+    assert h.ended == [], "that one came with the take-over"
+    h.report(1, ended=("a",))
+    assert [end.finished.request_id for end in h.ended] == ["a"]
+
+
+def test_the_adopted_that_run_are_admitted_whatever_admission_would_say_and_not_preempted() -> None:
+    held = [(request(n, prompt=12), running(n, 1, 4)) for n in "ab"]  # 8 of 10 blocks, at the limit of 1 sequence
+    h = Harness(max_num_seqs=1, worker=state(*held))
+    assert h.admitted == ["a", "b"]
+    assert [slot.num_preemptions for slot in h.plans[-1].slots] == [0, 0]
+
+
+def test_the_order_of_the_worker_is_kept_and_goes_before_newcomers() -> None:
+    h = Harness(max_num_seqs=2)
+    h.handle(WorkerLost())
+    h.arrive(request("new1"), request("new2"))
+    h.handle(WorkerConnected(state((request("z"), running("z", 1, 2)), (request("m"), waiting("m")))))
+    assert (h.admitted, h.standby) == (["z", "m"], ["new1", "new2"])
+
+
+def test_the_count_of_preemptions_is_adopted() -> None:
+    h = Harness(worker=state((request("a"), waiting("a", preemptions=3))))
+    assert h.plans[-1].slots[0].num_preemptions == 3
+
+
+def test_an_adopted_request_that_the_scheduler_had_too_is_one_request() -> None:
+    h = Harness()
+    h.arrive(request("a"), request("b"))
+    h.handle(WorkerConnected(state((request("a"), running("a", 1, 2)), lease=LEASE + 1)))
+    assert names(h) == ["a", "b"]
+    assert shipped(h) == ["b"], "the worker had never got it"
+
+
+def test_a_newcomer_of_a_higher_attempt_replaces_the_held_one_and_is_shipped() -> None:
+    h = Harness()
+    h.handle(WorkerLost())
+    h.arrive(request("a", out=9, attempt=1, resumed=3))
+    h.handle(WorkerConnected(state((request("a", out=9), running("a", 5, 3)))))
+    (slot,) = h.plans[-1].slots
+    assert (slot.attempt, slot.request) == (1, request("a", out=9, attempt=1, resumed=3))
+
+
+def test_a_newcomer_of_a_lower_attempt_is_the_held_one() -> None:
+    h = Harness()
+    h.handle(WorkerLost())
+    h.arrive(request("a"))
+    h.handle(WorkerConnected(state((request("a", attempt=2), running("a", 1, 2, attempt=2)))))
+    assert [(slot.attempt, slot.request) for slot in h.plans[-1].slots] == [(2, None)]
+
+
+def test_a_newcomer_that_does_not_fit_the_worker_is_refused_when_it_connects() -> None:
+    h = Harness()
+    h.handle(WorkerLost())
+    h.arrive(request("long", prompt=40, out=4), request("b"))
+    assert h.refused == []
+    h.handle(WorkerConnected(state()))
+    assert [refusal.request_id for refusal in h.refused] == ["long"]
+    assert h.admitted == ["b"]
+
+
+def test_ends_that_a_worker_still_reports_are_ends_of_what_the_scheduler_had() -> None:
+    h = Harness()
+    h.arrive(request("a"))
+    h.handle(WorkerConnected(state(ended=("a",), lease=LEASE + 1)))
+    assert [end.finished.request_id for end in h.ended] == ["a"]
+    assert h.scheduler.num_admitted + h.scheduler.num_waiting == 0
+
+
+def test_a_lost_worker_takes_everything_with_it() -> None:
+    h = Harness(max_num_seqs=1)
+    h.arrive(request("a"), request("b"))
+    plans = len(h.plans)
+    h.handle(WorkerLost())
+    assert h.scheduler.num_admitted + h.scheduler.num_waiting == 0
+    assert ids(h, ("a", 0), ("b", 0)) == ["a", "b"]
+    h.report(1, ended=("a",))
+    h.arrive(request("c"))
+    assert (h.ended, len(h.plans)) == ([], plans), "no worker: nothing to hear and nobody to tell"
+
+
+def test_after_a_lost_worker_numbering_begins_anew() -> None:
+    h = Harness()
+    h.arrive(request("a"))
+    h.report(50, running("a", 1, 2))
+    h.handle(WorkerLost())
+    h.arrive(request("b"))
+    h.handle(WorkerConnected(state(ready=WorkerReady("w2", 10, 4, 40, True, 100), lease=1)))
+    assert (h.plans[-1].plan_seq, h.plans[-1].as_of_report_seq) == (1, 1)
+    assert shipped(h) == ["b"]
+
+
+@pytest.mark.parametrize("lease", [LEASE - 1, LEASE + 1])
+def test_reports_under_another_lease_are_ignored(lease: int) -> None:
+    h = Harness()
+    h.arrive(request("a"))
+    h.report(7, running("a", 1, 2), ended=("a",), lease=lease)
+    assert h.ended == []
+    h.report(1, ended=("a",))
+    assert len(h.ended) == 1
+
+
+def test_a_resumed_request_counts_its_known_output_when_it_is_admitted() -> None:
+    h = Harness()
+    h.arrive(request("a", prompt=4, out=30, resumed=20), request("b", prompt=16, out=1), request("c"))
+    assert h.admitted == ["a", "b"], "6 blocks and 4 of 10"
+
+
+def test_attempts_that_are_here_are_known_up_to_the_current_one() -> None:
+    h = Harness(max_num_seqs=1)
+    h.arrive(request("a", attempt=1), request("b"))
+    assert ids(h, ("a", 0), ("a", 1), ("b", 0)) == []
+    assert h.scheduler.unknown((("a", 2), ("c", 0))) == (("a", 2), ("c", 0))
+
+
+def test_what_ended_lately_is_known_that_attempt_alone() -> None:
+    h = Harness()
+    h.arrive(request("a"))
+    h.report(1, ended=("a",))
+    assert h.scheduler.unknown((("a", 0), ("a", 1))) == (("a", 1),)
+    h.handle(WorkerLost())
+    assert ids(h, ("a", 0)) == [], "its last tokens may be on their way, the worker dead or not"
+
+
+def test_what_was_aborted_is_unknown() -> None:
+    h = Harness()
+    h.arrive(request("a"))
+    h.handle(RequestsAborted((("a", 0),)))
+    assert ids(h, ("a", 0)) == ["a"]
+
+
+def test_ends_that_a_taken_over_worker_still_reports_are_known() -> None:
+    h = Harness(worker=state(ended=("a",)))
+    assert h.ended == [], "it was not this Scheduler's"
+    assert ids(h, ("a", 0)) == []
+
+
+def test_only_so_many_ends_are_remembered_the_latest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("policies.replica.mirror.NUM_REMEMBERED", 3)
+    h = Harness()
+    for seq, name in enumerate("abcde", start=1):
+        h.arrive(request(name))
+        h.report(seq, ended=(name,))
+    assert ids(h, *((name, 0) for name in "abcde")) == ["a", "b"]
+
+
+def test_under_pressure_the_stalled_give_way_first() -> None:
+    h = Harness(standby_slots=4)
+    h.arrive(*(request(name, out=12) for name in "abcd"))
+    h.report(1, running("a", 8, 3), running("b", 8, 3, stalled=True), running("c", 4, 2), running("d", 4, 2), short=1)
+    assert (h.admitted, h.standby) == (["a", "c", "d"], ["b"])
+
+
+def test_after_the_stalled_the_newest_give_way() -> None:
+    h = Harness(standby_slots=4)
+    h.arrive(*(request(name, out=12) for name in "abcd"))
+    h.report(1, running("a", 4, 2, stalled=True), running("b", 8, 3), running("c", 4, 2), running("d", 4, 2), short=4)
+    assert (h.admitted, set(h.standby)) == (["b", "c"], {"a", "d"})
+
+
+def test_stalled_requests_are_not_admitted_and_others_overtake_them() -> None:
+    h = Harness(max_num_seqs=1)
+    h.arrive(request("a"), request("b"), request("c"))
+    h.report(1, running("a", 1, 2), waiting("b", stalled=True), waiting("c"))
+    h.report(2, waiting("b", stalled=True), waiting("c"), ended=("a",))
+    assert (h.admitted, h.standby) == (["c"], ["b"])
+
+
+def test_a_request_no_longer_stalled_is_admitted() -> None:
+    h = Harness()
+    h.arrive(request("big", prompt=37, out=3), request("b"))
+    h.report(1, running("big", 1, 10), waiting("b", stalled=True))
+    h.report(2, waiting("b", stalled=True), ended=("big",))
+    assert h.scheduler.num_admitted == 0
+    h.report(3, waiting("b"))
+    assert h.admitted == ["b"]
+
+
+def test_a_stalled_victim_waits_until_its_client_reads() -> None:
+    h = Harness(standby_slots=4)
+    h.arrive(request("a", out=24), request("b", out=24))
+    h.report(1, running("a", 16, 5, stalled=True), running("b", 16, 5), short=1)
+    ordered = h.plans[-1].plan_seq
+    h.report(2, waiting("a", 1, stalled=True), running("b", 17, 6), plan=ordered)
+    assert h.admitted == ["b"]
+    h.report(3, waiting("a", 1), running("b", 17, 6), plan=ordered)
+    assert h.admitted == ["b", "a"]
+
+
+def test_stalled_requests_take_nobodys_place() -> None:
+    h = Harness(max_num_seqs=1)
+    h.arrive(request("a"), request("b"))
+    h.report(1, running("a", 1, 2, stalled=True), waiting("b"))
+    assert "b" in [slot.request_id for slot in h.plans[-1].slots if not slot.standby]
+
+
+def test_stalled_requests_give_up_their_kv_where_somebody_waits_for_it() -> None:
+    h = Harness()
+    h.arrive(request("big", prompt=36), request("b", prompt=8))
+    h.report(1, running("big", 0, 10, stalled=True), waiting("b"))
+    slots = {slot.request_id: slot for slot in h.plans[-1].slots}
+    assert slots["big"].num_preemptions == 1
+    h.report(2, waiting("big", 1, stalled=True), waiting("b"), plan=h.plans[-1].plan_seq)
+    assert [slot.request_id for slot in h.plans[-1].slots if not slot.standby] == ["b"]
+
+
+def test_a_duplicate_that_comes_after_the_end_does_not_run_again() -> None:
+    h = Harness()
+    h.arrive(request("a"))
+    h.report(1, ended=("a",))
+    h.arrive(request("a"))
+    assert h.scheduler.num_waiting + h.scheduler.num_admitted == 0
+
+
+def test_in_a_plan_decodes_come_before_prefills_whatever_their_rank() -> None:
+    """They need one token of the step's budget each, which a prefill before them would use up."""
+    h = Harness()
+    h.scheduler = build_scheduler("fastserve", SchedulerLimits(8, 0), PolicySettings(watermark=1.0))
+    h.handle(WorkerConnected(state()))
+    h.arrive(request("old", out=16))
+    h.report(1, dataclasses.replace(running("old", 1, 2), ran_s=100.0))
+    h.arrive(request("new"))
+    assert [job.request_id for job in h.scheduler.order.ranked(h.now)] == ["new", "old"]
+    assert h.admitted == ["old", "new"]
+
+
+def test_a_forecast_changes_the_order_of_those_that_wait() -> None:
+    scheduler = build_scheduler("farsight", SchedulerLimits(1, standby_slots=0))
+    scheduler.handle(WorkerConnected(state()), 0.0)
+    scheduler.handle(RequestsArrived((request("long", out=30), request("short", out=30))), 1.0)
+
+    def foresee(name: str, attempt: int, length: float) -> list[str]:
+        forecast = Forecast(length, (length,) * len(QUANTILES), 1, "test", 1)
+        out = scheduler.handle(ForecastsArrived((ForecastMade(name, attempt, forecast),)), 2.0)
+        scheduler.check_integrity()
+        return [slot.request_id for each in out if isinstance(each, SendPlan) for slot in each.plan.slots]
+
+    assert foresee("long", 1, 1.0) == foresee("unknown", 0, 1.0) == []  # another attempt, another request
+    assert foresee("long", 0, 30.0)[0] == "short"
+    assert foresee("long", 0, 1.0)[0] == "long"
+
+
+@pytest.mark.parametrize(
+    ("lead_s", "first_grant", "renewed_after"),
+    [(0.0, 4 + 2, 2), (0.3, 4 + 6, 3)],
+    ids=["when it is used up", "before, where reports take their time"],
+)
+def test_a_grant_is_renewed(lead_s: float, first_grant: int, renewed_after: int) -> None:
+    """Two want one place; a token takes 0.1 s, and the first quantum that holds one is 0.16 s."""
+    worker = state(ready=dataclasses.replace(READY, num_blocks=100, max_model_len=400))
+    h = Harness(max_num_seqs=1, worker=worker, preset="fastserve-recompute", grant_lead_s=lead_s)
+    h.handle(CostLearnt(StepCost(0.1, 0.0, 0.0, 0.0)))
+    h.arrive(request("a", out=60), request("b", out=60))
+    (slot,) = [slot for slot in h.plans[-1].slots if slot.request_id == "a"]
+    assert slot.length_to == first_grant
+    num_plans = len(h.plans)
+    for output in range(1, renewed_after):
+        h.report(output, dataclasses.replace(running("a", output, 3), ran_s=0.0))
+        assert len(h.plans) == num_plans, f"{output} tokens: enough is left"
+    h.report(renewed_after, dataclasses.replace(running("a", renewed_after, 3), ran_s=0.0))
+    assert len(h.plans) == num_plans + 1
+
+
+def test_a_profile_that_prices_context_alone_prices_an_empty_batch() -> None:
+    h = Harness(grant_lead_s=0.1)
+    h.handle(CostLearnt(StepCost(0.0, 0.0, 0.0, 1e-5)))
+    h.arrive(request("a"))
+    assert h.admitted == ["a"]
+
+
+def told(h: Harness, report: StepReport) -> list[Instruction]:
+    return [each for each in h.scheduler.handle(WorkerReported(report), 10.0) if not isinstance(each, SendPlan)]
+
+
+def test_a_start_is_told_once_with_what_was_found_and_how_long_it_waited() -> None:
+    h = Harness()
+    h.arrive(request("a", 8, 8))  # at 2.0
+    running = SlotProgress("a", 0, SequenceStatus.RUNNING, 0, 8, 1, 3, False, cached_len=4, ran_s=1.5)
+    first = told(h, StepReport("w", LEASE, 2, 1, 7, 0, (running,), (), ()))
+    assert first == [RequestStarted(StartedRequest("a", 0, 4, queue_s=6.5))]
+    end = FinishedSequence("a", 0, SequenceStatus.FINISHED_LENGTH, 8, 4, 2.0)
+    (ended,) = told(h, StepReport("w", LEASE, 3, 1, 7, 0, (), (end,), ()))
+    assert isinstance(ended, RequestEnded)
+
+
+def test_who_starts_and_ends_between_two_reports_is_told_of_in_this_order() -> None:
+    h = Harness()
+    h.arrive(request("a", 8, 2))
+    notice = CacheNotice(1, True, (CachedRun(0, (5, 6)),))
+    end = FinishedSequence("a", 0, SequenceStatus.FINISHED_LENGTH, 2, 4, 1.0)
+    cache, start, ended = told(h, StepReport("w", LEASE, 2, 1, 7, 0, (), (end,), (), cache=(notice,)))
+    assert (cache, start) == (CacheTold(notice), RequestStarted(StartedRequest("a", 0, 4, queue_s=7.0)))
+    assert isinstance(ended, RequestEnded), "what it left in the cache comes before its end"
+
+
+def test_what_waiting_requests_would_find_follows_the_cache() -> None:
+    h = Harness(1, preset="preble")
+    late = replace(request("late", 9, 4), prefix_hashes=(5, 6))
+    full = replace(request("full", 8, 4), prefix_hashes=(5, 6))
+    h.arrive(request("first", 4, 4), late, full)
+    jobs = {name: h.scheduler._shadow.tracked[name].job for name in ("late", "full")}
+    steps = [(CacheNotice(1, True, (CachedRun(0, (5,)),)), 4, 4), (CacheNotice(2, False, (CachedRun(5, (6,)),)), 8, 4)]
+    steps += [(CacheNotice(3, False, (), (6,)), 4, 4), (CacheNotice(5, False, (CachedRun(5, (6,)),)), 4, 4)]
+    for seq, (notice, late_len, full_len) in enumerate(steps, 2):
+        h.handle(WorkerReported(StepReport("w", LEASE, seq, 1, 7, 0, (), (), (), cache=(notice,))))
+        assert (jobs["late"].cached_len, jobs["full"].cached_len) == (late_len, full_len)
+    assert h.scheduler.cache.missed, "the fourth is missing"
+    assert h.scheduler.cache.whole() is None

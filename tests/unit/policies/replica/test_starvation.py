@@ -1,0 +1,59 @@
+"""Under lasting overload by short requests a long one ends within its bound: a closed loop under virtual time."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from core.costs import StepCost
+from policies.compose import PolicySettings, build_router, build_scheduler
+from policies.order.skip_join_mlfq import MlfqRules
+from policies.replica.scheduler import SchedulerLimits
+from simulator.cluster.fleet import Fleet, FleetShape
+from simulator.cluster.latency import LinearLatency
+from simulator.cluster.records import Record
+from simulator.cluster.replica import ReplicaShape
+from simulator.traffic.workload import Arrival
+
+COST = StepCost(base_s=0.010, prefill_token_s=0.1e-3, decode_seq_s=0.1e-3, context_token_s=0.0)
+RULES = MlfqRules(quantum_s=0.02, starve_limit_s=0.5)
+CLIENTS, PLACES, OUTPUT_LEN = 24, 4, 30
+"""Six times as many requests as run at once, all the time."""
+
+TURN_S = CLIENTS / PLACES * (RULES.quantum_s + COST.prefill_s(PLACES * 32))
+"""Who is promoted waits for a quantum of everybody else, so many at once, each after its prefill."""
+
+PRESETS = ("fastserve", "fastserve-defer", "fastserve-reactive", "fastserve-recompute")
+
+
+def run(preset: str, starve_limit_s: float, num_short: int = 1500) -> tuple[Record, float]:
+    """The long request, and when the last of the short ones ended."""
+    replica = ReplicaShape(40, 16, num_host_blocks=40, max_num_seqs=PLACES, look_every=1)
+    rules = MlfqRules(quantum_s=RULES.quantum_s, starve_limit_s=starve_limit_s)
+    settings = PolicySettings(watermark=1.0, cost=COST, mlfq=rules)
+    fleet = Fleet(
+        FleetShape(replica, LinearLatency(COST)),
+        build_router(preset),
+        lambda _: build_scheduler(preset, SchedulerLimits(PLACES, 8), settings),
+        clients=CLIENTS,
+    )
+    long = Arrival("long", 0.0, 200, OUTPUT_LEN, 100)
+    done = fleet.run([long, *(Arrival(f"short{i}", 0.0, 32, 3, 100) for i in range(num_short))]).done
+    assert len(done) == num_short + 1
+    (record,) = (each for each in done if each.arrival.request_id == "long")
+    return record, max(each.finished_at for each in done if each is not record)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_long_request_ends_within_its_bound(preset: str) -> None:
+    long, overloaded_until = run(preset, RULES.starve_limit_s)
+    assert long.finished_at < overloaded_until, "the overload has to last"
+    assert max(long.ttft_s, long.max_gap_s) <= RULES.starve_limit_s + TURN_S
+    assert long.jct_s <= OUTPUT_LEN * (RULES.starve_limit_s + TURN_S)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_without_promotion_it_waits_for_the_end_of_the_overload(preset: str) -> None:
+    long, overloaded_until = run(preset, math.inf, num_short=500)
+    assert long.finished_at > overloaded_until - RULES.starve_limit_s

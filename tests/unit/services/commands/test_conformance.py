@@ -1,0 +1,124 @@
+"""A live Scheduler's decisions follow from what it was told: told again, a fresh machine answers the same."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from actors.scheduling.event_recorder import EventRecorder
+from core.config import EngineConfig, FarsightConfig, LogConfig, ModelConfig, SchedulerConfig
+from core.errors import ConfigError, MessageError
+from core.forecast import QUANTILES, Forecast
+from core.messages import FinishedSequence
+from core.request import Origin, SamplingParams, SequenceStatus
+from policies.event_log import MachineConfig, pack_config, pack_handled, read_log, replay
+from policies.presets import PRESETS
+from policies.replica.events import RequestEnded, RequestsAborted, RequestsArrived, WorkerLost, WorkerReported
+from services.commands.conformance import main
+from services.ingress.engine_client import EngineClient
+from tests.unit.actors.pieces import LONG_S, until
+from tests.unit.services.local_house import LocalHouse, local_house
+
+CONTINUOUS = [name for name, preset in PRESETS.items() if preset.mode == "continuous"]
+FORECAST = Forecast(20.0, tuple(20.0 + level for level in QUANTILES), 5, "history", 3)
+NUM_STREAMS = 20
+
+
+@asynccontextmanager
+async def house(preset: str, directory: Path) -> AsyncIterator[LocalHouse]:
+    """With a pool that does not hold all that is asked for."""
+    config = FarsightConfig(
+        model=ModelConfig(name="m", dtype="float32"),
+        engine=EngineConfig(kv_memory="768KiB", host_kv_memory="1MiB", max_num_seqs=6, num_threads=1, backend="torch"),
+        scheduler=SchedulerConfig(preset=preset, standby_slots=4, quantum_s=0.01, event_log=str(directory)),
+        log=LogConfig(path=str(directory / "log.sqlite")),
+    )
+    async with local_house(config) as found:
+        yield found
+
+
+async def read(client: EngineClient, index: int) -> None:
+    """Every fifth client leaves early."""
+    prompt = tuple(range(5, 15 + 3 * index))
+    params = SamplingParams(10 + 7 * index % 40, ignore_eos=True)
+    async with aclosing(client.stream(prompt, params, None, Origin(f"cmpl-{index:032x}"))) as deltas:
+        async for delta in deltas:
+            if delta.token_ids and index % 5 == 4:
+                return
+
+
+@pytest.mark.parametrize("preset", CONTINUOUS)
+async def test_what_a_live_scheduler_said_is_said_again(preset: str, tmp_path: Path) -> None:
+    async with asyncio.timeout(LONG_S), house(preset, tmp_path) as found, found.ingress() as client:
+        streams: list[asyncio.Task[None]] = []
+        for index in range(NUM_STREAMS):
+            streams.append(asyncio.create_task(read(client, index)))
+            await asyncio.sleep(0.005)
+        client._foresee([(request_id, FORECAST) for request_id in client._streams])
+        await asyncio.gather(*streams)
+        machine = found.machine()  # its clients hear of ends first
+        await until(lambda: machine.num_waiting + machine.num_admitted == 0)
+    data = the_log(tmp_path)
+    count, difference = replay(data)
+    assert difference is None
+    events = [each.event for each in read_log(data)[1]]
+    assert len(events) == count
+    assert sum(len(event.requests) for event in events if isinstance(event, RequestsArrived)) == NUM_STREAMS
+    instructions = [each for handled in read_log(data)[1] for each in handled.instructions]
+    ended = {each.finished.request_id for each in instructions if isinstance(each, RequestEnded)}
+    # Of a stream that has ended the Router may hear sooner than the Scheduler, by the next announcement.
+    aborted = {rid for event in events if isinstance(event, RequestsAborted) for rid, _ in event.keys}
+    assert ended and len(ended | aborted) == NUM_STREAMS
+    assert sum(isinstance(event, WorkerReported) for event in events) > 5
+
+
+def the_log(directory: Path) -> bytes:
+    (path,) = directory.glob("scheduler-0-*.events")
+    return path.read_bytes()
+
+
+def config() -> MachineConfig:
+    return MachineConfig(SchedulerConfig(), 8)
+
+
+def test_another_answer_is_found_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made_up = RequestEnded(FinishedSequence("a", 0, SequenceStatus.FINISHED_STOPPED, 3), 0.0, 1.0)
+    log = pack_config(config()) + pack_handled(WorkerLost(), 1.0, []) + pack_handled(WorkerLost(), 2.0, [made_up])
+    count, difference = replay(log)
+    assert count == 2 and difference is not None
+    assert (difference.index, difference.logged, difference.replayed) == (1, (made_up,), ())
+    good, bad = tmp_path / "good.events", tmp_path / "bad.events"
+    good.write_bytes(pack_config(config()) + pack_handled(WorkerLost(), 1.0, []))
+    bad.write_bytes(log)
+    assert main([str(good)]) == 0
+    assert capsys.readouterr().out == f"{good}: 1 events, identical\n"
+    assert main([str(good), str(bad), str(tmp_path / "none")]) == 1
+    out, err = capsys.readouterr()
+    assert "event 1 (WorkerLost) gave RequestEnded(" in out and "and now nothing" in out
+    assert "No such file" in err
+
+
+def test_a_record_that_is_cut_off_is_left_out() -> None:
+    whole = pack_config(config()) + pack_handled(WorkerLost(), 1.0, [])
+    second = pack_handled(WorkerLost(), 2.0, [])
+    for cut in range(1, len(second)):
+        assert replay(whole + second[:cut]) == (1, None)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\xc1", b"\x01", pack_handled(WorkerLost(), 1.0, []), pack_config(config()) + b"\x93\x01\x02\x03"]
+)
+def test_what_is_no_event_log_is_refused(data: bytes) -> None:
+    with pytest.raises(MessageError):
+        replay(data)
+
+
+def test_a_directory_that_cannot_be_had_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"scheduler\.event_log"):
+        EventRecorder("scheduler-0", dataclasses.replace(SchedulerConfig(), event_log=str(tmp_path / "file")), 8)

@@ -1,0 +1,106 @@
+"""``farsight explain``: a timeline that people can read, and errors that say what is wrong."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from core.decisions import Decision, on_clock, pack_decisions
+from core.messages.log import RequestTrace
+from services.api.pages.explain import explanation
+from services.cli import app
+
+RESPONSE_ID = "cmpl-" + "0" * 32
+
+
+def explained(num_left_out: int = 0) -> dict[str, Any]:
+    decisions = [
+        Decision("received", 0.0, {"prompt_tokens": 7, "max_new_tokens": 20}),
+        Decision("placed", 0.001, {"replica": "1", "reason": "in turn", "hit_len": 0}),
+        Decision("waits", 0.002, {"reason": "places", "max_num_seqs": 4, "num_admitted": 4, "num_waiting": 9}),
+        Decision("admitted", 1.502, {"waited_s": 1.5, "num_admitted": 4, "num_waiting": 8}),
+        Decision("answered", 2.25, {"reason": "stop", "output_tokens": 5, "jct_s": 2.25, "ttft_s": 1.6, "attempts": 1}),
+    ]
+    packed = on_clock(1000.0, pack_decisions(decisions))
+    trace = RequestTrace(f"{RESPONSE_ID}/i-0/ingress", "i-0", 0, b"", "ingress", 0, True, num_left_out, packed)
+    return explanation(RESPONSE_ID, [trace]).model_dump()
+
+
+class Server(HTTPServer):
+    keys: list[str | None]
+    reply: tuple[int, Any]
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        self.server.keys.append(self.headers.get("Authorization"))
+        status, body = self.server.reply
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def log_message(self, *args: Any) -> None:
+        """Tests are quiet."""
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.delenv("FARSIGHT_API_KEY", raising=False)
+    monkeypatch.setenv("FARSIGHT_ADMIN_TOKEN", "admin")
+    running = Server(("127.0.0.1", 0), Handler)
+    running.keys, running.reply = [], (200, explained())
+    thread = threading.Thread(target=running.serve_forever)
+    thread.start()
+    yield running
+    running.shutdown()
+    thread.join()
+    running.server_close()
+
+
+def run(server: Server, *args: str) -> Any:
+    return CliRunner().invoke(app, ["explain", RESPONSE_ID, "--url", f"http://127.0.0.1:{server.server_port}/", *args])
+
+
+def test_it_is_told_as_a_timeline(server: Server) -> None:
+    result = run(server)
+    assert result.exit_code == 0
+    lines = [" ".join(line.split()) for line in result.output.splitlines()]
+    assert lines[0] == (
+        "request i-0: ended, on replica 1, took 2.250 s, first token after 1.600 s, waited 1.500 s, 5 tokens"
+    )
+    assert "2.0 ms +1.0 ms ingress Waits for a place: all 4 are taken (4 have places, 9 wait)." in lines
+    assert "1.502 s +1.500 s ingress Admitted after a wait of 1.50 s (4 have places, 8 wait)." in lines
+    assert server.keys == ["Bearer admin"], "the operator of the machine may ask about all requests"
+
+
+def test_what_was_left_out_is_said(server: Server) -> None:
+    server.reply = 200, explained(num_left_out=12)
+    assert "12 decisions between these were too many to keep." in run(server).output
+
+
+def test_json_is_what_the_server_says(server: Server) -> None:
+    result = run(server, "--json", "--api-key", "mine")
+    assert json.loads(result.output) == json.loads(json.dumps(explained()))
+    assert server.keys == ["Bearer mine"]
+
+
+def test_what_the_server_refuses_is_told_in_its_words(server: Server) -> None:
+    server.reply = 404, {"error": {"message": "id: got 'x', expected another"}}
+    result = run(server)
+    assert (result.exit_code, result.output) == (1, "farsight: id: got 'x', expected another\n")
+
+
+def test_a_server_that_is_not_there_and_an_address_that_is_none_are_named() -> None:
+    result = CliRunner().invoke(app, ["explain", "x", "--url", "http://127.0.0.1:9"])
+    assert result.exit_code == 1
+    assert "no Farsight server answers at http://127.0.0.1:9: Connection refused" in result.output
+    result = CliRunner().invoke(app, ["explain", "x", "--url", "localhost:8000"])
+    assert "--url: got 'localhost:8000', expected an address as http://127.0.0.1:8000" in result.output

@@ -1,0 +1,195 @@
+"""``farsight train`` and ``farsight evaluate`` as somebody at a terminal meets them, on small files."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from predictor.artefact import FILE_NAME
+from services.cli import app
+from services.commands.forecast_data import EMBEDDED_TOKENIZER, TokenCounter, read_examples
+
+
+def rows(num: int = 80, seed: int = 0) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(seed)
+    found = []
+    for number in range(num):
+        text = " ".join(rng.choice(["rain", "sun", "wind", "snow"], rng.integers(2, 30)))
+        double = number % 2
+        instruction = "Say it twice." if double else "Say it."
+        found.append(
+            {
+                "task": "twice" if double else "once",
+                "instruction": instruction,
+                "user_input": text,
+                "output": " ".join([text] * (1 + double)),
+            }
+        )
+    return found
+
+
+def write(path: Path, lines: list[dict[str, Any] | str]) -> Path:
+    text = "".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines)
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(text.encode()))
+    else:
+        path.write_text(text, "utf-8")
+    return path
+
+
+def invoke(*words: object) -> Result:
+    return CliRunner().invoke(app, [str(each) for each in words], env={"COLUMNS": "200", "TERM": "dumb"})
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("trained")
+    result = invoke("train", write(path / "seen.jsonl", [*rows()]), "--out", path, "--trees", 20)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == f"{path / FILE_NAME}: version 1, trained on 80 requests\n"
+    assert result.stderr == ""
+    return path
+
+
+def test_evaluate_prints_json(trained: Path, tmp_path: Path) -> None:
+    result = invoke("evaluate", trained, write(tmp_path / "new.jsonl.gz", [*rows(60, seed=1)]), "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert set(found) == {"n", "rmse", "mae", "tau", "pinball", "coverage", "tasks"}
+    assert set(found["coverage"]) == {"0.1", "0.5", "0.9"}
+    assert found["n"] == 60 and found["tau"] > 0.8
+    assert {name: each["n"] for name, each in found["tasks"].items()} == {"once": 30, "twice": 30}
+    assert set(found["tasks"]["once"]) == set(found) - {"tasks"}
+
+
+def test_evaluate_prints_a_table(trained: Path, tmp_path: Path) -> None:
+    result = invoke("evaluate", trained, write(tmp_path / "new.jsonl", [*rows(40, seed=1)]))
+    assert result.exit_code == 0, result.output
+    for word in ("RMSE", "pinball", "0.9 covers", "once", "twice", "all"):
+        assert word in result.stdout
+
+
+def test_evaluate_draws(trained: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    data = write(tmp_path / "new.jsonl", [*rows(40, seed=1)])
+    result = invoke("evaluate", trained, data, "--plot", tmp_path / "f.png")
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
+    for path in (tmp_path / "f.svg", tmp_path / "nowhere" / "f.png"):
+        result = invoke("evaluate", trained, data, "--plot", path)
+        assert result.exit_code == 1 and "--plot" in result.stderr
+
+
+def test_the_real_encoder(tmp_path: Path) -> None:
+    data = write(tmp_path / "seen.jsonl", [*rows(40)])
+    flags = ["--kind", "magnus", "--encoder", "minilm", "--trees", 5]
+    result = invoke("train", data, "--out", tmp_path, *flags)
+    assert result.exit_code == 0, result.output
+    result = invoke("evaluate", tmp_path, data, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["tau"] > 0.8
+    result = invoke("train", data, "--out", tmp_path, *flags, "--d-user", 7)
+    assert result.exit_code == 1
+    assert result.stderr == "farsight: --d-user: got 7, expected 0 or a divisor of the embedding's 384 dimensions\n"
+
+
+def test_training_again_counts_on(tmp_path: Path) -> None:
+    data = write(tmp_path / "seen.jsonl", [*rows(30)])
+    for version in (1, 2):
+        result = invoke("train", data, "--out", tmp_path, "--trees", 2)
+        assert f"version {version}," in result.stdout
+    (tmp_path / FILE_NAME).write_bytes(b"something else")
+    result = invoke("train", data, "--out", tmp_path, "--trees", 2)
+    assert result.exit_code == 1 and "no forecast artefact" in result.stderr
+    assert (tmp_path / FILE_NAME).read_bytes() == b"something else"
+
+
+BAD_ROWS: list[tuple[dict[str, Any] | str, str]] = [
+    ("{not json", "not JSON"),
+    ("[1]", "not a JSON object"),
+    ({"user_input": "x", "output": "y"}, "instruction: missing"),
+    ({"instruction": "x", "user_input": 3, "output": "y"}, "user_input: not a string"),
+    ({"instruction": "x", "user_input": "x"}, "output and output_len: both missing"),
+    ({"instruction": "x", "user_input": "x", "output_len": -1}, "output_len: not a number of tokens"),
+    ({"instruction": "x", "user_input": "x", "output_len": True}, "output_len: not a number of tokens"),
+    ({"instruction": "x", "user_input": "x", "output_len": 1, "task": 3}, "task: not a string"),
+    ({"instruction": "x", "user_input": "x", "output_len": 1, "censored": "no"}, "censored: neither true nor false"),
+    ({"instruction": "x", "user_input": "\ud800", "output_len": 1}, "user_input: half a surrogate pair"),
+]
+
+
+@pytest.mark.parametrize(("bad", "reason"), BAD_ROWS)
+def test_a_bad_row_is_named_and_skipped(tmp_path: Path, bad: dict[str, Any] | str, reason: str) -> None:
+    data = write(tmp_path / "d.jsonl", [*rows(2), bad, "", *rows(2, seed=1)])
+    found = read_examples(data, TokenCounter(EMBEDDED_TOKENIZER))
+    assert [each.question.request_id for each in found.examples] == ["1", "2", "5", "6"]
+    assert len(found.rejected) == 1
+    assert found.rejected[0].startswith(f"{data}, line 3: {reason}")
+
+
+def test_bad_rows_at_the_terminal(tmp_path: Path) -> None:
+    data = write(tmp_path / "d.jsonl", [*rows(30), *["{"] * 12])
+    result = invoke("train", data, "--out", tmp_path / "o", "--trees", 2)
+    assert result.exit_code == 0, result.output
+    assert "skipped: " in result.stderr and "line 31: not JSON" in result.stderr
+    assert "skipped: 2 more rows" in result.stderr
+    result = invoke("train", data, "--out", tmp_path / "p", "--trees", 2, "--strict")
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"farsight: {data}, line 31: not JSON")
+    assert not (tmp_path / "p" / FILE_NAME).exists()
+
+
+def test_lengths_are_tokens_of_the_tokenizer_or_as_given(tmp_path: Path) -> None:
+    given = {"instruction": "Say it.", "user_input": "", "output_len": 77, "app": "A", "censored": True}
+    found = read_examples(write(tmp_path / "d.jsonl", [*rows(1), given]), TokenCounter(EMBEDDED_TOKENIZER))
+    text, number = found.examples
+    assert 0 < text.output_len == text.question.user_input_len
+    assert text.question.prompt_len > text.question.user_input_len
+    assert (number.output_len, number.censored, number.question.user_input_len) == (77, True, 0)
+    assert found.tasks == ["once", "A"]
+
+
+def test_outputs_that_were_cut_off_do_not_count(trained: Path, tmp_path: Path) -> None:
+    cut_off = {**rows(1)[0], "output": "x", "censored": True}
+    data = write(tmp_path / "d.jsonl", [*rows(30), cut_off])
+    result = invoke("train", data, "--out", tmp_path, "--trees", 2)
+    assert "trained on 30 requests, 1 left out that were cut off" in result.stdout
+    assert json.loads(invoke("evaluate", trained, data, "--json").stdout)["n"] == 30
+    result = invoke("evaluate", trained, write(tmp_path / "none.jsonl", [cut_off]))
+    assert result.exit_code == 1 and "not cut off" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--kind", "oracle"], "--kind: got 'oracle', expected one of words, forest, magnus, linear"),
+        (["--encoder", "minilm"], "--encoder: got 'minilm', expected none with --kind words"),
+        (["--trees", "0"], "--trees"),
+        (["--kind", "forest", "--encoder", "/no/where"], "`minilm`, which needs no network"),
+        (["--tokenizer", "/no/where"], "--tokenizer: got '/no/where'"),
+    ],
+)
+def test_wrong_options(tmp_path: Path, words: list[str], message: str) -> None:
+    result = invoke("train", write(tmp_path / "d.jsonl", [*rows(30)]), "--out", tmp_path / "o", *words)
+    assert result.exit_code == 1
+    assert message in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_files_that_are_not_there_or_not_it(trained: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.jsonl.gz"
+    broken.write_bytes(gzip.compress(b"x" * 1000)[:-10])
+    for data in (tmp_path / "none.jsonl", tmp_path, broken, write(tmp_path / "empty.jsonl", [])):
+        for command in (("train", data, "--out", tmp_path / "o"), ("evaluate", trained, data)):
+            result = invoke(*command)
+            assert result.exit_code == 1
+            assert result.stderr.startswith("farsight: DATA: got ") and result.stderr.count("\n") == 1
+    result = invoke("evaluate", tmp_path, write(tmp_path / "d.jsonl", [*rows(2)]))
+    assert result.exit_code == 1 and "farsight train" in result.stderr
+    few = write(tmp_path / "few.jsonl", [*rows(5)])
+    assert "at least 20" in invoke("train", few, "--out", tmp_path / "o").stderr

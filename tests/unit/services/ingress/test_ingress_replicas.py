@@ -1,0 +1,167 @@
+"""Several ingress replicas at work against one Router: real pieces, real messages, prompts hashed where they come."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from core.config import EngineConfig, FarsightConfig, LogConfig, ModelConfig, SchedulerConfig
+from core.decisions import unpack_decisions
+from core.messages import TokenDelta
+from core.request import Origin, SamplingParams
+from services.ingress.engine_client import EngineClient
+from tests.unit.actors.pieces import LONG_S, until
+from tests.unit.services.local_house import LocalHouse, local_house
+
+NUM_REPLICAS = 3
+NUM_ROUNDS = 4
+BLOCK_SIZE = 8
+PREFIX_LEN = 40 * BLOCK_SIZE
+OWN_LEN = 5
+ENDLESS = 50_000
+"""Tokens of a stream that goes on until it is ended: minutes."""
+
+PROFILE = {
+    "base_s": 0.005,
+    "prefill_token_s": 1e-6,
+    "decode_seq_s": 0.0,
+    "context_token_s": 0.0,
+    "kv_bytes": 1024,
+    "copy_bandwidth": 1e9,
+}
+
+
+def configured(directory: Path) -> FarsightConfig:
+    """Replicas on emulated devices, under placement by prefix."""
+    directory.mkdir()
+    profile = directory / "quick.json"
+    profile.write_text(json.dumps(PROFILE))
+    return FarsightConfig(
+        model=ModelConfig(name="m", replicas=NUM_REPLICAS),
+        engine=EngineConfig(f"emulated:{profile}", "256MiB", block_size=BLOCK_SIZE, max_model_len=2 * ENDLESS),
+        scheduler=SchedulerConfig(preset="preble"),
+        log=LogConfig(path=str(directory / "log.sqlite")),
+    )
+
+
+@asynccontextmanager
+async def house(directory: Path) -> AsyncIterator[LocalHouse]:
+    async with asyncio.timeout(LONG_S), local_house(configured(directory)) as found:
+        yield found
+
+
+@dataclass(frozen=True)
+class Served:
+    """Where a request went, and how much of its prompt was there."""
+
+    replica: str
+    cached_len: int
+
+
+def group_of(number: int) -> int:
+    """Each round has one of each, in another order than the round before."""
+    return (number + number // NUM_REPLICAS) % NUM_REPLICAS
+
+
+def prompt(number: int) -> tuple[int, ...]:
+    """All of a group begin alike; none ends like another."""
+    group = group_of(number)
+    return (*range(50 * group, 50 * group + 40), *(7,) * (PREFIX_LEN - 40), *(number + 10,) * OWN_LEN)
+
+
+async def serve(client: EngineClient, number: int) -> Served:
+    origin = Origin(f"cmpl-{number:032x}")
+    cached_len = 0
+    sampling = SamplingParams(3, ignore_eos=True)
+    async with aclosing(client.stream(prompt(number), sampling, None, origin)) as deltas:
+        async for delta in deltas:
+            cached_len += delta.cached_len
+    while True:  # its account may be on the way from a Scheduler to the log
+        decisions = [
+            each for trace in await client.explain(origin.response_id) for each in unpack_decisions(trace.decisions)
+        ]
+        placed = [str(each.facts["replica"]) for each in decisions if each.kind == "placed"]
+        if placed:
+            return Served(placed[0], cached_len)
+        await asyncio.sleep(0.01)
+
+
+async def serve_rounds(directory: Path, num_ingresses: int) -> list[Served]:
+    """One after the other; each round comes in at the next ingress replica."""
+    async with house(directory) as found, AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(found.ingress()) for _ in range(num_ingresses)]
+        numbers = range(NUM_ROUNDS * NUM_REPLICAS)
+        return [await serve(clients[number // NUM_REPLICAS % num_ingresses], number) for number in numbers]
+
+
+async def test_placement_does_not_depend_on_where_requests_come_in(tmp_path: Path) -> None:
+    through_one, through_three = [await serve_rounds(tmp_path / str(num), num) for num in (1, 3)]
+    assert through_three == through_one
+    homes = {group_of(number): through_three[number].replica for number in range(NUM_REPLICAS)}
+    assert sorted(homes.values()) == ["0", "1", "2"]
+    for number, served in enumerate(through_three):
+        found_len = 0 if number < NUM_REPLICAS else PREFIX_LEN
+        assert served == Served(homes[group_of(number)], found_len), "what came elsewhere had computed it"
+
+
+async def test_prompts_that_begin_alike_meet_however_they_come(tmp_path: Path) -> None:
+    """All at once, before any of them is cached."""
+    async with house(tmp_path / "house") as found, found.ingress() as a, found.ingress() as b:
+        numbers = range(8 * NUM_REPLICAS)
+        served = await asyncio.gather(*(serve((a, b)[number // NUM_REPLICAS % 2], number) for number in numbers))
+    homes = {(group_of(number), served[number].replica) for number in numbers}
+    assert sorted(replica for _, replica in homes) == ["0", "1", "2"]
+
+
+class Endless:
+    """Streams of one client that go on until they are ended."""
+
+    def __init__(self, client: EngineClient, numbers: Sequence[int]) -> None:
+        self.attempts: set[int] = set()
+        self.num_deltas = 0
+        self._tasks = [asyncio.create_task(self._read(client, number)) for number in numbers]
+
+    async def _read(self, client: EngineClient, number: int) -> None:
+        sampling = SamplingParams(ENDLESS, ignore_eos=True)
+        async with aclosing(client.stream(prompt(number), sampling)) as deltas:
+            async for delta in deltas:
+                self._take(delta)
+
+    def _take(self, delta: TokenDelta) -> None:
+        assert delta.finish_reason is None
+        self.attempts.add(int(delta.attempt))
+        self.num_deltas += 1
+
+    async def go_on(self) -> None:
+        """Until each may have got more."""
+        seen = self.num_deltas
+        await until(lambda: self.num_deltas >= seen + 3 * len(self._tasks) or any(task.done() for task in self._tasks))
+        assert not any(task.done() for task in self._tasks)
+
+    async def end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+async def test_a_death_takes_the_requests_of_its_own_clients_alone(tmp_path: Path) -> None:
+    async with house(tmp_path / "house") as found, found.ingress() as alive:
+
+        def num_held() -> int:
+            return sum(each.num_waiting + each.num_admitted for each in map(found.machine, range(NUM_REPLICAS)))
+
+        async with found.ingress() as dead:
+            theirs, ours = Endless(dead, range(6)), Endless(alive, range(6, 10))
+            await theirs.go_on()
+            await ours.go_on()
+            await until(lambda: found.router.queue == num_held() == 10)
+        await until(lambda: found.router.queue == num_held() == 4)
+        await ours.go_on()
+        assert ours.attempts == {0}, "none was begun again"
+        await theirs.end()
+        await ours.end()
+        await until(lambda: found.router.queue == num_held() == 0)

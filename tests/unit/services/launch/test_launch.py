@@ -1,0 +1,90 @@
+"""What a server is started with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from actors.runtime.hosts import num_gpus
+from actors.runtime.layout import by_host, wanted_pieces
+from core.config import ActorsConfig, EngineConfig, FarsightConfig, LogConfig, ModelConfig
+from core.errors import ConfigError
+from core.messages import PieceCounts
+from services.launch.launch import ServedModel, check_gpus, find_model, find_site, resolve_placement
+
+
+@pytest.mark.parametrize("path", ["", "redis://user:secret@127.0.0.1:6379/2", "rediss://host", "/var/log.sqlite"])
+def test_a_log_elsewhere_is_left_as_configured(path: str) -> None:
+    site = find_site(FarsightConfig(log=LogConfig(path, 7, 3)), ServedModel(Path("/model"), "tiny"))
+    assert site.config.log == LogConfig(path, 7, 3)
+
+
+def test_a_log_file_is_the_same_for_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    site = find_site(FarsightConfig(log=LogConfig("log.sqlite")), ServedModel(Path("/model"), "tiny"))
+    assert site.config.log.path == str(tmp_path / "log.sqlite")
+
+
+@pytest.mark.parametrize(
+    ("device", "replicas", "placement", "resolved"),
+    [
+        ("emulated:a100-7b", 10_000, "auto", "packed"),
+        ("emulated:a100-7b", 10_000, "split", "split"),
+        ("emulated:a100-7b", 1, "packed", "packed"),
+        ("cpu", 10_000, "fused", "fused"),
+    ],
+)
+def test_emulated_devices_share_processes_where_there_are_many(
+    device: str, replicas: int, placement: str, resolved: str
+) -> None:
+    config = FarsightConfig(
+        model=ModelConfig(replicas=replicas),
+        engine=EngineConfig(device=device),
+        actors=ActorsConfig(placement=placement),
+    )
+    assert resolve_placement(config) == resolved
+
+
+def test_models_that_compute_do_not_share_a_process() -> None:
+    with pytest.raises(ConfigError, match=r"actors\.placement"):
+        resolve_placement(FarsightConfig(actors=ActorsConfig(placement="packed")))
+
+
+def test_sixteen_workers_share_a_process() -> None:
+    hosts = by_host(wanted_pieces(PieceCounts(33, 1, 1, 0)), "packed")
+    workers = {host: pieces for host, pieces in hosts.items() if host.startswith("workers-")}
+    assert [len(pieces) for pieces in workers.values()] == [16, 16, 1]
+    assert set(hosts) == {"control", "length-predictor-0", *workers}
+
+
+def test_each_replica_has_a_gpu() -> None:
+    config = FarsightConfig(model=ModelConfig(replicas=2), engine=EngineConfig(device="cuda"))
+    check_gpus(config, {"CPU": 8.0, "GPU": 2.0})
+    with pytest.raises(ConfigError, match=r"engine\.device: got 'cuda', expected cpu, or a cluster with 2 GPUs, not 1"):
+        check_gpus(config, {"GPU": 1.0})
+    check_gpus(FarsightConfig(), {})
+    site = find_site(config, ServedModel(Path("/model"), "tiny"))
+    assert [num_gpus(host, site) for host in ("worker-0", "control", "scheduler-0")] == [1, 0, 0]
+    assert num_gpus("worker-0", find_site(FarsightConfig(), ServedModel(Path("/model"), "tiny"))) == 0
+
+
+def test_each_rank_of_a_replica_has_what_is_set_aside_for_it() -> None:
+    model = ModelConfig(replicas=2, tensor_parallel=2, pipeline_parallel=2)
+    on_gpus = FarsightConfig(model=model, engine=EngineConfig(device="cuda"))
+    check_gpus(on_gpus, {"GPU": 8.0})
+    with pytest.raises(ConfigError, match=r"engine\.device.*a cluster with 8 GPUs, not 7"):
+        check_gpus(on_gpus, {"GPU": 7.0})
+    check_gpus(FarsightConfig(model=model), {})
+    halves = FarsightConfig(model=model, actors=ActorsConfig(gpus_per_rank=0.5))
+    check_gpus(halves, {"GPU": 4.0})
+    with pytest.raises(ConfigError, match=r"actors\.gpus_per_rank: got 0\.5, expected 4 GPUs in the cluster, not 3"):
+        check_gpus(halves, {"GPU": 3.0})
+
+
+def test_a_model_that_cannot_be_split_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match=r"model\.tensor_parallel: got 3, expected a divisor"):
+        find_model(FarsightConfig(model=ModelConfig(tensor_parallel=3)))
+    with pytest.raises(ConfigError, match=r"model\.pipeline_parallel: got 9, expected at most the model's 4 layers"):
+        find_model(FarsightConfig(model=ModelConfig(pipeline_parallel=9)))
+    find_model(FarsightConfig(model=ModelConfig(tensor_parallel=4, pipeline_parallel=4)))
