@@ -23,7 +23,11 @@ import psutil
 import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 
-from core.config import ActorsConfig, EngineConfig, FarsightConfig, ModelConfig, SchedulerConfig
+from core.config.actors import ActorsConfig
+from core.config.engine import EngineConfig
+from core.config.load import FarsightConfig
+from core.config.model import ModelConfig
+from core.config.scheduling import SchedulerConfig
 from core.request import SamplingParams
 from services.bench.requests import BenchRequest, Part
 from services.bench.statistics import percentile

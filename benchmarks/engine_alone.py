@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.common.servers import vocab_size
 from benchmarks.step_timing import StepLog, TimedRunner, detokenizing
-from core.config import BACKENDS, EngineConfig
+from core.config.engine import BACKENDS, EngineConfig
 from core.request import SamplingParams
 from engine.engine import Engine
 from services.bench.report import cell, markdown_table, provenance, write_json

@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from core.config import EngineConfig
+from core.config.engine import EngineConfig
 from core.costs import StepCost
-from core.messages import StepSample
+from core.messages.step_times import StepSample
 from core.request import SamplingParams
 from engine.engine import Engine
 from engine.sequence import Sequence

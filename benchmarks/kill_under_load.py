@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.common.streams import Stream, Streams, open_streams, streams_midway
-from core.config import FarsightConfig, load_config
+from core.config.load import FarsightConfig, load_config
 
 if TYPE_CHECKING:
     from benchmarks.ray_nodes import Nodes

@@ -27,9 +27,12 @@ from actors.runtime.piece import PieceContext
 from actors.runtime.site import Site
 from actors.scheduling.router import Router
 from core.codec import decode, encode
-from core.config import FarsightConfig, SchedulerConfig
-from core.messages import FinishedSequence, Refusals, ReplicaNews, ReplicaState, Submit, WorkerReady
+from core.config.load import FarsightConfig
+from core.config.scheduling import SchedulerConfig
 from core.messages.cache import CachedRun, CacheNotice, CacheReply, StartedRequest
+from core.messages.fleet import ReplicaNews, ReplicaState
+from core.messages.plans import FinishedSequence, WorkerReady
+from core.messages.requests import Refusals, Submit
 from core.request import Origin, Request, SamplingParams, SequenceStatus
 from kvcache.prefix import hash_blocks
 

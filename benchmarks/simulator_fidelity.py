@@ -23,7 +23,7 @@ from rich.table import Table
 
 import services
 from benchmarks.common.servers import RunningServer, farsight_command
-from core.config import EngineConfig
+from core.config.engine import EngineConfig
 from estimator.device_profile import A100_7B
 from services.bench.load import Connection, measure
 from services.bench.targets import BodyForm, Call, Target

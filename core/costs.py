@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import astuple, dataclass
 from typing import Protocol
 
-from core.messages import ReplicaStepProfile, StepSample
+from core.messages.step_times import ReplicaStepProfile, StepSample
 
 
 def attention_pairs(num_tokens: int, start: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from core.messages import DeltaLogprobs, TokenDelta
+from core.messages.tokens import DeltaLogprobs, TokenDelta
 
 
 def joined(deltas: Sequence[TokenDelta]) -> TokenDelta:

@@ -6,9 +6,10 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core.config import EngineConfig, SchedulerConfig
+from core.config.engine import EngineConfig
+from core.config.scheduling import SchedulerConfig
 from core.errors import ConfigError
-from core.messages import WorkerReady
+from core.messages.plans import WorkerReady
 from engine.checkpoint.model_config import load_model_config, resolve_max_model_len
 from engine.devices.emulated_device import emulate_device
 from engine.parallel.mesh import ALONE, Mesh, check_parallel

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.messages import DeltaLogprobs, FinishedSequence, TokenDelta
+from core.messages.plans import FinishedSequence
+from core.messages.tokens import DeltaLogprobs, TokenDelta
 from engine.sequence import Sequence
 from engine.text.detokenizer import OutputText
 

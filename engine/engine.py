@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core.config import EngineConfig, SchedulerConfig
+from core.config.engine import EngineConfig
+from core.config.scheduling import SchedulerConfig
 from core.errors import InvalidValueError
-from core.messages import TokenDelta
+from core.messages.tokens import TokenDelta
 from core.request import Request, SamplingParams
 from engine.build import build_worker
 from engine.checkpoint.model_config import resolve_model_dir

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 
 from core.deltas import joined
-from core.messages import FinishedSequence
+from core.messages.plans import FinishedSequence
 from engine.emission import Emission, Output
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from core.messages import TokenBatch, TokenBatches, TokenDelta
+from core.messages.tokens import TokenBatch, TokenBatches, TokenDelta
 
 
 class TokenOutbox:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from core.messages import TokenLogprobs
+from core.messages.tokens import TokenLogprobs
 from core.request import Request, SamplingParams
 
 

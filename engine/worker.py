@@ -12,7 +12,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Protocol
 
 from core.errors import IntegrityError
-from core.messages import DeltaLogprobs, FinishedSequence, Key, Plan, TokenDelta, WorkerReady, WorkerState
+from core.messages.plans import FinishedSequence, Plan, WorkerReady, WorkerState
+from core.messages.requests import Key
+from core.messages.tokens import DeltaLogprobs, TokenDelta
 from core.request import Request, SamplingParams, SequenceStatus
 from engine.emission import Emission, Output
 from engine.held_back import HeldBack, joined_outputs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.config import EMULATED
+from core.config.engine import EMULATED
 from core.costs import A100_7B as A100_7B_COST
 from core.costs import StepCost
 from core.errors import ConfigError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from core.costs import attention_pairs
-from core.messages import StepSample
+from core.messages.step_times import StepSample
 from kvcache import StepBatch
 
 

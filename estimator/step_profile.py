@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from core.costs import StepCost
 from core.errors import InvalidValueError
-from core.messages import StepSample
+from core.messages.step_times import StepSample
 
 MIN_SAMPLES = 32
 """Steps that must have been measured before any time is given; the first of them are slower than all later ones."""

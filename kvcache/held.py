@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from core.errors import IntegrityError
-from core.messages import FinishedSequence, Plan, Slot, SlotProgress, StepReport, StepSample
 from core.messages.kv import KVTraffic
+from core.messages.plans import FinishedSequence, Plan, Slot, SlotProgress, StepReport
+from core.messages.step_times import StepSample
 from core.request import Residency, SequenceStatus
 from kvcache.block_manager import BlockManager
 from kvcache.cache_journal import CacheJournal

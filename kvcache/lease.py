@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from core.errors import IntegrityError
-from core.messages import FinishedSequence
+from core.messages.plans import FinishedSequence
 from core.request import Residency, SequenceStatus
 from kvcache.block_manager import BlockManager
 from kvcache.held import Held, PlanExecutor

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from core.errors import IntegrityError
-from core.messages import FinishedSequence
+from core.messages.plans import FinishedSequence
 from core.request import Residency, SequenceStatus
 from kvcache.block_manager import BlockManager
 from kvcache.held import Held

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from core.messages import StepReport
 from core.messages.kv import KVTraffic, KVUsage
+from core.messages.plans import StepReport
 
 
 class ResidencyShadow:

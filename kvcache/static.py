@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from core.errors import IntegrityError
-from core.messages import FinishedSequence
+from core.messages.plans import FinishedSequence
 from core.request import SequenceStatus
 from kvcache.block_manager import BlockManager
 from kvcache.held import Held, PlanExecutor

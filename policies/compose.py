@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from core.config import PlacementConfig, SchedulerConfig
+from core.config.scheduling import PlacementConfig, SchedulerConfig
 from core.costs import A100_7B, StepCost
 from core.errors import ConfigError
 from policies.admission.conservative import Conservative

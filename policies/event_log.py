@@ -15,7 +15,7 @@ from typing import Any
 import msgpack
 
 from core.codec import decode, encode
-from core.config import SchedulerConfig
+from core.config.scheduling import SchedulerConfig
 from core.errors import MessageError
 from policies.compose import configured_replica
 from policies.replica.events import Event, Instruction

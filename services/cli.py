@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from core.config import load_config
+from core.config.load import load_config
 from core.errors import FarsightError
 from services.bench.command import bench
 from services.commands.ask import ask

@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any
 
 from actors.runtime.site import Site
-from core.config import FarsightConfig, load_config
+from core.config.load import FarsightConfig, load_config
 from core.errors import ConfigError, FarsightError
 from policies.compose import check_scheduler
 from services.launch.launch import default_ingress_replicas, find_model, find_site, ingress_app, start_pieces

@@ -22,22 +22,13 @@ from actors.runtime.waiting import wait_for
 from actors.worker.token_channel import TICK_S
 from actors.worker.token_channels import TokenChannels
 from core.codec import decode, encode
-from core.messages import (
-    FinishedSequence,
-    ForecastsMade,
-    Key,
-    Keys,
-    Refusal,
-    Refusals,
-    ReplicaNews,
-    ReplicaState,
-    Submit,
-    TokenDelta,
-    TokenPoll,
-    WorkerReady,
-)
 from core.messages.cache import StartedRequest
+from core.messages.fleet import ReplicaNews, ReplicaState
+from core.messages.forecasts import ForecastsMade
 from core.messages.log import RequestTrace, RequestTraces, TraceQuery
+from core.messages.plans import FinishedSequence, WorkerReady
+from core.messages.requests import Key, Keys, Refusal, Refusals, Submit
+from core.messages.tokens import TokenDelta, TokenPoll
 from core.request import Request
 from engine.text.vocabulary import PromptDecoder, vocabulary_size
 from policies.compose import configured_backend

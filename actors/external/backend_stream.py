@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from actors.external.openai_server import Reading
 from actors.external.openai_wire import Chunk, Usage
-from core.messages import TokenDelta
+from core.messages.tokens import TokenDelta
 from core.request import Request, SequenceStatus
 
 _STATUSES = {"length": SequenceStatus.FINISHED_LENGTH}

@@ -16,7 +16,7 @@ from actors.runtime.peer import Peer, PeerLost
 from actors.runtime.piece import Piece, PieceContext
 from core.codec import decode, encode
 from core.errors import FarsightError
-from core.messages import ForecastQuestions, Forecasts
+from core.messages.forecasts import ForecastQuestions, Forecasts
 from core.messages.log import FinishedRequest, LogPage, LogQuery
 from predictor.history import HistoryPredictor
 

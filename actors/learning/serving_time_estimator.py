@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from actors.runtime.piece import Piece, PieceContext
 from core.codec import decode, encode
-from core.messages import ReplicaStepProfile, StepProfileReply, StepSamples
+from core.messages.step_times import ReplicaStepProfile, StepProfileReply, StepSamples
 from estimator.step_profile import StepProfile
 
 TERMS = ("step", "prefill_token", "decode_seq", "context_token", "prefill_pair")

@@ -9,7 +9,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from core.messages import PieceStatus
+from core.messages.status import PieceStatus
 
 HEALTHY_STATES = frozenset({"ready", "draining"})
 """A draining piece still does its work; a probe must not have it killed."""

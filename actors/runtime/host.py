@@ -19,7 +19,7 @@ from actors.runtime.piece import Piece, PieceContext
 from actors.runtime.registry import piece_class
 from actors.runtime.site import Site
 from core.codec import encode
-from core.messages import PieceRows, PieceStatus
+from core.messages.status import PieceRows, PieceStatus
 
 logger = logging.getLogger(__name__)
 

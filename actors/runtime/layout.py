@@ -17,8 +17,8 @@ from actors.runtime.names import (
 )
 from actors.runtime.peer import PeerBook, PeerLost
 from core.codec import decode
-from core.config import FarsightConfig
-from core.messages import PieceCounts
+from core.config.load import FarsightConfig
+from core.messages.status import PieceCounts
 
 SCALABLE = {
     "replica": "replicas",

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from actors.runtime.peer import PeerBook
 from actors.runtime.site import Site
-from core.config import FarsightConfig
+from core.config.load import FarsightConfig
 from core.errors import MessageError
 
 

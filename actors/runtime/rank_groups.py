@@ -9,7 +9,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.runtime.names import rank_of
 from actors.runtime.site import Site
-from core.config import FarsightConfig
+from core.config.load import FarsightConfig
 
 _CPU_SHARE = 0.01
 """Of each rank that has no GPU: a bundle must not be empty, and processors are not counted here."""

@@ -6,7 +6,7 @@ import importlib
 
 from actors.runtime.names import ROUTER
 from actors.runtime.piece import Piece
-from core.config import FarsightConfig
+from core.config.load import FarsightConfig
 from policies.compose import is_batch_mode
 
 _CLASSES = {

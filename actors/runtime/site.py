@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from actors.runtime.names import NAMESPACE
 from actors.runtime.peer import Answering, PeerBook
-from core.config import FarsightConfig
+from core.config.load import FarsightConfig
 
 
 @dataclass(frozen=True, slots=True)

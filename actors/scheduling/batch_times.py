@@ -13,8 +13,8 @@ from actors.runtime.peer import PeerBook, PeerLost
 from core.codec import decode, encode
 from core.costs import profile_cost
 from core.errors import FarsightError, InvalidValueError
-from core.messages import StepProfileReply
 from core.messages.log import Artefact, ArtefactList, ArtefactName, ArtefactReply
+from core.messages.step_times import StepProfileReply
 from estimator.knn import MIN_BATCHES, BatchTimes, ServedBatch
 from estimator.step_profile import MIN_SAMPLES
 from policies.compose import PRIOR_COST

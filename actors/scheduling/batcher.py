@@ -16,7 +16,8 @@ from actors.scheduling.batch_times import LiveBatchTimes
 from actors.scheduling.router import Router
 from core.codec import decode
 from core.forecast import Forecast
-from core.messages import ForecastsMade, ReplicaState
+from core.messages.fleet import ReplicaState
+from core.messages.forecasts import ForecastsMade
 from core.messages.log import FinishedBatch, FinishedBatches
 from policies.compose import BatchSettings, build_batch_scheduler
 from policies.fleet.batch_scheduler import BatchScheduler

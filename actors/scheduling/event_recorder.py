@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from core.config import SchedulerConfig
+from core.config.scheduling import SchedulerConfig
 from core.errors import ConfigError
 from policies.event_log import MachineConfig, pack_config, pack_handled
 from policies.replica.events import Event, Instruction

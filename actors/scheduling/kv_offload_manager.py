@@ -11,7 +11,7 @@ import time
 from actors.runtime.metrics import EngineMetrics
 from actors.runtime.piece import Piece, PieceContext
 from core.codec import decode, encode
-from core.messages import StepReport
+from core.messages.plans import StepReport
 from kvcache.residency import ResidencyShadow
 
 

@@ -17,30 +17,24 @@ from core.codec import decode, encode
 from core.costs import StepCost, profile_cost
 from core.decisions import Decision, DecisionPacker, on_clock, pack_decisions
 from core.forecast import Forecast
-from core.messages import (
+from core.messages.cache import CacheReply
+from core.messages.fleet import InFlight, ReplicaName, ReplicaNews, ReplicaState, ServedModel
+from core.messages.forecasts import ForecastMade, ForecastsMade
+from core.messages.log import RequestTrace, RequestTraces, TraceQuery
+from core.messages.placement import PlacementView
+from core.messages.requests import (
     Announce,
     AnnounceReply,
-    ForecastMade,
-    ForecastsMade,
-    InFlight,
     Key,
     Keys,
     OpenRequest,
-    PieceRows,
-    PieceStatus,
     Placed,
     Refusal,
     Refusals,
-    ReplicaName,
-    ReplicaNews,
-    ReplicaState,
-    ServedModel,
     Submit,
     SubmitReply,
 )
-from core.messages.cache import CacheReply
-from core.messages.log import RequestTrace, RequestTraces, TraceQuery
-from core.messages.placement import PlacementView
+from core.messages.status import PieceRows, PieceStatus
 from core.queue_outlook import QueueOutlook
 from core.request import Request
 from policies.compose import PolicySettings, build_router, configured_e2, follows_prefixes, is_batch_mode, placement_of

@@ -19,27 +19,13 @@ from actors.runtime.waiting import wait_for
 from actors.scheduling.event_recorder import EventRecorder, recorded
 from core.codec import decode, encode
 from core.costs import profile_cost
-from core.messages import (
-    FinishedSequence,
-    ForecastsMade,
-    Key,
-    Keys,
-    Plan,
-    Refusal,
-    Refusals,
-    ReplicaNews,
-    ReplicaState,
-    ReplicaStepProfile,
-    ReportPoll,
-    StepReport,
-    StepSample,
-    StepSamples,
-    Submit,
-    WorkerReady,
-    WorkerState,
-)
 from core.messages.cache import CacheNotice, CacheReply, StartedRequest
+from core.messages.fleet import ReplicaNews, ReplicaState
+from core.messages.forecasts import ForecastsMade
 from core.messages.log import RequestTrace, RequestTraces, TraceQuery
+from core.messages.plans import FinishedSequence, Plan, ReportPoll, StepReport, WorkerReady, WorkerState
+from core.messages.requests import Key, Keys, Refusal, Refusals, Submit
+from core.messages.step_times import ReplicaStepProfile, StepSample, StepSamples
 from policies.compose import configured_replica, is_batch_mode
 from policies.replica.events import (
     AccountClosed,

@@ -11,9 +11,9 @@ from actors.runtime.names import ROUTER, host_of, length_predictor_name
 from actors.runtime.peer import PeerBook, PeerLost
 from actors.supervision.autoscaling import LOOK_S, QueueScaler, ReplicaScaler
 from core.codec import decode
-from core.config import FarsightConfig
+from core.config.load import FarsightConfig
 from core.errors import FarsightError
-from core.messages import PieceCounts, PieceRows
+from core.messages.status import PieceCounts, PieceRows
 from core.queue_outlook import QueueOutlook
 from policies.fleet.queue_delay import queue_delay_s
 

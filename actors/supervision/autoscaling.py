@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from core.config import ModelConfig
+from core.config.model import ModelConfig
 from core.queue_outlook import QueueOutlook
 from policies.fleet.queue_delay import queue_delay_s
 

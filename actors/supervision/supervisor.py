@@ -30,7 +30,8 @@ from actors.runtime.rank_groups import remove_rank_group
 from actors.supervision.autoscaler import Autoscaler
 from core.codec import decode, encode
 from core.errors import FarsightError, MessageError
-from core.messages import InFlight, PieceCounts, ReplicaName, Scale
+from core.messages.fleet import InFlight, ReplicaName
+from core.messages.status import PieceCounts, Scale
 
 HEALTHY_AFTER_S = 10.0
 """Who lived so long and dies is started again at once; who dies sooner waits, each time twice as long ..."""

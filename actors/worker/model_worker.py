@@ -30,11 +30,13 @@ from actors.worker.token_channel import TICK_S
 from actors.worker.token_channels import POLL_TIMEOUT_S, TokenChannels
 from core.codec import decode, encode
 from core.errors import RankLost
-from core.messages import Plan, ReportPoll, StepSample, TokenDelta, TokenPoll
+from core.messages.plans import Plan, ReportPoll
 from core.messages.rank import RankTicket
+from core.messages.step_times import StepSample
+from core.messages.tokens import TokenDelta, TokenPoll
 
 if TYPE_CHECKING:
-    from core.config import FarsightConfig
+    from core.config.load import FarsightConfig
     from engine.emission import Output
     from engine.parallel.links import Ranks
     from engine.worker import Worker

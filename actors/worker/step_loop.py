@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.errors import RankLost
-from core.messages import StepSample
+from core.messages.step_times import StepSample
 from estimator.samples import step_sample
 
 if TYPE_CHECKING:

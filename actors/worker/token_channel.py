@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from actors.runtime.waiting import wait_for
 from core.codec import encode
-from core.messages import TokenDelta
+from core.messages.tokens import TokenDelta
 from engine.outbox import TokenOutbox
 
 FLUSH_INTERVAL_S = 0.015

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from actors.worker.token_channel import TokenChannel
-from core.messages import TokenDelta, TokenPoll
+from core.messages.tokens import TokenDelta, TokenPoll
 
 POLL_TIMEOUT_S = 1.0
 """An idle long poll answers after this time, so that both sides know the other lives."""

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from actors.runtime.request_traces import request_trace
 from benchmarks.decisions.row import Row
 from core.codec import decode, encode
-from core.messages import StepReport, Submit, WorkerReady, WorkerState
+from core.messages.plans import StepReport, WorkerReady, WorkerState
+from core.messages.requests import Submit
 from core.request import Origin, Request, SamplingParams
 from kvcache import BatchLimits, BlockManager, LeaseExecutor
 from policies.compose import build_scheduler

@@ -20,9 +20,11 @@ from actors.runtime.peer import Answering, LocalPeer, Peer, PeerBook
 from actors.runtime.piece import Piece, PieceContext
 from actors.scheduling.scheduler import FEED_S
 from core.codec import decode, encode
-from core.config import FarsightConfig
+from core.config.load import FarsightConfig
 from core.forecast import QUANTILES, Forecast
-from core.messages import ForecastQuestions, Forecasts, PieceRows, ServedModel
+from core.messages.fleet import ServedModel
+from core.messages.forecasts import ForecastQuestions, Forecasts
+from core.messages.status import PieceRows
 from services.api.backend import ModelInfo
 from services.ingress.engine_client import EngineClient
 

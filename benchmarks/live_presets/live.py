@@ -18,7 +18,7 @@ from typing import Any
 import uvloop
 
 from benchmarks.live_presets.house import House, running
-from core.config import FarsightConfig, load_config
+from core.config.load import FarsightConfig, load_config
 from core.request import SamplingParams
 from estimator.device_profile import DeviceProfile
 from services.api.text.prompt_text import PromptText

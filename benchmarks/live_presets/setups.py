@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.live_presets.live import Hardware
 from benchmarks.live_presets.study import System
-from core.config import SchedulerConfig
+from core.config.scheduling import SchedulerConfig
 from estimator.device_profile import A100_7B
 from policies.compose import build_scheduler, configured_settings
 from simulator import predictors

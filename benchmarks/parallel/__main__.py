@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks.make_model import PRESETS, random_model, train_tokenizer
 from benchmarks.parallel.emulated import BASE_S, ROW_S, emulate_stages, stage_s
-from core.config import EngineConfig
+from core.config.engine import EngineConfig
 from core.request import SamplingParams
 from engine import Engine
 from engine.parallel.local import RANK_MODULE, LocalRanks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from core.config import EngineConfig
+from core.config.engine import EngineConfig
 from core.errors import ConfigError
 from engine.attention.step_sizes import StepSizes
 from engine.checkpoint.model_config import ModelConfig, resolve_max_model_len

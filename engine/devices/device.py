@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.config import EngineConfig
+from core.config.engine import EngineConfig
 from core.errors import ConfigError
 from engine.worker import Copier, Runner
 

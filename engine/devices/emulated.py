@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from core.costs import StepCost
-from core.messages import TokenLogprobs
+from core.messages.tokens import TokenLogprobs
 from core.request import Request, Residency
 from engine.kv.copies import Copies
 from engine.sampling.logged_tokens import ItemLogprobs, LoggedTokens

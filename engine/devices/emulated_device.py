@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tokenizers import Tokenizer
 
-from core.config import EngineConfig
+from core.config.engine import EngineConfig
 from core.errors import ConfigError, InvalidValueError
 from engine.checkpoint.model_config import ModelConfig
 from engine.devices.device import Device, num_host_pool_blocks, num_pool_blocks

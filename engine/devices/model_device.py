@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from core.config import EngineConfig
+from core.config.engine import EngineConfig
 from engine.checkpoint.model_config import ModelConfig, resolve_max_model_len
 from engine.checkpoint.weights import parse_dtype
 from engine.devices.device import Device, num_host_pool_blocks, num_pool_blocks

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from core.config import EngineConfig
+from core.config.engine import EngineConfig
 from core.errors import RankLost
 from engine.checkpoint.model_config import ModelConfig, resolve_max_model_len
 from engine.checkpoint.weights import CheckpointError, parse_dtype

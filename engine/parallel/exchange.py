@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from core.config import EngineConfig
+from core.config.engine import EngineConfig
 from engine.parallel.group import Arrival, RankGroup
 from engine.parallel.mesh import Part
 

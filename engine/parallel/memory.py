@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from core.config import EngineConfig
+from core.config.engine import EngineConfig
 from core.errors import ConfigError
 from engine.attention.layout import build_layout, order_items
 from engine.devices.model_device import AUTO_SHARE, available_bytes

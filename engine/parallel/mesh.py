@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from core.config import EngineConfig
+from core.config.engine import EngineConfig
 from core.errors import ConfigError
 from engine.checkpoint.model_config import ModelConfig
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from core.config import EngineConfig
+from core.config.engine import EngineConfig
 from core.errors import RankLost
 from engine.attention.attention import AttentionBackend
 from engine.attention.layout import find_sample_rows, layout_of

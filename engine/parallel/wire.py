@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from core.config import EngineConfig
+from core.config.engine import EngineConfig
 from core.request import Residency
 from engine.parallel.mesh import Mesh
 from kvcache import KVCopy, StepItem

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from core.errors import IntegrityError
-from core.messages import TokenLogprobs
+from core.messages.tokens import TokenLogprobs
 from engine.sequence import Sequence
 from kvcache import StepBatch
 

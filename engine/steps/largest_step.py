@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from core.config import EngineConfig
+from core.config.engine import EngineConfig
 from core.request import Request, SamplingParams
 from engine.sequence import Sequence
 from kvcache import StepBatch, StepItem

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.messages import Key
+from core.messages.requests import Key
 from core.request import Request, SequenceStatus
 from policies.replica.events import (
     AccountClosed,

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from core.errors import IntegrityError
-from core.messages import ForecastMade, Key, OpenRequest
+from core.messages.forecasts import ForecastMade
+from core.messages.requests import Key, OpenRequest
 from core.request import Request
 from policies.batching.base import Batcher, FormedBatch
 from policies.batching.hrrn import ServingTime

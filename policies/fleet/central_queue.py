@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from core.errors import IntegrityError
 from core.forecast import Forecast
-from core.messages import Key
+from core.messages.requests import Key
 from core.request import Request
 from policies.batching.base import Batcher, FormedBatch
 from policies.job import Job

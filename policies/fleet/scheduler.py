@@ -12,9 +12,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from core.errors import IntegrityError
-from core.messages import FinishedSequence, ForecastMade, Key, OpenRequest, Placed, WorkerReady
 from core.messages.cache import CacheNotice, StartedRequest
+from core.messages.forecasts import ForecastMade
 from core.messages.placement import PrefixView, ReplicaView
+from core.messages.plans import FinishedSequence, WorkerReady
+from core.messages.requests import Key, OpenRequest, Placed
 from core.queue_outlook import Demand
 from core.request import Request, SequenceStatus
 from policies.fleet.events import (

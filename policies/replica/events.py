@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from core.costs import StepCost
-from core.messages import FinishedSequence, ForecastMade, Key, Plan, StepReport, WorkerState
 from core.messages.cache import CacheNotice, StartedRequest
+from core.messages.forecasts import ForecastMade
+from core.messages.plans import FinishedSequence, Plan, StepReport, WorkerState
+from core.messages.requests import Key
 from core.request import Origin, Request
 
 

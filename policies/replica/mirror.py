@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from core.errors import IntegrityError
-from core.messages import Key, StepReport, WorkerReady, WorkerState
 from core.messages.cache import CacheNotice
+from core.messages.plans import StepReport, WorkerReady, WorkerState
+from core.messages.requests import Key
 from core.request import Request, Residency
 from kvcache.cache_journal import CacheShadow
 from policies.interfaces import KvView

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from core.costs import StepCost
-from core.messages import Plan, Slot
+from core.messages.plans import Plan, Slot
 from policies.interfaces import Order
 from policies.job import Job
 from policies.replica.mirror import ReplicaShadow

@@ -11,7 +11,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from core.costs import StepCost
-from core.messages import FinishedSequence, ForecastMade, Key, SlotProgress, StepReport, WorkerState
+from core.messages.forecasts import ForecastMade
+from core.messages.plans import FinishedSequence, SlotProgress, StepReport, WorkerState
+from core.messages.requests import Key
 from core.request import Request, Residency, SequenceStatus
 from kvcache.cache_journal import CacheShadow
 from policies.interfaces import ReplicaPolicies

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.messages import SlotProgress
 from core.messages.cache import StartedRequest
+from core.messages.plans import SlotProgress
 from core.request import Request, Residency
 from kvcache.cache_journal import CacheShadow
 from policies.job import Job

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from core.errors import FarsightError, InvalidValueError
-from core.messages import PieceCounts
+from core.messages.status import PieceCounts
 from services.api.answers.replies import ErrorReply
 from services.api.backend import GenerationBackend
 from services.api.errors import SERVER_ERROR, ApiError

@@ -6,9 +6,10 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
-from core.messages import PieceCounts, StatusReply, TokenDelta
 from core.messages.log import RequestTrace
 from core.messages.placement import PlacementView
+from core.messages.status import PieceCounts, StatusReply
+from core.messages.tokens import TokenDelta
 from core.request import Origin, SamplingParams
 from services.api.text.prompt_text import PromptText
 

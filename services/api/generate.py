@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive
 
-from core.messages import TokenDelta, TokenLogprobs
+from core.messages.tokens import TokenDelta, TokenLogprobs
 from core.request import Origin
 from services.api.backend import GenerationBackend
 from services.api.errors import SERVER_ERROR, ApiError

@@ -17,7 +17,7 @@ from ray.exceptions import RayActorError, RayError
 from actors.runtime.hosts import create_host
 from actors.runtime.names import SUPERVISOR, host_of
 from actors.runtime.site import Site
-from core.config import FarsightConfig
+from core.config.load import FarsightConfig
 from services.api.backend import GenerationBackend
 from services.api.text.prompts import PromptEncoder
 from services.ingress.connect import open_client

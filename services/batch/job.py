@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 import uvloop
 
-from core.config import FarsightConfig, load_config
+from core.config.load import FarsightConfig, load_config
 from core.errors import FarsightError
 from services.api.app import build_app
 from services.batch.backend import open_backend

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from core.config import EngineConfig
+from core.config.engine import EngineConfig
 from core.errors import ConfigError, FarsightError
 
 if TYPE_CHECKING:

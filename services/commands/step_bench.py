@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from core.messages import StepSample
+from core.messages.step_times import StepSample
 from core.request import Request, SamplingParams
 from engine.sequence import Sequence as TokenSequence
 from engine.steps.model_runner import ModelRunner

@@ -11,7 +11,7 @@ from actors.runtime.names import ROUTER
 from actors.runtime.peer import LOOK_AGAIN_S, PeerLost
 from actors.runtime.site import Site
 from core.codec import decode
-from core.messages import ServedModel
+from core.messages.fleet import ServedModel
 from estimator.device_profile import profile_label
 from services.api.backend import ModelInfo
 from services.ingress.engine_client import EngineClient

@@ -28,24 +28,12 @@ from actors.runtime.waiting import again_and_again, wait_for
 from core.codec import decode, encode
 from core.errors import CapacityError, InvalidValueError
 from core.forecast import Forecast, ForecastQuestion
-from core.messages import (
-    AnnounceReply,
-    ForecastMade,
-    ForecastsMade,
-    Keys,
-    PieceCounts,
-    PieceStatus,
-    Refusal,
-    Scale,
-    StatusReply,
-    Submit,
-    SubmitReply,
-    TokenBatches,
-    TokenDelta,
-    TokenPoll,
-)
+from core.messages.forecasts import ForecastMade, ForecastsMade
 from core.messages.log import FinishedRequest, FinishedRequests, RequestTrace, RequestTraces
 from core.messages.placement import PlacementView
+from core.messages.requests import AnnounceReply, Keys, Refusal, Submit, SubmitReply
+from core.messages.status import PieceCounts, PieceStatus, Scale, StatusReply
+from core.messages.tokens import TokenBatches, TokenDelta, TokenPoll
 from core.request import Origin, Request, SamplingParams
 from kvcache.prefix import hash_blocks, salted_root
 from services.api.backend import ModelInfo

@@ -10,10 +10,10 @@ from actors.runtime.layout import current_counts, initial_counts
 from actors.runtime.names import length_predictor_name
 from actors.runtime.peer import LOOK_AGAIN_S, PeerBook, PeerLost
 from core.codec import decode, encode
-from core.config import FarsightConfig
+from core.config.load import FarsightConfig
 from core.errors import FarsightError
 from core.forecast import Forecast, ForecastQuestion
-from core.messages import ForecastQuestions, Forecasts
+from core.messages.forecasts import ForecastQuestions, Forecasts
 
 MAX_QUESTIONS = 64
 """In one message."""

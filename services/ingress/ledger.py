@@ -12,16 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from core.forecast import Forecast
-from core.messages import (
-    Announce,
-    AnnounceReply,
-    Key,
-    OpenRequest,
-    Placed,
-    Refusal,
-    SubmitReply,
-    TokenDelta,
-)
+from core.messages.requests import Announce, AnnounceReply, Key, OpenRequest, Placed, Refusal, SubmitReply
+from core.messages.tokens import TokenDelta
 from core.request import Request
 
 MAX_ATTEMPTS = 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from core.deltas import joined
-from core.messages import TokenDelta
+from core.messages.tokens import TokenDelta
 
 
 class Mailbox:

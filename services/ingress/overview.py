@@ -18,10 +18,10 @@ from actors.runtime.registry import kind_of
 from actors.runtime.site import Site
 from core.codec import decode
 from core.errors import FarsightError
-from core.messages import PieceRows, PieceStatus, StatusReply
 from core.messages.kv import KVUsage
 from core.messages.log import ArtefactInfo, ArtefactList
 from core.messages.placement import PlacementView
+from core.messages.status import PieceRows, PieceStatus, StatusReply
 from core.queue_outlook import QueueOutlook
 from kvcache.residency import total_usage
 from policies.fleet.queue_delay import queue_delay_s

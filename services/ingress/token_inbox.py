@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from core.messages import TokenBatches, TokenDelta
+from core.messages.tokens import TokenBatches, TokenDelta
 
 
 class TokenInbox:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from actors.external.openai_server import OpenAIServer, find_api_key
 from actors.external.openai_wire import BackendFailed
-from core.config import FarsightConfig
+from core.config.load import FarsightConfig
 from core.config.replica import ReplicaConfig
 from core.errors import ConfigError
 from policies.compose import is_batch_mode

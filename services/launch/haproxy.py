@@ -6,7 +6,7 @@ import importlib.util
 import shlex
 from pathlib import Path
 
-from core.config import HAPROXY_HOSTS, ServerConfig
+from core.config.server import HAPROXY_HOSTS, ServerConfig
 from core.errors import ConfigError
 from services.launch.ports import free_ports
 

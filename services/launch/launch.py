@@ -18,9 +18,10 @@ from typing import Any
 from actors.runtime.names import SUPERVISOR, host_of
 from actors.runtime.site import Site
 from core.codec import decode
-from core.config import FarsightConfig, PredictorConfig
+from core.config.learning import PredictorConfig
+from core.config.load import FarsightConfig
 from core.errors import ConfigError, FarsightError
-from core.messages import PieceCounts
+from core.messages.status import PieceCounts
 from estimator.device_profile import profile_label, resolve_device
 from policies.compose import check_scheduler
 from services.launch.backends import check_replicas, look_for_servers

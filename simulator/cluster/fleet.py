@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from core.messages import FinishedSequence
 from core.messages.cache import StartedRequest
+from core.messages.plans import FinishedSequence
 from core.request import Request
 from policies.fleet.events import PlaceRequests, ReplicaUp, RequestsEnded, RequestsStarted
 from policies.fleet.scheduler import GlobalScheduler

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from core.costs import attention_pairs
-from core.messages import FinishedSequence, Plan, WorkerReady, WorkerState
+from core.messages.plans import FinishedSequence, Plan, WorkerReady, WorkerState
 from core.request import Request, Residency
 from kvcache import BatchLimits, BlockManager, LeaseExecutor, StepBatch
 from policies.replica.events import (

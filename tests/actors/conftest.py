@@ -15,7 +15,10 @@ import pytest
 import ray
 
 from actors.runtime.site import Site
-from core.config import FarsightConfig, LogConfig, ModelConfig, SchedulerConfig
+from core.config.load import FarsightConfig
+from core.config.log import LogConfig
+from core.config.model import ModelConfig
+from core.config.scheduling import SchedulerConfig
 from services.ingress.engine_client import EngineClient
 from services.launch.cluster import few_daemons
 from services.launch.launch import start_pieces

@@ -23,9 +23,10 @@ from actors.runtime.hosts import find_host, list_hosts
 from actors.runtime.names import LOG_STORE, SUPERVISOR, actor_name, host_of
 from actors.runtime.site import Site
 from core.codec import decode, encode
-from core.config import EngineConfig, ServerConfig
-from core.messages import PieceStatus, StatusReply
+from core.config.engine import EngineConfig
+from core.config.server import ServerConfig
 from core.messages.log import FinishedRequest, LogPage, LogQuery
+from core.messages.status import PieceStatus, StatusReply
 from core.request import SamplingParams
 from engine import Engine
 from engine.sampling.sampler import counter_uniform, warp_logits

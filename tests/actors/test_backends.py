@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from core.config import ModelConfig
+from core.config.model import ModelConfig
 from core.config.replica import ReplicaConfig
-from core.messages import TokenDelta
+from core.messages.tokens import TokenDelta
 from core.request import SamplingParams
 from services.ingress.engine_client import EngineClient
 from tests.actors.conftest import CONTINUOUS, open_house

@@ -13,9 +13,11 @@ import pytest
 
 from actors.runtime.names import LOG_STORE, ROUTER
 from core.codec import decode
-from core.config import EXECUTIONS, BatchConfig, ModelConfig, SchedulerConfig
-from core.messages import PieceRows
+from core.config.engine import EXECUTIONS
+from core.config.model import ModelConfig
+from core.config.scheduling import BatchConfig, SchedulerConfig
 from core.messages.log import BatchPage, LogQuery
+from core.messages.status import PieceRows
 from services.ingress.engine_client import EngineClient
 from tests.actors.conftest import open_house
 from tests.actors.house import (

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from actors.runtime.names import SUPERVISOR
-from core.messages import PieceStatus
+from core.messages.status import PieceStatus
 from services.ingress.engine_client import EngineClient
 from tests.actors.house import (
     NUM_TOKENS,

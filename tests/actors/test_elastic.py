@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from actors.runtime.names import ROUTER
-from core.config import ModelConfig
+from core.config.model import ModelConfig
 from core.errors import InvalidValueError
 from services.ingress.engine_client import EngineClient
 from tests.actors.conftest import CONTINUOUS, open_house

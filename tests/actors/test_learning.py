@@ -11,9 +11,9 @@ import pytest
 from actors.runtime.names import kv_offload_manager_name, length_predictor_name, serving_time_estimator_name
 from core.errors import InvalidValueError
 from core.forecast import Forecast
-from core.messages import StepProfileReply
 from core.messages.kv import KVUsage
 from core.messages.log import LogPage, LogQuery
+from core.messages.step_times import StepProfileReply
 from core.request import SamplingParams
 from services.ingress.engine_client import EngineClient
 from tests.actors.house import MAX_LEN, PROMPTS, House, Reading, Truth, eventually, read, sampling

@@ -13,26 +13,11 @@ import pytest
 
 from actors.runtime.piece import Piece
 from actors.runtime.registry import piece_class
-from core.config import FarsightConfig
+from core.config.load import FarsightConfig
 from core.errors import MessageError
-from core.messages import (
-    SCHEMA_VERSION,
-    Announce,
-    ForecastQuestions,
-    ForecastsMade,
-    Keys,
-    PieceStatus,
-    Plan,
-    ReplicaName,
-    ReplicaNews,
-    ReplicaState,
-    ReportPoll,
-    Scale,
-    StepReport,
-    StepSamples,
-    Submit,
-    TokenPoll,
-)
+from core.messages import SCHEMA_VERSION
+from core.messages.fleet import ReplicaName, ReplicaNews, ReplicaState
+from core.messages.forecasts import ForecastQuestions, ForecastsMade
 from core.messages.log import (
     Artefact,
     ArtefactName,
@@ -43,6 +28,11 @@ from core.messages.log import (
     RequestTraces,
     TraceQuery,
 )
+from core.messages.plans import Plan, ReportPoll, StepReport
+from core.messages.requests import Announce, Keys, Submit
+from core.messages.status import PieceStatus, Scale
+from core.messages.step_times import StepSamples
+from core.messages.tokens import TokenPoll
 from services.ingress.engine_client import EngineClient
 from tests.actors.house import House, Truth, read, rows
 

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from core.config import EngineConfig, ModelConfig, SchedulerConfig
-from core.messages import PieceStatus
+from core.config.engine import EngineConfig
+from core.config.model import ModelConfig
+from core.config.scheduling import SchedulerConfig
+from core.messages.status import PieceStatus
 from core.request import SamplingParams
 from services.ingress.engine_client import EngineClient
 from tests.actors.conftest import open_house

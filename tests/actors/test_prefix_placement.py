@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from actors.runtime.names import ROUTER, scheduler_name
-from core.config import SchedulerConfig
+from core.config.scheduling import SchedulerConfig
 from core.decisions import Facts, unpack_decisions
 from core.errors import FarsightError
 from core.messages.cache import CacheReply

@@ -11,8 +11,9 @@ import pytest
 
 from actors.runtime.names import ROUTER, kv_offload_manager_name, worker_name
 from core.errors import CapacityError, InvalidValueError
-from core.messages import Submit, SubmitReply, TokenBatches, TokenDelta, TokenPoll
 from core.messages.kv import KVUsage
+from core.messages.requests import Submit, SubmitReply
+from core.messages.tokens import TokenBatches, TokenDelta, TokenPoll
 from core.request import Request, SamplingParams
 from services.ingress.engine_client import SLOW_DELTAS, EngineClient
 from tests.actors.house import (

@@ -11,7 +11,7 @@ import pytest
 from actors.worker import token_channel
 from actors.worker.token_channel import TokenChannel
 from core.codec import decode
-from core.messages import TokenBatches, TokenDelta
+from core.messages.tokens import TokenBatches, TokenDelta
 
 LONG_S = 120.0
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from benchmarks.common.streams import LONG_S, stream_body, streams_midway
-from core.config import EngineConfig
+from core.config.engine import EngineConfig
 from core.request import SamplingParams
 from engine import Engine
 from services.launch.launch import EMBEDDED_MODEL, EMBEDDED_NAME

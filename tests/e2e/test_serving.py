@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from core.config import EngineConfig
+from core.config.engine import EngineConfig
 from core.request import SamplingParams
 from engine import Engine
 from services.launch.launch import EMBEDDED_MODEL

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.common.gpu_models import model_config, random_weights, save_random_checkpoint
-from core.config import EngineConfig
+from core.config.engine import EngineConfig
 from core.request import SamplingParams
 from engine.attention.attention import AttentionBackend
 from engine.attention.step_sizes import StepSizes

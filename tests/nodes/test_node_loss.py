@@ -8,7 +8,7 @@ import pytest
 
 from actors.runtime.layout import replica_pieces
 from benchmarks.ray_nodes import Nodes
-from core.messages import PieceStatus
+from core.messages.status import PieceStatus
 from services.ingress.engine_client import EngineClient
 from tests.actors.house import House, Truth, calm_client, eventually, read, rows, under_load
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from core.messages import AnnounceReply, Keys, Refusal, Submit, SubmitReply, TokenBatches, TokenPoll
+from core.messages.requests import AnnounceReply, Keys, Refusal, Submit, SubmitReply
+from core.messages.tokens import TokenBatches, TokenPoll
 from core.request import Request
 from services.ingress.ledger import RequestLedger
 from services.ingress.token_inbox import TokenInbox

@@ -6,7 +6,8 @@ import zlib
 from collections.abc import Sequence as Values
 from dataclasses import dataclass, field
 
-from core.messages import Key, Slot
+from core.messages.plans import Slot
+from core.messages.requests import Key
 from core.request import Request, SamplingParams
 from engine.sequence import Sequence
 from kvcache import BatchLimits, BlockManager, StepBatch, StepItem

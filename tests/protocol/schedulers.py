@@ -6,27 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from core.messages import (
-    Announce,
-    AnnounceReply,
-    FinishedSequence,
-    Key,
-    Keys,
-    Placed,
-    Plan,
-    Refusal,
-    Refusals,
-    ReplicaNews,
-    ReplicaState,
-    ReportPoll,
-    Slot,
-    StepReport,
-    Submit,
-    SubmitReply,
-    WorkerReady,
-    WorkerState,
-)
 from core.messages.cache import CacheNotice, CacheReply, StartedRequest
+from core.messages.fleet import ReplicaNews, ReplicaState
+from core.messages.plans import FinishedSequence, Plan, ReportPoll, Slot, StepReport, WorkerReady, WorkerState
+from core.messages.requests import Announce, AnnounceReply, Key, Keys, Placed, Refusal, Refusals, Submit, SubmitReply
 from policies.fleet.batch_scheduler import BatchScheduler
 from policies.fleet.events import (
     AbortOnReplica,

@@ -6,16 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from core.messages import (
-    FinishedSequence,
-    Plan,
-    ReportPoll,
-    StepReport,
-    TokenBatches,
-    TokenPoll,
-    WorkerReady,
-    WorkerState,
-)
+from core.messages.plans import FinishedSequence, Plan, ReportPoll, StepReport, WorkerReady, WorkerState
+from core.messages.tokens import TokenBatches, TokenPoll
 from core.request import Residency
 from engine.emission import Emission, Output
 from engine.outbox import TokenOutbox

@@ -8,7 +8,8 @@ from collections import Counter
 from typing import Any
 
 from core.costs import StepCost
-from core.messages import Refusal, TokenDelta
+from core.messages.requests import Refusal
+from core.messages.tokens import TokenDelta
 from kvcache import BatchLimits, StepBatch
 from policies.compose import (
     BatchSettings,

@@ -7,7 +7,7 @@ import time
 from json.encoder import encode_basestring
 from typing import Any
 
-from core.messages import DeltaLogprobs, TokenDelta
+from core.messages.tokens import DeltaLogprobs, TokenDelta
 from services.api.answers.logprobs import CompletionLogprobs, chat_logprobs
 from services.api.answers.replies import Usage, first_prompt_entry
 from services.api.jobs import Generation

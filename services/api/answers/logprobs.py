@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Sequence
 from typing import Any
 
-from core.messages import TokenLogprobs
+from core.messages.tokens import TokenLogprobs
 from services.api.text.token_texts import TokenTexts
 
 

@@ -9,7 +9,8 @@ from typing import Literal, TypeVar
 
 from pydantic import BaseModel
 
-from core.messages import StatusReply, TokenLogprobs
+from core.messages.status import StatusReply
+from core.messages.tokens import TokenLogprobs
 from services.api.answers.logprobs import CompletionLogprobs, chat_logprobs
 from services.api.backend import ModelInfo
 from services.api.generate import ChoiceResult, shown_choices

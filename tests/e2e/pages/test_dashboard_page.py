@@ -17,9 +17,9 @@ from playwright.sync_api import Browser, Page, Playwright, expect, sync_playwrig
 
 from core.decisions import Decision, pack_decisions
 from core.errors import FarsightError
-from core.messages import PieceStatus
 from core.messages.log import RequestTrace
 from core.messages.placement import PlacementView, PrefixView, ReasonCount, RecentPlacement, ReplicaView
+from core.messages.status import PieceStatus
 from services.api.app import build_app
 from services.api.text.prompts import PromptEncoder
 from tests.e2e.server import wait_until

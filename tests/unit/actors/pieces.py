@@ -13,7 +13,8 @@ from actors.log.log_store import LogStore
 from actors.runtime.piece import PieceContext
 from actors.runtime.site import Site
 from core.codec import decode, encode
-from core.config import FarsightConfig, LogConfig
+from core.config.load import FarsightConfig
+from core.config.log import LogConfig
 from core.forecast import QUANTILES
 from core.messages.log import (
     Artefact,

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.estimates import EMBEDDED_MODEL, EstimateBench, Timed, applications, batch_rows, independent, step_rows
 from core.costs import StepCost, attention_pairs
-from core.messages import StepSample
+from core.messages.step_times import StepSample
 from estimator.knn import ServedBatch, padded_batch_s
 
 COST = StepCost(1e-3, 1e-5, 1e-4, 1e-7, 1e-8)

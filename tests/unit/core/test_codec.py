@@ -12,10 +12,14 @@ from hypothesis import strategies as st
 from core import forecast, messages
 from core.codec import PackedInts, decode, encode
 from core.errors import MessageError
-from core.messages import SCHEMA_VERSION, Keys, PieceStatus, Plan, Slot, StepReport, Submit, TokenDelta
+from core.messages import SCHEMA_VERSION
 from core.messages import cache as cache_messages
 from core.messages import log as log_messages
 from core.messages.cache import CacheNotice
+from core.messages.plans import Plan, Slot, StepReport
+from core.messages.requests import Keys, Submit
+from core.messages.status import PieceStatus
+from core.messages.tokens import TokenDelta
 from core.request import Request, SamplingParams
 
 TEXT = st.text(max_size=8)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from core.config import EngineConfig, SchedulerConfig
+from core.config.engine import EngineConfig
+from core.config.scheduling import SchedulerConfig
 from core.errors import ConfigError, InvalidValueError
 from core.request import SamplingParams, SequenceStatus
 from engine import Completion, Engine

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import services
-from core.config import EngineConfig, SchedulerConfig
+from core.config.engine import EngineConfig
+from core.config.scheduling import SchedulerConfig
 from core.messages.kv import KVTraffic
 from core.request import SamplingParams
 from engine import Engine

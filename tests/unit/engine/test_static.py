@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from core.config import EngineConfig, SchedulerConfig
+from core.config.engine import EngineConfig
+from core.config.scheduling import SchedulerConfig
 from core.deltas import joined
-from core.messages import DeltaLogprobs, Plan, Slot, TokenDelta
+from core.messages.plans import Plan, Slot
+from core.messages.tokens import DeltaLogprobs, TokenDelta
 from core.request import Request, SamplingParams
 from engine.build import build_worker
 from engine.emission import Output

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from actors.worker.step_loop import Step, StepLoop
-from core.config import EngineConfig
-from core.messages import Plan, Slot
+from core.config.engine import EngineConfig
+from core.messages.plans import Plan, Slot
 from core.request import Request, SamplingParams
 from engine.build import build_worker
 from engine.emission import Output

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from core.config import EngineConfig
-from core.messages import Plan, Slot, TokenDelta
+from core.config.engine import EngineConfig
+from core.messages.plans import Plan, Slot
+from core.messages.tokens import TokenDelta
 from core.request import Request, SamplingParams
 from engine.build import build_worker
 from engine.outbox import TokenOutbox

@@ -10,7 +10,7 @@ import pytest
 
 from core.costs import CostModel, StepCost, attention_pairs
 from core.errors import InvalidValueError
-from core.messages import StepSample
+from core.messages.step_times import StepSample
 from estimator.samples import step_sample
 from estimator.step_profile import MIN_SAMPLES, OUTLIER_FACTOR, StepProfile
 from kvcache import StepBatch, StepItem

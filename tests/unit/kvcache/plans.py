@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from core.messages import Plan, Slot
+from core.messages.plans import Plan, Slot
 from core.request import Request, SamplingParams
 from kvcache import PlanExecutor
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 
-from core.messages import Plan, Slot, StepReport
+from core.messages.plans import Plan, Slot, StepReport
 from core.request import Request, SamplingParams
 from kvcache import BatchLimits, BlockManager, LeaseExecutor, StepBatch
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from core.errors import IntegrityError
-from core.messages import Plan, Slot, SlotProgress
 from core.messages.kv import KVTraffic
+from core.messages.plans import Plan, Slot, SlotProgress
 from core.request import Request, Residency, SamplingParams, SequenceStatus
 from kvcache import BatchLimits, BlockManager, KVCopy, LeaseExecutor
 from kvcache.prefix import hash_blocks

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from core.messages import Plan
+from core.messages.plans import Plan
 from core.request import Residency, SequenceStatus
 from kvcache import BatchLimits, BlockManager, PipelinedExecutor, StepBatch
 from tests.unit.kvcache.plans import plan, slot

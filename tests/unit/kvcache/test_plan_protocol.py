@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from core.messages import StepSample
+from core.messages.step_times import StepSample
 from core.request import SequenceStatus
 from kvcache import BatchLimits, BlockManager, LeaseExecutor, PlanExecutor, StaticExecutor
 from tests.unit.kvcache.plans import plan, slot, step

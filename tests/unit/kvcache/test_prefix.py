@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.errors import IntegrityError
-from core.messages import Plan, Slot
+from core.messages.plans import Plan, Slot
 from core.request import Request, SamplingParams
 from kvcache import BatchLimits, BlockManager, LeaseExecutor
 from kvcache.prefix import NO_PARENT, are_hashes_of, extend_hashes, hash_blocks, root_of, salted_root

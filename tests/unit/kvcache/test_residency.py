@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from core.messages import SlotProgress, StepReport
 from core.messages.kv import KVTraffic, KVUsage
+from core.messages.plans import SlotProgress, StepReport
 from core.request import SequenceStatus
 from kvcache.residency import ResidencyShadow, total_usage
 

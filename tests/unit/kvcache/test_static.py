@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from core.costs import attention_pairs
-from core.messages import FinishedSequence, Slot, StepSample
+from core.messages.plans import FinishedSequence, Slot
+from core.messages.step_times import StepSample
 from core.request import SequenceStatus
 from estimator.samples import step_sample
 from kvcache import BatchLimits, BlockManager, StaticExecutor, StepBatch

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from core.forecast import QUANTILES, Forecast
-from core.messages import FinishedSequence, OpenRequest, WorkerReady
+from core.messages.plans import FinishedSequence, WorkerReady
+from core.messages.requests import OpenRequest
 from core.request import Request, SamplingParams, SequenceStatus
 from policies.fleet.events import (
     GlobalEvent,

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from core.config import PlacementConfig, SchedulerConfig
+from core.config.scheduling import PlacementConfig, SchedulerConfig
 from core.errors import ConfigError
 from policies.admission.watermark import Aggressive
 from policies.compose import (

@@ -21,8 +21,8 @@ from actors.scheduling.router import Router
 from actors.scheduling.scheduler import Scheduler
 from actors.worker.model_worker import ModelWorker
 from core.codec import decode
-from core.config import FarsightConfig
-from core.messages import ServedModel
+from core.config.load import FarsightConfig
+from core.messages.fleet import ServedModel
 from policies.replica.scheduler import ReplicaScheduler
 from services.api.backend import ModelInfo
 from services.ingress.engine_client import EngineClient

@@ -10,7 +10,9 @@ import pytest
 import yaml
 
 from actors.runtime.site import Site
-from core.config import FarsightConfig, ModelConfig, ServerConfig
+from core.config.load import FarsightConfig
+from core.config.model import ModelConfig
+from core.config.server import ServerConfig
 from core.errors import ConfigError, FarsightError
 from services.serve_app import check_unchanged, config_from_tables
 

@@ -18,25 +18,17 @@ from actors.runtime.piece import PieceContext
 from actors.runtime.site import Site
 from actors.worker.token_channels import TokenChannels
 from core.codec import decode, encode
-from core.config import FarsightConfig, ModelConfig
+from core.config.load import FarsightConfig
+from core.config.model import ModelConfig
 from core.config.replica import ReplicaConfig
 from core.decisions import unpack_decisions
 from core.errors import ConfigError
-from core.messages import (
-    FinishedSequence,
-    Key,
-    Keys,
-    Refusals,
-    ReplicaNews,
-    ReplicaState,
-    Submit,
-    TokenBatches,
-    TokenDelta,
-    TokenPoll,
-    WorkerReady,
-)
 from core.messages.cache import StartedRequest
+from core.messages.fleet import ReplicaNews, ReplicaState
 from core.messages.log import RequestTrace, RequestTraces, TraceQuery
+from core.messages.plans import FinishedSequence, WorkerReady
+from core.messages.requests import Key, Keys, Refusals, Submit
+from core.messages.tokens import TokenBatches, TokenDelta, TokenPoll
 from core.request import Origin, PromptSource, Request, SamplingParams, SequenceStatus
 from engine.text.vocabulary import PromptDecoder
 from services.launch.launch import EMBEDDED_MODEL

@@ -17,8 +17,8 @@ from actors.runtime.peer import PeerLost
 from core.codec import decode, encode
 from core.errors import FarsightError, MessageError
 from core.forecast import Forecast
-from core.messages import ReplicaStepProfile, StepProfileReply, StepSample, StepSamples
 from core.messages.log import LogPage, LogQuery
+from core.messages.step_times import ReplicaStepProfile, StepProfileReply, StepSample, StepSamples
 from predictor.history import PRIOR_MEAN
 from tests.unit.actors.pieces import append, finished, piece_context, until
 

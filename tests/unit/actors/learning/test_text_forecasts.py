@@ -17,10 +17,10 @@ from actors.log import log_outbox
 from actors.log.log_store import LogStore
 from actors.runtime.names import LOG_STORE
 from core.codec import decode, encode
-from core.config import PredictorConfig
+from core.config.learning import PredictorConfig
 from core.errors import ConfigError, FarsightError
 from core.forecast import Example, Forecast, ForecastQuestion
-from core.messages import ForecastQuestions, Forecasts
+from core.messages.forecasts import ForecastQuestions, Forecasts
 from core.messages.log import ArtefactList
 from predictor.shedding import Effort
 from predictor.trainer import ForestOptions

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
 from actors.runtime.health import HealthServer
-from core.messages import PieceStatus
+from core.messages.status import PieceStatus
 
 ROUTER = PieceStatus("router", "Router", 7, "here", "ready", 2, None, restarts=1, http_port=0)
 

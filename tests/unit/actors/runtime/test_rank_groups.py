@@ -11,8 +11,11 @@ from actors.runtime import rank_groups
 from actors.runtime.layout import wanted_pieces
 from actors.runtime.names import host_of, rank_name, rank_of, worker_name
 from actors.runtime.site import Site
-from core.config import ActorsConfig, EngineConfig, FarsightConfig, ModelConfig
-from core.messages import PieceCounts
+from core.config.actors import ActorsConfig
+from core.config.engine import EngineConfig
+from core.config.load import FarsightConfig
+from core.config.model import ModelConfig
+from core.messages.status import PieceCounts
 
 
 class Groups:

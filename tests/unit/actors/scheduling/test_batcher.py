@@ -19,20 +19,16 @@ from actors.runtime.site import Site
 from actors.scheduling.batch_times import KIND
 from actors.scheduling.batcher import Batcher
 from core.codec import decode, encode
-from core.config import BatchConfig, FarsightConfig, LogConfig, SchedulerConfig
+from core.config.load import FarsightConfig
+from core.config.log import LogConfig
+from core.config.scheduling import BatchConfig, SchedulerConfig
 from core.forecast import QUANTILES, Forecast
-from core.messages import (
-    FinishedSequence,
-    PieceCounts,
-    Refusals,
-    ReplicaNews,
-    ReplicaState,
-    StepSample,
-    StepSamples,
-    Submit,
-    WorkerReady,
-)
+from core.messages.fleet import ReplicaNews, ReplicaState
 from core.messages.log import Artefact, ArtefactName, ArtefactReply, BatchPage, FinishedBatch, LogQuery
+from core.messages.plans import FinishedSequence, WorkerReady
+from core.messages.requests import Refusals, Submit
+from core.messages.status import PieceCounts
+from core.messages.step_times import StepSample, StepSamples
 from core.request import Request, SamplingParams, SequenceStatus
 from estimator.knn import MIN_BATCHES, BatchTimes, ServedBatch
 from policies.compose import PRIOR_COST

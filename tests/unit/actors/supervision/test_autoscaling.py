@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 
 from actors.supervision.autoscaling import FULL_FOR_S, FULL_QUEUE, IDLE_FOR_S, LATE_FOR_S, QueueScaler, ReplicaScaler
-from core.config import ModelConfig
+from core.config.model import ModelConfig
 from core.costs import StepCost
 from core.queue_outlook import Demand, QueueOutlook
 

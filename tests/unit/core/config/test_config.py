@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from core.config import FarsightConfig, LogConfig, load_config
+from core.config.load import FarsightConfig, load_config
+from core.config.log import LogConfig
 from core.errors import CapacityError, ConfigError
 
 

@@ -25,7 +25,7 @@ from xformers.ops.fmha import attn_bias, triton_splitk
 from xformers.ops.fmha.common import AttentionFwOpBase, Context
 
 from benchmarks.common.gpu_models import model_config, random_weights, save_random_checkpoint
-from core.config import EngineConfig
+from core.config.engine import EngineConfig
 from engine.attention import xformers_attention
 from engine.attention.attention import AttentionBackend, DecodePart, PrefillPart, StaticDecode, StepLayout
 from engine.attention.step_sizes import StepSizes

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import services
-from core.config import EngineConfig, SchedulerConfig
+from core.config.engine import EngineConfig
+from core.config.scheduling import SchedulerConfig
 from core.costs import StepCost
 from core.errors import ConfigError, InvalidValueError
 from core.request import Request, Residency, SamplingParams
@@ -277,7 +278,7 @@ def test_no_torch_is_loaded(device: str) -> None:
     code = f"""
 import sys
 from pathlib import Path
-from core.config import EngineConfig
+from core.config.engine import EngineConfig
 from core.request import SamplingParams
 from engine import Engine
 engine = Engine({str(MODEL)!r}, engine=EngineConfig(device={device!r}, host_kv_memory="1MiB"))

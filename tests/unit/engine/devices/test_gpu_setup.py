@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from benchmarks.common.gpu_models import model_config, save_random_checkpoint
-from core.config import EngineConfig, SchedulerConfig
+from core.config.engine import EngineConfig
+from core.config.scheduling import SchedulerConfig
 from core.errors import ConfigError
 from core.request import Residency, SamplingParams
 from engine import Engine

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from core.config import EngineConfig, SchedulerConfig
+from core.config.engine import EngineConfig
+from core.config.scheduling import SchedulerConfig
 from core.errors import ConfigError
 from core.request import SamplingParams
 from engine import Engine

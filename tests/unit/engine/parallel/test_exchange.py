@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.config import EngineConfig
+from core.config.engine import EngineConfig
 from core.errors import RankLost
 from engine.checkpoint.model_config import load_model_config
 from engine.parallel.driver import StepReports

@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.config import EngineConfig, SchedulerConfig
+from core.config.engine import EngineConfig
+from core.config.scheduling import SchedulerConfig
 from core.errors import FarsightError, RankLost
-from core.messages import Plan, Slot, TokenLogprobs
+from core.messages.plans import Plan, Slot
+from core.messages.tokens import TokenLogprobs
 from core.request import Request, SamplingParams, SequenceStatus
 from engine import Engine
 from engine.build import build_worker

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from core.config import EngineConfig
+from core.config.engine import EngineConfig
 from core.errors import ConfigError
 from engine.checkpoint.model_config import ModelConfig, load_model_config
 from engine.checkpoint.weights import CheckpointError, LayerWeights, Linear, load_weights

@@ -16,8 +16,9 @@ from transformers.generation import (
     SequenceBiasLogitsProcessor,
 )
 
-from core.config import EngineConfig
-from core.messages import Plan, Slot, TokenDelta, TokenLogprobs
+from core.config.engine import EngineConfig
+from core.messages.plans import Plan, Slot
+from core.messages.tokens import TokenDelta, TokenLogprobs
 from core.request import Request, SamplingParams
 from engine.build import build_worker
 from engine.engine import Engine

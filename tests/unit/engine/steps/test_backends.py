@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.config import EngineConfig
+from core.config.engine import EngineConfig
 from core.errors import ConfigError, IntegrityError
 from core.request import SamplingParams
 from engine.engine import Engine

@@ -8,7 +8,8 @@ from __future__ import annotations
 import pytest
 from tokenizers import Tokenizer
 
-from core.messages import Plan, Slot, TokenDelta, WorkerReady
+from core.messages.plans import Plan, Slot, WorkerReady
+from core.messages.tokens import TokenDelta
 from core.request import Request, SamplingParams
 from engine.sequence import Sequence
 from engine.text.detokenizer import Detokenizer

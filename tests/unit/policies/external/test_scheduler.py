@@ -7,11 +7,12 @@ from collections import Counter
 
 import pytest
 
-from core.config import SchedulerConfig
+from core.config.scheduling import SchedulerConfig
 from core.decisions import unpack_decisions
 from core.errors import IntegrityError
 from core.forecast import QUANTILES, Forecast
-from core.messages import ForecastMade, Key
+from core.messages.forecasts import ForecastMade
+from core.messages.requests import Key
 from core.request import Origin, Request, SamplingParams, SequenceStatus
 from policies.compose import configured_backend
 from policies.external.circuit_breaker import BreakerState

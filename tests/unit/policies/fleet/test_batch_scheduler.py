@@ -10,7 +10,9 @@ import pytest
 
 from core.errors import ConfigError
 from core.forecast import QUANTILES, Forecast
-from core.messages import FinishedSequence, ForecastMade, Key, OpenRequest, WorkerReady
+from core.messages.forecasts import ForecastMade
+from core.messages.plans import FinishedSequence, WorkerReady
+from core.messages.requests import Key, OpenRequest
 from core.request import Request, SamplingParams, SequenceStatus
 from policies.compose import BatchSettings, build_batch_scheduler
 from policies.fleet.batch_scheduler import BatchScheduler

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from core.messages import Key, Placed
+from core.messages.requests import Key, Placed
 from policies.fleet.events import (
     AbortOnReplica,
     AskReplica,

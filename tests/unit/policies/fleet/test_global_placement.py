@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from core.costs import A100_7B, StepCost
 from core.forecast import QUANTILES, Forecast
-from core.messages import FinishedSequence, ForecastMade
 from core.messages.cache import CacheNotice, StartedRequest
+from core.messages.forecasts import ForecastMade
+from core.messages.plans import FinishedSequence
 from core.request import Request, SequenceStatus
 from policies.fleet.events import (
     AskCache,

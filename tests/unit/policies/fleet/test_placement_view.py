@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from core.messages import WorkerReady
+from core.messages.plans import WorkerReady
 from core.request import Request, SamplingParams
 from policies.fleet.events import ReplicaAway, ReplicaUp
 from policies.fleet.placement_stats import NUM_RECENT, PlacementNotes

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from core.messages import FinishedSequence, Key, OpenRequest, Placed, WorkerReady
+from core.messages.plans import FinishedSequence, WorkerReady
+from core.messages.requests import Key, OpenRequest, Placed
 from core.request import Request, SamplingParams, SequenceStatus
 from policies.fleet.events import (
     AbortOnReplica,

@@ -9,7 +9,9 @@ import pytest
 
 from core.costs import StepCost
 from core.errors import ConfigError
-from core.messages import ForecastMade, Placed, WorkerReady
+from core.messages.forecasts import ForecastMade
+from core.messages.plans import WorkerReady
+from core.messages.requests import Placed
 from core.queue_outlook import Demand
 from core.request import Request, SamplingParams
 from kvcache.prefix import hash_blocks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from core.messages import FinishedSequence, Plan, SlotProgress, StepReport, WorkerReady, WorkerState
+from core.messages.plans import FinishedSequence, Plan, SlotProgress, StepReport, WorkerReady, WorkerState
 from core.request import Request, SamplingParams, SequenceStatus
 from policies.compose import build_batch_runner
 from policies.interfaces import KvMoves, KvView

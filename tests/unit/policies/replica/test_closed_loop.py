@@ -14,7 +14,8 @@ from collections import Counter, deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.messages import Key, Plan, StepReport, WorkerReady, WorkerState
+from core.messages.plans import Plan, StepReport, WorkerReady, WorkerState
+from core.messages.requests import Key
 from core.request import Origin, Request, SamplingParams
 from kvcache import BatchLimits, BlockManager, LeaseExecutor, PipelinedExecutor, StepBatch
 from kvcache.prefix import hash_blocks

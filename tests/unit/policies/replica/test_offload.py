@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from core.messages import Plan, SlotProgress, StepReport, WorkerReady, WorkerState
+from core.messages.plans import Plan, SlotProgress, StepReport, WorkerReady, WorkerState
 from core.request import Request, Residency, SamplingParams, SequenceStatus
 from policies.compose import PolicySettings, build_scheduler
 from policies.replica.events import Event, RequestsArrived, SendPlan, WorkerConnected, WorkerReported

@@ -9,8 +9,9 @@ import pytest
 
 from core.costs import StepCost
 from core.forecast import QUANTILES, Forecast
-from core.messages import FinishedSequence, ForecastMade, Plan, SlotProgress, StepReport, WorkerReady, WorkerState
 from core.messages.cache import CachedRun, CacheNotice, StartedRequest
+from core.messages.forecasts import ForecastMade
+from core.messages.plans import FinishedSequence, Plan, SlotProgress, StepReport, WorkerReady, WorkerState
 from core.request import Request, SamplingParams, SequenceStatus
 from policies.compose import PolicySettings, build_scheduler
 from policies.replica.events import (

@@ -8,7 +8,8 @@ import pytest
 
 from core.decisions import Decision, unpack_decisions
 from core.forecast import QUANTILES, Forecast
-from core.messages import ForecastMade, WorkerReady, WorkerState
+from core.messages.forecasts import ForecastMade
+from core.messages.plans import WorkerReady, WorkerState
 from core.request import Origin, Request, SamplingParams
 from kvcache import BatchLimits, BlockManager, LeaseExecutor
 from policies.compose import build_scheduler

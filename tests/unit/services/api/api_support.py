@@ -10,10 +10,11 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from core.messages import PieceCounts, PieceStatus, StatusReply, TokenDelta
 from core.messages.kv import KVTraffic, KVUsage
 from core.messages.log import ArtefactInfo, RequestTrace
 from core.messages.placement import PlacementView
+from core.messages.status import PieceCounts, PieceStatus, StatusReply
+from core.messages.tokens import TokenDelta
 from core.request import Origin, SamplingParams
 from services.api.backend import ModelInfo
 from services.api.text.prompt_text import PromptText

@@ -11,8 +11,8 @@ import torch
 from api_support import MAX_MODEL_LEN, VOCAB_SIZE, ScriptedBackend, write_model_dir
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from core.config import EngineConfig
-from core.messages import TokenDelta
+from core.config.engine import EngineConfig
+from core.messages.tokens import TokenDelta
 from core.request import Origin, SamplingParams
 from engine.engine import Engine
 from services.api.text.prompt_text import PromptText

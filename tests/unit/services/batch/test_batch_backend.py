@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 import pytest
 
-from core.config import FarsightConfig
+from core.config.load import FarsightConfig
 from services.batch import backend
 
 

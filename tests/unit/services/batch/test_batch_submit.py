@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from core.config import FarsightConfig
+from core.config.load import FarsightConfig
 from core.errors import FarsightError
 from services.api.backend import GenerationBackend
 from services.api.text.prompts import PromptEncoder

@@ -11,10 +11,14 @@ from pathlib import Path
 import pytest
 
 from actors.scheduling.event_recorder import EventRecorder
-from core.config import EngineConfig, FarsightConfig, LogConfig, ModelConfig, SchedulerConfig
+from core.config.engine import EngineConfig
+from core.config.load import FarsightConfig
+from core.config.log import LogConfig
+from core.config.model import ModelConfig
+from core.config.scheduling import SchedulerConfig
 from core.errors import ConfigError, MessageError
 from core.forecast import QUANTILES, Forecast
-from core.messages import FinishedSequence
+from core.messages.plans import FinishedSequence
 from core.request import Origin, SamplingParams, SequenceStatus
 from policies.event_log import MachineConfig, pack_config, pack_handled, read_log, replay
 from policies.presets import PRESETS

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from core.messages import StepSample
+from core.messages.step_times import StepSample
 from estimator.grid import StepShape
 from estimator.profile_file import ProfiledMachine, parse_profile
 from services.cli import app

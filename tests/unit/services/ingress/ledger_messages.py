@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from core.messages import AnnounceReply, Key, Placed, Refusal, SubmitReply, TokenDelta
+from core.messages.requests import AnnounceReply, Key, Placed, Refusal, SubmitReply
+from core.messages.tokens import TokenDelta
 from core.request import Request, SamplingParams
 from services.ingress.ledger import RequestLedger
 

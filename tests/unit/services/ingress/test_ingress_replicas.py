@@ -9,9 +9,13 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.config import EngineConfig, FarsightConfig, LogConfig, ModelConfig, SchedulerConfig
+from core.config.engine import EngineConfig
+from core.config.load import FarsightConfig
+from core.config.log import LogConfig
+from core.config.model import ModelConfig
+from core.config.scheduling import SchedulerConfig
 from core.decisions import unpack_decisions
-from core.messages import TokenDelta
+from core.messages.tokens import TokenDelta
 from core.request import Origin, SamplingParams
 from services.ingress.engine_client import EngineClient
 from tests.unit.actors.pieces import LONG_S, until

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from core.forecast import QUANTILES, Forecast
-from core.messages import AnnounceReply, DeltaLogprobs, OpenRequest, Placed, SubmitReply, TokenDelta
+from core.messages.requests import AnnounceReply, OpenRequest, Placed, SubmitReply
+from core.messages.tokens import DeltaLogprobs, TokenDelta
 from services.ingress.ledger import MAX_ATTEMPTS, RequestLedger
 from tests.unit.services.ingress.ledger_messages import delta, lost, placed, receive, refusal, request, running, taken
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.messages import AnnounceReply, Key, Placed, Refusal, SubmitReply, TokenDelta
+from core.messages.requests import AnnounceReply, Key, Placed, Refusal, SubmitReply
+from core.messages.tokens import TokenDelta
 from core.request import Request
 from services.ingress.ledger import ABORT_AGAIN_S, RequestLedger
 from tests.unit.services.ingress.ledger_messages import refusal, request

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from core.messages import DeltaLogprobs, TokenDelta
+from core.messages.tokens import DeltaLogprobs, TokenDelta
 from services.ingress.mailbox import Mailbox
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from core.messages import TokenBatches, TokenDelta
+from core.messages.tokens import TokenBatches, TokenDelta
 from engine.outbox import TokenOutbox
 from services.ingress.token_inbox import TokenInbox
 

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from core.config import FarsightConfig, ModelConfig, SchedulerConfig
+from core.config.load import FarsightConfig
+from core.config.model import ModelConfig
 from core.config.replica import ReplicaConfig
+from core.config.scheduling import SchedulerConfig
 from core.errors import ConfigError
 from services.launch.backends import check_replicas, look_for_servers
 from services.launch.cluster import ServiceFailed

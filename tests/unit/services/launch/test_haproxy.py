@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from core.config import ServerConfig
+from core.config.server import ServerConfig
 from core.errors import ConfigError
 from services.launch.haproxy import haproxy_environment
 from services.launch.ports import reserved_ports

@@ -8,9 +8,13 @@ import pytest
 
 from actors.runtime.hosts import num_gpus
 from actors.runtime.layout import by_host, wanted_pieces
-from core.config import ActorsConfig, EngineConfig, FarsightConfig, LogConfig, ModelConfig
+from core.config.actors import ActorsConfig
+from core.config.engine import EngineConfig
+from core.config.load import FarsightConfig
+from core.config.log import LogConfig
+from core.config.model import ModelConfig
 from core.errors import ConfigError
-from core.messages import PieceCounts
+from core.messages.status import PieceCounts
 from services.launch.launch import ServedModel, check_gpus, find_model, find_site, resolve_placement
 
 

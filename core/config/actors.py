@@ -1,0 +1,44 @@
+"""``[actors]``: processes and where they run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from core.config.checks import require
+
+PLACEMENTS = ("auto", "fused", "split", "packed")
+
+
+@dataclass(frozen=True, slots=True)
+class ActorsConfig:
+    """Which pieces run in which processes.
+
+    Attributes:
+        placement: ``split`` gives every piece its own actor; ``fused`` puts Router, Schedulers, KV offload managers,
+            estimator, log store and supervisor into one; ``packed`` is that, and sixteen workers of emulated devices
+            share a process as well; ``auto`` picks by the machine's size, and by how many devices are emulated.
+        length_predictors: How many ...
+        max_length_predictors: ... and up to how many while questions queue before them; 0: never more.
+        serving_time_estimators: How many.
+        gpus_per_rank: GPUs that Ray sets aside for each process of a replica that is spread over several; negative: one
+            where it computes on a GPU, else none.
+        scheduler_delay_s: Holds back every message to and from a Scheduler for so long; to measure that no step
+            waits for one.
+    """
+
+    placement: str = "auto"
+    length_predictors: int = 1
+    max_length_predictors: int = 0
+    serving_time_estimators: int = 1
+    gpus_per_rank: float = -1.0
+    scheduler_delay_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(self.placement in PLACEMENTS, "actors.placement", self.placement, f"one of {', '.join(PLACEMENTS)}")
+        for name in ("length_predictors", "serving_time_estimators"):
+            value = getattr(self, name)
+            require(value >= 1, f"actors.{name}", value, "an integer >= 1")
+        most = self.max_length_predictors
+        ok = most == 0 or most >= self.length_predictors
+        require(ok, "actors.max_length_predictors", most, f"0, or at least {self.length_predictors}")
+        require(self.scheduler_delay_s >= 0, "actors.scheduler_delay_s", self.scheduler_delay_s, "a number >= 0")

@@ -1,0 +1,124 @@
+"""``[engine]``: devices, memory, numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from core.config.checks import require
+from core.errors import ConfigError, InvalidValueError
+from core.units import parse_memory
+
+BACKENDS = ("auto", "native", "torch", "xformers")
+
+
+WEIGHTS = ("auto", "full", "int4")
+
+
+EXECUTIONS = ("ragged", "static")
+
+
+EMULATED = "emulated:"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How one worker runs.
+
+    Attributes:
+        device: What computes. ``cpu``, ``cuda`` (the first GPU that the process sees), or ``emulated:PROFILE``: nothing
+            does; steps and copies take as long as the profile says (a name, or a file of ``farsight profile``), and the
+            tokens are made up. To measure scheduling.
+        kv_memory: Memory of the KV pool, as ``512MiB`` or ``2GiB``; ``auto`` takes what a full batch of
+            full-length sequences needs, but all replicas together at most a fifth of the machine's free memory. On a
+            GPU it takes at most what weights and the largest step leave of ``gpu_memory_utilization``. An
+            emulated device counts it in the tokens of its profile, and takes at most what that says the device has. A
+            replica of several processes has so much in each of them.
+        host_kv_memory: Memory of the host pool that sequences can be offloaded to, as for ``kv_memory``; ``0`` is none.
+            ``auto`` is as much as the KV pool has, but all replicas together at most a fifth of the machine's free
+            memory, where the KV policy moves KV to the host, and none where it does not.
+        block_size: Tokens in a KV block; 0 is 64 on a GPU, whose kernels take multiples of that, and 32 elsewhere.
+        prefix_cache: Sequences that begin with the same tokens share the KV of their full blocks, also with
+            sequences that have ended, as long as the memory is not needed.
+        max_num_seqs: Sequences in one step.
+        max_batch_tokens: Tokens computed in one step; longer prompts are prefilled in several.
+        max_model_len: Tokens a sequence may reach, prompt and output together; 0 is the model's own context, which only
+            an emulated device can go beyond.
+        num_threads: Compute threads of a worker; 0 shares all cores but one, which serves HTTP and scheduling,
+            among the replicas.
+        benchmark_mode: Requests may say, with ``benchmark_len``, where their outputs end. Only to measure scheduling.
+        backend: What computes a step: ``native`` is one compiled call on the CPU, ``xformers`` torch operations with
+            xformers' attention on a GPU, ``torch`` the reference on either; ``auto`` takes one of the former where it
+            can be had and the model is one that it knows.
+        gpu_memory_utilization: Share of a GPU's memory that weights, KV pool and the largest step may take together.
+        compile: Let torch compile what lies between two attentions. It takes minutes at the start.
+        weights: ``int4`` rounds the matrices of the layers to 4 bits, in groups of 128 with a scale each: a quarter of
+            the memory, slower steps. ``full`` leaves them as they are; ``auto`` is what the preset says.
+    """
+
+    device: str = "cpu"
+    kv_memory: str = "auto"
+    host_kv_memory: str = "auto"
+    block_size: int = 0
+    prefix_cache: bool = True
+    max_num_seqs: int = 128
+    max_batch_tokens: int = 1024
+    max_model_len: int = 0
+    num_threads: int = 0
+    benchmark_mode: bool = False
+    backend: str = "auto"
+    gpu_memory_utilization: float = 0.9
+    compile: bool = False
+    weights: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_batch_tokens"):
+            value = getattr(self, name)
+            require(value >= 1, f"engine.{name}", value, "an integer >= 1")
+        self.kv_bytes()
+        self.host_kv_bytes()
+        for name in ("block_size", "max_model_len", "num_threads"):
+            value = getattr(self, name)
+            require(value >= 0, f"engine.{name}", value, "an integer >= 0")
+        require(self.backend in BACKENDS, "engine.backend", self.backend, f"one of {', '.join(BACKENDS)}")
+        require(self.weights in WEIGHTS, "engine.weights", self.weights, f"one of {', '.join(WEIGHTS)}")
+        share = self.gpu_memory_utilization
+        require(0 < share <= 1, "engine.gpu_memory_utilization", share, "a number > 0 and <= 1")
+        self._check_device()
+
+    def _check_device(self) -> None:
+        known = self.device in ("cpu", "cuda") or bool(self.profile)
+        require(known, "engine.device", self.device, f"cpu, cuda, or {EMULATED}PROFILE as in {EMULATED}a100-7b")
+        if self.device == "cuda":
+            require(self.backend != "native", "engine.backend", self.backend, "auto, xformers or torch on a GPU")
+        if self.backend == "xformers":
+            require(self.device == "cuda", "engine.device", self.device, "cuda, where xformers computes")
+            size = self.kv_block_size
+            require(size % 64 == 0, "engine.block_size", size, "a multiple of 64, as xformers' kernels take it")
+
+    @property
+    def profile(self) -> str:
+        """What an emulated device is emulated from; empty if the device is a real one."""
+        return self.device.removeprefix(EMULATED) if self.device.startswith(EMULATED) else ""
+
+    @property
+    def kv_block_size(self) -> int:
+        """``block_size``, or what it is on this device."""
+        return self.block_size or (64 if self.device == "cuda" else 32)
+
+    def kv_bytes(self) -> int | None:
+        """``kv_memory`` in bytes; None for ``auto``."""
+        return None if self.kv_memory == "auto" else _parse_memory("engine.kv_memory", self.kv_memory, "auto")
+
+    def host_kv_bytes(self) -> int | None:
+        """``host_kv_memory`` in bytes; 0 for none, None for ``auto``."""
+        text = self.host_kv_memory
+        if text in ("0", "auto"):
+            return 0 if text == "0" else None
+        return _parse_memory("engine.host_kv_memory", text, "auto, or 0 for none")
+
+
+def _parse_memory(field: str, text: str, otherwise: str) -> int:
+    try:
+        return parse_memory(text)
+    except InvalidValueError as error:
+        raise ConfigError(field, error.value, f"{otherwise}, or {error.expected}") from error

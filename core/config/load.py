@@ -1,0 +1,112 @@
+"""All tables together, read from TOML, overridden by flags; a wrong key or value is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import tomllib
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from core.config.actors import ActorsConfig
+from core.config.checks import require
+from core.config.engine import EngineConfig
+from core.config.learning import PredictorConfig
+from core.config.log import LogConfig
+from core.config.model import ModelConfig
+from core.config.replica import ReplicaConfig
+from core.config.scheduling import BatchConfig, PlacementConfig, SchedulerConfig
+from core.config.server import ServerConfig
+from core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class FarsightConfig:
+    """Everything that can be set; each field is a table of the TOML file.
+
+    Attributes:
+        replica: An array of tables: replicas that are other servers.
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    actors: ActorsConfig = field(default_factory=ActorsConfig)
+    predictor: PredictorConfig = field(default_factory=PredictorConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    replica: tuple[ReplicaConfig, ...] = ()
+
+    def __post_init__(self) -> None:
+        count = self.model.replicas
+        require(count >= 1 or bool(self.replica), "model.replicas", count, "an integer >= 1, or a [[replica]] table")
+
+
+def load_config(path: Path | None, overrides: dict[str, dict[str, Any]]) -> FarsightConfig:
+    """Defaults, then the TOML file, then ``overrides`` (``{"server": {"port": 9000}}``; None values are skipped).
+
+    Raises:
+        ConfigError: unreadable file, unknown key (the nearest valid one is named) or a value of the wrong kind.
+    """
+    tables = _read_toml(path) if path is not None else {}
+    for section, values in overrides.items():
+        merged = tables.setdefault(section, {})
+        merged.update({key: value for key, value in values.items() if value is not None})
+    names = [f.name for f in dataclasses.fields(FarsightConfig)]
+    for name in tables:
+        if name not in names:
+            raise ConfigError(name, tables[name], f"a known table{_nearest(name, names)}")
+    replica = _replicas(tables.pop("replica", []))
+    if replica and isinstance(tables.setdefault("model", {}), dict):
+        tables["model"].setdefault("replicas", 0)
+    sections = {f.name: f.default_factory for f in dataclasses.fields(FarsightConfig) if f.name != "replica"}
+    return FarsightConfig(
+        **{name: _section(kind, name, tables.get(name, {})) for name, kind in sections.items()}, replica=replica
+    )
+
+
+def _replicas(tables: Any) -> tuple[ReplicaConfig, ...]:
+    if not isinstance(tables, list):
+        raise ConfigError("replica", tables, "an array of tables, each under its own [[replica]]")
+    return tuple(_section(ReplicaConfig, "replica", table) for table in tables)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text("utf-8")
+    except OSError as error:
+        raise ConfigError("--config", str(path), f"a readable TOML file ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError("--config", str(path), f"a TOML file in UTF-8 ({error})") from error
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError("--config", str(path), f"valid TOML ({error})") from error
+
+
+def _section(kind: Any, section: str, values: Any) -> Any:
+    if not isinstance(values, dict):
+        raise ConfigError(section, values, "a table of settings")
+    hints = typing.get_type_hints(kind)
+    for key, value in values.items():
+        if key not in hints:
+            raise ConfigError(f"{section}.{key}", value, f"a known setting{_nearest(key, list(hints))}")
+    return kind(**{key: _typed(f"{section}.{key}", value, hints[key]) for key, value in values.items()})
+
+
+def _typed(name: str, value: Any, kind: type) -> Any:
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
+        raise ConfigError(name, value, f"a value of type {kind.__name__}")
+    return value
+
+
+def _nearest(name: str, valid: list[str]) -> str:
+    close = difflib.get_close_matches(name, valid, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f", one of {', '.join(valid)}"

@@ -1,0 +1,58 @@
+"""``[server]``: HTTP, limits, proxy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from core.config.checks import require
+
+PROXIES = ("auto", "serve", "haproxy")
+
+
+HAPROXY_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0")
+
+
+PREFIX_SHARING = ("all", "key")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """The HTTP side.
+
+    Attributes:
+        ingress_replicas: HTTP processes; 0 picks by the machine's size.
+        max_body_bytes: Larger request bodies are refused.
+        max_queued_requests: Requests in the house at once, per ingress replica; more are refused with 429.
+        max_queued_tokens: The same, counted in prompt tokens.
+        prefix_sharing: Whose requests share cached prefixes: ``all``, or only those of the same bearer ``key`` (those
+            without one share with each other). ``cache_salt`` of a request divides further.
+        proxy: ``serve`` is Ray Serve's own proxy. ``haproxy`` carries several times the requests; ``host`` must be
+            the loopback interface or all of them, and the ingress replicas listen there too (ports 30000 to 32699).
+            ``auto`` takes the latter where it can be had.
+        first_token_deadline_s: Where there are ``[[replica]]`` tables, a request without a token after so long fails,
+            wherever it has been by then; not while it is on our own engine.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    ingress_replicas: int = 0
+    max_body_bytes: int = 4 * 1024 * 1024
+    max_queued_requests: int = 2048
+    max_queued_tokens: int = 2_000_000
+    prefix_sharing: str = "all"
+    proxy: str = "auto"
+    first_token_deadline_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        require(1 <= self.port <= 65535, "server.port", self.port, "a port from 1 to 65535")
+        sharing = self.prefix_sharing
+        require(sharing in PREFIX_SHARING, "server.prefix_sharing", sharing, f"one of {', '.join(PREFIX_SHARING)}")
+        require(self.proxy in PROXIES, "server.proxy", self.proxy, f"one of {', '.join(PROXIES)}")
+        if self.proxy == "haproxy":
+            require(self.host in HAPROXY_HOSTS, "server.host", self.host, f"one of {', '.join(HAPROXY_HOSTS)}")
+        require(self.ingress_replicas >= 0, "server.ingress_replicas", self.ingress_replicas, "an integer >= 0")
+        for name in ("max_body_bytes", "max_queued_requests", "max_queued_tokens"):
+            value = getattr(self, name)
+            require(value >= 1, f"server.{name}", value, "an integer >= 1")
+        deadline_s = self.first_token_deadline_s
+        require(deadline_s > 0, "server.first_token_deadline_s", deadline_s, "a number > 0")

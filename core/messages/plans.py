@@ -1,0 +1,184 @@
+"""Plans and reports: Scheduler -> worker -> Scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from core.messages.cache import CacheNotice
+from core.messages.kv import NO_TRAFFIC, KVTraffic
+from core.messages.step_times import StepSample
+from core.request import Request, Residency, SequenceStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One line of a plan; its place in the plan is its rank.
+
+    Attributes:
+        prefill_to: Known tokens (prompt, then output being recomputed) may be computed up to this position.
+        length_to: The sequence may reach this total length (prompt + output).
+        standby: May start only in the place of a slot that ended since the plan was made.
+        num_preemptions: How often the scheduler has ordered this sequence's KV dropped, ever. The worker drops
+            it when the number exceeds the one it has seen, so a late or repeated plan drops nothing twice.
+        request: The payload; left out once the worker is known to have it.
+        residency: Where its KV is to be; on the host it does not run.
+        num_moves: How often the scheduler has changed ``residency``, ever. The worker obeys when the number exceeds
+            the one it has seen, so a late or repeated plan moves nothing twice.
+    """
+
+    request_id: str
+    attempt: int
+    prefill_to: int
+    length_to: int
+    standby: bool
+    num_preemptions: int
+    request: Request | None
+    residency: Residency = Residency.DEVICE
+    num_moves: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Scheduler -> worker: everything the worker may do until the next plan.
+
+    A sequence that is not in the plan is forgotten by the worker and its KV freed.
+
+    Attributes:
+        worker_incarnation: The worker life this plan is for; others drop it.
+        lease: Which Scheduler life made it (``WorkerState.lease``); a worker drops what an earlier one made.
+        plan_seq: Rises by one a plan within a lease; a worker drops what is not newer.
+        as_of_report_seq: The last report the scheduler had seen.
+        reserve_blocks: Blocks that must stay free when a sequence starts (not when it grows).
+    """
+
+    worker_incarnation: str
+    lease: int
+    plan_seq: int
+    as_of_report_seq: int
+    reserve_blocks: int
+    slots: tuple[Slot, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotProgress:
+    """A living sequence as the worker sees it; lengths in tokens.
+
+    Attributes:
+        num_blocks: In its block table; those that it shares with others are counted for each.
+        stalled: Its client does not read: it rests, whatever it has been granted.
+        cached_len: Prompt tokens that it found in the prefix cache when it first started.
+        residency: The wish in force. DEVICE under the ``num_moves`` of an order to the host: refused, no room there.
+        num_moves: Of the last order that the worker has seen.
+        num_host_blocks: Blocks of the host pool that it holds.
+        ran_s: Seconds of all the steps that it took part in, in this life of the worker.
+    """
+
+    request_id: str
+    attempt: int
+    status: SequenceStatus
+    num_preemptions: int
+    computed_len: int
+    output_len: int
+    num_blocks: int
+    stalled: bool
+    cached_len: int = 0
+    residency: Residency = Residency.DEVICE
+    num_moves: int = 0
+    num_host_blocks: int = 0
+    ran_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedSequence:
+    """
+    Attributes:
+        cached_len: Prompt tokens that it found in the prefix cache when it first started.
+        ran_s: Seconds of all the steps that it took part in.
+    """
+
+    request_id: str
+    attempt: int
+    status: SequenceStatus
+    output_len: int
+    cached_len: int = 0
+    ran_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """Worker -> scheduler: a snapshot; ``finished`` repeats until acknowledged.
+
+    Attributes:
+        lease: The lease in force; a Scheduler ignores reports under another one's.
+        plan_seq: The plan in force when the report was made.
+        short_blocks: Blocks that paused sequences lack: above 0 the worker is under pressure.
+        steps: Some of the steps since the last report.
+        shared_blocks: By how much the block tables in ``progress`` together exceed the blocks in use.
+        num_host_blocks, free_host_blocks, flying_blocks, traffic: As in ``KVUsage``.
+        cache: Notices of the prefix cache; each repeats until acknowledged.
+    """
+
+    worker_incarnation: str
+    lease: int
+    report_seq: int
+    plan_seq: int
+    free_blocks: int
+    short_blocks: int
+    progress: tuple[SlotProgress, ...]
+    finished: tuple[FinishedSequence, ...]
+    steps: tuple[StepSample, ...]
+    shared_blocks: int = 0
+    num_host_blocks: int = 0
+    free_host_blocks: int = 0
+    flying_blocks: int = 0
+    traffic: KVTraffic = NO_TRAFFIC
+    cache: tuple[CacheNotice, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ReportPoll:
+    """Scheduler -> worker: give me the next ``StepReport``; ``ack_seq`` is the last one received.
+
+    Attributes:
+        wants_cache: Notices were lost: it is to tell all that is cached.
+    """
+
+    ack_seq: int
+    wants_cache: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReady:
+    """What this life of the worker can hold.
+
+    Attributes:
+        num_blocks: KV blocks in the pool, of ``block_size`` tokens each.
+        max_model_len: Tokens a sequence may reach: the context or the pool, whichever is smaller.
+        pool_limited: Whether it is the pool.
+        num_host_blocks: KV blocks in the host pool; 0 if there is none.
+        external: It is another server, which takes no requests that only our own engine can answer.
+    """
+
+    worker_incarnation: str
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    pool_limited: bool
+    vocab_size: int
+    num_host_blocks: int = 0
+    external: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """Worker -> Scheduler, when one takes over: everything it needs to go on where another one left.
+
+    Attributes:
+        lease: Belongs to the Scheduler that asked; plans of earlier leases are dropped from now on.
+        held: The requests of the sequences in ``report.progress``, in their order.
+    """
+
+    lease: int
+    ready: WorkerReady
+    held: tuple[Request, ...]
+    report: StepReport

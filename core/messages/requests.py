@@ -1,0 +1,97 @@
+"""Requests on their way: ingress -> Router -> Scheduler, and what comes back about them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from core.request import Request
+
+Key = tuple[str, int]
+"""(request id, attempt)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Ingress -> Router -> Scheduler: requests, new or resumed, in order of arrival.
+
+    Attributes:
+        placements: Router -> Scheduler: why each of them is there (``core.decisions``, packed, on a clock that is
+            named); kept with its other decisions, and read by nobody who decides.
+    """
+
+    requests: tuple[Request, ...]
+    placements: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Attempts, by key: whose clients are gone (``abort``), which the Scheduler is asked about or does not know."""
+
+    keys: tuple[Key, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Scheduler -> Router -> ingress, in answer to ``Submit``: this request will never run."""
+
+    request_id: str
+    attempt: int
+    field: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refusals:
+    refusals: tuple[Refusal, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Router -> ingress: an attempt and the worker life that runs it; an empty replica while it waits for one."""
+
+    request_id: str
+    attempt: int
+    replica: str
+    worker_incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitReply:
+    placed: tuple[Placed, ...]
+    refusals: tuple[Refusal, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRequest:
+    """An open stream as its ingress replica knows it; ``work_tokens`` is prompt plus what may yet come."""
+
+    request_id: str
+    attempt: int
+    replica: str
+    worker_incarnation: str
+    work_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Ingress -> Router, every second and after a fault: all its open streams, so that a new Router knows them."""
+
+    ingress_id: str
+    open: tuple[OpenRequest, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AnnounceReply:
+    """Router -> ingress.
+
+    Attributes:
+        lost: Attempts that nobody runs any more; they are to be resumed.
+        refusals: Those that will never run.
+        replicas: Every replica whose tokens may be for this ingress.
+        placed: Attempts that wait no more, as far as the ingress did not know.
+    """
+
+    lost: tuple[Key, ...]
+    refusals: tuple[Refusal, ...]
+    replicas: tuple[str, ...]
+    placed: tuple[Placed, ...] = ()

@@ -1,0 +1,72 @@
+"""Status of components and how many of them there should be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from core.messages.kv import KVUsage
+from core.messages.log import ArtefactInfo
+
+
+@dataclass(frozen=True, slots=True)
+class PieceStatus:
+    """One row of ``farsight status``: a logical piece, wherever it is hosted.
+
+    Attributes:
+        state: ready, starting, waiting (for a piece it depends on), draining, dead or lost (silent).
+        restarts: How often the supervisor has started it again.
+        http_port: Of the /healthz and /metrics of its process, on the loopback interface; 0 if there are none.
+        url, breaker: Of a replica that is another server: where it is; ``closed``, or why requests do not go there.
+    """
+
+    name: str
+    kind: str
+    pid: int
+    node: str
+    state: str
+    queue: int
+    last_step_age_s: float | None
+    restarts: int
+    http_port: int
+    url: str = ""
+    breaker: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PieceRows:
+    """The pieces of one process."""
+
+    pieces: tuple[PieceStatus, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StatusReply:
+    """Every logical piece, the KV of all replicas together as last reported, and what has been learnt while serving.
+
+    Attributes:
+        queue_delay_s: That a request which came now is predicted to wait; None if that cannot be said.
+    """
+
+    pieces: tuple[PieceStatus, ...]
+    kv: KVUsage
+    artefacts: tuple[ArtefactInfo, ...] = ()
+    queue_delay_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PieceCounts:
+    """Supervisor ->: how many there should be of what can be scaled; ``backends`` are other servers."""
+
+    replicas: int
+    length_predictors: int
+    serving_time_estimators: int
+    ingress_replicas: int
+    backends: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """-> Supervisor: there should be ``count`` of ``kind``."""
+
+    kind: str
+    count: int

@@ -1,0 +1,79 @@
+"""Output tokens: worker -> ingress, never through a Scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TokenLogprobs = tuple[tuple[int, ...], tuple[float, ...]]
+"""Ids and their log probabilities: the token itself, then the likeliest ones, best first."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaLogprobs:
+    """Log probabilities that a client has asked for.
+
+    Attributes:
+        output: Of each of the delta's tokens.
+        prompt: Of each of the prompt's tokens but the first; with the output's first token only.
+    """
+
+    output: tuple[TokenLogprobs, ...]
+    prompt: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """New output of one sequence, for the client. What has its default takes no room on the wire.
+
+    Attributes:
+        start: Index of the first of ``token_ids`` in the output; lets the ingress see gaps and repeats.
+        text: What may be shown; trails ``token_ids`` while a stop string may still complete.
+        finish_reason: Set on the last delta of an attempt only.
+        error: Why the sequence failed, when ``finish_reason`` is ``error``.
+        cached_len: Tokens of the prompt that came from a cache; on an attempt's first delta, or its last (a server).
+        logprobs: None unless the request wants them.
+        num_unnamed: Tokens after ``token_ids`` of which only the text is known: another server's.
+    """
+
+    request_id: str
+    attempt: int
+    start: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str | None = None
+    error: str | None = None
+    cached_len: int = 0
+    logprobs: DeltaLogprobs | None = None
+    num_unnamed: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) + self.num_unnamed
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """Worker -> ingress: consecutive deltas under one sequence number, repeated until acknowledged."""
+
+    worker_incarnation: str
+    seq: int
+    deltas: tuple[TokenDelta, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPoll:
+    """Ingress -> worker: give me what is new after ``ack_seq``; the worker hears from it that the ingress lives.
+
+    Attributes:
+        slow: Requests whose clients do not read; they rest until they are no longer named here.
+    """
+
+    ingress_id: str
+    ack_seq: int
+    slow: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatches:
+    worker_incarnation: str
+    batches: tuple[TokenBatch, ...]
