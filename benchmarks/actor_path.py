@@ -1,8 +1,10 @@
 """What the actors cost on top of the model, without HTTP: ``python -m benchmarks.actor_path --model DIR``.
 
-Starts the pieces in a private cluster, sends requests from this process as an ingress replica would, and reports, for
-each placement: CPU time by piece, per token and per step (the model's own forward passes aside), the Scheduler's share
-of all of it, the idle gap between steps, and the time to the first token beside that of ``Engine`` alone. ``--delay``
+Starts the components in a private cluster, sends requests from this process as an ingress replica would, and
+reports, for
+each placement: CPU time by component, per token and per step (the model's own forward passes aside), the
+Scheduler's share of all of it, the idle gap between steps, and the time to the first token beside that of
+``Engine`` alone. ``--delay``
 holds back every message to and from the Schedulers: no step may wait for one.
 """
 
@@ -68,12 +70,12 @@ def main() -> None:
 @contextmanager
 def _site(config: FarsightConfig) -> Iterator[Any]:
     from services.launch.cluster import private_cluster
-    from services.launch.launch import find_model, find_site, start_pieces
+    from services.launch.launch import find_model, find_site, start_components
     from services.launch.signals import StopSignal
 
     site = find_site(config, find_model(config))
     with private_cluster(StopSignal()):
-        start_pieces(site)()
+        start_components(site)()
         yield site
 
 
@@ -127,11 +129,11 @@ def _prompt(seed: int, vocab_size: int) -> tuple[int, ...]:
 
 
 async def _snapshot(client: Any) -> dict[str, Any]:
-    """CPU seconds by piece (or by host, named after its first piece), and the worker's own figures."""
+    """CPU seconds by component (or by host, named after its first component), and the worker's own figures."""
     status = await client.status()
     cpu: dict[str, float] = {}
     seen: set[int] = set()
-    for row in status.pieces:
+    for row in status.components:
         if row.pid not in seen:
             seen.add(row.pid)
             cpu[row.name.partition("-")[0] if row.kind == "Ingress" else row.name] = _cpu_s(row.pid)

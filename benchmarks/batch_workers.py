@@ -1,6 +1,6 @@
 """Batch mode over several workers, live beside the simulator: ``python -m benchmarks.batch_workers``.
 
-All requests are there from the start; idle workers pull them in batches from one queue. Live are real pieces in one
+All requests are there from the start; idle workers pull them in batches from one queue. Live are real components in one
 process over emulated devices (``a100-7b``); the simulator runs the same requests. Shown are requests per second and how
 many times as many as with one worker.
 """

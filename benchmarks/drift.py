@@ -57,7 +57,7 @@ class Measured:
     """What the log says; times in seconds since the first request.
 
     Attributes:
-        versions: When each version that was learnt began to serve.
+        versions: When each version that was learned began to serve.
     """
 
     at_s: np.ndarray
@@ -76,7 +76,7 @@ class Measured:
         return found
 
     def rows(self) -> list[Row]:
-        """After the drift errors rise; with what was learnt they fall again, and nobody waits for that."""
+        """After the drift errors rise; with what was learned they fall again, and nobody waits for that."""
         sizes, drift, end = self.sizes, self.sizes.before_s, self.at_s.max()
         before, lost = self.rmse(0, drift), self.rmse(drift, drift + sizes.learn_every_s)
         learnt = self.rmse(end - sizes.learn_every_s, end)

@@ -6,7 +6,7 @@ process, which is what to read where the machine is not idle. An error is |estim
 judged by what it was fitted to.
 
 - Steps: a profile fitted to the grid of ``farsight profile``, judged by the steps of a continuous-batching workload;
-  and one learnt while that runs, 20 steps of which it hears taking turns with 20 that it has to foretell.
+  and one learned while that runs, 20 steps of which it hears taking turns with 20 that it has to foretell.
 - Batches: so many requests of given lengths run together to completion. `independent` draws size, prompt and output on
   their own, log-uniform: the hardest case. `applications` draws outputs in proportion to prompts, as Magnus finds them:
   eight made-up tasks. Estimated by nearest neighbours among 3 of 4 batches, and by adding up steps.
@@ -182,7 +182,7 @@ def step_rows(grid: list[Timed], steps: list[Timed], clock: str) -> Iterator[dic
         if learnt.cost() is not None:
             errors += relative_errors(learnt, unheard)
             heard_not += unheard
-    yield from _by_kind("steps: profile learnt meanwhile", errors, heard_not)
+    yield from _by_kind("steps: profile learned meanwhile", errors, heard_not)
 
 
 def _by_kind(name: str, errors: list[float], samples: list[StepSample]) -> Iterator[dict[str, Any]]:
@@ -193,7 +193,7 @@ def _by_kind(name: str, errors: list[float], samples: list[StepSample]) -> Itera
 
 
 def batch_rows(name: str, batches: list[Timed], cost: StepCost, clock: str) -> Iterator[dict[str, Any]]:
-    """Errors of nearest neighbours and of added steps on the batches that were not learnt from."""
+    """Errors of nearest neighbours and of added steps on the batches that were not learned from."""
     served = [batch.by(clock) for batch in batches]
     num_test = round(TEST_SHARE * len(served))
     known, test = served[:-num_test], served[-num_test:]

@@ -1,12 +1,13 @@
 """What 200 clients notice of a death: ``python -m benchmarks.kill_under_load``.
 
-A service over HTTP on a Ray cluster of four nodes on this machine: pieces split, two replicas of the embedded model in
-float32, each on a node of its own. While all streams are under way, the router, a replica or a node is killed, or all
+A service over HTTP on a Ray cluster of four nodes on this machine: components split, two replicas of the embedded
+model in float32, each on a node of its own. While all streams are under way, the router, a replica or a node is
+killed, or all
 that runs on a node is frozen: then nobody is told. Each stream must end with the text that it has when nothing dies; if
 one does not, the command fails.
 
 Shown are the longest pause within a stream (the median over the streams, and the longest of all) and the time from the
-kill until ``/status`` shows every piece ready again, which nobody waits for.
+kill until ``/status`` shows every component ready again, which nobody waits for.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Outcome:
     Attributes:
         gaps_s: The longest pause of each stream.
         num_same: Streams that are as they should be.
-        ready_s: Until every piece was ready again; None if nobody was killed.
+        ready_s: Until every component was ready again; None if nobody was killed.
     """
 
     victim: str
@@ -130,13 +131,13 @@ async def measure(base_url: str, args: argparse.Namespace, victims: Victims) -> 
 
 
 async def _ready_again(streams: Streams, before: dict[str, dict[str, Any]], killed_at: float) -> float:
-    """Seconds from the kill until the same pieces are ready, of which at least one is another process."""
-    pieces = {name for name, row in before.items() if row["kind"] != "Ingress"}
+    """Seconds from the kill until the same components are ready, of which at least one is another process."""
+    components = {name for name, row in before.items() if row["kind"] != "Ingress"}
     async with asyncio.timeout(LATEST_S):
         while True:
             rows = await streams.rows()
-            back = all(name in rows and rows[name]["state"] == "ready" for name in pieces)
-            if back and any(rows[name]["pid"] != before[name]["pid"] for name in pieces):
+            back = all(name in rows and rows[name]["state"] == "ready" for name in components)
+            if back and any(rows[name]["pid"] != before[name]["pid"] for name in components):
                 return time.monotonic() - killed_at
             await asyncio.sleep(0.1)
 

@@ -22,14 +22,14 @@ from typing import Any
 import numpy as np
 from prometheus_client import CollectorRegistry
 
+from actors.runtime.component import ComponentContext
 from actors.runtime.names import scheduler_name
-from actors.runtime.piece import PieceContext
 from actors.runtime.site import Site
 from actors.scheduling.router import Router
 from core.codec import decode, encode
 from core.config.load import FarsightConfig
 from core.config.scheduling import SchedulerConfig
-from core.messages.cache import CachedRun, CacheNotice, CacheReply, StartedRequest
+from core.messages.cache import CachedRun, CacheReply, KVCacheEvent, StartedRequest
 from core.messages.fleet import ReplicaNews, ReplicaState
 from core.messages.plans import FinishedSequence, WorkerReady
 from core.messages.requests import Refusals, Submit
@@ -56,7 +56,7 @@ class FakeScheduler:
             self.taken.append(data)
             return NO_REFUSALS
         if method == "cached":
-            return encode(CacheReply("w", CacheNotice(1, True)))
+            return encode(CacheReply("w", KVCacheEvent(1, True)))
         return b""
 
 
@@ -89,7 +89,7 @@ class Replica:
             evicted.append(next(iter(self._cached)))
             del self._cached[evicted[-1]]
         self._seq += 1
-        notice = CacheNotice(self._seq, False, tuple(stored), tuple(evicted))
+        notice = KVCacheEvent(self._seq, False, tuple(stored), tuple(evicted))
         return encode(ReplicaNews(self.scheduler.name, "w", tuple(started), tuple(ended), (notice,)))
 
 
@@ -112,7 +112,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     schedulers = {scheduler_name(str(i)): FakeScheduler(str(i)) for i in range(args.replicas)}
     config = FarsightConfig(scheduler=SchedulerConfig(preset=args.preset))
     site = Site(config, "", "fused")
-    router = Router(PieceContext("router", site, 0, site.peers(schedulers), CollectorRegistry()))
+    router = Router(ComponentContext("router", site, 0, site.peers(schedulers), CollectorRegistry()))
     replicas = [Replica(each, args.blocks) for each in schedulers.values()]
     ready = WorkerReady("w", args.blocks, BLOCK_SIZE, 32_768, False, 50_000)
     for replica in replicas:

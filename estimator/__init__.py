@@ -1,1 +1,1 @@
-"""What a step costs in time, learnt from measured steps. No Ray."""
+"""What a step costs in time, learned from measured steps. No Ray."""

@@ -30,7 +30,7 @@ PERIOD_S = 120.0
 """Between two refits."""
 
 RULE = ErrorRule(min_error=2.0, min_share=0.2)
-"""In seconds: which batches are learnt from."""
+"""In seconds: which batches are learned from."""
 
 SCHEMA = 1
 """Of the artefact; another one is refused."""

@@ -45,7 +45,7 @@ class StepProfile:
 
     Relative, because the long steps of a machine are not just longer but noisier: least squares of seconds would be
     ruled by the few steps that something else has interrupted, and be far off for the many short ones. An interrupted
-    step also weighs less for having taken longer, so what is learnt is nearer to the usual step than to the mean.
+    step also weighs less for having taken longer, so what is learned is nearer to the usual step than to the mean.
 
     A sample's weight falls exponentially with the samples after it, so the profile follows a machine that changes.
 
@@ -83,7 +83,7 @@ class StepProfile:
 
     @property
     def num_samples(self) -> int:
-        """Steps learnt from, ever."""
+        """Steps learned from, ever."""
         return self._num_samples
 
     def coefficients(self) -> tuple[float, float, float, float, float]:

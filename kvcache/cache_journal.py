@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from core.errors import IntegrityError
-from core.messages.cache import CachedRun, CacheNotice
+from core.messages.cache import CachedRun, KVCacheEvent
 from kvcache.block_manager import BlockManager
 from kvcache.prefix import NO_PARENT
 
@@ -23,14 +23,14 @@ class CacheJournal:
         self._blocks = blocks
         blocks.watch()
         self._seq = 0
-        self._waiting: list[tuple[int, CacheNotice]] = []  # (first report that tells it, notice)
+        self._waiting: list[tuple[int, KVCacheEvent]] = []  # (first report that tells it, notice)
         self._whole_due = True
 
     def begin_anew(self) -> None:
         """The next report tells everything: somebody listens who has heard nothing, or has missed something."""
         self._whole_due = True
 
-    def notices(self, report_seq: int) -> tuple[CacheNotice, ...]:
+    def notices(self, report_seq: int) -> tuple[KVCacheEvent, ...]:
         """What the report of this number tells."""
         changed = self._blocks.take_changes()
         num_waiting = sum(notice.num_hashes for _, notice in self._waiting)
@@ -38,15 +38,15 @@ class CacheJournal:
             self._whole_due = True
         if self._whole_due:
             self._waiting.clear()
-            self._add(report_seq, CacheNotice(self._seq + 1, True, tuple(runs(self._blocks.cached_chain()))))
+            self._add(report_seq, KVCacheEvent(self._seq + 1, True, tuple(runs(self._blocks.cached_chain()))))
         elif changed:
             stored = [(name, parent) for name, parent in changed.items() if self._blocks.caches(name)]
             evicted = tuple(name for name in changed if not self._blocks.caches(name))
-            self._add(report_seq, CacheNotice(self._seq + 1, False, tuple(runs(stored)), evicted))
+            self._add(report_seq, KVCacheEvent(self._seq + 1, False, tuple(runs(stored)), evicted))
         self._whole_due = False
         return tuple(notice for _, notice in self._waiting)
 
-    def _add(self, report_seq: int, notice: CacheNotice) -> None:
+    def _add(self, report_seq: int, notice: KVCacheEvent) -> None:
         self._seq = notice.seq
         self._waiting.append((report_seq, notice))
 
@@ -55,7 +55,7 @@ class CacheJournal:
         self._waiting = [(first, notice) for first, notice in self._waiting if first > report_seq]
 
 
-class CacheShadow:
+class CacheMirror:
     """What a worker caches, as far as its notices tell.
 
     Attributes:
@@ -71,7 +71,7 @@ class CacheShadow:
     def __len__(self) -> int:
         return len(self._parents)
 
-    def take(self, notice: CacheNotice) -> bool:
+    def take(self, notice: KVCacheEvent) -> bool:
         """Whether the notice was news that could be used."""
         if self.seq is not None and notice.seq <= self.seq:
             return False
@@ -104,11 +104,11 @@ class CacheShadow:
                 high = middle
         return low
 
-    def whole(self) -> CacheNotice | None:
+    def whole(self) -> KVCacheEvent | None:
         """All of it, under the number of the last notice; None if it is not known."""
         if self.seq is None or self.missed:
             return None
-        return CacheNotice(self.seq, True, tuple(runs(self._parents.items())))
+        return KVCacheEvent(self.seq, True, tuple(runs(self._parents.items())))
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless every name follows its parent."""

@@ -11,7 +11,7 @@ from core.messages.kv import KVTraffic, KVUsage
 from core.messages.plans import StepReport
 
 
-class ResidencyShadow:
+class ResidencyMirror:
     """The KV of one replica."""
 
     def __init__(self) -> None:

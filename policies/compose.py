@@ -19,7 +19,7 @@ from policies.admission.watermark import Aggressive
 from policies.batching.base import Batcher, first_arrived
 from policies.batching.fcfs import FcfsBatches
 from policies.batching.hrrn import HighestResponseRatio, HrrnOrder, ServingTime
-from policies.batching.multi_bin import LearntBins, MultiBinBatcher
+from policies.batching.multi_bin import LearnedBins, MultiBinBatcher
 from policies.batching.wma import WmaBatcher
 from policies.external.scheduler import BackendScheduler
 from policies.fleet.batch_scheduler import BatchScheduler
@@ -99,7 +99,7 @@ class BatchSettings:
         serving_time_s: Estimated seconds of a batch of so many jobs, prompt tokens and output tokens.
         edges: Boundaries of the bins of predicted lengths.
         wma_threshold: Phi.
-        num_bins: Bins whose edges are learnt from the lengths foreseen; 0: ``edges`` are given.
+        num_bins: Bins whose edges are learned from the lengths foreseen; 0: ``edges`` are given.
         max_wait_s: Longest wait of a bin for company.
         batch_size: Jobs of a batch at most; 0 for the preset's own.
         max_num_seqs: What a worker can run at once; no batch is larger.
@@ -184,7 +184,7 @@ BATCHERS: dict[str, Callable[[BatchSettings, int | None], Batcher]] = {
 
 def _bins(settings: BatchSettings, size: int) -> Batcher:
     if settings.num_bins:
-        return LearntBins(settings.num_bins, size, settings.max_wait_s)
+        return LearnedBins(settings.num_bins, size, settings.max_wait_s)
     return MultiBinBatcher(settings.edges, size, settings.max_wait_s)
 
 

@@ -1,1 +1,1 @@
-"""Forecasts of output lengths, learnt from finished requests. No Ray."""
+"""Forecasts of output lengths, learned from finished requests. No Ray."""

@@ -46,7 +46,7 @@ class HistoryPredictor:
         return [self._forecast] * len(questions)
 
     def clear(self) -> None:
-        """Forgets all that it has learnt."""
+        """Forgets all that it has learned."""
         self._lengths.clear()
         self._version += 1
         self._forecast = _prior()

@@ -1,4 +1,4 @@
-"""Continuous learning of output lengths (Magnus III-B): what is learnt from, when, and whether the result may serve.
+"""Continuous learning of output lengths (Magnus III-B): what is learned from, when, and whether the result may serve.
 
 Nothing here knows what a model is. The paper adds what was predicted badly to the train set and trains anew every
 three minutes. It does not ask whether the result is better; here it must be no worse on recent requests that nobody
@@ -17,7 +17,7 @@ from core.errors import IntegrityError
 from core.learning import ErrorRule, Schedule
 
 RULE = ErrorRule(min_error=10.0, min_share=0.1)
-"""In tokens: which outputs are learnt from."""
+"""In tokens: which outputs are learned from."""
 
 PERIOD_S = 180.0
 """Between the beginnings of two fits."""

@@ -29,7 +29,7 @@ class TextPredictor:
     Args:
         artefact: From ``training.train``.
         encoder: The one that it was trained with (``encoder_of``); None if it needs none.
-        history: For what the artefact is too dear for; not learnt by this object.
+        history: For what the artefact is too dear for; not learned by this object.
         cache_size: Instructions whose embeddings are kept.
 
     Raises:

@@ -76,7 +76,7 @@ def serve(
         typer.Option(help="Up to so many copies, as the predicted queue delay asks for; default: --replicas."),
     ] = None,
     placement: Annotated[
-        str | None, typer.Option(help="Which pieces share a process: auto, fused, split or packed.")
+        str | None, typer.Option(help="Which components share a process: auto, fused, split or packed.")
     ] = None,
     predictor: Annotated[
         Path | None,
@@ -126,7 +126,7 @@ def status(
     host: Annotated[str, typer.Option(help="Its address.")] = "127.0.0.1",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show every logical piece of a running server."""
+    """Show every logical component of a running server."""
     try:
         body = ask(f"http://{host}:{port}", "/status", STATUS_TIMEOUT_S)
     except FarsightError as error:
@@ -163,7 +163,7 @@ def _print_status(actors: list[dict[str, Any]], learnt: list[dict[str, Any]]) ->
             table.add_row(row["name"], row["url"], row["breaker"])
         console.print(table)
     if learnt:
-        table = Table("learnt while serving", "version", "score", "examples", "at", "in use")
+        table = Table("learned while serving", "version", "score", "examples", "at", "in use")
         for row in learnt:
             score = "-" if row["score"] is None else f"{row['score']:.4g}"
             at = f"{datetime.fromtimestamp(row['created_at']):%Y-%m-%d %H:%M:%S}"
@@ -183,7 +183,7 @@ def scale(
         str | None, typer.Option(help="Admin token; default: FARSIGHT_ADMIN_TOKEN, or the run file's.")
     ] = None,
 ) -> None:
-    """Change how many there are of a kind of piece while the server runs."""
+    """Change how many there are of a kind of component while the server runs."""
     from services.commands.scaling import scale_service
     from services.run_file import find_admin_token
 

@@ -13,7 +13,7 @@ from actors.runtime.site import Site
 from core.config.load import FarsightConfig, load_config
 from core.errors import ConfigError, FarsightError
 from policies.compose import check_scheduler
-from services.launch.launch import default_ingress_replicas, find_model, find_site, ingress_app, start_pieces
+from services.launch.launch import default_ingress_replicas, find_model, find_site, ingress_app, start_components
 
 ANSWER_TIMEOUT_S = 10.0
 
@@ -25,13 +25,13 @@ _ELSEWHERE = {
 
 
 def app(args: dict[str, Any]) -> Any:
-    """The Ray Serve application over the pieces, which begin to start; the ingress replicas wait for them.
+    """The Ray Serve application over the components, which begin to start; the ingress replicas wait for them.
 
     Args:
         args: The tables of the configuration: ``{"model": {"path": ...}, "engine": {...}}``.
 
     Raises:
-        FarsightError: a wrong setting, or pieces run whose settings are others.
+        FarsightError: a wrong setting, or components run whose settings are others.
     """
     config = config_from_tables(args)
     check_scheduler(config.scheduler)  # a wrong name is refused before anything starts
@@ -39,7 +39,7 @@ def app(args: dict[str, Any]) -> Any:
     running = running_site(site.namespace)
     if running is not None:
         check_unchanged(running, site)
-    start_pieces(site)
+    start_components(site)
     return ingress_app(site, config.server.ingress_replicas or default_ingress_replicas())
 
 
@@ -59,7 +59,7 @@ def config_from_tables(tables: dict[str, Any]) -> FarsightConfig:
 
 
 def running_site(namespace: str) -> Site | None:
-    """What the pieces that run were started with."""
+    """What the components that run were started with."""
     import ray
     from ray.exceptions import RayError
 
@@ -77,7 +77,7 @@ def running_site(namespace: str) -> Site | None:
 
 
 def check_unchanged(running: Site, wanted: Site) -> None:
-    """The pieces keep the settings that they were started with; only those of the HTTP side may change.
+    """The components keep the settings that they were started with; only those of the HTTP side may change.
 
     Raises:
         FarsightError: names what has changed.

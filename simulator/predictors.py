@@ -90,7 +90,7 @@ class Shuffled:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A predictor handed in: the simulator does not know what it learnt from.
+    """A predictor handed in: the simulator does not know what it learned from.
 
     Attributes:
         predict: One forecast for each arrival, in order. It must not look at ``output_len``.

@@ -13,10 +13,10 @@ from actors.external.backend_stream import BackendStream
 from actors.external.openai_server import OpenAIServer, find_api_key
 from actors.external.openai_wire import BackendFailed, failed
 from actors.log.log_outbox import LogOutbox
+from actors.runtime.component import Component, ComponentContext
 from actors.runtime.metrics import BackendMetrics, EngineMetrics
 from actors.runtime.names import LOG_STORE, ROUTER
 from actors.runtime.peer import LOOK_AGAIN_S, PeerLost
-from actors.runtime.piece import Piece, PieceContext
 from actors.runtime.request_traces import request_trace
 from actors.runtime.waiting import wait_for
 from actors.worker.token_channel import TICK_S
@@ -70,12 +70,12 @@ LOOK_S = 0.25
 logger = logging.getLogger(__name__)
 
 
-class OpenAIBackend(Piece):
+class OpenAIBackend(Component):
     """Turns messages and what the server does into events of the state machine, and its instructions into calls."""
 
     kind = "OpenAIBackend"
 
-    def __init__(self, context: PieceContext) -> None:
+    def __init__(self, context: ComponentContext) -> None:
         super().__init__(context)
         config = context.config
         self._config = config.replica[int(context.index)]
@@ -240,7 +240,7 @@ class OpenAIBackend(Piece):
         self._task_ended_badly(done)
 
     def _task_ended_badly(self, task: asyncio.Task[None]) -> None:
-        """A defect of ours ends the piece: it is started anew, and says so."""
+        """A defect of ours ends the component: it is started anew, and says so."""
         error = None if task.cancelled() else task.exception()
         if error is not None and not self.failed.done():
             self.failed.set_exception(error)

@@ -11,7 +11,7 @@ _STATUSES = {"length": SequenceStatus.FINISHED_LENGTH}
 
 
 class BackendStream:
-    """Counts tokens that have no ids: one for each piece of text, and at the end as the server's usage says.
+    """Counts tokens that have no ids: one for each component of text, and at the end as the server's usage says.
 
     Attributes:
         reading: Whether the client reads.

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from actors.learning.artefact_shelf import ArtefactShelf
+from actors.learning.model_registry import ModelRegistry
 from actors.runtime.peer import Peer, PeerLost
 from core.codec import decode, encode
 from core.messages.log import ExamplePage, LoggedExample, LogQuery
@@ -48,7 +48,7 @@ class LengthLearner:
     def __init__(
         self,
         log_store: Peer,
-        shelf: ArtefactShelf,
+        shelf: ModelRegistry,
         current: Artefact,
         use: Callable[[Artefact], None],
         period_s: float,

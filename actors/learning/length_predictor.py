@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry, Gauge
 
 from actors.learning.text_forecasts import TextForecasts
+from actors.runtime.component import Component, ComponentContext
 from actors.runtime.names import LOG_STORE
 from actors.runtime.peer import Peer, PeerLost
-from actors.runtime.piece import Piece, PieceContext
 from core.codec import decode, encode
 from core.errors import FarsightError
 from core.messages.forecasts import ForecastQuestions, Forecasts
@@ -38,12 +38,12 @@ _END = 2**63 - 1
 """Beyond the last row of any log."""
 
 
-class LengthPredictor(Piece):
+class LengthPredictor(Component):
     """Follows the log and holds a forecast ready; what it knows is a function of the log alone."""
 
     kind = "LengthPredictor"
 
-    def __init__(self, context: PieceContext) -> None:
+    def __init__(self, context: ComponentContext) -> None:
         super().__init__(context)
         self._gauge = _gauge(context.registry)
         self._log_store: Peer = context.peers.peer(LOG_STORE)
@@ -55,7 +55,7 @@ class LengthPredictor(Piece):
         self._show()
 
     async def start(self) -> None:
-        """Loads what ``farsight train`` made, if there is something, and then what has been learnt since.
+        """Loads what ``farsight train`` made, if there is something, and then what has been learned since.
 
         Raises:
             ConfigError: the artefact or its encoder cannot be loaded.

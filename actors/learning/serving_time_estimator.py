@@ -7,7 +7,7 @@ import time
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from actors.runtime.piece import Piece, PieceContext
+from actors.runtime.component import Component, ComponentContext
 from core.codec import decode, encode
 from core.messages.step_times import ReplicaStepProfile, StepProfileReply, StepSamples
 from estimator.step_profile import StepProfile
@@ -16,12 +16,12 @@ TERMS = ("step", "prefill_token", "decode_seq", "context_token", "prefill_pair")
 """What each coefficient is the price of, in the order of ``StepProfile.coefficients``."""
 
 
-class ServingTimeEstimator(Piece):
+class ServingTimeEstimator(Component):
     """One step-time profile per replica, fed by their schedulers."""
 
     kind = "ServingTimeEstimator"
 
-    def __init__(self, context: PieceContext) -> None:
+    def __init__(self, context: ComponentContext) -> None:
         super().__init__(context)
         self._gauge = _gauge(context.registry)
         self._profiles: dict[str, StepProfile] = {}

@@ -11,12 +11,12 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from actors.learning.artefact_shelf import ArtefactShelf
 from actors.learning.forecasting import Answer, ForecastServer
 from actors.learning.length_learner import LengthLearner
+from actors.learning.model_registry import ModelRegistry
 from actors.log.log_outbox import LogOutbox
+from actors.runtime.component import ComponentContext
 from actors.runtime.peer import Peer, PeerLost
-from actors.runtime.piece import PieceContext
 from core.errors import ConfigError, FarsightError
 from core.forecast import Forecast, ForecastQuestion
 from core.messages.log import ForecastRecord, ForecastRecords
@@ -41,7 +41,7 @@ class TextForecasts:
 
     def __init__(
         self,
-        context: PieceContext,
+        context: ComponentContext,
         log_store: Peer,
         artefact: Artefact,
         predictor: TextPredictor,
@@ -54,7 +54,7 @@ class TextForecasts:
         self._encoder = predictor.encoder
         self._history = history
         self._feature_set = feature_set(artefact)
-        self._shelf = ArtefactShelf(log_store, artefact, context.registry)
+        self._shelf = ModelRegistry(log_store, artefact, context.registry)
         self._server = ForecastServer(predictor, self._settings.cpu_share)
         self._outbox = LogOutbox(log_store, "append_forecasts", ForecastRecords)
         self._version = _version(context.registry)
@@ -62,8 +62,8 @@ class TextForecasts:
         self._version.set(predictor.version)
 
     @classmethod
-    async def load(cls, context: PieceContext, log_store: Peer, history: HistoryPredictor) -> TextForecasts:
-        """Reads the configured artefact, and what has been learnt from it since.
+    async def load(cls, context: ComponentContext, log_store: Peer, history: HistoryPredictor) -> TextForecasts:
+        """Reads the configured artefact, and what has been learned from it since.
 
         Raises:
             ConfigError: the artefact or its encoder cannot be loaded.

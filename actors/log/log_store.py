@@ -1,4 +1,4 @@
-"""The log: what finished, what had been forecast of it, and what was learnt; it loses nothing it has acknowledged."""
+"""The log: what finished, what had been forecast of it, and what was learned; it loses nothing it has acknowledged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from actors.log.log_backend import LogBackend, Record, Retention, check_integers
 from actors.log.log_sqlite import SqliteLog
-from actors.runtime.piece import Piece, PieceContext
+from actors.runtime.component import Component, ComponentContext
 from core.codec import decode, encode
 from core.errors import ConfigError, FarsightError, MessageError
 from core.messages.log import (
@@ -48,8 +48,8 @@ MAX_COMMIT = 10_000
 """Records after which a commit takes no further message."""
 
 
-class LogStore(Piece):
-    """Writes records of what was served, and artefacts of what was learnt from them, and gives them to the learners.
+class LogStore(Component):
+    """Writes records of what was served, and artefacts of what was learned from them, and gives them to the learners.
 
     One writer: what arrives while a commit is under way goes into the next one together, so many ingress replicas share
     the price of a sync to disk. Records are known by their ids and artefacts by their versions: a message whose answer
@@ -61,7 +61,7 @@ class LogStore(Piece):
 
     kind = "LogStore"
 
-    def __init__(self, context: PieceContext) -> None:
+    def __init__(self, context: ComponentContext) -> None:
         super().__init__(context)
         self._private_dir: str | None = None
         self._backend: LogBackend | None = None

@@ -9,10 +9,10 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from core.messages.status import PieceStatus
+from core.messages.status import ComponentStatus
 
 HEALTHY_STATES = frozenset({"ready", "draining"})
-"""A draining piece still does its work; a probe must not have it killed."""
+"""A draining component still does its work; a probe must not have it killed."""
 
 SHUTDOWN_S = 1.0
 """How long ``stop`` waits for answers that are being sent."""
@@ -21,16 +21,16 @@ _FIELDS = ("name", "kind", "state", "queue", "last_step_age_s", "restarts", "pid
 
 
 class HealthServer:
-    """Serves the pieces of one process on a port that the system chooses.
+    """Serves the components of one process on a port that the system chooses.
 
     Args:
         registry: What ``/metrics`` shows.
-        rows: The pieces of this process as they are now; called in the event loop, so it must not block.
+        rows: The components of this process as they are now; called in the event loop, so it must not block.
         host: The address to listen on.
     """
 
     def __init__(
-        self, registry: CollectorRegistry, rows: Callable[[], list[PieceStatus]], host: str = "127.0.0.1"
+        self, registry: CollectorRegistry, rows: Callable[[], list[ComponentStatus]], host: str = "127.0.0.1"
     ) -> None:
         self._registry = registry
         self._rows = rows
@@ -72,5 +72,5 @@ class HealthServer:
         return web.Response(body=generate_latest(self._registry), headers=headers)
 
 
-def _fields(row: PieceStatus) -> dict[str, Any]:
+def _fields(row: ComponentStatus) -> dict[str, Any]:
     return {name: getattr(row, name) for name in _FIELDS}

@@ -1,4 +1,4 @@
-"""The Ray actor: a process that hosts pieces. One piece each under ``split``, several under ``fused``."""
+"""The Ray actor: a process that hosts components. One component each under ``split``, several under ``fused``."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any
 import ray
 from prometheus_client import CollectorRegistry, generate_latest
 
+from actors.runtime.component import Component, ComponentContext
 from actors.runtime.health import HealthServer
 from actors.runtime.local_link import listen
 from actors.runtime.metrics import RefusedMessages
 from actors.runtime.peer import PeerLost
-from actors.runtime.piece import Piece, PieceContext
-from actors.runtime.registry import piece_class
+from actors.runtime.registry import component_class
 from actors.runtime.site import Site
 from core.codec import encode
-from core.messages.status import PieceRows, PieceStatus
+from core.messages.status import ComponentRows, ComponentStatus
 
 logger = logging.getLogger(__name__)
 
 
-class PieceHost:
-    """Hosts pieces and passes messages on to them.
+class ComponentHost:
+    """Hosts components and passes messages on to them.
 
     Args:
         host: Its own name among the hosts (``actors.runtime.names.host_of``).
@@ -35,10 +35,10 @@ class PieceHost:
     def __init__(self, host: str, site: Site, restarts: int) -> None:
         self._site = site
         self._restarts = restarts
-        self._pieces: dict[str, Piece] = {}
+        self._components: dict[str, Component] = {}
         self._registry = CollectorRegistry()
         self._refused = RefusedMessages(self._registry)
-        self._peers = site.peers(self._pieces, host)
+        self._peers = site.peers(self._components, host)
         self._health = HealthServer(self._registry, self._rows)
         self._port = 0
         self._lock = asyncio.Lock()
@@ -49,7 +49,7 @@ class PieceHost:
         self._broken = asyncio.Event()
 
     async def add(self, names: list[str]) -> None:
-        """Hosts and starts these pieces; those it has already stay as they are. Returns when they have started.
+        """Hosts and starts these components; those it has already stay as they are. Returns when they have started.
 
         Raises:
             FarsightError: one of them cannot start.
@@ -57,42 +57,42 @@ class PieceHost:
         async with self._lock:
             if not self._port:
                 self._port = await self._health.start()
-            new = [name for name in names if name not in self._pieces]
+            new = [name for name in names if name not in self._components]
             for name in new:
-                self._pieces[name] = self._make(name)
+                self._components[name] = self._make(name)
             for name in new:
                 try:
-                    await self._pieces[name].start()
+                    await self._components[name].start()
                 except Exception:
-                    del self._pieces[name]
+                    del self._components[name]
                     raise
 
     async def remove(self, name: str) -> None:
-        """Ends a piece."""
+        """Ends a component."""
         async with self._lock:
-            piece = self._pieces.pop(name, None)
-            if piece is not None:
-                await piece.stop()
+            component = self._components.pop(name, None)
+            if component is not None:
+                await component.stop()
 
     async def close(self) -> None:
-        """Ends every piece and answers nobody any more, for a process that goes on without them."""
-        for name in list(self._pieces):
+        """Ends every component and answers nobody any more, for a process that goes on without them."""
+        for name in list(self._components):
             await self.remove(name)
         await self._health.stop()
         if self._listener is not None:
             self._listener.close()
 
     async def call(self, name: str, method: str, data: bytes) -> Any:
-        """Gives a message to a piece.
+        """Gives a message to a component.
 
         Raises:
             PeerLost: it is not here, or not yet.
             MessageError: the message is refused, which is counted; nothing else happens.
         """
-        piece = self._pieces.get(name)
-        if piece is None:
+        component = self._components.get(name)
+        if component is None:
             raise PeerLost(name)
-        return await piece.answer(method, data)
+        return await component.answer(method, data)
 
     async def local_address(self) -> tuple[str, str]:
         """The node's id, and where callers on it find a socket that takes what ``call`` takes."""
@@ -106,8 +106,8 @@ class PieceHost:
         return self._site
 
     async def rows(self) -> bytes:
-        """``PieceRows``: every piece here."""
-        return encode(PieceRows(tuple(self._rows())))
+        """``ComponentRows``: every component here."""
+        return encode(ComponentRows(tuple(self._rows())))
 
     async def metrics(self) -> str:
         """What /metrics shows, for readers that cannot reach the port of this process."""
@@ -118,36 +118,36 @@ class PieceHost:
         return self._restarts
 
     async def ended(self) -> None:
-        """Never returns; raises what broke a piece. Whoever awaits this sees the process die."""
+        """Never returns; raises what broke a component. Whoever awaits this sees the process die."""
         await self._broken.wait()
         assert self._failure is not None
         raise self._failure
 
-    def _make(self, name: str) -> Piece:
-        context = PieceContext(name, self._site, self._restarts, self._peers, self._registry, self._refused.count)
-        piece = piece_class(name, self._site.config)(context)
-        piece.failed.add_done_callback(self._piece_failed)
-        return piece
+    def _make(self, name: str) -> Component:
+        context = ComponentContext(name, self._site, self._restarts, self._peers, self._registry, self._refused.count)
+        component = component_class(name, self._site.config)(context)
+        component.failed.add_done_callback(self._component_failed)
+        return component
 
-    def _piece_failed(self, failed: asyncio.Future[None]) -> None:
+    def _component_failed(self, failed: asyncio.Future[None]) -> None:
         self._failure = failed.exception()
-        logger.error("a piece has failed", exc_info=self._failure)  # whoever watches may be another piece here
+        logger.error("a component has failed", exc_info=self._failure)  # whoever watches may be another component here
         self._broken.set()
 
-    def _rows(self) -> list[PieceStatus]:
-        return [self._row(piece) for piece in self._pieces.values()]
+    def _rows(self) -> list[ComponentStatus]:
+        return [self._row(component) for component in self._components.values()]
 
-    def _row(self, piece: Piece) -> PieceStatus:
-        return PieceStatus(
-            name=piece.name,
-            kind=piece.kind,
+    def _row(self, component: Component) -> ComponentStatus:
+        return ComponentStatus(
+            name=component.name,
+            kind=component.kind,
             pid=os.getpid(),
             node=socket.gethostname(),
-            state="failed" if piece.failed.done() else piece.state,
-            queue=piece.queue,
-            last_step_age_s=piece.last_step_age_s,
+            state="failed" if component.failed.done() else component.state,
+            queue=component.queue,
+            last_step_age_s=component.last_step_age_s,
             restarts=self._restarts,
             http_port=self._port,
-            url=piece.url,
-            breaker=piece.breaker,
+            url=component.url,
+            breaker=component.breaker,
         )

@@ -1,4 +1,5 @@
-"""Creating and ending the actors that host pieces. Detached: they outlive whoever created them, but not the cluster."""
+"""Creating and ending the actors that host components. Detached: they outlive whoever created them, but not the
+cluster."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.runtime.host import PieceHost
+from actors.runtime.host import ComponentHost
 from actors.runtime.names import SUPERVISOR, actor_name, host_of, worker_name
 from actors.runtime.nodes import head_node, living_nodes
 from actors.runtime.peer import LOOK_AGAIN_S
@@ -38,7 +39,7 @@ def create_host(host: str, site: Site, restarts: int, node_id: str = "") -> Any:
         ValueError: the name still belongs to a dead actor; try again.
     """
     # Handles are Any: Ray adds methods at run time that no type describes.
-    host_class: Any = ray.remote(PieceHost)
+    host_class: Any = ray.remote(ComponentHost)
     placed = {
         "num_gpus": num_gpus(host, site),  # without any, Ray hides them all from the process
         # Not soft: to that Ray pays no heed where an actor needs no resources (2.60).
@@ -92,7 +93,7 @@ async def keep_supervisor(site: Site) -> None:
         except ray.exceptions.RayActorError:
             await asyncio.sleep(LOOK_AGAIN_S)  # its name may stay with the dead one for a moment
         except ray.exceptions.RayTaskError:
-            ray.kill(handle)  # a piece in it has failed: it starts anew
+            ray.kill(handle)  # a component in it has failed: it starts anew
 
 
 def list_hosts(namespace: str) -> list[str]:

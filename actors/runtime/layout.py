@@ -1,4 +1,4 @@
-"""Which pieces there should be, and in which hosts."""
+"""Which components there should be, and in which hosts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from actors.runtime.names import (
 from actors.runtime.peer import PeerBook, PeerLost
 from core.codec import decode
 from core.config.load import FarsightConfig
-from core.messages.status import PieceCounts
+from core.messages.status import ComponentCounts
 
 SCALABLE = {
     "replica": "replicas",
@@ -26,48 +26,48 @@ SCALABLE = {
     "serving-time-estimator": "serving_time_estimators",
     "ingress": "ingress_replicas",
 }
-"""What can be scaled, and its field of ``PieceCounts``."""
+"""What can be scaled, and its field of ``ComponentCounts``."""
 
 
-def initial_counts(config: FarsightConfig) -> PieceCounts:
+def initial_counts(config: FarsightConfig) -> ComponentCounts:
     """As configured. ``ingress_replicas`` is 0 until somebody asks for another number than Ray Serve was given."""
     actors = config.actors
     counts = (config.model.replicas, actors.length_predictors, actors.serving_time_estimators)
-    return PieceCounts(*counts, ingress_replicas=0, backends=len(config.replica))
+    return ComponentCounts(*counts, ingress_replicas=0, backends=len(config.replica))
 
 
-def replica_pieces(replica: str, num_ranks: int = 1) -> list[str]:
-    """The pieces of one replica; the ranks of its model last, since they are what takes long to start."""
+def replica_components(replica: str, num_ranks: int = 1) -> list[str]:
+    """The components of one replica; the ranks of its model last, since they are what takes long to start."""
     ranks = [rank_name(replica, rank) for rank in range(1, num_ranks)]
     return [scheduler_name(replica), kv_offload_manager_name(replica), worker_name(replica), *ranks]
 
 
-async def current_counts(peers: PeerBook, known: PieceCounts) -> PieceCounts:
+async def current_counts(peers: PeerBook, known: ComponentCounts) -> ComponentCounts:
     """What the Supervisor says now; while there is none, what was known before."""
     try:
-        return decode(await peers.peer(SUPERVISOR).call("counts"), PieceCounts)
+        return decode(await peers.peer(SUPERVISOR).call("counts"), ComponentCounts)
     except PeerLost:
         return known
 
 
-def wanted_pieces(counts: PieceCounts, num_ranks: int = 1) -> list[str]:
-    """Every piece but the Supervisor and the ingress replicas.
+def wanted_components(counts: ComponentCounts, num_ranks: int = 1) -> list[str]:
+    """Every component but the Supervisor and the ingress replicas.
 
     Args:
         num_ranks: Of each replica (``ModelConfig.num_ranks``).
     """
-    pieces = [ROUTER, LOG_STORE]
-    pieces += map(length_predictor_name, range(counts.length_predictors))
-    pieces += map(serving_time_estimator_name, range(counts.serving_time_estimators))
+    components = [ROUTER, LOG_STORE]
+    components += map(length_predictor_name, range(counts.length_predictors))
+    components += map(serving_time_estimator_name, range(counts.serving_time_estimators))
     for index in range(counts.replicas):
-        pieces += replica_pieces(str(index), num_ranks)
-    pieces += map(backend_name, range(counts.backends))
-    return pieces
+        components += replica_components(str(index), num_ranks)
+    components += map(backend_name, range(counts.backends))
+    return components
 
 
-def by_host(pieces: list[str], placement: str) -> dict[str, list[str]]:
-    """The pieces of each host, in their order."""
+def by_host(components: list[str], placement: str) -> dict[str, list[str]]:
+    """The components of each host, in their order."""
     hosts: dict[str, list[str]] = {}
-    for piece in pieces:
-        hosts.setdefault(host_of(piece, placement), []).append(piece)
+    for component in components:
+        hosts.setdefault(host_of(component, placement), []).append(component)
     return hosts

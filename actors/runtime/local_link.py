@@ -1,7 +1,7 @@
 """Messages between two processes of one node, over a socket: they cost a tenth of what an actor call of Ray does.
 
 The socket has a name in Linux's abstract namespace, so nothing lies in a file system and a dead process leaves
-nothing behind; whoever runs under another user is turned away. Frames are msgpack arrays: ``[id, piece, method,
+nothing behind; whoever runs under another user is turned away. Frames are msgpack arrays: ``[id, component, method,
 data]`` there, ``[id, ok, result]`` back, the result of a failure being the pickled exception, as with Ray.
 """
 
@@ -29,7 +29,7 @@ MAX_FRAME_BYTES = 2**31 - 1
 _PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 Answer = Callable[[str, str, bytes], Awaitable[Any]]
-"""Gives the message (piece, method, data) to its piece."""
+"""Gives the message (component, method, data) to its component."""
 
 
 class LinkLost(FarsightError):
@@ -84,17 +84,17 @@ class LocalLink(_Frames):
         """Whether it may be called from this event loop."""
         return self.transport is not None and self._loop is asyncio.get_running_loop()
 
-    async def call(self, piece: str, method: str, data: bytes) -> Any:
-        """What the piece answers, or raises. Messages arrive in order.
+    async def call(self, component: str, method: str, data: bytes) -> Any:
+        """What the component answers, or raises. Messages arrive in order.
 
         Raises:
             LinkLost: the process is gone.
         """
         if self.transport is None:
-            raise LinkLost(piece)
+            raise LinkLost(component)
         call_id = next(self._ids)
         self._waiting[call_id] = answer = self._loop.create_future()
-        self.send(call_id, piece, method, data)
+        self.send(call_id, component, method, data)
         try:
             return await answer
         finally:
@@ -142,9 +142,9 @@ class _Connection(_Frames):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _run(self, call_id: int, piece: str, method: str, data: bytes) -> None:
+    async def _run(self, call_id: int, component: str, method: str, data: bytes) -> None:
         try:
-            result, ok = await self._answer(piece, method, data), True
+            result, ok = await self._answer(component, method, data), True
         except Exception as error:
             result, ok = _pickled(error), False
         self.send(call_id, ok, result)

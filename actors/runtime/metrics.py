@@ -1,7 +1,7 @@
 """What Farsight measures for Prometheus, under the names and buckets of vLLM where vLLM has one.
 
 Every counter has one owner: what the ingress counts, no worker counts again. A family is made once per registry,
-since several pieces of one process may write to it.
+since several components of one process may write to it.
 """
 
 from __future__ import annotations
@@ -337,29 +337,30 @@ class QueueDelay:
 
 
 class RefusedMessages:
-    """Messages between pieces that were malformed, of another version or otherwise refused."""
+    """Messages between components that were malformed, of another version or otherwise refused."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         labels = ("piece", "method", "field")
         self._refused = _family(registry, Counter, "farsight:refused_messages", "Messages refused unread.", labels)
 
-    def count(self, piece: str, method: str, field: str) -> None:
-        """``piece`` refused what was sent to ``method`` because of ``field``; places in lists are not told apart."""
-        self._refused.labels(piece, method, _INDEX.sub("[]", field)).inc()
+    def count(self, component: str, method: str, field: str) -> None:
+        """``component`` refused what was sent to ``method`` because of ``field``; places in lists are not told
+        apart."""
+        self._refused.labels(component, method, _INDEX.sub("[]", field)).inc()
 
 
-class PieceRestarts:
-    """How often each piece was started again."""
+class ComponentRestarts:
+    """How often each component was started again."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._restarts = _family(
-            registry, Gauge, "farsight:piece_restarts", "How often a piece was started again.", ("piece",)
+            registry, Gauge, "farsight:piece_restarts", "How often a component was started again.", ("piece",)
         )
 
-    def set(self, piece: str, restarts: int) -> None:
-        """As in ``PieceStatus.restarts``."""
-        self._restarts.labels(piece).set(restarts)
+    def set(self, component: str, restarts: int) -> None:
+        """As in ``ComponentStatus.restarts``."""
+        self._restarts.labels(component).set(restarts)
 
-    def remove(self, piece: str) -> None:
-        """Forgets a piece that is no longer wanted."""
-        self._restarts.remove_by_labels({"piece": piece})
+    def remove(self, component: str) -> None:
+        """Forgets a component that is no longer wanted."""
+        self._restarts.remove_by_labels({"piece": component})

@@ -1,4 +1,4 @@
-"""How pieces and actors are called, and which actor hosts which piece."""
+"""How components and actors are called, and which actor hosts which component."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ ROUTER = "router"
 LOG_STORE = "log-store"
 SUPERVISOR = "supervisor"
 CONTROL = "control"
-"""The one actor that hosts every piece of ``placement = "fused"``, or "packed", that is not listed in ``_ALONE``."""
+"""The one actor that hosts every component of ``placement = "fused"``, or "packed", that is not listed in
+``_ALONE``."""
 
 PACKED_WORKERS = 16
 """Workers of emulated devices that share a process under ``placement = "packed"``."""
@@ -64,19 +65,19 @@ def serving_time_estimator_name(index: int) -> str:
     return f"serving-time-estimator-{index}"
 
 
-def replica_of(piece: str) -> str:
-    """The replica that a piece belongs to; empty for pieces of the whole service."""
-    kind, _, index = piece.rpartition("-")
+def replica_of(component: str) -> str:
+    """The replica that a component belongs to; empty for components of the whole service."""
+    kind, _, index = component.rpartition("-")
     return index if kind in ("worker", "scheduler", "kv-offload-manager") else ""
 
 
-def host_of(piece: str, placement: str) -> str:
-    """The name of the actor that hosts a piece under ``fused``, ``split`` or ``packed``."""
-    if placement == "packed" and piece.startswith("worker-"):
-        return f"workers-{int(piece.rpartition('-')[2]) // PACKED_WORKERS}"
-    if placement == "split" or piece.startswith(_ALONE):
-        return piece
-    return BACKENDS if is_backend(piece) else CONTROL
+def host_of(component: str, placement: str) -> str:
+    """The name of the actor that hosts a component under ``fused``, ``split`` or ``packed``."""
+    if placement == "packed" and component.startswith("worker-"):
+        return f"workers-{int(component.rpartition('-')[2]) // PACKED_WORKERS}"
+    if placement == "split" or component.startswith(_ALONE):
+        return component
+    return BACKENDS if is_backend(component) else CONTROL
 
 
 def actor_name(host: str) -> str:

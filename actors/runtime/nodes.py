@@ -1,7 +1,7 @@
 """On which node of the cluster a host is created.
 
-Replicas spread over the nodes, each with all of its pieces on one of them, where messages are cheap and one loss is the
-loss of one replica. Everything else is on the head, without which there is no cluster anyway.
+Replicas spread over the nodes, each with all of its components on one of them, where messages are cheap and one
+loss is the loss of one replica. Everything else is on the head, without which there is no cluster anyway.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ class ReplicaHomes:
 
 
 class Homes:
-    """Which node each replica lives on. Kept in the cluster, as pieces of a replica may be started by several lives.
+    """Which node each replica lives on. Kept in the cluster, as components of a replica may be started by several
+    lives.
 
     Args:
         store: Outlives this process.

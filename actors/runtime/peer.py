@@ -1,4 +1,4 @@
-"""How a piece speaks to another one, wherever that lives."""
+"""How a component speaks to another one, wherever that lives."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ LOOK_AGAIN_S = 0.05
 
 
 class PeerLost(FarsightError):
-    """The process of the piece is gone, or not there yet; whether it took the message is unknown."""
+    """The process of the component is gone, or not there yet; whether it took the message is unknown."""
 
 
 class Answering(Protocol):
-    """A piece, as far as its peers are concerned."""
+    """A component, as far as its peers are concerned."""
 
     async def answer(self, method: str, data: bytes) -> Any: ...
 
 
 class Peer(Protocol):
-    """One other piece."""
+    """One other component."""
 
     async def call(self, method: str, data: bytes = b"") -> Any:
         """Its answer, usually ``bytes``; messages to the same peer arrive in order.
@@ -40,21 +40,21 @@ class Peer(Protocol):
 
 
 class LocalPeer:
-    """A piece in this process: the same messages, without a hop."""
+    """A component in this process: the same messages, without a hop."""
 
-    def __init__(self, pieces: Mapping[str, Answering], name: str) -> None:
-        self._pieces = pieces
+    def __init__(self, components: Mapping[str, Answering], name: str) -> None:
+        self._components = components
         self._name = name
 
     async def call(self, method: str, data: bytes = b"") -> Any:
-        piece = self._pieces.get(self._name)
-        if piece is None:
+        component = self._components.get(self._name)
+        if component is None:
             raise PeerLost(self._name)
-        return await piece.answer(method, data)
+        return await component.answer(method, data)
 
 
 class RemotePeer:
-    """A piece in another actor."""
+    """A component in another actor."""
 
     def __init__(self, name: str, actor: RemoteActor, delay_s: float = 0.0) -> None:
         self._name = name
@@ -71,11 +71,11 @@ class RemotePeer:
 
 
 class PeerBook:
-    """The other pieces by name.
+    """The other components by name.
 
     Args:
         placement: ``fused`` or ``split``.
-        local: The pieces of this process by name; may grow and shrink.
+        local: The components of this process by name; may grow and shrink.
         host: The name of this process among the hosts; empty outside of them.
         delay_s: Holds back every message and its answer; to measure that nothing waits for them.
         namespace: Of Ray, where the actors have their names.
@@ -97,7 +97,7 @@ class PeerBook:
         self._actors: dict[str, RemoteActor] = {}
 
     def peer(self, name: str) -> Peer:
-        """The piece of that name, here or elsewhere."""
+        """The component of that name, here or elsewhere."""
         host = host_of(name, self.placement)
         if host == self._host or name in self._local:
             return LocalPeer(self._local, name)

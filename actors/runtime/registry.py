@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 
+from actors.runtime.component import Component
 from actors.runtime.names import ROUTER
-from actors.runtime.piece import Piece
 from core.config.load import FarsightConfig
 from policies.compose import is_batch_mode
 
@@ -27,15 +27,15 @@ _BATCHER = "actors.scheduling.batcher:Batcher"
 """What takes requests in, under the Router's name, where idle workers pull them in batches."""
 
 
-def piece_class(name: str, config: FarsightConfig) -> type[Piece]:
-    """The class of the piece of that name, such as ``scheduler-0``."""
+def component_class(name: str, config: FarsightConfig) -> type[Component]:
+    """The class of the component of that name, such as ``scheduler-0``."""
     module, _, attribute = _path(name, config).partition(":")
-    found: type[Piece] = getattr(importlib.import_module(module), attribute)
+    found: type[Component] = getattr(importlib.import_module(module), attribute)
     return found
 
 
 def kind_of(name: str, config: FarsightConfig) -> str:
-    """The kind of the piece of that name, without importing it."""
+    """The kind of the component of that name, without importing it."""
     return _path(name, config).partition(":")[2]
 
 

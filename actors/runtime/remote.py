@@ -30,8 +30,8 @@ class RemoteActor:
         self._linking = asyncio.Lock()
         self._num_linking = 0  # messages that wait for the link; later ones must not overtake them
 
-    async def send(self, piece: str, method: str, data: bytes) -> Any:
-        """What the piece of that name answers; over a socket if the actor is on this node.
+    async def send(self, component: str, method: str, data: bytes) -> Any:
+        """What the component of that name answers; over a socket if the actor is on this node.
 
         Raises:
             PeerLost: it is gone or not there yet.
@@ -40,9 +40,9 @@ class RemoteActor:
         if link is None or not link.open or self._num_linking:
             link = await self._connected()
         if link is None:
-            return await self.call("call", piece, method, data)
+            return await self.call("call", component, method, data)
         try:
-            return await link.call(piece, method, data)
+            return await link.call(component, method, data)
         except LinkLost as error:
             self._handle = None
             raise PeerLost(self._host) from error

@@ -1,4 +1,4 @@
-"""One running service: what is served, and how its pieces are laid out."""
+"""One running service: what is served, and how its components are laid out."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ class Site:
     detached: bool = True
 
     def peers(self, local: Mapping[str, Answering] | None = None, host: str = "") -> PeerBook:
-        """The other pieces as the process named ``host`` sees them, which has those in ``local`` itself."""
+        """The other components as the process named ``host`` sees them, which has those in ``local`` itself."""
         delay_s = self.config.actors.scheduler_delay_s if host.startswith("scheduler-") else 0.0
         return PeerBook(self.placement, local, host, delay_s, self.namespace)

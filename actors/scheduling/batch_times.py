@@ -1,4 +1,4 @@
-"""How long batches take: asked at every choice, learnt from what ran, kept in the log."""
+"""How long batches take: asked at every choice, learned from what ran, kept in the log."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 class LiveBatchTimes:
     """A ``BatchTimes`` with what it needs around it: step costs from the estimator, versions in the log store.
 
-    Every version that has learnt something is stored, so that whoever follows this process goes on from there.
+    Every version that has learned something is stored, so that whoever follows this process goes on from there.
     """
 
     def __init__(self, peers: PeerBook) -> None:
@@ -47,7 +47,7 @@ class LiveBatchTimes:
         self._unsaved = False
 
     def __call__(self, batch_size: int, prompt_len: int, output_len: int) -> float:
-        """Estimated seconds of a batch. O(1) for one that was asked about since anything was learnt."""
+        """Estimated seconds of a batch. O(1) for one that was asked about since anything was learned."""
         shape = batch_size, prompt_len, output_len
         estimate_s = self._estimates_s.get(shape)
         if estimate_s is None:
@@ -76,7 +76,7 @@ class LiveBatchTimes:
             self._estimates_s.clear()
 
     async def _load(self) -> bool:
-        """Goes on from what an earlier life has learnt; False if that cannot be known yet."""
+        """Goes on from what an earlier life has learned; False if that cannot be known yet."""
         try:
             data = await self._peers.peer(LOG_STORE).call("read_artefact", encode(ArtefactName(KIND)))
         except FarsightError:
@@ -110,7 +110,7 @@ class LiveBatchTimes:
         """Stores what is known as the next version, and makes it the current one."""
         log_store = self._peers.peer(LOG_STORE)
         score = sum(self._errors_s) / len(self._errors_s) if self._errors_s else None
-        note = "learnt while serving; the score is the mean error of the estimates before, in seconds"
+        note = "learned while serving; the score is the mean error of the estimates before, in seconds"
         try:
             kept = decode(await log_store.call("artefacts"), ArtefactList).artefacts
             version = max((info.version for info in kept if info.kind == KIND), default=0) + 1

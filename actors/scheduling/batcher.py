@@ -8,9 +8,9 @@ import time
 import uuid
 
 from actors.log.log_outbox import LogOutbox
+from actors.runtime.component import ComponentContext
 from actors.runtime.metrics import BatchMetrics
 from actors.runtime.names import LOG_STORE
-from actors.runtime.piece import PieceContext
 from actors.runtime.waiting import again_and_again, wait_for
 from actors.scheduling.batch_times import LiveBatchTimes
 from actors.scheduling.router import Router
@@ -25,7 +25,7 @@ from policies.fleet.events import (
     BatchEnded,
     GlobalEvent,
     GlobalInstruction,
-    HistoryLearnt,
+    HistoryLearned,
     PlaceRequests,
     ReplicaBroke,
     ReplicaRests,
@@ -50,7 +50,7 @@ class Batcher(Router):
 
     _machine: BatchScheduler
 
-    def __init__(self, context: PieceContext) -> None:
+    def __init__(self, context: ComponentContext) -> None:
         self._times = LiveBatchTimes(context.peers)
         super().__init__(context)
         self._due_changed = asyncio.Event()
@@ -94,7 +94,7 @@ class Batcher(Router):
         return await super().replica_state(data)
 
     def _learnt(self, forecast: Forecast) -> GlobalEvent:
-        return HistoryLearnt(forecast)
+        return HistoryLearned(forecast)
 
     def _handled(self) -> None:
         """What is due, and when, may be another thing now."""

@@ -1,28 +1,28 @@
 """KVOffloadManager: knows where the KV of one replica is and what has moved.
 
 The worker owns the blocks and only the Scheduler commands it: what moves is decided there, where it is decided who runs
-(ADR 17). This piece remembers, counts and tells.
+(ADR 17). This component remembers, counts and tells.
 """
 
 from __future__ import annotations
 
 import time
 
+from actors.runtime.component import Component, ComponentContext
 from actors.runtime.metrics import EngineMetrics
-from actors.runtime.piece import Piece, PieceContext
 from core.codec import decode, encode
 from core.messages.plans import StepReport
-from kvcache.residency import ResidencyShadow
+from kvcache.residency import ResidencyMirror
 
 
-class KVOffloadManager(Piece):
+class KVOffloadManager(Component):
     """Hosts the residency shadow, fed by the Scheduler with the worker's reports."""
 
     kind = "KVOffloadManager"
 
-    def __init__(self, context: PieceContext) -> None:
+    def __init__(self, context: ComponentContext) -> None:
         super().__init__(context)
-        self._shadow = ResidencyShadow()
+        self._shadow = ResidencyMirror()
         self._metrics = EngineMetrics(context.registry, context.config.model.name, context.index)
         self._observed_at: float | None = None
 

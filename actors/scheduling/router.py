@@ -8,15 +8,16 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from actors.runtime.component import Component, ComponentContext
 from actors.runtime.layout import current_counts, initial_counts
 from actors.runtime.metrics import QueueDelay
 from actors.runtime.names import ROUTER, length_predictor_name, scheduler_name
 from actors.runtime.peer import Peer, PeerLost
-from actors.runtime.piece import Piece, PieceContext
 from core.codec import decode, encode
 from core.costs import StepCost, profile_cost
 from core.decisions import Decision, DecisionPacker, on_clock, pack_decisions
 from core.forecast import Forecast
+from core.load_snapshot import LoadSnapshot
 from core.messages.cache import CacheReply
 from core.messages.fleet import InFlight, ReplicaName, ReplicaNews, ReplicaState, ServedModel
 from core.messages.forecasts import ForecastMade, ForecastsMade
@@ -34,20 +35,19 @@ from core.messages.requests import (
     Submit,
     SubmitReply,
 )
-from core.messages.status import PieceRows, PieceStatus
-from core.queue_outlook import QueueOutlook
+from core.messages.status import ComponentRows, ComponentStatus
 from core.request import Request
 from policies.compose import PolicySettings, build_router, configured_e2, follows_prefixes, is_batch_mode, placement_of
 from policies.fleet.events import (
     AbortOnReplica,
     AskCache,
     AskReplica,
-    CacheNoticed,
     GlobalEvent,
     GlobalInstruction,
     IngressAnnounced,
     IngressLost,
     KeysUnknown,
+    KVCacheChanged,
     MeanOutputLen,
     PlaceRequests,
     ReplicaAway,
@@ -59,7 +59,7 @@ from policies.fleet.events import (
     RequestsStarted,
     StepsPriced,
 )
-from policies.fleet.placement_stats import PlacementNotes
+from policies.fleet.placement_stats import PlacementStats
 from policies.fleet.queue_delay import queue_delay_s
 from policies.fleet.scheduler import GlobalScheduler
 from policies.presets import max_running
@@ -97,16 +97,16 @@ class Answers:
 @dataclass(slots=True)
 class _IngressReplica:
     heard_at: float
-    row: PieceStatus | None = None
+    row: ComponentStatus | None = None
     late_refusals: list[Refusal] = field(default_factory=list)
 
 
-class Router(Piece):
+class Router(Component):
     """Turns messages into events of the GlobalScheduler and carries out what it says."""
 
     kind = "Router"
 
-    def __init__(self, context: PieceContext) -> None:
+    def __init__(self, context: ComponentContext) -> None:
         super().__init__(context)
         self._machine = self._make_machine()
         self._follows_prefixes = follows_prefixes(context.config.scheduler)
@@ -114,7 +114,7 @@ class Router(Piece):
         self._ingresses: dict[str, _IngressReplica] = {}
         self._asking: set[asyncio.Task[None]] = set()
         self._handled_at: float | None = None
-        self._notes = PlacementNotes()
+        self._notes = PlacementStats()
         self._packer = DecisionPacker()
         self._shown: tuple[float, bytes] | None = None
         self._cost: StepCost | None = None
@@ -153,7 +153,7 @@ class Router(Piece):
         return b""
 
     async def outlook(self, data: bytes) -> bytes:
-        """Takes nothing; answers with ``QueueOutlook``."""
+        """Takes nothing; answers with ``LoadSnapshot``."""
         return encode(self._outlook())
 
     async def explain(self, data: bytes) -> bytes:
@@ -185,20 +185,20 @@ class Router(Piece):
         return tuple(each for each in placed if each.replica)
 
     async def introduce(self, data: bytes) -> bytes:
-        """Takes the ``PieceStatus`` of an ingress replica: its row in the status."""
-        row = decode(data, PieceStatus)
+        """Takes the ``ComponentStatus`` of an ingress replica: its row in the status."""
+        row = decode(data, ComponentStatus)
         self._hear(row.name.removeprefix("ingress-")).row = row
         return b""
 
     async def ingress_rows(self, data: bytes) -> bytes:
-        """``PieceRows`` of the ingress replicas heard of lately."""
+        """``ComponentRows`` of the ingress replicas heard of lately."""
         now = time.monotonic()
         rows = [
             row if now - seen.heard_at < LOST_AFTER_S else _lost(row)
             for seen in self._ingresses.values()
             if (row := seen.row) is not None
         ]
-        return encode(PieceRows(tuple(rows)))
+        return encode(ComponentRows(tuple(rows)))
 
     async def model(self, data: bytes) -> bytes:
         """``ServedModel``; nothing before any replica is up."""
@@ -222,7 +222,7 @@ class Router(Piece):
         """Takes ``ReplicaNews`` from a Scheduler: what is cached first, for those that end have filled it."""
         news = decode(data, ReplicaNews)
         if news.cache:
-            await self._handle(CacheNoticed(news.replica, news.worker_incarnation, news.cache))
+            await self._handle(KVCacheChanged(news.replica, news.worker_incarnation, news.cache))
         if news.started:
             await self._handle(RequestsStarted(news.started))
         if news.finished:
@@ -375,7 +375,7 @@ class Router(Piece):
             await self._lose_scheduler(name)
             return
         if reply.notice is not None:
-            await self._handle(CacheNoticed(name, reply.worker_incarnation, (reply.notice,)))
+            await self._handle(KVCacheChanged(name, reply.worker_incarnation, (reply.notice,)))
 
     def _scheduler(self, replica: str) -> Peer:
         if replica not in self._schedulers:
@@ -422,10 +422,10 @@ class Router(Piece):
     def _learnt(self, forecast: Forecast) -> GlobalEvent:
         return MeanOutputLen(forecast.mean)
 
-    def _outlook(self) -> QueueOutlook:
+    def _outlook(self) -> LoadSnapshot:
         config, takers = self.context.config, self._machine.own_takers()
         preset = config.scheduler.preset
-        return QueueOutlook(
+        return LoadSnapshot(
             demand=self._machine.demand(),
             num_replicas=len(takers),
             max_num_seqs=max_running(preset, config.engine.max_num_seqs, config.batch.batch_size),
@@ -445,7 +445,7 @@ def _waiting(response_id: str, request: Request, since: float) -> RequestTrace:
     return RequestTrace(trace_id, request.request_id, *who, ended=False, num_left_out=0, decisions=waits)
 
 
-def _lost(row: PieceStatus) -> PieceStatus:
-    return PieceStatus(
+def _lost(row: ComponentStatus) -> ComponentStatus:
+    return ComponentStatus(
         row.name, row.kind, row.pid, row.node, "lost", row.queue, row.last_step_age_s, row.restarts, row.http_port
     )

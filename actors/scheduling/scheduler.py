@@ -9,17 +9,17 @@ from collections import deque
 from collections.abc import Iterator
 
 from actors.log.log_outbox import LogOutbox
+from actors.runtime.component import Component, ComponentContext
 from actors.runtime.layout import current_counts, initial_counts
 from actors.runtime.metrics import EngineMetrics
 from actors.runtime.names import LOG_STORE, ROUTER, kv_offload_manager_name, serving_time_estimator_name, worker_name
 from actors.runtime.peer import LOOK_AGAIN_S, Peer, PeerLost
-from actors.runtime.piece import Piece, PieceContext
 from actors.runtime.request_traces import request_trace
 from actors.runtime.waiting import wait_for
 from actors.scheduling.event_recorder import EventRecorder, recorded
 from core.codec import decode, encode
 from core.costs import profile_cost
-from core.messages.cache import CacheNotice, CacheReply, StartedRequest
+from core.messages.cache import CacheReply, KVCacheEvent, StartedRequest
 from core.messages.fleet import ReplicaNews, ReplicaState
 from core.messages.forecasts import ForecastsMade
 from core.messages.log import RequestTrace, RequestTraces, TraceQuery
@@ -31,7 +31,7 @@ from policies.replica.events import (
     AccountClosed,
     BatchBroken,
     CacheTold,
-    CostLearnt,
+    CostLearned,
     Event,
     ForecastsArrived,
     RefuseRequest,
@@ -73,12 +73,12 @@ MAX_SAMPLES = 256
 """Step samples that wait for the estimators; beyond them the oldest are dropped."""
 
 
-class Scheduler(Piece):
+class Scheduler(Component):
     """Turns messages into events of the state machine and its instructions into messages."""
 
     kind = "Scheduler"
 
-    def __init__(self, context: PieceContext) -> None:
+    def __init__(self, context: ComponentContext) -> None:
         super().__init__(context)
         config = context.config
         self._machine = configured_replica(config.scheduler, config.engine.max_num_seqs)
@@ -95,7 +95,7 @@ class Scheduler(Piece):
         self._events_due = asyncio.Event()
         self._started: list[StartedRequest] = []
         self._ended: list[FinishedSequence] = []
-        self._told: deque[CacheNotice] = deque(maxlen=MAX_NOTICES)
+        self._told: deque[KVCacheEvent] = deque(maxlen=MAX_NOTICES)
         self._told_seq = 0
         self._profile: ReplicaStepProfile | None = None  # measured anew, and the Router has not heard of it
         self._late_refusals: list[Refusal] = []
@@ -316,7 +316,7 @@ class Scheduler(Piece):
                         if reply:
                             self._profile = decode(reply, ReplicaStepProfile)
                             self._events_due.set()
-                            self._handle(CostLearnt(profile_cost(self._profile)))
+                            self._handle(CostLearned(profile_cost(self._profile)))
 
     def _count(self) -> None:
         machine = self._machine

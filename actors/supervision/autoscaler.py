@@ -13,8 +13,8 @@ from actors.supervision.autoscaling import LOOK_S, QueueScaler, ReplicaScaler
 from core.codec import decode
 from core.config.load import FarsightConfig
 from core.errors import FarsightError
-from core.messages.status import PieceCounts, PieceRows
-from core.queue_outlook import QueueOutlook
+from core.load_snapshot import LoadSnapshot
+from core.messages.status import ComponentCounts, ComponentRows
 from policies.fleet.queue_delay import queue_delay_s
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class Autoscaler:
     """
 
     def __init__(
-        self, config: FarsightConfig, peers: PeerBook, counts: Callable[[], PieceCounts], scale: Scaling
+        self, config: FarsightConfig, peers: PeerBook, counts: Callable[[], ComponentCounts], scale: Scaling
     ) -> None:
         self._config = config
         self._peers = peers
@@ -54,7 +54,7 @@ class Autoscaler:
         while True:
             await asyncio.sleep(LOOK_S)
             try:
-                outlook = decode(await self._peers.peer(ROUTER).call("outlook"), QueueOutlook)
+                outlook = decode(await self._peers.peer(ROUTER).call("outlook"), LoadSnapshot)
             except PeerLost:
                 continue  # it is started again first
             count = self._counts().replicas
@@ -91,7 +91,7 @@ class Autoscaler:
             name = length_predictor_name(index)
             host = self._peers.actor(host_of(name, self._peers.placement))
             try:
-                rows = decode(await host.call("rows"), PieceRows).pieces
+                rows = decode(await host.call("rows"), ComponentRows).components
             except PeerLost:
                 return None
             queues += [row.queue for row in rows if row.name == name]

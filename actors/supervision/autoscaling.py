@@ -1,11 +1,12 @@
-"""How many there should be: of a stateless piece by what queues before it, of replicas by the predicted queue delay."""
+"""How many there should be: of a stateless component by what queues before it, of replicas by the predicted queue
+delay."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from core.config.model import ModelConfig
-from core.queue_outlook import QueueOutlook
+from core.load_snapshot import LoadSnapshot
 from policies.fleet.queue_delay import queue_delay_s
 
 LOOK_S = 1.0
@@ -70,7 +71,7 @@ class ReplicaScaler:
         self._late_since: float | None = None
         self._calm_since: float | None = None
 
-    def wanted(self, outlook: QueueOutlook, count: int, now: float) -> int:
+    def wanted(self, outlook: LoadSnapshot, count: int, now: float) -> int:
         """How many there should be.
 
         Args:
@@ -95,7 +96,7 @@ class ReplicaScaler:
         return count - _lasted(self._calm_since, self._bounds.scale_down_after_s, now)
 
 
-def _exceeds(outlook: QueueOutlook, count: int, seconds: float) -> bool:
+def _exceeds(outlook: LoadSnapshot, count: int, seconds: float) -> bool:
     delay_s = queue_delay_s(outlook, count)
     assert delay_s is not None, "what is predicted for one number of replicas is for another one"
     return delay_s > seconds

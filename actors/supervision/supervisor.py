@@ -19,19 +19,19 @@ import ray
 from ray.exceptions import ActorUnavailableError, ActorUnschedulableError, RayActorError, RayTaskError
 
 from actors.runtime.cluster_store import ClusterStore
+from actors.runtime.component import Component, ComponentContext
 from actors.runtime.hosts import find_host, list_hosts, recreate_host
-from actors.runtime.layout import SCALABLE, by_host, initial_counts, wanted_pieces
-from actors.runtime.metrics import PieceRestarts
+from actors.runtime.layout import SCALABLE, by_host, initial_counts, wanted_components
+from actors.runtime.metrics import ComponentRestarts
 from actors.runtime.names import ROUTER, SUPERVISOR, host_of
 from actors.runtime.nodes import Homes
 from actors.runtime.peer import LOOK_AGAIN_S, PeerLost
-from actors.runtime.piece import Piece, PieceContext
 from actors.runtime.rank_groups import remove_rank_group
 from actors.supervision.autoscaler import Autoscaler
 from core.codec import decode, encode
 from core.errors import FarsightError, MessageError
 from core.messages.fleet import InFlight, ReplicaName
-from core.messages.status import PieceCounts, Scale
+from core.messages.status import ComponentCounts, Scale
 
 HEALTHY_AFTER_S = 10.0
 """Who lived so long and dies is started again at once; who dies sooner waits, each time twice as long ..."""
@@ -43,17 +43,17 @@ DRAIN_S = 20.0
 """How long a replica that is given up may finish what it runs; the rest is resumed elsewhere."""
 
 _COUNTS = "counts"
-"""Key of the stored ``PieceCounts``."""
+"""Key of the stored ``ComponentCounts``."""
 
 logger = logging.getLogger(__name__)
 
 
-class Supervisor(Piece):
+class Supervisor(Component):
     """Keeps one task a host, which starts it, watches it and starts it again."""
 
     kind = "Supervisor"
 
-    def __init__(self, context: PieceContext) -> None:
+    def __init__(self, context: ComponentContext) -> None:
         super().__init__(context)
         self._site = context.site
         self._own = host_of(SUPERVISOR, self._site.placement)
@@ -62,7 +62,7 @@ class Supervisor(Piece):
         self._homes = Homes(self._store, on_gpu=context.config.engine.device == "cuda")
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._started: dict[str, asyncio.Future[None]] = {}
-        self._restarts = PieceRestarts(context.registry)
+        self._restarts = ComponentRestarts(context.registry)
         self._scaling = asyncio.Lock()
         self._acted_at = time.monotonic()
 
@@ -70,7 +70,7 @@ class Supervisor(Piece):
         await self._take_over(await asyncio.to_thread(list_hosts, self._site.namespace))
         self._keep_wanted()
         self._started[self._own] = asyncio.get_running_loop().create_future()
-        # Not awaited here: this process takes no other pieces before the Supervisor has started.
+        # Not awaited here: this process takes no other components before the Supervisor has started.
         self._keepers[self._own] = self._watched(self._start_own())
         scaler = Autoscaler(self.context.config, self.context.peers, lambda: self._counts, self._scale)
         for task in scaler.tasks():
@@ -83,7 +83,7 @@ class Supervisor(Piece):
         await super().stop()
 
     async def started(self, data: bytes) -> bytes:
-        """Answers once every piece has started once.
+        """Answers once every component has started once.
 
         Raises:
             FarsightError: one cannot start; why.
@@ -92,11 +92,11 @@ class Supervisor(Piece):
         return b""
 
     async def counts(self, data: bytes) -> bytes:
-        """``PieceCounts``: how many there should be."""
+        """``ComponentCounts``: how many there should be."""
         return encode(self._counts)
 
     async def scale(self, data: bytes) -> bytes:
-        """Takes ``Scale``; answers with the new ``PieceCounts`` when all is up, or drained and gone.
+        """Takes ``Scale``; answers with the new ``ComponentCounts`` when all is up, or drained and gone.
 
         Raises:
             MessageError: an unknown kind or an impossible number.
@@ -125,13 +125,13 @@ class Supervisor(Piece):
                 await self._change(before)
                 raise
 
-    async def _change(self, counts: PieceCounts) -> None:
+    async def _change(self, counts: ComponentCounts) -> None:
         before, self._counts = self._counts, counts
         given_up = [str(index) for index in range(counts.replicas, before.replicas)]
         for replica in given_up:
             await self._drain(replica)
-        for piece in set(self._pieces(before)) - set(self._pieces(counts)):
-            await self._end_piece(piece)
+        for component in set(self._components(before)) - set(self._components(counts)):
+            await self._end_component(component)
         for replica in given_up:
             await self._forget(replica)
             await asyncio.to_thread(remove_rank_group, replica, self._site)
@@ -156,15 +156,15 @@ class Supervisor(Piece):
             await self._store.clear()
         data = await self._store.get(_COUNTS)
         if data is not None:
-            self._counts = decode(data, PieceCounts)
+            self._counts = decode(data, ComponentCounts)
         await self._store.put(_COUNTS, encode(self._counts))
         await self._homes.load()
 
-    def _pieces(self, counts: PieceCounts) -> list[str]:
-        return wanted_pieces(counts, self.context.config.model.num_ranks)
+    def _components(self, counts: ComponentCounts) -> list[str]:
+        return wanted_components(counts, self.context.config.model.num_ranks)
 
     def _wanted(self) -> dict[str, list[str]]:
-        return by_host(self._pieces(self._counts), self._site.placement)
+        return by_host(self._components(self._counts), self._site.placement)
 
     def _keep_wanted(self) -> None:
         """A task for every other host that has none."""
@@ -182,7 +182,7 @@ class Supervisor(Piece):
         return task
 
     async def _add_to_living(self) -> None:
-        """Pieces that are new in processes which host others already."""
+        """Components that are new in processes which host others already."""
         await self._add_own()
         for host in self._wanted():
             handle = find_host(host, self._site.namespace) if host != self._own else None
@@ -190,7 +190,7 @@ class Supervisor(Piece):
                 await self._add(host, handle)
 
     async def _add_own(self) -> None:
-        """The pieces that live in this process: whoever keeps the Supervisor keeps them too."""
+        """The components that live in this process: whoever keeps the Supervisor keeps them too."""
         if self._own not in self._wanted():
             return
         handle = find_host(self._own, self._site.namespace)
@@ -237,16 +237,16 @@ class Supervisor(Piece):
                 self._not_started(host, error)
                 return restarts + 1
             except RayTaskError as error:
-                logger.error("a piece of %s failed: %s", host, error.cause)
+                logger.error("a component of %s failed: %s", host, error.cause)
                 self._not_started(host, error.cause)
                 ray.kill(handle)
                 return restarts + 1
 
     async def _add(self, host: str, handle: Any) -> None:
-        pieces = self._wanted().get(host, [])
-        await handle.add.remote(pieces)
-        for piece in pieces:
-            self._restarts.set(piece, await handle.restarts.remote())
+        components = self._wanted().get(host, [])
+        await handle.add.remote(components)
+        for component in components:
+            self._restarts.set(component, await handle.restarts.remote())
         self._mark_started(host)
 
     def _mark_started(self, host: str) -> None:
@@ -254,7 +254,7 @@ class Supervisor(Piece):
             self._started[host].set_result(None)
 
     def _not_started(self, host: str, error: BaseException) -> None:
-        """The very first start of a piece shows whether it can work at all; later ones are tried again."""
+        """The very first start of a component shows whether it can work at all; later ones are tried again."""
         future = self._started[host]
         if future.done():
             return
@@ -279,12 +279,12 @@ class Supervisor(Piece):
         except PeerLost:
             return  # the next Router has not heard of it
 
-    async def _end_piece(self, piece: str) -> None:
-        host = host_of(piece, self._site.placement)
+    async def _end_component(self, component: str) -> None:
+        host = host_of(component, self._site.placement)
         handle = find_host(host, self._site.namespace)
         if host == self._own or host in self._wanted():  # others live on there
             if handle is not None:
-                await handle.remove.remote(piece)
+                await handle.remove.remote(component)
             return
         keeper = self._keepers.pop(host, None)
         self._started.pop(host, None)

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 import ray
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from actors.runtime.component import Component, ComponentContext
 from actors.runtime.metrics import EngineMetrics
-from actors.runtime.piece import Piece, PieceContext
 from actors.runtime.waiting import wait_for
 from actors.worker.step_loop import Step, StepLoop
 from actors.worker.token_channel import TICK_S
@@ -59,12 +59,12 @@ _GAP_BUCKETS_S = (0.0001, 0.0002, 0.0003, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.0
 logger = logging.getLogger(__name__)
 
 
-class ModelWorker(Piece):
+class ModelWorker(Component):
     """One replica; where its model is spread over several processes the first of them, which the others follow."""
 
     kind = "ModelWorker"
 
-    def __init__(self, context: PieceContext) -> None:
+    def __init__(self, context: ComponentContext) -> None:
         super().__init__(context)
         self._built: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
         self._ticket: asyncio.Future[RankTicket] = asyncio.get_running_loop().create_future()

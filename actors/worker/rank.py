@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from actors.runtime.component import Component, ComponentContext
 from actors.runtime.names import rank_of, worker_name
 from actors.runtime.peer import LOOK_AGAIN_S, PeerLost
-from actors.runtime.piece import Piece, PieceContext
 from core.codec import decode
 from core.errors import RankLost
 from core.messages.rank import RankTicket
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from engine.parallel.links import Link, Ticket
 
 
-class Rank(Piece):
+class Rank(Component):
     """Follows the ModelWorker of its replica."""
 
     kind = "Rank"
 
-    def __init__(self, context: PieceContext) -> None:
+    def __init__(self, context: ComponentContext) -> None:
         super().__init__(context)
         place = rank_of(context.name)
         assert place is not None, context.name

@@ -108,7 +108,7 @@ class Streams:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def rows(self) -> dict[str, dict[str, Any]]:
-        """The pieces in /status, by name."""
+        """The components in /status, by name."""
         async with self.session.get("/status") as reply:
             return {row["name"]: row for row in (await reply.json())["actors"]}
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.decisions.row import Row
 from core.costs import StepCost
-from core.messages.cache import CacheNotice
+from core.messages.cache import KVCacheEvent
 from kvcache.prefix import hash_blocks
 from policies.placement.base import ReplicaLoad
 from policies.placement.e2 import E2Router
@@ -92,7 +92,7 @@ def drive(
             if ends:
                 router.ended(str(j), arrivals[j][3], at)
                 if j % 20 == 0:
-                    router.noticed(replicas[j], CacheNotice(0, False, evicted=arrivals[j][1][-1:]))
+                    router.noticed(replicas[j], KVCacheEvent(0, False, evicted=arrivals[j][1][-1:]))
             else:
                 router.started(str(j), hits[j] if j % 200 else 0, 0.5, at)
             spent += clock() - begin

@@ -1,1 +1,1 @@
-"""Presets side by side on live pieces and emulated devices: ``python -m benchmarks.live_presets``."""
+"""Presets side by side on live components and emulated devices: ``python -m benchmarks.live_presets``."""

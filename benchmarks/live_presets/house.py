@@ -1,4 +1,4 @@
-"""A service in one process: the hosts and pieces that serve, and an ingress replica of it, without Ray and HTTP."""
+"""A service in one process: the hosts and components that serve, and an ingress replica of it, without Ray and HTTP."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.runtime.host import PieceHost
-from actors.runtime.layout import by_host, initial_counts, wanted_pieces
+from actors.runtime.component import Component, ComponentContext
+from actors.runtime.host import ComponentHost
+from actors.runtime.layout import by_host, initial_counts, wanted_components
 from actors.runtime.names import LOG_STORE, ROUTER, length_predictor_name
 from actors.runtime.peer import Answering, LocalPeer, Peer, PeerBook
-from actors.runtime.piece import Piece, PieceContext
 from actors.scheduling.scheduler import FEED_S
 from core.codec import decode, encode
 from core.config.load import FarsightConfig
 from core.forecast import QUANTILES, Forecast
 from core.messages.fleet import ServedModel
 from core.messages.forecasts import ForecastQuestions, Forecasts
-from core.messages.status import PieceRows
+from core.messages.status import ComponentRows
 from services.api.backend import ModelInfo
 from services.ingress.engine_client import EngineClient
 
 _SERVING = ("Router", "Batcher", "Scheduler", "ModelWorker")
-"""Kinds of pieces without which nothing is served."""
+"""Kinds of components without which nothing is served."""
 
 _NOTHING_KNOWN = Forecast(1.0, (1.0,) * len(QUANTILES), 0, "none", 0)
 """Has no samples: nobody goes by it."""
 
 
 class LocalBook(PeerBook):
-    """Every piece is in this process, or nowhere."""
+    """Every component is in this process, or nowhere."""
 
-    def __init__(self, pieces: Mapping[str, Answering]) -> None:
+    def __init__(self, components: Mapping[str, Answering]) -> None:
         super().__init__("fused")
-        self._pieces = pieces
+        self._components = components
 
     def peer(self, name: str) -> Peer:
-        return LocalPeer(self._pieces, name)
+        return LocalPeer(self._components, name)
 
 
 @dataclass(slots=True)
@@ -53,20 +53,20 @@ class LocalSite:
     config: FarsightConfig
     model_dir: str
     placement: str = "fused"
-    pieces: ChainMap[str, Answering] = field(default_factory=ChainMap)
+    components: ChainMap[str, Answering] = field(default_factory=ChainMap)
 
     def peers(self, local: dict[str, Answering] | None = None, host: str = "") -> PeerBook:
         if local is not None:
-            self.pieces.maps.append(local)
-        return LocalBook(self.pieces)
+            self.components.maps.append(local)
+        return LocalBook(self.components)
 
 
-class GivenForecasts(Piece):
+class GivenForecasts(Component):
     """Stands in for the LengthPredictor: it answers with the forecast of the request that the question names."""
 
     kind = "LengthPredictor"
 
-    def __init__(self, context: PieceContext, forecasts: Mapping[str, Forecast]) -> None:
+    def __init__(self, context: ComponentContext, forecasts: Mapping[str, Forecast]) -> None:
         super().__init__(context)
         self._forecasts = forecasts
 
@@ -85,7 +85,7 @@ class House:
     """A running service."""
 
     client: EngineClient
-    hosts: list[PieceHost]
+    hosts: list[ComponentHost]
 
     async def metric(self, name: str) -> float:
         """The sum of the samples of this name, when everything has been counted."""
@@ -109,15 +109,15 @@ async def running(config: FarsightConfig, forecasts: Mapping[str, Forecast], mod
     """
     site = LocalSite(config, str(model_dir))
     predictor = length_predictor_name(0)
-    context = PieceContext(predictor, site, 0, site.peers(), CollectorRegistry())
-    site.pieces[predictor] = GivenForecasts(context, forecasts)
-    pieces = [
+    context = ComponentContext(predictor, site, 0, site.peers(), CollectorRegistry())
+    site.components[predictor] = GivenForecasts(context, forecasts)
+    components = [
         name
-        for name in wanted_pieces(initial_counts(config), config.model.num_ranks)
+        for name in wanted_components(initial_counts(config), config.model.num_ranks)
         if name not in (LOG_STORE, predictor)
     ]
-    named = by_host(pieces, site.placement)
-    hosts = {name: PieceHost(name, site, 0) for name in named}
+    named = by_host(components, site.placement)
+    hosts = {name: ComponentHost(name, site, 0) for name in named}
     for name, host in hosts.items():
         await host.add(named[name])
     await _up(hosts.values())
@@ -133,10 +133,10 @@ async def running(config: FarsightConfig, forecasts: Mapping[str, Forecast], mod
             await host.close()
 
 
-async def _up(hosts: Iterable[PieceHost]) -> None:
+async def _up(hosts: Iterable[ComponentHost]) -> None:
     """Returns when every replica has a worker, and the Router knows of one."""
     while True:
-        pieces = [piece for host in hosts for piece in decode(await host.rows(), PieceRows).pieces]
-        if all(piece.state == "ready" for piece in pieces if piece.kind in _SERVING):
+        components = [component for host in hosts for component in decode(await host.rows(), ComponentRows).components]
+        if all(component.state == "ready" for component in components if component.kind in _SERVING):
             return
         await asyncio.sleep(FEED_S)

@@ -1,4 +1,4 @@
-"""One run of a workload through live pieces, open loop: every request comes at its instant, whatever has ended."""
+"""One run of a workload through live components, open loop: every request comes at its instant, whatever has ended."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ async def _run(arrivals: Sequence[Arrival], config: FarsightConfig, speed: float
     prompts = [prompt_ids(each, config.engine.kv_block_size) for each in arrivals]
     async with running(config, forecasts, model_dir) as house:
         async with asyncio.timeout(arrivals[-1].arrived_at / speed + LATEST_S), asyncio.TaskGroup() as group:
-            watches = [group.create_task(host.ended()) for host in house.hosts]  # raise what breaks a piece
+            watches = [group.create_task(host.ended()) for host in house.hosts]  # raise what breaks a component
             await _ready(house)
             lags: list[float] = []
             watches.append(group.create_task(_watch_lag(lags)))

@@ -11,12 +11,13 @@ PLACEMENTS = ("auto", "fused", "split", "packed")
 
 @dataclass(frozen=True, slots=True)
 class ActorsConfig:
-    """Which pieces run in which processes.
+    """Which components run in which processes.
 
     Attributes:
-        placement: ``split`` gives every piece its own actor; ``fused`` puts Router, Schedulers, KV offload managers,
-            estimator, log store and supervisor into one; ``packed`` is that, and sixteen workers of emulated devices
-            share a process as well; ``auto`` picks by the machine's size, and by how many devices are emulated.
+        placement: ``split`` gives every component its own actor; ``fused`` puts Router, Schedulers, KV offload
+            managers, estimator, log store and supervisor into one; ``packed`` is that, and sixteen workers of
+            emulated devices share a process as well; ``auto`` picks by the machine's size, and by how many devices
+            are emulated.
         length_predictors: How many ...
         max_length_predictors: ... and up to how many while questions queue before them; 0: never more.
         serving_time_estimators: How many.

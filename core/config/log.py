@@ -9,7 +9,7 @@ from core.config.checks import require
 
 @dataclass(frozen=True, slots=True)
 class LogConfig:
-    """The log of finished requests, forecasts and batches, and of what was learnt from them.
+    """The log of finished requests, forecasts and batches, and of what was learned from them.
 
     Attributes:
         path: SQLite file, or the ``redis://`` URL of a server that syncs every write; empty keeps it with the server's

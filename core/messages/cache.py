@@ -22,7 +22,7 @@ class CachedRun:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheNotice:
+class KVCacheEvent:
     """Worker -> Scheduler -> Router: what a worker's prefix cache has got and lost, in blocks.
 
     Attributes:
@@ -47,7 +47,7 @@ class CacheReply:
     """Scheduler -> Router: all that the worker caches, a ``whole`` notice; None if that is not known."""
 
     worker_incarnation: str
-    notice: CacheNotice | None
+    notice: KVCacheEvent | None
 
 
 @dataclass(frozen=True, slots=True)

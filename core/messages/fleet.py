@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.messages.cache import CacheNotice, StartedRequest
+from core.messages.cache import KVCacheEvent, StartedRequest
 from core.messages.plans import FinishedSequence, WorkerReady
 from core.messages.requests import Key, Refusal
 from core.messages.step_times import ReplicaStepProfile
@@ -59,7 +59,7 @@ class ReplicaNews:
     worker_incarnation: str
     started: tuple[StartedRequest, ...] = ()
     finished: tuple[FinishedSequence, ...] = ()
-    cache: tuple[CacheNotice, ...] = ()
+    cache: tuple[KVCacheEvent, ...] = ()
     profile: ReplicaStepProfile | None = None
 
 

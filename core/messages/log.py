@@ -213,14 +213,14 @@ class BatchPage:
 
 @dataclass(frozen=True, slots=True)
 class Artefact:
-    """-> LogStore and back: what was learnt, such as the trees of a forest.
+    """-> LogStore and back: what was learned, such as the trees of a forest.
 
     Attributes:
         kind: What it is for; versions count within a kind.
         version: From 1 to 2**53, above every earlier one of its kind.
         created_at: In seconds since the epoch.
-        score: How well it did on examples it had not learnt from; its maker knows the measure.
-        num_examples: It was learnt from.
+        score: How well it did on examples it had not learned from; its maker knows the measure.
+        num_examples: It was learned from.
         data: At most ``MAX_ARTEFACT_BYTES``; what is in it is between its maker and its readers.
     """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.messages.cache import CacheNotice
+from core.messages.cache import KVCacheEvent
 from core.messages.kv import NO_TRAFFIC, KVTraffic
 from core.messages.step_times import StepSample
 from core.request import Request, Residency, SequenceStatus
@@ -132,7 +132,7 @@ class StepReport:
     free_host_blocks: int = 0
     flying_blocks: int = 0
     traffic: KVTraffic = NO_TRAFFIC
-    cache: tuple[CacheNotice, ...] = ()
+    cache: tuple[KVCacheEvent, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

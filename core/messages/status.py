@@ -9,11 +9,11 @@ from core.messages.log import ArtefactInfo
 
 
 @dataclass(frozen=True, slots=True)
-class PieceStatus:
-    """One row of ``farsight status``: a logical piece, wherever it is hosted.
+class ComponentStatus:
+    """One row of ``farsight status``: a logical component, wherever it is hosted.
 
     Attributes:
-        state: ready, starting, waiting (for a piece it depends on), draining, dead or lost (silent).
+        state: ready, starting, waiting (for a component it depends on), draining, dead or lost (silent).
         restarts: How often the supervisor has started it again.
         http_port: Of the /healthz and /metrics of its process, on the loopback interface; 0 if there are none.
         url, breaker: Of a replica that is another server: where it is; ``closed``, or why requests do not go there.
@@ -33,28 +33,29 @@ class PieceStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class PieceRows:
-    """The pieces of one process."""
+class ComponentRows:
+    """The components of one process."""
 
-    pieces: tuple[PieceStatus, ...]
+    components: tuple[ComponentStatus, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StatusReply:
-    """Every logical piece, the KV of all replicas together as last reported, and what has been learnt while serving.
+    """Every logical component, the KV of all replicas together as last reported, and what has been learned while
+    serving.
 
     Attributes:
         queue_delay_s: That a request which came now is predicted to wait; None if that cannot be said.
     """
 
-    pieces: tuple[PieceStatus, ...]
+    components: tuple[ComponentStatus, ...]
     kv: KVUsage
     artefacts: tuple[ArtefactInfo, ...] = ()
     queue_delay_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class PieceCounts:
+class ComponentCounts:
     """Supervisor ->: how many there should be of what can be scaled; ``backends`` are other servers."""
 
     replicas: int

@@ -20,7 +20,7 @@ from policies.batching.base import BatchQueue, FormedBatch, first_sealed, predic
 from policies.job import Job
 
 MIN_LENGTHS = 100
-"""Lengths that edges are learnt from at least, and how many jobs later they are learnt anew ..."""
+"""Lengths that edges are learned from at least, and how many jobs later they are learned anew ..."""
 
 MAX_LENGTHS = 1000
 """... and at most: the last ones."""
@@ -197,7 +197,7 @@ class MultiBinBatcher:
         self._sealed.put(batch)
 
 
-class LearntBins(MultiBinBatcher):
+class LearnedBins(MultiBinBatcher):
     """Bins of equal mass over the lengths foreseen lately; one bin until there are ``MIN_LENGTHS`` of them.
 
     Args:

@@ -21,7 +21,7 @@ from policies.fleet.events import (
     BatchEnded,
     GlobalEvent,
     GlobalInstruction,
-    HistoryLearnt,
+    HistoryLearned,
     IngressLost,
     MeanOutputLen,
     PlaceRequests,
@@ -94,7 +94,7 @@ class BatchScheduler(GlobalScheduler):
                 self._break_off(name, keys)
             case ReplicaRests(name, keys):
                 self._resting[name] = frozenset(keys)
-            case HistoryLearnt(forecast):
+            case HistoryLearned(forecast):
                 self._waiting.foresee_usually(forecast)
                 event = MeanOutputLen(forecast.mean)
             case IngressLost(ingress_id):

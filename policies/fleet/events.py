@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from core.costs import StepCost
 from core.forecast import Forecast
-from core.messages.cache import CacheNotice, StartedRequest
+from core.messages.cache import KVCacheEvent, StartedRequest
 from core.messages.plans import FinishedSequence, WorkerReady
 from core.messages.requests import Key, OpenRequest
 from core.request import Request
@@ -92,12 +92,12 @@ class RequestsStarted:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheNoticed:
+class KVCacheChanged:
     """News of the prefix cache of a worker life, in order; or all of it, in answer to ``AskCache``."""
 
     replica: str
     worker_incarnation: str
-    notices: tuple[CacheNotice, ...]
+    notices: tuple[KVCacheEvent, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class ReplicaRests:
 
 
 @dataclass(frozen=True, slots=True)
-class HistoryLearnt:
+class HistoryLearned:
     """What the length predictor expects of a request that it knows nothing about, as a distribution (batch mode)."""
 
     forecast: Forecast
@@ -149,12 +149,12 @@ GlobalEvent = (
     | KeysUnknown
     | MeanOutputLen
     | RequestsStarted
-    | CacheNoticed
+    | KVCacheChanged
     | StepsPriced
     | ForecastsArrived
     | ReplicaBroke
     | ReplicaRests
-    | HistoryLearnt
+    | HistoryLearned
     | TimePassed
 )
 

@@ -11,7 +11,7 @@ from policies.placement.base import Choice
 NUM_RECENT = 20
 
 
-class PlacementNotes:
+class PlacementStats:
     """Bounded: counts by reason, of which there are few, and the last ``NUM_RECENT``."""
 
     def __init__(self) -> None:

@@ -8,10 +8,10 @@ requests in flight, as many are in their prefill as the prefill takes of the tim
 from __future__ import annotations
 
 from core.costs import StepCost
-from core.queue_outlook import Demand, QueueOutlook
+from core.load_snapshot import Demand, LoadSnapshot
 
 
-def queue_delay_s(outlook: QueueOutlook, num_replicas: int) -> float | None:
+def queue_delay_s(outlook: LoadSnapshot, num_replicas: int) -> float | None:
     """Seconds until a request that came now would begin, if so many replicas like those of ``outlook`` served.
 
     With continuous batching a request waits until one of those that run has ended, if as many run as can, and until the

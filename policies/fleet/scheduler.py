@@ -12,23 +12,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from core.errors import IntegrityError
-from core.messages.cache import CacheNotice, StartedRequest
+from core.load_snapshot import Demand
+from core.messages.cache import KVCacheEvent, StartedRequest
 from core.messages.forecasts import ForecastMade
 from core.messages.placement import PrefixView, ReplicaView
 from core.messages.plans import FinishedSequence, WorkerReady
 from core.messages.requests import Key, OpenRequest, Placed
-from core.queue_outlook import Demand
 from core.request import Request, SequenceStatus
 from policies.fleet.events import (
     AbortOnReplica,
     AskCache,
     AskReplica,
-    CacheNoticed,
     GlobalEvent,
     GlobalInstruction,
     IngressAnnounced,
     IngressLost,
     KeysUnknown,
+    KVCacheChanged,
     MeanOutputLen,
     PlaceRequests,
     ReplicaAway,
@@ -240,7 +240,7 @@ class GlobalScheduler:
                 self._foresee(made)
             case RequestsStarted(started):
                 self._start(started)
-            case CacheNoticed(name, worker_incarnation, notices):
+            case KVCacheChanged(name, worker_incarnation, notices):
                 return self._take_notices(name, worker_incarnation, notices)
             case StepsPriced(name, cost):
                 if name in self._replicas:
@@ -367,7 +367,7 @@ class GlobalScheduler:
                 self._placement.started(start.request_id, start.cached_len, start.queue_s, self._now)
 
     def _take_notices(
-        self, name: str, worker_incarnation: str, notices: Iterable[CacheNotice]
+        self, name: str, worker_incarnation: str, notices: Iterable[KVCacheEvent]
     ) -> list[GlobalInstruction]:
         """Each once and in order; if one is missing, all that is cached is asked for."""
         replica = self._replicas.get(name)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from core.costs import StepCost
 from core.decisions import Facts
 from core.forecast import Forecast
-from core.messages.cache import CacheNotice
+from core.messages.cache import KVCacheEvent
 from core.messages.placement import PrefixView, ReplicaView
 from core.request import Request
 
@@ -95,7 +95,7 @@ class Placement:
     def ended(self, request_id: str, output_len: int | None, now: float) -> None:
         """A request is not in flight any more; None where its output did not come to its end."""
 
-    def noticed(self, replica: str, notice: CacheNotice) -> None:
+    def noticed(self, replica: str, notice: KVCacheEvent) -> None:
         """News of what the replica caches, in blocks of ``block_size``; the first one of a worker life is whole."""
 
     def priced(self, replica: str, cost: StepCost) -> None:

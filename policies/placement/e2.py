@@ -9,7 +9,7 @@ import numpy as np
 
 from core.costs import StepCost
 from core.errors import InvalidValueError
-from core.messages.cache import CacheNotice
+from core.messages.cache import KVCacheEvent
 from core.messages.placement import PrefixView, ReplicaView
 from core.request import Request
 from policies.placement.base import Choice, Placement, ReplicaLoad
@@ -161,7 +161,7 @@ class E2Router(Placement):
         """A request is not in flight any more; None where its output did not come to its end. O(nodes of its path)."""
         self.prefixes.ended(request_id, output_len, now)
 
-    def noticed(self, replica: str, notice: CacheNotice) -> None:
+    def noticed(self, replica: str, notice: KVCacheEvent) -> None:
         """The replica tells what it caches."""
         self.prefixes.noticed(replica, notice)
 

@@ -14,7 +14,7 @@ import numpy as np
 from core.costs import StepCost
 from core.errors import InvalidValueError
 from core.forecast import Forecast
-from core.messages.cache import CacheNotice
+from core.messages.cache import KVCacheEvent
 from core.messages.placement import PrefixView, ReplicaView
 from core.request import Request
 from policies.placement.base import Choice, Placement, ReplicaLoad
@@ -141,7 +141,7 @@ class E2Forecast(Placement):
             self.work.advance(now)
             self.work.remove(request_id)
 
-    def noticed(self, replica: str, notice: CacheNotice) -> None:
+    def noticed(self, replica: str, notice: KVCacheEvent) -> None:
         """The replica tells what it caches."""
         self.prefixes.noticed(replica, notice)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from core.costs import StepCost, mean_cost
 from core.errors import IntegrityError, InvalidValueError
-from core.messages.cache import CacheNotice
+from core.messages.cache import KVCacheEvent
 from core.messages.placement import PrefixView, ReplicaView
 from policies.placement.base import ReplicaLoad
 from policies.placement.e2_profiles import Regressions, from_step_cost
@@ -217,7 +217,7 @@ class PrefixLoads:
             self.load.ended(placed.slot, output_len, now)
         return placed
 
-    def noticed(self, replica: str, notice: CacheNotice) -> None:
+    def noticed(self, replica: str, notice: KVCacheEvent) -> None:
         """The replica tells what it caches, and from now on it alone. O(what has changed, by the length of paths)."""
         slot, tree = self.slots.find(replica), self.tree
         if slot is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from core.costs import StepCost
-from core.messages.cache import CacheNotice, StartedRequest
+from core.messages.cache import KVCacheEvent, StartedRequest
 from core.messages.forecasts import ForecastMade
 from core.messages.plans import FinishedSequence, Plan, StepReport, WorkerState
 from core.messages.requests import Key
@@ -67,7 +67,7 @@ class ForecastsArrived:
 
 
 @dataclass(frozen=True, slots=True)
-class CostLearnt:
+class CostLearned:
     """What steps cost on this replica, as measured by now."""
 
     cost: StepCost
@@ -79,7 +79,7 @@ Event = (
     | RequestsArrived
     | RequestsAborted
     | WorkerReported
-    | CostLearnt
+    | CostLearned
     | ForecastsArrived
     | StepsRan
 )
@@ -113,7 +113,7 @@ class RequestStarted:
 class CacheTold:
     """News of the worker's prefix cache; said once, in order, and before the ends of those who filled it."""
 
-    notice: CacheNotice
+    notice: KVCacheEvent
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from core.errors import IntegrityError
-from core.messages.cache import CacheNotice
+from core.messages.cache import KVCacheEvent
 from core.messages.plans import StepReport, WorkerReady, WorkerState
 from core.messages.requests import Key
 from core.request import Request, Residency
-from kvcache.cache_journal import CacheShadow
+from kvcache.cache_journal import CacheMirror
 from policies.interfaces import KvView
 from policies.job import Job
 from policies.replica.tracked import Tracked, make_tracked
@@ -18,7 +18,7 @@ NUM_REMEMBERED = 4096
 """Ended requests that a Scheduler still knows when asked: the last tokens may be on their way to the ingress."""
 
 
-class ReplicaShadow:
+class WorkerMirror:
     """The worker is the truth. What it has been ordered to do counts as done here, though it may not know yet.
 
     Attributes:
@@ -39,7 +39,7 @@ class ReplicaShadow:
         self.hosted: dict[str, Tracked] = {}
         self.worker: WorkerReady | None = None
         self.lease = 0
-        self.cache = CacheShadow()
+        self.cache = CacheMirror()
         self.report_seq = self.plan_seq = 0
         self.short_blocks = 0
         self.stale = False
@@ -113,7 +113,7 @@ class ReplicaShadow:
     def lose_worker(self) -> None:
         """It is gone, and all that was here."""
         self.worker = None
-        self.cache = CacheShadow()
+        self.cache = CacheMirror()
         self._shared_blocks = self.short_blocks = 0
         self.plan_seq = self.report_seq = self._applied_plan_seq = self._preempted_in = 0
         for table in (self.tracked, self.admitted, self.hosted, self._undelivered):
@@ -135,7 +135,7 @@ class ReplicaShadow:
                 del self._undelivered[tracked.job.request_id]
         return True
 
-    def take_notices(self, notices: Iterable[CacheNotice]) -> list[CacheNotice]:
+    def take_notices(self, notices: Iterable[KVCacheEvent]) -> list[KVCacheEvent]:
         """Those that are news. What is cached has changed then, and so may have what those find who wait."""
         news = [notice for notice in notices if self.cache.take(notice)]
         if news:

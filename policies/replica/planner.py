@@ -8,7 +8,7 @@ from core.costs import StepCost
 from core.messages.plans import Plan, Slot
 from policies.interfaces import Order
 from policies.job import Job
-from policies.replica.mirror import ReplicaShadow
+from policies.replica.mirror import WorkerMirror
 from policies.replica.tracked import Tracked
 
 
@@ -26,7 +26,7 @@ class ReplicaPlans:
         cost: What steps cost; None before anything has been measured.
     """
 
-    def __init__(self, order: Order, grant_lead_s: float, shadow: ReplicaShadow) -> None:
+    def __init__(self, order: Order, grant_lead_s: float, shadow: WorkerMirror) -> None:
         self.cost: StepCost | None = None
         self._order = order
         self._grant_lead_s = grant_lead_s

@@ -1,6 +1,6 @@
 """The scheduler of one model replica: a state machine, ``handle(event, now) -> [Instruction]``.
 
-What it hears goes on the books (``ReplicaShadow``); from these it is decided whose turn it is (``ReplicaTurns``), and
+What it hears goes on the books (``WorkerMirror``); from these it is decided whose turn it is (``StepSelector``), and
 the worker is told (``ReplicaPlans``).
 """
 
@@ -15,12 +15,12 @@ from core.messages.forecasts import ForecastMade
 from core.messages.plans import FinishedSequence, SlotProgress, StepReport, WorkerState
 from core.messages.requests import Key
 from core.request import Request, Residency, SequenceStatus
-from kvcache.cache_journal import CacheShadow
+from kvcache.cache_journal import CacheMirror
 from policies.interfaces import ReplicaPolicies
 from policies.replica.events import (
     BatchBroken,
     CacheTold,
-    CostLearnt,
+    CostLearned,
     Event,
     ForecastsArrived,
     Instruction,
@@ -35,10 +35,10 @@ from policies.replica.events import (
     WorkerLost,
     WorkerReported,
 )
-from policies.replica.mirror import ReplicaShadow
+from policies.replica.mirror import WorkerMirror
 from policies.replica.planner import ReplicaPlans
-from policies.replica.selection_point import ReplicaTurns
-from policies.replica.trace import ReplicaNotes
+from policies.replica.step_selector import StepSelector
+from policies.replica.trace import ReplicaTrace
 from policies.replica.trace_log import Account
 from policies.replica.tracked import Tracked
 
@@ -74,9 +74,9 @@ class ReplicaScheduler:
     def __init__(self, policies: ReplicaPolicies, limits: SchedulerLimits) -> None:
         self.order, self.admission = policies.order, policies.admission
         self.limits = limits
-        self._shadow = ReplicaShadow()
-        self._notes = ReplicaNotes(policies, limits.max_num_seqs, self._shadow.tracked, self._shadow.admitted)
-        self.turns = ReplicaTurns(policies, limits.max_num_seqs, self._shadow, self._notes)
+        self._shadow = WorkerMirror()
+        self._notes = ReplicaTrace(policies, limits.max_num_seqs, self._shadow.tracked, self._shadow.admitted)
+        self.turns = StepSelector(policies, limits.max_num_seqs, self._shadow, self._notes)
         self._plans = ReplicaPlans(policies.order, limits.grant_lead_s, self._shadow)
 
     @property
@@ -103,7 +103,7 @@ class ReplicaScheduler:
         return self.turns.num_preemptions
 
     @property
-    def cache(self) -> CacheShadow:
+    def cache(self) -> CacheMirror:
         """The worker's, where its reports tell of it."""
         return self._shadow.cache
 
@@ -137,7 +137,7 @@ class ReplicaScheduler:
                 self._lose_all(now)
             case ForecastsArrived():
                 self._foresee(event.made, now)
-            case CostLearnt():
+            case CostLearned():
                 self._learn_cost(event.cost)
         out += self._replan(now)
         return out + self._notes.settle(self._shadow.worker is not None, now)

@@ -16,7 +16,7 @@ from policies.replica.tracked import Tracked
 _Known = dict[str, float | str]
 
 
-class ReplicaNotes:
+class ReplicaTrace:
     """Asks the parts for their numbers when a decision about a job has been taken, and only then.
 
     Of a job without an account (``Journal``) nothing is asked.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from core.messages.cache import StartedRequest
 from core.messages.plans import SlotProgress
 from core.request import Request, Residency
-from kvcache.cache_journal import CacheShadow
+from kvcache.cache_journal import CacheMirror
 from policies.job import Job
 
 
@@ -84,7 +84,7 @@ class Tracked:
         queue_s = max(0.0, now - self.job.arrived_at - ran_s)
         return StartedRequest(self.request.request_id, self.request.attempt, cached_len, queue_s)
 
-    def look_up(self, cache: CacheShadow, block_size: int) -> None:
+    def look_up(self, cache: CacheMirror, block_size: int) -> None:
         """How much of its prompt it would find if it started now. At least one token is always computed."""
         hashes, prompt_len = self.request.prefix_hashes, self.request.prompt_len
         if self.num_blocks == 0 and len(hashes) == prompt_len // block_size:

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from core.errors import FarsightError, InvalidValueError
-from core.messages.status import PieceCounts
+from core.messages.status import ComponentCounts
 from services.api.answers.replies import ErrorReply
 from services.api.backend import GenerationBackend
 from services.api.errors import SERVER_ERROR, ApiError
@@ -86,7 +86,7 @@ def admin_routes(backend: GenerationBackend, administration: Administration) -> 
     return router
 
 
-def _reply(counts: PieceCounts) -> ScaleReply:
+def _reply(counts: ComponentCounts) -> ScaleReply:
     return ScaleReply(
         replicas=counts.replicas,
         length_predictors=counts.length_predictors,

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from core.messages.log import RequestTrace
 from core.messages.placement import PlacementView
-from core.messages.status import PieceCounts, StatusReply
+from core.messages.status import ComponentCounts, StatusReply
 from core.messages.tokens import TokenDelta
 from core.request import Origin, SamplingParams
 from services.api.text.prompt_text import PromptText
@@ -67,7 +67,7 @@ class GenerationBackend(Protocol):
         ...
 
     async def status(self) -> StatusReply:
-        """One row for each living piece of the system."""
+        """One row for each living component of the system."""
         ...
 
     async def metrics(self) -> str:
@@ -90,7 +90,7 @@ class GenerationBackend(Protocol):
         """
         ...
 
-    async def scale(self, kind: str, count: int) -> PieceCounts:
+    async def scale(self, kind: str, count: int) -> ComponentCounts:
         """How many of what there are from now on; answers when they are there, or gone.
 
         Raises:

@@ -59,7 +59,7 @@ EXPECTED: dict[str, str] = {
     "stream_options": "an object and stream to be true",
     "stream_options.include_usage": "true or false",
     "user": "a string",
-    "kind": "the name of a kind of piece, as a string",
+    "kind": "the name of a kind of component, as a string",
     "count": "an integer from 1 to 1000",
 }
 """What would be right, by field; list positions left out."""

@@ -1,4 +1,4 @@
-"""The pieces of one batch job: a service of its own, without HTTP, that ends with the job."""
+"""The components of one batch job: a service of its own, without HTTP, that ends with the job."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from services.api.backend import GenerationBackend
 from services.api.text.prompts import PromptEncoder
 from services.ingress.connect import open_client
 from services.launch.cluster import ServiceFailed
-from services.launch.launch import find_model, find_site, start_pieces
+from services.launch.launch import find_model, find_site, start_components
 
 _GCS_FLAG = "--gcs-address="
 
@@ -66,7 +66,7 @@ async def _hold(host: Any) -> None:
 
 async def _start(site: Site) -> None:
     try:
-        wait_started = start_pieces(site)
+        wait_started = start_components(site)
     except RayActorError as error:
         raise ServiceFailed(f"the supervisor died while it started: {error}") from error
     await asyncio.to_thread(wait_started)

@@ -23,7 +23,7 @@ _SERVE_NAMESPACE = "serve"
 
 
 def end_service(address: str, say: Callable[[str], None]) -> None:
-    """Ends the Ray Serve application and all pieces, without waiting for streams; says what it has ended.
+    """Ends the Ray Serve application and all components, without waiting for streams; says what it has ended.
 
     Args:
         address: Of the cluster; ``auto`` finds the one of this machine, or what RAY_ADDRESS names.
@@ -44,7 +44,7 @@ def end_service(address: str, say: Callable[[str], None]) -> None:
         raise FarsightError(f"no Ray cluster answers at {address}: {error}") from error
     try:
         _end_ingress(say)
-        _end_pieces(say)
+        _end_components(say)
     finally:
         ray.shutdown()
 
@@ -76,7 +76,7 @@ def _end_ingress(say: Callable[[str], None]) -> None:
             _kill(actor["name"], _SERVE_NAMESPACE)
 
 
-def _end_pieces(say: Callable[[str], None]) -> None:
+def _end_components(say: Callable[[str], None]) -> None:
     """The Supervisor first, since it starts the others again."""
     from actors.runtime.hosts import list_hosts
 

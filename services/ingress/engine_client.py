@@ -32,18 +32,18 @@ from core.messages.forecasts import ForecastMade, ForecastsMade
 from core.messages.log import FinishedRequest, FinishedRequests, RequestTrace, RequestTraces
 from core.messages.placement import PlacementView
 from core.messages.requests import AnnounceReply, Keys, Refusal, Submit, SubmitReply
-from core.messages.status import PieceCounts, PieceStatus, Scale, StatusReply
+from core.messages.status import ComponentCounts, ComponentStatus, Scale, StatusReply
 from core.messages.tokens import TokenBatches, TokenDelta, TokenPoll
 from core.request import Origin, Request, SamplingParams
 from kvcache.prefix import hash_blocks, salted_root
 from services.api.backend import ModelInfo
 from services.api.text.prompt_text import PromptText
 from services.ingress.explanations import Explanations
-from services.ingress.forecaster import Forecaster
 from services.ingress.ledger import RequestLedger
 from services.ingress.mailbox import Mailbox
 from services.ingress.overview import Overview
-from services.ingress.stream_trace import StreamNotes
+from services.ingress.predictor_client import PredictorClient
+from services.ingress.stream_trace import StreamTrace
 from services.ingress.token_inbox import TokenInbox
 
 ANNOUNCE_S = 0.5
@@ -83,10 +83,10 @@ class _Stream:
     trouble: str = ""  # what the last server that gave it back has said
     deadline: asyncio.TimerHandle | None = None
     foreseen: asyncio.Event = field(default_factory=asyncio.Event)
-    notes: StreamNotes = field(init=False)
+    notes: StreamTrace = field(init=False)
 
     def __post_init__(self) -> None:
-        self.notes = StreamNotes(self.request, self.received_at)
+        self.notes = StreamTrace(self.request, self.received_at)
 
     def record(self, now: float) -> FinishedRequest:
         return FinishedRequest(
@@ -140,9 +140,9 @@ class EngineClient:
         self._traces = LogOutbox(self._peers.peer(LOG_STORE), "append_traces", RequestTraces)
         self._explanations = Explanations(self._peers)
         self._made: list[ForecastMade] = []
-        self._forecaster: Forecaster | None = None
+        self._forecaster: PredictorClient | None = None
         if site.config.predictor.artefact:
-            self._forecaster = Forecaster(self._peers, site.config, self._foresee)
+            self._forecaster = PredictorClient(self._peers, site.config, self._foresee)
         self._predictor_wait_s = site.config.predictor.wait_s
         self._pumps: dict[str, asyncio.Task[None]] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -238,7 +238,7 @@ class EngineClient:
             return ()
         return tuple(hash_blocks(prompt_ids, self._prefix_block_size, salted_root(cache_salt)))
 
-    async def _ask(self, stream: _Stream, text: PromptText, forecaster: Forecaster) -> None:
+    async def _ask(self, stream: _Stream, text: PromptText, forecaster: PredictorClient) -> None:
         """Asks how long it will be, and waits for the answer as long as the settings allow."""
         request = stream.request
         question = ForecastQuestion(
@@ -442,8 +442,8 @@ class EngineClient:
             self._slow.discard(stream.request.request_id)
             stream.notes.note("client_reads", {"unread_deltas": len(stream.deltas)})
 
-    def _row(self) -> PieceStatus:
-        return PieceStatus(
+    def _row(self) -> ComponentStatus:
+        return ComponentStatus(
             name=f"ingress-{self._ingress_id}",
             kind="Ingress",
             pid=os.getpid(),
@@ -460,7 +460,7 @@ class EngineClient:
         return self._heard_at is not None and time.monotonic() - self._heard_at < UNHEALTHY_AFTER_S
 
     async def status(self) -> StatusReply:
-        """One row for every logical piece."""
+        """One row for every logical component."""
         return await self._overview.status()
 
     async def metrics(self) -> str:
@@ -488,14 +488,14 @@ class EngineClient:
                 own += stream.notes.so_far()
         return await self._explanations.find(response_id, own)
 
-    async def scale(self, kind: str, count: int) -> PieceCounts:
+    async def scale(self, kind: str, count: int) -> ComponentCounts:
         """How many of what there are from now on; answers when they are there, or gone.
 
         Raises:
             InvalidValueError: the kind or the number is wrong.
         """
         reply = await self._peers.peer(SUPERVISOR).call("scale", encode(Scale(kind, count)))
-        return decode(reply, PieceCounts)
+        return decode(reply, ComponentCounts)
 
     async def healthy(self) -> bool:
         return self._hears

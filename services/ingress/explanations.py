@@ -1,4 +1,5 @@
-"""Collects what is known of the decisions behind one answer, wherever that is: in the living pieces or in the log."""
+"""Collects what is known of the decisions behind one answer, wherever that is: in the living components or in the
+log."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from core.messages.tokens import TokenDelta
 
 
 class Mailbox:
-    """Deltas of one stream; those that wait together are read as one, for each piece that is sent has its price."""
+    """Deltas of one stream; those that wait together are read as one, for each component that is sent has its price."""
 
     def __init__(self) -> None:
         self._deltas: list[TokenDelta] = []

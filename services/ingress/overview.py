@@ -11,18 +11,18 @@ from contextlib import suppress
 import aiohttp
 from ray.exceptions import RayTaskError
 
-from actors.runtime.layout import by_host, current_counts, initial_counts, wanted_pieces
+from actors.runtime.layout import by_host, current_counts, initial_counts, wanted_components
 from actors.runtime.names import LOG_STORE, ROUTER, SUPERVISOR, kv_offload_manager_name
 from actors.runtime.peer import PeerBook, PeerLost
 from actors.runtime.registry import kind_of
 from actors.runtime.site import Site
 from core.codec import decode
 from core.errors import FarsightError
+from core.load_snapshot import LoadSnapshot
 from core.messages.kv import KVUsage
 from core.messages.log import ArtefactInfo, ArtefactList
 from core.messages.placement import PlacementView
-from core.messages.status import PieceRows, PieceStatus, StatusReply
-from core.queue_outlook import QueueOutlook
+from core.messages.status import ComponentRows, ComponentStatus, StatusReply
 from kvcache.residency import total_usage
 from policies.fleet.queue_delay import queue_delay_s
 from services.api.pages.metrics_page import merge_expositions
@@ -38,23 +38,23 @@ class Overview:
         self._config = site.config
         self._peers = peers
         self._counts = initial_counts(site.config)
-        self._last: dict[str, PieceStatus] = {}
+        self._last: dict[str, ComponentStatus] = {}
 
     async def status(self) -> StatusReply:
-        """A row for every piece; those of a process that does not answer are dead.
+        """A row for every component; those of a process that does not answer are dead.
 
         All are asked at once: however many are dead, it takes twice ``TIMEOUT_S`` at most.
         """
         hosts = await self._hosts()
         rows, ingress_rows, usages, artefacts, delay_s = await asyncio.gather(
-            asyncio.gather(*(self._rows(host, pieces) for host, pieces in hosts.items())),
+            asyncio.gather(*(self._rows(host, components) for host, components in hosts.items())),
             self._ingress_rows(),
             asyncio.gather(*(self._kv(str(index)) for index in range(self._counts.replicas))),
             self._artefacts(),
             self._queue_delay_s(),
         )
-        pieces = (*itertools.chain.from_iterable(rows), *ingress_rows)
-        return StatusReply(pieces, total_usage(usages), artefacts, delay_s)
+        components = (*itertools.chain.from_iterable(rows), *ingress_rows)
+        return StatusReply(components, total_usage(usages), artefacts, delay_s)
 
     async def placement(self) -> PlacementView:
         """What the Router says of its placements.
@@ -87,18 +87,18 @@ class Overview:
         with suppress(TimeoutError):
             async with asyncio.timeout(TIMEOUT_S):
                 self._counts = await current_counts(self._peers, self._counts)
-        pieces = wanted_pieces(self._counts, self._config.model.num_ranks)
-        return by_host([SUPERVISOR, *pieces], self._peers.placement)
+        components = wanted_components(self._counts, self._config.model.num_ranks)
+        return by_host([SUPERVISOR, *components], self._peers.placement)
 
-    async def _rows(self, host: str, pieces: list[str]) -> list[PieceStatus]:
+    async def _rows(self, host: str, components: list[str]) -> list[ComponentStatus]:
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                rows = decode(await self._peers.actor(host).call("rows"), PieceRows).pieces
+                rows = decode(await self._peers.actor(host).call("rows"), ComponentRows).components
         except (PeerLost, TimeoutError):
             rows = ()
         self._last |= {row.name: row for row in rows}
-        missing = set(pieces) - {row.name for row in rows}
-        return [*rows, *(self._dead(piece) for piece in pieces if piece in missing)]
+        missing = set(components) - {row.name for row in rows}
+        return [*rows, *(self._dead(component) for component in components if component in missing)]
 
     async def _host_metrics(self, host: str) -> str:
         try:
@@ -125,21 +125,21 @@ class Overview:
     async def _queue_delay_s(self) -> float | None:
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                outlook = decode(await self._peers.peer(ROUTER).call("outlook"), QueueOutlook)
+                outlook = decode(await self._peers.peer(ROUTER).call("outlook"), LoadSnapshot)
         except (PeerLost, TimeoutError, RayTaskError):
             return None
         return queue_delay_s(outlook, outlook.num_replicas)
 
-    async def _ingress_rows(self) -> list[PieceStatus]:
+    async def _ingress_rows(self) -> list[ComponentStatus]:
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                return list(decode(await self._peers.peer(ROUTER).call("ingress_rows"), PieceRows).pieces)
+                return list(decode(await self._peers.peer(ROUTER).call("ingress_rows"), ComponentRows).components)
         except (PeerLost, TimeoutError, RayTaskError):
             return []
 
-    def _dead(self, piece: str) -> PieceStatus:
+    def _dead(self, component: str) -> ComponentStatus:
         """What is known of it from its life, as far as that outlasts it."""
-        last = self._last.get(piece)
+        last = self._last.get(component)
         if last is None:
-            return PieceStatus(piece, kind_of(piece, self._config), 0, "", "dead", 0, None, 0, 0)
+            return ComponentStatus(component, kind_of(component, self._config), 0, "", "dead", 0, None, 0, 0)
         return dataclasses.replace(last, state="dead", queue=0, last_step_age_s=None, http_port=0)

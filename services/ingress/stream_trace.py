@@ -13,7 +13,7 @@ MAX_NOTES = 32
 """Beyond them they are only counted; the end is always noted."""
 
 
-class StreamNotes:
+class StreamTrace:
     """Notes in order of time; nothing of a request that nobody can ask for.
 
     Args:

@@ -1,4 +1,4 @@
-"""Composition root: the Supervisor, which starts every other piece, and the ingress replicas.
+"""Composition root: the Supervisor, which starts every other component, and the ingress replicas.
 
 Everything lives in a private Ray cluster that this process starts and takes down with itself.
 """
@@ -21,7 +21,7 @@ from core.codec import decode
 from core.config.learning import PredictorConfig
 from core.config.load import FarsightConfig
 from core.errors import ConfigError, FarsightError
-from core.messages.status import PieceCounts
+from core.messages.status import ComponentCounts
 from estimator.device_profile import profile_label, resolve_device
 from policies.compose import check_scheduler
 from services.launch.backends import check_replicas, look_for_servers
@@ -117,7 +117,7 @@ def check_port(host: str, port: int) -> None:
 
 
 class Service:
-    """The running pieces of one served model.
+    """The running components of one served model.
 
     Args:
         site: What is to run.
@@ -131,7 +131,7 @@ class Service:
         """Starts everything; returns when requests are answered."""
         from ray import serve
 
-        wait_started = start_pieces(self._site)
+        wait_started = start_components(self._site)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)  # its news are for its own developers
         server = self._site.config.server
         serve.start(
@@ -172,11 +172,11 @@ class Service:
             data = ray.get(host.call.remote(SUPERVISOR, "counts", b""), timeout=WATCH_INTERVAL_S)
         except RayError:
             return 0
-        return decode(data, PieceCounts).ingress_replicas
+        return decode(data, ComponentCounts).ingress_replicas
 
 
-def start_pieces(site: Site) -> Callable[[], None]:
-    """Begins to start every piece; what is returned waits until all have, or raises why one cannot (FarsightError).
+def start_components(site: Site) -> Callable[[], None]:
+    """Begins to start every component; what is returned waits until all have, or raises why one cannot (FarsightError).
 
     Raises:
         ConfigError: the cluster has too few GPUs: workers would wait for them for ever.
@@ -238,7 +238,7 @@ def ingress_app(site: Site, replicas: int, *, scalable: bool = False) -> Any:
 
 
 def _wait_started(started: Any) -> None:
-    """Raises FarsightError with a piece's own reason, without the way it took through the actors."""
+    """Raises FarsightError with a component's own reason, without the way it took through the actors."""
     import ray
     from ray.exceptions import RayError, RayTaskError
 
@@ -247,7 +247,7 @@ def _wait_started(started: Any) -> None:
     except RayTaskError as error:
         if isinstance(error.cause, FarsightError):
             raise error.cause from None
-        raise ServiceFailed(f"a piece could not start: {error.cause!r}") from error
+        raise ServiceFailed(f"a component could not start: {error.cause!r}") from error
     except RayError as error:
         raise ServiceFailed(f"the supervisor died while it started: {error}") from error
 

@@ -17,7 +17,7 @@ from core.messages.plans import FinishedSequence, Plan, WorkerReady, WorkerState
 from core.request import Request, Residency
 from kvcache import BatchLimits, BlockManager, LeaseExecutor, StepBatch
 from policies.replica.events import (
-    CostLearnt,
+    CostLearned,
     Event,
     RequestEnded,
     RequestsArrived,
@@ -115,7 +115,7 @@ class Replica:
         self.ready = ready
         state = WorkerState(self.executor.take_over(), ready, (), self.executor.report())
         self._tell(WorkerConnected(state), 0.0)
-        self._tell(CostLearnt(self._latency.cost), 0.0)
+        self._tell(CostLearned(self._latency.cost), 0.0)
 
     @property
     def wakes_at(self) -> float:

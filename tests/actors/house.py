@@ -1,4 +1,4 @@
-"""A running service without HTTP: real pieces in real actors, and what tests do to it."""
+"""A running service without HTTP: real components in real actors, and what tests do to it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from core.codec import decode, encode
 from core.config.engine import EngineConfig
 from core.config.server import ServerConfig
 from core.messages.log import FinishedRequest, LogPage, LogQuery
-from core.messages.status import PieceStatus, StatusReply
+from core.messages.status import ComponentStatus, StatusReply
 from core.request import SamplingParams
 from engine import Engine
 from engine.sampling.sampler import counter_uniform, warp_logits
@@ -100,29 +100,29 @@ class House:
 
     site: Site
 
-    async def ask(self, piece: str, method: str, message: Any, reply: type[T]) -> T:
-        """A message to a piece, or nothing, and its answer."""
+    async def ask(self, component: str, method: str, message: Any, reply: type[T]) -> T:
+        """A message to a component, or nothing, and its answer."""
         data = b"" if message is None else encode(message)
         with contextlib.closing(self.site.peers()) as peers:
-            return decode(await peers.peer(piece).call(method, data), reply)
+            return decode(await peers.peer(component).call(method, data), reply)
 
-    def host(self, piece: str) -> Any:
+    def host(self, component: str) -> Any:
         """The actor that hosts it."""
-        return ray.get_actor(actor_name(host_of(piece, self.site.placement)), namespace=self.site.namespace)
+        return ray.get_actor(actor_name(host_of(component, self.site.placement)), namespace=self.site.namespace)
 
-    async def refused(self, piece: str) -> dict[tuple[str, str], float]:
-        """Messages that this piece has refused, by method and field."""
-        page = await self.host(piece).metrics.remote()
+    async def refused(self, component: str) -> dict[tuple[str, str], float]:
+        """Messages that this component has refused, by method and field."""
+        page = await self.host(component).metrics.remote()
         return {
             (sample.labels["method"], sample.labels["field"]): sample.value
             for family in text_string_to_metric_families(page)
             for sample in family.samples
-            if sample.name == "farsight:refused_messages_total" and sample.labels["piece"] == piece
+            if sample.name == "farsight:refused_messages_total" and sample.labels["piece"] == component
         }
 
-    async def metric(self, piece: str, name: str) -> float:
-        """The sum of a metric over its labels, as the piece's process shows it."""
-        families = text_string_to_metric_families(await self.host(piece).metrics.remote())
+    async def metric(self, component: str, name: str) -> float:
+        """The sum of a metric over its labels, as the component's process shows it."""
+        families = text_string_to_metric_families(await self.host(component).metrics.remote())
         return sum(sample.value for family in families for sample in family.samples if sample.name == name)
 
     async def log(self, *request_ids: str) -> list[FinishedRequest]:
@@ -171,24 +171,24 @@ async def eventually(condition: Callable[[], Coroutine[Any, Any, bool]], waited_
         await asyncio.sleep(0.02)
 
 
-async def rows(client: EngineClient) -> dict[str, PieceStatus]:
+async def rows(client: EngineClient) -> dict[str, ComponentStatus]:
     """The status by name, without ingress replicas of other tests.
 
-    On a busy machine a piece may be shown as dead that lives: it has not answered for a second. And while the
+    On a busy machine a component may be shown as dead that lives: it has not answered for a second. And while the
     Supervisor has not, there are as many pieces as there were before, for all that is known.
     """
-    return {row.name: row for row in (await client.status()).pieces if _concerns(client, row)}
+    return {row.name: row for row in (await client.status()).components if _concerns(client, row)}
 
 
-async def patient_rows(client: EngineClient) -> dict[str, PieceStatus]:
-    """The same, where every piece that lives has all the time that it needs to answer."""
+async def patient_rows(client: EngineClient) -> dict[str, ComponentStatus]:
+    """The same, where every component that lives has all the time that it needs to answer."""
     with patch.object(overview, "TIMEOUT_S", LONG_S):
         return await rows(client)
 
 
-async def ready_rows(client: EngineClient) -> dict[str, PieceStatus]:
-    """The same, once every piece has answered that it is ready."""
-    found: dict[str, PieceStatus] = {}
+async def ready_rows(client: EngineClient) -> dict[str, ComponentStatus]:
+    """The same, once every component has answered that it is ready."""
+    found: dict[str, ComponentStatus] = {}
 
     async def ready() -> bool:
         nonlocal found
@@ -196,24 +196,24 @@ async def ready_rows(client: EngineClient) -> dict[str, PieceStatus]:
         return all(row.state == "ready" for row in found.values())
 
     try:
-        await eventually(ready, "every piece is ready")
+        await eventually(ready, "every component is ready")
     except AssertionError as error:
         raise AssertionError(f"{error}: {found}") from None
     return found
 
 
-def _concerns(client: EngineClient, row: PieceStatus) -> bool:
+def _concerns(client: EngineClient, row: ComponentStatus) -> bool:
     return row.kind != "Ingress" or row.name == f"ingress-{client._ingress_id}"
 
 
 async def wait_whole(client: EngineClient) -> None:
-    """Until every piece is ready, nobody holds a request and every KV block is free."""
+    """Until every component is ready, nobody holds a request and every KV block is free."""
     last: StatusReply | None = None
 
     async def whole() -> bool:
         nonlocal last
         last = await client.status()
-        calm = all(row.state == "ready" and not row.queue for row in last.pieces if _concerns(client, row))
+        calm = all(row.state == "ready" and not row.queue for row in last.components if _concerns(client, row))
         return calm and last.kv.free_blocks == last.kv.num_blocks > 0
 
     try:

@@ -1,4 +1,5 @@
-"""Batch mode with real pieces: whoever forms the batches, and whatever breaks, each stream has the tokens it should."""
+"""Batch mode with real components: whoever forms the batches, and whatever breaks, each stream has the tokens it
+should."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from core.config.engine import EXECUTIONS
 from core.config.model import ModelConfig
 from core.config.scheduling import BatchConfig, SchedulerConfig
 from core.messages.log import BatchPage, LogQuery
-from core.messages.status import PieceRows
+from core.messages.status import ComponentRows
 from services.ingress.engine_client import EngineClient
 from tests.actors.conftest import open_house
 from tests.actors.house import (
@@ -174,7 +175,7 @@ async def test_the_requests_of_a_worker_that_dies_with_a_batch_wait_again_and_an
         readings = [Reading(client, PROMPTS[index], sampling(index, 200)) for index in range(8)]
 
         async def running() -> bool:
-            (row,) = decode(await host.rows.remote(), PieceRows).pieces
+            (row,) = decode(await host.rows.remote(), ComponentRows).components
             return row.queue > 0 and any(reading.tokens for reading in readings)
 
         await eventually(running, "a batch runs")

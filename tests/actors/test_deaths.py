@@ -1,4 +1,4 @@
-"""Pieces die and come and go under load: no stream gets another token than without."""
+"""Components die and come and go under load: no stream gets another token than without."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from actors.runtime.names import SUPERVISOR
-from core.messages.status import PieceStatus
+from core.messages.status import ComponentStatus
 from services.ingress.engine_client import EngineClient
 from tests.actors.house import (
     NUM_TOKENS,
@@ -49,8 +49,8 @@ FUSED_DEATHS = [
 ]
 
 
-async def kill_pieces(client: EngineClient, names: tuple[str, ...]) -> dict[str, PieceStatus]:
-    """Kills their processes at once; returns the status before. In it are all pieces that died with them."""
+async def kill_components(client: EngineClient, names: tuple[str, ...]) -> dict[str, ComponentStatus]:
+    """Kills their processes at once; returns the status before. In it are all components that died with them."""
     before = await ready_rows(client)
     pids = {before[name].pid for name in names}
     kill(pids)
@@ -68,9 +68,9 @@ async def wait_dead(client: EngineClient, names: set[str]) -> None:
     await eventually(shown, f"shown dead: {left}")
 
 
-async def wait_successors(client: EngineClient, died: dict[str, PieceStatus]) -> None:
+async def wait_successors(client: EngineClient, died: dict[str, ComponentStatus]) -> None:
     """Until each is ready in another process, and has been counted."""
-    status: dict[str, PieceStatus] = {}
+    status: dict[str, ComponentStatus] = {}
 
     async def ready() -> bool:
         status.update(await rows(client))
@@ -85,7 +85,7 @@ async def assert_unnoticed(house: House, truth: Truth, names: tuple[str, ...]) -
     """They die under load, are shown as dead and then ready again, and no stream is another one."""
     async with calm_client(house) as client:
         async with under_load(client, truth) as load:
-            died = await kill_pieces(client, names)
+            died = await kill_components(client, names)
             load.release()
             assert died.keys() >= set(names)
             await asyncio.gather(wait_dead(client, set(died)), wait_successors(client, died))
@@ -107,16 +107,16 @@ async def test_no_stream_notices_a_death_in_the_split_placement(
 
 
 async def test_a_new_supervisor_starts_who_dies_later(house: House, client: EngineClient, truth: Truth) -> None:
-    await wait_successors(client, await kill_pieces(client, (SUPERVISOR,)))
+    await wait_successors(client, await kill_components(client, (SUPERVISOR,)))
     async with under_load(client, truth) as load:
-        died = await kill_pieces(client, ("worker-1",))
+        died = await kill_components(client, ("worker-1",))
         load.release()
         await wait_successors(client, died)
 
 
 async def test_a_resumed_stream_says_so_in_the_log(house: House, client: EngineClient, truth: Truth) -> None:
     async with under_load(client, truth) as load:
-        died = await kill_pieces(client, ("worker-0", "worker-1"))
+        died = await kill_components(client, ("worker-0", "worker-1"))
     for record in await house.log(*(reading.request_id for reading in load.readings)):
         assert record.attempts >= 2
         assert record.finish_reason == "length"

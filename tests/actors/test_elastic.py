@@ -1,4 +1,4 @@
-"""Replicas follow the delay that is predicted: real pieces, devices that only take time."""
+"""Replicas follow the delay that is predicted: real components, devices that only take time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be told about a request by real pieces: while it runs, once it has ended, and by whom."""
+"""What can be told about a request by real components: while it runs, once it has ended, and by whom."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ NUM_TOKENS = 1000
 async def explained(
     client: EngineClient, response_id: str, is_known: Callable[[tuple[RequestTrace, ...]], bool], waited_for: str
 ) -> tuple[RequestTrace, ...]:
-    """What is told once that is known: on a busy machine a piece may be asked in vain, which is said or leaves gaps."""
+    """What is told once that is known: on a busy machine a component may be asked in vain, which is said or leaves
+    gaps."""
     found: tuple[RequestTrace, ...] = ()
 
     async def known() -> bool:
@@ -60,7 +61,10 @@ async def test_a_request_is_explained_while_it_runs_and_after_by_any_ingress_rep
         async with asyncio.timeout(LONG_S):
             await begun.wait()
         attempt, ingress = await explained(
-            client, origin.response_id, lambda found: len(found) == 2, "pieces and ingress replica say what they know"
+            client,
+            origin.response_id,
+            lambda found: len(found) == 2,
+            "components and ingress replica say what they know",
         )
         assert (attempt.source[:-1], ingress.source) == ("scheduler-", "ingress")
         assert {(each.choice, each.owner, each.ended) for each in (attempt, ingress)} == {(3, b"owner", False)}
@@ -68,7 +72,7 @@ async def test_a_request_is_explained_while_it_runs_and_after_by_any_ingress_rep
         while_read = [kind for kind in kinds(ingress) if kind != "client_slow"]  # it waits for us, after all
         assert while_read == ["received", "first_token"]
         (seen,) = await explained(other, origin.response_id, lambda found: bool(found), "another replica knows of it")
-        assert kinds(seen)[:3] == ["placed", "arrived", "admitted"], "another replica knows what the pieces know"
+        assert kinds(seen)[:3] == ["placed", "arrived", "admitted"], "another replica knows what the components know"
         gate.set()
         await reading
 
@@ -77,7 +81,7 @@ async def test_a_request_is_explained_while_it_runs_and_after_by_any_ingress_rep
         )
         assert (kinds(attempt)[-1], kinds(ingress)[-1]) == ("finished", "answered")
         instants = [each.at for trace in (ingress, attempt) for each in unpack_decisions(trace.decisions)]
-        assert max(instants) - min(instants) < 120.0, "clocks of all pieces have been brought to one"
+        assert max(instants) - min(instants) < 120.0, "clocks of all components have been brought to one"
 
 
 async def test_a_client_that_leaves_is_told_of_too(fused_house: House) -> None:

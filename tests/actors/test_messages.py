@@ -1,4 +1,4 @@
-"""What no piece understands is refused, counted, and changes nothing."""
+"""What no component understands is refused, counted, and changes nothing."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import msgpack
 import pytest
 
-from actors.runtime.piece import Piece
-from actors.runtime.registry import piece_class
+from actors.runtime.component import Component
+from actors.runtime.registry import component_class
 from core.config.load import FarsightConfig
 from core.errors import MessageError
 from core.messages import SCHEMA_VERSION
@@ -30,7 +30,7 @@ from core.messages.log import (
 )
 from core.messages.plans import Plan, ReportPoll, StepReport
 from core.messages.requests import Announce, Keys, Submit
-from core.messages.status import PieceStatus, Scale
+from core.messages.status import ComponentStatus, Scale
 from core.messages.step_times import StepSamples
 from core.messages.tokens import TokenPoll
 from services.ingress.engine_client import EngineClient
@@ -42,7 +42,7 @@ TAKES: dict[str, dict[str, Any]] = {
         "foresee": ForecastsMade,
         "abort": Keys,
         "announce": Announce,
-        "introduce": PieceStatus,
+        "introduce": ComponentStatus,
         "replica_state": ReplicaState,
         "replica_news": ReplicaNews,
         "drain": ReplicaName,
@@ -75,7 +75,7 @@ TAKES: dict[str, dict[str, Any]] = {
     },
     "supervisor": {"scale": Scale},
 }
-"""What each piece takes, by method."""
+"""What each component takes, by method."""
 
 TAKES_NOTHING = {
     "router": {"ingress_rows", "model", "outlook", "placement"},
@@ -105,26 +105,26 @@ def malformed(kind: Any) -> Iterator[tuple[bytes, str]]:
     yield msgpack.packb([SCHEMA_VERSION, name, *wrong, 0]), name
 
 
-def _class_of(piece: str) -> type[Piece]:
-    return piece_class(piece, FarsightConfig())
+def _class_of(component: str) -> type[Component]:
+    return component_class(component, FarsightConfig())
 
 
-@pytest.mark.parametrize("piece", TAKES)
-def test_every_message_of_every_piece_is_tried_here(piece: str) -> None:
-    own = {name for name in dir(_class_of(piece)) if not name.startswith("_") and not hasattr(Piece, name)}
-    methods = {name for name in own if asyncio.iscoroutinefunction(getattr(_class_of(piece), name))}
-    assert methods == TAKES[piece].keys() | TAKES_NOTHING[piece]
+@pytest.mark.parametrize("component", TAKES)
+def test_every_message_of_every_component_is_tried_here(component: str) -> None:
+    own = {name for name in dir(_class_of(component)) if not name.startswith("_") and not hasattr(Component, name)}
+    methods = {name for name in own if asyncio.iscoroutinefunction(getattr(_class_of(component), name))}
+    assert methods == TAKES[component].keys() | TAKES_NOTHING[component]
 
 
-@pytest.mark.parametrize("piece", TAKES)
+@pytest.mark.parametrize("component", TAKES)
 async def test_what_is_malformed_is_refused_and_counted_and_kills_nobody(
-    house: House, client: EngineClient, truth: Truth, piece: str
+    house: House, client: EngineClient, truth: Truth, component: str
 ) -> None:
     pids = {name: row.pid for name, row in (await rows(client)).items() if row.kind != "Ingress"}
     peers = house.site.peers()
-    peer = peers.peer(piece)
-    counted = await house.refused(piece)
-    for method, kind in TAKES[piece].items():
+    peer = peers.peer(component)
+    counted = await house.refused(component)
+    for method, kind in TAKES[component].items():
         for data, field in malformed(kind):
             with pytest.raises(MessageError) as caught:
                 await peer.call(method, data)
@@ -132,11 +132,11 @@ async def test_what_is_malformed_is_refused_and_counted_and_kills_nobody(
             label = method, re.sub(r"\[\d+\]", "[]", field)
             counted[label] = counted.get(label, 0) + 1
     for method in ("no_such_thing", "_handle", "__init__", "start", "stop", "answer", "spawn", "queue"):
-        with pytest.raises(MessageError, match="a message that this piece answers"):
+        with pytest.raises(MessageError, match="a message that this component answers"):
             await peer.call(method, b"")
         counted["unknown", "method"] = counted.get(("unknown", "method"), 0) + 1
     peers.close()
-    assert await house.refused(piece) == counted
+    assert await house.refused(component) == counted
     truth.check(1, await read(client, 1, 20), 20)
     status = await rows(client)
     assert {name: status[name].pid for name in pids} == pids

@@ -11,7 +11,7 @@ import pytest
 from core.config.engine import EngineConfig
 from core.config.model import ModelConfig
 from core.config.scheduling import SchedulerConfig
-from core.messages.status import PieceStatus
+from core.messages.status import ComponentStatus
 from core.request import SamplingParams
 from services.ingress.engine_client import EngineClient
 from tests.actors.conftest import open_house
@@ -32,7 +32,7 @@ def packed(ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.Te
         yield house
 
 
-def worker_pids(found: dict[str, PieceStatus]) -> dict[str, int]:
+def worker_pids(found: dict[str, ComponentStatus]) -> dict[str, int]:
     return {name: row.pid for name, row in found.items() if name.startswith("worker-")}
 
 

@@ -18,9 +18,9 @@ from actors.runtime.names import ROUTER, scheduler_name
 from core.config.scheduling import SchedulerConfig
 from core.decisions import Facts, unpack_decisions
 from core.errors import FarsightError
+from core.load_snapshot import LoadSnapshot
 from core.messages.cache import CacheReply
 from core.messages.log import RequestTrace
-from core.queue_outlook import QueueOutlook
 from core.request import Origin
 from services.ingress.engine_client import EngineClient
 from tests.actors.conftest import NUM_REPLICAS, open_house
@@ -102,7 +102,7 @@ async def serve_all(house: House, client: EngineClient, rng: random.Random, num_
     served: list[Served] = []
 
     async def has_heard() -> bool:
-        return (await house.ask(ROUTER, "outlook", None, QueueOutlook)).demand.num_requests == 0
+        return (await house.ask(ROUTER, "outlook", None, LoadSnapshot)).demand.num_requests == 0
 
     while len(served) < num_requests:
         few = [(prompt(rng), rng.randint(1, 12)) for _ in range(NUM_AT_ONCE)]

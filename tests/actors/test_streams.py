@@ -1,4 +1,4 @@
-"""What a client of the running pieces gets: real actors, real messages, without HTTP."""
+"""What a client of the running components gets: real actors, real messages, without HTTP."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ async def _counts_one(client: EngineClient) -> bool:
     return status["router"].queue == status[f"ingress-{client._ingress_id}"].queue == 1
 
 
-async def test_every_piece_is_in_the_status(house: House, client: EngineClient) -> None:
+async def test_every_component_is_in_the_status(house: House, client: EngineClient) -> None:
     await eventually(lambda: _introduced(client), "the ingress replica is in the status")
     found = (await patient_rows(client)).values()
     kinds = [row.kind for row in found]

@@ -63,17 +63,19 @@ class Server:
         """Every process that the server started, directly or not."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
-    def pid_of(self, piece: str) -> int:
-        """Of the first piece of that kind or name, once it is ready: one that answers late is shown as dead, and it may
-        be unknown where it lives."""
+    def pid_of(self, component: str) -> int:
+        """Of the first component of that kind or name, once it is ready: one that answers late is shown as dead,
+        and it may be unknown where it lives."""
         found: list[int] = []
 
         def is_ready() -> bool:
             rows = self.get("/status")["actors"]
-            found[:] = [row["pid"] for row in rows if piece in (row["kind"], row["name"]) and row["state"] == "ready"]
+            found[:] = [
+                row["pid"] for row in rows if component in (row["kind"], row["name"]) and row["state"] == "ready"
+            ]
             return bool(found)
 
-        wait_until(is_ready, f"no {piece} is ready")
+        wait_until(is_ready, f"no {component} is ready")
         return found[0]
 
     def wait_idle(self, timeout_s: float = LONG_S, *, ingress_too: bool = True) -> None:
@@ -141,7 +143,7 @@ def name_of(process: psutil.Process) -> str:
 
 
 def holds_torch(process: psutil.Process) -> bool:
-    """Whether it is, or is about to be, a model worker: no other piece loads the library."""
+    """Whether it is, or is about to be, a model worker: no other component loads the library."""
     try:
         return any("libtorch" in mapped.path for mapped in process.memory_maps(grouped=True))
     except psutil.Error:

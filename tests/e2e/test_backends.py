@@ -52,7 +52,8 @@ def completion(server: Server, **fields: Any) -> Any:
 
 
 def rows(server: Server) -> dict[str, Any]:
-    """By name, once no piece is dead: on a busy machine one that answers late is shown so, with what it said before."""
+    """By name, once no component is dead: on a busy machine one that answers late is shown so, with what it said
+    before."""
     found: dict[str, Any] = {}
 
     def all_live() -> bool:
@@ -60,7 +61,7 @@ def rows(server: Server) -> dict[str, Any]:
         found.update({row["name"]: row for row in server.get("/status")["actors"]})
         return all(row["state"] != "dead" for row in found.values())
 
-    wait_until(all_live, "a piece is dead")
+    wait_until(all_live, "a component is dead")
     return found
 
 
@@ -197,7 +198,7 @@ def kill_midway(front: Server) -> tuple[int, list[str]]:
 
 
 def is_another(server: Server, name: str, pid: int) -> bool:
-    """Whether the piece lives in another process, and sends requests to its server."""
+    """Whether the component lives in another process, and sends requests to its server."""
     found = row(server, name)
     return bool(found["pid"] != pid and found["breaker"] == "closed")
 

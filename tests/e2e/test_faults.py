@@ -40,10 +40,10 @@ pytestmark = pytest.mark.timeout(1800)
 
 @dataclass(frozen=True)
 class Recovery:
-    """How long it took from the kill until the status showed the piece dead, and ready again."""
+    """How long it took from the kill until the status showed the component dead, and ready again."""
 
     killed: str
-    piece: str
+    component: str
     dead_s: float
     ready_s: float
 
@@ -59,10 +59,10 @@ def recoveries(request: pytest.FixtureRequest) -> Iterator[list[Recovery]]:
         return
     with plugins.getplugin("capturemanager").global_and_fixture_disabled():
         reporter.write_line("")
-        reporter.write_line(f"{'killed at once':35} {'piece':27} {'dead after':>12} {'ready after':>12}")
+        reporter.write_line(f"{'killed at once':35} {'component':27} {'dead after':>12} {'ready after':>12}")
         for each in found:
             times = f"{each.dead_s:10.2f} s {each.ready_s:10.2f} s"
-            reporter.write_line(f"{each.killed:35} {each.piece:27} {times}")
+            reporter.write_line(f"{each.killed:35} {each.component:27} {times}")
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def assert_same(streams: list[Stream], undisturbed: list[Stream]) -> None:
 
 
 async def all_ready(streams: Streams, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    """The status once these pieces are ready in it; one that answers late on a busy machine is shown as dead."""
+    """The status once these components are ready in it; one that answers late on a busy machine is shown as dead."""
     async with asyncio.timeout(LONG_S):
         while True:
             rows = await streams.rows()
@@ -111,7 +111,7 @@ async def all_ready(streams: Streams, names: tuple[str, ...]) -> dict[str, dict[
 
 
 async def kill_and_watch(streams: Streams, names: tuple[str, ...]) -> list[Recovery]:
-    """Kills the processes of these pieces at once; returns when the status shows all of them ready again."""
+    """Kills the processes of these components at once; returns when the status shows all of them ready again."""
     before = await all_ready(streams, names)
     killed_at = time.monotonic()
     for name in names:

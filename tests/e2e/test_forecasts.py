@@ -44,9 +44,9 @@ def sample(base_url: str, name: str) -> float:
 
 
 def shown_learnt(server: Server) -> str:
-    """What ``farsight status`` has behind its table of pieces."""
+    """What ``farsight status`` has behind its table of components."""
     done = subprocess.run(farsight("status", "--port", str(server.port)), capture_output=True, text=True)
-    return done.stdout.partition("learnt while serving")[2]
+    return done.stdout.partition("learned while serving")[2]
 
 
 def client_of(server: Server) -> httpx.Client:
@@ -65,7 +65,7 @@ def status(server: Server) -> dict[str, Any]:
 
 
 def learnt(server: Server) -> list[dict[str, Any]]:
-    """What the service says it has learnt, once it says what holds of it: a version is marked a moment after it is
+    """What the service says it has learned, once it says what holds of it: a version is marked a moment after it is
     stored, and a log that answers late tells of nothing."""
     found: list[dict[str, Any]] = []
 
@@ -73,7 +73,7 @@ def learnt(server: Server) -> list[dict[str, Any]]:
         found[:] = status(server)["learnt"]
         return any(version["current"] for version in found)
 
-    wait_until(shown, "nothing that is learnt holds, or it is not shown")
+    wait_until(shown, "nothing that is learned holds, or it is not shown")
     return found
 
 

@@ -78,14 +78,14 @@ def read_rest(lines: Iterator[str]) -> tuple[list[str], bool]:
     return rest, False
 
 
-def test_the_death_of_the_command_ends_every_piece(tmp_path: Path) -> None:
+def test_the_death_of_the_command_ends_every_component(tmp_path: Path) -> None:
     """Two agents of Ray, which hold nothing of ours, look for their dead head node for a minute before they end."""
     server = start_server(tmp_path / "log")
     children = server.children()
-    pieces = without_agents(children)
+    components = without_agents(children)
     server.process.kill()
     try:
-        server.wait_gone(pieces)
+        server.wait_gone(components)
     finally:
         kill_all(children)
 

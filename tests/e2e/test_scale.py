@@ -1,4 +1,4 @@
-"""Pieces come and go under load, and no client sees anything of it."""
+"""Components come and go under load, and no client sees anything of it."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ async def eventually(condition: Callable[[], bool]) -> None:
 
 
 def rows(server: Server, kind: str) -> list[dict[str, Any]]:
-    """The pieces of a kind, as ``farsight scale`` calls it."""
+    """The components of a kind, as ``farsight scale`` calls it."""
     return [row for row in server.get("/status")["actors"] if row["kind"] == ROW_KINDS[kind]]
 
 

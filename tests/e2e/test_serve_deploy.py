@@ -153,11 +153,11 @@ def test_deploy_redeploy_and_down(head: Head, tmp_path: Path) -> None:
 
         head.deploy(file_with(tmp_path / "b.yaml", port, dtype="bfloat16"))
         assert "`farsight down` first" in wait_for("DEPLOY_FAILED", head)
-        assert client.post("/v1/completions", json=body).status_code == 200, "the pieces that ran go on"
+        assert client.post("/v1/completions", json=body).status_code == 200, "the components that ran go on"
 
         head.deploy(file_with(tmp_path / "c.yaml", port))
         wait_running(head, client)
-        assert workers(client) == first, "the same file finds the pieces that run"
+        assert workers(client) == first, "the same file finds the components that run"
 
     said = head.run(*farsight("down", "--address", head.gcs))
     assert "ended application farsight" in said

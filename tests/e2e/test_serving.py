@@ -1,4 +1,4 @@
-"""The running server: right tokens, nothing leaks when clients leave, every piece is shown."""
+"""The running server: right tokens, nothing leaks when clients leave, every component is shown."""
 
 from __future__ import annotations
 
@@ -128,17 +128,17 @@ def test_only_the_worker_holds_torch(server: Server) -> None:
     assert holders == {server.pid_of("ModelWorker")}
 
 
-def test_status_shows_every_logical_piece(server: Server) -> None:
+def test_status_shows_every_logical_component(server: Server) -> None:
     command = farsight("status", "--port", str(server.port), "--json")
     rows: list[dict[str, Any]] = []
 
     def all_ready() -> bool:
-        """A piece that answers late, on a busy machine, is shown as dead, or is not shown."""
+        """A component that answers late, on a busy machine, is shown as dead, or is not shown."""
         done = subprocess.run(command, capture_output=True, text=True)
         rows[:] = [] if done.returncode else json.loads(done.stdout)["actors"]
         return sorted(row["kind"] for row in rows) == sorted(KINDS) and all(row["state"] == "ready" for row in rows)
 
-    wait_until(all_ready, "not every piece is ready, or there are others")
+    wait_until(all_ready, "not every component is ready, or there are others")
     assert all(set(row) == ROW for row in rows)
     shown = farsight("status", "--port", str(server.port))
 
@@ -146,4 +146,4 @@ def test_status_shows_every_logical_piece(server: Server) -> None:
         table = subprocess.run(shown, capture_output=True, text=True).stdout
         return all(row["name"] in table for row in rows)
 
-    wait_until(all_named, "a piece is missing in the table")
+    wait_until(all_named, "a component is missing in the table")

@@ -55,12 +55,12 @@ def commands(server: Server, name: str) -> list[str]:
     return found
 
 
-def piece_hosts(server: Server) -> list[psutil.Process]:
-    """The processes that host pieces, as far as they have begun."""
+def component_hosts(server: Server) -> list[psutil.Process]:
+    """The processes that host components, as far as they have begun."""
     found = []
     for child in server.children():
         with contextlib.suppress(psutil.Error):  # it has just ended
-            if " ".join(child.cmdline()).startswith("ray::PieceHost"):
+            if " ".join(child.cmdline()).startswith("ray::ComponentHost"):
                 found.append(child)
     return found
 
@@ -68,7 +68,7 @@ def piece_hosts(server: Server) -> list[psutil.Process]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "term"])
 def test_an_interrupted_start_leaves_nothing(tmp_path: Path, number: int) -> None:
     server = spawn_server(tmp_path / "log")
-    while len(hosts := piece_hosts(server)) < 3:  # the worker is among them
+    while len(hosts := component_hosts(server)) < 3:  # the worker is among them
         assert server.process.poll() is None, server.log.read_text()
         time.sleep(0.1)
     for host in hosts:

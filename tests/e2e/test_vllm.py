@@ -16,8 +16,8 @@ from engine import Engine
 from services.api.text.prompts import PromptEncoder
 from services.launch.launch import EMBEDDED_MODEL
 from tests.free_ports import free_port
+from tests.unit.actors.components import until
 from tests.unit.actors.external.test_backend import Replica, backend
-from tests.unit.actors.pieces import until
 
 VLLM = os.environ.get("FARSIGHT_VLLM", "")
 NAME = "served-by-vllm"
@@ -104,11 +104,11 @@ async def test_vllm_stops_when_the_client_leaves_and_says_what_it_does_not_take(
         await replica.submit(endless)
         await until(lambda: any(each.text for each in replica.deltas))
         await replica.abort(("i-0", 0))
-        assert replica.piece.queue == 0
+        assert replica.component.queue == 0
         unfit = Request("i-1", 0, "i", (10**6,), SamplingParams(5))
         await replica.submit(unfit)
         assert "vocabulary" in str((await replica.end_of(unfit))[-1].error)
-        assert (replica.piece.breaker, replica.failures("request")) == ("closed", 1)
+        assert (replica.component.breaker, replica.failures("request")) == ("closed", 1)
 
 
 async def test_vllm_takes_a_chat_as_text_too(url: str) -> None:
@@ -122,5 +122,5 @@ async def test_vllm_takes_a_chat_as_text_too(url: str) -> None:
 
 async def test_another_name_is_not_what_vllm_serves(url: str) -> None:
     async with backend(url, model="other") as replica:
-        await until(lambda: f"it serves '{NAME}', not 'other'" in replica.piece.breaker)
+        await until(lambda: f"it serves '{NAME}', not 'other'" in replica.component.breaker)
         assert replica.listener.ready is None

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from actors.runtime.layout import replica_pieces
+from actors.runtime.layout import replica_components
 from benchmarks.ray_nodes import Nodes
-from core.messages.status import PieceStatus
+from core.messages.status import ComponentStatus
 from services.ingress.engine_client import EngineClient
 from tests.actors.house import House, Truth, calm_client, eventually, read, rows, under_load
 
@@ -21,7 +21,7 @@ LOSSES: dict[str, Callable[[Nodes, str], None]] = {
 
 
 async def homes(client: EngineClient, nodes: Nodes) -> dict[str, str]:
-    """The node of every piece that lives; the head is empty."""
+    """The node of every component that lives; the head is empty."""
     return {row.name: nodes.of(row.pid) for row in (await rows(client)).values() if row.kind != "Ingress"}
 
 
@@ -37,7 +37,7 @@ async def test_the_requests_of_a_lost_node_move_and_finish(
         before = await homes(client, nodes)
         assert before["worker-0"] != before["worker-1"]
         replica = "0" if before["worker-0"] else "1"  # the other one may live on the head
-        lost, gone = before[f"worker-{replica}"], set(replica_pieces(replica, 1))
+        lost, gone = before[f"worker-{replica}"], set(replica_components(replica, 1))
         assert on(lost, before) == gone, "a replica is together on its node, and alone"
         async with under_load(client, truth):
             status = await rows(client)
@@ -50,7 +50,7 @@ async def test_the_requests_of_a_lost_node_move_and_finish(
     nodes.add()
 
 
-async def _are_back(client: EngineClient, before: dict[str, PieceStatus], names: set[str]) -> bool:
+async def _are_back(client: EngineClient, before: dict[str, ComponentStatus], names: set[str]) -> bool:
     now = await rows(client)
     return all(
         now[name].state == "ready"

@@ -56,9 +56,9 @@ def _kill(world: World, at: float, name: str, away_s: float) -> None:
 
 
 def _plan_hangs(world: World, rng: random.Random) -> None:
-    pieces = list(world.network.living)
+    components = list(world.network.living)
     for _ in range(rng.choice([0, 0, 0, 1, 2])):
-        name, duration_s = rng.choice(pieces), rng.choice([rng.uniform(0.01, 0.3), rng.uniform(2, 3)])
+        name, duration_s = rng.choice(components), rng.choice([rng.uniform(0.01, 0.3), rng.uniform(2, 3)])
         if name.startswith("ingress") and rng.random() < 0.1:
             duration_s = 11.5  # the Router takes it for lost
         _some(world, 1, lambda name=name, duration_s=duration_s: world.hang(name, duration_s))  # type: ignore[misc]

@@ -13,7 +13,7 @@ from services.ingress.token_inbox import TokenInbox
 from tests.protocol.network import Life, attempts
 
 if TYPE_CHECKING:
-    from tests.protocol.worker import WorkerPiece
+    from tests.protocol.worker import WorkerComponent
     from tests.protocol.world import World
 
 LOOK_AGAIN_S, ANNOUNCE_S = 0.05, 0.5
@@ -24,11 +24,11 @@ class _Connection:
 
     __slots__ = ("inbox", "number", "worker")
 
-    def __init__(self, worker: WorkerPiece) -> None:
+    def __init__(self, worker: WorkerComponent) -> None:
         self.worker, self.inbox, self.number = worker, TokenInbox(), 0
 
 
-class IngressPiece:
+class IngressComponent:
     """The one life of an ingress replica: its clients die with it."""
 
     def __init__(self, world: World, name: str, replicas: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""Lives of pieces and what happens to the messages between them.
+"""Lives of components and what happens to the messages between them.
 
 Two kinds, harsher than Ray's one. *Calls* are actor calls: in order for each pair of lives, never lost while both
 live, answered or failed. *Letters* (plans, polls and what answers them) may also be lost, doubled and overtaken.
@@ -41,7 +41,7 @@ class _Call:
 
 @dataclass(eq=False, slots=True)
 class Life:
-    """One life of a piece: what is sent to it dies with it. While it hangs, everything waits."""
+    """One life of a component: what is sent to it dies with it. While it hangs, everything waits."""
 
     name: str
     clock: Clock
@@ -51,7 +51,7 @@ class Life:
     arrivals: dict[Life, float] = field(default_factory=dict)  # by callee: of the last call sent there
 
     def run(self, action: Action) -> None:
-        """Lets the piece do something now, or when it wakes up, or never."""
+        """Lets the component do something now, or when it wakes up, or never."""
         if not self.alive:
             return
         if self.hangs_until > self.clock.now:
@@ -71,7 +71,7 @@ class Network:
         self.clock, self.faults = clock, faults
         self._random = rng.random
         self._thorough = thorough
-        self.living: dict[str, Any] = {}  # pieces by name
+        self.living: dict[str, Any] = {}  # components by name
 
     def letter(self, to: Life, message: Any, deliver: Callable[[Any], None]) -> None:
         """Sends a message that may be lost, doubled, late and overtaken."""
@@ -90,12 +90,13 @@ class Network:
         on_reply: Callable[[Any], None],
         on_lost: Action,
     ) -> None:
-        """Calls ``method(message, reply)`` of a piece; ``on_lost`` if it is dead, or dies before it has answered."""
-        piece = self.living.get(callee_name)
-        if piece is None:
+        """Calls ``method(message, reply)`` of a component; ``on_lost`` if it is dead, or dies before it has
+        answered."""
+        component = self.living.get(callee_name)
+        if component is None:
             self.clock.after(0.0, lambda: caller.run(on_lost))
             return
-        callee: Life = piece.life
+        callee: Life = component.life
         call = _Call(caller, on_lost)
         callee.calls[call] = None
 
@@ -107,7 +108,7 @@ class Network:
         message = self._wire(message)
         arrival = max(caller.arrivals.get(callee, 0.0), self.clock.now + self._call_delay_s())
         caller.arrivals[callee] = arrival
-        self.clock.at(arrival, lambda: callee.run(lambda: getattr(piece, method)(message, reply)))
+        self.clock.at(arrival, lambda: callee.run(lambda: getattr(component, method)(message, reply)))
 
     def watch(self, caller: Life, callee: Life, on_lost: Action) -> None:
         """Says when a life ends; what a pending long poll does in Ray."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from core.messages.cache import CacheNotice, CacheReply, StartedRequest
+from core.messages.cache import CacheReply, KVCacheEvent, StartedRequest
 from core.messages.fleet import ReplicaNews, ReplicaState
 from core.messages.plans import FinishedSequence, Plan, ReportPoll, Slot, StepReport, WorkerReady, WorkerState
 from core.messages.requests import Announce, AnnounceReply, Key, Keys, Placed, Refusal, Refusals, Submit, SubmitReply
@@ -16,11 +16,11 @@ from policies.fleet.events import (
     AskCache,
     AskReplica,
     BatchEnded,
-    CacheNoticed,
     GlobalEvent,
     IngressAnnounced,
     IngressLost,
     KeysUnknown,
+    KVCacheChanged,
     PlaceRequests,
     ReplicaAway,
     ReplicaBroke,
@@ -53,7 +53,7 @@ from policies.replica.tracked import Tracked
 from tests.protocol.network import Life, attempts
 
 if TYPE_CHECKING:
-    from tests.protocol.worker import WorkerPiece
+    from tests.protocol.worker import WorkerComponent
     from tests.protocol.world import World
 
 LOOK_AGAIN_S, SAY_AGAIN_S, RESEND_S, FORGET_INGRESS_S = 0.05, 1.0, 0.1, 10.0
@@ -106,7 +106,7 @@ class _IngressReplica:
     late_refusals: list[Refusal] = field(default_factory=list)
 
 
-class RouterPiece:
+class RouterComponent:
     """One life of the Router."""
 
     def __init__(self, world: World, machine: GlobalScheduler) -> None:
@@ -166,7 +166,7 @@ class RouterPiece:
 
     def hear_cache(self, message: ReplicaNews) -> None:
         """A letter: it may come late, twice, before an older one, or never."""
-        self._handle(CacheNoticed(message.replica, message.worker_incarnation, message.cache), lambda answers: None)
+        self._handle(KVCacheChanged(message.replica, message.worker_incarnation, message.cache), lambda answers: None)
 
     def _handle(self, event: GlobalEvent, done: Callable[[_Answers], None]) -> None:
         answers = _Answers(done)
@@ -233,7 +233,7 @@ class RouterPiece:
 
         def on_reply(reply: CacheReply) -> None:
             if reply.notice is not None:
-                event = CacheNoticed(name, reply.worker_incarnation, (reply.notice,))
+                event = KVCacheChanged(name, reply.worker_incarnation, (reply.notice,))
                 self._handle(event, lambda answers: None)
 
         self.world.network.call(self.life, f"scheduler-{name}", "cached", None, on_reply, lambda: None)
@@ -274,12 +274,12 @@ class _Connection:
 
     __slots__ = ("ack_seq", "lease", "number", "worker")
 
-    def __init__(self, worker: WorkerPiece, state: WorkerState) -> None:
+    def __init__(self, worker: WorkerComponent, state: WorkerState) -> None:
         self.worker, self.lease = worker, state.lease
         self.number, self.ack_seq = 0, state.report.report_seq
 
 
-class SchedulerPiece:
+class SchedulerComponent:
     """One life of a Scheduler."""
 
     def __init__(self, world: World, replica: str, machine: ReplicaScheduler) -> None:
@@ -354,7 +354,7 @@ class SchedulerPiece:
             lambda: self._later(LOOK_AGAIN_S, self._connect),
         )
 
-    def _connected(self, worker: WorkerPiece, state: WorkerState) -> None:
+    def _connected(self, worker: WorkerComponent, state: WorkerState) -> None:
         connection = self._connection = _Connection(worker, state)
         self.world.network.watch(self.life, worker.life, lambda: self.lose_worker(connection))
         self._applied = 0
@@ -461,7 +461,7 @@ class SchedulerPiece:
 
         self.world.network.call(self.life, "router", "replica_news", news, lambda _: told(), told)
 
-    def _tell_cache(self, notice: CacheNotice) -> None:
+    def _tell_cache(self, notice: KVCacheEvent) -> None:
         assert self._connection is not None
         self._told_seq = notice.seq
         incarnation = self._connection.worker.worker.ready.worker_incarnation

@@ -1,4 +1,4 @@
-"""Thousands of seeds of the whole protocol: a bad network, and pieces that are killed, hang and come back.
+"""Thousands of seeds of the whole protocol: a bad network, and components that are killed, hang and come back.
 
 A failing seed prints its story; ``PROTOCOL_SEED=17 pytest tests/protocol`` replays it alone.
 ``PROTOCOL_NUM_SEEDS`` changes how many there are.

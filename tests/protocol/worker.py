@@ -56,8 +56,8 @@ class _Reports:
 class SlowCopier:
     """Copies take their time, overtake each other and sometimes fail; what they read is what is there at their end."""
 
-    def __init__(self, piece: WorkerPiece, num_host_blocks: int) -> None:
-        self._piece = piece
+    def __init__(self, component: WorkerComponent, num_host_blocks: int) -> None:
+        self._component = component
         self._host = [[-1] * BLOCK for _ in range(num_host_blocks)]
         self._done: list[tuple[int, bool]] = []
         self._on_done: Callable[[], object] = lambda: None
@@ -66,12 +66,12 @@ class SlowCopier:
         self._on_done = callback
 
     def begin(self, copy: KVCopy) -> None:
-        rng = self._piece.world.copy_rng
+        rng = self._component.world.copy_rng
         failed = rng.random() < 0.05
-        self._piece._later(rng.choice([0.0, 0.01, 0.1, 0.5]), lambda: self._end(copy, failed))
+        self._component._later(rng.choice([0.0, 0.01, 0.1, 0.5]), lambda: self._end(copy, failed))
 
     def _end(self, copy: KVCopy, failed: bool) -> None:
-        device, world = self._piece.device.kv, self._piece.world
+        device, world = self._component.device.kv, self._component.world
         source, target = (device, self._host) if copy.to is Residency.HOST else (self._host, device)
         for read, written in zip(copy.source, copy.target, strict=True):
             target[written] = [-1] * BLOCK if failed else list(source[read])
@@ -86,7 +86,7 @@ class SlowCopier:
     def wait(self) -> None: ...
 
 
-class WorkerPiece:
+class WorkerComponent:
     """One life of a worker."""
 
     def __init__(self, world: World, name: str, incarnation: str, num_blocks: int, limits: BatchLimits) -> None:

@@ -1,4 +1,4 @@
-"""One world of a seed: pieces that live and die, clients that come and go, and what must hold all the while."""
+"""One world of a seed: components that live and die, clients that come and go, and what must hold all the while."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from policies.compose import (
 from policies.interfaces import ReplicaPolicies
 from policies.order.skip_join_mlfq import MlfqRules
 from policies.presets import PRESETS
-from policies.replica.events import CostLearnt
+from policies.replica.events import CostLearned
 from policies.replica.scheduler import SchedulerLimits
 from tests.protocol.clock import Clock
-from tests.protocol.ingress import IngressPiece
+from tests.protocol.ingress import IngressComponent
 from tests.protocol.model import BLOCK, Client, make_client, text_of
 from tests.protocol.network import Faults, Network
-from tests.protocol.schedulers import RouterPiece, SchedulerPiece, ShortGrants
-from tests.protocol.worker import STEP_S, WorkerPiece
+from tests.protocol.schedulers import RouterComponent, SchedulerComponent, ShortGrants
+from tests.protocol.worker import STEP_S, WorkerComponent
 
 BUSY_S = 1.5
 """Requests come so long."""
@@ -59,7 +59,7 @@ ADMISSIONS = ["watermark", "conservative", "past-future"]
 
 
 class World:
-    """All pieces on one clock, built from a seed.
+    """All components on one clock, built from a seed.
 
     Args:
         recording: Whether the story is written down.
@@ -119,14 +119,14 @@ class World:
 
     def _build(self) -> None:
         self.tell("world", "%s, %s, blocks %s, %s", self.faults, self.limits, self.num_blocks, self.batch_limits)
-        for name in ("router", *self._replica_pieces()):
+        for name in ("router", *self._replica_components()):
             self.start(name)
         self.follows_all = self.rng.random() < 0.5
         known = self.num_blocks if self.follows_all else {}
         for name in self.ingress_names:
-            self.network.living[name] = IngressPiece(self, name, known)
+            self.network.living[name] = IngressComponent(self, name, known)
 
-    def _replica_pieces(self) -> list[str]:
+    def _replica_components(self) -> list[str]:
         return [f"{kind}-{replica}" for replica in self.num_blocks for kind in ("scheduler", "worker")]
 
     def start(self, name: str) -> None:
@@ -135,38 +135,38 @@ class World:
         self._lives[name] += 1
         self.network.living[name] = getattr(self, f"_make_{kind}")(replica)
 
-    def _make_router(self, _: str) -> RouterPiece:
+    def _make_router(self, _: str) -> RouterComponent:
         machine = build_router("fcfs", self.placement, PolicySettings(block_size=BLOCK))
         if self.in_batches:
             machine = build_batch_scheduler(self.batch_preset, self.batch_settings, self.forecast_wait_s)
-        return RouterPiece(self, machine)
+        return RouterComponent(self, machine)
 
-    def _make_scheduler(self, replica: str) -> SchedulerPiece:
+    def _make_scheduler(self, replica: str) -> SchedulerComponent:
         if self.in_batches:
-            return SchedulerPiece(self, replica, build_batch_runner(self.limits.max_num_seqs))
+            return SchedulerComponent(self, replica, build_batch_runner(self.limits.max_num_seqs))
         order, kv = self.parts
         settings = PolicySettings(watermark=self.watermark, mlfq=MlfqRules(quantum_s=STEP_S, starve_limit_s=1.0))
         machine = build_scheduler("fcfs", self.limits, settings, order=order, admission=self.admission, kv=kv)
         if self.short_grants:
             parts = ReplicaPolicies(machine.order, machine.admission, machine.turns.kv)
             machine = ShortGrants(parts, self.limits)
-        machine.handle(CostLearnt(StepCost(STEP_S, 0.0, 0.0, 0.0)), self.clock.now)
-        return SchedulerPiece(self, replica, machine)
+        machine.handle(CostLearned(StepCost(STEP_S, 0.0, 0.0, 0.0)), self.clock.now)
+        return SchedulerComponent(self, replica, machine)
 
-    def _make_worker(self, replica: str) -> WorkerPiece:
+    def _make_worker(self, replica: str) -> WorkerComponent:
         name = f"worker-{replica}"
         incarnation = f"{name}.{self._lives[name]}"
-        return WorkerPiece(self, name, incarnation, self.num_blocks[replica], self.batch_limits)
+        return WorkerComponent(self, name, incarnation, self.num_blocks[replica], self.batch_limits)
 
     def kill(self, name: str, restart_after_s: float) -> None:
         """Ends a life; the supervisor begins another one in a while, but not of an ingress."""
-        piece = self.network.living.get(name)
-        if piece is None:
+        component = self.network.living.get(name)
+        if component is None:
             return
         self.count(f"kills of a {name.partition('-')[0]}", True)
         self.tell(name, "killed")
         self.network.kill(name)
-        if isinstance(piece, IngressPiece):
+        if isinstance(component, IngressComponent):
             for client in self.clients.values():
                 client.gone |= client.request.ingress_id == name
             return
@@ -178,19 +178,19 @@ class World:
         self.start(name)
 
     def hang(self, name: str, duration_s: float) -> None:
-        """A piece does nothing for a while."""
-        piece = self.network.living.get(name)
-        if piece is not None:
+        """A component does nothing for a while."""
+        component = self.network.living.get(name)
+        if component is not None:
             self.tell(name, "hangs for %.2f s", duration_s)
-            piece.life.hangs_until = self.clock.now + duration_s
-            self.faults_until = max(self.faults_until, piece.life.hangs_until)
+            component.life.hangs_until = self.clock.now + duration_s
+            self.faults_until = max(self.faults_until, component.life.hangs_until)
 
     def break_connection(self, name: str, replica: str) -> None:
-        """A piece takes a living worker for dead."""
+        """A component takes a living worker for dead."""
         match self.network.living.get(name):
-            case IngressPiece() as ingress:
+            case IngressComponent() as ingress:
                 ingress.life.run(lambda: ingress.lose_worker(replica))
-            case SchedulerPiece() as scheduler:
+            case SchedulerComponent() as scheduler:
                 scheduler.life.run(scheduler.lose_worker)
 
     def open(self, ingress_name: str) -> None:
@@ -310,12 +310,12 @@ class World:
         self._check_caches()
         self.counts["virtual seconds"] += round(self.clock.now)
         self.counts["slowest drain"] = round(self.clock.now - self.faults_until)
-        for piece in self.network.living.values():
-            if isinstance(piece, IngressPiece):
-                self.counts["resumes"] += piece.ledger.num_resumed
-            elif isinstance(piece, WorkerPiece):
-                self.counts["steps beyond grants"] += piece.device.num_beyond_grants
-                self.counts["starts from the cache"] += piece.device.num_cached_starts
+        for component in self.network.living.values():
+            if isinstance(component, IngressComponent):
+                self.counts["resumes"] += component.ledger.num_resumed
+            elif isinstance(component, WorkerComponent):
+                self.counts["steps beyond grants"] += component.device.num_beyond_grants
+                self.counts["starts from the cache"] += component.device.num_cached_starts
         assert not self._nothing_lost or not self.counts["resumes"], "something was resumed, but nothing was lost"
 
     def _check_caches(self) -> None:
@@ -361,18 +361,18 @@ class World:
     def _leftovers(self) -> list[str]:
         """Whatever is not as it was in the beginning."""
         left = [f"{rid} waits, has {len(client.tokens)} tokens" for rid, client in self.clients.items() if client.waits]
-        for name, piece in self.network.living.items():
-            match piece:
-                case IngressPiece():
-                    num = len(piece.ledger) + piece.ledger.has_outgoing
-                case RouterPiece():
-                    num = piece.machine.num_in_flight
-                case SchedulerPiece():
-                    num = piece.machine.num_waiting + piece.machine.num_admitted
-                case WorkerPiece():
-                    blocks = piece.executor.blocks
-                    num = piece.executor.num_held + blocks.num_blocks - blocks.num_free
-                    host = piece.executor.host
+        for name, component in self.network.living.items():
+            match component:
+                case IngressComponent():
+                    num = len(component.ledger) + component.ledger.has_outgoing
+                case RouterComponent():
+                    num = component.machine.num_in_flight
+                case SchedulerComponent():
+                    num = component.machine.num_waiting + component.machine.num_admitted
+                case WorkerComponent():
+                    blocks = component.executor.blocks
+                    num = component.executor.num_held + blocks.num_blocks - blocks.num_free
+                    host = component.executor.host
                     num += 0 if host is None else host.num_blocks - host.num_free
             if num:
                 left.append(f"{name} holds {num}")

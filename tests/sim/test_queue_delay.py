@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from core.queue_outlook import QueueOutlook
+from core.load_snapshot import LoadSnapshot
 from policies.compose import PolicySettings, build_scheduler
 from policies.fleet.events import GlobalEvent, GlobalInstruction
 from policies.fleet.queue_delay import queue_delay_s
@@ -34,7 +34,7 @@ class Foretelling(GlobalScheduler):
         if isinstance(event, RequestsArrived):
             kv_tokens = SHAPE.num_blocks * SHAPE.block_size
             fleet = (self._num_replicas, SHAPE.max_num_seqs, kv_tokens, True, A100_7B.cost)
-            delay_s = queue_delay_s(QueueOutlook(self.demand(), *fleet), self._num_replicas)
+            delay_s = queue_delay_s(LoadSnapshot(self.demand(), *fleet), self._num_replicas)
             assert delay_s is not None
             self.foretold_s |= dict.fromkeys((request.request_id for request in event.requests), delay_s)
         return super().handle(event, now)

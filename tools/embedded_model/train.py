@@ -4,7 +4,7 @@
 
 Examples are drawn on the fly from the training side of the split (:func:`.tasks.is_held_out`), the loss is
 taken on the answer and its EOS alone. A curriculum starts with inputs of at most two words, since copying
-appears far sooner on short inputs, and allows one more word each time the copying tasks are learnt at the
+appears far sooner on short inputs, and allows one more word each time the copying tasks are learned at the
 current size. The data of a step depend on the seed, the step and the size, so a resumed run goes on where it
 stopped.
 """
@@ -49,7 +49,7 @@ GRADIENT_CLIP: Final = 1.0
 END_WEIGHT: Final = 5.0
 END_WEIGHT_FROM_STEP: Final = 3500
 """From this step on the EOS of an answer weighs ``END_WEIGHT`` tokens: where to stop is one token in fifty of
-a long count, and is learnt last."""
+a long count, and is learned last."""
 IGNORED: Final = -100
 
 FIRST_SIZE: Final = 2
@@ -231,7 +231,7 @@ def learning_rate(step: int, steps: int) -> float:
 
 
 def advance_curriculum(progress: Progress, copying_loss: float) -> None:
-    """Count one step, and allow one more word when copying is learnt or has had its time."""
+    """Count one step, and allow one more word when copying is learned or has had its time."""
     progress.copying_loss = 0.95 * progress.copying_loss + 0.05 * copying_loss
     progress.steps_at_size += 1
     fewest, most = STEPS_PER_SIZE

@@ -158,10 +158,10 @@ class KVStatus(BaseModel):
     recomputed_tokens: int
 
 
-class LearntVersion(BaseModel):
-    """Something that was learnt while serving, such as the trees that foresee output lengths.
+class LearnedVersion(BaseModel):
+    """Something that was learned while serving, such as the trees that foresee output lengths.
 
-    ``score`` is its error on requests that it had not learnt from, ``current`` whether it is in use.
+    ``score`` is its error on requests that it had not learned from, ``current`` whether it is in use.
     """
 
     kind: str
@@ -177,7 +177,7 @@ class Status(BaseModel):
 
     actors: list[ActorStatus]
     kv: KVStatus
-    learnt: list[LearntVersion] = []
+    learnt: list[LearnedVersion] = []
     emulated: str | None = None
     queue_delay_s: float | None = None
 
@@ -189,8 +189,8 @@ def model_card(model: ModelInfo) -> ModelCard:
 
 
 def status_reply(reply: StatusReply, model: ModelInfo) -> Status:
-    actors = [_as(ActorStatus, piece) for piece in reply.pieces]
-    learnt = [_as(LearntVersion, artefact) for artefact in reply.artefacts]
+    actors = [_as(ActorStatus, component) for component in reply.components]
+    learnt = [_as(LearnedVersion, artefact) for artefact in reply.artefacts]
     traffic = dataclasses.asdict(reply.kv.traffic)
     pools = {name: getattr(reply.kv, name) for name in KVStatus.model_fields if name not in traffic}
     return Status(

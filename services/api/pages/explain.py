@@ -34,7 +34,7 @@ class ExplainedDecision(BaseModel):
 
     Attributes:
         at_s: Seconds since the request came.
-        by: The piece that decided.
+        by: The component that decided.
         attempt: Of the request; those after the first are resumptions.
         text: The decision in plain words.
         facts: What it was made from.

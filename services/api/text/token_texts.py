@@ -42,11 +42,11 @@ class TokenTexts:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def _decode(self, token_id: int) -> bytes:
-        piece = self._tokenizer.id_to_token(token_id) or ""
+        component = self._tokenizer.id_to_token(token_id) or ""
         if self._bytes_of_char is not None:
-            return b"".join(self._bytes_of_char.get(char) or char.encode() for char in piece)
-        byte = _BYTE_TOKEN.fullmatch(piece)
-        return bytes([int(byte[1], 16)]) if byte else piece.replace(_WORD_START, " ").encode()
+            return b"".join(self._bytes_of_char.get(char) or char.encode() for char in component)
+        byte = _BYTE_TOKEN.fullmatch(component)
+        return bytes([int(byte[1], 16)]) if byte else component.replace(_WORD_START, " ").encode()
 
 
 def _byte_level_alphabet() -> dict[str, bytes]:

@@ -138,7 +138,7 @@ def driver_among(processes: list[psutil.Process]) -> psutil.Process:
 
 def hosts_among(processes: list[psutil.Process]) -> list[psutil.Process]:
     """Farsight's actors."""
-    return [each for each in processes if _is_called(each, "ray::PieceHost")]
+    return [each for each in processes if _is_called(each, "ray::ComponentHost")]
 
 
 def without_agents(processes: list[psutil.Process]) -> list[psutil.Process]:

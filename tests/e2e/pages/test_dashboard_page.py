@@ -1,4 +1,4 @@
-"""The dashboard in a real browser, over a real HTTP server whose pieces the test changes at will."""
+"""The dashboard in a real browser, over a real HTTP server whose components the test changes at will."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from core.decisions import Decision, pack_decisions
 from core.errors import FarsightError
 from core.messages.log import RequestTrace
 from core.messages.placement import PlacementView, PrefixView, ReasonCount, RecentPlacement, ReplicaView
-from core.messages.status import PieceStatus
+from core.messages.status import ComponentStatus
 from services.api.app import build_app
 from services.api.text.prompts import PromptEncoder
 from tests.e2e.server import wait_until
@@ -48,36 +48,36 @@ pytestmark = pytest.mark.skipif(chromium_path() is None, reason="neither chromiu
 expect.set_options(timeout=1000 * LONG_S)
 
 
-def piece(name: str, kind: str, state: str = "ready", age_s: float | None = 0.2, **fields: Any) -> PieceStatus:
-    row = PieceStatus(name, kind, 4711, "node-a", state, 0, age_s, restarts=0, http_port=0)
+def component(name: str, kind: str, state: str = "ready", age_s: float | None = 0.2, **fields: Any) -> ComponentStatus:
+    row = ComponentStatus(name, kind, 4711, "node-a", state, 0, age_s, restarts=0, http_port=0)
     return dataclasses.replace(row, **fields)
 
 
 PIECES = (
-    piece("ingress-0001", "Ingress", queue=12, age_s=None),
-    piece(LONG_NAME, "Ingress", queue=9, age_s=None),
-    piece("length-predictor-0", "LengthPredictor", age_s=31.0),
-    piece("length-predictor-1", "LengthPredictor", age_s=642.0),
-    piece("router", "Router", queue=21, age_s=0.031),
-    piece("batcher", "Batcher", queue=3),
-    piece("serving-time-estimator-0", "ServingTimeEstimator", age_s=4.27),
-    piece("scheduler-0", "Scheduler", queue=14),
-    piece("scheduler-1", "Scheduler", queue=7),
-    piece("kv-offload-manager-0", "KVOffloadManager", age_s=1.25),
-    piece("kv-offload-manager-1", "KVOffloadManager", age_s=1.5),
-    piece("worker-0", "ModelWorker", queue=8, age_s=0.012),
-    piece("worker-1", "ModelWorker", queue=6, age_s=0.018, node="gpu-node-17.cluster.example.org", pid=123456),
-    piece("log-store", "LogStore", queue=40, age_s=0.9),
-    piece("supervisor", "Supervisor", age_s=0.5),
+    component("ingress-0001", "Ingress", queue=12, age_s=None),
+    component(LONG_NAME, "Ingress", queue=9, age_s=None),
+    component("length-predictor-0", "LengthPredictor", age_s=31.0),
+    component("length-predictor-1", "LengthPredictor", age_s=642.0),
+    component("router", "Router", queue=21, age_s=0.031),
+    component("batcher", "Batcher", queue=3),
+    component("serving-time-estimator-0", "ServingTimeEstimator", age_s=4.27),
+    component("scheduler-0", "Scheduler", queue=14),
+    component("scheduler-1", "Scheduler", queue=7),
+    component("kv-offload-manager-0", "KVOffloadManager", age_s=1.25),
+    component("kv-offload-manager-1", "KVOffloadManager", age_s=1.5),
+    component("worker-0", "ModelWorker", queue=8, age_s=0.012),
+    component("worker-1", "ModelWorker", queue=6, age_s=0.018, node="gpu-node-17.cluster.example.org", pid=123456),
+    component("log-store", "LogStore", queue=40, age_s=0.9),
+    component("supervisor", "Supervisor", age_s=0.5),
 )
 
 
-def with_state(name: str, state: str, **fields: Any) -> tuple[PieceStatus, ...]:
+def with_state(name: str, state: str, **fields: Any) -> tuple[ComponentStatus, ...]:
     """``PIECES``, with one of them in another state."""
     return tuple(dataclasses.replace(row, state=state, **fields) if row.name == name else row for row in PIECES)
 
 
-def without(name: str) -> tuple[PieceStatus, ...]:
+def without(name: str) -> tuple[ComponentStatus, ...]:
     return tuple(row for row in PIECES if row.name != name)
 
 
@@ -86,7 +86,7 @@ class LiveServer:
 
     def __init__(self, model_dir: Path) -> None:
         self.backend = ScriptedBackend()
-        self.backend.pieces = PIECES
+        self.backend.components = PIECES
         self.port = free_port()
         self._app = build_app(self.backend, PromptEncoder(model_dir))
 
@@ -172,7 +172,7 @@ def expect_width(page: Page, most: int) -> None:
     wait_until(lambda: page.evaluate("document.documentElement.scrollWidth") <= most, f"wider than {most} pixels")
 
 
-def test_every_piece_has_a_card(page: Page) -> None:
+def test_every_component_has_a_card(page: Page) -> None:
     expect(page.get_by_test_id("overall")).to_have_text(f"All {len(PIECES)} services ready")
     expect(page.get_by_test_id("model")).to_contain_text(MODEL)
     expect(page.get_by_test_id("kv")).to_contain_text("3 of 8 blocks · 38 %")
@@ -203,8 +203,8 @@ def test_made_up_answers_are_said_to_be(page: Page, live: LiveServer) -> None:
 
 def test_twenty_services_are_seen_at_once(page: Page, live: LiveServer) -> None:
     """Without scrolling at 1280x800; and no name makes the page wider than a small window."""
-    more = [piece(f"{kind}-{index}", "ModelWorker") for index in (2, 3) for kind in ("worker", "scheduler")]
-    live.backend.pieces = (*PIECES, *more, piece("kv-offload-manager-2", "KVOffloadManager"))
+    more = [component(f"{kind}-{index}", "ModelWorker") for index in (2, 3) for kind in ("worker", "scheduler")]
+    live.backend.components = (*PIECES, *more, component("kv-offload-manager-2", "KVOffloadManager"))
     expect(page.get_by_test_id("overall")).to_have_text("All 20 services ready")
     assert page.evaluate("document.documentElement.scrollHeight") <= 800
     for width in (1280, 390):
@@ -212,20 +212,20 @@ def test_twenty_services_are_seen_at_once(page: Page, live: LiveServer) -> None:
         expect_width(page, width)
 
 
-def test_a_dead_piece_turns_red_and_then_green_again(page: Page, live: LiveServer) -> None:
+def test_a_dead_component_turns_red_and_then_green_again(page: Page, live: LiveServer) -> None:
     card = page.get_by_test_id("card-worker-1")
     pill = card.locator(".state")
     green = pill.evaluate("pill => getComputedStyle(pill).color")
-    live.backend.pieces = with_state("worker-1", "dead", queue=0, last_step_age_s=3.4)
+    live.backend.components = with_state("worker-1", "dead", queue=0, last_step_age_s=3.4)
     expect(card).to_have_attribute("data-state", "dead")
     expect(card).to_contain_text("3.4 s ago")
     expect(pill).to_have_text("dead")
     expect(pill).not_to_have_css("color", green)
     expect(page.get_by_test_id("overall")).to_have_text(f"1 of {len(PIECES)} down: worker-1")
-    live.backend.pieces = with_state("worker-1", "starting", restarts=1, last_step_age_s=None)
+    live.backend.components = with_state("worker-1", "starting", restarts=1, last_step_age_s=None)
     expect(card).to_have_attribute("data-state", "starting")
     expect(page.get_by_test_id("overall")).to_have_text(f"1 of {len(PIECES)} not ready: worker-1")
-    live.backend.pieces = with_state("worker-1", "ready", restarts=1, queue=5)
+    live.backend.components = with_state("worker-1", "ready", restarts=1, queue=5)
     expect(card).to_have_attribute("data-state", "ready")
     expect(pill).to_have_css("color", green)
     expect(card.locator("[data-field=queue]")).to_have_text("5")
@@ -235,7 +235,7 @@ def test_a_dead_piece_turns_red_and_then_green_again(page: Page, live: LiveServe
 def test_a_death_that_no_poll_has_seen_turns_red_for_a_while(page: Page, live: LiveServer) -> None:
     card = page.get_by_test_id("card-router")
     now = stop_clock(page)
-    live.backend.pieces = with_state("router", "ready", pid=4712, restarts=1)
+    live.backend.components = with_state("router", "ready", pid=4712, restarts=1)
     expect(card).to_have_attribute("data-state", "restarted")
     expect(card).to_have_attribute("data-level", "bad")
     expect(page.get_by_test_id("overall")).to_have_text(f"1 of {len(PIECES)} just restarted: router")
@@ -248,12 +248,12 @@ def test_a_death_that_no_poll_has_seen_turns_red_for_a_while(page: Page, live: L
 
 
 def test_a_death_that_one_poll_has_seen_stays_red_for_a_while(page: Page, live: LiveServer) -> None:
-    """The next poll may follow at once, where the one that saw it had to wait for the dead piece."""
+    """The next poll may follow at once, where the one that saw it had to wait for the dead component."""
     card = page.get_by_test_id("card-worker-1")
     now = stop_clock(page)
-    live.backend.pieces = with_state("worker-1", "dead")
+    live.backend.components = with_state("worker-1", "dead")
     expect(card).to_have_attribute("data-state", "dead")
-    live.backend.pieces = with_state("worker-1", "ready", pid=4712, restarts=1)
+    live.backend.components = with_state("worker-1", "ready", pid=4712, restarts=1)
     for later in (0, 2):
         page.clock.set_fixed_time(now + later)
         wait_updated(page)
@@ -273,11 +273,11 @@ def test_the_page_asks_every_second(page: Page) -> None:
         page.clock.run_for(1000)
 
 
-def test_a_piece_that_disappears_stays_for_a_minute(page: Page, live: LiveServer) -> None:
+def test_a_component_that_disappears_stays_for_a_minute(page: Page, live: LiveServer) -> None:
     card = page.get_by_test_id("card-scheduler-1")
     expect(card).to_have_attribute("data-state", "ready")
     now = stop_clock(page)
-    live.backend.pieces = without("scheduler-1")
+    live.backend.components = without("scheduler-1")
     expect(card).to_have_attribute("data-state", "gone")
     expect(page.get_by_test_id("overall")).to_have_text(f"1 of {len(PIECES)} down: scheduler-1")
     page.clock.set_fixed_time(now + 40)
@@ -307,7 +307,7 @@ def test_a_server_that_stops_is_said_and_comes_back(page: Page, live: LiveServer
 
 def test_names_are_shown_and_not_run(page: Page, live: LiveServer) -> None:
     name = "<img src=x onerror=alert(1)>"
-    live.backend.pieces = (*PIECES, piece(name, "<b>Kind</b>", "unheard-of"))
+    live.backend.components = (*PIECES, component(name, "<b>Kind</b>", "unheard-of"))
     card = page.locator("[data-state=unheard-of]")
     expect(card).to_contain_text(name)
     expect(card).to_have_attribute("data-level", "warn")
@@ -320,7 +320,7 @@ def test_screenshots(page: Page, live: LiveServer, tmp_path: Path, scheme: Any) 
     page.emulate_media(color_scheme=scheme)
     page.screenshot(path=tmp_path / "ready.png")
     mixed = with_state("worker-1", "dead", queue=0, last_step_age_s=3.4)
-    live.backend.pieces = tuple(
+    live.backend.components = tuple(
         dataclasses.replace(row, state="starting", restarts=2) if row.name == "scheduler-1" else row
         for row in mixed
         if row.name != "batcher"
@@ -411,7 +411,7 @@ def test_placement_without_prefixes_shows_no_tree(page: Page, live: LiveServer) 
 
 def test_another_server_is_shown_with_its_address_and_breaker(page: Page, live: LiveServer) -> None:
     url, why = "http://10.0.0.5:8000/v1", "open: <b>no connection</b>"
-    live.backend.pieces = (*PIECES, piece("backend-0", "OpenAIBackend", "waiting", url=url, breaker=why))
+    live.backend.components = (*PIECES, component("backend-0", "OpenAIBackend", "waiting", url=url, breaker=why))
     card = page.get_by_test_id("card-backend-0")
     expect(card.locator(".process")).to_have_text(url)
     expect(card.locator(".breaker")).to_have_text(f"breaker {why}")

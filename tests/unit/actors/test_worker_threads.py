@@ -7,7 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.unit.actors.pieces import LONG_S
+from tests.unit.actors.components import LONG_S
 from tests.unit.services.commands.test_conformance import house, read
 
 

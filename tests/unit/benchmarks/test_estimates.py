@@ -40,7 +40,7 @@ def test_errors_are_of_what_was_not_learnt() -> None:
     slow = [replace(each, of=replace(each.of, duration_s=2 * each.of.duration_s)) for each in steps(400, 1)]
     rows = {row["estimate"]: row for row in step_rows(steps(200, 0), slow, "wall")}
     assert rows["steps: profile of a grid"]["median"] == pytest.approx(0.5, abs=0.01)
-    assert rows["steps: profile learnt meanwhile"]["median"] < 0.01
+    assert rows["steps: profile learned meanwhile"]["median"] < 0.01
 
 
 def test_batches_are_judged_by_the_last_quarter() -> None:

@@ -1,4 +1,4 @@
-"""The live prefix benchmark: prompts that share what their names say, its systems, and one run on live pieces."""
+"""The live prefix benchmark: prompts that share what their names say, its systems, and one run on live components."""
 
 from __future__ import annotations
 

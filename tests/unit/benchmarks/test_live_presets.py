@@ -1,4 +1,4 @@
-"""Live presets: what a claim makes of its runs, and one claim measured on live pieces, small."""
+"""Live presets: what a claim makes of its runs, and one claim measured on live components, small."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_setting_of_another_version_is_refused() -> None:
         run_live(setup.arrivals(1), setup.hardware, {"scheduler": {"no_such": 1}})
 
 
-def test_a_claim_is_measured_on_live_pieces_and_goes_on_where_it_was(
+def test_a_claim_is_measured_on_live_components_and_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--only", "farsight / fastserve, zipf", "--requests", "12", "--jobs", "1", "--speed", "8", "--json"]

@@ -15,10 +15,10 @@ from core.errors import MessageError
 from core.messages import SCHEMA_VERSION
 from core.messages import cache as cache_messages
 from core.messages import log as log_messages
-from core.messages.cache import CacheNotice
+from core.messages.cache import KVCacheEvent
 from core.messages.plans import Plan, Slot, StepReport
 from core.messages.requests import Keys, Submit
-from core.messages.status import PieceStatus
+from core.messages.status import ComponentStatus
 from core.messages.tokens import TokenDelta
 from core.request import Request, SamplingParams
 
@@ -157,7 +157,11 @@ MALFORMED = [
     (wire("Plan", "w", 1, True, 0, 0, []), Plan, "Plan.plan_seq"),
     (wire("Plan", "w", 1, 1, 0, 0, [SLOT, SLOT[:-3]]), Plan, "Plan.slots[1]"),
     (wire("Plan", "w", 1, 1, 0, 0, [["a", 0, 5.5, 9, False, 0, None, 0, 0]]), Plan, "Plan.slots[0].prefill_to"),
-    (wire("PieceStatus", "a", "b", 1, "n", "s", 0, float("nan"), 0, 0), PieceStatus, "PieceStatus.last_step_age_s"),
+    (
+        wire("ComponentStatus", "a", "b", 1, "n", "s", 0, float("nan"), 0, 0),
+        ComponentStatus,
+        "ComponentStatus.last_step_age_s",
+    ),
     (
         wire("StepReport", "w", 1, 1, 1, 1, 0, [["a", 0, 77, 0, 0, 0, 0, False, 0, 0, 0, 0]], [], [], 0),
         StepReport,
@@ -214,8 +218,8 @@ def test_random_bytes_never_raise_anything_else(data: bytes) -> None:
     ids=["none", "few", "many", "widest tokens", "wide", "hashes", "negative"],
 )
 def test_integers_come_as_they_went(values: tuple[int, ...]) -> None:
-    notice = CacheNotice(1, False, (), values)
-    assert decode(encode(notice), CacheNotice) == notice
+    notice = KVCacheEvent(1, False, (), values)
+    assert decode(encode(notice), KVCacheEvent) == notice
 
 
 def test_many_tokens_are_one_string_and_may_be_passed_on_unread() -> None:
@@ -232,5 +236,5 @@ def test_many_tokens_are_one_string_and_may_be_passed_on_unread() -> None:
 @pytest.mark.parametrize("packed", [b"", b"I123", b"Q1234", b"z1234", b"\xff"])
 def test_a_malformed_string_of_integers_is_refused(packed: bytes) -> None:
     with pytest.raises(MessageError, match="integers as a binary string") as caught:
-        decode(wire("CacheNotice", 1, False, [], packed), CacheNotice)
-    assert caught.value.field == "CacheNotice.evicted"
+        decode(wire("KVCacheEvent", 1, False, [], packed), KVCacheEvent)
+    assert caught.value.field == "KVCacheEvent.evicted"

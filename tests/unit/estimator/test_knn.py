@@ -92,11 +92,11 @@ def test_at_first_every_batch_is_learnt_when_it_is_time() -> None:
     assert times.learn(500.0 + PERIOD_S - 1) == 0
     assert times.learn(500.0 + PERIOD_S) == MIN_BATCHES == times.num_batches
     assert times(8, 100, 200) == pytest.approx(by_hand(served(MIN_BATCHES), 8, 100, 200))
-    assert times.learn(500.0 + 2 * PERIOD_S) == 0, "nothing is learnt twice"
+    assert times.learn(500.0 + 2 * PERIOD_S) == 0, "nothing is learned twice"
 
 
 def test_later_only_what_was_estimated_badly() -> None:
-    """All known batches took 10 s, so that is what is estimated: 13 s is learnt, 12 s and 11.9 s are not."""
+    """All known batches took 10 s, so that is what is estimated: 13 s is learned, 12 s and 11.9 s are not."""
     known = [ServedBatch(1 + i % 8, 10 + i, 10 + i, 10.0) for i in range(MIN_BATCHES)]
     times = observe(BatchTimes(COST, known), [ServedBatch(4, 50, 50, took_s) for took_s in (13.0, 12.0, 11.9, 7.9)])
     times.learn(0.0)

@@ -7,9 +7,9 @@ import random
 import pytest
 
 from core.errors import IntegrityError
-from core.messages.cache import CachedRun, CacheNotice
+from core.messages.cache import CachedRun, KVCacheEvent
 from kvcache.block_manager import BlockManager
-from kvcache.cache_journal import CacheJournal, CacheShadow, runs
+from kvcache.cache_journal import CacheJournal, CacheMirror, runs
 
 SIZE = 4
 
@@ -37,11 +37,11 @@ class Pool:
 def test_the_first_notice_is_whole_and_later_ones_tell_what_has_changed() -> None:
     pool = Pool()
     pool.run("a", (1, 2, 3))
-    assert pool.journal.notices(1) == (CacheNotice(1, True, (CachedRun(0, (1, 2, 3)),)),)
+    assert pool.journal.notices(1) == (KVCacheEvent(1, True, (CachedRun(0, (1, 2, 3)),)),)
     pool.journal.acknowledge(1)
     assert pool.journal.notices(2) == ()
     pool.run("b", (1, 2, 4, 5))
-    assert pool.journal.notices(3) == (CacheNotice(2, False, (CachedRun(2, (4, 5)),)),)
+    assert pool.journal.notices(3) == (KVCacheEvent(2, False, (CachedRun(2, (4, 5)),)),)
     pool.journal.acknowledge(3)
     pool.run("c", (7, 8, 9))
     (notice,) = pool.journal.notices(4)
@@ -68,7 +68,7 @@ def test_what_comes_and_goes_between_two_reports_is_told_as_it_is_now() -> None:
     pool.run("b", (3,))
     pool.run("a", (1, 2))
     (notice,) = pool.journal.notices(2)
-    assert notice == CacheNotice(2, False, (CachedRun(1, (2,)),), (3,))
+    assert notice == KVCacheEvent(2, False, (CachedRun(1, (2,)),), (3,))
 
 
 def test_rather_than_more_than_the_pool_holds_everything_is_told_anew() -> None:
@@ -86,21 +86,21 @@ def test_rather_than_more_than_the_pool_holds_everything_is_told_anew() -> None:
 
 
 def test_a_shadow_takes_each_notice_once_and_in_order() -> None:
-    shadow = CacheShadow()
-    assert not shadow.take(CacheNotice(4, False, (CachedRun(0, (1,)),))), "nothing before the whole"
+    shadow = CacheMirror()
+    assert not shadow.take(KVCacheEvent(4, False, (CachedRun(0, (1,)),))), "nothing before the whole"
     assert shadow.missed and shadow.whole() is None
-    assert shadow.take(CacheNotice(5, True, (CachedRun(0, (1, 2)), CachedRun(1, (3,)))))
-    assert not shadow.take(CacheNotice(5, True))
-    assert shadow.take(CacheNotice(6, False, (CachedRun(3, (4,)),), (2,)))
+    assert shadow.take(KVCacheEvent(5, True, (CachedRun(0, (1, 2)), CachedRun(1, (3,)))))
+    assert not shadow.take(KVCacheEvent(5, True))
+    assert shadow.take(KVCacheEvent(6, False, (CachedRun(3, (4,)),), (2,)))
     assert [shadow.num_cached(each) for each in ((1, 3, 4), (1, 2, 3), (9,), ())] == [3, 1, 0, 0]
-    assert shadow.whole() == CacheNotice(6, True, (CachedRun(0, (1, 3, 4)),))
-    assert not shadow.take(CacheNotice(8, False, (), (1,)))
+    assert shadow.whole() == KVCacheEvent(6, True, (CachedRun(0, (1, 3, 4)),))
+    assert not shadow.take(KVCacheEvent(8, False, (), (1,)))
     assert shadow.missed and shadow.num_cached((1, 3, 4)) == 3, "it keeps what it believes"
 
 
 def test_a_shadow_notices_that_a_predecessor_is_missing() -> None:
-    shadow = CacheShadow()
-    shadow.take(CacheNotice(1, True, (CachedRun(7, (8,)),)))
+    shadow = CacheMirror()
+    shadow.take(KVCacheEvent(1, True, (CachedRun(7, (8,)),)))
     with pytest.raises(IntegrityError, match="8 is cached, its predecessor 7 is not"):
         shadow.check_integrity()
 
@@ -117,7 +117,7 @@ def test_pairs_are_joined_where_they_follow_each_other() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_a_shadow_behind_lost_and_late_reports_has_the_cache_in_the_end(seed: int) -> None:
     rng = random.Random(seed)
-    pool, shadow, heard = Pool(rng.choice([3, 6, 12])), CacheShadow(), 0
+    pool, shadow, heard = Pool(rng.choice([3, 6, 12])), CacheMirror(), 0
     for report in range(1, 120):
         for _ in range(rng.randrange(3)):
             digits = "".join(rng.choices("123", k=rng.randint(1, 3)))

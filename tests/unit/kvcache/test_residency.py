@@ -7,7 +7,7 @@ import dataclasses
 from core.messages.kv import KVTraffic, KVUsage
 from core.messages.plans import SlotProgress, StepReport
 from core.request import SequenceStatus
-from kvcache.residency import ResidencyShadow, total_usage
+from kvcache.residency import ResidencyMirror, total_usage
 
 
 def report(seq: int, traffic: KVTraffic, *, free: int = 6, incarnation: str = "w") -> StepReport:
@@ -23,7 +23,7 @@ def report(seq: int, traffic: KVTraffic, *, free: int = 6, incarnation: str = "w
 
 
 def test_what_is_known_is_what_the_newest_report_says() -> None:
-    shadow = ResidencyShadow()
+    shadow = ResidencyMirror()
     assert shadow.usage == KVUsage()
     shadow.observe(report(2, KVTraffic(offloads=1)))
     assert shadow.usage == KVUsage(10, 6, 1, 2, 7, 4, 3, KVTraffic(offloads=1))
@@ -32,7 +32,7 @@ def test_what_is_known_is_what_the_newest_report_says() -> None:
 
 
 def test_what_has_moved_is_told_once_and_from_the_start_of_each_life() -> None:
-    shadow = ResidencyShadow()
+    shadow = ResidencyMirror()
     assert shadow.observe(report(1, KVTraffic(2, 1, 20, 10))) == KVTraffic(2, 1, 20, 10)
     assert shadow.observe(report(1, KVTraffic(2, 1, 20, 10))) == KVTraffic()
     assert shadow.observe(report(3, KVTraffic(5, 1, 50, 10, 1, 9))) == KVTraffic(3, 0, 30, 0, 1, 9)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from core.messages.cache import CacheNotice
+from core.messages.cache import KVCacheEvent
 from policies.placement.base import ReplicaLoad
 from policies.placement.e2 import E2Choice, E2Config, E2Router
 from policies.placement.e2_profiles import Regressions
@@ -63,5 +63,5 @@ def informed(names: str = "ab", capacity: int = 10_000, block_size: int = 1) -> 
     """Its replicas tell what they cache."""
     router = router_of(names, block_size, capacity)
     for name in names:
-        router.noticed(name, CacheNotice(1, True))
+        router.noticed(name, KVCacheEvent(1, True))
     return router

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from core.messages.cache import CachedRun, CacheNotice
+from core.messages.cache import CachedRun, KVCacheEvent
 from tests.unit.policies.e2_desk import BARE, Desk, informed, path, router_of
 
 
@@ -43,8 +43,8 @@ def test_notices_of_evictions_are_believed() -> None:
     desk = Desk(router_of())
     desk.place(path(1, 100), "b")
     desk.end(1)
-    desk.router.noticed("b", CacheNotice(2, False, evicted=(31,)))
-    desk.router.noticed("unheard of", CacheNotice(2, False, evicted=(1,)))
+    desk.router.noticed("b", KVCacheEvent(2, False, evicted=(31,)))
+    desk.router.noticed("unheard of", KVCacheEvent(2, False, evicted=(1,)))
     choice = desk.place(path(1, 100), "b")
     assert (choice.hit_len, choice.reason) == (30, "explore")
 
@@ -77,7 +77,7 @@ def test_what_is_in_flight_is_where_the_next_one_goes_but_not_cached_yet() -> No
     desk.place(path(1, 100), "b")
     second = desk.place(path(1, 100) + path(500, 10))
     assert (second.replica, second.reason, second.hit_len, second.pending_len) == ("b", "exploit", 100, 100)
-    desk.router.noticed("b", CacheNotice(2, False, (CachedRun(0, path(1, 100)),)))
+    desk.router.noticed("b", KVCacheEvent(2, False, (CachedRun(0, path(1, 100)),)))
     third = desk.place(path(1, 100) + path(600, 10))
     assert (third.hit_len, third.pending_len) == (100, 0)
 
@@ -101,9 +101,9 @@ def test_a_start_says_no_more_than_notices_do() -> None:
 
 def test_a_whole_notice_replaces_what_was_believed() -> None:
     desk = Desk(informed())
-    desk.router.noticed("b", CacheNotice(2, False, (CachedRun(0, path(1, 60)),)))
+    desk.router.noticed("b", KVCacheEvent(2, False, (CachedRun(0, path(1, 60)),)))
     runs = (CachedRun(0, path(1, 20)), CachedRun(20, path(900, 5)), CachedRun(777, (778,)))
-    desk.router.noticed("b", CacheNotice(9, True, runs))
+    desk.router.noticed("b", KVCacheEvent(9, True, runs))
     desk.router.check_integrity()
     assert desk.router.tree.num_cached == [0, 25], "nothing hangs on what is not there"
     assert desk.place(path(1, 60)).hit_len == 20
@@ -112,7 +112,7 @@ def test_a_whole_notice_replaces_what_was_believed() -> None:
 
 def test_what_those_placed_before_push_out_is_not_expected() -> None:
     desk = Desk(informed("a", capacity=100), "a")
-    desk.router.noticed("a", CacheNotice(2, False, (CachedRun(0, path(1, 60)),)))
+    desk.router.noticed("a", KVCacheEvent(2, False, (CachedRun(0, path(1, 60)),)))
     assert desk.place(path(1, 61)).hit_len == 60
     desk.end(1)
     desk.place(path(500, 70))

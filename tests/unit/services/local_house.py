@@ -1,4 +1,4 @@
-"""A whole service in this process, without Ray and HTTP: every piece that takes part in serving, real ones."""
+"""A whole service in this process, without Ray and HTTP: every component that takes part in serving, real ones."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from prometheus_client import CollectorRegistry
 import services
 from actors.learning.serving_time_estimator import ServingTimeEstimator
 from actors.log.log_store import LogStore
+from actors.runtime.component import Component, ComponentContext
 from actors.runtime.names import CONTROL, ROUTER
 from actors.runtime.peer import PeerBook
-from actors.runtime.piece import Piece, PieceContext
 from actors.runtime.site import Site
 from actors.scheduling.kv_offload_manager import KVOffloadManager
 from actors.scheduling.router import Router
@@ -26,19 +26,19 @@ from core.messages.fleet import ServedModel
 from policies.replica.scheduler import ReplicaScheduler
 from services.api.backend import ModelInfo
 from services.ingress.engine_client import EngineClient
-from tests.unit.actors.pieces import until
+from tests.unit.actors.components import until
 
 MODEL = Path(services.__file__).parent / "embedded_model"
 
 
 @dataclass(frozen=True, slots=True)
 class LocalSite(Site):
-    """Whoever is served here finds every piece in this process."""
+    """Whoever is served here finds every component in this process."""
 
-    pieces: dict[str, Piece] = field(default_factory=dict)
+    components: dict[str, Component] = field(default_factory=dict)
 
     def peers(self, local: object = None, host: str = "") -> PeerBook:
-        return PeerBook("fused", self.pieces, CONTROL)
+        return PeerBook("fused", self.components, CONTROL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +49,13 @@ class LocalHouse:
 
     @property
     def router(self) -> Router:
-        router = self.site.pieces[ROUTER]
+        router = self.site.components[ROUTER]
         assert isinstance(router, Router)
         return router
 
     def machine(self, replica: int = 0) -> ReplicaScheduler:
         """Of the Scheduler of a replica."""
-        scheduler = self.site.pieces[f"scheduler-{replica}"]
+        scheduler = self.site.components[f"scheduler-{replica}"]
         assert isinstance(scheduler, Scheduler)
         machine = scheduler._machine
         assert isinstance(machine, ReplicaScheduler)
@@ -79,7 +79,7 @@ async def local_house(config: FarsightConfig) -> AsyncIterator[LocalHouse]:
     """As many replicas as the configuration says, all of them up."""
     site = LocalSite(config, str(MODEL), "fused")
     replicas = range(config.model.replicas)
-    kinds: dict[str, type[Piece]] = {
+    kinds: dict[str, type[Component]] = {
         "log-store": LogStore,
         ROUTER: Router,
         "serving-time-estimator-0": ServingTimeEstimator,
@@ -89,9 +89,9 @@ async def local_house(config: FarsightConfig) -> AsyncIterator[LocalHouse]:
     kinds |= {f"scheduler-{replica}": Scheduler for replica in replicas}  # they find their workers here
     async with AsyncExitStack() as stack:
         for name, kind in kinds.items():
-            site.pieces[name] = piece = kind(PieceContext(name, site, 0, site.peers(), CollectorRegistry()))
-            stack.push_async_callback(piece.stop)
-            await piece.start()
+            site.components[name] = component = kind(ComponentContext(name, site, 0, site.peers(), CollectorRegistry()))
+            stack.push_async_callback(component.stop)
+            await component.start()
         house = LocalHouse(site)
         await until(lambda: len(house.router._machine.loads()) == len(replicas))
         yield house

@@ -40,7 +40,7 @@ def test_a_wrong_setting_is_named(tables: dict[str, Any], message: str) -> None:
         config_from_tables(tables)
 
 
-def test_only_the_http_side_may_change_while_pieces_run() -> None:
+def test_only_the_http_side_may_change_while_components_run() -> None:
     site = Site(FarsightConfig(), "/model", "fused")
     server = dataclasses.replace(site.config, server=ServerConfig(ingress_replicas=3))
     check_unchanged(site, dataclasses.replace(site, config=server))

@@ -1,4 +1,4 @@
-"""The piece that stands for another server: real HTTP to a server that misbehaves as told, and our own messages."""
+"""The component that stands for another server: real HTTP to a server that misbehaves as told, and our own messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from actors.external.backend import OpenAIBackend
-from actors.runtime.piece import PieceContext
+from actors.runtime.component import ComponentContext
 from actors.runtime.site import Site
 from actors.worker.token_channels import TokenChannels
 from core.codec import decode, encode
@@ -33,8 +33,8 @@ from core.request import Origin, PromptSource, Request, SamplingParams, Sequence
 from engine.text.vocabulary import PromptDecoder
 from services.launch.launch import EMBEDDED_MODEL
 from tests.free_ports import free_port
+from tests.unit.actors.components import LONG_S, until
 from tests.unit.actors.openai_double import MODEL, OpenAIDouble
-from tests.unit.actors.pieces import LONG_S, until
 
 REQUEST = Request("i-0", 0, "i", (5, 6, 7), SamplingParams(9), origin=Origin("cmpl-0"))
 
@@ -70,9 +70,9 @@ class Listener:
 
 @dataclass
 class Replica:
-    """A running piece and its one ingress replica."""
+    """A running component and its one ingress replica."""
 
-    piece: OpenAIBackend
+    component: OpenAIBackend
     listener: Listener
     registry: CollectorRegistry
     deltas: list[TokenDelta] = field(default_factory=list)
@@ -82,17 +82,17 @@ class Replica:
     async def poll(self) -> None:
         """Takes tokens for ever, as an ingress replica does."""
         while True:
-            reply = await self.piece.poll_tokens(encode(TokenPoll("i", self.ack_seq, self.slow)))
+            reply = await self.component.poll_tokens(encode(TokenPoll("i", self.ack_seq, self.slow)))
             for batch in decode(reply, TokenBatches).batches:
                 if batch.seq > self.ack_seq:
                     self.ack_seq = batch.seq
                     self.deltas += batch.deltas
 
     async def submit(self, *requests: Request) -> Refusals:
-        return decode(await self.piece.submit(encode(Submit(requests))), Refusals)
+        return decode(await self.component.submit(encode(Submit(requests))), Refusals)
 
     async def abort(self, *keys: Key) -> None:
-        await self.piece.abort(encode(Keys(keys)))
+        await self.component.abort(encode(Keys(keys)))
 
     async def end_of(self, request: Request = REQUEST) -> list[TokenDelta]:
         """All deltas of a request, once the last is there."""
@@ -118,18 +118,18 @@ async def backend(url: str, **config: Any) -> AsyncIterator[Replica]:
     table = ReplicaConfig("openai", url, **config)
     site = Site(FarsightConfig(ModelConfig(name=MODEL, replicas=0), replica=(table,)), str(EMBEDDED_MODEL), "fused")
     peers = site.peers({"router": listener, "log-store": listener})
-    piece = OpenAIBackend(PieceContext("backend-0", site, 0, peers, registry))
-    replica = Replica(piece, listener, registry)
-    await piece.start()
+    component = OpenAIBackend(ComponentContext("backend-0", site, 0, peers, registry))
+    replica = Replica(component, listener, registry)
+    await component.start()
     polling = asyncio.create_task(replica.poll())
     try:
         async with asyncio.timeout(LONG_S):
             yield replica
-        assert not piece.failed.done(), piece.failed
+        assert not component.failed.done(), component.failed
     finally:
         polling.cancel()
         await asyncio.gather(polling, return_exceptions=True)
-        await piece.stop()
+        await component.stop()
 
 
 @asynccontextmanager
@@ -159,8 +159,8 @@ async def test_a_request_is_answered() -> None:
         await until(lambda: bool(replica.listener.traces))
         kinds = [each.kind for each in unpack_decisions(replica.listener.traces[0].decisions)]
         assert kinds == ["arrived", "sent", "server_ended"]
-        assert (replica.piece.state, replica.piece.queue, replica.piece.breaker) == ("ready", 0, "closed")
-        assert replica.piece.url == server.url
+        assert (replica.component.state, replica.component.queue, replica.component.breaker) == ("ready", 0, "closed")
+        assert replica.component.url == server.url
 
 
 async def test_limits_are_told_apart_from_stops() -> None:
@@ -188,7 +188,7 @@ async def test_a_server_may_take_text_only(chats: bool) -> None:
         asked = [body.get("messages") or body["prompt"] for body in server.bodies]
         said = PromptDecoder(EMBEDDED_MODEL).decode(REQUEST.prompt_ids)
         assert asked == ([[{"role": "user", "content": "Hi"}]] if chats else []) + ["Hi", said]
-        assert replica.piece.breaker == "closed"
+        assert replica.component.breaker == "closed"
 
 
 async def test_a_stream_without_an_end_is_broken_off() -> None:
@@ -202,7 +202,7 @@ async def test_a_key_is_taken_from_the_environment(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("TEST_BACKEND_KEY", "secret")
     async with served(api_key_env="TEST_BACKEND_KEY") as (server, replica):
         assert server.keys == {"Bearer secret"}
-        assert "secret" not in repr(replica.piece.context.site)
+        assert "secret" not in repr(replica.component.context.site)
     monkeypatch.delenv("TEST_BACKEND_KEY")
     with pytest.raises(ConfigError, match=r"replica.api_key_env: got 'TEST_BACKEND_KEY'"):
         async with backend("http://127.0.0.1:1", api_key_env="TEST_BACKEND_KEY"):
@@ -219,8 +219,8 @@ async def test_what_is_too_long_for_it_is_refused() -> None:
 async def test_a_server_that_does_not_say_how_long_is_not_used() -> None:
     async with OpenAIDouble(models=[{"id": MODEL}]).running() as server:
         async with backend(server.url) as replica:
-            await until(lambda: "set max_model_len" in replica.piece.breaker)
-            assert replica.piece.state == "waiting"
+            await until(lambda: "set max_model_len" in replica.component.breaker)
+            assert replica.component.state == "waiting"
         async with backend(server.url, max_model_len=50) as replica:
             await until(lambda: replica.listener.ready is not None)
 
@@ -245,9 +245,9 @@ async def test_a_server_that_does_not_pass_its_probe_gets_no_requests(
         OpenAIDouble(**wrong).running() as server,
         backend(server.url, first_token_timeout_s=limit_s) as replica,
     ):
-        await until(lambda: message in replica.piece.breaker)  # a probe before it may have met a slow machine
+        await until(lambda: message in replica.component.breaker)  # a probe before it may have met a slow machine
         assert replica.failures(kind) > 0
-        assert (replica.state("closed"), replica.piece.state, replica.listener.ready) == (0, "waiting", None)
+        assert (replica.state("closed"), replica.component.state, replica.listener.ready) == (0, "waiting", None)
         await replica.submit(REQUEST)
         returned = await replica.end_of()
         assert [each.finish_reason for each in returned] == ["abort"], "it goes elsewhere at once"
@@ -255,14 +255,14 @@ async def test_a_server_that_does_not_pass_its_probe_gets_no_requests(
 
 async def test_a_server_without_a_health_page_is_well() -> None:
     async with served(OpenAIDouble(health=404)) as (_, replica):
-        assert replica.piece.breaker == "closed"
+        assert replica.component.breaker == "closed"
 
 
 async def test_a_server_that_is_down_is_used_once_it_is_up() -> None:
     port = free_port()
     async with backend(f"http://127.0.0.1:{port}") as replica:
         await until(lambda: replica.failures("connect") > 0)
-        assert "no connection" in replica.piece.breaker
+        assert "no connection" in replica.component.breaker
         async with OpenAIDouble().running(port):
             await until(lambda: replica.listener.ready is not None)
             await replica.submit(REQUEST)
@@ -316,7 +316,7 @@ async def test_three_failures_open_the_breaker_and_the_next_goes_elsewhere_at_on
             failing = dataclasses.replace(REQUEST, request_id=f"i-{index}")
             await replica.submit(failing)
             await replica.end_of(failing)
-        assert replica.piece.breaker == "open: HTTP 500: as told"
+        assert replica.component.breaker == "open: HTTP 500: as told"
         assert (replica.state("open"), replica.failures("http")) == (1, 3)
         await until(lambda: replica.listener.ready is None)
         late = dataclasses.replace(REQUEST, request_id="i-9")
@@ -334,8 +334,8 @@ async def test_nothing_is_given_back_before_the_router_knows_that_nothing_may_co
         requests = [dataclasses.replace(REQUEST, request_id=f"i-{index}") for index in range(4)]
         for failing in requests[:3]:
             await replica.submit(failing)
-            await until(lambda: replica.piece.queue == 0)
-        assert "open" in replica.piece.breaker
+            await until(lambda: replica.component.queue == 0)
+        assert "open" in replica.component.breaker
         await replica.submit(requests[3])
         await replica.end_of(requests[1])
         await asyncio.sleep(0.1)
@@ -352,7 +352,7 @@ async def test_a_client_that_leaves_ends_the_request_over_there() -> None:
         await until(lambda: server.open == 1)
         await replica.abort(("i-0", 0))
         await until(lambda: server.open == 0)
-        assert replica.piece.queue == 0
+        assert replica.component.queue == 0
 
 
 async def test_an_ingress_replica_that_falls_silent_takes_its_requests_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,14 +372,14 @@ async def test_who_is_sent_waits_for_a_place_there() -> None:
         second = dataclasses.replace(REQUEST, request_id="i-1")
         await replica.submit(REQUEST, second)
         await until(lambda: bool(server.bodies))
-        traces = decode(await replica.piece.explain(encode(TraceQuery("cmpl-0"))), RequestTraces).records
+        traces = decode(await replica.component.explain(encode(TraceQuery("cmpl-0"))), RequestTraces).records
         kinds = [[each.kind for each in unpack_decisions(trace.decisions)] for trace in traces]
         assert kinds == [["arrived", "sent"], ["arrived"]]
-        assert (replica.piece.queue, len(server.bodies)) == (2, 1)
+        assert (replica.component.queue, len(server.bodies)) == (2, 1)
         server.next_s = 0.0
         await replica.abort(("i-0", 0))
         assert (await replica.end_of(second))[-1].finish_reason == "stop"
-        unknown = decode(await replica.piece.unknown(encode(Keys((("i-0", 0), ("i-2", 0))))), Keys).keys
+        unknown = decode(await replica.component.unknown(encode(Keys((("i-0", 0), ("i-2", 0))))), Keys).keys
         assert unknown == (("i-2", 0),)
 
 
@@ -387,7 +387,7 @@ async def test_a_client_that_does_not_read_costs_no_deadline() -> None:
     async with served(token_timeout_s=0.3) as (server, replica):
         server.next_s = 0.1
         replica.slow = ("i-0",)
-        await until(lambda: replica.piece._channels.rests("i", "i-0"))
+        await until(lambda: replica.component._channels.rests("i", "i-0"))
         await replica.submit(REQUEST)
         # All of it is on its way: no pause of the server's is measured by the deadline.
         await until(lambda: bool(server.bodies) and server.open == 0)

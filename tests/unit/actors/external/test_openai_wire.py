@@ -138,8 +138,8 @@ def test_events_may_be_cut_anywhere() -> None:
     stream = b': hello\n\ndata: {"a": 1}\r\n\r\nevent: x\ndata:{"b": 2}\n\ndata: [DONE]\n\n'
     for size in range(1, len(stream)):
         reader = EventReader()
-        pieces = [stream[at : at + size] for at in range(0, len(stream), size)]
-        found = [event for piece in pieces for event in reader.feed(piece)]
+        components = [stream[at : at + size] for at in range(0, len(stream), size)]
+        found = [event for component in components for event in reader.feed(component)]
         assert found == [b'{"a": 1}', b'{"b": 2}', b"[DONE]"], size
 
 

@@ -20,7 +20,7 @@ from core.forecast import Forecast
 from core.messages.log import LogPage, LogQuery
 from core.messages.step_times import ReplicaStepProfile, StepProfileReply, StepSample, StepSamples
 from predictor.history import PRIOR_MEAN
-from tests.unit.actors.pieces import append, finished, piece_context, until
+from tests.unit.actors.components import append, component_context, finished, until
 
 
 @pytest.fixture(autouse=True)
@@ -53,21 +53,21 @@ class Log:
 
 @asynccontextmanager
 async def following(log: Any) -> AsyncIterator[LengthPredictor]:
-    piece = LengthPredictor(piece_context("length-predictor-0", {LOG_STORE: log}))
-    await piece.start()
+    component = LengthPredictor(component_context("length-predictor-0", {LOG_STORE: log}))
+    await component.start()
     try:
-        yield piece
+        yield component
     finally:
-        await piece.stop()
+        await component.stop()
 
 
-async def forecast(piece: LengthPredictor) -> Forecast:
-    return decode(await piece.forecast(), Forecast)
+async def forecast(component: LengthPredictor) -> Forecast:
+    return decode(await component.forecast(), Forecast)
 
 
-async def until_samples(piece: LengthPredictor, num_samples: int) -> Forecast:
-    await until(lambda: piece._predictor.current().num_samples == num_samples)
-    return await forecast(piece)
+async def until_samples(component: LengthPredictor, num_samples: int) -> Forecast:
+    await until(lambda: component._predictor.current().num_samples == num_samples)
+    return await forecast(component)
 
 
 async def until_read_again(log: Log, times: int = 2) -> None:
@@ -75,89 +75,89 @@ async def until_read_again(log: Log, times: int = 2) -> None:
     await until(lambda: log.num_reads >= enough)
 
 
-def gauge(piece: LengthPredictor) -> float | None:
-    return piece.context.registry.get_sample_value("farsight:forecast_mean_tokens")
+def gauge(component: LengthPredictor) -> float | None:
+    return component.context.registry.get_sample_value("farsight:forecast_mean_tokens")
 
 
 async def test_a_forecast_is_there_before_anything_is_known() -> None:
     log = Log()
-    async with following(log) as piece:
-        assert (await forecast(piece)).num_samples == 0
-        assert gauge(piece) == (await forecast(piece)).mean == PRIOR_MEAN
-        assert (piece.kind, piece.state, piece.last_step_age_s) == ("LengthPredictor", "ready", None)
+    async with following(log) as component:
+        assert (await forecast(component)).num_samples == 0
+        assert gauge(component) == (await forecast(component)).mean == PRIOR_MEAN
+        assert (component.kind, component.state, component.last_step_age_s) == ("LengthPredictor", "ready", None)
         await until_read_again(log)
-        assert piece.last_step_age_s is not None
+        assert component.last_step_age_s is not None
 
 
 async def test_it_learns_what_is_written_and_only_outputs_that_came_to_their_own_end(tmp_path: Any) -> None:
-    store = LogStore(piece_context(LOG_STORE, path=str(tmp_path / "log")))
+    store = LogStore(component_context(LOG_STORE, path=str(tmp_path / "log")))
     await store.start()
     await append(store, finished("a", 10), finished("b", 20, "length"))
-    async with following(store) as piece:
-        assert (await until_samples(piece, 2)).mean == 15
+    async with following(store) as component:
+        assert (await until_samples(component, 2)).mean == 15
         await append(store, finished("c", 500, "abort"), finished("d", 600, "error"), finished("e", 30))
-        after = await until_samples(piece, 3)
+        after = await until_samples(component, 3)
         assert (after.mean, after.version, after.source) == (20, 2, "history")
-        assert gauge(piece) == 20
+        assert gauge(component) == 20
     await store.stop()
 
 
 async def test_of_a_long_log_only_the_end_is_read() -> None:
     log = Log()
     log.output_lens = list(range(50 * WINDOW))
-    async with following(log) as piece:
-        assert (await until_samples(piece, WINDOW)).num_samples == WINDOW
-        await until(lambda: piece._row == 50 * WINDOW)
-        assert (await forecast(piece)).mean == 49.5 * WINDOW - 0.5
+    async with following(log) as component:
+        assert (await until_samples(component, WINDOW)).num_samples == WINDOW
+        await until(lambda: component._row == 50 * WINDOW)
+        assert (await forecast(component)).mean == 49.5 * WINDOW - 0.5
         assert log.num_records_read == 2 * WINDOW
 
 
 async def test_what_piles_up_is_read_page_by_page_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     log = Log()
-    async with following(log) as piece:
-        await until(lambda: piece._row == 0)
+    async with following(log) as component:
+        await until(lambda: component._row == 0)
         monkeypatch.setattr(length_predictor, "PERIOD_S", 1e9)
         log.output_lens = [3] * (4 * PAGE + 1)
-        await piece._catch_up()
-        assert piece._row == 4 * PAGE + 1
+        await component._catch_up()
+        assert component._row == 4 * PAGE + 1
 
 
 @pytest.mark.parametrize("failure", [PeerLost("log-store"), FarsightError("the disk is gone"), ValueError("a defect")])
 async def test_it_survives_a_log_that_cannot_be_read(failure: Exception, caplog: pytest.LogCaptureFixture) -> None:
     log = Log()
     log.output_lens = [10]
-    async with following(log) as piece:
-        await until_samples(piece, 1)
+    async with following(log) as component:
+        await until_samples(component, 1)
         log.failure = failure
         await until_read_again(log, 5)
-        read_at = piece._read_at
-        assert (await forecast(piece)).mean == 10
+        read_at = component._read_at
+        assert (await forecast(component)).mean == 10
         log.output_lens.append(20)
         await until_read_again(log, 1)
-        assert piece._read_at == read_at, "a failed read makes it no younger"
+        assert component._read_at == read_at, "a failed read makes it no younger"
         log.failure = None
-        assert (await until_samples(piece, 2)).mean == 15
+        assert (await until_samples(component, 2)).mean == 15
     assert len(caplog.records) == (0 if isinstance(failure, PeerLost) else 1), "told once"
 
 
 async def test_it_starts_over_with_a_log_that_has_lost_rows() -> None:
     log = Log()
     log.output_lens = [10] * 5
-    async with following(log) as piece:
-        await until_samples(piece, 5)
+    async with following(log) as component:
+        await until_samples(component, 5)
         log.output_lens = [70, 90]
-        assert (await until_samples(piece, 2)).mean == 80
-        assert gauge(piece) == 80
+        assert (await until_samples(component, 2)).mean == 80
+        assert gauge(component) == 80
 
 
 async def test_it_waits_for_a_log_store_that_is_not_there_yet() -> None:
     log = Log()
     log.failure = PeerLost("log-store")
-    async with following(log) as piece:
+    async with following(log) as component:
         await until_read_again(log, 3)
-        assert piece.last_step_age_s is None
+        assert component.last_step_age_s is None
         log.output_lens, log.failure = [4], None
-        assert (await until_samples(piece, 1)).mean == 4
+        assert (await until_samples(component, 1)).mean == 4
 
 
 def samples(replica: str, factor: float) -> bytes:
@@ -170,27 +170,27 @@ def samples(replica: str, factor: float) -> bytes:
 
 
 async def test_each_replica_has_a_profile_of_its_own() -> None:
-    piece = ServingTimeEstimator(piece_context("serving-time-estimator-0"))
-    assert (piece.kind, piece.state, piece.last_step_age_s) == ("ServingTimeEstimator", "ready", None)
-    assert decode(await piece.profile(), StepProfileReply).profiles == ()
+    component = ServingTimeEstimator(component_context("serving-time-estimator-0"))
+    assert (component.kind, component.state, component.last_step_age_s) == ("ServingTimeEstimator", "ready", None)
+    assert decode(await component.profile(), StepProfileReply).profiles == ()
     few = StepSamples("0", decode(samples("0", 1.0), StepSamples).samples[:8])
-    assert await piece.observe(encode(few)) == b""
-    told = decode(await piece.observe(samples("0", 1.0)), ReplicaStepProfile)
+    assert await component.observe(encode(few)) == b""
+    told = decode(await component.observe(samples("0", 1.0)), ReplicaStepProfile)
     assert told.replica == "0" and told.base_s == pytest.approx(0.01, rel=0.01)
-    assert await piece.observe(samples("1", 2.0))
-    assert piece.last_step_age_s is not None
-    one, two = decode(await piece.profile(), StepProfileReply).profiles
+    assert await component.observe(samples("1", 2.0))
+    assert component.last_step_age_s is not None
+    one, two = decode(await component.profile(), StepProfileReply).profiles
     assert (one.replica, two.replica, one.num_samples) == ("0", "1", 443)
     for profile, factor in ((one, 1), (two, 2)):
         prices = (profile.base_s, profile.prefill_token_s, profile.decode_seq_s, profile.context_token_s)
         assert prices == pytest.approx([factor * each for each in (0.01, 1e-4, 1e-3, 1e-6)], rel=0.01)
-    value = piece.context.registry.get_sample_value
+    value = component.context.registry.get_sample_value
     assert value("farsight:step_profile_seconds", {"replica": "1", "term": "step"}) == two.base_s
     assert value("farsight:step_profile_seconds", {"replica": "0", "term": "context_token"}) == one.context_token_s
 
 
 async def test_two_estimators_may_share_a_process() -> None:
-    context = piece_context("serving-time-estimator-0")
+    context = component_context("serving-time-estimator-0")
     for replica in ("0", "1"):
         await ServingTimeEstimator(context).observe(samples(replica, 1.0))
         labels = {"replica": replica, "term": "step"}
@@ -199,4 +199,4 @@ async def test_two_estimators_may_share_a_process() -> None:
 
 async def test_a_message_of_another_kind_is_refused() -> None:
     with pytest.raises(MessageError, match="StepSamples"):
-        await ServingTimeEstimator(piece_context("serving-time-estimator-0")).observe(b"")
+        await ServingTimeEstimator(component_context("serving-time-estimator-0")).observe(b"")

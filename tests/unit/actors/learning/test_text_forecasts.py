@@ -25,7 +25,7 @@ from core.messages.log import ArtefactList
 from predictor.shedding import Effort
 from predictor.trainer import ForestOptions
 from predictor.training import Recipe, train
-from tests.unit.actors.pieces import append, finished, opened, piece_context, read_examples, until
+from tests.unit.actors.components import append, component_context, finished, opened, read_examples, until
 
 LENGTHS = {"Translate:": 20, "Explain:": 200}
 """Of the outputs of two applications."""
@@ -63,33 +63,33 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 async def predicting(
     store: LogStore, artefact: Path, index: int = 0, **settings: object
 ) -> AsyncIterator[LengthPredictor]:
-    context = piece_context(f"length-predictor-{index}", {LOG_STORE: store})
+    context = component_context(f"length-predictor-{index}", {LOG_STORE: store})
     predictor = PredictorConfig(str(artefact), learn_every_s=0.2, **settings)  # type: ignore[arg-type]
     context = replace(context, site=replace(context.site, config=replace(context.config, predictor=predictor)))
-    piece = LengthPredictor(context)
-    await piece.start()
+    component = LengthPredictor(context)
+    await component.start()
     try:
-        yield piece
+        yield component
     finally:
-        await piece.stop()
+        await component.stop()
 
 
-async def predict(piece: LengthPredictor, *questions: ForecastQuestion) -> tuple[Forecast, ...]:
-    return decode(await piece.predict(encode(ForecastQuestions(questions))), Forecasts).forecasts
+async def predict(component: LengthPredictor, *questions: ForecastQuestion) -> tuple[Forecast, ...]:
+    return decode(await component.predict(encode(ForecastQuestions(questions))), Forecasts).forecasts
 
 
-def sample(piece: LengthPredictor, name: str) -> float | None:
-    return piece.context.registry.get_sample_value(name)
+def sample(component: LengthPredictor, name: str) -> float | None:
+    return component.context.registry.get_sample_value(name)
 
 
 async def test_each_question_gets_its_forecast_and_the_log_what_it_rests_on(tmp_path: Path, artefact: Path) -> None:
-    async with opened(path=str(tmp_path / "log")) as store, predicting(store, artefact) as piece:
-        short, long = await predict(piece, question(1, "Translate:"), question(2, "Explain:"))
+    async with opened(path=str(tmp_path / "log")) as store, predicting(store, artefact) as component:
+        short, long = await predict(component, question(1, "Translate:"), question(2, "Explain:"))
         assert short.mean == pytest.approx(22, abs=4) and long.mean == pytest.approx(202, abs=15)
         assert short.source == long.source == "forest" and short.rank is not None and long.rank is not None
         assert short.rank < long.rank
         await append(store, finished("r1", 25), finished("r2", 190))
-        await until(lambda: not piece._reader._outbox)  # type: ignore[union-attr]
+        await until(lambda: not component._reader._outbox)  # type: ignore[union-attr]
         examples = (await read_examples(store)).examples
         assert {each.finished.request_id: each.forecast.mean for each in examples} == {
             "r1": short.mean,
@@ -99,50 +99,50 @@ async def test_each_question_gets_its_forecast_and_the_log_what_it_rests_on(tmp_
 
 
 async def test_beyond_its_share_of_a_core_nothing_is_looked_at(tmp_path: Path, artefact: Path) -> None:
-    async with opened(path=str(tmp_path / "log")) as store, predicting(store, artefact, cpu_share=1e-9) as piece:
-        assert piece._reader is not None
-        piece._reader._server._budget.spend(Effort.FULL, 10.0)
-        (answer,) = await predict(piece, question(1, "Explain:"))
+    async with opened(path=str(tmp_path / "log")) as store, predicting(store, artefact, cpu_share=1e-9) as component:
+        assert component._reader is not None
+        component._reader._server._budget.spend(Effort.FULL, 10.0)
+        (answer,) = await predict(component, question(1, "Explain:"))
         assert answer.source == "history" and answer.num_samples == 0
-        assert piece.context.registry.get_sample_value("farsight:forecasts_total", {"source": "history"}) == 1
+        assert component.context.registry.get_sample_value("farsight:forecasts_total", {"source": "history"}) == 1
 
 
 async def test_it_learns_on_from_what_it_foresaw_badly_and_others_follow(tmp_path: Path, artefact: Path) -> None:
-    """The answers of one application become five times as long; a later life begins with what was learnt."""
+    """The answers of one application become five times as long; a later life begins with what was learned."""
     path = str(tmp_path / "log")
     async with (
         opened(path=path) as store,
-        predicting(store, artefact, cpu_share=100.0) as piece,
+        predicting(store, artefact, cpu_share=100.0) as component,
         predicting(store, artefact, 1) as other,
     ):
         for i in range(150):
-            await predict(piece, question(i, "Translate:"))
+            await predict(component, question(i, "Translate:"))
             await append(store, finished(f"r{i}", 100 + i % 5))
-        await until(lambda: (sample(piece, "farsight:forecast_version") or 0) >= 2)
+        await until(lambda: (sample(component, "farsight:forecast_version") or 0) >= 2)
         await until(lambda: (sample(other, "farsight:forecast_version") or 0) >= 2)
-        for each in (piece, other):
+        for each in (component, other):
             (again,) = await predict(each, question(1, "Translate:"))
             assert again.mean > 50 and again.version >= 2
         kept = decode(await store.artefacts(b""), ArtefactList).artefacts
         (current,) = (each for each in kept if each.current)  # the newest may have come without its mark yet
         assert current.version >= 2 and current.score is not None and current.num_examples > 120
-    async with opened(path=path) as store, predicting(store, artefact, learn=False) as piece:
-        assert (await predict(piece, question(1, "Translate:")))[0].version >= 2
+    async with opened(path=path) as store, predicting(store, artefact, learn=False) as component:
+        assert (await predict(component, question(1, "Translate:")))[0].version >= 2
 
 
 async def test_a_damaged_version_gives_way_to_the_one_before(tmp_path: Path, artefact: Path) -> None:
     path = tmp_path / "log"
-    async with opened(path=str(path)) as store, predicting(store, artefact) as piece:
-        reader = piece._reader
+    async with opened(path=str(path)) as store, predicting(store, artefact) as component:
+        reader = component._reader
         assert reader is not None
         first = reader._artefact
         for version in (2, 3):
             await reader._shelf.put(replace(first, metadata={**first.metadata, "version": version}), 1.0)
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("UPDATE artefacts SET data = zeroblob(100) WHERE version = 3")
-    async with opened(path=str(path)) as store, predicting(store, artefact) as piece:
-        assert sample(piece, "farsight:forecast_version") == 2
-        assert sample(piece, "farsight:forecast_artefact_errors_total") == 1
+    async with opened(path=str(path)) as store, predicting(store, artefact) as component:
+        assert sample(component, "farsight:forecast_version") == 2
+        assert sample(component, "farsight:forecast_artefact_errors_total") == 1
 
 
 async def test_an_artefact_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ async def test_an_artefact_that_is_not_there_is_named(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"predictor\.artefact.*nowhere.*farsight train"):
             async with predicting(store, tmp_path / "nowhere"):
                 pass
-        plain = LengthPredictor(piece_context("length-predictor-0", {LOG_STORE: store}))
+        plain = LengthPredictor(component_context("length-predictor-0", {LOG_STORE: store}))
         await plain.start()
         with pytest.raises(FarsightError, match=r"no predictor\.artefact"):
             await predict(plain, question(1, "Explain:"))

@@ -14,7 +14,7 @@ import pytest
 
 from actors.log.log_store import LogStore
 from core.errors import FarsightError
-from tests.unit.actors.pieces import (
+from tests.unit.actors.components import (
     append,
     append_forecasts,
     artefact,
@@ -36,11 +36,11 @@ ROOT = Path(__file__).resolve().parents[4]
 APPENDER = """
 import asyncio, sys
 from actors.log.log_store import LogStore
-from tests.unit.actors.pieces import piece_context
+from tests.unit.actors.components import component_context
 from tests.unit.actors.log.test_log_kill import append_one_after_another
 
 async def main():
-    store = LogStore(piece_context("log-store", path=sys.argv[1]))
+    store = LogStore(component_context("log-store", path=sys.argv[1]))
     await store.start()
     await asyncio.gather(*(append_one_after_another(store, name) for name in sys.argv[2].split()))
 

@@ -14,7 +14,7 @@ from actors.runtime.peer import PeerLost
 from core.codec import decode
 from core.errors import FarsightError, MessageError
 from core.messages.log import FinishedRequest, FinishedRequests
-from tests.unit.actors.pieces import LONG_S, finished, until
+from tests.unit.actors.components import LONG_S, finished, until
 
 
 @pytest.fixture(autouse=True)

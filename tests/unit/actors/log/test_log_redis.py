@@ -12,15 +12,15 @@ import redis
 from actors.log.log_redis import PREFIX, REDIS_SCHEMA_VERSION, without_password
 from actors.log.log_store import LogStore
 from core.errors import ConfigError, FarsightError
-from tests.unit.actors.pieces import (
+from tests.unit.actors.components import (
     append,
     append_forecasts,
     append_traces,
+    component_context,
     example_ids,
     finished,
     forecast_record,
     opened,
-    piece_context,
     read_ids,
     trace,
 )
@@ -29,7 +29,7 @@ from tests.unit.actors.redis_server import redis_server
 
 async def refusal(url: str, restarts: int = 0) -> ConfigError:
     """What a store says that cannot start."""
-    store = LogStore(piece_context("log-store", path=url, restarts=restarts))
+    store = LogStore(component_context("log-store", path=url, restarts=restarts))
     with pytest.raises(ConfigError) as caught:
         await store.start()
     await store.stop()
@@ -136,7 +136,7 @@ async def test_at_a_restart_it_waits_for_a_server_that_is_away(tmp_path: Path) -
     with redis_server(tmp_path) as server:
         server.kill()
         assert "may keep the log" in str(await refusal(server.url))
-        store = LogStore(piece_context("log-store", path=server.url, restarts=1))
+        store = LogStore(component_context("log-store", path=server.url, restarts=1))
         await store.start()
         with pytest.raises(FarsightError, match="log-store cannot write"):
             await append(store, finished("a"))

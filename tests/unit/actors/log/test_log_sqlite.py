@@ -17,15 +17,15 @@ from actors.log.log_sqlite import SqliteLog
 from actors.log.log_sqlite_schema import APPLICATION_ID, SQL_SCHEMA_VERSION, VERSION_1
 from actors.log.log_store import FILE_NAME, LogStore
 from core.errors import ConfigError, FarsightError
-from tests.unit.actors.pieces import (
+from tests.unit.actors.components import (
     append,
     append_forecasts,
     artefact,
+    component_context,
     example_ids,
     finished,
     forecast_record,
     opened,
-    piece_context,
     put,
     read,
     read_ids,
@@ -155,7 +155,7 @@ async def test_a_file_that_is_no_log_is_refused_and_left_alone(
     make(Path(path))
     before = contents(path)
     num_threads = threading.active_count()
-    store = LogStore(piece_context("log-store", path=path))
+    store = LogStore(component_context("log-store", path=path))
     with pytest.raises(ConfigError, match=reason) as caught:
         await store.start()
     assert (caught.value.field, caught.value.value) == ("log.path", path)
@@ -237,7 +237,7 @@ async def test_an_upgrade_that_fails_leaves_the_log_as_it_was(path: str, monkeyp
     with monkeypatch.context() as patched:
         patched.setattr("actors.log.log_sqlite.STEPS", steps)
         with pytest.raises(ConfigError, match="already exists"):
-            await LogStore(piece_context("log-store", path=path)).start()
+            await LogStore(component_context("log-store", path=path)).start()
     connection = sqlite3.connect(path)
     assert connection.execute("PRAGMA user_version").fetchone() == (1,)
     assert connection.execute("SELECT COUNT(*) FROM sqlite_schema WHERE name = 'forecasts'").fetchone() == (0,)

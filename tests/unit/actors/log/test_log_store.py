@@ -26,18 +26,18 @@ from core.messages.log import (
     ForecastRecords,
     LogQuery,
 )
-from tests.unit.actors.pieces import (
+from tests.unit.actors.components import (
     append,
     append_forecasts,
     append_traces,
     artefact,
+    component_context,
     example_ids,
     finished,
     finished_batch,
     forecast_record,
     list_artefacts,
     opened,
-    piece_context,
     put,
     read,
     read_artefact,
@@ -185,7 +185,7 @@ async def test_closing_writes_what_was_given_and_then_refuses(path: str) -> None
 
 
 async def test_another_store_may_follow_in_the_same_process(path: str) -> None:
-    context = piece_context("log-store", path=path)
+    context = component_context("log-store", path=path)
     for name in "ab":
         store = LogStore(context)
         await store.start()

@@ -11,9 +11,9 @@ from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
 from actors.runtime.health import HealthServer
-from core.messages.status import PieceStatus
+from core.messages.status import ComponentStatus
 
-ROUTER = PieceStatus("router", "Router", 7, "here", "ready", 2, None, restarts=1, http_port=0)
+ROUTER = ComponentStatus("router", "Router", 7, "here", "ready", 2, None, restarts=1, http_port=0)
 
 
 class _Process:
@@ -38,7 +38,7 @@ async def client(process: _Process) -> AsyncGenerator[httpx.AsyncClient, None]:
     await server.stop()
 
 
-async def test_healthz_shows_every_piece(client: httpx.AsyncClient) -> None:
+async def test_healthz_shows_every_component(client: httpx.AsyncClient) -> None:
     reply = await client.get("/healthz")
     assert reply.status_code == 200
     router = {"name": "router", "kind": "Router", "state": "ready", "queue": 2, "restarts": 1, "pid": 7}
@@ -50,7 +50,7 @@ async def test_healthz_shows_every_piece(client: httpx.AsyncClient) -> None:
     ("state", "status"),
     [("ready", 200), ("draining", 200), ("starting", 503), ("waiting", 503), ("dead", 503), ("lost", 503)],
 )
-async def test_one_piece_decides(client: httpx.AsyncClient, process: _Process, state: str, status: int) -> None:
+async def test_one_component_decides(client: httpx.AsyncClient, process: _Process, state: str, status: int) -> None:
     process.rows[1] = dataclasses.replace(process.rows[1], state=state)
     reply = await client.get("/healthz")
     assert reply.status_code == status

@@ -14,7 +14,7 @@ import uvloop
 from actors.runtime import local_link
 from actors.runtime.local_link import LinkLost, LocalLink, connect, listen
 from core.errors import MessageError
-from tests.unit.actors.pieces import LONG_S
+from tests.unit.actors.components import LONG_S
 
 
 @pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
@@ -30,10 +30,10 @@ class House:
         self.seen: list[bytes] = []
         self.gate = asyncio.Event()
 
-    async def answer(self, piece: str, method: str, data: bytes) -> Any:
+    async def answer(self, component: str, method: str, data: bytes) -> Any:
         self.seen.append(data)
         if method == "refuse":
-            raise MessageError(f"{piece}.field", 3, "something else")
+            raise MessageError(f"{component}.field", 3, "something else")
         if method == "unpicklable":
             raise type("Local", (Exception,), {})("mine")
         if method == "wait":

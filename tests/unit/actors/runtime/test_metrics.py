@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.runtime.metrics import EngineMetrics, PieceRestarts, RefusedMessages, RequestMetrics
+from actors.runtime.metrics import ComponentRestarts, EngineMetrics, RefusedMessages, RequestMetrics
 from core.messages.kv import KVTraffic, KVUsage
 
 ENGINE = {"model_name": "tiny", "engine": "0"}
@@ -162,7 +162,7 @@ def test_farsights_own(registry: CollectorRegistry) -> None:
     RefusedMessages(registry).count("router", "submit", "requests")
     labels = {"piece": "router", "method": "submit", "field": "requests"}
     assert registry.get_sample_value("farsight:refused_messages_total", labels) == 2
-    restarts = PieceRestarts(registry)
+    restarts = ComponentRestarts(registry)
     restarts.set("worker-0", 2)
     assert registry.get_sample_value("farsight:piece_restarts", {"piece": "worker-0"}) == 2
     restarts.remove("worker-0")

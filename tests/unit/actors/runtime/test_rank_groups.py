@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from actors.runtime import rank_groups
-from actors.runtime.layout import wanted_pieces
+from actors.runtime.layout import wanted_components
 from actors.runtime.names import host_of, rank_name, rank_of, worker_name
 from actors.runtime.site import Site
 from core.config.actors import ActorsConfig
 from core.config.engine import EngineConfig
 from core.config.load import FarsightConfig
 from core.config.model import ModelConfig
-from core.messages.status import PieceCounts
+from core.messages.status import ComponentCounts
 
 
 class Groups:
@@ -92,8 +92,10 @@ def test_each_rank_has_a_gpu_where_it_computes_on_one() -> None:
 
 
 def test_ranks_have_names_and_hosts_of_their_own() -> None:
-    pieces = wanted_pieces(PieceCounts(2, 1, 1, 0), 2)
-    ranks = {piece: rank_of(piece) for piece in pieces if rank_of(piece) is not None}
+    components = wanted_components(ComponentCounts(2, 1, 1, 0), 2)
+    ranks = {component: rank_of(component) for component in components if rank_of(component) is not None}
     assert ranks == {"worker-0": ("0", 0), "rank-0.1": ("0", 1), "worker-1": ("1", 0), "rank-1.1": ("1", 1)}
     assert all(host_of(name, "fused") == name for name in ranks)
-    assert not [piece for piece in wanted_pieces(PieceCounts(2, 1, 1, 0), 1) if piece.startswith("rank")]
+    assert not [
+        component for component in wanted_components(ComponentCounts(2, 1, 1, 0), 1) if component.startswith("rank")
+    ]

@@ -21,9 +21,9 @@ class Link:
         self.open = True
         self.taken: list[bytes] = []
 
-    async def call(self, piece: str, method: str, data: bytes) -> bytes:
+    async def call(self, component: str, method: str, data: bytes) -> bytes:
         if not self.open:
-            raise LinkLost(piece)
+            raise LinkLost(component)
         self.taken.append(data)
         return data
 
@@ -93,8 +93,8 @@ async def test_a_call_under_way_ends_with_the_link(links: list[Link]) -> None:
     actor = Actor("here")
     await actor.send("piece", "method", b"1")
 
-    async def break_off(piece: str, method: str, data: bytes) -> bytes:
-        raise LinkLost(piece)
+    async def break_off(component: str, method: str, data: bytes) -> bytes:
+        raise LinkLost(component)
 
     links[0].call = break_off  # type: ignore[method-assign]
     with pytest.raises(PeerLost):

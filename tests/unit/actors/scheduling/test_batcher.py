@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from actors.learning.serving_time_estimator import ServingTimeEstimator
 from actors.log.log_store import LogStore
-from actors.runtime.piece import PieceContext
+from actors.runtime.component import ComponentContext
 from actors.runtime.site import Site
 from actors.scheduling.batch_times import KIND
 from actors.scheduling.batcher import Batcher
@@ -27,13 +27,13 @@ from core.messages.fleet import ReplicaNews, ReplicaState
 from core.messages.log import Artefact, ArtefactName, ArtefactReply, BatchPage, FinishedBatch, LogQuery
 from core.messages.plans import FinishedSequence, WorkerReady
 from core.messages.requests import Refusals, Submit
-from core.messages.status import PieceCounts
+from core.messages.status import ComponentCounts
 from core.messages.step_times import StepSample, StepSamples
 from core.request import Request, SamplingParams, SequenceStatus
 from estimator.knn import MIN_BATCHES, BatchTimes, ServedBatch
 from policies.compose import PRIOR_COST
 from policies.presets import PRESETS
-from tests.unit.actors.pieces import LONG_S, opened
+from tests.unit.actors.components import LONG_S, opened
 
 READY = WorkerReady("w1", 1000, 16, 4000, False, 100)
 
@@ -60,7 +60,7 @@ class FakePredictor:
 
 class FakeSupervisor:
     async def answer(self, method: str, data: bytes) -> bytes:
-        return encode(PieceCounts(1, 1, 1, 0))
+        return encode(ComponentCounts(1, 1, 1, 0))
 
 
 @dataclasses.dataclass
@@ -98,8 +98,8 @@ async def shop(preset: str, log_store: Any, **batch: Any) -> AsyncIterator[Shop]
     local: dict[str, Any] = {"scheduler-0": scheduler, "length-predictor-0": FakePredictor(), "log-store": log_store}
     local["supervisor"] = FakeSupervisor()
     name = "serving-time-estimator-0"
-    estimator = local[name] = ServingTimeEstimator(PieceContext(name, site, 0, site.peers(), registry))
-    batcher = Batcher(PieceContext("router", site, 0, site.peers(local), registry))
+    estimator = local[name] = ServingTimeEstimator(ComponentContext(name, site, 0, site.peers(), registry))
+    batcher = Batcher(ComponentContext("router", site, 0, site.peers(local), registry))
     await batcher.start()
     try:
         yield Shop(batcher, scheduler, estimator, registry)

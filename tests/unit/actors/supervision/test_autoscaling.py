@@ -8,7 +8,7 @@ import itertools
 from actors.supervision.autoscaling import FULL_FOR_S, FULL_QUEUE, IDLE_FOR_S, LATE_FOR_S, QueueScaler, ReplicaScaler
 from core.config.model import ModelConfig
 from core.costs import StepCost
-from core.queue_outlook import Demand, QueueOutlook
+from core.load_snapshot import Demand, LoadSnapshot
 
 FULL = [FULL_QUEUE]
 
@@ -46,10 +46,10 @@ def test_one_fewer_after_a_long_idle_time_and_never_below_the_least() -> None:
 BOUNDS = ModelConfig(min_replicas=1, max_replicas=6, target_queue_delay_s=1.0, scale_down_after_s=60.0)
 
 
-def seen(num_requests: int, num_replicas: int) -> QueueOutlook:
+def seen(num_requests: int, num_replicas: int) -> LoadSnapshot:
     """A replica runs four at once; one of them ends each 125 ms."""
     demand = Demand(num_requests, 0, num_replicas, 100.0 * num_requests, 0.0, 50.0 * num_requests)
-    return QueueOutlook(demand, num_replicas, 4, 10_000, joins=True, cost=StepCost(0.010, 0.0, 0.0, 0.0))
+    return LoadSnapshot(demand, num_replicas, 4, 10_000, joins=True, cost=StepCost(0.010, 0.0, 0.0, 0.0))
 
 
 def test_as_many_replicas_at_once_as_the_delay_asks_for() -> None:

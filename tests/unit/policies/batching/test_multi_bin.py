@@ -14,7 +14,7 @@ from core.errors import IntegrityError, InvalidValueError
 from policies.batching.base import FormedBatch
 from policies.batching.multi_bin import (
     MIN_LENGTHS,
-    LearntBins,
+    LearnedBins,
     MultiBinBatcher,
     equal_mass_edges,
     exponential_edges,
@@ -274,7 +274,7 @@ def test_bad_edges() -> None:
 
 
 def test_bins_are_learnt_from_the_lengths_foreseen() -> None:
-    batcher = LearntBins(2, 3)
+    batcher = LearnedBins(2, 3)
     assert batcher.bin_of(1) == batcher.bin_of(1000) == 0, "one bin until enough is known"
     lengths = [10, 90] * (MIN_LENGTHS // 2)
     add(batcher, lengths[:-1])
@@ -300,4 +300,4 @@ def test_jobs_that_wait_move_to_their_new_bins_and_fill_them_in_order_of_arrival
 
 @pytest.mark.parametrize("seed", range(5))
 def test_learnt_bins_lose_nothing(seed: int) -> None:
-    exercise(LearntBins(3, 4, max_wait_s=5.0), seed, steps=400)
+    exercise(LearnedBins(3, 4, max_wait_s=5.0), seed, steps=400)

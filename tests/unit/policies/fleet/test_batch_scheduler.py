@@ -22,7 +22,7 @@ from policies.fleet.events import (
     BatchEnded,
     GlobalEvent,
     GlobalInstruction,
-    HistoryLearnt,
+    HistoryLearned,
     IngressAnnounced,
     IngressLost,
     KeysUnknown,
@@ -177,7 +177,7 @@ def test_a_request_that_brings_its_forecast_or_comes_back_does_not_wait() -> Non
 
 def test_without_a_forecast_the_lengths_of_the_past_count() -> None:
     house = House("magnus", replicas="")
-    house.tell(HistoryLearnt(forecast(3.2)))
+    house.tell(HistoryLearned(forecast(3.2)))
     house.arrive(request("r1", out=100))
     house.tell(ReplicaUp("a", ready()))
     (ended,) = house.end(("r1", 0))

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from core.costs import A100_7B, StepCost
 from core.forecast import QUANTILES, Forecast
-from core.messages.cache import CacheNotice, StartedRequest
+from core.messages.cache import KVCacheEvent, StartedRequest
 from core.messages.forecasts import ForecastMade
 from core.messages.plans import FinishedSequence
 from core.request import Request, SequenceStatus
 from policies.fleet.events import (
     AskCache,
-    CacheNoticed,
+    KVCacheChanged,
     PlaceRequests,
     ReplicaAway,
     ReplicaDraining,
@@ -57,7 +57,7 @@ class Listener(Placement):
     def foreseen(self, request_id: str, forecast: Forecast, now: float) -> None:
         self.heard.append(("foreseen", request_id, forecast.mean, now))
 
-    def noticed(self, replica: str, notice: CacheNotice) -> None:
+    def noticed(self, replica: str, notice: KVCacheEvent) -> None:
         self.heard.append(("noticed", replica, notice.seq))
 
     def priced(self, replica: str, cost: StepCost) -> None:
@@ -135,8 +135,8 @@ def test_placement_hears_of_starts_of_current_attempts() -> None:
     assert placement.heard == [("started", "r", 8, 0.5, 3.0)]
 
 
-def noticed(*seqs: int, whole: int = 0, incarnation: str = "w1", replica: str = "a") -> CacheNoticed:
-    return CacheNoticed(replica, incarnation, tuple(CacheNotice(seq, seq == whole) for seq in seqs))
+def noticed(*seqs: int, whole: int = 0, incarnation: str = "w1", replica: str = "a") -> KVCacheChanged:
+    return KVCacheChanged(replica, incarnation, tuple(KVCacheEvent(seq, seq == whole) for seq in seqs))
 
 
 def test_a_new_life_is_asked_what_it_caches_where_placement_looks_at_that() -> None:

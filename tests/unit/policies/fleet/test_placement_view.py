@@ -5,7 +5,7 @@ from __future__ import annotations
 from core.messages.plans import WorkerReady
 from core.request import Request, SamplingParams
 from policies.fleet.events import ReplicaAway, ReplicaUp
-from policies.fleet.placement_stats import NUM_RECENT, PlacementNotes
+from policies.fleet.placement_stats import NUM_RECENT, PlacementStats
 from policies.fleet.scheduler import GlobalScheduler
 from policies.placement.base import Choice, ReplicaLoad
 from policies.placement.e2 import E2Config, E2Router
@@ -55,7 +55,7 @@ def test_a_replica_is_shown_with_what_placement_knows() -> None:
 
 
 def test_notes_count_all_and_keep_the_last() -> None:
-    notes = PlacementNotes()
+    notes = PlacementStats()
     request = Request("r", 0, "i", (1, 2, 3), SamplingParams(1))
     for number in range(NUM_RECENT + 5):
         notes.add(request, Choice(str(number), "even" if number % 2 == 0 else "odd"), float(number))

@@ -7,17 +7,17 @@ import dataclasses
 import pytest
 
 from core.costs import StepCost
-from core.queue_outlook import Demand, QueueOutlook
+from core.load_snapshot import Demand, LoadSnapshot
 from policies.fleet.queue_delay import queue_delay_s
 
 COST = StepCost(base_s=0.010, prefill_token_s=0.0, decode_seq_s=0.0, context_token_s=0.0)
 """Only steps cost something, so every figure can be worked out by hand."""
 
 
-def outlook(num_requests: int, *, joins: bool = True, **change: object) -> QueueOutlook:
+def outlook(num_requests: int, *, joins: bool = True, **change: object) -> LoadSnapshot:
     """Requests of 100 known and 50 foreseen tokens in flight; a replica runs 4 of them at once."""
     demand = Demand(num_requests, 0, 0, 100.0 * num_requests, 0.0, 50.0 * num_requests)
-    seen = QueueOutlook(demand, num_replicas=1, max_num_seqs=4, kv_tokens=10_000, joins=joins, cost=COST)
+    seen = LoadSnapshot(demand, num_replicas=1, max_num_seqs=4, kv_tokens=10_000, joins=joins, cost=COST)
     in_demand = {name: value for name, value in change.items() if hasattr(demand, name)}
     of_fleet = {name: value for name, value in change.items() if name not in in_demand}
     return dataclasses.replace(seen, demand=dataclasses.replace(demand, **in_demand), **of_fleet)  # type: ignore[arg-type]

@@ -9,10 +9,10 @@ import pytest
 
 from core.costs import StepCost
 from core.errors import ConfigError
+from core.load_snapshot import Demand
 from core.messages.forecasts import ForecastMade
 from core.messages.plans import WorkerReady
 from core.messages.requests import Placed
-from core.queue_outlook import Demand
 from core.request import Request, SamplingParams
 from kvcache.prefix import hash_blocks
 from policies.compose import build_router

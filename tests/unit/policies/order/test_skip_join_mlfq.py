@@ -130,7 +130,7 @@ def test_kv_on_the_host_is_uploaded_not_computed() -> None:
     assert unit_mlfq().next_iteration_s(job) == 1
 
 
-def test_a_prefill_in_pieces_goes_on_before_others_and_sinks_only_at_its_end() -> None:
+def test_a_prefill_in_components_goes_on_before_others_and_sinks_only_at_its_end() -> None:
     order = unit_mlfq()
     long, short = Job("long", 0.0, 8, 9), Job("short", 0.0, 1, 9)
     order.add(long, 0.0)

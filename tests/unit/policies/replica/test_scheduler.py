@@ -9,14 +9,14 @@ import pytest
 
 from core.costs import StepCost
 from core.forecast import QUANTILES, Forecast
-from core.messages.cache import CachedRun, CacheNotice, StartedRequest
+from core.messages.cache import CachedRun, KVCacheEvent, StartedRequest
 from core.messages.forecasts import ForecastMade
 from core.messages.plans import FinishedSequence, Plan, SlotProgress, StepReport, WorkerReady, WorkerState
 from core.request import Request, SamplingParams, SequenceStatus
 from policies.compose import PolicySettings, build_scheduler
 from policies.replica.events import (
     CacheTold,
-    CostLearnt,
+    CostLearned,
     Event,
     ForecastsArrived,
     Instruction,
@@ -518,7 +518,7 @@ def test_a_grant_is_renewed(lead_s: float, first_grant: int, renewed_after: int)
     """Two want one place; a token takes 0.1 s, and the first quantum that holds one is 0.16 s."""
     worker = state(ready=dataclasses.replace(READY, num_blocks=100, max_model_len=400))
     h = Harness(max_num_seqs=1, worker=worker, preset="fastserve-recompute", grant_lead_s=lead_s)
-    h.handle(CostLearnt(StepCost(0.1, 0.0, 0.0, 0.0)))
+    h.handle(CostLearned(StepCost(0.1, 0.0, 0.0, 0.0)))
     h.arrive(request("a", out=60), request("b", out=60))
     (slot,) = [slot for slot in h.plans[-1].slots if slot.request_id == "a"]
     assert slot.length_to == first_grant
@@ -532,7 +532,7 @@ def test_a_grant_is_renewed(lead_s: float, first_grant: int, renewed_after: int)
 
 def test_a_profile_that_prices_context_alone_prices_an_empty_batch() -> None:
     h = Harness(grant_lead_s=0.1)
-    h.handle(CostLearnt(StepCost(0.0, 0.0, 0.0, 1e-5)))
+    h.handle(CostLearned(StepCost(0.0, 0.0, 0.0, 1e-5)))
     h.arrive(request("a"))
     assert h.admitted == ["a"]
 
@@ -555,7 +555,7 @@ def test_a_start_is_told_once_with_what_was_found_and_how_long_it_waited() -> No
 def test_who_starts_and_ends_between_two_reports_is_told_of_in_this_order() -> None:
     h = Harness()
     h.arrive(request("a", 8, 2))
-    notice = CacheNotice(1, True, (CachedRun(0, (5, 6)),))
+    notice = KVCacheEvent(1, True, (CachedRun(0, (5, 6)),))
     end = FinishedSequence("a", 0, SequenceStatus.FINISHED_LENGTH, 2, 4, 1.0)
     cache, start, ended = told(h, StepReport("w", LEASE, 2, 1, 7, 0, (), (end,), (), cache=(notice,)))
     assert (cache, start) == (CacheTold(notice), RequestStarted(StartedRequest("a", 0, 4, queue_s=7.0)))
@@ -568,8 +568,11 @@ def test_what_waiting_requests_would_find_follows_the_cache() -> None:
     full = replace(request("full", 8, 4), prefix_hashes=(5, 6))
     h.arrive(request("first", 4, 4), late, full)
     jobs = {name: h.scheduler._shadow.tracked[name].job for name in ("late", "full")}
-    steps = [(CacheNotice(1, True, (CachedRun(0, (5,)),)), 4, 4), (CacheNotice(2, False, (CachedRun(5, (6,)),)), 8, 4)]
-    steps += [(CacheNotice(3, False, (), (6,)), 4, 4), (CacheNotice(5, False, (CachedRun(5, (6,)),)), 4, 4)]
+    steps = [
+        (KVCacheEvent(1, True, (CachedRun(0, (5,)),)), 4, 4),
+        (KVCacheEvent(2, False, (CachedRun(5, (6,)),)), 8, 4),
+    ]
+    steps += [(KVCacheEvent(3, False, (), (6,)), 4, 4), (KVCacheEvent(5, False, (CachedRun(5, (6,)),)), 4, 4)]
     for seq, (notice, late_len, full_len) in enumerate(steps, 2):
         h.handle(WorkerReported(StepReport("w", LEASE, seq, 1, 7, 0, (), (), (), cache=(notice,))))
         assert (jobs["late"].cached_len, jobs["full"].cached_len) == (late_len, full_len)

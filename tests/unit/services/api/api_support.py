@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from core.messages.kv import KVTraffic, KVUsage
 from core.messages.log import ArtefactInfo, RequestTrace
 from core.messages.placement import PlacementView
-from core.messages.status import PieceCounts, PieceStatus, StatusReply
+from core.messages.status import ComponentCounts, ComponentStatus, StatusReply
 from core.messages.tokens import TokenDelta
 from core.request import Origin, SamplingParams
 from services.api.backend import ModelInfo
@@ -40,7 +40,7 @@ def delta(
 HELLO: tuple[Step, ...] = (delta("Hel"), delta(), delta("lo"), delta("!", "stop"))
 
 
-WORKER = PieceStatus("worker-0", "ModelWorker", 7, "here", "ready", 2, 0.5, restarts=1, http_port=4321)
+WORKER = ComponentStatus("worker-0", "ModelWorker", 7, "here", "ready", 2, 0.5, restarts=1, http_port=4321)
 LEARNT = ArtefactInfo("length-predictor words", 3, 1.7e9, 12.5, 4000, "a note", 900, current=True)
 KV_USAGE = KVUsage(
     8, 5, 2, 0, num_host_blocks=6, free_host_blocks=4, flying_blocks=1, traffic=KVTraffic(3, 2, 3072, 2048, 1, 9)
@@ -49,7 +49,7 @@ METRICS = "# HELP vllm:num_requests_running Running.\n# TYPE vllm:num_requests_r
 
 
 class ScriptedBackend:
-    """Plays a script for each stream and counts what becomes of them; ``pieces`` is what ``/status`` shows."""
+    """Plays a script for each stream and counts what becomes of them; ``components`` is what ``/status`` shows."""
 
     def __init__(self, script: Callable[[tuple[int, ...]], Iterable[Step]] | Iterable[Step] = HELLO) -> None:
         self.model = ModelInfo(MODEL, 1_700_000_000, MAX_MODEL_LEN, False, VOCAB_SIZE)
@@ -62,7 +62,7 @@ class ScriptedBackend:
         self.traces: list[RequestTrace] = []
         self.scaled: list[tuple[str, int]] = []
         self.scale_error: Exception | None = None
-        self.pieces: tuple[PieceStatus, ...] = (WORKER,)
+        self.components: tuple[ComponentStatus, ...] = (WORKER,)
         self.artefacts = (LEARNT,)
         self.placements: PlacementView | Exception = PlacementView("round-robin")
         self.num_opened = 0
@@ -98,7 +98,7 @@ class ScriptedBackend:
             self.num_closed += 1
 
     async def status(self) -> StatusReply:
-        return StatusReply(self.pieces, KV_USAGE, self.artefacts, queue_delay_s=1.25)
+        return StatusReply(self.components, KV_USAGE, self.artefacts, queue_delay_s=1.25)
 
     async def metrics(self) -> str:
         return METRICS
@@ -111,11 +111,11 @@ class ScriptedBackend:
     async def explain(self, response_id: str) -> tuple[RequestTrace, ...]:
         return tuple(trace for trace in self.traces if trace.trace_id.startswith(f"{response_id}/"))
 
-    async def scale(self, kind: str, count: int) -> PieceCounts:
+    async def scale(self, kind: str, count: int) -> ComponentCounts:
         if self.scale_error is not None:
             raise self.scale_error
         self.scaled.append((kind, count))
-        return PieceCounts(count, 1, 1, 0)
+        return ComponentCounts(count, 1, 1, 0)
 
     async def healthy(self) -> bool:
         return self.is_healthy

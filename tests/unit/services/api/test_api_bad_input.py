@@ -269,13 +269,13 @@ async def test_declared_length_over_the_limit(client: httpx.AsyncClient) -> None
 async def test_received_bytes_over_the_limit(client: httpx.AsyncClient) -> None:
     num_read = 0
 
-    async def pieces() -> Any:
+    async def components() -> Any:
         nonlocal num_read
         for _ in range(1000):
             num_read += 1
             yield b"x" * 1000
 
-    response = await client.post("/v1/completions", content=pieces(), headers=JSON)
+    response = await client.post("/v1/completions", content=components(), headers=JSON)
     _check_error(response, 413, None, "more than 100000 bytes")
     assert num_read < 600
 

@@ -25,7 +25,7 @@ from policies.presets import PRESETS
 from policies.replica.events import RequestEnded, RequestsAborted, RequestsArrived, WorkerLost, WorkerReported
 from services.commands.conformance import main
 from services.ingress.engine_client import EngineClient
-from tests.unit.actors.pieces import LONG_S, until
+from tests.unit.actors.components import LONG_S, until
 from tests.unit.services.local_house import LocalHouse, local_house
 
 CONTINUOUS = [name for name, preset in PRESETS.items() if preset.mode == "continuous"]

@@ -18,7 +18,7 @@ from services.cli import app
 from services.commands.logged_traffic import read_traffic
 from simulator.experiment import Experiment, make_arrivals
 from simulator.run import run
-from tests.unit.actors.pieces import append, append_forecasts, finished, forecast_record, opened
+from tests.unit.actors.components import append, append_forecasts, finished, forecast_record, opened
 from tests.unit.actors.redis_server import RedisServer, redis_server
 
 RECEIVED_AT = 1.7e9

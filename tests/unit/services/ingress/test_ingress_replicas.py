@@ -1,4 +1,5 @@
-"""Several ingress replicas at work against one Router: real pieces, real messages, prompts hashed where they come."""
+"""Several ingress replicas at work against one Router: real components, real messages, prompts hashed where they
+come."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from core.decisions import unpack_decisions
 from core.messages.tokens import TokenDelta
 from core.request import Origin, SamplingParams
 from services.ingress.engine_client import EngineClient
-from tests.unit.actors.pieces import LONG_S, until
+from tests.unit.actors.components import LONG_S, until
 from tests.unit.services.local_house import LocalHouse, local_house
 
 NUM_REPLICAS = 3

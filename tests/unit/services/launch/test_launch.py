@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from actors.runtime.hosts import num_gpus
-from actors.runtime.layout import by_host, wanted_pieces
+from actors.runtime.layout import by_host, wanted_components
 from core.config.actors import ActorsConfig
 from core.config.engine import EngineConfig
 from core.config.load import FarsightConfig
 from core.config.log import LogConfig
 from core.config.model import ModelConfig
 from core.errors import ConfigError
-from core.messages.status import PieceCounts
+from core.messages.status import ComponentCounts
 from services.launch.launch import ServedModel, check_gpus, find_model, find_site, resolve_placement
 
 
@@ -56,9 +56,9 @@ def test_models_that_compute_do_not_share_a_process() -> None:
 
 
 def test_sixteen_workers_share_a_process() -> None:
-    hosts = by_host(wanted_pieces(PieceCounts(33, 1, 1, 0)), "packed")
-    workers = {host: pieces for host, pieces in hosts.items() if host.startswith("workers-")}
-    assert [len(pieces) for pieces in workers.values()] == [16, 16, 1]
+    hosts = by_host(wanted_components(ComponentCounts(33, 1, 1, 0)), "packed")
+    workers = {host: components for host, components in hosts.items() if host.startswith("workers-")}
+    assert [len(components) for components in workers.values()] == [16, 16, 1]
     assert set(hosts) == {"control", "length-predictor-0", *workers}
 
 

@@ -30,7 +30,7 @@ COUNTS_S = 5.0
 logger = logging.getLogger(__name__)
 
 
-class Forecaster:
+class PredictorClient:
     """Gives answers to ``answered`` as they come; a question that gets none is forgotten.
 
     Args:

@@ -28,7 +28,7 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class QueueOutlook:
+class LoadSnapshot:
     """Router ->: the demand, and what serves it.
 
     Attributes:

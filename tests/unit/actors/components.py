@@ -1,4 +1,4 @@
-"""Pieces without Ray: all in one process, with peers that are plain objects."""
+"""Components without Ray: all in one process, with peers that are plain objects."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from actors.log.log_store import LogStore
-from actors.runtime.piece import PieceContext
+from actors.runtime.component import ComponentContext
 from actors.runtime.site import Site
 from core.codec import decode, encode
 from core.config.load import FarsightConfig
@@ -39,17 +39,19 @@ LONG_S = 120.0
 """Only so that nothing hangs for ever: the limit of pytest says less."""
 
 
-def piece_context(name: str, local: dict[str, Any] | None = None, *, restarts: int = 0, **log: Any) -> PieceContext:
-    """For the piece ``name``; ``log`` are settings of the log."""
+def component_context(
+    name: str, local: dict[str, Any] | None = None, *, restarts: int = 0, **log: Any
+) -> ComponentContext:
+    """For the component ``name``; ``log`` are settings of the log."""
     config = FarsightConfig(log=LogConfig(**log))
     site = Site(config, "", "fused")
-    return PieceContext(name, site, restarts, site.peers(local), CollectorRegistry())
+    return ComponentContext(name, site, restarts, site.peers(local), CollectorRegistry())
 
 
 @asynccontextmanager
 async def opened(**log: Any) -> AsyncIterator[LogStore]:
     """A log store that has started; ``log`` are its settings."""
-    store = LogStore(piece_context("log-store", **log))
+    store = LogStore(component_context("log-store", **log))
     await store.start()
     try:
         yield store

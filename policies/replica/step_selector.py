@@ -9,12 +9,12 @@ from core.errors import IntegrityError
 from core.request import Residency
 from policies.interfaces import KvMoves, ReplicaPolicies
 from policies.job import Job
-from policies.replica.mirror import ReplicaShadow
+from policies.replica.mirror import WorkerMirror
 from policies.replica.selection import Selection, Selector
-from policies.replica.trace import ReplicaNotes
+from policies.replica.trace import ReplicaTrace
 
 
-class ReplicaTurns:
+class StepSelector:
     """Asks the parts at each scheduling point, and books what follows from their answers.
 
     Args:
@@ -26,9 +26,7 @@ class ReplicaTurns:
         num_preemptions: Ordered so far, of all requests.
     """
 
-    def __init__(
-        self, policies: ReplicaPolicies, max_num_seqs: int, shadow: ReplicaShadow, notes: ReplicaNotes
-    ) -> None:
+    def __init__(self, policies: ReplicaPolicies, max_num_seqs: int, shadow: WorkerMirror, notes: ReplicaTrace) -> None:
         self.order, self.admission, self.kv = policies.order, policies.admission, policies.kv
         self.running: list[Job] = []
         self.num_preemptions = 0

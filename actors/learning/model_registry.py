@@ -17,7 +17,7 @@ from predictor.retraining import feature_set
 logger = logging.getLogger(__name__)
 
 
-class ArtefactShelf:
+class ModelRegistry:
     """The versions that read requests as the first one does; others would not understand their features.
 
     Args:
@@ -67,7 +67,7 @@ class ArtefactShelf:
         """
         version = int(artefact.metadata["version"])
         num_examples = int(artefact.metadata["num_examples"])
-        note = "learnt while serving; the score is the mean pinball loss in tokens"
+        note = "learned while serving; the score is the mean pinball loss in tokens"
         entry = log_messages.Artefact(self._kind, version, time.time(), score, num_examples, note, artefact.to_bytes())
         await self._log_store.call("put_artefact", encode(entry))
         await self._log_store.call("set_current", encode(log_messages.ArtefactName(self._kind, version)))

@@ -1,4 +1,4 @@
-"""What every logical piece is: a plain object with a name, messages in, a state that can be looked at."""
+"""What every logical component is: a plain object with a name, messages in, a state that can be looked at."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from core.errors import MessageError
 
 
 @dataclass(frozen=True, slots=True)
-class PieceContext:
-    """What a piece is given.
+class ComponentContext:
+    """What a component is given.
 
     Attributes:
         name: Such as ``scheduler-0``.
         restarts: How often the supervisor has started it again.
-        peers: Finds the other pieces, in this process or elsewhere.
+        peers: Finds the other components, in this process or elsewhere.
         registry: Where its metrics go; served by its process under /metrics.
-        count_refused: Called with (piece, method, field) for every message that is refused.
+        count_refused: Called with (component, method, field) for every message that is refused.
     """
 
     name: str
@@ -32,7 +32,7 @@ class PieceContext:
     restarts: int
     peers: PeerBook
     registry: CollectorRegistry
-    count_refused: Callable[[str, str, str], None] = lambda piece, method, field: None
+    count_refused: Callable[[str, str, str], None] = lambda component, method, field: None
 
     @property
     def config(self) -> FarsightConfig:
@@ -44,12 +44,12 @@ class PieceContext:
         return self.name.rpartition("-")[2]
 
 
-class Piece:
-    """A piece answers messages: its public ``async`` methods that take and return msgpack ``bytes``."""
+class Component:
+    """A component answers messages: its public ``async`` methods that take and return msgpack ``bytes``."""
 
     kind: ClassVar[str]
 
-    def __init__(self, context: PieceContext) -> None:
+    def __init__(self, context: ComponentContext) -> None:
         self.context = context
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks: list[asyncio.Task[None]] = []
@@ -65,9 +65,9 @@ class Piece:
             MessageError: there is no such method, or it does not understand the message.
         """
         target = None if method.startswith("_") else getattr(type(self), method, None)
-        if not asyncio.iscoroutinefunction(target) or hasattr(Piece, method):
+        if not asyncio.iscoroutinefunction(target) or hasattr(Component, method):
             self.context.count_refused(self.name, "unknown", "method")
-            raise MessageError(f"{self.kind}.method", method, "a message that this piece answers")
+            raise MessageError(f"{self.kind}.method", method, "a message that this component answers")
         try:
             return await target(self, data)
         except MessageError as error:
@@ -84,7 +84,7 @@ class Piece:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs something as long as the piece lives; if it ends by itself, the piece has failed."""
+        """Runs something as long as the component lives; if it ends by itself, the component has failed."""
         task = asyncio.create_task(work)
         task.add_done_callback(self._task_ended)
         self._tasks.append(task)
@@ -96,7 +96,7 @@ class Piece:
 
     @property
     def state(self) -> str:
-        """As in ``PieceStatus.state``."""
+        """As in ``ComponentStatus.state``."""
         return "ready"
 
     @property
@@ -111,7 +111,7 @@ class Piece:
 
     @property
     def url(self) -> str:
-        """As in ``PieceStatus.url``, and so ``breaker``."""
+        """As in ``ComponentStatus.url``, and so ``breaker``."""
         return ""
 
     @property
