@@ -6,12 +6,13 @@ import difflib
 from dataclasses import dataclass
 from typing import Literal
 
-from core.errors import ConfigError
+from core.errors import ConfigError, InvalidValueError
+from policies.parts import load_parts
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """One row of the table: which policy fills each part, by the names of ``policies.compose``.
+    """One row of the table: which registered part (``policies.parts``) fills each place.
 
     Attributes:
         mode: ``continuous``: each replica has a scheduler, requests join and leave at every step. ``batch``: idle
@@ -56,6 +57,17 @@ PRESETS: dict[str, Preset] = {
 }
 
 
+def register_preset(preset: Preset) -> None:
+    """Adds a row; what a package outside this repository calls beside registering its parts.
+
+    Raises:
+        InvalidValueError: The name is taken.
+    """
+    if preset.name in PRESETS:
+        raise InvalidValueError("scheduler.preset", preset.name, "a name that no other preset has")
+    PRESETS[preset.name] = preset
+
+
 def max_running(preset: str, max_num_seqs: int, batch_size: int = 0) -> int:
     """Requests that one replica runs at once at most.
 
@@ -77,6 +89,7 @@ def find_preset(name: str) -> Preset:
     Raises:
         ConfigError: there is none; names the nearest.
     """
+    load_parts()
     if name in PRESETS:
         return PRESETS[name]
     nearest = difflib.get_close_matches(name, PRESETS, n=1)

@@ -9,9 +9,10 @@ from functools import partial
 
 from core.errors import IntegrityError, InvalidValueError
 from policies.batching.multi_bin import sample_edges
-from policies.compose import BatchSettings, PolicySettings, build_batcher, build_router, build_scheduler
+from policies.compose import build_batcher, build_router, build_scheduler, is_steady
 from policies.presets import find_preset
 from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
+from policies.settings import BatchSettings, PolicySettings
 from simulator.cluster.batch_fleet import BatchFleet, StaticExecution
 from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.latency import LatencyModel
@@ -87,8 +88,7 @@ def _replica_shape(experiment: Experiment, arrivals: Workload) -> ReplicaShape:
         num_host_blocks=experiment.host_kv_tokens // experiment.block_size,
         max_num_seqs=experiment.max_num_seqs,
         max_batch_tokens=experiment.max_batch_tokens,
-        # FCFS behind a watermark changes its mind only when something ends; others may with every step.
-        look_every=0 if (preset.order, preset.admission) == ("fcfs", "watermark") else 1,
+        look_every=0 if is_steady(preset) else 1,
         shares_prefixes=any(arrival.prefix for arrival in arrivals),
     )
 

@@ -17,8 +17,8 @@ from core.messages.log import Artefact, ArtefactList, ArtefactName, ArtefactRepl
 from core.messages.step_times import StepProfileReply
 from estimator.knn import MIN_BATCHES, BatchTimes, ServedBatch
 from estimator.step_profile import MIN_SAMPLES
-from policies.compose import PRIOR_COST
 from policies.fleet.events import BatchEnded
+from policies.settings import PRIOR_COST
 
 KIND = "batch-times"
 """Of the artefact."""

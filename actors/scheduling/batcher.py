@@ -19,7 +19,7 @@ from core.forecast import Forecast
 from core.messages.fleet import ReplicaState
 from core.messages.forecasts import ForecastsMade
 from core.messages.log import FinishedBatch, FinishedBatches
-from policies.compose import BatchSettings, build_batch_scheduler
+from policies.compose import build_batch_scheduler
 from policies.fleet.batch_scheduler import BatchScheduler
 from policies.fleet.events import (
     BatchEnded,
@@ -32,6 +32,7 @@ from policies.fleet.events import (
     TimePassed,
 )
 from policies.replica.events import ForecastsArrived
+from policies.settings import BatchSettings
 
 FORECAST_WAIT_S = 0.05
 """A request waits so long for its forecast before it is put into a batch."""

@@ -37,7 +37,7 @@ from core.messages.requests import (
 )
 from core.messages.status import ComponentRows, ComponentStatus
 from core.request import Request
-from policies.compose import PolicySettings, build_router, configured_e2, follows_prefixes, is_batch_mode, placement_of
+from policies.compose import build_router, configured_e2, follows_prefixes, is_batch_mode, placement_of
 from policies.fleet.events import (
     AbortOnReplica,
     AskCache,
@@ -64,6 +64,7 @@ from policies.fleet.queue_delay import queue_delay_s
 from policies.fleet.scheduler import GlobalScheduler
 from policies.presets import max_running
 from policies.replica.events import ForecastsArrived, RefuseRequest, RequestsAborted, RequestsArrived
+from policies.settings import PolicySettings
 
 TICK_S = 1.0
 """How often the forecast is read and silent ingress replicas are looked for."""

@@ -9,7 +9,8 @@ import numpy as np
 from benchmarks.decisions.row import Row, median_s
 from core.costs import StepCost
 from policies.job import Job
-from policies.order.skip_join_mlfq import MlfqRules, SkipJoinMlfq
+from policies.order.skip_join_mlfq import SkipJoinMlfq
+from policies.settings import MlfqRules
 
 NUM_JOBS = 10_000
 BATCH = 256

@@ -15,10 +15,10 @@ from core.config.scheduling import PlacementConfig, SchedulerConfig
 from estimator.device_profile import DeviceProfile
 from policies.compose import build_router, build_scheduler, configured_e2, configured_settings
 from policies.fleet.scheduler import GlobalScheduler
-from policies.placement.e2 import E2Config
 from policies.placement.oracle_partition import OraclePartition
 from policies.presets import find_preset
 from policies.replica.scheduler import SchedulerLimits
+from policies.settings import E2Config
 from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.latency import LinearLatency
 from simulator.cluster.records import Record

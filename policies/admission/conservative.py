@@ -9,11 +9,12 @@ import numpy as np
 from core.decisions import Facts
 from core.errors import InvalidValueError
 from policies.admission.past_future import future_memory
+from policies.interfaces import ADMISSIONS, Admission, ReplicaContext
 from policies.job import Job
 from policies.lengths.history import IntArray
 
 
-class Conservative:
+class Conservative(Admission):
     """Admits while prompts and output limits together, sum of (l_p + max_new), fit o times the pool.
 
     Nothing is ever evicted at an overcommit of 1. ``admits`` and ``add`` are O(1); with releases O(n log n) and O(n).
@@ -67,9 +68,6 @@ class Conservative:
     def reserve(self, capacity: int) -> int:
         return max(0, capacity - int(self._overcommitted(capacity)))
 
-    def learn(self, output_len: int, *, censored: bool) -> None:
-        """Limits are all it knows."""
-
     @property
     def predicted_peak(self) -> int:
         """Tokens that it takes the batch to need in the end."""
@@ -84,3 +82,9 @@ class Conservative:
 
 def _remaining(job: Job) -> int:
     return job.max_new_tokens - job.output_len
+
+
+@ADMISSIONS.register("conservative")
+def build_conservative(context: ReplicaContext) -> Conservative:
+    """Admits as if every output reached its limit."""
+    return Conservative(context.settings.overcommit)

@@ -17,8 +17,10 @@ from numpy.typing import NDArray
 from core.decisions import Facts
 from core.errors import IntegrityError, InvalidValueError
 from policies.admission.past_future import future_memory
+from policies.interfaces import ADMISSIONS, Admission, ReplicaContext
 from policies.job import Job
 from policies.lengths.history import FloatArray, IntArray
+from policies.order.gittins import Gittins
 
 NUM_SCENARIOS = 32
 """Futures a small batch is run through, and points that each job's law is reduced to."""
@@ -32,7 +34,7 @@ NUM_INTERVALS = 140
 _MIDDLE = 2 * np.arange(NUM_SCENARIOS) + 1
 
 
-class ForecastAdmission:
+class ForecastAdmission(Admission):
     """Admits a job if memory overflows with a probability of at most ``eviction_risk``, by the jobs' own laws.
 
     n jobs: ``begin`` O(n) laws; ``admits`` O(32 n log n) below 30 jobs, from there O(140) after a first one of
@@ -102,9 +104,6 @@ class ForecastAdmission:
     def reserve(self, capacity: int) -> int:
         """Nothing beside the risk that is taken."""
         return 0
-
-    def learn(self, output_len: int, *, censored: bool) -> None:
-        """Whoever makes the law learns elsewhere."""
 
     @property
     def predicted_peak(self) -> int:
@@ -202,3 +201,11 @@ class MemorySpread:
     def peak(self, z: float) -> int:
         """Highest mean + z standard deviations, rounded up."""
         return math.ceil(round(float((self.mean + z * np.sqrt(self.variance)).max()), 6))
+
+
+@ADMISSIONS.register("forecast", needs="gittins")
+def build_forecast_admission(context: ReplicaContext) -> ForecastAdmission:
+    """Admits by each job's own law of lengths, which the Gittins order keeps."""
+    order, settings = context.order_as(Gittins), context.settings
+    rng = np.random.default_rng(settings.seed)
+    return ForecastAdmission(order.lengths, rng, eviction_risk=settings.eviction_risk)

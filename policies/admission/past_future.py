@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from core.decisions import Facts
 from core.errors import InvalidValueError
+from policies.interfaces import ADMISSIONS, Admission, ReplicaContext
 from policies.job import Job
 from policies.lengths.history import IntArray, LengthHistory
 
@@ -190,7 +191,7 @@ class TrueLengths:
         """There is nothing to learn."""
 
 
-class PastFuture:
+class PastFuture(Admission):
     """Algorithm 1: admits a job if the peak M* of the batch with it fits, for fresh draws at each scheduling point.
 
     A small batch gets several lists of draws and all of them must fit ("the sampling prediction is repeated several
@@ -299,3 +300,19 @@ def _true_len(job: Job) -> int:
 
 def _int_array(values: Sequence[int] | Sequence[Sequence[int]]) -> IntArray:
     return np.array(values, np.int64)
+
+
+@ADMISSIONS.register("past-future")
+def build_past_future(context: ReplicaContext) -> PastFuture:
+    """Admits by the predicted peak of the batch's memory, lengths drawn from the recent past."""
+    settings = context.settings
+    history = LengthHistory(initial=[settings.max_new_tokens])
+    return PastFuture(
+        HistoryLengths(history, np.random.default_rng(settings.seed)), reserve_ratio=settings.reserve_ratio
+    )
+
+
+@ADMISSIONS.register("oracle")
+def build_oracle(context: ReplicaContext) -> PastFuture:
+    """Admits by the true lengths: the bound of what Past-Future can reach."""
+    return PastFuture(TrueLengths(), reserve_ratio=0.0, max_lists=1)

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from core.decisions import Facts
 from core.errors import InvalidValueError
+from policies.interfaces import ADMISSIONS, Admission, ReplicaContext
 from policies.job import Job
 
 
-class Aggressive:
+class Aggressive(Admission):
     """Admits while what is held *now* plus the newcomer stays within a share of the pool; growth is ignored.
 
     Everything is O(1), but ``begin``, which is O(n).
@@ -53,3 +54,9 @@ class Aggressive:
 
     def learn(self, output_len: int, *, censored: bool) -> None:
         """The future is not looked at."""
+
+
+@ADMISSIONS.register("watermark", steady=True)
+def build_watermark(context: ReplicaContext) -> Aggressive:
+    """Admits while the pool is filled below a share."""
+    return Aggressive(context.settings.watermark)

@@ -8,12 +8,15 @@ them (``first_arrived``, ``first_sealed``, ``policies.batching.hrrn.HighestRespo
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import count
-from typing import Protocol
 
 from core.errors import IntegrityError
 from policies.job import Job
+from policies.parts import Parts
+from policies.settings import BatchSettings
 
 
 def predicted_len(job: Job) -> int:
@@ -127,30 +130,31 @@ def first_sealed(batches: Sequence[FormedBatch], now: float) -> FormedBatch:
     return min(batches, key=lambda batch: now if batch.sealed_at is None else batch.sealed_at)
 
 
-class Batcher(Protocol):
+class Batcher(ABC):
     """Forms batches and hands them to idle workers. Not preemptive: a pulled batch is the worker's own."""
 
     @property
+    @abstractmethod
     def num_waiting(self) -> int:
         """Jobs that no worker has taken."""
-        ...
 
+    @abstractmethod
     def add(self, job: Job, now: float) -> None:
         """A job has arrived, or its worker has died; it is not in the queue yet."""
-        ...
 
+    @abstractmethod
     def remove(self, request_id: str) -> None:
         """A waiting job is gone (aborted); unknown ids are fine."""
-        ...
 
+    @abstractmethod
     def pull(self, now: float) -> FormedBatch | None:
         """A worker is idle: the batch that it runs next, of the most urgent ones; None if none is ready."""
-        ...
 
+    @abstractmethod
     def restore(self, batch: FormedBatch) -> None:
         """What is left of a pulled batch that ran out of memory is small enough now: it waits again as it is."""
-        ...
 
+    @abstractmethod
     def split(self, batch: FormedBatch, now: float) -> Job | None:
         """A pulled batch ran out of memory (Magnus III-C): its halves wait again and take no more jobs.
 
@@ -159,23 +163,19 @@ class Batcher(Protocol):
         Returns:
             The job of a batch of one, which fits nowhere and has failed; None after a split.
         """
-        ...
 
     def hold(self, memory_tokens: float, now: float) -> None:
         """Workers hold so many KV tokens from now on."""
-        ...
 
     def next_due_at(self) -> float | None:
         """When ``pull`` will have a batch ready without anybody coming or going; None if only others can do that."""
-        ...
+        return None
 
     def flush(self, now: float) -> None:
         """Nobody else will come (a drain, the end of a trace): what waits for company is ready as it is."""
-        ...
 
     def check_integrity(self) -> None:
         """Raises ``IntegrityError`` if the bookkeeping contradicts itself."""
-        ...
 
 
 class BatchQueue:
@@ -275,3 +275,19 @@ class BatchQueue:
                     raise IntegrityError(f"job {job.request_id} is in batch {batch.batch_id}, but not known to be")
         if len(self._batch_of) != sum(map(len, self)):
             raise IntegrityError(f"{len(self._batch_of)} jobs are known, {sum(map(len, self))} are in batches")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchContext:
+    """What a batcher is built from.
+
+    Attributes:
+        size: Jobs of a batch at most; None where memory alone decides.
+    """
+
+    settings: BatchSettings
+    size: int | None
+
+
+BATCHERS: Parts[Batcher, BatchContext] = Parts("scheduler.preset")
+"""Batchers by the names that presets of batch mode use in the column of the order."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sortedcontainers import SortedKeyList
 
 from core.errors import IntegrityError, InvalidValueError
-from policies.batching.base import BatchQueue, FormedBatch, first_arrived
+from policies.batching.base import BATCHERS, BatchContext, Batcher, BatchQueue, FormedBatch, first_arrived
 from policies.job import Job
 
 
@@ -33,7 +33,7 @@ def vanilla_batch_size(
     return max(1, int(memory_bytes / ((max_prompt_len + max_new_tokens) * token_bytes * delta_factor)))
 
 
-class FcfsBatches:
+class FcfsBatches(Batcher):
     """An idle worker takes the ``size`` jobs that came first, or as many as there are; it waits for nobody.
 
     ``add`` and ``remove`` cost O(log n), ``pull`` O(size log n).
@@ -102,3 +102,9 @@ class FcfsBatches:
 
 def _rank(job: Job) -> tuple[tuple[int, float], float]:
     return job.urgency, job.arrived_at
+
+
+@BATCHERS.register("fcfs-batches")
+def build_fcfs_batches(context: BatchContext) -> FcfsBatches:
+    """Batches of a fixed size in order of arrival."""
+    return FcfsBatches(context.size or 1)

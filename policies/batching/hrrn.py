@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from core.costs import StepCost
 from core.decisions import Facts
 from policies.batching.base import FormedBatch
+from policies.interfaces import ORDERS, Order, ReplicaContext
 from policies.job import Job
-
-ServingTime = Callable[[int, int, int], float]
-"""(batch size, L(B) tokens, G(B) tokens) -> estimated seconds."""
+from policies.settings import ServingTime
 
 
 def response_ratio(waited_s: float, service_s: float) -> float:
@@ -45,7 +44,7 @@ class HighestResponseRatio:
         return response_ratio(now - batch.arrived_at, service_s)
 
 
-class HrrnOrder:
+class HrrnOrder(Order):
     """HRRN for continuous batching, where the unit is the job; running jobs are left alone.
 
     Ratios grow at different speeds, so ranks are found anew at every scheduling point: ``ranked`` costs one call of the
@@ -69,20 +68,8 @@ class HrrnOrder:
     def remove(self, job: Job) -> None:
         self._jobs.pop(job.request_id, None)
 
-    def foreseen(self, job: Job) -> None:
-        """Nothing to do: the estimate looks at the job itself."""
-
     def price(self, cost: StepCost, capacity: int) -> None:
         self._cost = cost
-
-    def learn(self, job: Job, *, censored: bool) -> None:
-        """Nothing to learn: the estimate does."""
-
-    def ran(self, job: Job, duration_s: float, now: float) -> None:
-        """Nothing to note: the estimate looks at the job itself."""
-
-    def refresh(self, now: float) -> None:
-        """Nothing to do: ranks are of the instant at which they are asked for."""
 
     def ranked(self, now: float) -> Iterator[Job]:
         """By urgency, then the highest R, then arrival."""
@@ -108,5 +95,16 @@ class HrrnOrder:
         """Its response ratio now, and what it is made of."""
         return {"response_ratio": self.ratio(job, now), "service_s": self._remaining_s(self._cost, job)}
 
-    def slice_s(self, job: Job) -> float:
-        return math.inf
+
+def remaining_service_s(cost: StepCost, job: Job) -> float:
+    """Seconds until a job would end if it ran alone: what is missing of its KV, then one step a token foreseen."""
+    expected = job.max_new_tokens if job.forecast is None else min(job.forecast.mean, job.max_new_tokens)
+    missing = job.missing_len
+    prefill_s = cost.prefill_s(missing, job.known_len - missing)
+    return prefill_s + max(1.0, expected - job.output_len) * cost.decode_s(job.known_len)
+
+
+@ORDERS.register("hrrn")
+def build_hrrn(context: ReplicaContext) -> HrrnOrder:
+    """Highest response ratio next, for continuous batching."""
+    return HrrnOrder(remaining_service_s, context.settings.cost)

@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 
 from core.errors import IntegrityError, InvalidValueError
-from policies.batching.base import BatchQueue, FormedBatch, first_sealed, predicted_len
+from policies.batching.base import BATCHERS, BatchContext, Batcher, BatchQueue, FormedBatch, first_sealed, predicted_len
 from policies.job import Job
 
 MIN_LENGTHS = 100
@@ -76,7 +76,7 @@ def log_chain(batch_size: int, num_bins: int) -> tuple[float, ...]:
     return tuple(chain)
 
 
-class MultiBinBatcher:
+class MultiBinBatcher(Batcher):
     """One open batch for each bin; a full one is sealed and served in its turn.
 
     Of the sealed batches the most urgent goes first; one is as urgent as its most urgent job. Within a bin urgency
@@ -229,3 +229,12 @@ def _check_edges(edges: Sequence[float]) -> None:
 def _check_bins(num_bins: int) -> None:
     if num_bins < 1:
         raise InvalidValueError("num_bins", num_bins, "1 or more")
+
+
+@BATCHERS.register("multi-bin")
+def build_multi_bin(context: BatchContext) -> MultiBinBatcher:
+    """Bins of equal mass by predicted length; the batch that was completed first runs next."""
+    settings, size = context.settings, context.size or 1
+    if settings.num_bins:
+        return LearnedBins(settings.num_bins, size, settings.max_wait_s)
+    return MultiBinBatcher(settings.edges, size, settings.max_wait_s)

@@ -26,7 +26,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from core.errors import IntegrityError, InvalidValueError
-from policies.batching.base import BatchQueue, ChooseBatch, FormedBatch, predicted_len
+from policies.batching.base import (
+    BATCHERS,
+    BatchContext,
+    Batcher,
+    BatchQueue,
+    ChooseBatch,
+    FormedBatch,
+    first_arrived,
+    predicted_len,
+)
+from policies.batching.hrrn import HighestResponseRatio
 from policies.job import Job
 
 IntArray = NDArray[np.int64]
@@ -43,7 +53,7 @@ def memory_tokens(batch: FormedBatch) -> int:
     return len(batch) * (batch.prompt_len + batch.predicted_len)
 
 
-class WmaBatcher:
+class WmaBatcher(Batcher):
     """Puts each job where it wastes least, or into a batch of its own.
 
     ``add`` and ``remove`` cost O(open batches), vectorised; ``pull`` O(batches) and what ``choose`` costs.
@@ -213,3 +223,18 @@ def _least_reads(batch: FormedBatch) -> int:
 def _reads(prompt_len: Lengths, output_len: Lengths) -> Lengths:
     """H(L, G): tokens whose KV is read in G iterations from a prompt of L, those just generated included."""
     return prompt_len * output_len + output_len * (output_len - 1) // 2
+
+
+@BATCHERS.register("wma-hrrn")
+def build_wma_hrrn(context: BatchContext) -> WmaBatcher:
+    """Batches of least wasted memory accesses; the highest response ratio runs next."""
+    settings = context.settings
+    choose = HighestResponseRatio(settings.serving_time_s)
+    return WmaBatcher(settings.memory_tokens, choose, settings.wma_threshold, context.size)
+
+
+@BATCHERS.register("wma-fcfs")
+def build_wma_fcfs(context: BatchContext) -> WmaBatcher:
+    """Batches of least wasted memory accesses; the one that arrived first runs next."""
+    settings = context.settings
+    return WmaBatcher(settings.memory_tokens, first_arrived, settings.wma_threshold, context.size)

@@ -7,7 +7,7 @@ is found lost are the same, and so is what the replicas hear.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from core.errors import IntegrityError
@@ -15,7 +15,6 @@ from core.messages.forecasts import ForecastMade
 from core.messages.requests import Key, OpenRequest
 from core.request import Request
 from policies.batching.base import Batcher, FormedBatch
-from policies.batching.hrrn import ServingTime
 from policies.fleet.central_queue import CentralQueue, Member
 from policies.fleet.events import (
     BatchEnded,
@@ -31,8 +30,9 @@ from policies.fleet.events import (
 )
 from policies.fleet.scheduler import GlobalScheduler
 from policies.job import Job
-from policies.placement.base import Choice, Placement
+from policies.placement.base import Choice, Placement, ReplicaLoad
 from policies.replica.events import RefuseRequest
+from policies.settings import ServingTime
 
 
 @dataclass(slots=True)
@@ -53,6 +53,13 @@ class _Run:
     whole: bool = True
 
 
+class _IdleWorkersPull(Placement):
+    """Stands where continuous batching has a placement: in batch mode no replica is chosen, idle workers pull."""
+
+    def choose(self, request: Request, prefix: Sequence[int], loads: tuple[ReplicaLoad, ...], now: float) -> Choice:
+        raise IntegrityError(f"request {request.request_id} was to be placed, but in batch mode idle workers pull")
+
+
 class BatchScheduler(GlobalScheduler):
     """Forms batches, and gives the next one to each replica that has nothing in flight.
 
@@ -67,7 +74,7 @@ class BatchScheduler(GlobalScheduler):
     """
 
     def __init__(self, batcher: Batcher, serving_time_s: ServingTime, forecast_wait_s: float = 0.0) -> None:
-        super().__init__(Placement())
+        super().__init__(_IdleWorkersPull())
         self._serving_time_s = serving_time_s
         self._waiting = CentralQueue(batcher, forecast_wait_s)
         self._runs: dict[str, _Run] = {}  # by replica

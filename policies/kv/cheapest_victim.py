@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from core.errors import InvalidValueError
-from policies.interfaces import KvMoves, KvView
+from policies.interfaces import KV_POLICIES, KvMoves, KvPolicy, KvView, ReplicaContext
 from policies.job import Job
 from policies.order.gittins import Gittins
 
 
 @dataclass(frozen=True, slots=True)
-class CheapestVictim:
+class CheapestVictim(KvPolicy):
     """A ``KvPolicy`` that acts only when memory is short; O(m log m) then, for m jobs that do not run.
 
     Worst rank first of the idle residents, then the tail of the running, of which the first always stays. A victim is
@@ -79,3 +79,9 @@ class CheapestVictim:
         ranks = self.order.rank(list(jobs)).tolist()
         paired = sorted(zip(jobs, ranks, strict=True), key=lambda pair: (pair[0].urgency, pair[1], pair[0].arrived_at))
         return [job for job, _ in paired]
+
+
+@KV_POLICIES.register("cheapest-victim", needs="gittins", swaps=True)
+def build_cheapest_victim(context: ReplicaContext) -> CheapestVictim:
+    """Victims by the rank of the Gittins order."""
+    return CheapestVictim(context.order_as(Gittins))

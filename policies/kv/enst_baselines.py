@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from core.decisions import Facts
-from policies.interfaces import KvMoves, KvView
+from policies.interfaces import KV_POLICIES, KvMoves, KvPolicy, KvView, ReplicaContext
 from policies.job import Job
 from policies.kv.enst_offload import by_enst, enst_s, host_has_room, make_room
 from policies.order.skip_join_mlfq import SkipJoinMlfq
 
 
 @dataclass(frozen=True, slots=True)
-class Defer:
+class Defer(KvPolicy):
     """A newcomer waits until others end and leave it a place; preemption then goes no further than memory does.
 
     Running jobs grow here, while the paper's slots hold whole jobs: if they cannot go on, KV is dropped.
@@ -29,12 +29,9 @@ class Defer:
     def explain(self, job: Job, now: float) -> Facts:
         return {"enst_s": enst_s(self.order, [job], now)[job.request_id]}
 
-    def may_start(self, view: KvView) -> bool:
-        return True
-
 
 @dataclass(frozen=True, slots=True)
-class Reactive:
+class Reactive(KvPolicy):
     """KV is moved to the host at the moment its room is needed, so that the newcomer waits for the copy."""
 
     order: SkipJoinMlfq
@@ -53,7 +50,7 @@ class Reactive:
 
 
 @dataclass(frozen=True, slots=True)
-class Recompute:
+class Recompute(KvPolicy):
     """KV is dropped when its room is needed and prefilled anew later.
 
     With a short starvation limit, promoted jobs and those they displaced may drop each other's KV without end
@@ -71,11 +68,26 @@ class Recompute:
     def explain(self, job: Job, now: float) -> Facts:
         return {"enst_s": enst_s(self.order, [job], now)[job.request_id]}
 
-    def may_start(self, view: KvView) -> bool:
-        return True
-
 
 def _on_demand(order: SkipJoinMlfq, view: KvView, now: float, *, swaps: bool) -> KvMoves:
     if view.needed <= view.free:
         return KvMoves()
     return make_room(view, by_enst(order, view.idle, now)[::-1], swaps=swaps).moves
+
+
+@KV_POLICIES.register("enst-defer", needs="skip-join-mlfq")
+def build_defer(context: ReplicaContext) -> Defer:
+    """Newcomers wait for memory."""
+    return Defer(context.order_as(SkipJoinMlfq))
+
+
+@KV_POLICIES.register("enst-reactive", needs="skip-join-mlfq", swaps=True)
+def build_reactive(context: ReplicaContext) -> Reactive:
+    """KV moves to the host when its room is needed."""
+    return Reactive(context.order_as(SkipJoinMlfq))
+
+
+@KV_POLICIES.register("enst-recompute", needs="skip-join-mlfq")
+def build_recompute(context: ReplicaContext) -> Recompute:
+    """KV is dropped when its room is needed."""
+    return Recompute(context.order_as(SkipJoinMlfq))

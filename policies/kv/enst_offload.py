@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from core.decisions import Facts
 from core.errors import InvalidValueError
-from policies.interfaces import KvMoves, KvView
+from policies.interfaces import KV_POLICIES, KvMoves, KvPolicy, KvView, ReplicaContext
 from policies.job import Job
 from policies.order.skip_join_mlfq import Group, SkipJoinMlfq, Urgency
 
@@ -153,7 +153,7 @@ def host_has_room(view: KvView) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class EnstOffload:
+class EnstOffload(KvPolicy):
     """A ``KvPolicy`` that keeps slots idle for newcomers. O(q + m L + m log m) for m jobs with KV that do not run.
 
     The paper's slots all have one size; here a slot is the mean of the known tokens of the running jobs (of all with
@@ -224,3 +224,9 @@ class EnstOffload:
                 break
             uploads.append(job)
         return tuple(uploads)
+
+
+@KV_POLICIES.register("enst-proactive", needs="skip-join-mlfq", swaps=True)
+def build_enst_proactive(context: ReplicaContext) -> EnstOffload:
+    """Moves KV out and back ahead of need, by the estimated next scheduled time."""
+    return EnstOffload(context.order_as(SkipJoinMlfq))

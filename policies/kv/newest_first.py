@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from policies.interfaces import KvMoves, KvView
+from policies.interfaces import KV_POLICIES, KvMoves, KvPolicy, KvView, ReplicaContext
 from policies.job import Job
 
 
 @dataclass(frozen=True, slots=True)
-class NewestGiveWay:
+class NewestGiveWay(KvPolicy):
     """Acts only when running jobs cannot go on. O(victims).
 
     The job of the best rank is never taken: it always fits alone, so the system as a whole makes progress.
@@ -40,5 +40,14 @@ class NewestGiveWay:
                 drop.append(job)
         return KvMoves(tuple(offload), tuple(drop))
 
-    def may_start(self, view: KvView) -> bool:
-        return True
+
+@KV_POLICIES.register("recompute-newest")
+def build_recompute_newest(context: ReplicaContext) -> NewestGiveWay:
+    """The newest lose their KV and compute it again."""
+    return NewestGiveWay()
+
+
+@KV_POLICIES.register("swap-newest", swaps=True)
+def build_swap_newest(context: ReplicaContext) -> NewestGiveWay:
+    """The newest keep their KV on the host."""
+    return NewestGiveWay(swaps=True)

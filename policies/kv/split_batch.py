@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from policies.interfaces import KvMoves, KvView
+from policies.interfaces import Admission, KvMoves, KvPolicy, KvView
 from policies.job import Job
 
 
-class WholeBatch:
+class WholeBatch(Admission):
     """Admits whatever comes: it was put together as one batch, and its memory was counted then. All O(1)."""
 
     max_skips = 0
@@ -23,15 +23,9 @@ class WholeBatch:
     def add(self, job: Job) -> None:
         """Nothing is counted."""
 
-    def reserve(self, capacity: int) -> int:
-        return 0
-
-    def learn(self, output_len: int, *, censored: bool) -> None:
-        """The future is not looked at."""
-
 
 @dataclass(frozen=True, slots=True)
-class SplitBatch:
+class SplitBatch(KvPolicy):
     """Nobody of a batch is preempted for the others: a batch that runs out of memory breaks off (Magnus III-C).
 
     It also breaks off at once if its prompts do not fit together. Jobs whose clients do not read are not part of what
@@ -54,6 +48,3 @@ class SplitBatch:
                 drop.append(job)
                 lacking -= -(-job.computed_len // view.block_size) * view.block_size
         return KvMoves(drop=tuple(drop), break_off=lacking > 0)
-
-    def may_start(self, view: KvView) -> bool:
-        return True

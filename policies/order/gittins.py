@@ -16,11 +16,13 @@ from numpy.typing import NDArray
 from core.costs import StepCost
 from core.decisions import Facts
 from core.errors import IntegrityError, InvalidValueError
+from policies.interfaces import ORDERS, Order, ReplicaContext
 from policies.job import Job
 from policies.lengths import law as length_law
 from policies.lengths.history import LengthHistory
 from policies.lengths.trust import PredictorGate
 from policies.order.job_table import JobTable
+from policies.settings import PRIOR_CAPACITY
 
 FloatArray = NDArray[np.float64]
 Unit = Literal["volume", "time"]
@@ -123,7 +125,7 @@ _COLUMNS: dict[str, tuple[Any, tuple[int, ...]]] = {
 }
 
 
-class Gittins:
+class Gittins(Order):
     """``Order`` by rank, smallest first, urgency before it, arrival after it.
 
     A rank is worked out anew when the prefill ends, every 16 tokens, and for jobs that have not started every 50
@@ -310,3 +312,11 @@ class Gittins:
 def _points(job: Job) -> FloatArray:
     """Of the job's forecast; infinite without one."""
     return length_law.UNKNOWN if job.forecast is None else length_law.forecast_points(job.forecast)
+
+
+@ORDERS.register("gittins")
+def build_gittins(context: ReplicaContext) -> Gittins:
+    """Gittins rank in GPU-seconds of the dominant share."""
+    settings = context.settings
+    price = DecodePrice(settings.cost, context.max_num_seqs, PRIOR_CAPACITY)
+    return Gittins(price, theta=settings.theta, gamma=settings.gamma)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from itertools import groupby
 
 from sortedcontainers import SortedKeyList
 
-from core.costs import StepCost
 from core.decisions import Facts
 from core.errors import InvalidValueError
+from policies.interfaces import ORDERS, Order, ReplicaContext
 from policies.job import Job
 
 
@@ -20,7 +19,7 @@ def quotas(num_groups: int, num_slots: int) -> list[int]:
     return [num_slots * (group + 1) // weights for group in range(num_groups)]
 
 
-class HitGroups:
+class HitGroups(Order):
     """The more of a prompt is cached, the more slots of the batch its group has; first come, first served within it.
 
     Group g of P holds the jobs with a hit ratio from g/P on, all of a prompt in the highest. Slots that a group cannot
@@ -56,21 +55,6 @@ class HitGroups:
             self._members.remove(job)
             self._jobs.remove(job)
 
-    def foreseen(self, job: Job) -> None:
-        """Nothing to do: nobody is foreseen."""
-
-    def price(self, cost: StepCost, capacity: int) -> None:
-        """Time does not matter."""
-
-    def learn(self, job: Job, *, censored: bool) -> None:
-        """How long it was does not matter."""
-
-    def ran(self, job: Job, duration_s: float, now: float) -> None:
-        """What ran goes on running: nothing changes."""
-
-    def refresh(self, now: float) -> None:
-        """Nothing is kept that could be out of date."""
-
     def ranked(self, now: float) -> Iterator[Job]:
         """Running jobs, then the waiting ones: what the free slots take is in proportion to the groups' weights."""
         room = list(self._quotas)
@@ -92,10 +76,6 @@ class HitGroups:
         group = self.group(job)
         return {"hit_group": group, "group_slots": self._quotas[group], "cached_tokens": job.cached_len}
 
-    def slice_s(self, job: Job) -> float:
-        """No bound: jobs run to their end."""
-        return math.inf
-
     def _fill(self, jobs: Iterator[Job], room: list[int]) -> Iterator[Job]:
         """Each group up to its ``room``, which shrinks by that, and then the rest; the highest group first."""
         groups: list[list[Job]] = [[] for _ in room]
@@ -116,3 +96,9 @@ def _urgency(job: Job) -> tuple[int, float]:
 
 def _rank(job: Job) -> tuple[tuple[int, float], float]:
     return job.urgency, job.arrived_at
+
+
+@ORDERS.register("hit-groups", uses_prefixes=True)
+def build_hit_groups(context: ReplicaContext) -> HitGroups:
+    """Groups by the share of the prompt that is cached."""
+    return HitGroups(context.max_num_seqs)

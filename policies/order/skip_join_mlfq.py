@@ -18,8 +18,10 @@ from sortedcontainers import SortedDict
 
 from core.costs import StepCost
 from core.decisions import Facts
-from core.errors import IntegrityError, InvalidValueError
+from core.errors import IntegrityError
+from policies.interfaces import ORDERS, Order, ReplicaContext
 from policies.job import Job
+from policies.settings import MlfqRules
 
 Urgency = tuple[int, float]
 Group = tuple[Urgency, int]
@@ -27,61 +29,6 @@ Group = tuple[Urgency, int]
 _Key = tuple[Urgency, bool, int, int]
 """(urgency, whether its prefill is beyond the budget, level, ticket)."""
 _MID_ITERATION = 0
-
-
-@dataclass(frozen=True, slots=True)
-class MlfqRules:
-    """The parameters of the scheduler; the defaults are those of FastServe's artifact where it has one.
-
-    Attributes:
-        quantum_s: q_1, the quantum of level 1; the shortest iteration time of the model.
-        follows_cost: q_1 becomes that time as it is measured (``price``), ``quantum_s`` its lower bound.
-        ratio: Of the quanta of neighbouring levels.
-        num_levels: K; the last level is then unbounded. None: levels are made on demand.
-        starve_limit_s: Who has waited so long is promoted to level 1; infinity for never.
-        starve_check_every: Scheduling points from one look at the waiting times to the next (artifact: 1000). Under
-            lasting overload a rare look keeps the promoted from filling level 1.
-        max_prompt_tokens: Prompt tokens of one iteration (artifact: 2048). Who lacks a prefill beyond that goes after
-            all others of its urgency: it could not compute yet, and would only take the memory of those that can.
-        skip_join: Whether prefills are foreseen. Without, every job joins at level 1 and sinks level by level
-            (the paper's MLFQ-no-preemption, and MLFQ-preemption with ``kills``).
-        kills: Whoever carries out an iteration has to cut it off when ``slice_s`` is over: the work of that
-            iteration is lost, its time counts as attained. Without, iterations are never interrupted.
-        strict: Quanta have to be larger than the iteration that joins, and exceeded before a job sinks (the letter of
-            the text, and the artifact). By default equality is enough, which alone gives the numbers of Fig. 6.
-        demotes_to_front: A job that sinks becomes the first of its new queue (artifact) instead of the last.
-
-    Raises:
-        InvalidValueError: a value out of range.
-    """
-
-    quantum_s: float = 0.010
-    follows_cost: bool = False
-    ratio: float = 2.0
-    num_levels: int | None = None
-    starve_limit_s: float = 3.0
-    starve_check_every: int = 1
-    max_prompt_tokens: int = 2048
-    skip_join: bool = True
-    kills: bool = False
-    strict: bool = False
-    demotes_to_front: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0 < self.quantum_s < math.inf:
-            raise InvalidValueError("quantum_s", self.quantum_s, "a positive number of seconds")
-        if not 1 < self.ratio < math.inf:
-            raise InvalidValueError("ratio", self.ratio, "a number above 1")
-        if self.num_levels is not None and self.num_levels < 1:
-            raise InvalidValueError("num_levels", self.num_levels, "at least 1, or None")
-        if not self.starve_limit_s > 0:
-            raise InvalidValueError("starve_limit_s", self.starve_limit_s, "a positive number of seconds or infinity")
-        if self.starve_check_every < 1:
-            raise InvalidValueError("starve_check_every", self.starve_check_every, "at least 1")
-        if self.max_prompt_tokens < 1:
-            raise InvalidValueError("max_prompt_tokens", self.max_prompt_tokens, "at least 1")
-        if self.kills and self.skip_join:
-            raise InvalidValueError("kills", self.kills, "false with skip_join, whose iterations fit their quanta")
 
 
 @dataclass(slots=True, eq=False)
@@ -106,7 +53,7 @@ class _Place:
         return self.urgency, self.level
 
 
-class SkipJoinMlfq:
+class SkipJoinMlfq(Order):
     """An ``Order`` by (priority, deadline, level, place in the queue).
 
     ``add``, ``remove`` and a change of level cost O(log n), ``ran`` O(1) otherwise, ``refresh`` O(promoted log n), the
@@ -148,18 +95,12 @@ class SkipJoinMlfq:
         if place is not None:
             self._take_out(place)
 
-    def foreseen(self, job: Job) -> None:
-        """Nothing to do: only prompts are foreseen."""
-
     def price(self, cost: StepCost, capacity: int) -> None:
         """Jobs keep the levels they have, and what is left of their quanta."""
         self.cost = cost
         if self.rules.follows_cost:
             self._first_quantum_s = max(self.rules.quantum_s, cost.decode_s(1))
             self._quanta_s, self._above_s = [], [0.0]
-
-    def learn(self, job: Job, *, censored: bool) -> None:
-        """How long it was does not matter."""
 
     def ran(self, job: Job, duration_s: float, now: float) -> None:
         """Counts the time of the whole batch; who has used its quantum up sinks, the others keep their places.
@@ -352,3 +293,9 @@ def _has_prefill_left(job: Job) -> bool:
 
 def _first(item: tuple[_Key, object]) -> _Key:
     return item[0]
+
+
+@ORDERS.register("skip-join-mlfq")
+def build_skip_join_mlfq(context: ReplicaContext) -> SkipJoinMlfq:
+    """Skip-join multi-level feedback queue."""
+    return SkipJoinMlfq(context.settings.cost, context.settings.mlfq)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -11,6 +12,8 @@ from core.forecast import Forecast
 from core.messages.cache import KVCacheEvent
 from core.messages.placement import PrefixView, ReplicaView
 from core.request import Request
+from policies.parts import Parts
+from policies.settings import PolicySettings
 
 
 @dataclass(slots=True)
@@ -60,7 +63,7 @@ class LoadChoice(Choice):
     num_replicas: int = 1
 
 
-class Placement:
+class Placement(ABC):
     """Picks a replica for each request, and may learn from what becomes of it.
 
     Who only picks says how in ``choose`` and inherits the rest, which does nothing.
@@ -71,6 +74,7 @@ class Placement:
 
     block_size: int = 0
 
+    @abstractmethod
     def choose(self, request: Request, prefix: Sequence[int], loads: tuple[ReplicaLoad, ...], now: float) -> Choice:
         """One of ``loads``, never empty; the request is placed there and counts from now on.
 
@@ -78,7 +82,6 @@ class Placement:
             prefix: Chained hashes of the full blocks of its known tokens; empty without a ``block_size``.
             loads: The same object from call to call while the same replicas can take requests.
         """
-        raise NotImplementedError
 
     def replica_up(self, name: str, capacity: int) -> None:
         """A worker life begins that holds ``capacity`` KV tokens: what was known of this replica is void."""
@@ -108,3 +111,7 @@ class Placement:
     def busiest_prefixes(self, limit: int) -> tuple[PrefixView, ...]:
         """The nodes of the prefix tree that most requests went through lately, each after the one above it."""
         return ()
+
+
+PLACEMENTS: Parts[Placement, PolicySettings] = Parts("scheduler.placement")
+"""Placements by the names that presets and ``[scheduler] placement`` use."""

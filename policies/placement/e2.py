@@ -12,48 +12,14 @@ from core.errors import InvalidValueError
 from core.messages.cache import KVCacheEvent
 from core.messages.placement import PrefixView, ReplicaView
 from core.request import Request
-from policies.placement.base import Choice, Placement, ReplicaLoad
-from policies.placement.e2_profiles import Regressions
+from policies.placement.base import PLACEMENTS, Choice, Placement, ReplicaLoad
+from policies.placement.e2_profiles import Regressions, from_step_cost
 from policies.placement.load_cost import Query
 from policies.placement.prefix_loads import PrefixLoads
 from policies.placement.prefix_scaling import PrefixScaling
 from policies.placement.prefix_tree import Node, Path
 from policies.placement.replica_slots import bits, is_single
-
-
-@dataclass(frozen=True, slots=True)
-class E2Config:
-    """What of E2 is used, and its constants.
-
-    Attributes:
-        window_s: H, seconds over which load, sharing and queueing are counted.
-        imbalance_ratio: IMBALR: a replica whose load is decoding to more than this share is sent what is explored ...
-        balanced_ratio: ... if another replica with load is below this share.
-        rebalance_ratio: T_hbal: a load may be so many times the lightest.
-        rebalance_after: Requests of the window that a replica has before its load is compared.
-        initial_output_len: Tokens, of replicas where nothing ended within the window.
-        balance: Whether prefill and decode loads are balanced at all.
-        rebalance: Whether exploiting requests of replicas that are too heavy are redirected.
-        autoscale: Whether prefixes whose queueing time doubles on a replica too heavy may go to one more.
-    """
-
-    window_s: float = 180.0
-    imbalance_ratio: float = 0.8
-    balanced_ratio: float = 0.5
-    rebalance_ratio: float = 1.5
-    rebalance_after: int = 50
-    initial_output_len: float = 200.0
-    balance: bool = True
-    rebalance: bool = True
-    autoscale: bool = True
-
-    def __post_init__(self) -> None:
-        _require(self.window_s > 0, "window_s", self.window_s, "seconds > 0")
-        _require(0 < self.imbalance_ratio <= 1, "imbalance_ratio", self.imbalance_ratio, "a share in (0, 1]")
-        _require(0 <= self.balanced_ratio <= 1, "balanced_ratio", self.balanced_ratio, "a share in [0, 1]")
-        _require(self.rebalance_ratio >= 1, "rebalance_ratio", self.rebalance_ratio, "a ratio >= 1")
-        _require(self.rebalance_after >= 0, "rebalance_after", self.rebalance_after, "an integer >= 0")
-        _require(self.initial_output_len >= 0, "initial_output_len", self.initial_output_len, "tokens >= 0")
+from policies.settings import E2Config, PolicySettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,3 +203,9 @@ def _key_of(matched: list[Node]) -> Node:
 def _require(ok: bool, field: str, value: object, expected: str) -> None:
     if not ok:
         raise InvalidValueError(field, value, expected)
+
+
+@PLACEMENTS.register("e2", uses_prefixes=True)
+def build_e2(settings: PolicySettings) -> E2Router:
+    """Preble's E2: exploit the cached prefix or explore a lighter replica."""
+    return E2Router(from_step_cost(settings.cost), settings.block_size, settings.e2)

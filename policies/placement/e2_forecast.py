@@ -17,13 +17,14 @@ from core.forecast import Forecast
 from core.messages.cache import KVCacheEvent
 from core.messages.placement import PrefixView, ReplicaView
 from core.request import Request
-from policies.placement.base import Choice, Placement, ReplicaLoad
+from policies.placement.base import PLACEMENTS, Choice, Placement, ReplicaLoad
 from policies.placement.e2_profiles import from_step_cost
 from policies.placement.load_cost import Query
 from policies.placement.prefix_loads import PrefixLoads
 from policies.placement.prefix_tree import Path
 from policies.placement.replica_slots import Floats
 from policies.placement.residual_work import Demand, ResidualWork
+from policies.settings import PolicySettings
 
 WINDOW_S = 180.0
 """Over which uses of a prefix count when it is to be evicted, and outputs where nothing is foreseen; H of Preble."""
@@ -194,3 +195,9 @@ class E2Forecast(Placement):
         """Raises IntegrityError unless everything agrees."""
         self.prefixes.check_integrity()
         self.work.check_integrity()
+
+
+@PLACEMENTS.register("e2-forecast", uses_prefixes=True)
+def build_e2_forecast(settings: PolicySettings) -> E2Forecast:
+    """E2 priced with predicted work."""
+    return E2Forecast(settings.cost, settings.block_size)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from core.request import Request
-from policies.placement.base import Choice, LoadChoice, Placement, ReplicaLoad
+from policies.placement.base import PLACEMENTS, Choice, LoadChoice, Placement, ReplicaLoad
+from policies.settings import PolicySettings
 
 
 class LeastWork(Placement):
@@ -25,3 +26,9 @@ class LeastWork(Placement):
 
 def _work(load: ReplicaLoad) -> float:
     return load.work_tokens
+
+
+@PLACEMENTS.register("least-work")
+def build_least_work(settings: PolicySettings) -> LeastWork:
+    """The replica with the fewest outstanding tokens."""
+    return LeastWork()

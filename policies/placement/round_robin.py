@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from core.request import Request
-from policies.placement.base import Choice, Placement, ReplicaLoad
+from policies.placement.base import PLACEMENTS, Choice, Placement, ReplicaLoad
+from policies.settings import PolicySettings
 
 
 class RoundRobin(Placement):
@@ -19,3 +20,9 @@ class RoundRobin(Placement):
         chosen = loads[self._next % len(loads)].name
         self._next += 1
         return Choice(chosen, "in turn")
+
+
+@PLACEMENTS.register("round-robin")
+def build_round_robin(settings: PolicySettings) -> RoundRobin:
+    """Replicas in turn."""
+    return RoundRobin()

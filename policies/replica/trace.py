@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from core.decisions import Facts
 from core.forecast import QUANTILES, Forecast
 from core.request import Request, SequenceStatus
-from policies.interfaces import Explains, MovesJobs, ReplicaPolicies
+from policies.interfaces import ReplicaPolicies
 from policies.job import Job
 from policies.replica.events import AccountClosed, Instruction
 from policies.replica.trace_log import Account, Journal
@@ -34,15 +34,11 @@ class ReplicaTrace:
         admitted: Mapping[str, Tracked],
     ) -> None:
         self.journal = Journal()
-        order, admission, kv = policies.order, policies.admission, policies.kv
-        self._order = order if isinstance(order, Explains) else None
-        self._admission = admission if isinstance(admission, Explains) else None
-        self._kv = kv if isinstance(kv, Explains) else None
+        self._order, self._admission, self._kv = policies.order, policies.admission, policies.kv
         self._max_num_seqs = max_num_seqs
         self._tracked, self._admitted = tracked, admitted
         self._fresh: list[Tracked] = []
-        if isinstance(order, MovesJobs):
-            order.on_move = self._moved
+        self._order.on_move = self._moved
 
     def arrived(self, tracked: Tracked, placement: bytes, now: float) -> None:
         if not self.journal.open(tracked.request, placement):
@@ -80,8 +76,7 @@ class ReplicaTrace:
             if tracked.waits_for != "memory" and self._has(job):
                 tracked.waits_for = "memory"
                 facts: _Known = {"reason": "memory", "needed_tokens": job.known_len}
-                if self._admission is not None:
-                    facts.update(self._admission.explain(job, now))
+                facts.update(self._admission.explain(job, now))
                 self._note(job, "waits", now, self._standing(facts, job, now))
 
     def admitted(self, tracked: Tracked, *, returns: bool, ahead: bool, now: float) -> None:
@@ -94,11 +89,11 @@ class ReplicaTrace:
         facts = self._waited(tracked, now)
         if ahead:
             tracked.waits_since, tracked.waits_for = now, "turn"
-        if self._admission is not None and not ahead:
+        if not ahead:
             facts.update(self._admission.explain(job, now))
         if returns:
             facts["host_tokens"] = job.host_len
-            if ahead and self._kv is not None:
+            if ahead:
                 facts.update(self._kv.explain(job, now))
         self._note(job, "uploaded" if returns else "admitted", now, self._standing(facts, job, now))
 
@@ -127,8 +122,7 @@ class ReplicaTrace:
         if not self._has(job):
             return
         facts: _Known = {"computed_tokens": job.computed_len, "short_blocks": short_blocks}
-        if self._kv is not None:
-            facts.update(self._kv.explain(job, now))
+        facts.update(self._kv.explain(job, now))
         self._note(job, "offloaded" if to_host else "preempted", now, self._standing(facts, job, now))
         tracked.waits_since, tracked.waits_for = now, ""
 
@@ -184,7 +178,7 @@ class ReplicaTrace:
 
     def _moved(self, job: Job, kind: str, now: float) -> None:
         if self._has(job):
-            self.journal.note(job.request_id, kind, now, {} if self._order is None else self._order.explain(job, now))
+            self.journal.note(job.request_id, kind, now, self._order.explain(job, now))
 
     def _has(self, job: Job) -> bool:
         return job.request_id in self.journal
@@ -196,8 +190,7 @@ class ReplicaTrace:
         """``facts``, with how many have a place and how many wait, and where the order has the job."""
         num_admitted = len(self._admitted)
         facts["num_admitted"], facts["num_waiting"] = num_admitted, len(self._tracked) - num_admitted
-        if self._order is not None:
-            facts.update(self._order.explain(job, now))
+        facts.update(self._order.explain(job, now))
         return facts
 
 

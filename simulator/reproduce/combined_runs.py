@@ -9,9 +9,9 @@ from functools import partial
 
 import numpy as np
 
-from policies.compose import PolicySettings, build_router, build_scheduler
-from policies.order.skip_join_mlfq import MlfqRules
+from policies.compose import build_router, build_scheduler
 from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
+from policies.settings import MlfqRules, PolicySettings
 from simulator import predictors
 from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.latency import A100_7B

@@ -21,9 +21,9 @@ import numpy as np
 
 from core.costs import StepCost
 from core.forecast import QUANTILES, Forecast
-from policies.compose import PolicySettings, build_router, build_scheduler
-from policies.order.skip_join_mlfq import MlfqRules
+from policies.compose import build_router, build_scheduler
 from policies.replica.scheduler import SchedulerLimits
+from policies.settings import MlfqRules, PolicySettings
 from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.latency import GPUS, MODELS, LinearLatency, Roofline
 from simulator.cluster.records import Recorder

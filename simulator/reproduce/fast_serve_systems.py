@@ -10,9 +10,9 @@ import numpy as np
 
 from policies.batching.base import Batcher
 from policies.batching.fcfs import FcfsBatches
-from policies.compose import PolicySettings, build_router, build_scheduler
-from policies.order.skip_join_mlfq import MlfqRules
+from policies.compose import build_router, build_scheduler
 from policies.replica.scheduler import SchedulerLimits
+from policies.settings import MlfqRules, PolicySettings
 from simulator.cluster.batch_fleet import BatchFleet, StaticExecution
 from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.latency import Roofline

@@ -31,8 +31,9 @@ from policies.batching.base import Batcher, first_arrived
 from policies.batching.fcfs import FcfsBatches
 from policies.batching.hrrn import HighestResponseRatio
 from policies.batching.wma import WmaBatcher
-from policies.compose import PolicySettings, build_router, build_scheduler
+from policies.compose import build_router, build_scheduler
 from policies.replica.scheduler import SchedulerLimits
+from policies.settings import PolicySettings
 from simulator.cluster.batch_fleet import BatchFleet, StaticExecution
 from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.latency import GPUS, MODELS, LinearLatency, Roofline

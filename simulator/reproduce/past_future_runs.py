@@ -69,7 +69,7 @@ def conservative(overcommit: float = 1.0) -> Method:
 ORACLE = Method("Oracle", lambda _: PastFuture(TrueLengths(), reserve_ratio=0.0, max_lists=1))
 
 
-class Watched:
+class Watched(Admission):
     """An admission, and what its batches will really need: M* with true lengths whenever something has been added.
 
     The forecasts of the jobs must be their true lengths.
@@ -77,14 +77,11 @@ class Watched:
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
+        self.max_skips = admission.max_skips
         self._truth = TrueLengths()
         self._jobs: list[Job] = []
         self._has_added = False
         self.peaks: list[int] = []
-
-    @property
-    def max_skips(self) -> int:
-        return self._admission.max_skips
 
     def begin(self, running: Sequence[Job], capacity: int) -> None:
         self._has_added = False

@@ -15,9 +15,10 @@ from functools import partial
 
 import numpy as np
 
-from policies.compose import PolicySettings, build_router, build_scheduler
+from policies.compose import build_router, build_scheduler
 from policies.presets import find_preset
 from policies.replica.scheduler import SchedulerLimits
+from policies.settings import PolicySettings
 from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.latency import A100_7B
 from simulator.compare import paired_ratio

@@ -11,19 +11,12 @@ from core.costs import StepCost
 from core.messages.requests import Refusal
 from core.messages.tokens import TokenDelta
 from kvcache import BatchLimits, StepBatch
-from policies.compose import (
-    BatchSettings,
-    PolicySettings,
-    build_batch_runner,
-    build_batch_scheduler,
-    build_router,
-    build_scheduler,
-)
+from policies.compose import build_batch_runner, build_batch_scheduler, build_router, build_scheduler
 from policies.interfaces import ReplicaPolicies
-from policies.order.skip_join_mlfq import MlfqRules
 from policies.presets import PRESETS
 from policies.replica.events import CostLearned
 from policies.replica.scheduler import SchedulerLimits
+from policies.settings import BatchSettings, MlfqRules, PolicySettings
 from tests.protocol.clock import Clock
 from tests.protocol.ingress import IngressComponent
 from tests.protocol.model import BLOCK, Client, make_client, text_of

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from core.costs import StepCost
-from policies.compose import PolicySettings, build_router, build_scheduler
+from policies.compose import build_router, build_scheduler
 from policies.replica.scheduler import SchedulerLimits
+from policies.settings import PolicySettings
 from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.latency import LinearLatency
 from simulator.cluster.replica import ReplicaShape

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 from core.load_snapshot import LoadSnapshot
-from policies.compose import PolicySettings, build_scheduler
+from policies.compose import build_scheduler
 from policies.fleet.events import GlobalEvent, GlobalInstruction
 from policies.fleet.queue_delay import queue_delay_s
 from policies.fleet.scheduler import GlobalScheduler
 from policies.placement.least_work import LeastWork
 from policies.replica.events import RequestsArrived
 from policies.replica.scheduler import SchedulerLimits
+from policies.settings import PolicySettings
 from simulator import predictors
 from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.latency import A100_7B

@@ -10,8 +10,9 @@ from matplotlib.figure import Figure
 
 from core.costs import StepCost
 from policies.placement.base import ReplicaLoad
-from policies.placement.e2 import E2Choice, E2Config, E2Router
+from policies.placement.e2 import E2Choice, E2Router
 from policies.placement.e2_profiles import from_step_cost
+from policies.settings import E2Config
 
 BLOCK = 64
 TIMES = from_step_cost(StepCost(base_s=5e-3, prefill_token_s=1e-4, decode_seq_s=1e-4, context_token_s=2e-8))

@@ -9,7 +9,8 @@ from core.costs import StepCost
 from policies.interfaces import KvView
 from policies.job import Job
 from policies.kv.enst_offload import EnstOffload, enst_s
-from policies.order.skip_join_mlfq import MlfqRules, SkipJoinMlfq
+from policies.order.skip_join_mlfq import SkipJoinMlfq
+from policies.settings import MlfqRules
 
 LEVELS = (1, 1, 2, 3, 3, 4, 4, 5, 5)
 SINCE = (0, 0, 0, 0, 0, 0, -16, 0, -22)

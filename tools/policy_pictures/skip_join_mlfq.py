@@ -7,7 +7,8 @@ from matplotlib.patches import Patch
 
 from core.costs import StepCost
 from policies.job import Job
-from policies.order.skip_join_mlfq import MlfqRules, SkipJoinMlfq
+from policies.order.skip_join_mlfq import SkipJoinMlfq
+from policies.settings import MlfqRules
 
 COST = StepCost(base_s=0, prefill_token_s=1, decode_seq_s=1, context_token_s=0)
 COLORS = {"J1": "#4477aa", "J2": "#ee6677", "J3": "#228833"}

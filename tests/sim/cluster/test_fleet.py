@@ -10,8 +10,9 @@ import pytest
 
 from core.costs import StepCost
 from kvcache import LeaseExecutor
-from policies.compose import PolicySettings, build_router, build_scheduler
+from policies.compose import build_router, build_scheduler
 from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
+from policies.settings import PolicySettings
 from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.latency import LinearLatency
 from simulator.cluster.records import Record

@@ -15,7 +15,7 @@ from core.costs import StepCost
 from core.errors import InvalidValueError
 from estimator import knn
 from estimator.knn import MAX_BATCHES, MIN_BATCHES, PERIOD_S, RULE, BatchTimes, ServedBatch, padded_batch_s
-from policies.batching.hrrn import ServingTime
+from policies.settings import ServingTime
 
 COST = StepCost(base_s=0.01, prefill_token_s=1e-4, decode_seq_s=1e-3, context_token_s=1e-6, prefill_pair_s=1e-8)
 

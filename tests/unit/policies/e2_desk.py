@@ -6,9 +6,10 @@ import numpy as np
 
 from core.messages.cache import KVCacheEvent
 from policies.placement.base import ReplicaLoad
-from policies.placement.e2 import E2Choice, E2Config, E2Router
+from policies.placement.e2 import E2Choice, E2Router
 from policies.placement.e2_profiles import Regressions
 from policies.placement.prefix_tree import Path
+from policies.settings import E2Config
 
 LINEAR = Regressions(lambda new, context: new * 1e-3, lambda output, context: output * 2e-3)
 """The examples' PT of 1 ms a token and DT of 2 ms an output token."""

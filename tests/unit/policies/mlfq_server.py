@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from core.costs import StepCost
 from policies.interfaces import Order
 from policies.job import Job
-from policies.order.skip_join_mlfq import MlfqRules, SkipJoinMlfq
+from policies.order.skip_join_mlfq import SkipJoinMlfq
+from policies.settings import MlfqRules
 
 UNIT_COST = StepCost(base_s=0, prefill_token_s=1, decode_seq_s=1, context_token_s=0)
 """A prompt of n tokens takes n seconds, each further token one: jobs are then (first, 1, outputs) as in Fig. 6."""

@@ -10,7 +10,6 @@ from core.config.scheduling import PlacementConfig, SchedulerConfig
 from core.errors import ConfigError
 from policies.admission.watermark import Aggressive
 from policies.compose import (
-    BatchSettings,
     build_batcher,
     build_router,
     build_scheduler,
@@ -26,9 +25,9 @@ from policies.kv.enst_baselines import Reactive
 from policies.kv.newest_first import NewestGiveWay
 from policies.order.fcfs import Fcfs
 from policies.order.skip_join_mlfq import SkipJoinMlfq
-from policies.placement.e2 import E2Config
 from policies.presets import PRESETS, find_preset
 from policies.replica.scheduler import SchedulerLimits
+from policies.settings import BatchSettings, E2Config
 
 
 def job(name: str, computed: int = 0, **details: float) -> Job:
@@ -145,7 +144,7 @@ def test_the_configuration_sets_parts_alone() -> None:
     built = configured_scheduler(config, 4)
     parts = [type(part) for part in (built.order, built.admission, built.turns.kv)]
     assert parts == [SkipJoinMlfq, Aggressive, Reactive]
-    with pytest.raises(ConfigError, match=r"scheduler\.kv.*not skip-join-mlfq"):
+    with pytest.raises(ConfigError, match=r"scheduler\.kv.*swap-newest with the order 'fcfs'"):
         check_scheduler(SchedulerConfig(kv="enst-reactive"))
 
 
@@ -181,7 +180,7 @@ def test_parts_can_be_set_alone_but_must_go_together() -> None:
     for kv in ("enst-proactive", "cheapest-victim"):
         with pytest.raises(ConfigError, match=r"scheduler\.kv.*recompute-newest"):
             build_scheduler("fcfs", SchedulerLimits(4, 4), kv=kv)
-    with pytest.raises(ConfigError, match=r"scheduler\.admission.*not gittins"):
+    with pytest.raises(ConfigError, match=r"scheduler\.admission.*watermark with the order 'fcfs'"):
         build_scheduler("fcfs", SchedulerLimits(4, 4), admission="forecast")
     build_scheduler("farsight", SchedulerLimits(4, 4), admission="forecast")
 

@@ -31,8 +31,8 @@ from core.messages.status import ComponentCounts
 from core.messages.step_times import StepSample, StepSamples
 from core.request import Request, SamplingParams, SequenceStatus
 from estimator.knn import MIN_BATCHES, BatchTimes, ServedBatch
-from policies.compose import PRIOR_COST
 from policies.presets import PRESETS
+from policies.settings import PRIOR_COST
 from tests.unit.actors.components import LONG_S, opened
 
 READY = WorkerReady("w1", 1000, 16, 4000, False, 100)

@@ -14,7 +14,7 @@ from core.messages.forecasts import ForecastMade
 from core.messages.plans import FinishedSequence, WorkerReady
 from core.messages.requests import Key, OpenRequest
 from core.request import Request, SamplingParams, SequenceStatus
-from policies.compose import BatchSettings, build_batch_scheduler
+from policies.compose import build_batch_scheduler
 from policies.fleet.batch_scheduler import BatchScheduler
 from policies.fleet.events import (
     AbortOnReplica,
@@ -39,6 +39,7 @@ from policies.fleet.events import (
 )
 from policies.presets import PRESETS
 from policies.replica.events import ForecastsArrived, RefuseRequest, RequestsAborted, RequestsArrived
+from policies.settings import BatchSettings
 
 BATCH_PRESETS = [name for name, preset in PRESETS.items() if preset.mode == "batch"]
 

@@ -8,7 +8,8 @@ from policies.fleet.events import ReplicaAway, ReplicaUp
 from policies.fleet.placement_stats import NUM_RECENT, PlacementStats
 from policies.fleet.scheduler import GlobalScheduler
 from policies.placement.base import Choice, ReplicaLoad
-from policies.placement.e2 import E2Config, E2Router
+from policies.placement.e2 import E2Router
+from policies.settings import E2Config
 from tests.unit.policies.e2_desk import LINEAR
 
 LOADS = (ReplicaLoad("a", 0, 0.0), ReplicaLoad("b", 0, 0.0))

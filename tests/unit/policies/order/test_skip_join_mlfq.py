@@ -16,7 +16,8 @@ from core.errors import IntegrityError, InvalidValueError
 from policies.interfaces import Order
 from policies.job import Job
 from policies.order.fcfs import Fcfs
-from policies.order.skip_join_mlfq import MlfqRules, SkipJoinMlfq
+from policies.order.skip_join_mlfq import SkipJoinMlfq
+from policies.settings import MlfqRules
 from tests.unit.policies.mlfq_server import UNIT_COST, Server, Srpt, jobs, unit_mlfq
 
 FIG_6 = (5, 2), (1, 2), (2, 2)

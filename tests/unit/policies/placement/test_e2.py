@@ -11,7 +11,7 @@ import pytest
 from core.costs import StepCost
 from core.errors import IntegrityError, InvalidValueError
 from core.request import Request, SamplingParams
-from policies.placement.e2 import E2Choice, E2Config, E2Router, key_portion
+from policies.placement.e2 import E2Choice, E2Router, key_portion
 from policies.placement.e2_profiles import (
     INITIAL_TPOT_S,
     LLAMA_3_70B_A100_TP2,
@@ -20,6 +20,7 @@ from policies.placement.e2_profiles import (
     Regressions,
     from_step_cost,
 )
+from policies.settings import E2Config
 from tests.unit.policies.e2_desk import BARE, LINEAR, Desk, loads_of, path, router_of
 
 

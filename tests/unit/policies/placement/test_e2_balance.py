@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from policies.placement.e2 import E2Config
 from policies.placement.e2_profiles import Regressions
+from policies.settings import E2Config
 from tests.unit.policies.e2_desk import BARE, Desk, path, router_of
 
 

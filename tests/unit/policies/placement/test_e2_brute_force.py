@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 import pytest
 
 from policies.placement.base import ReplicaLoad
-from policies.placement.e2 import E2Config, E2Router
+from policies.placement.e2 import E2Router
 from policies.placement.e2_profiles import Regressions
 from policies.placement.prefix_tree import Node, Path
+from policies.settings import E2Config
 from tests.unit.policies.e2_desk import BARE
 from tests.unit.policies.naive_trie import NaiveTrie, path_of
 

@@ -19,7 +19,7 @@ from core.messages.requests import Key
 from core.request import Origin, Request, SamplingParams
 from kvcache import BatchLimits, BlockManager, LeaseExecutor, PipelinedExecutor, StepBatch
 from kvcache.prefix import hash_blocks
-from policies.compose import PolicySettings, build_scheduler
+from policies.compose import build_scheduler
 from policies.replica.events import (
     AccountClosed,
     Event,
@@ -31,6 +31,7 @@ from policies.replica.events import (
     WorkerReported,
 )
 from policies.replica.scheduler import SchedulerLimits
+from policies.settings import PolicySettings
 
 BLOCK = 4
 

@@ -6,9 +6,10 @@ import dataclasses
 
 from core.messages.plans import Plan, SlotProgress, StepReport, WorkerReady, WorkerState
 from core.request import Request, Residency, SamplingParams, SequenceStatus
-from policies.compose import PolicySettings, build_scheduler
+from policies.compose import build_scheduler
 from policies.replica.events import Event, RequestsArrived, SendPlan, WorkerConnected, WorkerReported
 from policies.replica.scheduler import SchedulerLimits
+from policies.settings import PolicySettings
 
 DEVICE, HOST = Residency.DEVICE, Residency.HOST
 

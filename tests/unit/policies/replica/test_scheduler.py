@@ -13,7 +13,7 @@ from core.messages.cache import CachedRun, KVCacheEvent, StartedRequest
 from core.messages.forecasts import ForecastMade
 from core.messages.plans import FinishedSequence, Plan, SlotProgress, StepReport, WorkerReady, WorkerState
 from core.request import Request, SamplingParams, SequenceStatus
-from policies.compose import PolicySettings, build_scheduler
+from policies.compose import build_scheduler
 from policies.replica.events import (
     CacheTold,
     CostLearned,
@@ -31,6 +31,7 @@ from policies.replica.events import (
     WorkerReported,
 )
 from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
+from policies.settings import PolicySettings
 
 READY = WorkerReady("w", num_blocks=10, block_size=4, max_model_len=40, pool_limited=True, vocab_size=100)
 

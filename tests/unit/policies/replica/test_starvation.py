@@ -7,9 +7,9 @@ import math
 import pytest
 
 from core.costs import StepCost
-from policies.compose import PolicySettings, build_router, build_scheduler
-from policies.order.skip_join_mlfq import MlfqRules
+from policies.compose import build_router, build_scheduler
 from policies.replica.scheduler import SchedulerLimits
+from policies.settings import MlfqRules, PolicySettings
 from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.latency import LinearLatency
 from simulator.cluster.records import Record

@@ -1,0 +1,115 @@
+"""Tables in which parts announce themselves: a name, what the part declares about itself, and how it is built.
+
+Every file of a folder of parts (``policies.order``, ``policies.admission``, ``policies.kv``, ``policies.placement``,
+``policies.batching``) registers the parts that it holds. ``load_parts`` imports these files, and the modules that other
+installed packages name under the entry point group ``farsight.policies``. The composition (``policies.compose``), the
+simulator and the command line ask the tables and nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Generic, TypeVar
+
+from core.errors import ConfigError, InvalidValueError
+
+PartT = TypeVar("PartT")
+ContextT = TypeVar("ContextT")
+
+ENTRY_POINT_GROUP = "farsight.policies"
+FOLDERS = ("policies.order", "policies.admission", "policies.kv", "policies.placement", "policies.batching")
+
+
+@dataclass(frozen=True, slots=True)
+class Part(Generic[PartT, ContextT]):
+    """One entry of a table.
+
+    Attributes:
+        build: Makes the part from its context.
+        needs: Name of the order that the part asks for more than the interface ``Order`` offers; empty for any order.
+        swaps: The part moves KV to the host, so workers need a host pool.
+        uses_prefixes: The part decides by what workers have cached, so workers have to tell it.
+        steady: The part decides the same until a request comes or ends, so a simulation need not ask it at every step.
+    """
+
+    name: str
+    build: Callable[[ContextT], PartT]
+    needs: str = ""
+    swaps: bool = False
+    uses_prefixes: bool = False
+    steady: bool = False
+
+
+class Parts(Generic[PartT, ContextT]):
+    """The parts of one kind, by name.
+
+    Args:
+        setting: The setting that names one of them (``scheduler.order``), for errors.
+    """
+
+    def __init__(self, setting: str) -> None:
+        self._setting = setting
+        self._parts: dict[str, Part[PartT, ContextT]] = {}
+
+    def register(
+        self, name: str, *, needs: str = "", swaps: bool = False, uses_prefixes: bool = False, steady: bool = False
+    ) -> Callable[[Callable[[ContextT], PartT]], Callable[[ContextT], PartT]]:
+        """Decorates the function that builds the part; the keywords are those of ``Part``.
+
+        Raises:
+            InvalidValueError: The name is taken.
+        """
+
+        def enter(build: Callable[[ContextT], PartT]) -> Callable[[ContextT], PartT]:
+            if name in self._parts:
+                raise InvalidValueError(self._setting, name, "a name that no other part has")
+            self._parts[name] = Part(name, build, needs, swaps, uses_prefixes, steady)
+            return build
+
+        return enter
+
+    def names(self, order: str | None = None) -> tuple[str, ...]:
+        """In alphabetical order; with ``order``, only parts that go together with the order of that name."""
+        load_parts()
+        return tuple(sorted(name for name, part in self._parts.items() if order is None or part.needs in ("", order)))
+
+    def find(self, name: str, order: str | None = None) -> Part[PartT, ContextT]:
+        """The part of that name.
+
+        Args:
+            order: Name of the order that the part has to go together with; None where there is none.
+
+        Raises:
+            ConfigError: There is no such part, or it needs another order; the error names the ones that go.
+        """
+        load_parts()
+        part = self._parts.get(name)
+        if part is None:
+            raise ConfigError(self._setting, name, f"one of {', '.join(self.names())}")
+        if order is not None and part.needs not in ("", order):
+            raise ConfigError(self._setting, name, f"one of {', '.join(self.names(order))} with the order {order!r}")
+        return part
+
+
+@functools.cache
+def load_parts() -> None:
+    """Imports everything that registers parts and presets; once a process.
+
+    Raises:
+        ConfigError: A module that an installed package names cannot be imported.
+    """
+    for folder in FOLDERS:
+        package = importlib.import_module(folder)
+        for module in pkgutil.iter_modules(package.__path__, f"{folder}."):
+            importlib.import_module(module.name)
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            entry.load()
+        except Exception as error:  # whatever a foreign module raises while it is imported
+            origin = f"{ENTRY_POINT_GROUP}: {entry.name} = {entry.value}"
+            raise ConfigError(origin, f"{type(error).__name__}: {error}", "a module that can be imported") from error

@@ -1,0 +1,31 @@
+"""Generated regions of Markdown pages: what stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from tools.reference.presets import parts_table, presets_table
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+REGIONS: Mapping[str, Mapping[str, Callable[[], str]]] = {
+    "policies/README.md": {"presets": presets_table, "parts": parts_table},
+}
+"""Page under ``docs`` -> name of a region -> what stands in it."""
+
+
+def with_regions(page: str, text: str) -> str:
+    """The page's text with its regions generated again.
+
+    Raises:
+        ValueError: The page lacks a region.
+    """
+    for name, make in REGIONS[page].items():
+        pattern = re.compile(rf"(<!-- generated: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        if not pattern.search(text):
+            raise ValueError(f"{page} has no region {name!r}")
+        body = make()
+        text = pattern.sub(lambda found, body=body: f"{found[1]}{body}\n{found[2]}", text)
+    return text
