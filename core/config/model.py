@@ -16,7 +16,7 @@ class ModelConfig:
     Attributes:
         path: A directory or a hub id; empty means the embedded model.
         name: The name clients ask for; empty means the directory's name.
-        dtype: One of ``DTYPES``.
+        dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
         replicas: Copies of the model on our own engine, each with a worker and a scheduler of its own. In a file with
             ``[[replica]]`` tables that does not say, there are none.
         tensor_parallel: Processes that each layer of a replica is split over; must divide its attention heads.
