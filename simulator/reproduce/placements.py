@@ -30,6 +30,7 @@ from simulator.traffic.workloads import build_workload, retime
 
 SEEDS = tuple(range(10))
 SIGMA = 0.5
+GAMMA = 0.0  # `farsight` without ageing, as in the research; a server ages by 0.1
 HOST_TOKENS = 262_144
 FOUR_A100 = Cluster("7b, 4 a100", 4, A100_7B, 121_000)
 
@@ -87,7 +88,7 @@ class Times:
 
 def run(cluster: Cluster, system: System, arrivals: Sequence[Arrival]) -> Times:
     """To the last token."""
-    settings = PolicySettings(cost=cluster.latency.cost, block_size=BLOCK)
+    settings = PolicySettings(cost=cluster.latency.cost, block_size=BLOCK, gamma=GAMMA)
     limits = SchedulerLimits(SEATS, standby_slots=0)
     look_every = 4 if find_preset(system.preset).order == "gittins" else 0
     replica = replace(cluster.shape.replica, num_host_blocks=HOST_TOKENS // BLOCK, look_every=look_every)
