@@ -62,9 +62,9 @@ def _run(chosen: list[Reproduction], jobs: int) -> Iterator[Row]:
 
 
 def _table(rows: list[Row]) -> Table:
-    table = Table("name", "setting", "metric", "reported", "expected", "ours", "ratio", "verdict", "note")
+    table = Table("name", "setting", "metric", "reported", "expected", "ours", "verdict", "note")
     for row in rows:
-        figures = (_figure(row.reported), _figure(row.expected), _number(row.ours), _number(row.ratio))
+        figures = (_figure(row.reported), _figure(row.expected), _number(row.ours))
         table.add_row(row.name, row.setting, row.metric, *figures, row.verdict, row.remark)
     return table
 
