@@ -121,7 +121,7 @@ class PolicySettings:
         eviction_risk: What the admission by forecast accepts.
         mlfq: Rules of the skip-join MLFQ.
         theta: Hysteresis of the Gittins order.
-        gamma: Its ageing.
+        gamma: Its ageing; as ``SchedulerConfig.gamma``.
         cost: What steps cost; replaced where it is measured.
         block_size: Tokens of a block as placement by prefixes counts them.
         e2: What of E2 is used.
@@ -134,7 +134,7 @@ class PolicySettings:
     max_new_tokens: int = 4096
     eviction_risk: float = 0.05
     theta: float = 4.0
-    gamma: float = 0.0
+    gamma: float = 0.1
     mlfq: MlfqRules = field(default_factory=MlfqRules)
     cost: StepCost = PRIOR_COST
     block_size: int = 64

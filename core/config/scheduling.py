@@ -20,7 +20,8 @@ class SchedulerConfig:
         kv: What becomes of KV when memory is short: whose is dropped, or moved to the host pool.
         execution: How a formed batch runs, in the presets of batch mode: ``ragged`` without padding, each request
             returned when it ends; ``static`` padded to the longest, in lockstep, returned together.
-        gamma: Ageing in the order of ``farsight``: 0.1 cuts the longest waits of an overload, for a longer mean.
+        gamma: Ageing in the order of ``farsight``: rank / (1 + gamma * wait / expected cost of the rest). With 0 a long
+            request starves while short ones keep coming; more of it costs more of the mean.
         watermark: Share of the KV pool that admission may fill, in (0, 1].
         standby_slots: Requests shipped to the worker ahead of need.
         quantum_s: First quantum of skip-join MLFQ at the least; it is the time of a step of one sequence where that is
@@ -36,7 +37,7 @@ class SchedulerConfig:
     admission: str = ""
     kv: str = ""
     execution: str = "ragged"
-    gamma: float = 0.0
+    gamma: float = 0.1
     watermark: float = 0.95
     standby_slots: int = 16
     quantum_s: float = 0.02

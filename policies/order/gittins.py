@@ -237,12 +237,15 @@ class Gittins(Order):
         return prefill_s + max(1.0, RERANK_TOKENS - had) * self._price.step.decode_s(job.known_len)
 
     def explain(self, job: Job, now: float) -> Facts:
-        """Its rank as last worked out, and how far its forecast is trusted beside the history."""
+        """Its rank as last worked out and after ageing, and how far its forecast is trusted beside the history."""
         row = self._known_row(job)
         if self._column("due")[row]:
             return {}
         rank_s, expected_s = float(self._column("rank")[row]), float(self._column("expected")[row])
         facts: dict[str, float | str] = {"rank_s": rank_s, "expected_s": expected_s}
+        if self._gamma:
+            waited_s = max(now - job.arrived_at, 0.0)
+            facts["aged_rank_s"] = rank_s / (1.0 + self._gamma * waited_s / max(expected_s, 1e-12))
         if job.forecast is not None:
             facts["forecast_weight"] = self.gate.omega
         return facts

@@ -13,21 +13,23 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from simulator.reproduce.coverage import gap_lines
 from simulator.reproduce.register import REPRODUCTIONS
-from simulator.reproduce.rows import Reproduction, Row
+from simulator.reproduce.rows import Figure, Reproduction, Row, count_line
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m simulator.reproduce", description="Published results, run again.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="one of those that --list shows")
     parser.add_argument("--all", action="store_true", help="every one of them")
-    parser.add_argument("--list", action="store_true", help="names and sources, and nothing else")
+    parser.add_argument("--list", action="store_true", help="names and sources, and what is not covered")
     parser.add_argument("--json", action="store_true", help="JSON lines on standard output")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes (default: 2)")
     args = parser.parse_args()
     if args.list:
         for each in REPRODUCTIONS.values():
             print(f"{each.name:24} {each.source}")
+        print("\nNot covered:", *gap_lines(), sep="\n  ")
         return
     unknown = [name for name in args.names if name not in REPRODUCTIONS]
     if unknown:
@@ -42,8 +44,7 @@ def main() -> None:
             print(json.dumps(row.as_dict()), flush=True)
     if not args.json:
         Console().print(_table(rows))
-    num_off = sum(row.verdict == "off" for row in rows)
-    print(f"{len(rows)} rows, {num_off} off", file=sys.stderr)
+    print(count_line(rows), file=sys.stderr)
 
 
 def _run(chosen: list[Reproduction], jobs: int) -> Iterator[Row]:
@@ -61,11 +62,15 @@ def _run(chosen: list[Reproduction], jobs: int) -> Iterator[Row]:
 
 
 def _table(rows: list[Row]) -> Table:
-    table = Table("name", "setting", "metric", "reported", "ours", "ratio", "verdict", "note")
+    table = Table("name", "setting", "metric", "reported", "expected", "ours", "verdict", "note")
     for row in rows:
-        numbers = (_number(row.reported), _number(row.ours), _number(row.ratio))
-        table.add_row(row.name, row.setting, row.metric, *numbers, row.verdict, row.note)
+        figures = (_figure(row.reported), _figure(row.expected), _number(row.ours))
+        table.add_row(row.name, row.setting, row.metric, *figures, row.verdict, row.remark)
     return table
+
+
+def _figure(figure: Figure | None) -> str:
+    return "" if figure is None else str(figure)
 
 
 def _number(value: float) -> str:

@@ -19,7 +19,7 @@ from functools import partial
 import numpy as np
 
 from simulator.reproduce.combined_runs import POLICIES, Cell, Outcome, outcomes
-from simulator.reproduce.rows import Reproduction, Row, holds
+from simulator.reproduce.rows import Exempt, Own, Reproduction, Row, at_least, at_most
 from simulator.traffic.traces import MissingTraceError
 
 SEEDS = (11, 12, 13)
@@ -56,9 +56,9 @@ class Target:
         best = min(names, key=lambda name: sum(self._value(each[name]) for each in runs))
         ratios = [self._value(each[self.ours]) / self._value(each[best]) for each in runs]
         ratio = math.exp(float(np.mean(np.log(ratios))))
-        note = f"target <= {self.limit:g}; seeds {min(ratios):.2f} to {max(ratios):.2f}; against {best}"
+        note = f"{_research(self.measured)}seeds {min(ratios):.2f} to {max(ratios):.2f}; against {best}"
         metric = f"{self.ours}: {self.metric.removesuffix('_s')} / {self.against}"
-        return Row("combined_targets", setting, metric, self.measured, ratio, holds(ratio <= self.limit), note)
+        return Row("combined_targets", setting, metric, Own(at_most(self.limit)), ratio, note)
 
     def _value(self, outcome: Outcome) -> float:
         return float(getattr(outcome, self.metric))
@@ -74,8 +74,12 @@ class Goodput:
 
     def row(self, setting: str, runs: Runs) -> Row:
         good = float(np.mean([each["farsight"].good for each in runs]))
-        note = f"target >= {self.least:g}"
-        return Row("combined_targets", setting, "farsight: good", self.measured, good, holds(good >= self.least), note)
+        note = f"{_research(self.measured)}gamma 0"
+        return Row("combined_targets", setting, "farsight: good", Own(at_least(self.least)), good, note)
+
+
+def _research(measured: float) -> str:
+    return "" if math.isnan(measured) else f"research {measured:g}; "
 
 
 def _candidates(against: str) -> set[str]:
@@ -89,8 +93,7 @@ def cell_rows(cell: Cell, targets: Sequence[Target | Goodput], num_seeds: int = 
     try:
         runs = [outcomes(cell, seed, i, names) for i, seed in enumerate(SEEDS[:num_seeds])]
     except MissingTraceError as error:
-        note = str(error)
-        return [Row("combined_targets", setting, "", math.nan, math.nan, "exempt", note)]
+        return [Row("combined_targets", setting, "", Exempt(str(error)), math.nan)]
     return [target.row(setting, runs) for target in targets]
 
 

@@ -9,7 +9,7 @@ Unknown of the testbed, and chosen once for all figures:
   numbers; these are set by the throughput of VSQ against VS, 0.66 to 0.71, that follows from its other figures.
 - CCB is served as described: everybody waits while a newcomer's prompt is computed. That comes out far faster than the
   paper's, so it is served a second time as "CCB, slow joins": half a second more for each step in which somebody joins,
-  set by the throughput of Magnus against CCB. The comparison of throughput is then no test of anything (exempt).
+  set by the throughput of Magnus against CCB. What is compared with VSQ or with slow joins is then fitted, no test.
 - Rates of arrival: 2 to 4 times what VS serves, since the paper's lengths are not at hand; 600 s of arrivals.
 
 The lengths are those of the eight tasks in ``apps_text.jsonl.gz``, reference outputs for generated ones. The length

@@ -19,7 +19,6 @@ the capacity.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -38,13 +37,11 @@ from simulator.reproduce.past_future_runs import (
     serve,
 )
 from simulator.reproduce.past_future_windows import figure_3, figure_4
-from simulator.reproduce.rows import Reproduction, Row, Verdict, close, holds, within
+from simulator.reproduce.rows import Check, Exempt, Fitted, Order, Printed, Reproduction, Row, between, judge, near
 from simulator.summary import Sla
 from simulator.traffic.lengths import D1, D2, D3
 
 NUM_REQUESTS = 3000
-NAN = math.nan
-
 METHODS = (
     ORACLE,
     *(past_future(ratio) for ratio in (0.03, 0.05, 0.1)),
@@ -96,7 +93,8 @@ COUNTS_4096 = (
     "; off: the paper's line fits a scheduler that counts 4,096 output tokens each (833,763 steps, 71.6 %), which is"
     " less than outputs of up to 5,000 may need; no one limit fits this line and the others"
 )
-EXEMPT_STEPS = {("D3", "Past-Future 3%"), ("D3", "Past-Future 10%")}
+FITTED_STEPS = "; the number of requests and the capacity were set by the step counts"
+ADMISSIONS = "; ours is the mean over the points at which something was admitted"
 
 
 def table_1_line(distribution: str, line: int, num_requests: int = NUM_REQUESTS) -> list[Row]:
@@ -105,23 +103,21 @@ def table_1_line(distribution: str, line: int, num_requests: int = NUM_REQUESTS)
     seeds = range(3 if method.name.startswith("Aggressive") else 1)
     outcomes = [serve(requests(DISTRIBUTIONS[distribution], num_requests, seed), method) for seed in seeds]
     ours = [float(np.mean(values)) for values in zip(*map(Outcome.numbers, outcomes), strict=True)]
-    points = 7.0 if method.name == "Aggressive 99%" else 3.0
-    steps, current, _, evictions = reported[line]
-    checks: list[tuple[str, Verdict, str, bool]] = [
-        ("decoding steps", within(ours[0], steps, 0.02), "2 %", (distribution, method.name) in EXEMPT_STEPS),
-        ("current memory, %", close(ours[1], current, 1.5), "1.5 points", False),
-        ("future required, %", "exempt", "", True),
-        ("evictions for 100 requests", close(ours[3], evictions, points), f"{points:g} points", False),
+    steps, current, future, evictions = reported[line]
+    # A quarter of the figure and at least 2 points, but never more than was promised beforehand.
+    points = min(7.0 if method.name == "Aggressive 99%" else 3.0, max(0.25 * evictions, 2.0))
+    checks = [
+        ("decoding steps", near(steps, share=0.02), "within 2 %" + FITTED_STEPS),
+        ("current memory, %", near(current, points=1.5), "within 1.5 points"),
+        ("future required, %", near(future, points=1.5), "within 1.5 points" + ADMISSIONS),
+        ("evictions for 100 requests", near(evictions, points=points), f"within {points:.3g} points"),
     ]
-    is_exempt = "overcommit" in method.name or (distribution, method.name) == ("D2", "Aggressive 99%")
     rows = []
-    for (metric, verdict, tolerance, exempt), there, here in zip(checks, reported[line], ours, strict=True):
-        note = f"tolerance {tolerance}"
-        if is_exempt or exempt:
-            verdict, note = "exempt", "no tolerance promised"
-        elif verdict == "off" and (distribution, method.name) == ("D2", "Conservative"):
+    for (metric, figure, note), here in zip(checks, ours, strict=True):
+        check = Fitted(figure) if metric == "decoding steps" else Printed(figure)
+        if (distribution, method.name) == ("D2", "Conservative") and judge(check, here) == "off":
             note += COUNTS_4096
-        rows.append(Row("past_future_table1", f"{distribution}, {method.name}", metric, there, here, verdict, note))
+        rows.append(Row("past_future_table1", f"{distribution}, {method.name}", metric, check, here, note))
     return rows
 
 
@@ -149,7 +145,7 @@ def figure_1(distribution: str, num_requests: int = 600) -> list[Row]:
         ("evictions for 100 requests, Past-Future", ours.evictions, ours.evictions < 10),
     ]
     note = f"order only; {num_requests} requests, watermark 99 %, reserve 5 %"
-    return [Row("past_future_fig1", distribution, metric, NAN, value, holds(ok), note) for metric, value, ok in claims]
+    return [Row("past_future_fig1", distribution, metric, Order(ok), value, note) for metric, value, ok in claims]
 
 
 SATURATING = {
@@ -192,27 +188,30 @@ def figure_7(name: str) -> list[Row]:
     arrivals = requests(pair, num)
     rows = []
 
-    def row(setting: str, metric: str, reported: float, ours: float, verdict: Verdict, note: str = "") -> None:
-        rows.append(Row("past_future_goodput", f"{name}, {setting}", metric, reported, ours, verdict, note))
+    def row(setting: str, metric: str, check: Check, ours: float, note: str = "") -> None:
+        rows.append(Row("past_future_goodput", f"{name}, {setting}", metric, check, ours, note))
 
     def at(clients: int) -> list[Goodput]:
         results = []
         for method in (conservative(), aggressive(0.95), past_future(0.05)):
             results.append(goodput(serve(arrivals, method, latency=latency, clients=clients), Sla()))
-            row(f"{clients} clients, {method.name}", "goodput, requests/s", NAN, results[-1].good, "exempt")
+            drawn = Exempt("drawn in the figure, not printed")
+            row(f"{clients} clients, {method.name}", "goodput, requests/s", drawn, results[-1].good)
         return results
 
     light, full, heavy = (at(clients) for clients in all_clients)
     few, some, many = (f"{clients} clients" for clients in all_clients)
     ratio = light[2].good / light[1].good
-    row(few, "goodput, Past-Future / Aggressive", 1, ratio, within(ratio, 1, 0.05), "tolerance 5 %")
+    row(few, "goodput, Past-Future / Aggressive", Order(abs(ratio - 1) <= 0.05), ratio, "the same, within 5 %")
+    gain = Printed(between(2, 3))
     ratio = full[2].good / full[0].good
-    row(some, "goodput, Past-Future / Conservative", 2, ratio, holds(ratio >= 2), "at least 2")
+    row(some, "goodput, Past-Future / Conservative", gain, ratio, 'from "up to 2-3 times other schedulers"')
     ratio = heavy[2].good / heavy[1].good
     reason = CLOSED_LOOP.format(wait=heavy[2].late, other=heavy[1].late)
-    row(many, "goodput, Past-Future / Aggressive", 2, ratio, holds(ratio >= 2), "at least 2" if ratio >= 2 else reason)
+    note = reason if ratio < 2 else "of other schedulers under heavy loads"
+    row(many, "goodput, Past-Future / Aggressive", gain, ratio, note)
     less = heavy[1].stalled - heavy[2].stalled
-    row(many, "share with a gap above 1.5 s, Aggressive less Past-Future", NAN, less, holds(less > 0), "more than 0")
+    row(many, "share with a gap above 1.5 s, Aggressive less Past-Future", Order(less > 0), less, "more than 0")
     return rows
 
 
@@ -232,14 +231,15 @@ def figure_8(num_each: int = 250) -> list[Row]:
     rows = []
     for name, outcome in (ours | bold | careful).items():
         for metric, value in (("decoding steps", outcome.num_steps), ("evictions for 100 requests", outcome.evictions)):
-            rows.append(Row("past_future_varying", name, metric, NAN, value, "exempt", note))
+            drawn = Exempt("drawn in the figure, not printed")
+            rows.append(Row("past_future_varying", name, metric, drawn, value, note))
     for name, outcome in ours.items():
         for other, line in (("Aggressive", bold), ("Conservative", careful)):
             steps, evictions = zip(*sorted((each.num_steps, each.evictions) for each in line.values()), strict=True)
             there = float(np.interp(outcome.num_steps, steps, evictions))
             metric = f"evictions less those of {other} at equal steps"
             difference = outcome.evictions - there
-            rows.append(Row("past_future_varying", name, metric, NAN, difference, holds(difference <= 0), note))
+            rows.append(Row("past_future_varying", name, metric, Order(difference <= 0), difference, note))
     return rows
 
 

@@ -1,57 +1,232 @@
-"""One line of a reproduction, and the register of all of them."""
+"""One line of a reproduction, what it is held against, and the register's entry."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
-Verdict = Literal["ok", "off", "exempt"]
+from core.errors import InvalidValueError
+
+Verdict = Literal["ok", "fitted", "off", "exempt"]
+Basis = Literal["printed", "order", "own", "fitted", "exempt"]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A number, or the ends of a range, with what may lie between it and ours.
+
+    Attributes:
+        low: The number itself, or the lower end; -inf where there is none.
+        high: The upper end; inf where there is none.
+        slack: How far beyond ``low`` and ``high`` ours may lie.
+    """
+
+    low: float
+    high: float
+    slack: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.low <= self.high or (math.isinf(self.low) and math.isinf(self.high)):
+            raise InvalidValueError("figure", (self.low, self.high), "a number, or a range with at least one end")
+        if not 0 <= self.slack < math.inf:
+            raise InvalidValueError("slack", self.slack, "a finite number >= 0")
+
+    @property
+    def value(self) -> float:
+        """NaN for a range."""
+        return self.low if self.low == self.high else math.nan
+
+    def holds(self, ours: float) -> bool:
+        """False for a NaN: what was not measured does not agree."""
+        return self.low - self.slack <= ours <= self.high + self.slack
+
+    def as_json(self) -> float | list[float | None]:
+        """The number, or both ends, null for one that is missing."""
+        if self.low == self.high:
+            return self.low
+        return [None if math.isinf(end) else end for end in (self.low, self.high)]
+
+    def __str__(self) -> str:
+        if self.low == self.high:
+            return f"{self.low:.4g}"
+        if math.isinf(self.high):
+            return f">= {self.low:.4g}"
+        return f"<= {self.high:.4g}" if math.isinf(self.low) else f"{self.low:.4g} to {self.high:.4g}"
+
+
+def near(value: float, *, share: float = 0.0, points: float = 0.0) -> Figure:
+    """A number that ours may miss by this share of it or by so much, whichever is more."""
+    return Figure(value, value, max(share * abs(value), points))
+
+
+def per_cent(value: float) -> Figure:
+    """A printed percentage: ours may miss it by a quarter of it, and by 2 points where that is more."""
+    return near(value, share=0.25, points=2.0)
+
+
+def between(low: float, high: float) -> Figure:
+    """A range without slack."""
+    return Figure(low, high)
+
+
+def at_least(value: float) -> Figure:
+    return Figure(value, math.inf)
+
+
+def at_most(value: float) -> Figure:
+    return Figure(-math.inf, value)
+
+
+@dataclass(frozen=True, slots=True)
+class Printed:
+    """The source prints this figure."""
+
+    figure: Figure
+    basis: Basis = "printed"
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """The source prints this figure, and something unknown here was set by it or by one that decides it."""
+
+    figure: Figure
+    basis: Basis = "fitted"
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """A figure of this project and not of the source: worked out from a formula, or a target set beforehand."""
+
+    figure: Figure
+    basis: Basis = "own"
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The source says which is more, or what shape a curve has, without a number.
+
+    Attributes:
+        holds: Whether ours has it.
+        fitted: Something unknown here was set by figures that decide the order.
+    """
+
+    holds: bool
+    fitted: bool = False
+
+    @property
+    def basis(self) -> Basis:
+        return "fitted" if self.fitted else "order"
+
+
+@dataclass(frozen=True, slots=True)
+class Exempt:
+    """The source prints nothing to compare with, or excludes it, or the data is not at hand."""
+
+    reason: str
+    basis: Basis = "exempt"
+
+    def __post_init__(self) -> None:
+        if not self.reason.strip():
+            raise InvalidValueError("reason", self.reason, "why nothing is compared")
+
+
+Check = Printed | Fitted | Own | Order | Exempt
+
+
+def judge(check: Check, ours: float) -> Verdict:
+    """The verdict follows from what a row is held against and from the number alone.
+
+    ``fitted`` is an agreement that proves little; a figure that is missed although something was set by it is ``off``.
+    """
+    match check:
+        case Exempt():
+            return "exempt"
+        case Order(holds, fitted):
+            return ("fitted" if fitted else "ok") if holds else "off"
+        case Fitted(figure):
+            return "fitted" if figure.holds(ours) else "off"
+        case Printed(figure) | Own(figure):
+            return "ok" if figure.holds(ours) else "off"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A figure as reported and as it comes out here.
+    """What a figure or an order is in the source, and as it comes out here.
 
     Attributes:
         name: Of the reproduction.
         setting: Which line, point or system of the table or figure.
-        reported: NaN where the source gives an order or a shape and no number.
-        ours: NaN where the data is not at hand; ``note`` then says where to get it.
-        verdict: ``ok`` within the tolerance stated in ``note``, ``exempt`` if no tolerance was promised beforehand.
+        ours: NaN where it was not measured; ``note`` or the reason of the exemption says why.
+        note: The tolerance and what a reader has to know; for exempt rows the reason comes first.
     """
 
     name: str
     setting: str
     metric: str
-    reported: float
+    check: Check
     ours: float
-    verdict: Verdict
     note: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.check, Check):
+            expected = "a printed figure, an order, a fit, a figure of our own or an exemption with its reason"
+            raise InvalidValueError(f"check of {self.name}, {self.setting}, {self.metric}", self.check, expected)
+
+    @property
+    def verdict(self) -> Verdict:
+        return judge(self.check, self.ours)
+
+    @property
+    def reported(self) -> Figure | None:
+        """What the source prints."""
+        return self.check.figure if isinstance(self.check, Printed | Fitted) else None
+
+    @property
+    def expected(self) -> Figure | None:
+        """What a formula or a target of our own says."""
+        return self.check.figure if isinstance(self.check, Own) else None
 
     @property
     def ratio(self) -> float:
-        return self.ours / self.reported if self.reported else math.nan
+        """Ours over the figure; NaN without one, for a range and for 0."""
+        figure = self.reported or self.expected
+        return self.ours / figure.value if figure is not None and figure.value else math.nan
+
+    @property
+    def remark(self) -> str:
+        reason = self.check.reason if isinstance(self.check, Exempt) else ""
+        return "; ".join(filter(None, (reason, self.note)))
 
     def as_dict(self) -> dict[str, object]:
         """What ``--json`` prints; a number that is not one is null."""
-        values = {**asdict(self), "ratio": self.ratio}
-        return {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in values.items()}
+        return {
+            "name": self.name,
+            "setting": self.setting,
+            "metric": self.metric,
+            "basis": self.check.basis,
+            "reported": None if self.reported is None else self.reported.as_json(),
+            "expected": None if self.expected is None else self.expected.as_json(),
+            "ours": None if math.isnan(self.ours) else self.ours,
+            "ratio": None if math.isnan(self.ratio) else self.ratio,
+            "verdict": self.verdict,
+            "note": self.remark,
+        }
 
 
-def within(ours: float, reported: float, share: float) -> Verdict:
-    """Whether ours differs from the reported figure by at most this share of it."""
-    return "ok" if abs(ours - reported) <= share * abs(reported) else "off"
-
-
-def close(ours: float, reported: float, points: float) -> Verdict:
-    """Whether ours differs from the reported figure by at most so much."""
-    return "ok" if abs(ours - reported) <= points else "off"
-
-
-def holds(condition: bool) -> Verdict:
-    return "ok" if condition else "off"
+def count_line(rows: Iterable[Row]) -> str:
+    """How many rows have which verdict; agreements apart by what they agree with."""
+    kinds: list[str] = [each.check.basis if each.verdict == "ok" else each.verdict for each in rows]
+    words: dict[str, str] = {
+        "ok against printed figures": "printed",
+        "ok (orders)": "order",
+        "ok (own formulas and targets)": "own",
+        "fitted": "fitted",
+        "off": "off",
+        "exempt": "exempt",
+    }
+    return f"{len(kinds)} rows: " + ", ".join(f"{kinds.count(kind)} {word}" for word, kind in words.items())
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,9 @@ def _standing(facts: Facts) -> str:
         ratio, service = _number(facts["response_ratio"]), _seconds(facts, "service_s")
         return f"; response ratio {ratio}, {service} of service expected"
     if "rank_s" in facts:
-        return f"; rank {_seconds(facts, 'rank_s')} (lower goes first), {_seconds(facts, 'expected_s')} expected to go"
+        aged = f", {_seconds(facts, 'aged_rank_s')} after ageing" if "aged_rank_s" in facts else ""
+        rank = f"rank {_seconds(facts, 'rank_s')}{aged} (lower goes first)"
+        return f"; {rank}, {_seconds(facts, 'expected_s')} expected to go"
     if "hit_group" in facts:
         group, slots = _count(facts, "hit_group"), _count(facts, "group_slots")
         return f"; hit group {group} with {slots} slots ({_tokens(facts, 'cached_tokens')} cached)"

@@ -12,9 +12,10 @@ import pytest
 
 from simulator.cluster.batch_fleet import StaticExecution
 from simulator.reproduce.magnus import MAGNUS, ablation_rows, curves, overall_rows
-from simulator.reproduce.magnus_systems import Pool, case_study_latency, draw_requests, load_pool, serve
+from simulator.reproduce.magnus_systems import Outcome, Pool, case_study_latency, draw_requests, load_pool, serve
 
 CELLS = {each.name: each.cells[0] for each in MAGNUS}
+SIZES = (("", "es"), ("smallest ", ""), ("largest ", ""))
 
 
 def made_up_pool(num: int = 400) -> Pool:
@@ -27,9 +28,11 @@ def made_up_pool(num: int = 400) -> Pool:
 
 def test_the_case_study_makes_the_batches_of_the_paper() -> None:
     rows = {(row.setting, row.metric): row for row in CELLS["magnus_case_study"]()}
-    assert rows["Magnus", "batches"].note.startswith("sizes 3 + 18")
-    assert rows["VS", "batches"].note.startswith("sizes 7 + 7 + 7")
-    assert all(row.verdict in ("ok", "exempt") for row in rows.values())
+    found = {system: [rows[system, f"{which}batch{es}"].ours for which, es in SIZES] for system in ("Magnus", "VS")}
+    assert found == {"Magnus": [2, 3, 18], "VS": [3, 7, 7]}
+    assert all(row.verdict == "ok" for row in rows.values() if "batch" in row.metric)
+    assert {rows[system, "total s"].verdict for system in found} == {"fitted"}, "the speed was set by both totals"
+    assert {rows[f"{system}, roofline", "total s"].verdict for system in found} == {"off"}, "printed, and not reached"
     assert rows["VS", "total s"].ours == pytest.approx(242)
     assert rows["Magnus", "total s"].ours == pytest.approx(60)
 
@@ -46,7 +49,26 @@ def test_orders_hold_on_a_small_workload() -> None:
     lines = curves(made_up_pool(), ("Magnus", "CCB", "CCB, slow joins", "VS", "VSQ"), loads=(3.0,), seconds=100.0)
     wanted = [row for row in overall_rows(lines) if "slow joins <" in row.setting or "slow joins >" in row.setting]
     assert len(wanted) == 4
-    assert [row.setting for row in wanted if row.verdict != "ok"] == []
+    assert [row.setting for row in wanted if row.verdict != "fitted"] == []
+
+
+def test_what_is_held_against_a_system_of_fitted_speed_is_never_ok() -> None:
+    systems = ("Magnus", "CCB", "CCB, slow joins", "VS", "VSQ")
+    same = Outcome(throughput=1.0, mean_s=1.0, tail_s=1.0, valid=1.0, total=1.0)
+    rows = overall_rows({(system, 3.0): same for system in systems})
+    with_fitted = [row for row in rows if "slow joins" in row.setting or "VSQ" in row.setting]
+    assert {row.check.basis for row in with_fitted} == {"fitted"}
+    assert {row.check.basis for row in rows if row not in with_fitted} == {"printed"}
+
+
+def test_a_cut_of_almost_nothing_is_not_the_reported_13_7_per_cent() -> None:
+    lines = {(system, 3.0): Outcome(1.0, 1.0, 1.0, 1.0, 1.0) for system in ("ABP", "GLP", "VS")}
+    rows = ablation_rows({**lines, ("Magnus", 3.0): Outcome(1.0, 1.0, 0.995, 1.0, 1.0)})
+    (least,) = [row for row in rows if row.setting == "Magnus against ABP, least" and row.metric == "tail_s cut %"]
+    assert (least.reported is not None and least.reported.value, least.ours) == pytest.approx((13.7, 0.5))
+    assert least.verdict == "off"
+    unchanged = [row for row in rows if row.setting == "Magnus against ABP, load 3"]
+    assert [(row.check.basis, row.verdict) for row in unchanged] == [("order", "ok")]
 
 
 def test_each_part_of_magnus_helps_on_a_small_workload() -> None:
@@ -78,7 +100,7 @@ def test_without_the_data_the_row_says_where_to_get_it(monkeypatch: pytest.Monke
     for name in ("magnus_overall", "magnus_ablation"):
         (row,) = CELLS[name]()
         assert math.isnan(row.ours) and row.verdict == "exempt"
-        assert "apps_text.jsonl.gz" in row.note and "FARSIGHT_DATA" in row.note
+        assert "apps_text.jsonl.gz" in row.remark and "FARSIGHT_DATA" in row.remark
 
 
 def test_forecasts_err_by_the_published_rmse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -243,6 +243,18 @@ def test_ageing_counts_waiting_in_expected_cost() -> None:
     assert names(order_of(old, new, gamma=0.5), 0.2) == ["new", "old"]
 
 
+def test_what_is_explained_is_what_the_order_goes_by() -> None:
+    old, new = job("old", 50), job("new", 20, arrived_at=90.0)
+    order = order_of(old, new, gamma=0.5)
+    assert names(order, 100.0) == ["old", "new"]
+    told = {each.request_id: order.explain(each, 100.0) for each in (old, new)}
+    assert told["old"]["rank_s"] > told["new"]["rank_s"]
+    assert told["old"]["aged_rank_s"] < told["new"]["aged_rank_s"]
+    plain = order_of(old, new)
+    plain.refresh(100.0)
+    assert plain.explain(old, 100.0).keys() >= {"rank_s"} and "aged_rank_s" not in plain.explain(old, 100.0)
+
+
 def test_a_forecast_that_comes_late_counts_like_one_that_was_there() -> None:
     late, early = job("late", 50, forecast=None), job("early", 50)
     order = order_of(late, early, job("longer", 80))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
+from core.config.scheduling import SchedulerConfig
 from core.costs import StepCost
-from policies.compose import build_router, build_scheduler
+from policies.compose import build_router, build_scheduler, configured_settings
 from policies.replica.scheduler import SchedulerLimits
 from policies.settings import MlfqRules, PolicySettings
 from simulator.cluster.fleet import Fleet, FleetShape
@@ -57,3 +59,39 @@ def test_a_long_request_ends_within_its_bound(preset: str) -> None:
 def test_without_promotion_it_waits_for_the_end_of_the_overload(preset: str) -> None:
     long, overloaded_until = run(preset, math.inf, num_short=500)
     assert long.finished_at > overloaded_until - RULES.starve_limit_s
+
+
+SLOW = StepCost(base_s=0.040, prefill_token_s=0.4e-3, decode_seq_s=0.4e-3, context_token_s=0.0)
+PATIENCE_S = 120.0
+
+
+def farsight(settings: PolicySettings) -> tuple[Record, float]:
+    """60 clients, short requests and one of 1,500 output tokens that no forecast announces; as ``run``."""
+    fleet = Fleet(
+        FleetShape(
+            ReplicaShape(4000, 16, num_host_blocks=4000, max_num_seqs=PLACES, look_every=1), LinearLatency(SLOW)
+        ),
+        build_router("farsight"),
+        lambda _: build_scheduler("farsight", SchedulerLimits(PLACES, 8), replace(settings, cost=SLOW)),
+        clients=60,
+    )
+    short = [Arrival(f"short{i}", 0.0, 20, 20, 2048) for i in range(700)]
+    done = fleet.run([*short[:60], Arrival("long", 0.0, 100, 1500, 2048), *short[60:]]).done
+    assert len(done) == 701
+    (long,) = (each for each in done if each.arrival.request_id == "long")
+    return long, max(each.finished_at for each in done if each is not long)
+
+
+def test_farsight_as_shipped_does_not_starve_a_long_request() -> None:
+    assert configured_settings(SchedulerConfig()).gamma == PolicySettings().gamma, "live and simulated"
+    long, overloaded_until = farsight(PolicySettings())
+    assert overloaded_until > long.arrival.arrived_at + PATIENCE_S, "the overload has to last"
+    assert long.ttft_s < PATIENCE_S / 4
+    assert long.max_gap_s < PATIENCE_S / 4
+
+
+def test_farsight_without_ageing_starves_it() -> None:
+    """What the test above would miss without the default: no token while short requests come."""
+    long, overloaded_until = farsight(PolicySettings(gamma=0.0))
+    assert long.ttft_s > PATIENCE_S
+    assert long.first_token_at > overloaded_until - 1.0

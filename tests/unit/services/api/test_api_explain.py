@@ -212,6 +212,12 @@ def test_a_sentence_needs_no_number(kind: str) -> None:
             {"level": 3, "quantum_s": 0.04, "attained_s": 0.0},
             "Sank to level 3: its quantum was used up. The new one is 40.0 ms.",
         ),
+        (
+            "admitted",
+            {"rank_s": 4.0, "aged_rank_s": 0.5, "expected_s": 3.0},
+            "Admitted at once (0 have places, 0 wait; rank 4.00 s, 500.0 ms after ageing (lower goes first), 3.00 s "
+            "expected to go).",
+        ),
         ("batched", {"size": 3, "bin": "short"}, "Batched: size 3, bin short."),
     ],
 )
