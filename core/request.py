@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -40,11 +41,27 @@ _FINISH_REASONS = {
 }
 
 
+class Fault(IntEnum):
+    """What made a sequence fail, and so what its client may do about it.
+
+    ``SERVICE``: something broke; the same request may succeed later. ``REQUEST``: its own parameters leave no token to
+    choose. ``MODEL``: the model computes logits for it that no token can be chosen from; it will again.
+    """
+
+    SERVICE = 0
+    REQUEST = 1
+    MODEL = 2
+
+
 class Residency(IntEnum):
     """Where a sequence's KV is to be."""
 
     DEVICE = 0
     HOST = 1
+
+
+_LARGEST_BIAS = 1e30
+"""What float32, which logits are, holds with room to spare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +136,17 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _require(-2 <= value <= 2, name, value, "a number from -2 to 2")
-        ok = all(token_id >= 0 and math.isfinite(bias) for token_id, bias in self.logit_bias)
-        _require(ok, "logit_bias", self.logit_bias, "token ids >= 0 with finite numbers")
+        ok = all(token_id >= 0 and -_LARGEST_BIAS <= bias <= _LARGEST_BIAS for token_id, bias in self.logit_bias)
+        _require(ok, "logit_bias", self.logit_bias, "token ids >= 0 with numbers from -1e30 to 1e30")
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """
+        Raises:
+            InvalidValueError: a token id that the model does not have.
+        """
+        check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
+        for token_id, _ in self.logit_bias:
+            _require(token_id < vocab_size, "logit_bias", token_id, f"token ids from 0 to {vocab_size - 1}")
 
     def _check_lengths(self) -> None:
         ok = 0 <= self.min_tokens <= self.max_new_tokens
@@ -239,6 +265,16 @@ class Request:
     def max_total_len(self) -> int:
         """Prompt and output together, in tokens, at most."""
         return len(self.prompt_ids) + self.sampling.max_new_tokens
+
+
+def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """
+    Raises:
+        InvalidValueError: one that a model with so many tokens does not have; names the first.
+    """
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        index = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size)
+        raise InvalidValueError(f"{field}[{index}]", token_ids[index], f"a token id from 0 to {vocab_size - 1}")
 
 
 def _require(ok: bool, field: str, value: object, expected: str) -> None:

@@ -15,7 +15,7 @@ from core.config.engine import EngineConfig
 from core.config.scheduling import SchedulerConfig
 from core.errors import InvalidValueError
 from core.messages.tokens import TokenDelta
-from core.request import Request, SamplingParams
+from core.request import Request, SamplingParams, check_token_ids
 from engine.build import build_worker
 from engine.checkpoint.model_config import resolve_model_dir
 from engine.text.detokenizer import load_tokenizer
@@ -81,10 +81,13 @@ class Engine:
         """Queues a request and returns its id.
 
         Raises:
-            InvalidValueError: prompt and output cannot fit the context or the KV pool.
+            InvalidValueError: prompt and output cannot fit the context or the KV pool, or there are token ids that the
+                model does not have.
         """
         request = Request(f"r{next(self._ids)}", 0, "", self._encode(prompt), sampling)
-        limit = self.worker.ready.max_model_len
+        limit, vocab_size = self.worker.ready.max_model_len, self.worker.ready.vocab_size
+        check_token_ids("prompt", request.prompt_ids, vocab_size)
+        sampling.check_vocabulary(vocab_size)
         if request.max_total_len > limit:
             raise InvalidValueError("max_tokens", sampling.max_new_tokens, f"at most {limit - request.prompt_len}")
         self._handle(RequestsArrived((request,)))

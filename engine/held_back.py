@@ -32,6 +32,10 @@ class HeldBack:
 
 
 def joined_outputs(outputs: Iterable[Output]) -> list[Output]:
-    """Consecutive ones of one sequence as one."""
-    groups = itertools.groupby(outputs, key=lambda output: (output.ingress_id, output.delta.request_id))
-    return [Output(ingress_id, joined([each.delta for each in group])) for (ingress_id, _), group in groups]
+    """Consecutive ones of one sequence as one; an error stands by itself, behind the output that came before it."""
+    groups = itertools.groupby(outputs, key=_kind)
+    return [Output(ingress_id, joined([each.delta for each in group])) for (ingress_id, _, _), group in groups]
+
+
+def _kind(output: Output) -> tuple[str, str, bool]:
+    return output.ingress_id, output.delta.request_id, output.delta.error is None

@@ -16,12 +16,17 @@ class Sequence:
         token_ids: Prompt and output so far.
         prompt_logprobs: What is known of the prompt's tokens but the first; None if nobody waits for it.
         block_hashes: Of its first full blocks, as many as were asked for so far (``kvcache.prefix``).
+        stop_token_ids: Those of the request, to be looked up at every token.
     """
 
     request: Request
     token_ids: list[int]
     prompt_logprobs: list[TokenLogprobs] | None = None
     block_hashes: list[int] = field(default_factory=list)
+    stop_token_ids: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stop_token_ids = frozenset(self.sampling.stop_token_ids)
 
     @classmethod
     def of(cls, request: Request) -> Sequence:

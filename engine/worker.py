@@ -15,7 +15,7 @@ from core.errors import IntegrityError
 from core.messages.plans import FinishedSequence, Plan, WorkerReady, WorkerState
 from core.messages.requests import Key
 from core.messages.tokens import DeltaLogprobs, TokenDelta
-from core.request import Request, SamplingParams, SequenceStatus
+from core.request import Fault, Request, SamplingParams, SequenceStatus
 from engine.emission import Emission, Output
 from engine.held_back import HeldBack, joined_outputs
 from engine.sampling.logged_tokens import LoggedTokens
@@ -207,11 +207,14 @@ class Worker:
     def commit_step(self, batch: StepBatch, tokens: list[int | None], duration_s: float = 0.0) -> list[Emission]:
         """Books the step, which took so long: all that must be done before the next one can begin.
 
+        A sequence whose item should have got a token and has none (``LoggedTokens.failures``) fails; the others go on.
+
         Returns:
             What is to be shown now: of the step's sequences or, where outputs are held back, of those returned.
         """
         stopped = set()
         emissions = {}
+        failed = self._take_failures(batch, tokens)
         for item, token in zip(batch.items, tokens, strict=True):
             if token is None or not self.executor.counts(batch, item.request_id):
                 continue
@@ -227,7 +230,8 @@ class Worker:
                 stopped.add(item.request_id)
         if isinstance(tokens, LoggedTokens):
             self._attach_logprobs(batch, tokens, emissions)
-        ends = self.executor.commit(batch, stopped, duration_s=duration_s)
+        emissions |= failed
+        ends = self.executor.commit(batch, stopped, failed, duration_s=duration_s)
         if self._held_back is not None:
             self._held_back.add(emissions.values())
             return self._release(ends, self._held_back)
@@ -235,6 +239,18 @@ class Worker:
             emissions[end.request_id].end = end
             self._drop(end.request_id)
         return list(emissions.values())
+
+    def _take_failures(self, batch: StepBatch, tokens: list[int | None]) -> dict[str, Emission]:
+        """What there is to be said of items without the token that they should have got, by request id."""
+        failed = {}
+        for i, failure in tokens.failures.items() if isinstance(tokens, LoggedTokens) else ():
+            request_id = batch.items[i].request_id
+            if self.executor.counts(batch, request_id):
+                sequence, text = self._sequences[request_id], self._texts[request_id]
+                if failure.fault is Fault.MODEL:
+                    logger.error("%s fails: %s", request_id, failure.reason)
+                failed[request_id] = Emission(sequence, text, None, sequence.output_len, "", 0, failure=failure)
+        return failed
 
     def _release(self, ends: Iterable[FinishedSequence], held_back: HeldBack) -> list[Emission]:
         """All that the sequences of a batch have brought, one after the other."""
@@ -264,7 +280,11 @@ class Worker:
         return outputs if self._held_back is None else joined_outputs(outputs)
 
     def _rendered(self, emission: Emission) -> Output:
-        sequence, end = emission.sequence, emission.end
+        sequence, end, failure = emission.sequence, emission.end, emission.failure
+        if failure is not None:
+            assert end is not None, "a sequence without a next token has ended"
+            return self._failure(sequence.request, end, failure.reason, failure.fault)
+        assert emission.token is not None, "there is a token or a failure"
         text = emission.shown
         if text is None:
             text = self._show(sequence, emission.text, emission.token, emission.start)
@@ -330,13 +350,13 @@ class Worker:
         sampling = sequence.sampling
         if token in self._eos and sampling.eos_ends:
             return ""
-        if token in sampling.stop_token_ids:
+        if token in sequence.stop_token_ids:
             return ""
         return _push(text, token, start, sampling)
 
     def _ends(self, sequence: Sequence, text: OutputText, token: int, start: int) -> bool:
         sampling = sequence.sampling
-        if token in sampling.stop_token_ids or text.stopped or start + 1 == sampling.benchmark_len:
+        if token in sequence.stop_token_ids or text.stopped or start + 1 == sampling.benchmark_len:
             return True
         return token in self._eos and sampling.eos_ends
 
@@ -345,8 +365,13 @@ class Worker:
         request = self._sequences[end.request_id].request
         shown = [] if self._held_back is None else self.render(self._held_back.take(end.request_id))
         self._drop(end.request_id)
-        delta = TokenDelta(end.request_id, end.attempt, end.output_len, (), "", end.status.finish_reason, error)
-        return [*shown, Output(request.ingress_id, delta)]
+        return [*shown, self._failure(request, end, error)]
+
+    @staticmethod
+    def _failure(request: Request, end: FinishedSequence, error: str, fault: Fault = Fault.SERVICE) -> Output:
+        reason = end.status.finish_reason
+        delta = TokenDelta(end.request_id, end.attempt, end.output_len, (), "", reason, error, fault=fault)
+        return Output(request.ingress_id, delta)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless the executor holds exactly the sequences that have tokens here."""

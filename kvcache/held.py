@@ -7,7 +7,7 @@ start again: all this is the same however the steps are composed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -133,12 +133,19 @@ class PlanExecutor(ABC):
 
     @abstractmethod
     def commit(
-        self, batch: StepBatch, stopped: Iterable[str] = (), *, duration_s: float = 0.0
+        self,
+        batch: StepBatch,
+        stopped: Iterable[str] = (),
+        failed: Collection[str] = (),
+        *,
+        duration_s: float = 0.0,
     ) -> list[FinishedSequence]:
         """Books a step that ran; returns the sequences it ended, their blocks already free.
 
         Args:
             stopped: Ids whose new token ended them (EOS, stop string or id). Length limits are found here.
+            failed: Ids that got no token where they should have: they end, and nothing that the step has computed for
+                them is kept for others.
             duration_s: How long it took.
         """
 

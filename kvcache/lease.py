@@ -8,7 +8,7 @@ knows lengths only, no token values, so that the simulator runs it unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from core.errors import IntegrityError
@@ -306,7 +306,13 @@ class LeaseExecutor(PlanExecutor):
         return sum(self.blocks.shortage(held.request_id, held.computed_len + num_steps) for held in running)
 
     def commit(
-        self, batch: StepBatch, stopped: Iterable[str] = (), *, duration_s: float = 0.0, num_steps: int = 1
+        self,
+        batch: StepBatch,
+        stopped: Iterable[str] = (),
+        failed: Collection[str] = (),
+        *,
+        duration_s: float = 0.0,
+        num_steps: int = 1,
     ) -> list[FinishedSequence]:
         """See ``PlanExecutor.commit``.
 
@@ -319,6 +325,9 @@ class LeaseExecutor(PlanExecutor):
             held = self._held[item.request_id]
             self._advance(held, item.num_tokens * num_steps)
             held.ran_s += duration_s
+            if item.request_id in failed:
+                finished.append(self._finish(held, SequenceStatus.FINISHED_FAILED))
+                continue
             if num_steps > 1:
                 self.blocks.grow(item.request_id, held.computed_len)
             if held.computed_len >= held.register_at:

@@ -6,7 +6,7 @@ dealt out to as many batches as there are stages; every stage takes the batches 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from core.errors import IntegrityError
 from core.messages.plans import FinishedSequence
@@ -77,13 +77,19 @@ class PipelinedExecutor(LeaseExecutor):
         return self._busy.get(request_id) is batch
 
     def commit(
-        self, batch: StepBatch, stopped: Iterable[str] = (), *, duration_s: float = 0.0, num_steps: int = 1
+        self,
+        batch: StepBatch,
+        stopped: Iterable[str] = (),
+        failed: Collection[str] = (),
+        *,
+        duration_s: float = 0.0,
+        num_steps: int = 1,
     ) -> list[FinishedSequence]:
         """See ``PlanExecutor.commit``; steps in the order in which they have begun."""
         items = tuple(item for item in batch.items if self.counts(batch, item.request_id))
         for item in items:
             del self._busy[item.request_id]
-        return super().commit(StepBatch(items), stopped, duration_s=duration_s, num_steps=num_steps)
+        return super().commit(StepBatch(items), stopped, failed, duration_s=duration_s, num_steps=num_steps)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless lengths, blocks, copies and steps under way agree."""

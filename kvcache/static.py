@@ -7,7 +7,7 @@ G-th output token the batch holds size * (L + G) tokens of KV (Magnus, eq. (5)),
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from core.errors import IntegrityError
@@ -153,21 +153,30 @@ class StaticExecutor(PlanExecutor):
         return StepBatch(tuple(items), Padding(tuple(invalid), context_tokens))
 
     def commit(
-        self, batch: StepBatch, stopped: Iterable[str] = (), *, duration_s: float = 0.0
+        self,
+        batch: StepBatch,
+        stopped: Iterable[str] = (),
+        failed: Collection[str] = (),
+        *,
+        duration_s: float = 0.0,
     ) -> list[FinishedSequence]:
-        """See ``PlanExecutor.commit``: all of them with the last one."""
+        """See ``PlanExecutor.commit``: all of them with the last one, but a failed one at once."""
         self._count(batch, duration_s)
         ended = set(stopped)
+        finished = []
         for item in batch.items:
             member = self._members[item.request_id]
             held = member.held
             self._advance(held, item.num_tokens)
+            if item.request_id in failed:
+                finished.append(self._finish(held, SequenceStatus.FINISHED_FAILED))
+                continue
             held.num_tokens += item.samples
             if item.request_id in ended:
                 member.ended_as = SequenceStatus.FINISHED_STOPPED
             elif held.num_tokens >= held.max_total_len:
                 member.ended_as = SequenceStatus.FINISHED_LENGTH
-        return self.flush() if self._has_ended and not self._prefills else []
+        return finished + self.flush() if self._has_ended and not self._prefills else finished
 
     def _count(self, batch: StepBatch, duration_s: float) -> None:
         prefills = self._prefills

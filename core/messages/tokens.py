@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from core.request import Fault
+
 TokenLogprobs = tuple[tuple[int, ...], tuple[float, ...]]
 """Ids and their log probabilities: the token itself, then the likeliest ones, best first."""
 
@@ -33,6 +35,7 @@ class TokenDelta:
         cached_len: Tokens of the prompt that came from a cache; on an attempt's first delta, or its last (a server).
         logprobs: None unless the request wants them.
         num_unnamed: Tokens after ``token_ids`` of which only the text is known: another server's.
+        fault: What made the sequence fail, where there is an ``error``.
     """
 
     request_id: str
@@ -45,6 +48,7 @@ class TokenDelta:
     cached_len: int = 0
     logprobs: DeltaLogprobs | None = None
     num_unnamed: int = 0
+    fault: Fault = Fault.SERVICE
 
     @property
     def num_tokens(self) -> int:

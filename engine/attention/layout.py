@@ -27,6 +27,7 @@ def build_layout(
     order: list[int],
     sequences: Mapping[str, Sequence],
     block_size: int,
+    vocab_size: int,
     device: torch.device | str = "cpu",
     more_rows: list[int] | None = None,
 ) -> StepLayout:
@@ -36,10 +37,13 @@ def build_layout(
         more_rows: Rows whose logits are wanted beside those that sample.
 
     Raises:
-        IntegrityError: an item asks for tokens or blocks that are not there, or there are no items.
+        IntegrityError: an item asks for tokens or blocks that are not there, there are no items, or the vocabulary
+            lacks a token.
     """
     items = [batch.items[i] for i in order]
-    return layout_of(items, fill_rows(items, sequences, block_size), block_size, device, more_rows)
+    rows = fill_rows(items, sequences, block_size)
+    check_row_tokens(rows, vocab_size)
+    return layout_of(items, rows, block_size, device, more_rows)
 
 
 def layout_of(
@@ -81,6 +85,17 @@ def fill_rows(items: list[StepItem], sequences: Mapping[str, Sequence], block_si
         _fill_chunk(rows[:, first : first + item.num_tokens], item, sequences[item.request_id], block_size)
         first += item.num_tokens
     return rows
+
+
+def check_row_tokens(rows: np.ndarray, vocab_size: int) -> None:
+    """Before a device is given the rows (from ``fill_rows``): a GPU that looks up a token it does not have is lost.
+
+    Raises:
+        IntegrityError: there is such a token.
+    """
+    least, most = rows[0].min(), rows[0].max()
+    if least < 0 or most >= vocab_size:
+        raise IntegrityError(f"token ids {least}..{most} of {vocab_size}")
 
 
 def _fill_decode(rows: np.ndarray, items: list[StepItem], sequences: Mapping[str, Sequence], block_size: int) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from core.errors import IntegrityError
+from engine.attention.layout import check_row_tokens
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.weights import LayerWeights, Linear, ModelWeights, Norm, PackedLinear
 from engine.kv.kv_pool import KVPool
@@ -112,8 +113,8 @@ class NativeModel:
         """Runs a step: writes its keys and values into the pool.
 
         Returns:
-            Logits of the sampled rows, float32 ``[R, vocab]``, and the best token of each, int64 ``[R]``; both are
-            overwritten by the next step.
+            Logits of the sampled rows, float32 ``[R, vocab]``, and what ``engine.sampling.sampler.likeliest`` gives
+            of them; both are overwritten by the next step.
 
         Raises:
             IntegrityError: a token or a position that the model does not have: it would be read beyond its tables.
@@ -139,9 +140,8 @@ class NativeModel:
         return self._logits[:num_samples], self._best[:num_samples]
 
     def _check(self, step: NativeStep) -> None:
-        token_ids, positions, _ = step.rows
-        if token_ids.min() < 0 or token_ids.max() >= self._vocab_size:
-            raise IntegrityError(f"token ids {token_ids.min()}..{token_ids.max()} of {self._vocab_size}")
+        check_row_tokens(step.rows, self._vocab_size)
+        positions = step.rows[1]
         if positions.min() < 0 or positions.max() >= self._max_len:
             raise IntegrityError(f"positions {positions.min()}..{positions.max()} of {self._max_len}")
 

@@ -236,20 +236,29 @@ std::vector<Item> sampled_items(const FsStep& s, const std::vector<Item>& items)
   return sampled;
 }
 
+// The likeliest token; -1 where there is none: a NaN among the logits, which no comparison finds, +inf, or all -inf.
 void choose(const float* logits, int n, int64_t* best) {
   int at = 0;
   float top = logits[0];
+  int32_t lacks = 0;
   int i = 0;
   if (n >= 2 * kWidth) {
     f32v tops = load<f32v>(logits);
-    for (i = kWidth; i + kWidth <= n; i += kWidth) tops = max(tops, load<f32v>(logits + i));
+    i32v nans = tops != tops;
+    for (i = kWidth; i + kWidth <= n; i += kWidth) {
+      const f32v x = load<f32v>(logits + i);
+      nans |= x != x;
+      tops = max(tops, x);
+    }
+    for (int lane = 0; lane < kWidth; ++lane) lacks |= nans[lane];
     top = largest(tops);
-    for (at = 0; at < i && logits[at] != top;) ++at;
-    if (at == i) at = 0;  // not a number among them
+    while (!lacks && logits[at] != top) ++at;
   }
-  for (; i < n; ++i)
+  for (; i < n; ++i) {
+    lacks |= logits[i] != logits[i];
     if (logits[i] > top) top = logits[i], at = i;
-  *best = at;
+  }
+  *best = lacks || !std::isfinite(top) ? -1 : at;
 }
 
 template <class T>

@@ -97,7 +97,7 @@ def load_parallel_device(
     lead = Lead(links, stage, own_copier, reports)
     copier = None if own_copier is None else ParallelCopier(lead, own_copier)
     threading.Thread(target=_listen, args=(links, reports, copier, ranks.on_lost), name="ranks", daemon=True).start()
-    backend = ParallelBackend(lead, engine.kv_block_size)
+    backend = ParallelBackend(lead, engine.kv_block_size, config.vocab_size)
     careful = CarefulSteps(recover_on(engine.device))
     runner = ParallelRunner(config, pool, backend, min(context_len, pool.num_slots), careful, counts)
     token_bytes = config.kv_bytes_per_token(dtype)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from core.errors import RankLost
-from engine.attention.layout import fill_rows, order_items
+from engine.attention.layout import check_row_tokens, fill_rows, order_items
 from engine.checkpoint.model_config import ModelConfig
 from engine.kv.kv_pool import KVPool
 from engine.parallel.links import Link
@@ -152,9 +152,10 @@ class ParallelBackend:
         next_order: The step that is run next: what ``begin`` gave for it.
     """
 
-    def __init__(self, lead: Lead, block_size: int) -> None:
+    def __init__(self, lead: Lead, block_size: int, vocab_size: int) -> None:
         self._lead = lead
         self._block_size = block_size
+        self._vocab_size = vocab_size
         self.next_order: StepOrder | None = None
 
     def begin(
@@ -162,7 +163,9 @@ class ParallelBackend:
     ) -> StepOrder:
         """Lets every rank begin. Nothing has begun if it raises IntegrityError."""
         items = [batch.items[i] for i in order]
-        begun = StepOrder(items, fill_rows(items, sequences, self._block_size), more_rows)
+        rows = fill_rows(items, sequences, self._block_size)
+        check_row_tokens(rows, self._vocab_size)
+        begun = StepOrder(items, rows, more_rows)
         self._lead.begin_step(begun)
         return begun
 

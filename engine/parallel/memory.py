@@ -67,7 +67,7 @@ def run_largest_step(part: Part, weights: StageWeights, engine: EngineConfig) ->
     size = engine.kv_block_size
     pool = KVPool(part.config, num_blocks=num_blocks, block_size=size, dtype=like.dtype, device=like.device)
     order = order_items(batch)
-    layout = build_layout(batch, order, sequences, size, like.device)
+    layout = build_layout(batch, order, sequences, size, part.whole.vocab_size, like.device)
     attention = stage_attention(part, pool, engine, pool.num_slots).begin_step(layout, pool)
     layers = DecoderLayers(part.config, weights.layers, pool.num_slots, like)
     under_way = like.new_zeros(part.mesh.pipeline, batch.num_tokens, part.config.hidden_size)

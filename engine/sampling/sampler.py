@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 
 from core.request import SamplingParams
+from engine.no_token import why_no_token
+from engine.sampling.logged_tokens import NoToken
 from engine.sampling.logit_adjustments import TokenHistory, adjust_logits
+
+NO_TOKEN = -1
+"""Stands for the token of a row that has none: a score is NaN or +inf, or all are -inf. Never a token id."""
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -26,6 +31,17 @@ def counter_uniform(seed: int, position: int) -> float:
     """
     bits = _mix(_mix(seed + _GOLDEN) + (position + 1) * _GOLDEN)
     return (bits >> 11) * 2.0**-53
+
+
+def likeliest(scores: Tensor) -> Tensor:
+    """The likeliest token of each row, int64 ``[rows]``; ``NO_TOKEN`` where there is none.
+
+    One look at the best score tells: to ``argmax`` a NaN is larger than any number. CUDA graphs record this, so no
+    ``torch.where`` with a number: that copies it to the device.
+    """
+    best = scores.argmax(-1, keepdim=True)
+    top = scores.gather(-1, best)
+    return best.masked_fill_(top - top != 0, NO_TOKEN)[:, 0]  # inf - inf is NaN, as is NaN - NaN
 
 
 def _mix(x: int) -> int:
@@ -53,19 +69,19 @@ class Sampler:
         histories: Sequence[TokenHistory] = (),
         best: list[int] | None = None,
     ) -> list[int]:
-        """The next token of each row.
+        """The next token of each row; ``NO_TOKEN`` where there is none, which is no matter of the other rows.
 
         Args:
             logits: float32 ``[rows, vocab]``.
             params: One a row.
             positions: Index of each new token in its sequence, prompt included.
             histories: One a row; read where params adjust logits, and only needed if some do.
-            best: The likeliest token of each row, if it is known already; rows of ``plain`` params then cost nothing.
+            best: What ``likeliest`` gives, if it is known already; rows of ``plain`` params then cost nothing.
         """
         special = [row for row, param in enumerate(params) if not param.plain]
         if len(special) == len(params):
             return self._choose(logits, params, positions, histories)
-        tokens: list[int] = logits.argmax(-1).tolist() if best is None else list(best)
+        tokens: list[int] = likeliest(logits).tolist() if best is None else list(best)
         if special:
             chosen = self._choose(
                 logits[torch.tensor(special, device=logits.device)],
@@ -89,7 +105,7 @@ class Sampler:
         drawn = [row for row, param in enumerate(params) if not param.greedy]
         if len(drawn) == len(params):
             return self._draw(scores, params, positions)
-        tokens: list[int] = scores.argmax(-1).tolist()
+        tokens: list[int] = likeliest(scores).tolist()
         if drawn:
             rows = scores[torch.tensor(drawn, device=scores.device)]
             draws = self._draw(rows, [params[row] for row in drawn], [positions[row] for row in drawn])
@@ -112,14 +128,23 @@ class Sampler:
         scores = warp_logits(logits, params)
         cumulative = scores.softmax(-1, dtype=torch.float64).cumsum(-1)
         uniforms = [counter_uniform(param.seed, position) for param, position in zip(params, positions, strict=True)]
-        targets = torch.tensor(uniforms, dtype=torch.float64, device=logits.device) * cumulative[:, -1]
+        totals = cumulative[:, -1]
+        targets = torch.tensor(uniforms, dtype=torch.float64, device=logits.device) * totals
         # right=True: the first token whose cumulative mass exceeds the target, so one of mass 0 is never drawn
-        tokens: list[int] = torch.searchsorted(cumulative, targets[:, None], right=True)[:, 0].tolist()
+        found = torch.searchsorted(cumulative, targets[:, None], right=True)[:, 0]
+        tokens: list[int] = found.masked_fill_(totals.isnan(), NO_TOKEN).tolist()
         return tokens
+
+    def why_no_token(self, logits: Tensor, param: SamplingParams, history: TokenHistory) -> NoToken:
+        """Why ``sample`` gives a row ``NO_TOKEN``; ``logits`` are those of the row, float32 ``[vocab]``."""
+        scores = adjust_logits(logits[None], [param], [history], self._eos_token_ids)[0]
+        return why_no_token(logits, scores, param, history)
 
 
 def warp_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Temperature, top-k, top-p, then min-p, as transformers' logits warpers; dropped tokens are -inf.
+
+    A row that has no likeliest token becomes NaN as a whole.
 
     Args:
         logits: float32 ``[rows, vocab]``; not changed.

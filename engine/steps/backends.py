@@ -33,7 +33,8 @@ class StepLogits(NamedTuple):
 
     Attributes:
         logits: float32 ``[R, vocab]``.
-        best: The likeliest token of each row, where that has been found on the way.
+        best: The likeliest token of each row, as ``engine.sampling.sampler.likeliest`` says, where it has been
+            found on the way.
     """
 
     logits: Tensor
@@ -87,7 +88,8 @@ class TorchBackend:
         more_rows: list[int] | None = None,
     ) -> StepLogits:
         """See ``StepBackend.run``."""
-        layout = build_layout(batch, order, sequences, self._pool.block_size, self._pool.device, more_rows)
+        size, vocab_size = self._pool.block_size, self._model.config.vocab_size
+        layout = build_layout(batch, order, sequences, size, vocab_size, self._pool.device, more_rows)
         if self._attention.reads_whole_blocks and len(layout.opened_blocks):
             self._pool.clear_blocks(layout.opened_blocks)
         attention = self._attention.begin_step(layout, self._pool)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from engine.sampling.logged_tokens import ItemLogprobs, LoggedTokens
+from engine.sampling.logged_tokens import ItemLogprobs, LoggedTokens, NoToken
 from engine.sequence import Sequence
 from kvcache import StepBatch, StepItem
 
@@ -72,6 +72,7 @@ class CarefulSteps:
                 return found
         tokens: list[int | None] = [None] * len(batch.items)
         logprobs: dict[int, ItemLogprobs] = {}
+        failures: dict[int, NoToken] = {}
         todo = [(i, item) for i, item in enumerate(batch.items) if counts(batch, item.request_id)]
         while todo:
             part, rest = cut_step(todo, self.max_tokens or batch.num_tokens, sequences)
@@ -82,8 +83,9 @@ class CarefulSteps:
                 tokens[i] = token
             if isinstance(found, LoggedTokens):
                 logprobs |= {part[i][0]: each for i, each in found.logprobs.items()}
+                failures |= {part[i][0]: each for i, each in found.failures.items()}
             todo = rest
-        return LoggedTokens(tokens, logprobs) if logprobs else tokens
+        return LoggedTokens(tokens, logprobs, failures) if logprobs or failures else tokens
 
     def _attempt(self, run: Run, batch: StepBatch, *, last: bool = False) -> list[int | None] | None:
         """The step's tokens; None if it did not fit, which is an error of the ``last`` attempt."""

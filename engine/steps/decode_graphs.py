@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from engine.attention.attention import AttentionBackend, StaticDecode, StepLayout
-from engine.attention.layout import fill_rows, find_opened_blocks
+from engine.attention.layout import check_row_tokens, fill_rows, find_opened_blocks
 from engine.attention.step_sizes import StepSizes
 from engine.kv.kv_pool import KVPool
 from engine.models.model import DecoderModel
+from engine.sampling.sampler import likeliest
 from engine.sequence import Sequence
 from kvcache import StepItem
 
@@ -72,15 +73,16 @@ class StaticInputs:
         tables = self._lens[self._tables_at :].view(size)
         self.decode = StaticDecode(block_tables=tables, kv_lens=self._lens[: size.rows])
 
-    def fill(self, items: list[StepItem], sequences: Mapping[str, Sequence], block_size: int) -> None:
+    def fill(self, items: list[StepItem], sequences: Mapping[str, Sequence], block_size: int, vocab_size: int) -> None:
         """Writes down a step of single tokens; the steps before it have ended.
 
         Raises:
-            IntegrityError: an item asks for tokens or blocks that are not there.
+            IntegrityError: an item asks for tokens or blocks that are not there, or the vocabulary lacks a token.
         """
         num_items, size = len(items), self._size
         rows = self._host_rows.numpy()
         rows[:, :num_items] = fill_rows(items, sequences, block_size)
+        check_row_tokens(rows[:, :num_items], vocab_size)
         # A row more computes what the last one does, and writes the same into the same place.
         rows[:, num_items:] = rows[:, num_items - 1 : num_items]
         lens = self._host_lens.numpy()
@@ -154,7 +156,7 @@ class DecodeGraphs:
         def run() -> None:
             logits = self._model.forward(layout, self._pool, attention)
             self._logits[:num_rows].copy_(logits)
-            torch.argmax(logits, -1, out=self._best[:num_rows])
+            self._best[:num_rows].copy_(likeliest(logits))
 
         return run
 
@@ -176,7 +178,7 @@ class DecodeGraphs:
         """Replays a step of a size that ``find`` has given.
 
         Returns:
-            Logits, float32 ``[items, vocab]``, overwritten by the next step, and the best token of each.
+            Logits, float32 ``[items, vocab]``, overwritten by the next step, and what ``likeliest`` gives of them.
 
         Raises:
             IntegrityError: an item asks for tokens or blocks that are not there.
@@ -185,7 +187,7 @@ class DecodeGraphs:
         if self._attention.reads_whole_blocks:
             opened = find_opened_blocks(items, self._pool.block_size)
             self._pool.clear_blocks(torch.tensor(opened, dtype=torch.int64, device=self._pool.device))
-        step.inputs.fill(items, sequences, self._pool.block_size)
+        step.inputs.fill(items, sequences, self._pool.block_size, self._model.config.vocab_size)
         step.replay()
         best: list[int] = self._best[: len(items)].tolist()
         return self._logits[: len(items)], best

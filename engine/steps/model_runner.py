@@ -14,9 +14,9 @@ from engine.checkpoint.model_config import ModelConfig, load_model_config, resol
 from engine.checkpoint.weights import load_weights
 from engine.kv.kv_pool import KVPool
 from engine.models.int4 import pack_weights
-from engine.sampling.logged_tokens import ItemLogprobs, LoggedTokens
+from engine.sampling.logged_tokens import ItemLogprobs, LoggedTokens, NoToken
 from engine.sampling.logprobs import PromptRows, find_prompt_rows, prompt_logprobs, token_logprobs
-from engine.sampling.sampler import Sampler
+from engine.sampling.sampler import NO_TOKEN, Sampler
 from engine.sequence import Sequence
 from engine.steps.backends import StepBackend, StepLogits, make_backend
 from engine.steps.careful_steps import CarefulSteps
@@ -95,7 +95,7 @@ class ModelRunner:
 
         Returns:
             The new token of each of ``batch.items``, in their order; None where the item does not sample. They are
-            ``LoggedTokens`` if log probabilities were asked for.
+            ``LoggedTokens`` if log probabilities were asked for, or if an item that samples has no next token.
 
         Raises:
             IntegrityError: an item asks for tokens or blocks that are not there.
@@ -124,10 +124,12 @@ class ModelRunner:
         sampled = [i for i in order if batch.items[i].samples]
         tokens: list[int | None] = [None] * len(batch.items)
         logprobs = self._prompt_logprobs(prompt_logits, prompts, batch, sequences) if prompts else {}
+        failures: dict[int, NoToken] = {}
         if sampled:
-            logprobs = self._sample(step, sampled, batch, sequences, tokens, logprobs)
+            failures = self._sample(step, sampled, batch, sequences, tokens, logprobs)
         del tokens[num_items:]
-        return LoggedTokens(tokens, logprobs) if logprobs else tokens
+        failures = {i: failure for i, failure in failures.items() if i < num_items}  # pads need no tokens
+        return LoggedTokens(tokens, logprobs, failures) if logprobs or failures else tokens
 
     def _with_padding(
         self, batch: StepBatch, sequences: Mapping[str, Sequence]
@@ -160,15 +162,19 @@ class ModelRunner:
         sequences: Mapping[str, Sequence],
         tokens: list[int | None],
         logprobs: dict[int, ItemLogprobs],
-    ) -> dict[int, ItemLogprobs]:
-        """Fills in ``tokens``; returns ``logprobs`` with those of the output added."""
+    ) -> dict[int, NoToken]:
+        """Fills in ``tokens``, and ``logprobs`` of the output; returns the items that have no token."""
         histories = [sequences[batch.items[i].request_id] for i in items]
         params = [sequence.sampling for sequence in histories]
         positions = [batch.items[i].start + batch.items[i].num_tokens for i in items]
         sampled = self._sampler.sample(step.logits, params, positions, histories, step.best)
-        for i, token in zip(items, sampled, strict=True):
-            tokens[i] = token
-        logged = [row for row, param in enumerate(params) if param.logprobs is not None]
+        failures = {}
+        for row, (i, token) in enumerate(zip(items, sampled, strict=True)):
+            if token == NO_TOKEN:
+                failures[i] = self._sampler.why_no_token(step.logits[row], params[row], histories[row])
+            else:
+                tokens[i] = token
+        logged = [row for row, p in enumerate(params) if p.logprobs is not None and sampled[row] != NO_TOKEN]
         if logged:
             chosen = step.logits[torch.tensor(logged, device=step.logits.device)]
             found = token_logprobs(
@@ -176,7 +182,7 @@ class ModelRunner:
             )
             for row, each in zip(logged, found, strict=True):
                 logprobs.setdefault(items[row], ItemLogprobs()).output = each
-        return logprobs
+        return failures
 
     @torch.inference_mode()
     def _prompt_logprobs(

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 from starlette.types import Receive
 
 from core.messages.tokens import TokenDelta, TokenLogprobs
-from core.request import Origin
+from core.request import Fault, Origin
 from services.api.backend import GenerationBackend
-from services.api.errors import SERVER_ERROR, ApiError
+from services.api.errors import INVALID_REQUEST, SERVER_ERROR, ApiError
 from services.api.jobs import Generation, Job
 
 _T = TypeVar("_T")
@@ -173,9 +173,17 @@ async def _run_several(
 
 
 def _failed(delta: TokenDelta) -> ApiError:
+    """Only where something broke is it of use to send the request again."""
     reason = delta.error or "the request was aborted by the server"
-    message = f"The generation failed: {reason}. The request may be sent again."
-    return ApiError(message, status=503, kind=SERVER_ERROR, code="generation_failed")
+    message = f"The generation failed: {reason}."
+    match delta.fault:
+        case Fault.REQUEST:
+            return ApiError(message, status=400, kind=INVALID_REQUEST, code="no_token_possible")
+        case Fault.MODEL:
+            again = "The request would fail again."
+            return ApiError(f"{message} {again}", status=500, kind=SERVER_ERROR, code="model_failed")
+    again = "The request may be sent again."
+    return ApiError(f"{message} {again}", status=503, kind=SERVER_ERROR, code="generation_failed")
 
 
 async def _disconnected(receive: Receive) -> None:

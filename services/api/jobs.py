@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from core.errors import InvalidValueError
-from core.request import Origin, SamplingParams
+from core.request import Origin, SamplingParams, check_token_ids
 from services.api.backend import ModelInfo
 from services.api.errors import ApiError
 from services.api.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
@@ -101,9 +101,10 @@ async def completion_jobs(body: CompletionRequest, model: ModelInfo, encoder: Pr
     for field, prompt in body.prompts:
         if isinstance(prompt, str):
             prompt_ids = await _encode(encoder.encode_text, prompt, len(prompt))
+            _check_encoded(field, prompt_ids, model)
         else:
             prompt_ids = tuple(prompt)
-            _check_ids(field, prompt_ids, model)
+            check_token_ids(field, prompt_ids, model.vocab_size)
         room = _check_prompt_len(field, len(prompt_ids), model)
         text = of_completion(prompt, body.instruction) if isinstance(prompt, str) else None
         job = _job(body, prompt_ids, text, limit, min(DEFAULT_MAX_TOKENS, room), model)
@@ -130,6 +131,7 @@ async def chat_jobs(body: ChatCompletionRequest, model: ModelInfo, encoder: Prom
     messages = [message.model_dump(exclude_none=True) for message in body.messages]
     num_chars = sum(len(message["content"]) for message in messages)
     prompt_ids = await _encode(encoder.encode_chat, messages, num_chars)
+    _check_encoded("messages", prompt_ids, model)
     room = _check_prompt_len("messages", len(prompt_ids), model)
     limit = None
     if body.max_completion_tokens is not None:
@@ -166,11 +168,12 @@ async def _encode(encode: Callable[[_T], tuple[int, ...]], value: _T, num_chars:
     return await asyncio.to_thread(encode, value)
 
 
-def _check_ids(field: str, prompt_ids: tuple[int, ...], model: ModelInfo) -> None:
-    if min(prompt_ids) >= 0 and max(prompt_ids) < model.vocab_size:
-        return
-    index = next(i for i, token in enumerate(prompt_ids) if not 0 <= token < model.vocab_size)
-    raise InvalidValueError(f"{field}[{index}]", prompt_ids[index], f"a token id from 0 to {model.vocab_size - 1}")
+def _check_encoded(field: str, prompt_ids: tuple[int, ...], model: ModelInfo) -> None:
+    """A tokenizer may know tokens, added to it later, that its model has no embedding of."""
+    highest = max(prompt_ids, default=0)
+    if highest >= model.vocab_size:
+        expected = f"text without tokens beyond the model's vocabulary of {model.vocab_size}"
+        raise InvalidValueError(field, f"text with token {highest}", expected)
 
 
 def _check_prompt_len(field: str, prompt_len: int, model: ModelInfo) -> int:
@@ -209,23 +212,17 @@ def _job(
 
 def _sampling(body: SamplingFields, max_new_tokens: int, model: ModelInfo) -> SamplingParams:
     """Prompts of one request share the seed that the client gave, and draw their own where it gave none."""
-    stop_token_ids = tuple(body.stop_token_ids or ())
-    if stop_token_ids:
-        _check_ids("stop_token_ids", stop_token_ids, model)
-    for token_id, _ in body.logit_bias:
-        if token_id >= model.vocab_size:
-            raise InvalidValueError("logit_bias", token_id, f"token ids from 0 to {model.vocab_size - 1}")
     if body.benchmark_len is not None and not model.benchmark_mode:
         only = "null: it is for benchmarks, and taken by `farsight serve --benchmark-mode` alone"
         raise InvalidValueError("benchmark_len", body.benchmark_len, only)
-    return SamplingParams(
+    sampling = SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=_given(body.temperature, 1.0),
         top_p=_given(body.top_p, 1.0),
         top_k=min(max(body.top_k or 0, 0), model.vocab_size),
         seed=secrets.randbits(63) if body.seed is None else body.seed,
         stop=body.stop,
-        stop_token_ids=stop_token_ids,
+        stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
         min_p=_given(body.min_p, 0.0),
         repetition_penalty=_given(body.repetition_penalty, 1.0),
@@ -235,6 +232,8 @@ def _sampling(body: SamplingFields, max_new_tokens: int, model: ModelInfo) -> Sa
         min_tokens=body.min_tokens or 0,
         benchmark_len=body.benchmark_len,
     )
+    sampling.check_vocabulary(model.vocab_size)
+    return sampling
 
 
 def _given(value: float | None, default: float) -> float:

@@ -10,6 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validat
 from services.api.fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL, MESSAGE_NEUTRAL, NeutralOnly, refused, strip_neutral
 
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 256
+"""Of one stop string. Text that may begin one is compared with all of them at every token, its length squared."""
+
+MAX_STOP_TOKEN_IDS = 1024
 MAX_PROMPTS = 256
 MAX_N = 128
 MAX_LOGPROBS = 5
@@ -52,8 +56,8 @@ EXPECTED: dict[str, str] = {
     "cache_salt": "a string of 1 to 1024 characters",
     "benchmark_len": "an integer >= 1",
     "seed": "an integer from 0 to 2**64 - 1",
-    "stop": f"a non-empty string or a list of up to {MAX_STOP_STRINGS} of them",
-    "stop_token_ids": "a list of token ids",
+    "stop": f"a non-empty string of up to {MAX_STOP_CHARS} characters or a list of up to {MAX_STOP_STRINGS} of them",
+    "stop_token_ids": f"a list of token ids, at most {MAX_STOP_TOKEN_IDS}",
     "ignore_eos": "true or false",
     "stream": "true or false",
     "stream_options": "an object and stream to be true",
@@ -101,8 +105,11 @@ def _check_stop(value: Any) -> tuple[str, ...]:
     if not isinstance(stops, list) or len(stops) > MAX_STOP_STRINGS:
         raise refused("", value, EXPECTED["stop"])
     for index, item in enumerate(stops):
+        suffix = "" if isinstance(value, str) else f"[{index}]"
         if not isinstance(item, str) or not item:
-            raise refused("" if isinstance(value, str) else f"[{index}]", item, "a non-empty string")
+            raise refused(suffix, item, "a non-empty string")
+        if len(item) > MAX_STOP_CHARS:
+            raise refused(suffix, f"{len(item)} characters", f"at most {MAX_STOP_CHARS} characters in a stop string")
     return tuple(stops)
 
 
@@ -146,10 +153,16 @@ Prompt = Annotated[
     str | list[str] | list[int] | list[list[int]],
     PlainValidator(_check_prompt, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
 ]
-Stop = Annotated[tuple[str, ...], PlainValidator(_check_stop, json_schema_input_type=str | list[str] | None)]
+_StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+_StopStrings = Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS)]
+Stop = Annotated[
+    tuple[str, ...],
+    PlainValidator(_check_stop, json_schema_input_type=_StopString | _StopStrings | None),
+]
+_Biases = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)]
 LogitBias = Annotated[
     tuple[tuple[int, float], ...],
-    PlainValidator(_check_logit_bias, json_schema_input_type=dict[str, float] | None),
+    PlainValidator(_check_logit_bias, json_schema_input_type=_Biases | None),
 ]
 Content = Annotated[str, PlainValidator(_check_content, json_schema_input_type=str | list[dict[str, str]])]
 
@@ -178,8 +191,13 @@ class SamplingFields(StrictModel):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, description="Extension; 0 and -1 keep all tokens.")
     seed: int | None = Field(None, ge=0, lt=2**64, description="Drawn at random if not given.")
-    stop: Stop = Field((), description=f"A string or up to {MAX_STOP_STRINGS} strings that end the output.")
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(None, description="Extension.")
+    stop: Stop = Field(
+        (),
+        description=f"A string of up to {MAX_STOP_CHARS} characters, or up to {MAX_STOP_STRINGS}, that end the output.",
+    )
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(
+        None, max_length=MAX_STOP_TOKEN_IDS, description=f"Extension; up to {MAX_STOP_TOKEN_IDS} token ids."
+    )
     ignore_eos: bool | None = Field(None, description="Extension; go on after the end-of-sequence token.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -190,7 +208,9 @@ class SamplingFields(StrictModel):
     repetition_penalty: float | None = Field(None, ge=0.01, le=100, description="Extension; prompt and output.")
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: LogitBias = Field((), description="By token id, what is added to its logit, -100 to 100.")
+    logit_bias: LogitBias = Field(
+        (), description=f"By token id, of up to {MAX_BIASES}, what is added to its logit, -100 to 100."
+    )
     n: int | None = Field(None, ge=1, le=MAX_N, description="Choices a prompt; choice i is drawn with seed + i.")
     cache_salt: str | None = Field(
         None, min_length=1, max_length=1024, description="Extension; only requests of the same salt share prefixes."

@@ -23,7 +23,7 @@ from engine.devices import cuda
 from engine.devices.cuda_device import load_device
 from engine.kv.kv_pool import KVPool
 from engine.kv.stream_copier import HostBlocks, StreamCopier
-from engine.sampling.sampler import Sampler
+from engine.sampling.sampler import NO_TOKEN, Sampler
 from engine.steps.backends import GraphBackend, TorchBackend, gpu_attention
 from engine.steps.careful_steps import CarefulSteps
 from engine.steps.model_runner import ModelRunner
@@ -223,6 +223,21 @@ def test_the_sampler_draws_what_it_draws_on_the_cpu() -> None:
     logits = 3 * torch.randn(len(params), 5003, generator=torch.Generator().manual_seed(0))
     positions = list(range(len(params)))
     assert Sampler().sample(logits.cuda(), params, positions) == Sampler().sample(logits, params, positions)
+
+
+def test_a_row_without_a_token_is_found_as_on_the_cpu() -> None:
+    """And the device computes on: no assertion has failed there."""
+    logits = torch.randn(12, 1000, generator=torch.Generator().manual_seed(0))
+    logits[1, 500] = torch.nan
+    logits[3] = torch.nan
+    logits[5, 0] = torch.inf
+    logits[7] = -torch.inf
+    for temperature in (0.0, 1.0):
+        params = [SamplingParams(1, temperature=temperature, seed=i, top_k=9, top_p=0.9) for i in range(12)]
+        found = Sampler().sample(logits.cuda(), params, range(12))
+        assert [row for row, token in enumerate(found) if token == NO_TOKEN] == [1, 3, 5, 7]
+        assert found == Sampler().sample(logits, params, range(12))
+    assert torch.ones(3, device="cuda").sum().item() == 3
 
 
 def test_a_thousand_moves_without_corruption(tiny) -> None:

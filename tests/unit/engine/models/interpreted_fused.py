@@ -73,7 +73,7 @@ def test_layers(changes: dict[str, object], tmp_path: Path) -> None:
             pool = KVPool(config, num_blocks=5, block_size=BLOCK, dtype=torch.float16)
             for seed, cache in enumerate((*pool.keys, *pool.values)):
                 cache.normal_(generator=torch.Generator().manual_seed(seed))
-            layout = build_layout(batch, order_items(batch), sequences, BLOCK)
+            layout = build_layout(batch, order_items(batch), sequences, BLOCK, config.vocab_size)
             attention = TorchAttention(config.sliding_windows).begin_step(layout, pool)
             layers = kind(config, weights.layers, 64, weights.embedding)
             hidden = layers.run(embed(layout, weights.embedding, None), layout, pool, attention)

@@ -18,7 +18,7 @@ from core.config.scheduling import SchedulerConfig
 from core.errors import FarsightError, RankLost
 from core.messages.plans import Plan, Slot
 from core.messages.tokens import TokenLogprobs
-from core.request import Request, SamplingParams, SequenceStatus
+from core.request import Fault, Request, SamplingParams, SequenceStatus
 from engine import Engine
 from engine.build import build_worker
 from engine.checkpoint.model_config import load_model_config
@@ -206,15 +206,23 @@ def test_sampling_and_log_probabilities_are_those_of_one_rank(model_dir: Callabl
     prompts = random_prompts(6)
     options = {"temperature": 0.9, "logprobs": 2, "repetition_penalty": 1.2}
     sampling = [greedy(8, seed=i, prompt_logprobs=i % 2 == 0, **options) for i in range(6)]
+    every_token = tuple(range(load_model_config(directory).vocab_size))
 
     def run(engine: Engine) -> dict[str, list[TokenLogprobs]]:
         found: dict[str, list[TokenLogprobs]] = {}
         for prompt, params in zip(prompts, sampling, strict=True):
             found[engine.submit(prompt, params)] = []
+        hostile = engine.submit(prompts[0], greedy(8, temperature=1.0, min_tokens=1, stop_token_ids=every_token))
+        faults = []
         while not engine.idle:
             for delta in engine.step():
+                if delta.request_id == hostile:
+                    faults.append(delta.fault)
+                    continue
                 assert delta.logprobs is not None
                 found[delta.request_id] += (*delta.logprobs.prompt, *delta.logprobs.output)
+            engine.check_integrity()
+        assert faults == [Fault.REQUEST], "it ends alone"
         return found
 
     expected = run(Engine(directory, engine=TORCH))

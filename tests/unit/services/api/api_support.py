@@ -15,7 +15,7 @@ from core.messages.log import ArtefactInfo, RequestTrace
 from core.messages.placement import PlacementView
 from core.messages.status import ComponentCounts, ComponentStatus, StatusReply
 from core.messages.tokens import TokenDelta
-from core.request import Origin, SamplingParams
+from core.request import Fault, Origin, SamplingParams
 from services.api.backend import ModelInfo
 from services.api.text.prompt_text import PromptText
 
@@ -32,9 +32,14 @@ Step = TokenDelta | Exception | float
 
 
 def delta(
-    text: str = "", finish_reason: str | None = None, *, num_tokens: int = 1, error: str | None = None
+    text: str = "",
+    finish_reason: str | None = None,
+    *,
+    num_tokens: int = 1,
+    error: str | None = None,
+    fault: Fault = Fault.SERVICE,
 ) -> TokenDelta:
-    return TokenDelta("r", 0, 0, tuple(range(num_tokens)), text, finish_reason, error)
+    return TokenDelta("r", 0, 0, tuple(range(num_tokens)), text, finish_reason, error, fault=fault)
 
 
 HELLO: tuple[Step, ...] = (delta("Hel"), delta(), delta("lo"), delta("!", "stop"))

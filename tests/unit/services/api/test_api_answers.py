@@ -13,7 +13,7 @@ import pytest
 from api_support import CHATML, MODEL, VOCAB_SIZE, ScriptedBackend, Step, delta, read_events, write_model_dir
 
 from core.errors import CapacityError, InvalidValueError
-from core.request import SamplingParams
+from core.request import Fault, SamplingParams
 from services.api.app import build_app
 from services.api.text.prompts import PromptEncoder
 
@@ -260,6 +260,12 @@ async def test_text_beyond_ascii(connect: Any) -> None:
         (RuntimeError("secret"), 500, "its log has the details"),
         (delta("", "error", error="the worker is gone"), 503, "the worker is gone"),
         (delta("", "abort"), 503, "aborted by the server"),
+        (delta("", "error", error="all are forbidden", fault=Fault.REQUEST), 400, "all are forbidden."),
+        (
+            delta("", "error", error="logits hold NaN", fault=Fault.MODEL),
+            500,
+            "hold NaN. The request would fail again.",
+        ),
     ],
 )
 async def test_failure_before_the_first_token(
@@ -278,7 +284,8 @@ async def test_failure_before_the_first_token(
     assert response.headers.get("retry-after") == ("2" if status == 429 else None)
     assert "secret" not in response.text
     assert backend.num_closed == backend.num_opened
-    assert any(each.exc_info for each in caplog.records if each.levelno >= logging.ERROR) == (status == 500)
+    logged = any(each.exc_info for each in caplog.records if each.levelno >= logging.ERROR)
+    assert logged == isinstance(step, RuntimeError)
 
 
 @pytest.mark.parametrize("base", [COMPLETION, CHAT, {**COMPLETION, "prompt": [[1], [2]]}])
@@ -287,7 +294,13 @@ async def test_failure_before_the_first_token(
     [
         (CapacityError("full", 1), "rate_limit_error", "full"),
         (RuntimeError("secret"), "server_error", "log"),
-        (delta("", "error", error="the worker is gone"), "server_error", "the worker is gone"),
+        (delta("", "error", error="the worker is gone"), "server_error", "may be sent again"),
+        (
+            delta("", "error", error="all are forbidden", fault=Fault.REQUEST),
+            "invalid_request_error",
+            "all are forbidden",
+        ),
+        (delta("", "error", error="logits hold NaN", fault=Fault.MODEL), "server_error", "would fail again"),
     ],
 )
 async def test_failure_within_a_stream(connect: Any, base: dict[str, Any], step: Step, kind: str, words: str) -> None:

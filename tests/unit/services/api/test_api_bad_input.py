@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -56,7 +57,10 @@ COMMON_CASES = [
     ({"stop": ["a", ""]}, 400, "stop[1]", ["non-empty"]),
     ({"stop": ["a", 5]}, 400, "stop[1]", ["got 5"]),
     ({"stop": ["a"] * 17}, 400, "stop", ["up to 16"]),
+    ({"stop": "x" * 257}, 400, "stop", ["got '257 characters'", "at most 256"]),
+    ({"stop": ["a", "x" * 257]}, 400, "stop[1]", ["got '257 characters'", "at most 256"]),
     ({"stop_token_ids": 5}, 400, "stop_token_ids", ["list of token ids"]),
+    ({"stop_token_ids": [5] * 1025}, 400, "stop_token_ids", ["list of token ids, at most 1024"]),
     ({"stop_token_ids": [1, -5]}, 400, "stop_token_ids[1]", ["got -5"]),
     ({"stop_token_ids": [1, "a"]}, 400, "stop_token_ids[1]", ["got 'a'"]),
     ({"stop_token_ids": [300]}, 400, "stop_token_ids[0]", ["from 0 to 299"]),
@@ -304,6 +308,25 @@ NEUTRAL_CHAT = {
     "store": False,
     "audio": None,
 }
+
+
+async def test_text_with_tokens_that_the_model_lacks(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
+    """A tokenizer may know more tokens than its model."""
+    backend.model = dataclasses.replace(backend.model, vocab_size=20)
+    for path, body, field in (("completions", COMPLETION, "prompt"), ("chat/completions", CHAT, "messages")):
+        response = await client.post(f"/v1/{path}", json=body)
+        _check_error(response, 400, field, "got 'text with token", "vocabulary of 20")
+    assert backend.calls == []
+
+
+async def test_the_schema_says_what_is_bounded(client: httpx.AsyncClient) -> None:
+    schemas = (await client.get("/openapi.json")).json()["components"]["schemas"]
+    for name in ("CompletionRequest", "ChatCompletionRequest"):
+        fields = schemas[name]["properties"]
+        one, several, _ = fields["stop"]["anyOf"]
+        assert (one["maxLength"], several["maxItems"], several["items"]["maxLength"]) == (256, 16, 256)
+        assert fields["stop_token_ids"]["anyOf"][0]["maxItems"] == 1024
+        assert fields["logit_bias"]["anyOf"][0]["maxProperties"] == 1024
 
 
 async def test_neutral_values_are_accepted(client: httpx.AsyncClient) -> None:

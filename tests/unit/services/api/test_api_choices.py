@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import math
 from collections.abc import AsyncGenerator
@@ -11,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from api_support import MODEL, ScriptedBackend, delta, read_events
+from api_support import MODEL, VOCAB_SIZE, ScriptedBackend, delta, read_events
 from engine_backend import EngineBackend, write_checkpoint
 from transformers import LlamaForCausalLM
 
@@ -233,6 +234,26 @@ async def test_min_tokens(client: httpx.AsyncClient) -> None:
 async def test_logit_bias_decides(client: httpx.AsyncClient) -> None:
     choice = (await post(client, COMPLETION, logit_bias={"70": 100}, logprobs=0))["choices"][0]
     assert len(set(choice["logprobs"]["tokens"])) == 1
+
+
+HOSTILE = {"min_tokens": 1, "stop_token_ids": list(range(VOCAB_SIZE)), "temperature": 1}
+
+
+@pytest.mark.parametrize("change", [{}, {"n": 3}, {"logprobs": 2}, {"temperature": 0}, {"prompt": [[5, 6], [7]]}])
+async def test_a_request_that_forbids_every_token_is_told_so_and_harms_no_other(
+    client: httpx.AsyncClient, backend: EngineBackend, change: dict[str, Any]
+) -> None:
+    expected = (await post(client, COMPLETION))["choices"]
+    beside = asyncio.create_task(post(client, COMPLETION))
+    for streamed in (False, True):
+        body = {**COMPLETION, **HOSTILE, **change, "stream": streamed}
+        reply = await client.post("/v1/completions", json=body)
+        assert reply.status_code == 400
+        error = reply.json()["error"]
+        assert (error["type"], error["code"]) == ("invalid_request_error", "no_token_possible")
+        assert "min_tokens = 1 forbids every token" in error["message"] and "all 300" in error["message"]
+    assert (await beside)["choices"] == expected
+    assert backend.engine.idle
 
 
 async def test_benchmark_len(client: httpx.AsyncClient, backend: EngineBackend) -> None:
