@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from collections.abc import Generator
+from contextlib import closing
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from core.children import worker_pool
+from core.processors import usable_processors
 from simulator.reproduce.register import REPRODUCTIONS
 from simulator.reproduce.rows import Reproduction, Row
+
+JOBS = min(2, usable_processors())
 
 
 def main() -> None:
@@ -23,7 +27,7 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="every one of them")
     parser.add_argument("--list", action="store_true", help="names and sources, and nothing else")
     parser.add_argument("--json", action="store_true", help="JSON lines on standard output")
-    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes (default: 2)")
+    parser.add_argument("--jobs", type=int, default=JOBS, metavar="N", help=f"processes (default: {JOBS})")
     args = parser.parse_args()
     if args.list:
         for each in REPRODUCTIONS.values():
@@ -36,22 +40,23 @@ def main() -> None:
         parser.error("say which: NAME ... or --all (--list shows them)")
     chosen = [REPRODUCTIONS[name] for name in (REPRODUCTIONS if args.all else args.names)]
     rows: list[Row] = []
-    for row in _run(chosen, max(1, args.jobs)):
-        rows.append(row)
-        if args.json:
-            print(json.dumps(row.as_dict()), flush=True)
+    with closing(_run(chosen, max(1, args.jobs))) as found:
+        for row in found:
+            rows.append(row)
+            if args.json:
+                print(json.dumps(row.as_dict()), flush=True)
     if not args.json:
         Console().print(_table(rows))
     num_off = sum(row.verdict == "off" for row in rows)
     print(f"{len(rows)} rows, {num_off} off", file=sys.stderr)
 
 
-def _run(chosen: list[Reproduction], jobs: int) -> Iterator[Row]:
+def _run(chosen: list[Reproduction], jobs: int) -> Generator[Row, None, None]:
     """Cells side by side, rows in their order."""
     cells = [cell for each in chosen for cell in each.cells]
     console = Console(stderr=True)
     with (
-        ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool,
+        worker_pool(jobs) as pool,
         Progress(console=console, transient=True, disable=not console.is_terminal) as progress,
     ):
         task = progress.add_task("cells", total=len(cells))
@@ -73,4 +78,7 @@ def _number(value: float) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
