@@ -72,10 +72,12 @@ def _site(config: FarsightConfig) -> Iterator[Any]:
     from services.launch.cluster import private_cluster
     from services.launch.launch import find_model, find_site, start_components
     from services.launch.signals import StopSignal
+    from services.stages import silent_stages
 
     site = find_site(config, find_model(config))
-    with private_cluster(StopSignal()):
-        start_components(site)()
+    stages = silent_stages(config.server.start_patience_s)
+    with private_cluster(StopSignal(), stages=stages):
+        start_components(site).wait(stages)
         yield site
 
 

@@ -187,12 +187,13 @@ def main(words: Sequence[str] | None = None) -> None:
     from actors.runtime.names import NAMESPACE
     from benchmarks.ray_nodes import Nodes
     from services.launch.launch import Service, find_model, find_site
+    from services.stages import silent_stages
 
     config = _config(args)
     nodes = Nodes(NUM_NODES, HEALTH)
     try:
         ray.init(address=nodes.address, namespace=NAMESPACE, log_to_driver=False, logging_level="error")
-        Service(find_site(config, find_model(config))).start()
+        Service(find_site(config, find_model(config))).start(silent_stages(config.server.start_patience_s))
         num_other = asyncio.run(_show(args, Victims(nodes)))
     finally:
         ray.shutdown()

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from core.errors import InvalidValueError
+from core.processors import usable_processors
 from predictor.features import Floats
 
 LABSE = "sentence-transformers/LaBSE"
@@ -71,9 +72,12 @@ class SentenceEncoder:
 def _load(name: str, device: str) -> Any:
     path = _packaged_minilm() if name == MINILM else name
     try:
+        import torch
         from sentence_transformers import SentenceTransformer
         from transformers.utils import logging
 
+        # Libraries count the processors of the affinity mask, but not those of a quota.
+        torch.set_num_threads(min(torch.get_num_threads(), usable_processors()))
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # of reading weights; the commands have their own
         if not Path(path).is_dir():
             _fetch(path)

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TypeVar
 
+from core.children import end_with_parent
+
 NICENESS = 10
 """Serving comes first."""
 
@@ -60,7 +62,7 @@ class FitProcess:
         self._end: FitEnd | None = None
         context = multiprocessing.get_context("spawn")  # a fork would copy locks of threads that it has not
         self._pipe, writer = context.Pipe(duplex=False)
-        self._process = context.Process(target=_run, args=(writer, fit, argument), name="fit", daemon=True)
+        self._process = context.Process(target=_run, args=(os.getpid(), writer, fit, argument), name="fit", daemon=True)
         try:
             self._process.start()
         except BaseException:
@@ -121,8 +123,9 @@ class FitProcess:
         self._pipe.close()
 
 
-def _run(pipe: Connection, fit: Callable[[Argument], bytes], argument: Argument) -> None:
+def _run(parent: int, pipe: Connection, fit: Callable[[Argument], bytes], argument: Argument) -> None:
     """What the child does."""
+    end_with_parent(parent)
     os.nice(NICENESS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its children
     status = 0

@@ -20,6 +20,7 @@ from services.commands.profile import profile
 from services.commands.replay import replay
 from services.commands.simulate import compare, simulate
 from services.commands.train import train
+from services.failures import failing_in_two_lines
 
 STATUS_TIMEOUT_S = 5.0
 
@@ -112,11 +113,8 @@ def serve(
     from services.launch.launch import run_service
     from services.launch.signals import StopSignal
 
-    try:
+    with failing_in_two_lines("serve"):
         run_service(load_config(config, overrides), typer.echo, StopSignal())
-    except FarsightError as error:
-        typer.echo(f"farsight: {error}", err=True)
-        raise typer.Exit(1) from error
     typer.echo("Stopped.")
 
 
@@ -224,12 +222,10 @@ def batch(
     from services.batch.submit import BatchOptions, submit
 
     options = BatchOptions(model, config, concurrency, overwrite)
-    try:
-        load_config(config, {"model": {"path": model}})  # a wrong setting is refused before anything starts
-        exit_status = submit(source, target, address, options, lambda text: typer.echo(text, nl=False))
-    except FarsightError as error:
-        typer.echo(f"farsight: {error}", err=True)
-        raise typer.Exit(1) from error
+    with failing_in_two_lines("batch"):
+        # A wrong setting is refused before anything starts.
+        patience_s = load_config(config, {"model": {"path": model}}).server.start_patience_s
+        exit_status = submit(source, target, address, options, lambda text: typer.echo(text, nl=False), patience_s)
     raise typer.Exit(exit_status)
 
 

@@ -24,6 +24,19 @@ def run_directory() -> Path:
     return Path(tempfile.gettempdir()) / f"farsight-{os.getuid()}"
 
 
+def make_run_directory() -> Path:
+    """``run_directory``, which is there now and belongs to this user alone.
+
+    Raises:
+        FarsightError: it belongs to another user.
+        OSError: it cannot be made.
+    """
+    directory = run_directory()
+    directory.mkdir(mode=0o700, exist_ok=True)
+    _check_owner(directory)
+    return directory
+
+
 @contextlib.contextmanager
 def published(port: int, admin_token: str) -> Iterator[Path]:
     """The run file of the server on that port, for as long as the context lasts.
@@ -33,8 +46,7 @@ def published(port: int, admin_token: str) -> Iterator[Path]:
     """
     path = _path(port)
     try:
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        _check_owner(path.parent)
+        make_run_directory()
         path.unlink(missing_ok=True)  # of a server that was killed
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             json.dump({"pid": os.getpid(), "admin_token": admin_token}, file)

@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from actors.log.log_backend import LogBackend, Record, Retention, check_integers
 from actors.log.log_sqlite import SqliteLog
 from actors.runtime.component import Component, ComponentContext
+from actors.runtime.names import RUN_DIR_VARIABLE
 from core.codec import decode, encode
 from core.errors import ConfigError, FarsightError, MessageError
 from core.messages.log import (
@@ -36,7 +37,6 @@ from core.messages.log import (
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "farsight-log.sqlite"
-RUN_DIR_VARIABLE = "FARSIGHT_RUN_DIR"
 
 MAX_PAGE = 10_000
 """Records in one page, whatever was asked for."""

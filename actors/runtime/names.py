@@ -4,6 +4,9 @@ from __future__ import annotations
 
 NAMESPACE = "farsight"
 
+RUN_DIR_VARIABLE = "FARSIGHT_RUN_DIR"
+"""In the environment of every process of a private cluster: its directory."""
+
 ROUTER = "router"
 LOG_STORE = "log-store"
 SUPERVISOR = "supervisor"

@@ -31,7 +31,7 @@ from actors.supervision.autoscaler import Autoscaler
 from core.codec import decode, encode
 from core.errors import FarsightError, MessageError
 from core.messages.fleet import InFlight, ReplicaName
-from core.messages.status import ComponentCounts, Scale
+from core.messages.status import ComponentCounts, Scale, StartState
 
 HEALTHY_AFTER_S = 10.0
 """Who lived so long and dies is started again at once; who dies sooner waits, each time twice as long ..."""
@@ -90,6 +90,12 @@ class Supervisor(Component):
         """
         await asyncio.gather(*(asyncio.shield(future) for future in self._started.values()))
         return b""
+
+    async def start_state(self, data: bytes) -> bytes:
+        """``StartState``: how far ``started`` is."""
+        started = self._started.items()
+        ready = tuple(host for host, future in started if future.done() and future.exception() is None)
+        return encode(StartState(ready, tuple(host for host in self._started if host not in ready)))
 
     async def counts(self, data: bytes) -> bytes:
         """``ComponentCounts``: how many there should be."""

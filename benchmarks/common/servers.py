@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -51,7 +52,7 @@ class ServerCommand:
 
 
 class RunningServer:
-    """A server that has been started.
+    """A server that has been started, in the main thread: it ends with that (``_ending_with_us``).
 
     Args:
         log: Where its output goes.
@@ -64,7 +65,7 @@ class RunningServer:
         self.started_at = time.perf_counter()
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                command.words,
+                [*_ending_with_us(), *command.words],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -124,6 +125,17 @@ class RunningServer:
 
     def _last_output(self) -> str:
         return self.log.read_text("utf-8", errors="replace")[-2000:]
+
+
+def _ending_with_us() -> list[str]:
+    """What a command begins with whose process is told to end (TERM) when the thread that starts it is gone.
+
+    A benchmark that is killed ends no server: without this, that would go on. Where util-linux is missing it does.
+    """
+    found = shutil.which("setpriv")
+    # We may have ended before the process says that it wants to be told.
+    begin = ["sh", "-c", '[ "$PPID" = "$0" ] && exec "$@"', str(os.getpid())]
+    return [found, "--pdeathsig", "TERM", *begin] if found else []
 
 
 def farsight_command(model_dir: Path, options: Sequence[str]) -> ServerCommand:

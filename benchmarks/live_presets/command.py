@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from benchmarks.live_presets.claims import Claim
 from benchmarks.live_presets.priority import can_come_first
 from benchmarks.live_presets.runs import Figures, Run, Store, measure
 from benchmarks.live_presets.study import Study
+from core.children import worker_pool
 
 SHOWN = ("claim", "ratio", "low", "high", "target", "verdict", "live", "simulated", "requests", "gap_ms", "lag_ms")
 
@@ -89,8 +89,7 @@ def _measure(study: Study, cache: Path, groups: Sequence[list[Run]], jobs: int, 
         for group in groups:
             measure(study, cache, group, real_time=real_time)
         return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+    with worker_pool(jobs) as pool:
         one = partial(measure, study, cache, real_time=real_time)
         for done in as_completed([pool.submit(one, group) for group in groups]):
             done.result()

@@ -24,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 from benchmarks.make_model import PRESETS, random_model, train_tokenizer
 from benchmarks.parallel.emulated import BASE_S, ROW_S, emulate_stages, stage_s
 from core.config.engine import EngineConfig
+from core.processors import usable_processors
 from core.request import SamplingParams
 from engine import Engine
 from engine.parallel.local import RANK_MODULE, LocalRanks
@@ -49,7 +50,7 @@ def main() -> None:
         config = EngineConfig(kv_memory="64MiB", num_threads=1, prefix_cache=False)
         engine = Engine(folder, dtype="float32", engine=config, ranks=ranks.ranks)
         stage = "computing" if args.real else f"emulated: {BASE_S * 1e3:.0f} ms + {ROW_S * 1e3:.0f} ms a row each"
-        print(f"2 stages, {stage}; {os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}")
+        print(f"2 stages, {stage}; {usable_processors()} processors, load {os.getloadavg()[0]:.1f}")
         print("batch  tokens/s: 1 under way  2 under way  ratio (range)" + ("" if args.real else "  of at most"))
         for batch in args.batch:
             line = _compare(engine, batch, args.repeats)

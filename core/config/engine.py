@@ -43,8 +43,8 @@ class EngineConfig:
         max_batch_tokens: Tokens computed in one step; longer prompts are prefilled in several.
         max_model_len: Tokens a sequence may reach, prompt and output together; 0 is the model's own context, which only
             an emulated device can go beyond.
-        num_threads: Compute threads of a worker; 0 shares all cores but one, which serves HTTP and scheduling,
-            among the replicas.
+        num_threads: Compute threads of a worker; 0 shares all cores that it may use but one, which serves HTTP and
+            scheduling, among the replicas.
         benchmark_mode: Requests may say, with ``benchmark_len``, where their outputs end. Only to measure scheduling.
         backend: What computes a step: ``native`` is one compiled call on the CPU, ``xformers`` torch operations with
             xformers' attention on a GPU, ``torch`` the reference on either; ``auto`` takes one of the former where it

@@ -29,6 +29,7 @@ class ServerConfig:
         proxy: ``serve`` is Ray Serve's own proxy. ``haproxy`` carries several times the requests; ``host`` must be
             the loopback interface or all of them, and the ingress replicas listen there too (ports 30000 to 32699).
             ``auto`` takes the latter where it can be had.
+        start_patience_s: How long a start may take, all its tries together, before it is given up.
         first_token_deadline_s: Where there are ``[[replica]]`` tables, a request without a token after so long fails,
             wherever it has been by then; not while it is on our own engine.
     """
@@ -41,6 +42,7 @@ class ServerConfig:
     max_queued_tokens: int = 2_000_000
     prefix_sharing: str = "all"
     proxy: str = "auto"
+    start_patience_s: float = 600.0
     first_token_deadline_s: float = 120.0
 
     def __post_init__(self) -> None:
@@ -54,5 +56,5 @@ class ServerConfig:
         for name in ("max_body_bytes", "max_queued_requests", "max_queued_tokens"):
             value = getattr(self, name)
             require(value >= 1, f"server.{name}", value, "an integer >= 1")
-        deadline_s = self.first_token_deadline_s
-        require(deadline_s > 0, "server.first_token_deadline_s", deadline_s, "a number > 0")
+        for name in ("start_patience_s", "first_token_deadline_s"):
+            require(getattr(self, name) > 0, f"server.{name}", getattr(self, name), "a number > 0")

@@ -66,6 +66,14 @@ class ComponentCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class StartState:
+    """Supervisor ->: which hosts have come up since it began, and which have not."""
+
+    ready: tuple[str, ...]
+    waiting: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Scale:
     """-> Supervisor: there should be ``count`` of ``kind``."""
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from core.config.engine import EngineConfig
+from core.processors import compute_threads
 from engine.checkpoint.model_config import ModelConfig, resolve_max_model_len
 from engine.checkpoint.weights import parse_dtype
 from engine.devices.device import Device, num_host_pool_blocks, num_pool_blocks
@@ -39,7 +40,7 @@ def load_device(
     Raises:
         InvalidValueError: the model or a setting cannot be used; names the field.
     """
-    torch.set_num_threads(engine.num_threads or max(1, ((os.cpu_count() or 1) - 1) // num_replicas))
+    torch.set_num_threads(compute_threads(engine.num_threads, num_replicas))
     dtype = parse_dtype(dtype_name, config)
     token_bytes = config.kv_bytes_per_token(dtype)
     context_len = resolve_max_model_len(config, engine.max_model_len)

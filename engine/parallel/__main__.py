@@ -1,17 +1,19 @@
-"""One rank: ``python -m engine.parallel HOST PORT RANK``, the key on standard input."""
+"""One rank: ``python -m engine.parallel HOST PORT RANK PARENT``, the key on standard input."""
 
 from __future__ import annotations
 
 import os
 import sys
 
+from core.children import end_with_parent
 from core.errors import FarsightError
 from engine.parallel.follower import follow
 from engine.parallel.links import Ticket, join
 
 
 def main() -> None:
-    """Ends when rank 0 does."""
+    """Ends when rank 0 does, or the process that started it."""
+    end_with_parent(int(sys.argv[4]))
     host, port, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     try:
         ticket = Ticket(host, port, sys.stdin.read())

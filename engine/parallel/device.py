@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import selectors
 import socket
 import threading
@@ -15,6 +14,7 @@ import torch
 
 from core.config.engine import EngineConfig
 from core.errors import RankLost
+from core.processors import compute_threads
 from engine.checkpoint.model_config import ModelConfig, resolve_max_model_len
 from engine.checkpoint.weights import CheckpointError, parse_dtype
 from engine.devices.device import Device, num_host_pool_blocks, num_pool_blocks
@@ -74,7 +74,7 @@ def load_parallel_device(
             dtype=str(dtype).removeprefix("torch."),
             engine=engine,
             context_len=context_len,
-            num_threads=engine.num_threads or max(1, ((os.cpu_count() or 1) - 1) // num_sharers),
+            num_threads=compute_threads(engine.num_threads, num_sharers),
             num_sharers=num_sharers,
             store_port=store.getsockname()[1],
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ logger = logging.getLogger(__name__)
 _END_TIMEOUT_S = 60.0
 
 RANK_MODULE = "engine.parallel"
-"""What a rank runs: ``python -m RANK_MODULE HOST PORT RANK``, the key on standard input."""
+"""What a rank runs: ``python -m RANK_MODULE HOST PORT RANK PARENT``, the key on standard input."""
 
 
 class LocalRanks:
@@ -40,7 +41,7 @@ class LocalRanks:
     def _spawn(self, gathering: Gathering, rank: int) -> subprocess.Popen[bytes]:
         ticket = gathering.ticket
         root = Path(__file__).resolve().parents[2]
-        command = [sys.executable, "-m", self._module, ticket.host, str(ticket.port), str(rank)]
+        command = [sys.executable, "-m", self._module, ticket.host, str(ticket.port), str(rank), str(os.getpid())]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=root)
         assert process.stdin is not None
         process.stdin.write(ticket.key.encode())  # not an argument: those are for all to see

@@ -23,12 +23,15 @@ from services.api.text.prompts import PromptEncoder
 from services.ingress.connect import open_client
 from services.launch.cluster import ServiceFailed
 from services.launch.launch import find_model, find_site, start_components
+from services.stages import Stages
 
 _GCS_FLAG = "--gcs-address="
 
 
 @contextlib.asynccontextmanager
-async def open_backend(config: FarsightConfig) -> AsyncGenerator[tuple[GenerationBackend, PromptEncoder], None]:
+async def open_backend(
+    config: FarsightConfig, stages: Stages
+) -> AsyncGenerator[tuple[GenerationBackend, PromptEncoder], None]:
     """The backend of one job and the encoder of its model; everything it started is gone when it is closed.
 
     Runs in the job's driver, on the event loop that will send the requests.
@@ -43,7 +46,7 @@ async def open_backend(config: FarsightConfig) -> AsyncGenerator[tuple[Generatio
         raise ServiceFailed(f"the job does not reach its own cluster: {error}") from error
     try:
         holder = asyncio.create_task(_hold(create_host(host_of(SUPERVISOR, site.placement), site, 0)))
-        await _start(site)
+        await _start(site, stages)
         client = await open_client(site)
         try:
             yield client, PromptEncoder(Path(site.model_dir))
@@ -64,12 +67,13 @@ async def _hold(host: Any) -> None:
         await host.ended.remote()
 
 
-async def _start(site: Site) -> None:
+async def _start(site: Site, stages: Stages) -> None:
     try:
-        wait_started = start_components(site)
+        with stages.stage("Supervisor", lambda: "its process"):
+            starting = start_components(site)
     except RayActorError as error:
         raise ServiceFailed(f"the supervisor died while it started: {error}") from error
-    await asyncio.to_thread(wait_started)
+    await asyncio.to_thread(starting.wait, stages)
 
 
 def _cluster_address() -> str | None:

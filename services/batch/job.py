@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,20 +11,20 @@ from typing import Annotated
 import typer
 import uvloop
 
+from core.children import end_with_parent
 from core.config.load import FarsightConfig, load_config
-from core.errors import FarsightError
 from services.api.app import build_app
 from services.batch.backend import open_backend
 from services.batch.lines import Batch, read_batch
 from services.batch.progress import ProgressStore
 from services.batch.runner import DEFAULT_CONCURRENCY, run_batch
+from services.failures import failing_in_two_lines
+from services.stages import Stages
 
 PROGRESS_INTERVAL_S = 5.0
 
 LOCK_WAIT_S = 10.0
 """How long the end of a run that was killed a moment ago is waited for."""
-
-_PARENT_POLL_S = 0.1
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -41,12 +39,9 @@ def main(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is there.")] = False,
 ) -> None:
     """Run a batch inside a Ray job; status 0 means that every line has its line of output."""
-    try:
+    with failing_in_two_lines("batch-job"):
         loaded = load_config(config, {"model": {"path": model}})
         run_job(source, target, loaded, concurrency, overwrite, typer.echo)
-    except FarsightError as error:
-        typer.echo(f"farsight: {error}", err=True)
-        raise typer.Exit(1) from error
 
 
 def run_job(
@@ -74,7 +69,8 @@ def run_job(
 async def _run(
     batch: Batch, store: ProgressStore, config: FarsightConfig, concurrency: int, progress: Progress
 ) -> None:
-    async with open_backend(config) as (backend, encoder):
+    stages = Stages(lambda line: progress.say(f"farsight batch: {line}"), config.server.start_patience_s)
+    async with open_backend(config, stages) as (backend, encoder):
         served = build_app(backend, encoder, max_body_bytes=config.server.max_body_bytes)
         await run_batch(served, batch.lines, store, concurrency=concurrency, on_done=progress)
 
@@ -84,30 +80,18 @@ class Progress:
 
     def __init__(self, num_lines: int, say: Callable[[str], None]) -> None:
         self._num_lines = num_lines
-        self._say = say
+        self.say = say
         self._next = time.monotonic() + PROGRESS_INTERVAL_S
 
     def __call__(self, num_done: int, num_failed: int) -> None:
         if time.monotonic() >= self._next and num_done < self._num_lines:  # the end is said anyway
             self._next = time.monotonic() + PROGRESS_INTERVAL_S
-            self._say(self.line(num_done, num_failed))
+            self.say(self.line(num_done, num_failed))
 
     def line(self, num_done: int, num_failed: int) -> str:
         return f"farsight batch: {num_done}/{self._num_lines} done, {num_failed} failed"
 
 
-def _end_with_parent() -> None:
-    """Ends this process as soon as its parent is gone: where the whole cluster was killed, nobody else does."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent != 1:
-            time.sleep(_PARENT_POLL_S)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
-
-
 if __name__ == "__main__":
-    _end_with_parent()
+    end_with_parent()  # where the whole cluster was killed, nothing else ends the job
     app()

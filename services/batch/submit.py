@@ -28,6 +28,7 @@ from services.batch.lines import read_batch
 from services.batch.progress import ProgressStore, partial_path
 from services.batch.runner import DEFAULT_CONCURRENCY
 from services.launch.signals import INTERRUPTED, StopSignal
+from services.stages import Stage, Stages
 
 SUBMIT_WAIT_S = 120.0
 """A cluster that has just started, or is busy, takes no job for a while."""
@@ -82,13 +83,14 @@ class JobClient(Protocol):
         ...
 
 
-def submit(source: Path, target: Path, address: str | None, options: BatchOptions, say: Say) -> int:
+def submit(source: Path, target: Path, address: str | None, options: BatchOptions, say: Say, patience_s: float) -> int:
     """Runs a batch to its end; returns the exit status: 0, the job's own, or 130 after Ctrl-C.
 
     Args:
         source: IN.
         target: OUT.
         address: Of a cluster's dashboard, as ``http://host:8265``; None starts a private cluster.
+        patience_s: How long that may take, and until it takes a job.
 
     Raises:
         FarsightError: Input, output or address cannot be used, or the cluster cannot be reached.
@@ -101,7 +103,7 @@ def submit(source: Path, target: Path, address: str | None, options: BatchOption
         stop.running()
         status = submit_entrypoint(connect(address), entrypoint("python", source, target, options), {}, stop, say)
     else:
-        status = _submit_locally(entrypoint(sys.executable, source, target, options), stop, say)
+        status = _submit_locally(entrypoint(sys.executable, source, target, options), stop, say, patience_s)
     if stop.received:
         say(f"Stopped. What is done is kept in {partial_path(target)}; the same command goes on from there.\n")
     return status
@@ -159,17 +161,20 @@ def submit_entrypoint(client: JobClient, command: str, env: Mapping[str, str], s
     Raises:
         FarsightError: The job cannot be submitted, or the cluster is gone.
     """
-    return follow_job(client, submit_job(client, command, env), stop, say)
+    with _line_stages(say, SUBMIT_WAIT_S).stage("Job", lambda: "the cluster to take it") as stage:
+        job_id = submit_job(client, command, env, SUBMIT_WAIT_S)
+        stage.outcome = "submitted"
+    return follow_job(client, job_id, stop, say)
 
 
-def submit_job(client: JobClient, command: str, env: Mapping[str, str]) -> str:
+def submit_job(client: JobClient, command: str, env: Mapping[str, str], patience_s: float) -> str:
     """Submits a shell command, again and again until the cluster takes it; returns the id of the job.
 
     Raises:
-        FarsightError: It has not for ``SUBMIT_WAIT_S``.
+        FarsightError: It has not for so long.
     """
     job_id = f"farsight-batch-{uuid.uuid4().hex[:12]}"
-    deadline = time.monotonic() + SUBMIT_WAIT_S
+    deadline = time.monotonic() + patience_s
     while True:
         try:
             return client.submit_job(entrypoint=command, submission_id=job_id, runtime_env={"env_vars": dict(env)})
@@ -217,13 +222,20 @@ def _check(source: Path, target: Path, overwrite: bool) -> None:
         store.remove_if_empty()
 
 
-def _submit_locally(command: str, stop: StopSignal, say: Say) -> int:
+def _line_stages(say: Say, patience_s: float) -> Stages:
+    return Stages(lambda line: say(f"farsight batch: {line}\n"), patience_s)
+
+
+def _submit_locally(command: str, stop: StopSignal, say: Say, patience_s: float) -> int:
     from services.launch.cluster import private_cluster
 
     say("Starting a private Ray cluster.\n")
-    with private_cluster(stop, dashboard=True) as cluster:
-        client = connect(cluster.dashboard_url)
-        job_id = submit_job(client, command, {})
+    stages = _line_stages(say, patience_s)
+    with private_cluster(stop, stages=stages, dashboard=True) as cluster:
+        with stages.stage("Job", lambda: "Ray to take it") as stage:
+            client = _connect_patiently(cluster.dashboard_url, stages, stage)
+            job_id = submit_job(client, command, {}, stages.remaining_s)
+            stage.outcome = "submitted"
         stop.running()
         try:
             return follow_job(client, job_id, stop, say, _end_drivers)
@@ -231,6 +243,17 @@ def _submit_locally(command: str, stop: StopSignal, say: Say) -> int:
             if not stop.received:
                 raise
             return INTERRUPTED  # the signal has ended the cluster as well, and the job ends with it
+
+
+def _connect_patiently(address: str, stages: Stages, stage: Stage) -> JobClient:
+    """The dashboard of a cluster that has just started may not answer yet."""
+    while True:
+        try:
+            return connect(address)
+        except FarsightError as error:
+            if stages.remaining_s <= 0:
+                raise stages.timed_out(stage) from error
+        time.sleep(_POLL_S)
 
 
 def _end_drivers() -> None:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from core.processors import usable_processors
 from services.bench.statistics import Metrics
 
 PACKAGES = ("farsight", "torch", "triton", "xformers", "ray", "tokenizers", "aiohttp", "uvloop")
@@ -99,7 +100,7 @@ def provenance(program: Sequence[str]) -> dict[str, Any]:
         "machine": {
             "platform": platform.platform(),
             "cpu": _cpu_model(),
-            "cpu_count": os.cpu_count(),
+            "cpu_count": usable_processors(),
             "load_average": os.getloadavg(),
         },
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import typer
 
 from core.config.engine import EngineConfig
 from core.errors import ConfigError, FarsightError
+from core.processors import usable_processors
 
 if TYPE_CHECKING:
     from engine.steps.model_runner import ModelRunner
@@ -103,7 +103,7 @@ def _machine(model: str, runner: ModelRunner, steps: list[MeasuredStep]) -> Prof
         model=model,
         dtype=str(runner.pool.dtype).removeprefix("torch."),
         processor=_processor(),
-        num_cores=os.cpu_count() or 1,
+        num_cores=usable_processors(),
         num_threads=num_threads,
         cpu_share=min(1.0, sum(step.cpu_s for step in steps) / (num_threads * wall_s)),
     )

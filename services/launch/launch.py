@@ -5,8 +5,8 @@ Everything lives in a private Ray cluster that this process starts and takes dow
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import logging
 import os
 import socket
 import time
@@ -20,15 +20,19 @@ from actors.runtime.site import Site
 from core.codec import decode
 from core.config.learning import PredictorConfig
 from core.config.load import FarsightConfig
-from core.errors import ConfigError, FarsightError
+from core.errors import ConfigError
 from core.messages.status import ComponentCounts
+from core.processors import usable_processors
 from estimator.device_profile import profile_label, resolve_device
 from policies.compose import check_scheduler
 from services.launch.backends import check_replicas, look_for_servers
 from services.launch.cluster import ServiceFailed, private_cluster
 from services.launch.haproxy import choose_proxy
 from services.launch.signals import StopSignal
+from services.proxy import ProxyStart, wait_routed
 from services.run_file import ADMIN_TOKEN_VARIABLE, published
+from services.stages import Stages
+from services.starting import LOOK_S, StartingPieces
 
 EMBEDDED_MODEL = Path(__file__).parents[1] / "embedded_model"
 EMBEDDED_NAME = "farsight-embedded"
@@ -36,6 +40,8 @@ WATCH_INTERVAL_S = 0.5
 
 APP_NAME = "farsight"
 """Of the Ray Serve application."""
+
+_FAILED_APP = ("DEPLOY_FAILED", "UNHEALTHY", "DELETING")
 
 DRAIN_INGRESS_S = 600.0
 """How long an ingress replica that is given up may finish its streams. Ctrl-C does not wait for it."""
@@ -127,27 +133,43 @@ class Service:
         self._site = site
         self._ingress_replicas = site.config.server.ingress_replicas or default_ingress_replicas()
 
-    def start(self) -> None:
-        """Starts everything; returns when requests are answered."""
+    def start(self, stages: Stages) -> None:
+        """Starts everything; returns when requests are answered.
+
+        Raises:
+            StartTimedOut: the patience is over.
+            FarsightError: a part cannot start; why.
+        """
+        from ray.exceptions import RayError
+
+        try:
+            with stages.stage("Supervisor", lambda: "its process"):
+                starting = start_components(self._site)
+            starting.wait(stages, lambda: ProxyStart(self._site.config.server))
+            self._start_ingress(stages)
+        except RayError as error:
+            raise ServiceFailed(f"a part of the service ended while it started: {error}") from error
+
+    def _start_ingress(self, stages: Stages) -> None:
         from ray import serve
 
-        wait_started = start_components(self._site)
-        logging.getLogger("ray.serve").setLevel(logging.WARNING)  # its news are for its own developers
-        server = self._site.config.server
-        serve.start(
-            proxy_location="HeadOnly",
-            http_options={"host": server.host, "port": server.port},
-            logging_config={"enable_access_log": False, "log_level": "WARNING"},
-        )
-        wait_started()
-        self._run_ingress(wait=True)
+        with stages.stage("Ingress", lambda: f"processes to take requests (of {self._ingress_replicas})") as stage:
+            self._run_ingress()
+            while (app := serve.status().applications[APP_NAME]).status != "RUNNING":
+                if app.status in _FAILED_APP:
+                    raise ServiceFailed(f"the ingress cannot start: {app.message}")
+                stages.check(stage)
+                time.sleep(LOOK_S)
+            wait_routed(stages, stage)
+            stage.outcome = f"{self._ingress_replicas} of {self._ingress_replicas} ready"
 
-    def _run_ingress(self, *, wait: bool) -> None:
-        """Starts the ingress replicas, or changes their number; waiting takes as long as a removed one drains."""
+    def _run_ingress(self) -> None:
+        """Begins to start the ingress replicas, or to change their number."""
         from ray import serve
 
         app = ingress_app(self._site, self._ingress_replicas, scalable=True)
-        serve.run_many([serve.RunTarget(app, name=APP_NAME, route_prefix="/")], wait_for_applications_running=wait)
+        with contextlib.suppress(TimeoutError):  # it is deployed; only the proxy was late to answer
+            serve.run_many([serve.RunTarget(app, name=APP_NAME, route_prefix="/")], wait_for_applications_running=False)
 
     def wait(self, stop: StopSignal) -> None:
         """Returns once a signal to stop has come; meanwhile there are as many ingress replicas as asked for."""
@@ -156,7 +178,7 @@ class Service:
             wanted = self._wanted_ingress_replicas()
             if wanted not in (0, self._ingress_replicas) and not stop.received:
                 self._ingress_replicas = wanted
-                self._run_ingress(wait=False)
+                self._run_ingress()
 
     def _wanted_ingress_replicas(self) -> int:
         """0 if nobody has asked for a number, or nobody can tell."""
@@ -175,8 +197,8 @@ class Service:
         return decode(data, ComponentCounts).ingress_replicas
 
 
-def start_components(site: Site) -> Callable[[], None]:
-    """Begins to start every component; what is returned waits until all have, or raises why one cannot (FarsightError).
+def start_components(site: Site) -> StartingPieces:
+    """Begins to start every component.
 
     Raises:
         ConfigError: the cluster has too few GPUs: workers would wait for them for ever.
@@ -188,8 +210,7 @@ def start_components(site: Site) -> Callable[[], None]:
     check_gpus(site.config, ray.cluster_resources())  # type: ignore[no-untyped-call]
     host = create_host(host_of(SUPERVISOR, site.placement), site, 0)
     ray.get(host.add.remote([SUPERVISOR]))
-    started = host.call.remote(SUPERVISOR, "started", b"")
-    return lambda: _wait_started(started)
+    return StartingPieces(site, host)
 
 
 def check_gpus(config: FarsightConfig, resources: Mapping[str, float]) -> None:
@@ -237,21 +258,6 @@ def ingress_app(site: Site, replicas: int, *, scalable: bool = False) -> Any:
     return deployment.bind(site, scalable)
 
 
-def _wait_started(started: Any) -> None:
-    """Raises FarsightError with a component's own reason, without the way it took through the actors."""
-    import ray
-    from ray.exceptions import RayError, RayTaskError
-
-    try:
-        ray.get(started)
-    except RayTaskError as error:
-        if isinstance(error.cause, FarsightError):
-            raise error.cause from None
-        raise ServiceFailed(f"a component could not start: {error.cause!r}") from error
-    except RayError as error:
-        raise ServiceFailed(f"the supervisor died while it started: {error}") from error
-
-
 def resolve_placement(config: FarsightConfig) -> str:
     """``auto`` is ``fused`` on a small machine, where processes compete for cores, else ``split``.
 
@@ -265,13 +271,13 @@ def resolve_placement(config: FarsightConfig) -> str:
         raise ConfigError("actors.placement", placement, "fused or split where the devices are not emulated")
     if placement != "auto":
         return placement
-    if emulates and config.model.replicas > (os.cpu_count() or 1):
+    if emulates and config.model.replicas > usable_processors():
         return "packed"
     return "fused" if _small_machine() else "split"
 
 
 def _small_machine() -> bool:
-    return (os.cpu_count() or 1) <= 4
+    return usable_processors() <= 4
 
 
 def default_ingress_replicas() -> int:
@@ -285,7 +291,7 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
     Raises:
         FarsightError: the configuration cannot be served, or a vital part died.
     """
-    began = time.monotonic()
+    stages = Stages(say, config.server.start_patience_s)
     check_scheduler(config.scheduler)  # a wrong name is refused before anything starts
     model = find_model(config)
     check_port(config.server.host, config.server.port)
@@ -294,13 +300,14 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
     look_for_servers(config, model.name, say)
     if config.engine.profile:
         say(f"The device is emulated ({profile_label(config.engine.profile)}): answers are made up.")
-    with private_cluster(stop, proxy=choose_proxy(config.server), port=config.server.port):
+    with private_cluster(stop, stages=stages, proxy=choose_proxy(config.server), port=config.server.port):
         service = Service(site)
-        service.start()
+        service.start(stages)
         stop.running()
         url = f"http://{config.server.host}:{config.server.port}"
-        say(f"Ready after {time.monotonic() - began:.1f} s. OpenAI API: {url}/v1   Stop: Ctrl-C")
+        say(f"Ready after {stages.elapsed_s:.1f} s.")
         say(_example(url, model.name))
+        say(f"OpenAI API: {url}/v1   First: curl {url}/v1/models   Stop: Ctrl-C")
         with published(config.server.port, os.environ[ADMIN_TOKEN_VARIABLE]):
             service.wait(stop)
         say("Stopping.")

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from collections.abc import Generator
+from contextlib import closing
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from core.children import worker_pool
+from core.processors import usable_processors
 from simulator.reproduce.coverage import gap_lines
 from simulator.reproduce.register import REPRODUCTIONS
 from simulator.reproduce.rows import Figure, Reproduction, Row, count_line
+
+JOBS = min(2, usable_processors())
 
 
 def main() -> None:
@@ -24,7 +28,7 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="every one of them")
     parser.add_argument("--list", action="store_true", help="names and sources, and what is not covered")
     parser.add_argument("--json", action="store_true", help="JSON lines on standard output")
-    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes (default: 2)")
+    parser.add_argument("--jobs", type=int, default=JOBS, metavar="N", help=f"processes (default: {JOBS})")
     args = parser.parse_args()
     if args.list:
         for each in REPRODUCTIONS.values():
@@ -38,21 +42,22 @@ def main() -> None:
         parser.error("say which: NAME ... or --all (--list shows them)")
     chosen = [REPRODUCTIONS[name] for name in (REPRODUCTIONS if args.all else args.names)]
     rows: list[Row] = []
-    for row in _run(chosen, max(1, args.jobs)):
-        rows.append(row)
-        if args.json:
-            print(json.dumps(row.as_dict()), flush=True)
+    with closing(_run(chosen, max(1, args.jobs))) as found:
+        for row in found:
+            rows.append(row)
+            if args.json:
+                print(json.dumps(row.as_dict()), flush=True)
     if not args.json:
         Console().print(_table(rows))
     print(count_line(rows), file=sys.stderr)
 
 
-def _run(chosen: list[Reproduction], jobs: int) -> Iterator[Row]:
+def _run(chosen: list[Reproduction], jobs: int) -> Generator[Row, None, None]:
     """Cells side by side, rows in their order."""
     cells = [cell for each in chosen for cell in each.cells]
     console = Console(stderr=True)
     with (
-        ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool,
+        worker_pool(jobs) as pool,
         Progress(console=console, transient=True, disable=not console.is_terminal) as progress,
     ):
         task = progress.add_task("cells", total=len(cells))
@@ -78,4 +83,7 @@ def _number(value: float) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)

@@ -23,6 +23,7 @@ from services.ingress.engine_client import EngineClient
 from services.launch.cluster import few_daemons
 from services.launch.launch import start_components
 from services.launch.ports import reserved_ports
+from services.stages import silent_stages
 from tests.actors.house import ENGINE, MAX_LEN, House, Truth, calm_client
 from tests.unit.engine.small_models import save_model
 
@@ -83,7 +84,7 @@ def open_house(
     # Detached, as in a real service: else whatever the Supervisor has started would die with it.
     running = House(Site(config, str(model_dir), placement, namespace=f"test-{uuid.uuid4().hex[:8]}"))
     try:
-        start_components(running.site)()
+        start_components(running.site).wait(silent_stages(600))
         yield running
     finally:
         running.end()

@@ -136,7 +136,7 @@ def test_a_model_that_is_not_supported_is_refused_before_anything_starts(tmp_pat
     ],
     ids=["no weights", "no tokenizer", "no room"],
 )
-def test_a_worker_that_cannot_start_says_why_in_one_line(
+def test_a_worker_that_cannot_start_says_why_and_what_to_do(
     tmp_path: Path, missing: str, flags: list[str], message: str
 ) -> None:
     model = tmp_path / "model"
@@ -144,8 +144,9 @@ def test_a_worker_that_cannot_start_says_why_in_one_line(
     result = run("serve", "--model", str(model), "--port", str(free_port()), *flags)
     assert result.returncode == 1
     assert message in result.stderr
-    assert result.stderr.startswith("farsight: ")
-    assert len(result.stderr.splitlines()) == 1, result.stderr
+    what, todo = result.stderr.splitlines()
+    assert what.startswith("farsight: ")
+    assert todo.startswith("farsight: What to do: ")
 
 
 def test_an_unknown_key_of_the_file_names_the_nearest(tmp_path: Path) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,6 +19,7 @@ from benchmarks.common.tagged import wait_until_gone
 from benchmarks.peers.commands import installed_versions, peer
 from tests.free_ports import free_port
 
+ROOT = Path(__file__).parents[4]
 LONG_S = 240.0
 """For what a busy machine may delay."""
 
@@ -40,11 +44,37 @@ def start(log: Path, script: str = SCRIPT) -> RunningServer:
     return RunningServer(ServerCommand([sys.executable, "-c", script, str(port)], port, "m"), log)
 
 
+PARENT = """
+import signal, sys, time
+from pathlib import Path
+from benchmarks.common.servers import RunningServer, ServerCommand
+
+command = ServerCommand([sys.executable, "-c", "import time; time.sleep(3600)"], 1, "m")
+server = RunningServer(command, Path(sys.argv[1]))
+print(server.pid, flush=True)
+time.sleep(3600)
+"""
+
+
 def has_ended(process: psutil.Process) -> bool:
     try:
         return bool(process.status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return True
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv of util-linux")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_server_ends_with_the_benchmark(tmp_path: Path, number: signal.Signals) -> None:
+    words = [sys.executable, "-c", PARENT, str(tmp_path / "log")]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        server = psutil.Process(int(parent.stdout.readline()))
+        parent.send_signal(number)
+    deadline = time.monotonic() + LONG_S
+    while not has_ended(server):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_what_a_server_leaves_behind_is_named_and_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from services.batch import job, submit
 from services.batch.progress import ProgressStore, partial_path
 from services.batch.submit import BatchOptions, entrypoint, submit_entrypoint
 from services.cli import app as cli
+from services.stages import Stages
 from tests.unit.services.api.api_support import ScriptedBackend, write_model_dir
 from tests.unit.services.batch.batch_support import echo, numbered, read_output, request, write_batch
 
@@ -96,7 +97,9 @@ def _submit(client: FakeClient) -> tuple[int, str]:
     said: list[str] = []
     stop: Any = client.stop or Stop()
     status = submit_entrypoint(client, "echo hi", {"A": "1"}, stop, said.append)
-    return status, "".join(said)
+    submitted, *rest = said
+    assert submitted.startswith("farsight batch: Job: submitted after ")
+    return status, "".join(rest)
 
 
 def test_log_is_passed_on_and_success_is_zero() -> None:
@@ -229,7 +232,9 @@ def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedBackend:
     encoder = PromptEncoder(write_model_dir(tmp_path / "model"))
 
     @asynccontextmanager
-    async def open_backend(config: FarsightConfig) -> AsyncGenerator[tuple[GenerationBackend, PromptEncoder], None]:
+    async def open_backend(
+        config: FarsightConfig, stages: Stages
+    ) -> AsyncGenerator[tuple[GenerationBackend, PromptEncoder], None]:
         yield backend, encoder
 
     monkeypatch.setattr(job, "open_backend", open_backend)

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from ray._private import parameter
+from ray._private import parameter, services
 
+from actors.runtime.names import RUN_DIR_VARIABLE
 from services.launch import cluster
+from services.launch.cluster import ServiceFailed
 from services.launch.ports import free_ports, reserved_ports
+from services.launch.signals import StopSignal
+from services.stages import Stages, StartTimedOut
 
 
 @pytest.fixture
@@ -60,3 +69,146 @@ def test_the_agents_of_ray_get_ports_that_nobody_else_of_the_cluster_takes(monke
     assert len(set(agents)) == len(agents) == 4
     assert set(agents) <= set(ports) - {taken}
     assert settings["num_cpus"] == 2
+
+
+class Machine:
+    """In the place of Ray: each try to start it takes a time, and fails or does not."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *tries: tuple[float, Exception | None]) -> None:
+        self.s = 0.0
+        self.tries = list(tries)
+        self.waits: list[float] = []
+        self.ended: list[Path] = []
+        monkeypatch.setattr(cluster.time, "monotonic", lambda: self.s)
+        monkeypatch.setattr(cluster, "_try_ray", self._try)
+        monkeypatch.setattr(cluster, "end_processes", self.ended.append)
+
+    def _try(self, ports: range, wait_s: float, *, dashboard: bool) -> str:
+        self.waits.append(wait_s)
+        self.log.parent.mkdir(parents=True)  # fails where the last try has left its own
+        self.log.write_text("the machine is slow\n")
+        took_s, error = self.tries.pop(0)
+        self.s += took_s
+        if error is not None:
+            raise error
+        return "started"
+
+    def start(self, directory: Path, patience_s: float = 600.0) -> tuple[Any, list[str]]:
+        said: list[str] = []
+        stages = Stages(said.append, patience_s, now=lambda: self.s)
+        self.log = directory / "session_1" / "logs" / "raylet.out"
+        (directory / "auth_token").write_text("secret")
+        try:
+            return cluster._start_ray(StopSignal(), stages, directory, range(0), dashboard=False), said
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+OVERLOADED = Exception("The current node timed out during startup.\nThe GCS has become overloaded.")
+
+
+def test_a_start_that_lacks_time_is_cleaned_up_and_tried_again(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(monkeypatch, (95, OVERLOADED), (31, OVERLOADED), (20, None))
+    started, said = machine.start(directory)
+    assert started == "started"
+    assert machine.waits == [90, 180, 360]
+    assert machine.ended == [directory, directory]
+    assert said == [
+        "Ray: did not start in 95 s (The current node timed out during startup. The GCS has become overloaded.); "
+        "it is tried again, with more time.",
+        "Ray: did not start in 31 s (The current node timed out during startup. The GCS has become overloaded.); "
+        "it is tried again, with more time.",
+        "Ray: started after 146.0 s.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("patience_s", "took_s", "waits"), [(600, 95, [90, 180, 360]), (100, 95, [90, 5]), (2, 3, [2]), (91, 91, [90])]
+)
+def test_tries_end_with_the_patience(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, patience_s: float, took_s: float, waits: list[float]
+) -> None:
+    machine = Machine(monkeypatch, *[(took_s, OVERLOADED)] * 9)
+    with pytest.raises(StartTimedOut, match="GCS has become overloaded") as failed:
+        machine.start(directory, patience_s)
+    assert machine.waits == waits
+    assert failed.value.__notes__ == ["--- raylet.out\nthe machine is slow"]
+
+
+@pytest.mark.parametrize("error", [OSError("No space left on device"), RuntimeError("Failed to start GCS.")])
+def test_what_fails_at_once_is_not_tried_again(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    machine = Machine(monkeypatch, (3, error), (1, None))
+    with pytest.raises(ServiceFailed, match=f"^Ray did not start: {error}") as failed:
+        machine.start(directory)
+    assert machine.waits == [90]
+    assert machine.ended == [directory]
+    assert failed.value.__notes__ == ["--- raylet.out\nthe machine is slow"]
+
+
+def test_the_raylet_is_waited_for_as_long_as_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own wait of 30 s is a constant."""
+    now, asked = 0.0, 0
+
+    def slept(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    def not_registered(*_: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        if asked > 1000:
+            return {"node": 1}
+        raise RuntimeError("no such node")
+
+    monkeypatch.setattr(services, "get_node", not_registered)
+    monkeypatch.setattr(cluster.time, "monotonic", lambda: now)
+    monkeypatch.setattr(cluster.time, "sleep", slept)
+    monkeypatch.setattr(cluster, "_raylet_lives", lambda: True)
+    with cluster.patient_with_raylet(1000):
+        assert services.get_node("address", "id") == {"node": 1}
+    assert now > 30
+    asked = 0
+    with cluster.patient_with_raylet(10), pytest.raises(TimeoutError, match="has not registered for 10 s"):
+        services.get_node("address", "id")
+    monkeypatch.setattr(cluster, "_raylet_lives", lambda: False)
+    with cluster.patient_with_raylet(10), pytest.raises(ConnectionError, match="raylet has ended"):
+        services.get_node("address", "id")
+    assert services.get_node is not_registered
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Ray Serve's own, as it is imported
+def test_what_is_replaced_of_ray_is_there() -> None:
+    """Another version of Ray may have other names; then these waits are its own again."""
+    from ray._private import node
+    from ray.serve._private import api, client
+
+    assert "raylet_start_wait_time_s = 30" in inspect.getsource(node.Node.__init__)
+    assert "ray._private.services.get_node(" in inspect.getsource(node.Node.__init__)
+    assert callable(api._create_controller_and_proxy_refs) and callable(api._coerce_controller_options)
+    assert callable(client.ServeControllerClient.wait_for_proxies_serving)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the environment of other processes is read from /proc")
+def test_processes_that_others_have_adopted_are_ended_too(directory: Path) -> None:
+    """Those of this cluster, and no others."""
+    orphans = [_orphan({RUN_DIR_VARIABLE: place}) for place in (str(directory), f"{directory}-other")]
+    try:
+        cluster.end_processes(directory)
+        assert not psutil.pid_exists(orphans[0].pid) or orphans[0].status() == psutil.STATUS_ZOMBIE
+        assert orphans[1].is_running()
+    finally:
+        orphans[1].kill()
+
+
+def _orphan(environment: dict[str, str]) -> psutil.Process:
+    code = (
+        "import subprocess, sys;"
+        "print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], stdout=-3, stderr=-3).pid)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    return psutil.Process(int(done.stdout))

@@ -1,0 +1,82 @@
+"""Processes that compute for this one and end with it, however it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
+from types import FrameType
+
+_LOOK_S = 0.1
+_INIT = 1
+"""The process that adopts orphans, unless another one has asked to."""
+
+
+def end_with_parent(parent: int | None = None) -> None:
+    """From now on this process ends as soon as its parent is gone, with status 1.
+
+    The kernel's own way (``PR_SET_PDEATHSIG``) goes by the thread that started this process, which may end long before
+    the parent does. So a thread looks ten times a second who the parent is.
+
+    Args:
+        parent: Its pid, where this process was told: then it also ends if the parent was gone before this call.
+    """
+    expected = os.getppid() if parent is None else parent
+
+    def watch() -> None:
+        never = threading.Event()
+        while os.getppid() == expected and (parent is not None or expected != _INIT):
+            never.wait(_LOOK_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+@contextmanager
+def worker_pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes that compute side by side. To be entered in the main thread.
+
+    When the context is left by an exception, Ctrl-C and SIGTERM included, they are killed; what has not begun is
+    dropped. Where this process is killed they end by themselves.
+
+    Args:
+        jobs: How many.
+
+    Raises:
+        SystemExit: SIGTERM has come.
+    """
+    context = get_context("spawn")  # a fork would copy locks of threads that it has not
+    with _terminating():
+        pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=(os.getpid(),))
+        try:
+            yield pool
+        except BaseException:
+            for process in list(pool._processes.values()):
+                process.kill()
+            pool.shutdown(cancel_futures=True)
+            raise
+        pool.shutdown()
+
+
+@contextmanager
+def _terminating() -> Iterator[None]:
+    """SIGTERM raises SystemExit, so that everything is cleaned up on its way."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _begin(parent: int) -> None:
+    """What each process of a pool does first."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches it as well; its parent ends it
+    end_with_parent(parent)

@@ -1,0 +1,117 @@
+"""How many processors this process may use, which is often fewer than the machine has."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+
+def usable_processors(root: Path = Path("/")) -> int:
+    """Processors that this process may use: at least 1.
+
+    The least of its affinity mask and of the quotas of its control groups. Part of a processor counts for nothing:
+    threads that wait for each other, as those of a step do, all wait for the one that has used up the quota.
+
+    Args:
+        root: Where ``proc`` and the mounts of the control groups are found; another than ``/`` is for tests.
+    """
+    # macOS has neither affinity masks nor control groups.
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = quota_processors(root)
+    return max(1, count if quota is None else min(count, int(quota)))
+
+
+def compute_threads(asked: int, num_sharers: int) -> int:
+    """Threads of a worker that computes on processors.
+
+    Args:
+        asked: As configured; 0 shares all processors but one, which serves HTTP and scheduling, among the workers.
+        num_sharers: Workers on this machine.
+    """
+    return asked or max(1, (usable_processors() - 1) // num_sharers)
+
+
+def quota_processors(root: Path = Path("/")) -> float | None:
+    """CPU seconds a second that the control groups of this process grant; None if nothing limits it.
+
+    Both versions are read: ``cpu.max`` of version 2, ``cpu.cfs_quota_us`` and ``cpu.cfs_period_us`` of version 1. A
+    quota of a group holds for everything below it: the least one from the process's own group up to the mount counts.
+
+    Args:
+        root: As for ``usable_processors``.
+    """
+    quotas = [
+        quota
+        for mount in _mounts(_read(root / "proc/self/mountinfo"))
+        for group in _groups(mount, _read(root / "proc/self/cgroup"))
+        if (quota := _quota(root / str(group).lstrip("/"))) is not None
+    ]
+    return min(quotas, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mount:
+    """Where a hierarchy of control groups is mounted, and from which of its groups on."""
+
+    point: PurePosixPath
+    top: PurePosixPath
+    version: int
+
+
+def _mounts(mountinfo: str) -> Iterator[_Mount]:
+    """Of every hierarchy that may limit processors; the format is that of proc(5)."""
+    for line in mountinfo.splitlines():
+        before, _, after = line.partition(" - ")
+        fields, kind = before.split(), after.split()
+        if len(fields) < 5 or len(kind) < 3:
+            continue
+        point, top = PurePosixPath(_unescape(fields[4])), PurePosixPath(_unescape(fields[3]))
+        if kind[0] == "cgroup2":
+            yield _Mount(point, top, 2)
+        elif kind[0] == "cgroup" and "cpu" in kind[2].split(","):
+            yield _Mount(point, top, 1)
+
+
+def _groups(mount: _Mount, memberships: str) -> Iterator[PurePosixPath]:
+    """Directories of the groups that the process is in, from its own up to the mount."""
+    for line in memberships.splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if (mount.version == 2) != (number == "0" and not controllers):
+            continue
+        if mount.version == 1 and "cpu" not in controllers.split(","):
+            continue
+        own = PurePosixPath(path)
+        # A container sees its own part of the hierarchy: a path beyond that is not to be found, but the top is.
+        inside = own.relative_to(mount.top) if own.is_relative_to(mount.top) and ".." not in own.parts else None
+        group = mount.point if inside is None else mount.point / inside
+        yield group
+        while group != mount.point:
+            group = group.parent
+            yield group
+
+
+def _quota(group: Path) -> float | None:
+    words = _read(group / "cpu.max").split()
+    if not words:
+        words = [*_read(group / "cpu.cfs_quota_us").split(), *_read(group / "cpu.cfs_period_us").split()]
+    try:
+        granted, period = map(float, words)
+    except ValueError:  # "max", no such file, or no pair of numbers
+        return None
+    return granted / period if granted > 0 and period > 0 else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _unescape(text: str) -> str:
+    """proc(5) writes spaces and the like as octal numbers."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

@@ -1,0 +1,80 @@
+"""How a command fails: a line that says what happened, one that says what to do, and a file with the rest."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import typer
+
+from core.errors import FarsightError, InvalidValueError
+from services.run_file import make_run_directory
+from services.stages import StartTimedOut
+
+_LONGEST_LINE = 400
+_LONGEST_LOG = 200_000
+"""Characters; the end of a traceback says more than its beginning."""
+
+
+@contextlib.contextmanager
+def failing_in_two_lines(command: str) -> Iterator[None]:
+    """Ends the command with status 1 when it fails; no traceback is printed.
+
+    Args:
+        command: Such as ``serve``.
+
+    Raises:
+        typer.Exit: It has failed.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, typer.Exit | typer.Abort):
+            raise
+        for line in describe(error, command, write_log):
+            typer.echo(f"farsight: {line}", err=True)
+        raise typer.Exit(1) from error
+
+
+def describe(error: Exception, command: str, write: Callable[[str, str], Path | None]) -> tuple[str, str]:
+    """What happened, and what to do.
+
+    Args:
+        write: As ``write_log``.
+    """
+    if isinstance(error, InvalidValueError):
+        return _one_line(str(error)), f"What to do: correct {error.field}, then run the same command again."
+    if isinstance(error, FarsightError) and error.__cause__ is None and not hasattr(error, "__notes__"):
+        what, path = str(error), None
+    else:
+        path = write(command, "".join(traceback.format_exception(error)))
+        expected = isinstance(error, FarsightError)
+        what = str(error) if expected else f"{command} ended by an unexpected {type(error).__name__}: {error}"
+    todo = "run the same command again"
+    if isinstance(error, StartTimedOut):
+        todo = "end other programs, or raise server.start_patience_s in --config, and run the same command again"
+    details = "" if path is None else f"; what is known of the failure is in {path}"
+    return _one_line(what), f"What to do: {todo}{details}."
+
+
+def write_log(command: str, text: str) -> Path | None:
+    """Keeps the details of a failure for its user alone, in place of those of the last one; None if that cannot be.
+
+    The file holds a traceback and the last lines of Ray's own logs, of which none shows a request.
+    """
+    try:
+        path = make_run_directory() / f"failed-{command}.log"
+        path.unlink(missing_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            file.write(text[-_LONGEST_LOG:])
+    except (OSError, FarsightError):
+        return None  # the two lines are what matters
+    return path
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _LONGEST_LINE else f"{line[: _LONGEST_LINE - 3]}..."

@@ -1,0 +1,80 @@
+"""Starts Ray Serve's controller and its HTTP proxy with more patience than ``serve.start`` has."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from core.config.server import ServerConfig
+from core.errors import FarsightError
+from services.stages import Stage, Stages
+
+_LOGGING = {"enable_access_log": False, "log_level": "WARNING"}
+
+
+def wait_routed(stages: Stages, stage: Stage) -> None:
+    """Until the proxy passes requests on to the ingress, which runs.
+
+    Raises:
+        StartTimedOut: The patience is over.
+    """
+    from ray.serve.context import _get_global_client
+
+    client: Any = _get_global_client()
+    while True:
+        try:
+            client.wait_for_proxies_serving(wait_for_applications_running=True)
+            return
+        except TimeoutError:  # after 60 s, a constant in Ray 2.60
+            stages.check(stage)
+
+
+class ProxyStart:
+    """A proxy that is about to start. Returns from construction when the controller is up.
+
+    ``serve.start`` gives a proxy up after 60 s, a constant in Ray 2.60: too early on a busy machine. Here the
+    same is done without that wait, and ``ready`` is asked until the proxy is there.
+
+    Args:
+        server: Where it is to listen.
+    """
+
+    def __init__(self, server: ServerConfig) -> None:
+        from ray.serve._private import api
+
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)  # its news are for its own developers
+        self._http_options = {"host": server.host, "port": server.port}
+        create: Any = api._create_controller_and_proxy_refs
+        self._controller, self._proxies = create(
+            http_options=self._http_options,
+            grpc_options=None,
+            global_logging_config=_LOGGING,
+            global_tracing_config=None,
+            controller_options=api._coerce_controller_options(None),
+            proxy_location="HeadOnly",
+        )
+
+    def ready(self, wait_s: float) -> bool:
+        """Whether the proxy listens; waits so long for it.
+
+        Raises:
+            FarsightError: It cannot.
+        """
+        import ray
+        from ray import serve
+
+        if self._proxies:
+            _, missing = ray.wait(self._proxies, num_returns=len(self._proxies), timeout=wait_s)
+            if missing:
+                return False
+            try:
+                ray.get(self._proxies)
+            except ray.exceptions.RayTaskError as error:
+                raise FarsightError(f"the HTTP proxy cannot start: {error.cause!r}") from error
+            except ray.exceptions.RayActorError:
+                # The controller ends a proxy that is not up in three minutes, and starts another one.
+                handles = ray.get(self._controller.get_proxies.remote())
+                self._proxies = [handle.ready.remote() for handle in handles.values()]
+                return False
+        serve.start(http_options=self._http_options)  # finds the controller
+        return True

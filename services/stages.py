@@ -1,0 +1,130 @@
+"""How far a start is: a line for each stage with its time, and one now and then about what takes long."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from core.errors import FarsightError
+
+SAY_EVERY_S = 10.0
+"""A stage that takes longer says what it waits for, and again after as long."""
+
+Say = Callable[[str], None]
+"""Prints one line."""
+
+
+class StartTimedOut(FarsightError):
+    """A start took longer than ``server.start_patience_s``."""
+
+
+class Stage:
+    """One part of a start, which runs beside others perhaps.
+
+    Args:
+        waits_for: Tells in a few words what is missing; called in another thread.
+    """
+
+    def __init__(self, name: str, waits_for: Callable[[], str], now: float) -> None:
+        self.name = name
+        self.waits_for = waits_for
+        self.began = now
+        self.over = threading.Event()
+        self.outcome = "started"
+        """What the line at its end says of it."""
+
+
+class Stages:
+    """The stages of one start, which share its patience.
+
+    Args:
+        say: Prints a line, on a terminal and in a pipe alike.
+        patience_s: How long the whole start may take.
+        every_s: See ``SAY_EVERY_S``.
+        now: The clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        say: Say,
+        patience_s: float,
+        *,
+        every_s: float = SAY_EVERY_S,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._say = say
+        self._now = now
+        self._every_s = every_s
+        self.patience_s = patience_s
+        self._began = now()
+        self._lock = threading.Lock()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Since the start began."""
+        return self._now() - self._began
+
+    @property
+    def remaining_s(self) -> float:
+        """What is left of the patience; negative when it is over."""
+        return self.patience_s - self.elapsed_s
+
+    def say(self, line: str) -> None:
+        """Prints a line; may be called from any thread."""
+        with self._lock:
+            self._say(line)
+
+    def begin(self, name: str, waits_for: Callable[[], str]) -> Stage:
+        """A stage that ``end`` or ``abandon`` ends; others may run beside it."""
+        stage = Stage(name, waits_for, self._now())
+        threading.Thread(target=self._tell_now_and_then, args=(stage,), name=f"stage {name}", daemon=True).start()
+        return stage
+
+    def end(self, stage: Stage) -> None:
+        """Says the outcome of a stage and how long it took."""
+        self.abandon(stage)
+        self.say(f"{stage.name}: {stage.outcome} after {self._now() - stage.began:.1f} s.")
+
+    def abandon(self, stage: Stage) -> None:
+        """Nothing more is said of a stage that has not ended; harmless for one that has."""
+        with self._lock:  # a line of its thread is whole, and none follows
+            stage.over.set()
+
+    @contextmanager
+    def stage(self, name: str, waits_for: Callable[[], str]) -> Iterator[Stage]:
+        """A stage that ends with the context, in silence if that fails."""
+        stage = self.begin(name, waits_for)
+        try:
+            yield stage
+        finally:
+            self.abandon(stage)
+        self.end(stage)
+
+    def check(self, stage: Stage) -> None:
+        """To be called while a stage waits.
+
+        Raises:
+            StartTimedOut: The patience is over.
+        """
+        if self.remaining_s <= 0:
+            raise self.timed_out(stage)
+
+    def timed_out(self, stage: Stage) -> StartTimedOut:
+        """What to raise when there is no time for a stage any more."""
+        return StartTimedOut(
+            f"{stage.name}: not ready {self.elapsed_s:.0f} s after the start began; it waits for {stage.waits_for()}"
+        )
+
+    def _tell_now_and_then(self, stage: Stage) -> None:
+        while not stage.over.wait(self._every_s):
+            took_s = self._now() - stage.began
+            with self._lock:
+                if not stage.over.is_set():
+                    self._say(f"{stage.name}: not ready after {took_s:.0f} s; waits for {stage.waits_for()}.")
+
+
+def silent_stages(patience_s: float) -> Stages:
+    """Stages that are not shown."""
+    return Stages(lambda line: None, patience_s)

@@ -1,0 +1,139 @@
+"""Components that are starting, and what is said of them meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from actors.runtime.names import SUPERVISOR
+from actors.runtime.site import Site
+from core.codec import decode
+from core.errors import FarsightError
+from core.messages.status import StartState
+from services.launch.cluster import ServiceFailed
+from services.stages import Stage, Stages
+
+if TYPE_CHECKING:
+    from services.proxy import ProxyStart
+
+LOOK_S = 0.1
+"""How often a start is looked at."""
+
+_ANSWER_S = 10.0
+_NAMED = 5
+"""So many hosts are named that are waited for."""
+
+_MIB = 1 << 20
+_COMPUTING = ("worker", "rank-")
+"""How the names of hosts begin that load the model, or emulate a device."""
+
+_Watched = list[tuple[Stage, Callable[[], bool]]]
+
+
+class StartingPieces:
+    """Every component of a service, about to start.
+
+    Args:
+        host: The handle of the Supervisor's host.
+    """
+
+    def __init__(self, site: Site, host: Any) -> None:
+        self._site = site
+        self._host = host
+        self._started = host.call.remote(SUPERVISOR, "started", b"")
+        self._seen: StartState | None = None
+
+    def wait(self, stages: Stages, start_proxy: Callable[[], ProxyStart] | None = None) -> None:
+        """Until every component has started; says which stage is over, and when.
+
+        Args:
+            start_proxy: Begins to start the HTTP proxy, where there is to be one; then that is waited for as well.
+
+        Raises:
+            StartTimedOut: The patience is over.
+            FarsightError: One of them cannot start; why.
+        """
+        components = stages.begin("Components", lambda: self._awaited(computing=False))
+        watched: _Watched = [(components, lambda: self._all_up(components, computing=False))]
+        if self._site.config.model.replicas:
+            model = stages.begin("Model", self._loading)
+            watched.append((model, lambda: self._all_up(model, computing=True)))
+        try:
+            if start_proxy is not None:
+                stage = stages.begin("Proxy", lambda: "the HTTP proxy to listen")
+                watched.append((stage, lambda: False))
+                proxy = start_proxy()
+                watched[-1] = (stage, lambda: proxy.ready(0))
+            self._watch(stages, watched)
+        finally:
+            for stage, _ in watched:
+                stages.abandon(stage)
+
+    def _watch(self, stages: Stages, watched: _Watched) -> None:
+        while watched:
+            self._look()
+            for each in [each for each in watched if each[1]()]:
+                watched.remove(each)
+                stages.end(each[0])
+            for stage, _ in watched:
+                stages.check(stage)
+
+    def _look(self) -> None:
+        """Asks the Supervisor; raises a component's own reason, without the way it took through the actors."""
+        import ray
+        from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+        try:
+            state = self._host.call.remote(SUPERVISOR, "start_state", b"")
+            done, _ = ray.wait([self._started], timeout=LOOK_S)
+            ray.get(done)
+            self._seen = decode(ray.get(state, timeout=_ANSWER_S), StartState)
+        except GetTimeoutError:
+            return  # a busy machine: what was seen before holds still
+        except RayTaskError as error:
+            if isinstance(error.cause, FarsightError):
+                raise error.cause from None
+            raise ServiceFailed(f"a component could not start: {error.cause!r}") from error
+        except RayError as error:
+            raise ServiceFailed(f"the supervisor died while it started: {error}") from error
+
+    def _all_up(self, stage: Stage, *, computing: bool) -> bool:
+        if self._seen is None or self._missing(computing=computing):
+            return False
+        number = _number(self._seen.ready, computing=computing)
+        stage.outcome = f"{number} of {number} processes ready"
+        if computing:
+            stage.outcome = f"{self._model()}, {stage.outcome}"
+        return True
+
+    def _missing(self, *, computing: bool) -> list[str]:
+        waiting = () if self._seen is None else self._seen.waiting
+        return [host for host in waiting if _computes(host) == computing]
+
+    def _loading(self) -> str:
+        return f"{self._awaited(computing=True)} to load {self._model()}"
+
+    def _awaited(self, *, computing: bool) -> str:
+        """Such as "router, log-store (3 of 5 processes ready)"."""
+        seen = self._seen
+        if seen is None:
+            return "the Supervisor to answer"
+        missing, ready = self._missing(computing=computing), _number(seen.ready, computing=computing)
+        named = ", ".join(missing[:_NAMED]) + (", ..." if len(missing) > _NAMED else "")
+        return f"{named} ({ready} of {ready + len(missing)} processes ready)"
+
+    def _model(self) -> str:
+        config = self._site.config
+        if config.engine.profile:
+            return f"{config.model.name} (emulated)"
+        files = Path(self._site.model_dir).glob("*.safetensors")
+        return f"{config.model.name} ({sum(file.stat().st_size for file in files) / _MIB:.0f} MiB)"
+
+
+def _computes(host: str) -> bool:
+    return host.startswith(_COMPUTING)
+
+
+def _number(hosts: tuple[str, ...], *, computing: bool) -> int:
+    return sum(_computes(host) == computing for host in hosts)

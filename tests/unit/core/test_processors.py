@@ -1,0 +1,145 @@
+"""How many processors a process may use: under a mask, and in control groups of either version."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from core.processors import compute_threads, quota_processors, usable_processors
+
+ROOT = Path(__file__).parents[3]
+
+V1 = "36 25 0:31 {top} /sys/fs/cgroup/cpu,cpuacct rw shared:9 - cgroup cgroup rw,cpu,cpuacct\n"
+V1_MEMORY = "37 25 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
+V2 = "30 23 0:26 {top} /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw\n"
+DISK = "22 1 8:1 / / rw,relatime - ext4 /dev/root rw\n"
+
+
+def tree(root: Path, mounts: str, memberships: str, files: dict[str, str]) -> Path:
+    for name, text in {"proc/self/mountinfo": mounts, "proc/self/cgroup": memberships, **files}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def v1(group: str, quota: object, period: object = 100_000) -> dict[str, str]:
+    folder = f"sys/fs/cgroup/cpu,cpuacct{group}"
+    return {f"{folder}/cpu.cfs_quota_us": f"{quota}\n", f"{folder}/cpu.cfs_period_us": f"{period}\n"}
+
+
+@pytest.mark.parametrize(
+    ("text", "processors"),
+    [
+        ("200000 100000", 2.0),
+        ("50000 100000", 0.5),
+        ("max 100000", None),
+        ("", None),
+        ("nonsense", None),
+        ("1 0", None),
+    ],
+)
+def test_quota_of_version_2(tmp_path: Path, text: str, processors: float | None) -> None:
+    found = tree(tmp_path, DISK + V2.format(top="/"), "0::/a/b\n", {"sys/fs/cgroup/a/b/cpu.max": text})
+    assert quota_processors(found) == processors
+
+
+@pytest.mark.parametrize(("quota", "processors"), [(150_000, 1.5), (-1, None), ("", None)])
+def test_quota_of_version_1(tmp_path: Path, quota: object, processors: float | None) -> None:
+    memberships = "4:memory:/other\n3:cpu,cpuacct:/job\n0::/\n"
+    files = {**v1("/job", quota), **v1("/other", 1000), "sys/fs/cgroup/memory/job/cpu.cfs_quota_us": "1000"}
+    assert quota_processors(tree(tmp_path, V1.format(top="/") + V1_MEMORY, memberships, files)) == processors
+
+
+def test_the_least_quota_up_to_the_mount_counts(tmp_path: Path) -> None:
+    quotas = {
+        "": "max 100000",
+        "/slice": "300000 100000",
+        "/slice/pod": "max 100000",
+        "/slice/pod/box": "400000 100000",
+    }
+    files = {f"sys/fs/cgroup{group}/cpu.max": text for group, text in quotas.items()}
+    assert quota_processors(tree(tmp_path, V2.format(top="/"), "0::/slice/pod/box\n", files)) == 3
+
+
+def test_both_versions_at_once(tmp_path: Path) -> None:
+    files = {**v1("/job", 500_000), "sys/fs/cgroup/cpu.max": "250000 100000"}
+    memberships = "3:cpu,cpuacct:/job\n0::/\n"
+    assert quota_processors(tree(tmp_path, V1.format(top="/") + V2.format(top="/"), memberships, files)) == 2.5
+
+
+@pytest.mark.parametrize(
+    ("top", "path"), [("/docker/1f", "/docker/1f"), ("/", "/../outside"), ("/docker/1f", "/"), ("/..", "/x")]
+)
+def test_a_container_sees_its_own_group_at_the_mount(tmp_path: Path, top: str, path: str) -> None:
+    found = tree(tmp_path, V2.format(top=top), f"0::{path}\n", {"sys/fs/cgroup/cpu.max": "100000 100000"})
+    assert quota_processors(found) == 1
+
+
+def test_mount_points_with_spaces(tmp_path: Path) -> None:
+    mount = V2.format(top="/").replace("/sys/fs/cgroup", "/my\\040groups")
+    assert quota_processors(tree(tmp_path, mount, "0::/\n", {"my groups/cpu.max": "100000 100000"})) == 1
+
+
+def test_without_control_groups_nothing_limits(tmp_path: Path) -> None:
+    assert quota_processors(tmp_path) is None
+    assert quota_processors(tree(tmp_path, "not a mount table\n\n - \n", "neither this\n", {})) is None
+
+
+@pytest.mark.parametrize(("quota", "processors"), [("100 100000", 1), ("100000 100000", 1), ("9900000 1000", None)])
+def test_the_least_of_mask_and_quota_but_at_least_one(tmp_path: Path, quota: str, processors: int | None) -> None:
+    found = tree(tmp_path, V2.format(top="/"), "0::/\n", {"sys/fs/cgroup/cpu.max": quota})
+    assert usable_processors(found) == (processors or usable_processors(tmp_path / "nothing"))
+
+
+def test_threads_are_shared_among_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("core.processors.usable_processors", lambda: 8)
+    assert [compute_threads(0, sharers) for sharers in (1, 2, 7, 100)] == [7, 3, 1, 1]
+    assert compute_threads(5, 100) == 5
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system has no affinity masks")
+@pytest.mark.parametrize("num_masked", [1, 2])
+def test_a_mask_decides_threads_placement_and_ingress_replicas(num_masked: int) -> None:
+    """In a process of its own. ``os.cpu_count`` says 64 there: what still asks it would give itself away."""
+    code = f"""
+import os
+os.cpu_count = lambda: 64
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:{num_masked}])
+import torch
+from core.config.engine import EngineConfig
+from core.config.load import FarsightConfig
+from core.config.model import ModelConfig
+from engine.build import build_worker
+from services.bench.report import provenance
+from services.launch.launch import EMBEDDED_MODEL, default_ingress_replicas, resolve_placement
+build_worker(EMBEDDED_MODEL, "auto", EngineConfig(kv_memory="1MiB"), incarnation="test")
+emulated = FarsightConfig(engine=EngineConfig(device="emulated:a100-7b"), model=ModelConfig(replicas=3))
+print(torch.get_num_threads(), resolve_placement(FarsightConfig()), default_ingress_replicas(),
+      resolve_placement(emulated), provenance(["x"])["machine"]["cpu_count"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    mask = min(num_masked, len(os.sched_getaffinity(0)))
+    assert done.stdout.split() == ["1", "fused", "1", "packed", str(mask)], done.stderr
+
+
+def test_one_function_counts_processors() -> None:
+    """All others would count those of the machine."""
+    counts = re.compile(r"\bcpu_count\s*\(|\bsched_getaffinity\s*\(|\bnum_cores\s*=\s*os\b")
+    rooms = [
+        each for each in ROOT.iterdir() if each.is_dir() and not each.name.startswith(".") and each.name != "tests"
+    ]
+    asking = {
+        str(path.relative_to(ROOT)): line.strip()
+        for room in rooms
+        for path in room.rglob("*.py")
+        for line in path.read_text("utf-8").splitlines()
+        if counts.search(line) and path != ROOT / "core" / "processors.py"
+    }
+    # Those choose one processor to run on; they do not count.
+    assert all("os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})" in line for line in asking.values()), asking

@@ -1,0 +1,80 @@
+"""What a start says of itself. The clock is made up, but for how often something is said."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from services.stages import Stages, StartTimedOut
+
+LONG_S = 240.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.s = 100.0
+
+    def __call__(self) -> float:
+        return self.s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_a_line_for_each_stage_with_its_time(clock: Clock) -> None:
+    said: list[str] = []
+    stages = Stages(said.append, 60, now=clock)
+    with stages.stage("Ray", lambda: "its daemons"):
+        clock.s += 4.2
+    model, proxy = stages.begin("Model", lambda: ""), stages.begin("Proxy", lambda: "")
+    clock.s += 1
+    stages.end(proxy)
+    clock.s += 2
+    model.outcome = "tiny (2 MiB), loaded"
+    stages.end(model)
+    assert said == [
+        "Ray: started after 4.2 s.",
+        "Proxy: started after 1.0 s.",
+        "Model: tiny (2 MiB), loaded after 3.0 s.",
+    ]
+    assert stages.elapsed_s == pytest.approx(7.2)
+    assert stages.remaining_s == pytest.approx(52.8)
+
+
+def test_a_stage_that_fails_says_nothing(clock: Clock) -> None:
+    said: list[str] = []
+    stages = Stages(said.append, 60, now=clock)
+    with pytest.raises(ValueError), stages.stage("Ray", lambda: "its daemons"):
+        raise ValueError
+    assert not said
+
+
+def test_a_stage_that_takes_long_says_so_again_and_again(clock: Clock) -> None:
+    twice, said = threading.Event(), []
+
+    def say(line: str) -> None:
+        said.append(line)
+        if len(said) == 2:
+            twice.set()
+
+    stages = Stages(say, 60, every_s=0.01, now=clock)
+    clock.s += 20
+    with stages.stage("Model", lambda: "worker-0 to load tiny (2 MiB)"):
+        assert twice.wait(LONG_S)
+    *while_waiting, last = said
+    assert set(while_waiting) == {"Model: not ready after 0 s; waits for worker-0 to load tiny (2 MiB)."}
+    assert last == "Model: started after 0.0 s."
+
+
+def test_patience_ends(clock: Clock) -> None:
+    stages = Stages(lambda line: None, 60, now=clock)
+    stage = stages.begin("Proxy", lambda: "the HTTP proxy to listen")
+    clock.s += 59
+    stages.check(stage)
+    clock.s += 1
+    with pytest.raises(StartTimedOut, match=r"^Proxy: not ready 60 s after .*; it waits for the HTTP proxy to listen$"):
+        stages.check(stage)
+    stages.abandon(stage)
