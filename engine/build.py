@@ -13,11 +13,12 @@ from core.messages.plans import WorkerReady
 from engine.checkpoint.model_config import load_model_config, resolve_max_model_len
 from engine.devices.emulated_device import emulate_device
 from engine.parallel.mesh import ALONE, Mesh, check_parallel
-from engine.text.detokenizer import Detokenizer, load_tokenizer
+from engine.text.detokenizer import Detokenizer
 from engine.worker import Worker
 from kvcache import BatchLimits, BlockManager, LeaseExecutor, PipelinedExecutor, PlanExecutor, StaticExecutor
 from policies.compose import follows_prefixes, swaps_kv
 from policies.presets import find_preset
+from tokenization.loading import load_tokenizer
 
 if TYPE_CHECKING:
     from engine.parallel.links import Ranks

@@ -18,18 +18,18 @@ from core.messages.tokens import TokenDelta
 from core.request import Request, SamplingParams, check_token_ids
 from engine.build import build_worker
 from engine.checkpoint.model_config import resolve_model_dir
-from engine.text.detokenizer import load_tokenizer
 from engine.worker import Worker
 from kvcache import StepBatch
 from policies.compose import configured_scheduler
 from policies.replica.events import Event, RequestsAborted, RequestsArrived, SendPlan, WorkerConnected, WorkerReported
 from policies.replica.scheduler import ReplicaScheduler
+from tokenization.model_files import load_model_texts
 
 if TYPE_CHECKING:
     from engine.parallel.links import Ranks
 
 Prompt = str | list[int] | tuple[int, ...]
-"""Text, or token ids as the model sees them."""
+"""Plain text, whatever control tokens it names; or token ids as the model sees them, control tokens among them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,9 @@ class Engine:
         engine = engine or EngineConfig()
         scheduler = scheduler or SchedulerConfig()
         model_dir = resolve_model_dir(str(model))
-        self.tokenizer = load_tokenizer(model_dir)
+        texts = load_model_texts(model_dir)
+        self.tokenizer = texts.tokenizer
+        self._encoder = texts.encoder
         self.worker: Worker = build_worker(
             model_dir, dtype, engine, incarnation="engine", scheduler=scheduler, ranks=ranks
         )
@@ -123,23 +125,18 @@ class Engine:
     ) -> list[Completion]:
         """Answers all prompts, in their order."""
         each = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
-        order = [self.submit(prompt, params) for prompt, params in zip(prompts, each, strict=True)]
+        encoded = [self._encode(prompt) for prompt in prompts]
+        order = [self.submit(prompt_ids, params) for prompt_ids, params in zip(encoded, each, strict=True)]
         deltas: dict[str, list[TokenDelta]] = {request_id: [] for request_id in order}
         while not self.idle:
             for delta in self.step():
                 deltas[delta.request_id].append(delta)
-        return [self._completion(prompt, deltas[rid]) for prompt, rid in zip(prompts, order, strict=True)]
+        return [_completion(prompt_ids, deltas[rid]) for prompt_ids, rid in zip(encoded, order, strict=True)]
 
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(prompt).ids) if isinstance(prompt, str) else tuple(prompt)
-
-    def _completion(self, prompt: Prompt, deltas: list[TokenDelta]) -> Completion:
-        return Completion(
-            prompt_ids=self._encode(prompt),
-            token_ids=tuple(token for delta in deltas for token in delta.token_ids),
-            text="".join(delta.text for delta in deltas),
-            finish_reason=deltas[-1].finish_reason or "",
-        )
+        if isinstance(prompt, str):
+            return self._encoder.encode(prompt, ((0, len(prompt)),), add_special_tokens=True).ids
+        return tuple(prompt)
 
     def _handle(self, event: Event) -> None:
         for instruction in self.scheduler.handle(event, self._clock()):
@@ -150,3 +147,12 @@ class Engine:
         """Raises IntegrityError if any part disagrees with another."""
         self.scheduler.check_integrity()
         self.worker.check_integrity()
+
+
+def _completion(prompt_ids: tuple[int, ...], deltas: list[TokenDelta]) -> Completion:
+    return Completion(
+        prompt_ids=prompt_ids,
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+        text="".join(delta.text for delta in deltas),
+        finish_reason=deltas[-1].finish_reason or "",
+    )

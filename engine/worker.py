@@ -221,8 +221,10 @@ class Worker:
             sequence, text = self._sequences[item.request_id], self._texts[item.request_id]
             start = sequence.output_len
             sequence.token_ids.append(token)
-            # Whether a stop string has come only its text can tell; all other text can wait.
-            shown = self._show(sequence, text, token, start) if sequence.sampling.stop else None
+            # Whether a stop string has come only its text can tell, and outputs held back would all wait for one step;
+            # all other text can wait.
+            at_once = bool(sequence.sampling.stop) or self._held_back is not None
+            shown = self._show(sequence, text, token, start) if at_once else None
             is_first = len(sequence.token_ids) == sequence.request.known_len + 1
             cached_len = self.executor.cached_len(item.request_id) if is_first else 0
             emissions[item.request_id] = Emission(sequence, text, token, start, shown, cached_len)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 from types import TracebackType
@@ -18,6 +18,7 @@ from actors.external.openai_wire import (
     BackendFailed,
     Call,
     Chunk,
+    Decode,
     EventReader,
     ListedModel,
     by_text,
@@ -91,9 +92,7 @@ class OpenAIServer:
         api_key: Sent as a bearer token; empty for none.
     """
 
-    def __init__(
-        self, config: ReplicaConfig, model: str, decode: Callable[[tuple[int, ...]], str], api_key: str = ""
-    ) -> None:
+    def __init__(self, config: ReplicaConfig, model: str, decode: Decode, api_key: str = "") -> None:
         self.model = model
         self._decode = decode
         self._config = config

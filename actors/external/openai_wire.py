@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,6 +75,10 @@ class Call:
     body: dict[str, Any]
 
 
+Decode = Callable[[Sequence[int], Sequence[int]], str]
+"""The text of token ids that follow others."""
+
+
 def by_tokens(request: Request, model: str) -> Call:
     """A completion of token ids, so that both sides mean the same.
 
@@ -89,21 +93,22 @@ def by_tokens(request: Request, model: str) -> Call:
     return Call(COMPLETIONS, body)
 
 
-def by_text(request: Request, model: str, decode: Callable[[tuple[int, ...]], str]) -> Call:
+def by_text(request: Request, model: str, decode: Decode) -> Call:
     """A chat or a completion as the client wrote it; OpenAI's own fields, and others only where they change something.
 
     Args:
-        decode: Token ids to text, for what came, or was put out, without one.
+        decode: Gives the texts of what came, or was put out, as token ids.
 
     Raises:
         BackendFailed: an answer to a chat that another replica has begun cannot go on.
     """
-    source = request.source or PromptSource(decode(request.prompt_ids))
+    source = request.source or PromptSource(decode(request.prompt_ids, ()))
     neutral = _extensions(replace(request, sampling=SamplingParams(request.sampling.max_new_tokens)))
     extensions = {name: value for name, value in _extensions(request).items() if neutral.get(name) != value}
     rest = {**_sampling(request), **extensions}
     if not source.messages:
-        return Call(COMPLETIONS, {"model": model, "prompt": source.text + decode(request.output_ids), **rest})
+        prompt = source.text + decode(request.output_ids, request.prompt_ids)
+        return Call(COMPLETIONS, {"model": model, "prompt": prompt, **rest})
     if request.output_ids:
         message = "another replica began to answer this chat, and a server that takes text cannot go on with it"
         raise failed("request", message, of_request=True)

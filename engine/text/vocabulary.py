@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 from engine.checkpoint.config_fields import read_json
-from engine.text.detokenizer import load_tokenizer
+from tokenization.loading import load_tokenizer
+from tokenization.text_stream import TextDecoder
 
 
 def vocabulary_size(model_dir: Path) -> int:
@@ -29,9 +29,12 @@ class PromptDecoder:
         self._model_dir = model_dir
 
     @cached_property
-    def _tokenizer(self) -> Tokenizer:
-        return load_tokenizer(self._model_dir)
+    def _decoder(self) -> TextDecoder:
+        return TextDecoder(load_tokenizer(self._model_dir))
 
-    def decode(self, token_ids: tuple[int, ...]) -> str:
-        """Without special tokens."""
-        return str(self._tokenizer.decode(list(token_ids))) if token_ids else ""
+    def decode(self, token_ids: Sequence[int], before: Sequence[int] = ()) -> str:
+        """The text of tokens that follow those ``before``, without special tokens."""
+        if not token_ids:
+            return ""
+        stream = self._decoder.start(before)
+        return "".join([*map(stream.push, token_ids), stream.flush()])

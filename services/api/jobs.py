@@ -7,11 +7,13 @@ import dataclasses
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from core.errors import InvalidValueError
 from core.request import Origin, SamplingParams, check_token_ids
 from services.api.backend import ModelInfo
+from services.api.echo import Echo
 from services.api.errors import ApiError
 from services.api.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
 from services.api.text.prompt_text import PromptText, of_chat, of_completion
@@ -21,7 +23,11 @@ DEFAULT_MAX_TOKENS = 16
 _THREAD_FROM_CHARS = 16_384
 """Text from this length on is tokenised in a thread, so that other streams go on."""
 
+_MESSAGE_SIZE = 32
+"""Characters that take as long to tokenise as a chat template takes for a field of a message."""
+
 _T = TypeVar("_T")
+_R = TypeVar("_R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +71,7 @@ class Generation:
     num_prompts: int = 1
     n: int = 1
     shows_logprobs: bool = False
-    echoes: tuple[str, ...] = ()
+    echoes: tuple[Echo, ...] = ()
     prompt_only: bool = False
     origin: Origin = UNNAMED
 
@@ -100,9 +106,12 @@ async def completion_jobs(body: CompletionRequest, model: ModelInfo, encoder: Pr
     jobs, echoes = [], []
     for field, prompt in body.prompts:
         if isinstance(prompt, str):
-            prompt_ids = await _encode(encoder.encode_text, prompt, len(prompt))
+            encode = partial(encoder.encode_prompt, parse_special=bool(body.parse_special))
+            encoded = await _run(encode, prompt, len(prompt))
+            prompt_ids = encoded.ids
             _check_encoded(field, prompt_ids, model)
         else:
+            encoded = None
             prompt_ids = tuple(prompt)
             check_token_ids(field, prompt_ids, model.vocab_size)
         room = _check_prompt_len(field, len(prompt_ids), model)
@@ -110,7 +119,11 @@ async def completion_jobs(body: CompletionRequest, model: ModelInfo, encoder: Pr
         job = _job(body, prompt_ids, text, limit, min(DEFAULT_MAX_TOKENS, room), model)
         jobs += _tries(job, body.num_tries, logprobs, bool(body.echo and body.logprobs is not None))
         if body.echo:
-            echoes.append(prompt if isinstance(prompt, str) else encoder.decode(prompt_ids))
+            if isinstance(prompt, str):
+                offsets = encoded.offsets() if encoded is not None and body.logprobs is not None else ()
+                echoes.append(Echo(prompt, offsets))
+            else:
+                echoes.append(await _run(encoder.echo, prompt_ids, len(prompt_ids)))
     return Generation(
         jobs=jobs,
         num_prompts=len(body.prompts),
@@ -129,8 +142,8 @@ async def chat_jobs(body: ChatCompletionRequest, model: ModelInfo, encoder: Prom
     """
     check_model(body.model, model)
     messages = [message.model_dump(exclude_none=True) for message in body.messages]
-    num_chars = sum(len(message["content"]) for message in messages)
-    prompt_ids = await _encode(encoder.encode_chat, messages, num_chars)
+    size = sum(_MESSAGE_SIZE + len(text) for message in messages for text in message.values())
+    prompt_ids = await _run(encoder.encode_chat, messages, size)
     _check_encoded("messages", prompt_ids, model)
     room = _check_prompt_len("messages", len(prompt_ids), model)
     limit = None
@@ -162,10 +175,15 @@ def check_model(name: str, model: ModelInfo) -> None:
         raise ApiError(message, status=404, param="model", code="model_not_found")
 
 
-async def _encode(encode: Callable[[_T], tuple[int, ...]], value: _T, num_chars: int) -> tuple[int, ...]:
-    if num_chars < _THREAD_FROM_CHARS:
-        return encode(value)
-    return await asyncio.to_thread(encode, value)
+async def _run(function: Callable[[_T], _R], value: _T, size: int) -> _R:
+    """Tokenises, or makes text of tokens.
+
+    Args:
+        size: Characters or tokens.
+    """
+    if size < _THREAD_FROM_CHARS:
+        return function(value)
+    return await asyncio.to_thread(function, value)
 
 
 def _check_encoded(field: str, prompt_ids: tuple[int, ...], model: ModelInfo) -> None:

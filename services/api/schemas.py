@@ -50,6 +50,7 @@ EXPECTED: dict[str, str] = {
     "n": f"an integer from 1 to {MAX_N}",
     "best_of": f"an integer from 1 to {MAX_N}",
     "echo": "true or false",
+    "parse_special": "true or false",
     "logprobs": f"an integer from 0 to {MAX_LOGPROBS} for a completion, true or false for a chat",
     "top_logprobs": f"an integer from 0 to {MAX_TOP_LOGPROBS}",
     "priority": f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}",
@@ -243,6 +244,9 @@ class CompletionRequest(SamplingFields):
     best_of: int | None = Field(None, ge=1, le=MAX_N, description="Outputs run a prompt; the n likeliest are shown.")
     echo: bool | None = Field(None, description="Put the prompt before the output.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    parse_special: bool | None = Field(
+        None, description="Extension; control tokens named in a prompt's text are meant as such, not as plain text."
+    )
     instruction: str | None = Field(
         None, description="Extension; what your prompts have in common, for forecasts of output lengths. Not sent on."
     )

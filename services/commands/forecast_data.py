@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from core.errors import ConfigError, FarsightError
+from core.errors import ConfigError, FarsightError, InvalidValueError
 from core.forecast import Example, ForecastQuestion
 
 EMBEDDED_TOKENIZER = Path(__file__).parents[1] / "embedded_model"
@@ -60,15 +60,13 @@ class TokenCounter:
     """
 
     def __init__(self, path: Path) -> None:
-        from tokenizers import Tokenizer
+        from tokenization.loading import load_tokenizer
 
-        file = path / "tokenizer.json" if path.is_dir() else path
         try:
-            self._tokenizer = Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises nothing narrower
-            raise ConfigError(
-                "--tokenizer", str(path), f"a tokenizer.json or a directory with one ({error})"
-            ) from error
+            self._tokenizer = load_tokenizer(path)
+        except InvalidValueError as error:
+            expected = f"a tokenizer.json or a directory with one ({error})"
+            raise ConfigError("--tokenizer", str(path), expected) from error
 
     def count(self, texts: Sequence[str]) -> list[int]:
         """Tokens of each text, without any that mark its beginning or end."""

@@ -49,7 +49,7 @@ async def _ask_all(config: FarsightConfig, model: str) -> list[str]:
 
 async def _ask(config: ReplicaConfig, model: str) -> str:
     """What is wrong with it; empty if nothing is."""
-    server = OpenAIServer(config, config.model or model, lambda _: "", find_api_key(config))
+    server = OpenAIServer(config, config.model or model, lambda ids, before: "", find_api_key(config))
     await server.open()
     try:
         async with asyncio.timeout(LOOK_S):

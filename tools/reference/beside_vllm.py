@@ -30,7 +30,9 @@ def beside_vllm(docs: Path) -> str:
     ]
     for i, (name, vllm, ours, ratio) in enumerate(rows):
         y = _TOP + i * (2 * _BAR + _GAP)
-        lines.append(f'<text x="{_LEFT - 10}" y="{y + 17}" font-size="12" text-anchor="end" fill="#1b1f24">{name}</text>')
+        lines.append(
+            f'<text x="{_LEFT - 10}" y="{y + 17}" font-size="12" text-anchor="end" fill="#1b1f24">{name}</text>'
+        )
         lines += _bar(y, vllm, scale, "#9aa4af", f"vLLM {vllm:,}")
         lines += _bar(y + _BAR, ours, scale, "#1f6feb", f"Farsight {ours:,} ({ratio} x)")
     return "\n".join([*lines, "</svg>", ""])

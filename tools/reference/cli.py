@@ -27,6 +27,8 @@ def _row(parameter: Any) -> str:
     is_option = parameter.param_type_name == "option"
     words = (*parameter.opts, *parameter.secondary_opts) if is_option else (str(parameter.name).upper(),)
     names = ", ".join(f"`{word}`" for word in words)
-    default = "required" if parameter.required else "" if parameter.default in (None, (), "") else f"`{parameter.default}`"
+    default = (
+        "required" if parameter.required else "" if parameter.default in (None, (), "") else f"`{parameter.default}`"
+    )
     about = " ".join(str(getattr(parameter, "help", None) or "").split()).replace("|", "\\|")
     return f"| {names} | {default} | {about} |"

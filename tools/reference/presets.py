@@ -25,7 +25,10 @@ def _preset_row(preset: Preset) -> str:
 
 def parts_table() -> str:
     """One row a registered part: the setting that names it, and what it declares."""
-    rows = ["| setting | part | what it does | needs the order | swaps KV | uses prefixes |", "|---|---|---|---|---|---|"]
+    rows = [
+        "| setting | part | what it does | needs the order | swaps KV | uses prefixes |",
+        "|---|---|---|---|---|---|",
+    ]
     tables = {
         "scheduler.placement": PLACEMENTS,
         "scheduler.order": ORDERS,

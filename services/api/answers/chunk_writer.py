@@ -9,7 +9,7 @@ from typing import Any
 
 from core.messages.tokens import DeltaLogprobs, TokenDelta
 from services.api.answers.logprobs import CompletionLogprobs, chat_logprobs
-from services.api.answers.replies import Usage, first_prompt_entry
+from services.api.answers.replies import Usage, completion_logprobs, first_prompt_entry
 from services.api.jobs import Generation
 from services.api.text.token_texts import TokenTexts
 
@@ -31,8 +31,11 @@ class ChunkWriter:
         self._generation = generation
         self._texts = texts
         # By choice, until it is written; in a stream every job is a choice.
-        self._echoes = dict(enumerate(echo for echo in generation.echoes for _ in range(generation.n)))
-        self._logprobs = [CompletionLogprobs(texts) for _ in generation.jobs] if generation.shows_logprobs else []
+        self._echoes = dict(enumerate(echo.text for echo in generation.echoes for _ in range(generation.n)))
+        self._logprobs: list[CompletionLogprobs] = []
+        if generation.shows_logprobs and not chat:
+            prompts = (job // generation.n for job in range(len(generation.jobs)))
+            self._logprobs = [completion_logprobs(generation, prompt, texts) for prompt in prompts]
         self._plain: dict[int, tuple[bytes, bytes]] = {}  # by choice: what stands around the text of a usual chunk
         self._head: dict[str, Any] = {
             "id": generation.origin.response_id,
@@ -83,11 +86,10 @@ class ChunkWriter:
         return content + self._chat_event(index, {}, None, delta.finish_reason)
 
     def _completion_logprobs(self, index: int, logprobs: DeltaLogprobs) -> dict[str, Any]:
-        entries = list(logprobs.output)
-        if index in self._echoes:
-            first = first_prompt_entry(self._generation, index // self._generation.n)
-            entries = [first, *logprobs.prompt, *entries]
-        return self._logprobs[index].add(entries)
+        if index not in self._echoes:
+            return self._logprobs[index].add(logprobs.output)
+        first = first_prompt_entry(self._generation, index // self._generation.n)
+        return self._logprobs[index].add(logprobs.output, [first, *logprobs.prompt])
 
     def usage(self, usage: Usage) -> bytes:
         return event({**self._head, "choices": [], "usage": usage.model_dump()}) if self._include_usage else b""

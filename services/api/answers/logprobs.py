@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Sequence
 from typing import Any
 
 from core.messages.tokens import TokenLogprobs
+from services.api.echo import Echo
 from services.api.text.token_texts import TokenTexts
 
 
 class CompletionLogprobs:
-    """The ``logprobs`` of one choice of a completion, part by part."""
+    """The ``logprobs`` of one choice of a completion, part by part.
 
-    def __init__(self, texts: TokenTexts) -> None:
+    Args:
+        echo: The prompt, where it is a part of the choice's text.
+    """
+
+    def __init__(self, texts: TokenTexts, prompt_ids: Sequence[int], echo: Echo | None = None) -> None:
         self._texts = texts
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._offset = 0
+        self._stream = texts.decoder.start(prompt_ids)
+        self._echo = echo
+        self._offset = 0 if echo is None else len(echo.text)
 
-    def add(self, entries: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
-        """Four lists, one item a token. Offsets count characters; what is no text of its own has that of the next."""
+    def add(self, output: Sequence[TokenLogprobs], prompt: Sequence[TokenLogprobs] = ()) -> dict[str, list[Any]]:
+        """Four lists, one item a token. Offsets count characters; what is no text of its own has that of the next.
+
+        Args:
+            prompt: All tokens of the echoed prompt, once.
+        """
         name = self._texts.name
+        entries = [*prompt, *output]
+        echoed = self._echo.offsets if prompt and self._echo is not None else ()
         return {
             "tokens": [name(ids[0]) for ids, _ in entries],
             "token_logprobs": [values[0] if values else None for _, values in entries],
             "top_logprobs": [self._top(ids, values) for ids, values in entries],
-            "text_offset": [self._advance(ids[0]) for ids, _ in entries],
+            "text_offset": [*echoed, *(self._advance(ids[0]) for ids, _ in output)],
         }
 
     def _top(self, ids: tuple[int, ...], values: tuple[float, ...]) -> dict[str, float] | None:
@@ -39,8 +50,7 @@ class CompletionLogprobs:
 
     def _advance(self, token_id: int) -> int:
         offset = self._offset
-        if token_id not in self._texts.special_ids:
-            self._offset += len(self._decoder.decode(self._texts.data(token_id)))
+        self._offset += len(self._stream.push(token_id))
         return offset
 
 

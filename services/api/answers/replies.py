@@ -229,11 +229,10 @@ def completion(model: str, generation: Generation, results: Sequence[ChoiceResul
         prompt = index // generation.n
         logprobs = None
         if generation.shows_logprobs:
-            known = list(result.logprobs)
-            if generation.echoes:
-                known = [first_prompt_entry(generation, prompt), *result.prompt_logprobs, *known]
-            logprobs = TextLogprobs(**CompletionLogprobs(texts).add(known))
-        text = generation.echoes[prompt] + result.text if generation.echoes else result.text
+            known = [first_prompt_entry(generation, prompt), *result.prompt_logprobs] if generation.echoes else []
+            lists = completion_logprobs(generation, prompt, texts).add(result.logprobs, known)
+            logprobs = TextLogprobs(**lists)
+        text = generation.echoes[prompt].text + result.text if generation.echoes else result.text
         choices.append(CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=result.finish_reason))
     return Completion(
         id=generation.origin.response_id,
@@ -259,6 +258,12 @@ def chat_completion(
         choices=choices,
         usage=_usage_of(generation, results),
     )
+
+
+def completion_logprobs(generation: Generation, prompt: int, texts: TokenTexts) -> CompletionLogprobs:
+    """For one choice of a prompt."""
+    echo = generation.echoes[prompt] if generation.echoes else None
+    return CompletionLogprobs(texts, generation.jobs[prompt * generation.num_tries].prompt_ids, echo)
 
 
 def first_prompt_entry(generation: Generation, prompt: int) -> TokenLogprobs:

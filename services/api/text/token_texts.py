@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import re
-
 from tokenizers import Tokenizer
 
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+from tokenization.text_stream import TextDecoder
+from tokenization.token_bytes import byte_level_bytes, fallback_byte, is_byte_level
+
 _WORD_START = "\u2581"
 
 
 class TokenTexts:
-    """The bytes of every token of one tokenizer, remembered once asked for."""
+    """The bytes of every token of one tokenizer, remembered once asked for.
+
+    Attributes:
+        decoder: Of texts of several tokens.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self.decoder = TextDecoder(tokenizer)
         added = tokenizer.get_added_tokens_decoder()
         self._added = {token_id: token.content.encode() for token_id, token in added.items()}
-        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        state = b"" if tokenizer.decoder is None else tokenizer.decoder.__getstate__()
-        self._bytes_of_char = _byte_level_alphabet() if b'"ByteLevel"' in state else None
+        self._byte_level = is_byte_level(tokenizer)
         self._known: dict[int, bytes] = {}
 
     def data(self, token_id: int) -> bytes:
@@ -43,15 +46,6 @@ class TokenTexts:
 
     def _decode(self, token_id: int) -> bytes:
         component = self._tokenizer.id_to_token(token_id) or ""
-        if self._bytes_of_char is not None:
-            return b"".join(self._bytes_of_char.get(char) or char.encode() for char in component)
-        byte = _BYTE_TOKEN.fullmatch(component)
-        return bytes([int(byte[1], 16)]) if byte else component.replace(_WORD_START, " ").encode()
-
-
-def _byte_level_alphabet() -> dict[str, bytes]:
-    """GPT-2's: printable bytes are the characters of their numbers, the others those from 256 on, in order."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = [byte for byte in range(256) if byte not in printable]
-    chars = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-    return {char: bytes([byte]) for byte, char in chars.items()}
+        if self._byte_level:
+            return byte_level_bytes(component)
+        return fallback_byte(component) or component.replace(_WORD_START, " ").encode()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -317,3 +319,24 @@ def test_ten_thousand_random_events_never_exceed_the_pools(tiny_model_dir: Path)
     executor = engine.worker.executor
     assert executor.host is not None
     assert (executor.blocks.num_free, executor.host.num_free) == (TIGHT_BLOCKS, 20)
+
+
+def test_text_prompts_are_whole_and_plain(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """A truncation and a padding from training do not cut them, and they name no control tokens."""
+    directory = tmp_path / "model"
+    shutil.copytree(tiny_model_dir, directory)
+    path = directory / "tokenizer.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    settings["truncation"] = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+    settings["padding"] = {
+        **{"strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None},
+        **{"pad_id": 0, "pad_type_id": 0, "pad_token": "</s>"},
+    }
+    path.write_text(json.dumps(settings), encoding="utf-8")
+    engine = Engine(directory, engine=ROOMY)
+    special = next(each.content for each in engine.tokenizer.get_added_tokens_decoder().values() if each.special)
+    text = "the lazy dog " * 4 + special
+    (completion,) = engine.generate([text], greedy(2))
+    assert len(completion.prompt_ids) > 8
+    assert engine.tokenizer.token_to_id(special) not in completion.prompt_ids
+    assert engine.tokenizer.decode(list(completion.prompt_ids), skip_special_tokens=False) == text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -96,7 +97,7 @@ def test_what_has_been_put_out_goes_with_the_prompt_and_off_the_limits() -> None
 CHAT = PromptSource(messages=(("system", "Be short."), ("user", "Hi")))
 
 
-def decoded(token_ids: tuple[int, ...]) -> str:
+def decoded(token_ids: Sequence[int], before: Sequence[int]) -> str:
     return "".join(map(chr, token_ids))
 
 

@@ -337,7 +337,8 @@ async def test_neutral_values_are_accepted(client: httpx.AsyncClient) -> None:
 
 async def test_every_optional_field_takes_null(client: httpx.AsyncClient) -> None:
     names = {*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields} - {"model", "prompt", "messages"}
-    completion_only, chat_only = {"best_of", "echo", "instruction"}, {"top_logprobs", "max_completion_tokens"}
+    completion_only = {"best_of", "echo", "instruction", "parse_special"}
+    chat_only = {"top_logprobs", "max_completion_tokens"}
     nulls = dict.fromkeys(names - completion_only - chat_only)
     body = {**COMPLETION, **nulls, **dict.fromkeys(completion_only)}
     assert (await client.post("/v1/completions", json=body)).status_code == 200

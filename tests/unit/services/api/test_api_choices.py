@@ -199,7 +199,41 @@ async def test_echo(client: httpx.AsyncClient, encoder: PromptEncoder, checkpoin
 async def test_echo_of_token_ids_and_without_logprobs(client: httpx.AsyncClient, encoder: PromptEncoder) -> None:
     ids = list(encoder.encode_text("the dog"))
     choices = (await post(client, COMPLETION, prompt=[ids, ids[1:]], echo=True, n=2))["choices"]
-    assert all(choice["text"].startswith("the dog") and choice["logprobs"] is None for choice in choices)
+    texts = [choice["text"] for choice in choices]
+    assert [text.startswith("<s>the dog") for text in texts] == [True, True, False, False]
+    assert all(text.startswith("the dog") for text in texts[2:])
+    assert all(choice["logprobs"] is None for choice in choices)
+
+
+async def test_echo_shows_the_special_tokens_of_token_ids(client: httpx.AsyncClient) -> None:
+    choice = (await post(client, COMPLETION, prompt=[0, 0, 0], echo=True, logprobs=0, max_tokens=2))["choices"][0]
+    assert choice["text"].startswith("<s><s><s>")
+    assert choice["logprobs"]["tokens"][:3] == ["<s>"] * 3
+    assert choice["logprobs"]["text_offset"][:4] == [0, 3, 6, 9]
+
+
+async def test_offsets_of_an_echoed_text_that_names_control_tokens(
+    client: httpx.AsyncClient, encoder: PromptEncoder
+) -> None:
+    text = "é <s>"
+    for parse_special in (False, True):
+        fields = {"prompt": text, "echo": True, "logprobs": 0, "max_tokens": 1, "parse_special": parse_special}
+        choice = (await post(client, COMPLETION, **fields))["choices"][0]
+        lists = choice["logprobs"]
+        ids = encoder.encode_prompt(text, parse_special).ids
+        assert (ids.count(0), len(lists["tokens"])) == (1 + parse_special, len(ids) + 1)
+        assert choice["text"].startswith(text)
+        assert lists["text_offset"][-1] == len(text)
+        offsets = lists["text_offset"]
+        for token, begin, end in zip(lists["tokens"][1:-1], offsets[1:-1], offsets[2:], strict=True):
+            assert token.startswith("bytes:") or text[begin:end] == token
+
+
+async def test_an_echo_that_ends_inside_a_character(client: httpx.AsyncClient, encoder: PromptEncoder) -> None:
+    ids = list(encoder.encode_text("the €"))[:-1]
+    choice = (await post(client, COMPLETION, prompt=ids, echo=True, logprobs=0, max_tokens=1))["choices"][0]
+    assert choice["text"].startswith("<s>the \ufffd")
+    assert choice["logprobs"]["text_offset"][len(ids)] == len("<s>the \ufffd")
 
 
 async def test_echo_alone_scores_a_text(client: httpx.AsyncClient, encoder: PromptEncoder, checkpoint: Path) -> None:

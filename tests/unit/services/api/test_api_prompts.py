@@ -60,7 +60,7 @@ BLOCKS = """{% set state = namespace(count=0) %}
 {{ pad_token is defined }} {{ eos_token }} {{ dict(a=1) }}
 """
 SYSTEM = {"role": "system", "content": "be  brief"}
-USER = {"role": "user", "content": " the cat <b>&'\"\n 你好 <s> "}
+USER = {"role": "user", "content": " the cat <b>&'\"\n 你好 "}
 ASSISTANT = {"role": "assistant", "content": "the dog\n"}
 
 

@@ -193,3 +193,16 @@ def test_files_that_are_not_there_or_not_it(trained: Path, tmp_path: Path) -> No
     assert result.exit_code == 1 and "farsight train" in result.stderr
     few = write(tmp_path / "few.jsonl", [*rows(5)])
     assert "at least 20" in invoke("train", few, "--out", tmp_path / "o").stderr
+
+
+def test_lengths_are_counted_whole(tmp_path: Path) -> None:
+    """A truncation in the tokenizer's file does not shorten what it counts."""
+    settings = json.loads(
+        (EMBEDDED_TOKENIZER / "tokenizer.json" if EMBEDDED_TOKENIZER.is_dir() else EMBEDDED_TOKENIZER).read_text(
+            "utf-8"
+        )
+    )
+    settings["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(settings), "utf-8")
+    text = "say it twice"
+    assert TokenCounter(tmp_path).count([text]) == TokenCounter(EMBEDDED_TOKENIZER).count([text]) != [2]

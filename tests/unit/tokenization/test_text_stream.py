@@ -1,0 +1,178 @@
+"""Text that comes token by token is the text of all tokens at once, and a token costs a bounded number of decodings."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from tests.unit.tokenization.kinds import CORPUS, KINDS
+from tokenization.text_stream import TextDecoder
+from tokenization.token_bytes import byte_level_bytes, fallback_byte
+
+TEXTS = ("hello world", "日本 naïve", "🙂🙃", " the  dog ", "\n", "say €", "zz ß", "_", "▁", "x")
+MAX_DECODED = 10
+"""Tokens decoded a token: twice the token or four bytes of a character, the part before it, and the anchor."""
+
+
+def suffix_marks_words() -> Tokenizer:
+    """As the first BPE models: the last token of a text loses the mark of a word's end."""
+    words = ["hello</w>", "wor", "ld</w>", "a</w>", "x"]
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], end_of_word_suffix="</w>"))
+    tokenizer.decoder = decoders.BPEDecoder("</w>")
+    return tokenizer
+
+
+ALL_KINDS = {**KINDS, "suffix_marks_words": suffix_marks_words}
+
+
+@cache
+def tokenizer_of(kind: str) -> Tokenizer:
+    return ALL_KINDS[kind]()
+
+
+class Counting:
+    """A tokenizer that counts the tokens it decodes."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.num_decoded = 0
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        self.num_decoded += len(ids)
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+def text_of(decoder: TextDecoder, ids: list[int], context: tuple[int, ...] = ()) -> str:
+    stream = decoder.start(context)
+    return "".join([*map(stream.push, ids), stream.flush()])
+
+
+def broken_runs(tokenizer: Tokenizer, ids: list[int]) -> bool:
+    """Whether byte tokens beside each other are no UTF-8 together."""
+    run, special = b"", TextDecoder(tokenizer).special_ids
+    for token_id in [each for each in ids if each not in special]:
+        byte = fallback_byte(tokenizer.id_to_token(token_id) or "")
+        if byte is None:
+            if not valid(run):
+                return True
+            run = b""
+        else:
+            run += byte
+    return not valid(run)
+
+
+def valid(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+@given(data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_same_as_all_at_once(kind: str, data: st.DataObject) -> None:
+    tokenizer = tokenizer_of(kind)
+    ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() + 2), max_size=30))
+    if kind in ("llama_2", "metaspace_first") and broken_runs(tokenizer, ids):
+        ids = [each for each in ids if fallback_byte(tokenizer.id_to_token(each) or "") is None]
+    assert text_of(TextDecoder(tokenizer), ids) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+@given(texts=st.lists(st.sampled_from([*TEXTS, *CORPUS]), max_size=4), cut=st.integers(0, 40))
+@settings(max_examples=100, deadline=None)
+def test_what_follows_a_prompt(kind: str, texts: list[str], cut: int) -> None:
+    """Prompt and output together are the text of all tokens, wherever one ends and the other begins."""
+    tokenizer = tokenizer_of(kind)
+    ids = tokenizer.encode("".join(texts), add_special_tokens=False).ids
+    prompt, output = ids[:cut], ids[cut:]
+    before, whole = tokenizer.decode(prompt), tokenizer.decode(ids)
+    if "\ufffd" not in before and whole.startswith(before) and prompt:
+        assert before + text_of(TextDecoder(tokenizer), output, tuple(prompt)) == whole
+
+
+@given(st.lists(st.sampled_from([0x41, 0x80, 0xBF, 0xC3, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x98, 0x80]), max_size=24))
+@settings(max_examples=300, deadline=None)
+def test_bytes_of_byte_fallback_that_are_no_text(data: list[int]) -> None:
+    """Good characters stay, each other byte is U+FFFD, and what comes after is not changed by them."""
+    tokenizer = tokenizer_of("llama_2")
+    ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in data]
+    hello = tokenizer.encode("hello", add_special_tokens=False).ids
+    expected, rest = "", bytes(data)
+    while rest:
+        length = next((n for n in range(1, 5) if valid(rest[:n])), 0)
+        expected += rest[:length].decode() if length else "\ufffd"
+        rest = rest[max(length, 1) :]
+    begin = "" if expected else " "
+    assert text_of(TextDecoder(tokenizer), [*ids, *hello]) == (expected + " hello").removeprefix(begin)
+
+
+@pytest.mark.parametrize("kind", ["llama_2", "metaspace_first"])
+@pytest.mark.parametrize("ending", [["<s>"] * 4, ["<0x82>", "<0x80>", "<0x82>", "<0xE2>"], ["</s>", "<0xE2>", "<s>"]])
+def test_a_leading_space_is_kept_whatever_the_prompt_ends_with(kind: str, ending: list[str]) -> None:
+    tokenizer = tokenizer_of(kind)
+    prompt = [*tokenizer.encode("say").ids, *map(tokenizer.token_to_id, ending)]
+    world = [tokenizer.token_to_id("▁the")]
+    assert text_of(TextDecoder(tokenizer), world, tuple(prompt)) == " the"
+    assert text_of(TextDecoder(tokenizer), world, (tokenizer.token_to_id("<s>"),)) == "the"
+
+
+NO_TEXT = {
+    "byte_level": [0x80, 0xE2, 0xF0, 0xC3],
+    "llama_2": [0x80, 0xE2, 0xF0, 0xC3],
+    "metaspace_first": [0x80],
+}
+
+
+def hostile_ids(tokenizer: Tokenizer, kind: str, byte: int, count: int) -> list[int]:
+    if kind != "byte_level":
+        return [tokenizer.token_to_id(f"<0x{byte:02X}>")] * count
+    return [next(i for i in range(400) if byte_level_bytes(tokenizer.id_to_token(i) or "") == bytes([byte]))] * count
+
+
+@pytest.mark.parametrize(("kind", "byte"), [(kind, byte) for kind, each in NO_TEXT.items() for byte in each])
+def test_output_that_completes_no_character_takes_linear_time(kind: str, byte: int) -> None:
+    tokenizer = tokenizer_of(kind)
+    counting = Counting(tokenizer)
+    decoder = TextDecoder(counting)
+    ids = hostile_ids(tokenizer, kind, byte, 2_000)
+    assert decoder.anchor is not None
+    text, counting.num_decoded = text_of(decoder, ids), 0
+    assert text == "\ufffd" * len(ids) == tokenizer.decode(ids)
+    stream = decoder.start()
+    for token_id in ids:
+        before = counting.num_decoded
+        stream.push(token_id)
+        assert counting.num_decoded - before <= MAX_DECODED
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+@given(data=st.data())
+@settings(max_examples=50, deadline=None)
+def test_each_token_is_decoded_with_few_others(kind: str, data: st.DataObject) -> None:
+    tokenizer = tokenizer_of(kind)
+    counting = Counting(tokenizer)
+    decoder = TextDecoder(counting)
+    assert len(decoder.anchor) <= 1
+    stream = decoder.start()
+    for token_id in data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() + 2), max_size=60)):
+        counting.num_decoded = 0
+        stream.push(token_id)
+        assert counting.num_decoded <= 2 * MAX_DECODED
+
+
+def test_special_tokens_may_be_text() -> None:
+    tokenizer = tokenizer_of("llama_2")
+    stream = TextDecoder(tokenizer).start(shows_special=True)
+    ids = [tokenizer.token_to_id(each) for each in ("<s>", "▁the", "</s>")]
+    assert "".join([*map(stream.push, ids), stream.flush()]) == "<s> the</s>" == tokenizer.decode(ids, False)

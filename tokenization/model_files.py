@@ -1,0 +1,82 @@
+"""What a model directory says about its texts: tokenizer, names of special tokens, chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from core.errors import ConfigError
+from tokenization.control_tokens import control_ids
+from tokenization.loading import load_tokenizer
+from tokenization.plain_text import PlainTextEncoder
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTexts:
+    """
+    Attributes:
+        encoder: Keeps what clients write plain text.
+        special_tokens: Texts of tokens with a role, such as ``bos_token``.
+        template: Source of the chat template; None if there is none.
+    """
+
+    tokenizer: Tokenizer
+    encoder: PlainTextEncoder
+    special_tokens: dict[str, str]
+    template: str | None
+
+
+def load_model_texts(folder: Path) -> ModelTexts:
+    """
+    Args:
+        folder: Holds ``tokenizer.json`` and, for chat, a template in ``chat_template.jinja`` or in
+            ``tokenizer_config.json``; the former wins, as in ``transformers``.
+
+    Raises:
+        InvalidValueError: No usable tokenizer.
+        ConfigError: A file beside it that is no JSON.
+    """
+    tokenizer = load_tokenizer(folder)
+    config = _read_json(folder / "tokenizer_config.json")
+    special_tokens = _special_tokens({**_read_json(folder / "special_tokens_map.json"), **config})
+    templates = _templates(folder, config)
+    control = control_ids(tokenizer, set(special_tokens.values()), templates.values())
+    return ModelTexts(tokenizer, PlainTextEncoder(tokenizer, control), special_tokens, templates.get("default"))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError("model", str(path), f"a JSON file ({error})") from error
+    return value if isinstance(value, dict) else {}
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """``bos_token`` and its like; each is a string or an object with ``content``."""
+    texts = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in config.items()
+        if name.endswith("_token")
+    }
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Sources by name; the one for plain chats is ``default``."""
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        templates = {entry["name"]: entry["template"] for entry in found}
+    else:
+        templates = {"default": found} if isinstance(found, str) else {}
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        templates["default"] = path.read_text(encoding="utf-8")
+    return templates
