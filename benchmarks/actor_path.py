@@ -72,7 +72,7 @@ def _site(config: FarsightConfig) -> Iterator[Any]:
     from services.launch.cluster import private_cluster
     from services.launch.launch import find_model, find_site, start_components
     from services.launch.signals import StopSignal
-    from services.stages import silent_stages
+    from services.launch.stages import silent_stages
 
     site = find_site(config, find_model(config))
     stages = silent_stages(config.server.start_patience_s)

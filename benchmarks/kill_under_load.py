@@ -187,7 +187,7 @@ def main(words: Sequence[str] | None = None) -> None:
     from actors.runtime.names import NAMESPACE
     from benchmarks.ray_nodes import Nodes
     from services.launch.launch import Service, find_model, find_site
-    from services.stages import silent_stages
+    from services.launch.stages import silent_stages
 
     config = _config(args)
     nodes = Nodes(NUM_NODES, HEALTH)

@@ -20,7 +20,7 @@ from services.commands.profile import profile
 from services.commands.replay import replay
 from services.commands.simulate import compare, simulate
 from services.commands.train import train
-from services.failures import failing_in_two_lines
+from services.launch.failures import failing_in_two_lines
 
 STATUS_TIMEOUT_S = 5.0
 

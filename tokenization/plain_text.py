@@ -168,11 +168,11 @@ def _renamed(token: AddedToken, name: str) -> AddedToken:
 
 
 def _model_without(tokenizer: Tokenizer, control: Collection[int]) -> Any:
-    """The tokenizer's model, with other names for the control tokens among its own components: no text is one of them."""
+    """The tokenizer's model with other names for its own control tokens, so that no text is encoded as one of them."""
     model_alone = Tokenizer(tokenizer.model)
     secret = secrets.token_hex(16)
-    components = {each: model_alone.id_to_token(each) for each in control}
-    names = {component: f"0{secret}n{each}0" for each, component in components.items() if component is not None}
+    names_of = {each: model_alone.id_to_token(each) for each in control}
+    names = {name: f"0{secret}n{each}0" for each, name in names_of.items() if name is not None}
     if not names:
         return tokenizer.model
     settings = json.loads(tokenizer.to_str())

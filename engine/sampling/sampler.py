@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from core.request import SamplingParams
-from engine.no_token import why_no_token
 from engine.sampling.logged_tokens import NoToken
 from engine.sampling.logit_adjustments import TokenHistory, adjust_logits
+from engine.sampling.no_token import why_no_token
 
 NO_TOKEN = -1
 """Stands for the token of a row that has none: a score is NaN or +inf, or all are -inf. Never a token id."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-from engine.stop_strings import StopStrings
+from engine.text.stop_strings import StopStrings
 from tokenization.text_stream import TextDecoder, TextStream
 
 

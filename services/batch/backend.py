@@ -23,7 +23,7 @@ from services.api.text.prompts import PromptEncoder
 from services.ingress.connect import open_client
 from services.launch.cluster import ServiceFailed
 from services.launch.launch import find_model, find_site, start_components
-from services.stages import Stages
+from services.launch.stages import Stages
 
 _GCS_FLAG = "--gcs-address="
 

@@ -18,8 +18,8 @@ from services.batch.backend import open_backend
 from services.batch.lines import Batch, read_batch
 from services.batch.progress import ProgressStore
 from services.batch.runner import DEFAULT_CONCURRENCY, run_batch
-from services.failures import failing_in_two_lines
-from services.stages import Stages
+from services.launch.failures import failing_in_two_lines
+from services.launch.stages import Stages
 
 PROGRESS_INTERVAL_S = 5.0
 

@@ -28,7 +28,7 @@ from services.batch.lines import read_batch
 from services.batch.progress import ProgressStore, partial_path
 from services.batch.runner import DEFAULT_CONCURRENCY
 from services.launch.signals import INTERRUPTED, StopSignal
-from services.stages import Stage, Stages
+from services.launch.stages import Stage, Stages
 
 SUBMIT_WAIT_S = 120.0
 """A cluster that has just started, or is busy, takes no job for a while."""

@@ -22,8 +22,8 @@ from core.processors import usable_processors
 from services.launch.haproxy import haproxy_environment
 from services.launch.ports import free_ports, reserved_ports
 from services.launch.signals import StopSignal
+from services.launch.stages import Stages, StartTimedOut
 from services.run_file import ADMIN_TOKEN_VARIABLE
-from services.stages import Stages, StartTimedOut
 
 OBJECT_STORE_BYTES = 128 * 1024 * 1024
 

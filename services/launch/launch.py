@@ -28,11 +28,11 @@ from policies.compose import check_scheduler
 from services.launch.backends import check_replicas, look_for_servers
 from services.launch.cluster import ServiceFailed, private_cluster
 from services.launch.haproxy import choose_proxy
+from services.launch.proxy import ProxyStart, wait_routed
 from services.launch.signals import StopSignal
-from services.proxy import ProxyStart, wait_routed
+from services.launch.stages import Stages
+from services.launch.starting import LOOK_S, StartingPieces
 from services.run_file import ADMIN_TOKEN_VARIABLE, published
-from services.stages import Stages
-from services.starting import LOOK_S, StartingPieces
 
 EMBEDDED_MODEL = Path(__file__).parents[1] / "embedded_model"
 EMBEDDED_NAME = "farsight-embedded"

@@ -1,4 +1,4 @@
-"""The page "Add a policy", executed as it is written: the package installs, its test passes, it simulates and serves."""
+"""The page "Add a policy", executed as it is written: the package installs, its test passes, it serves."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ import psutil
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 from services import cluster
 from services.launch.signals import StopSignal
-from services.stages import Stages
+from services.launch.stages import Stages
 
 first = []  # processes of the first try
 start_ray, waits = cluster._try_ray, iter([2.0])

@@ -10,7 +10,7 @@ from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
-from services.api.client_text import ClientTextEnvironment
+from services.api.text.client_text import ClientTextEnvironment
 
 
 class _GenerationTag(Extension):

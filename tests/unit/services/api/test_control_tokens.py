@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from services.api.client_text import ClientText, client_value, spans_of
+from services.api.text.client_text import ClientText, client_value, spans_of
 from services.api.text.prompts import PromptEncoder
 from services.api.text.templates import compile_template
 from tests.unit.tokenization.kinds import KINDS

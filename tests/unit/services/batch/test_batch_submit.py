@@ -22,7 +22,7 @@ from services.batch import job, submit
 from services.batch.progress import ProgressStore, partial_path
 from services.batch.submit import BatchOptions, entrypoint, submit_entrypoint
 from services.cli import app as cli
-from services.stages import Stages
+from services.launch.stages import Stages
 from tests.unit.services.api.api_support import ScriptedBackend, write_model_dir
 from tests.unit.services.batch.batch_support import echo, numbered, read_output, request, write_batch
 

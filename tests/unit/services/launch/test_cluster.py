@@ -19,7 +19,7 @@ from services.launch import cluster
 from services.launch.cluster import ServiceFailed
 from services.launch.ports import free_ports, reserved_ports
 from services.launch.signals import StopSignal
-from services.stages import Stages, StartTimedOut
+from services.launch.stages import Stages, StartTimedOut
 
 
 @pytest.fixture

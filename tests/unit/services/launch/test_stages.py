@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from services.stages import Stages, StartTimedOut
+from services.launch.stages import Stages, StartTimedOut
 
 LONG_S = 240.0
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from core.config.server import ServerConfig
 from core.errors import FarsightError
-from services.stages import Stage, Stages
+from services.launch.stages import Stage, Stages
 
 _LOGGING = {"enable_access_log": False, "log_level": "WARNING"}
 

@@ -12,10 +12,10 @@ from core.codec import decode
 from core.errors import FarsightError
 from core.messages.status import StartState
 from services.launch.cluster import ServiceFailed
-from services.stages import Stage, Stages
+from services.launch.stages import Stage, Stages
 
 if TYPE_CHECKING:
-    from services.proxy import ProxyStart
+    from services.launch.proxy import ProxyStart
 
 LOOK_S = 0.1
 """How often a start is looked at."""

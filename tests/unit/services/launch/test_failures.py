@@ -8,8 +8,8 @@ import pytest
 import typer
 
 from core.errors import ConfigError, FarsightError
-from services.failures import describe, failing_in_two_lines, write_log
-from services.stages import StartTimedOut
+from services.launch.failures import describe, failing_in_two_lines, write_log
+from services.launch.stages import StartTimedOut
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,8 @@ from pathlib import Path
 import typer
 
 from core.errors import FarsightError, InvalidValueError
+from services.launch.stages import StartTimedOut
 from services.run_file import make_run_directory
-from services.stages import StartTimedOut
 
 _LONGEST_LINE = 400
 _LONGEST_LOG = 200_000

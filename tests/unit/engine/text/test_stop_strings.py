@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import stop_strings
-from engine.stop_strings import StopStrings
+from engine.text import stop_strings
+from engine.text.stop_strings import StopStrings
 
 few_letters = st.text("ab", max_size=30)
 
