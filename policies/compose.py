@@ -9,9 +9,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from core.config.scheduling import PlacementConfig, SchedulerConfig
+from core.config.scheduling import SchedulerConfig
 from core.costs import A100_7B, StepCost
 from core.errors import ConfigError
+from core.placement_config import PlacementConfig
 from policies.admission.conservative import Conservative
 from policies.admission.forecast import ForecastAdmission
 from policies.admission.past_future import HistoryLengths, PastFuture, TrueLengths
@@ -169,7 +170,7 @@ PLACEMENTS: dict[str, Callable[[PolicySettings], Placement]] = {
     "round-robin": lambda settings: RoundRobin(),
     "least-work": lambda settings: LeastWork(),
     "e2": lambda settings: E2Router(from_step_cost(settings.cost), settings.block_size, settings.e2),
-    "e2-forecast": lambda settings: E2Forecast(settings.cost, settings.block_size),
+    "e2-forecast": lambda settings: E2Forecast(settings.cost, settings.block_size, settings.e2.max_tree_bytes),
 }
 
 BATCHERS: dict[str, Callable[[BatchSettings, int | None], Batcher]] = {
@@ -306,6 +307,7 @@ def configured_e2(config: PlacementConfig) -> E2Config:
         rebalance_ratio=config.rebalance_ratio,
         autoscale=config.autoscale,
         balance=config.balance,
+        max_tree_bytes=config.max_tree_mib << 20,
     )
 
 

@@ -41,6 +41,9 @@ class MovesJobs(Protocol):
 class Order(Protocol):
     """Who goes first on a replica in continuous batching.
 
+    Thousands may wait: what an order does at a scheduling point is bounded by what has changed and by whom is asked
+    for, apart from a few numpy operations over all jobs.
+
     Attributes:
         preemptive: Whether a waiting job may take the place of a running one of lower rank. Where not, running jobs
             come before all waiting ones, in order of admission, and ``ranked`` decides among the waiting.
@@ -59,6 +62,12 @@ class Order(Protocol):
 
     def foreseen(self, job: Job) -> None:
         """Its ``forecast``, which it may have lacked until now, is another one."""
+        ...
+
+    def changed(self, job: Job) -> None:
+        """What can be seen of the job, beside its forecast, may be different: its lengths, where its KV is, what is
+        cached of its prompt. Said after each change, before ``ran``; unknown jobs are fine.
+        """
         ...
 
     def price(self, cost: StepCost, capacity: int) -> None:
@@ -83,6 +92,15 @@ class Order(Protocol):
 
     def slice_s(self, job: Job) -> float:
         """Seconds that the job may run before this order wants to look at it again; infinity for no bound."""
+        ...
+
+
+@runtime_checkable
+class RanksSome(Protocol):
+    """A preemptive order that ranks some of its jobs without going through the others."""
+
+    def among(self, jobs: Sequence[Job], now: float) -> list[Job]:
+        """These jobs of the order, as ``ranked`` would give them. O(k log k) for k of them."""
         ...
 
 

@@ -40,6 +40,9 @@ class Fcfs:
     def foreseen(self, job: Job) -> None:
         """Nothing to do: nobody is foreseen."""
 
+    def changed(self, job: Job) -> None:
+        """What it holds does not matter."""
+
     def price(self, cost: StepCost, capacity: int) -> None:
         """Time does not matter."""
 

@@ -15,7 +15,7 @@ from core.request import Request
 from policies.placement.base import Choice, Placement, ReplicaLoad
 from policies.placement.e2_profiles import Regressions
 from policies.placement.load_cost import Query
-from policies.placement.prefix_loads import PrefixLoads
+from policies.placement.prefix_loads import MAX_TREE_BYTES, PrefixLoads
 from policies.placement.prefix_scaling import PrefixScaling
 from policies.placement.prefix_tree import Node, Path
 from policies.placement.replica_slots import bits, is_single
@@ -35,6 +35,7 @@ class E2Config:
         balance: Whether prefill and decode loads are balanced at all.
         rebalance: Whether exploiting requests of replicas that are too heavy are redirected.
         autoscale: Whether prefixes whose queueing time doubles on a replica too heavy may go to one more.
+        max_tree_bytes: As ``PrefixLoads`` takes it.
     """
 
     window_s: float = 180.0
@@ -46,6 +47,7 @@ class E2Config:
     balance: bool = True
     rebalance: bool = True
     autoscale: bool = True
+    max_tree_bytes: int = MAX_TREE_BYTES
 
     def __post_init__(self) -> None:
         _require(self.window_s > 0, "window_s", self.window_s, "seconds > 0")
@@ -53,6 +55,7 @@ class E2Config:
         _require(0 <= self.balanced_ratio <= 1, "balanced_ratio", self.balanced_ratio, "a share in [0, 1]")
         _require(self.rebalance_ratio >= 1, "rebalance_ratio", self.rebalance_ratio, "a ratio >= 1")
         _require(self.rebalance_after >= 0, "rebalance_after", self.rebalance_after, "an integer >= 0")
+        _require(self.max_tree_bytes >= 1, "max_tree_bytes", self.max_tree_bytes, "bytes >= 1")
         _require(self.initial_output_len >= 0, "initial_output_len", self.initial_output_len, "tokens >= 0")
 
 
@@ -112,7 +115,8 @@ class E2Router(Placement):
         _require(block_size >= 1, "block_size", block_size, "an integer >= 1")
         self.block_size = block_size
         self.config = config or E2Config()
-        self.prefixes = PrefixLoads(regressions, block_size, self.config.window_s, self.config.initial_output_len, ties)
+        window_s, output_len = self.config.window_s, self.config.initial_output_len
+        self.prefixes = PrefixLoads(regressions, block_size, window_s, output_len, ties, self.config.max_tree_bytes)
         self.tree, self.load = self.prefixes.tree, self.prefixes.load
         self._slots, self._cost = self.prefixes.slots, self.prefixes.cost
         self._scaling = PrefixScaling(self.config.window_s)
