@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from core.config.scheduling import PlacementConfig, SchedulerConfig
+from core.config.scheduling import SchedulerConfig
 from core.errors import ConfigError
+from core.placement_config import PlacementConfig
 from policies.batching.base import BATCHERS, BatchContext, Batcher
 from policies.external.scheduler import BackendScheduler
 from policies.fleet.batch_scheduler import BatchScheduler
@@ -143,6 +144,7 @@ def configured_e2(config: PlacementConfig) -> E2Config:
         rebalance_ratio=config.rebalance_ratio,
         autoscale=config.autoscale,
         balance=config.balance,
+        max_tree_bytes=config.max_tree_mib << 20,
     )
 
 

@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from core.costs import StepCost
 from core.decisions import Facts
@@ -36,6 +36,9 @@ class Explains:
 
 class Order(Explains, ABC):
     """Which job goes first on a replica in continuous batching.
+
+    Thousands of jobs may wait: what an order does at a scheduling point is bounded by what has changed and by how many
+    jobs are taken, apart from a few numpy operations over all jobs.
 
     Attributes:
         preemptive: Whether a waiting job may take the place of a running one of lower rank. Where not, running jobs
@@ -62,6 +65,11 @@ class Order(Explains, ABC):
     def foreseen(self, job: Job) -> None:
         """The job's ``forecast``, which it may have lacked until now, is another one."""
 
+    def changed(self, job: Job) -> None:
+        """What can be seen of the job, beside its forecast, may be different: its lengths, where its KV is, what is
+        cached of its prompt. Said after each change, before ``ran``; unknown jobs are fine.
+        """
+
     def price(self, cost: StepCost, capacity: int) -> None:
         """What steps cost here and how many KV tokens there are; said at the start and whenever it has changed."""
 
@@ -77,6 +85,15 @@ class Order(Explains, ABC):
     def slice_s(self, job: Job) -> float:
         """Seconds that the job may run before this order wants to look at it again; infinity for no bound."""
         return math.inf
+
+
+@runtime_checkable
+class RanksSome(Protocol):
+    """A preemptive order that ranks some of its jobs without going through the others."""
+
+    def among(self, jobs: Sequence[Job], now: float) -> list[Job]:
+        """These jobs of the order, as ``ranked`` would give them. O(k log k) for k of them."""
+        ...
 
 
 class Admission(Explains, ABC):

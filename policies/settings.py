@@ -15,6 +15,9 @@ PRIOR_COST = A100_7B
 PRIOR_CAPACITY = 100_000
 """KV tokens that a replica is taken to hold until it has said so."""
 
+MAX_TREE_BYTES = 256 << 20
+"""Memory of the tree, unless told otherwise: about 1 M blocks of prompts that share little."""
+
 ServingTime = Callable[[int, int, int], float]
 """(batch size, L(B) tokens, G(B) tokens) -> estimated seconds."""
 
@@ -88,6 +91,7 @@ class E2Config:
         balance: Whether prefill and decode loads are balanced at all.
         rebalance: Whether exploiting requests of replicas that are too heavy are redirected.
         autoscale: Whether prefixes whose queueing time doubles on a replica too heavy may go to one more.
+        max_tree_bytes: As ``PrefixLoads`` takes it.
     """
 
     window_s: float = 180.0
@@ -99,6 +103,7 @@ class E2Config:
     balance: bool = True
     rebalance: bool = True
     autoscale: bool = True
+    max_tree_bytes: int = MAX_TREE_BYTES
 
     def __post_init__(self) -> None:
         _require(self.window_s > 0, "window_s", self.window_s, "seconds > 0")
@@ -106,6 +111,7 @@ class E2Config:
         _require(0 <= self.balanced_ratio <= 1, "balanced_ratio", self.balanced_ratio, "a share in [0, 1]")
         _require(self.rebalance_ratio >= 1, "rebalance_ratio", self.rebalance_ratio, "a ratio >= 1")
         _require(self.rebalance_after >= 0, "rebalance_after", self.rebalance_after, "an integer >= 0")
+        _require(self.max_tree_bytes >= 1, "max_tree_bytes", self.max_tree_bytes, "bytes >= 1")
         _require(self.initial_output_len >= 0, "initial_output_len", self.initial_output_len, "tokens >= 0")
 
 

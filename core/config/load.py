@@ -18,9 +18,10 @@ from core.config.learning import PredictorConfig
 from core.config.log import LogConfig
 from core.config.model import ModelConfig
 from core.config.replica import ReplicaConfig
-from core.config.scheduling import BatchConfig, PlacementConfig, SchedulerConfig
+from core.config.scheduling import BatchConfig, SchedulerConfig
 from core.config.server import ServerConfig
 from core.errors import ConfigError
+from core.placement_config import PlacementConfig
 
 
 @dataclass(frozen=True, slots=True)

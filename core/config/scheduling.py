@@ -55,29 +55,6 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class PlacementConfig:
-    """What of E2 is used, where ``scheduler.placement`` or the preset's own is ``e2`` (Preble, section 4.2).
-
-    Attributes:
-        window_s: H, seconds over which load, sharing and queueing are counted.
-        rebalance: Redirect requests from replicas that are too heavy ...
-        rebalance_ratio: ... by so many times the load of the lightest.
-        autoscale: Give prefixes whose queueing doubles on a replica too heavy to one more.
-        balance: Send what is not cached to replicas that mostly decode.
-    """
-
-    window_s: float = 180.0
-    rebalance: bool = True
-    rebalance_ratio: float = 1.5
-    autoscale: bool = True
-    balance: bool = True
-
-    def __post_init__(self) -> None:
-        require(self.window_s > 0, "placement.window_s", self.window_s, "a number > 0")
-        require(self.rebalance_ratio >= 1, "placement.rebalance_ratio", self.rebalance_ratio, "a number >= 1")
-
-
-@dataclass(frozen=True, slots=True)
 class BatchConfig:
     """How batches are formed under a preset of batch mode.
 

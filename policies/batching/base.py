@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
+from sortedcontainers import SortedDict
+
 from core.errors import IntegrityError
 from policies.job import Job
 from policies.parts import Parts
@@ -130,6 +132,16 @@ def first_sealed(batches: Sequence[FormedBatch], now: float) -> FormedBatch:
     return min(batches, key=lambda batch: now if batch.sealed_at is None else batch.sealed_at)
 
 
+_Standing = tuple[tuple[float, float], tuple[float, ...], int]
+"""(urgency, what the choice goes by, number of the putting in): the least is chosen."""
+
+_STANDING: dict[ChooseBatch, Callable[[FormedBatch], tuple[float, ...]]] = {
+    first_arrived: lambda batch: (batch.arrived_at, batch.batch_id),
+    first_sealed: lambda batch: (math.inf if batch.sealed_at is None else batch.sealed_at,),
+}
+"""The choices that time does not change, and what they go by."""
+
+
 class Batcher(ABC):
     """Forms batches and hands them to idle workers. Not preemptive: a pulled batch is the worker's own."""
 
@@ -179,13 +191,21 @@ class Batcher(ABC):
 
 
 class BatchQueue:
-    """Batches that a worker may pull, and in which of them each job is: what batchers keep their formed ones in."""
+    """Batches that a worker may pull, and in which of them each job is: what batchers keep their formed ones in.
+
+    Args:
+        choose: ``peek`` costs O(log batches) with ``first_arrived`` and ``first_sealed``, with any other O(batches).
+    """
 
     def __init__(self, choose: ChooseBatch) -> None:
         self._choose = choose
+        self._by = _STANDING.get(choose)
         self._ids = count()
+        self._numbers = count()
         self._batches: dict[int, FormedBatch] = {}
         self._batch_of: dict[str, FormedBatch] = {}
+        self._standings: dict[int, _Standing] = {}
+        self._in_order: SortedDict[_Standing, FormedBatch] = SortedDict()
 
     @property
     def num_jobs(self) -> int:
@@ -202,6 +222,7 @@ class BatchQueue:
     def put(self, batch: FormedBatch) -> None:
         """Makes a batch available. O(batch)."""
         self._batches[batch.batch_id] = batch
+        self._stand(batch, next(self._numbers))
         for job in batch.jobs:
             self._batch_of[job.request_id] = batch
 
@@ -209,6 +230,7 @@ class BatchQueue:
         """Puts a job into a batch of this queue. O(1)."""
         batch.insert(job)
         self._batch_of[job.request_id] = batch
+        self._stand(batch, self._leave(batch))
 
     def remove(self, request_id: str) -> FormedBatch | None:
         """Takes a job out; a batch left empty goes with it. O(batch).
@@ -219,19 +241,24 @@ class BatchQueue:
         batch = self._batch_of.pop(request_id, None)
         if batch is not None:
             batch.drop(request_id)
-            if not batch.jobs:
+            number = self._leave(batch)
+            if batch.jobs:
+                self._stand(batch, number)
+            else:
                 del self._batches[batch.batch_id]
         return batch
 
     def peek(self, now: float) -> FormedBatch | None:
-        """The batch that is chosen among the most urgent ones; it stays. O(batches)."""
+        """The batch that is chosen among the most urgent ones; it stays."""
         if not self._batches:
             return None
+        if self._by is not None:
+            return self._in_order.peekitem(0)[1]
         urgency = min(batch.urgency for batch in self)
         return self._choose([batch for batch in self if batch.urgency == urgency], now)
 
     def pull(self, now: float) -> FormedBatch | None:
-        """Takes the chosen batch, if there is one. O(batches)."""
+        """Takes the chosen batch, if there is one."""
         batch = self.peek(now)
         if batch is not None:
             self.take(batch, now)
@@ -240,6 +267,7 @@ class BatchQueue:
     def take(self, batch: FormedBatch, now: float) -> None:
         """Takes a batch of this queue out and seals it. O(batch)."""
         del self._batches[batch.batch_id]
+        self._leave(batch)
         for job in batch.jobs:
             del self._batch_of[job.request_id]
         if batch.sealed_at is None:
@@ -264,8 +292,22 @@ class BatchQueue:
             part.insert(job)
         self.put(part)
 
+    def _stand(self, batch: FormedBatch, number: int) -> None:
+        """Where the choice is one that time does not change, a batch stands in order as it is now."""
+        if self._by is not None:
+            standing = self._standings[batch.batch_id] = batch.urgency, self._by(batch), number
+            self._in_order[standing] = batch
+
+    def _leave(self, batch: FormedBatch) -> int:
+        """The batch stands in order no more; the number that it had."""
+        if self._by is None:
+            return 0
+        standing = self._standings.pop(batch.batch_id)
+        del self._in_order[standing]
+        return standing[2]
+
     def check_integrity(self) -> None:
-        """Raises ``IntegrityError`` unless every batch holds jobs and every job is in exactly one batch."""
+        """Raises IntegrityError unless every batch holds jobs, each where it should stand, and every job is in one."""
         for batch in self:
             batch.check_integrity()
             if not batch.jobs:
@@ -275,6 +317,14 @@ class BatchQueue:
                     raise IntegrityError(f"job {job.request_id} is in batch {batch.batch_id}, but not known to be")
         if len(self._batch_of) != sum(map(len, self)):
             raise IntegrityError(f"{len(self._batch_of)} jobs are known, {sum(map(len, self))} are in batches")
+        by = self._by
+        if by is not None:
+            standing = {
+                (batch.urgency, by(batch), self._standings[batch_id][2]): batch
+                for batch_id, batch in self._batches.items()
+            }
+            if standing != dict(self._in_order):
+                raise IntegrityError("batches do not stand in the order that they should")
 
 
 @dataclass(frozen=True, slots=True)

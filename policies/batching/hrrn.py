@@ -6,15 +6,21 @@ long one that came a little earlier; each second of waiting raises the ratio of 
 
 from __future__ import annotations
 
-import heapq
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from core.costs import StepCost
 from core.decisions import Facts
 from policies.batching.base import FormedBatch
+from policies.first_rows import in_order
 from policies.interfaces import ORDERS, Order, ReplicaContext
 from policies.job import Job
+from policies.order.job_table import JobTable
 from policies.settings import ServingTime
 
 
@@ -44,11 +50,23 @@ class HighestResponseRatio:
         return response_ratio(now - batch.arrived_at, service_s)
 
 
+ESTIMATES = 64
+"""Jobs that are estimated again at one scheduling point, at most, after a change of prices."""
+
+_COLUMNS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "priority": (np.int64, ()),
+    "deadline_at": (np.float64, ()),
+    "arrived_at": (np.float64, ()),
+    "number": (np.int64, ()),
+    "service_s": (np.float64, ()),
+}
+
+
 class HrrnOrder(Order):
     """HRRN for continuous batching, where the unit is the job; running jobs are left alone.
 
-    Ratios grow at different speeds, so ranks are found anew at every scheduling point: ``ranked`` costs one call of the
-    estimate for each job and O(log n) for each job taken; the rest is O(1).
+    Ratios grow at different speeds, so ranks are found anew whenever they are asked for, in a few numpy operations
+    over all jobs. The estimate is asked for once for each job that is new or has changed; the rest is O(1).
 
     Args:
         remaining_s: Estimated seconds of service that a job still needs where steps cost so much.
@@ -60,32 +78,57 @@ class HrrnOrder(Order):
     def __init__(self, remaining_s: Callable[[StepCost, Job], float], cost: StepCost) -> None:
         self._remaining_s = remaining_s
         self._cost = cost
+        self._table = JobTable(_COLUMNS)
+        self._numbers = itertools.count()
+        self._due: dict[str, Job] = {}
         self._jobs: dict[str, Job] = {}
+        self._stale: dict[str, Job] = {}  # estimated by another price
 
     def add(self, job: Job, now: float) -> None:
-        self._jobs[job.request_id] = job
+        row = self._table.add(job)
+        for name in ("priority", "deadline_at", "arrived_at"):
+            self._table.column(name)[row] = getattr(job, name)
+        self._table.column("number")[row] = next(self._numbers)
+        self._due[job.request_id] = self._jobs[job.request_id] = job
 
     def remove(self, job: Job) -> None:
-        self._jobs.pop(job.request_id, None)
+        self._table.remove(job)
+        for jobs in (self._jobs, self._due, self._stale):
+            jobs.pop(job.request_id, None)
+
+    def foreseen(self, job: Job) -> None:
+        self.changed(job)
+
+    def changed(self, job: Job) -> None:
+        if self._table.row(job) is not None:
+            self._due[job.request_id] = job
 
     def price(self, cost: StepCost, capacity: int) -> None:
         self._cost = cost
+        self._stale = dict(self._jobs)
+        self._renew()
+
+    def learn(self, job: Job, *, censored: bool) -> None:
+        """Nothing to learn: the estimate does."""
+
+    def ran(self, job: Job, duration_s: float, now: float) -> None:
+        """Nothing to note: what it has got has been said."""
+
+    def refresh(self, now: float) -> None:
+        """After a change of prices the oldest estimates are made again, some at each point."""
+        self._renew()
 
     def ranked(self, now: float) -> Iterator[Job]:
         """By urgency, then the highest R, then arrival."""
-        heap = [
-            (
-                job.urgency,
-                -response_ratio(now - job.arrived_at, self._remaining_s(self._cost, job)),
-                job.arrived_at,
-                place,
-                job,
-            )
-            for place, job in enumerate(self._jobs.values())
-        ]
-        heapq.heapify(heap)
-        while heap:
-            yield heapq.heappop(heap)[-1]
+        self._estimate()
+        column: Callable[[str], NDArray[Any]] = self._table.column
+        waited_s, service_s = now - column("arrived_at"), column("service_s")
+        ratio = np.full(len(waited_s), math.inf)
+        np.divide(waited_s, service_s, out=ratio, where=service_s > 0)
+        ratio += 1
+        keys = (column("priority"), column("deadline_at"), -ratio, column("arrived_at"), column("number"))
+        jobs = self._table.jobs
+        return (jobs[row] for row in in_order(keys))
 
     def ratio(self, job: Job, now: float) -> float:
         """R of the job at this instant."""
@@ -94,6 +137,21 @@ class HrrnOrder(Order):
     def explain(self, job: Job, now: float) -> Facts:
         """Its response ratio now, and what it is made of."""
         return {"response_ratio": self.ratio(job, now), "service_s": self._remaining_s(self._cost, job)}
+
+    def slice_s(self, job: Job) -> float:
+        return math.inf
+
+    def _renew(self) -> None:
+        for request_id in list(itertools.islice(self._stale, ESTIMATES)):
+            self._due[request_id] = self._stale.pop(request_id)
+
+    def _estimate(self) -> None:
+        service_s = self._table.column("service_s")
+        for job in self._due.values():
+            row = self._table.row(job)
+            assert row is not None
+            service_s[row] = self._remaining_s(self._cost, job)
+        self._due.clear()
 
 
 def remaining_service_s(cost: StepCost, job: Job) -> float:

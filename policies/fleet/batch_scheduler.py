@@ -79,6 +79,7 @@ class BatchScheduler(GlobalScheduler):
         self._waiting = CentralQueue(batcher, forecast_wait_s)
         self._runs: dict[str, _Run] = {}  # by replica
         self._resting: dict[str, frozenset[Key]] = {}  # by replica
+        self._kinds: set[tuple[int, bool]] = set()  # of replicas, by what they can hold, when all were last asked about
         self._numbers = itertools.count()
         self._ended: list[GlobalInstruction] = []
         self.num_splits = 0
@@ -128,6 +129,8 @@ class BatchScheduler(GlobalScheduler):
 
     def _place_all(self, requests: Iterable[Request]) -> list[GlobalInstruction]:
         refused: list[GlobalInstruction] = []
+        if not self.loads():
+            self._kinds = set()  # nobody can say yet whether they fit
         for request in requests:
             if self._never_fits(request):
                 self._waiting.remove(request.request_id, self._now)
@@ -142,6 +145,10 @@ class BatchScheduler(GlobalScheduler):
     def _serve_queued(self) -> list[GlobalInstruction]:
         lives = self.lives()
         self._waiting.hold(min(ready.num_blocks * ready.block_size for ready in lives), self._now)
+        kinds = {(ready.max_model_len, ready.external) for ready in lives}
+        if kinds == self._kinds:  # those who came since have been asked about when they came
+            return []
+        self._kinds = kinds
         unfit = [request for request in self._queued.values() if self._never_fits(request)]
         for request in unfit:
             self._remove(request.request_id)
@@ -221,9 +228,9 @@ class BatchScheduler(GlobalScheduler):
 
     def _abort(self, keys: Iterable[Key]) -> list[GlobalInstruction]:
         keys = list(keys)
-        for member in self._waiting.awaited() if keys else ():
-            if any(request_id == member.request_id and attempt >= member.attempt for request_id, attempt in keys):
-                self._waiting.remove(member.request_id, self._now)
+        for request_id, attempt in keys:
+            if self._waiting.is_awaited_up_to(request_id, attempt):
+                self._waiting.remove(request_id, self._now)
         return super()._abort(keys)
 
     def _break_off(self, name: str, keys: tuple[Key, ...]) -> None:
@@ -265,6 +272,7 @@ class BatchScheduler(GlobalScheduler):
                 self._waiting.remove(member.request_id, self._now)
 
     def _drop_replica(self, name: str) -> None:
+        self._kinds = set()
         super()._drop_replica(name)
         self._runs.pop(name, None)
         self._resting.pop(name, None)

@@ -158,6 +158,12 @@ class CentralQueue:
         member = None if broken is None else broken.awaited.get(key[0])
         return member is not None and member.attempt >= key[1]
 
+    def is_awaited_up_to(self, request_id: str, attempt: int) -> bool:
+        """Whether this attempt, or an earlier one of its request, is awaited."""
+        broken = self._broken.get(request_id)
+        member = None if broken is None else broken.awaited.get(request_id)
+        return member is not None and member.attempt <= attempt
+
     def awaited(self) -> list[Member]:
         """All that have not come back."""
         return [broken.awaited[rid] for rid, broken in self._broken.items() if rid in broken.awaited]

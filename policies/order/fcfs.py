@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from sortedcontainers import SortedDict
 
+from core.costs import StepCost
 from policies.interfaces import ORDERS, Order, ReplicaContext
 from policies.job import Job
 
@@ -36,8 +38,29 @@ class Fcfs(Order):
         if key is not None:
             del self._jobs[key]
 
+    def foreseen(self, job: Job) -> None:
+        """Nothing to do: nobody is foreseen."""
+
+    def changed(self, job: Job) -> None:
+        """What it holds does not matter."""
+
+    def price(self, cost: StepCost, capacity: int) -> None:
+        """Time does not matter."""
+
+    def learn(self, job: Job, *, censored: bool) -> None:
+        """How long it was does not matter."""
+
+    def ran(self, job: Job, duration_s: float, now: float) -> None:
+        """What has run does not matter."""
+
+    def refresh(self, now: float) -> None:
+        """Nothing is ever due."""
+
     def ranked(self, now: float) -> Iterator[Job]:
         return iter(self._jobs.values())
+
+    def slice_s(self, job: Job) -> float:
+        return math.inf
 
 
 @ORDERS.register("fcfs", steady=True)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from core.costs import StepCost
 from core.decisions import Facts
 from core.errors import IntegrityError, InvalidValueError
+from policies.first_rows import Kept, first_of, in_order
 from policies.interfaces import ORDERS, Order, ReplicaContext
 from policies.job import Job
 from policies.lengths import law as length_law
@@ -35,6 +36,11 @@ REFRESH_COMPLETIONS = 50
 
 MIN_COMPLETIONS = 20
 """... the first time after so many: fewer say too little."""
+
+
+STALE_AT_ONCE = 256
+"""Jobs of those that a new history or price concerns whose ranks are worked out at one scheduling point, at most: about
+half a millisecond. The best of them come first."""
 
 
 def gittins_rank(costs: FloatArray, weights: FloatArray) -> FloatArray:
@@ -120,8 +126,9 @@ _COLUMNS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "deadline_at": (np.float64, ()),
     "rank": (np.float64, ()),
     "expected": (np.float64, ()),
-    "due": (np.bool_, ()),
-    "prefilled": (np.bool_, ()),  # when it was ranked last
+    "due": (np.bool_, ()),  # the job has changed: it is ranked before anybody asks
+    "stale": (np.bool_, ()),  # the history or the price has: it is ranked in its turn
+    "resident": (np.bool_, ()),
 }
 
 
@@ -129,11 +136,12 @@ class Gittins(Order):
     """``Order`` by rank, smallest first, urgency before it, arrival after it.
 
     A rank is worked out anew when the prefill ends, every 16 tokens, and for jobs that have not started every 50
-    finished outputs. A resident counts with rank / theta, so that only a clearly better job takes its place. Ageing
-    divides by 1 + gamma (now - arrived_at) / (expected cost of what remains): a smooth form of the response ratio, 0
-    for none.
+    finished outputs; after those, and after a change of prices, some at each scheduling point, so that none is long. A
+    resident counts with rank / theta, so that only a clearly better job takes its place. Ageing divides by
+    1 + gamma (now - arrived_at) / (expected cost of what remains): a smooth form of the response ratio, 0 for none.
 
-    ``add``, ``remove`` and ``ran`` cost O(1), ``refresh`` O(64) for each rank that is due, ``ranked`` O(n log n).
+    ``add``, ``remove``, ``changed`` and ``ran`` cost O(1), ``refresh`` O(64) for each rank that is due, the first k of
+    ``ranked`` O(k log k) and a few numpy operations over all jobs.
 
     Args:
         price: Of tokens; base_s is shared by all that run.
@@ -158,6 +166,15 @@ class Gittins(Order):
         self._history_version = 0
         self._num_learned = 0
         self._table = JobTable(_COLUMNS)
+        self._ranking: Kept[int] | None = None  # rows as far as they have been asked for, at one instant
+        self._ranked_at = 0.0
+        self._generated: dict[str, int] = {}  # as the column has it: one number is read faster here
+
+    def changed(self, job: Job) -> None:
+        row, is_resident = self._table.row(job), job.computed_len > 0
+        if row is not None and self._column("resident")[row] != is_resident:
+            self._column("resident")[row] = is_resident
+            self._ranking = None
 
     def foreseen(self, job: Job) -> None:
         row = self._table.row(job)
@@ -170,7 +187,7 @@ class Gittins(Order):
         """What steps cost and how much memory there is has changed: all ranks are due."""
         before = self._price
         self._price = DecodePrice(cost, before.max_num_seqs, capacity, before.unit)
-        self._column("due")[:] = True
+        self._mark_stale(slice(None))
 
     def add(self, job: Job, now: float) -> None:
         row = self._table.add(job)
@@ -180,10 +197,13 @@ class Gittins(Order):
         self._column("priority")[row] = job.priority
         self._column("deadline_at")[row] = job.deadline_at
         self._column("history")[row] = -1
+        self._column("resident")[row] = job.computed_len > 0
         self._look_at([row])
 
     def remove(self, job: Job) -> None:
         self._table.remove(job)
+        self._generated.pop(job.request_id, None)
+        self._ranking = None
 
     def learn(self, job: Job, *, censored: bool) -> None:
         points = None if job.forecast is None else length_law.forecast_points(job.forecast)
@@ -194,45 +214,47 @@ class Gittins(Order):
         if self._num_learned == MIN_COMPLETIONS or self._num_learned % REFRESH_COMPLETIONS == 0:
             self._history_points = self._history.quantiles(length_law.LEVELS).astype(np.float64)
             self._history_version += 1
-            self._column("due")[self._column("generated") == 0] = True
+            self._mark_stale(self._column("generated") == 0)
 
     def ran(self, job: Job, duration_s: float, now: float) -> None:
         """Due if the prefill has ended or 16 tokens have come since its last rank."""
-        row = self._table.row(job)
-        if row is None:
+        generated = self._generated.get(job.request_id)
+        if generated is None:
             return
-        prefill_has_ended = job.output_len > 0 and not self._column("prefilled")[row]
-        if prefill_has_ended or job.output_len - self._column("generated")[row] >= RERANK_TOKENS:
-            self._look_at([row])
+        prefill_has_ended = generated == 0 < job.output_len
+        if prefill_has_ended or job.output_len - generated >= RERANK_TOKENS:
+            self._look_at([self._known_row(job)])
 
     def refresh(self, now: float) -> None:
-        due = np.flatnonzero(self._column("due"))
-        self._look_at([row for row in due.tolist() if self._table.jobs[row].output_len])
-        for first in range(0, len(due), _ROWS_AT_ONCE):
-            rows = due[first : first + _ROWS_AT_ONCE]
-            costs, weights = self._cost_laws(rows)
-            self._column("rank")[rows] = gittins_rank(costs, weights)
-            self._column("expected")[rows] = np.vecdot(costs, weights)
-        self._column("due")[due] = False
+        self._renew()
+        self._rank_due()
 
     def ranked(self, now: float) -> Iterator[Job]:
-        self.refresh(now)
-        jobs, arrived_at = self._table.jobs, self._column("arrived_at")
-        key = self._column("rank").copy()
+        self._rank_due()
+        if self._ranking is None or self._ranked_at != now:
+            self._ranking, self._ranked_at = Kept(in_order(self._keys(slice(None), now))), now
+        jobs = self._table.jobs
+        return (jobs[row] for row in self._ranking)
+
+    def among(self, jobs: Sequence[Job], now: float) -> list[Job]:
+        """As of ``RanksSome``."""
+        self._rank_due()
+        rows = np.sort(np.array([self._known_row(job) for job in jobs], np.int64))
+        return [self._table.jobs[rows[index]] for index in in_order(self._keys(rows, now))]
+
+    def _keys(self, rows: slice | NDArray[np.int64], now: float) -> list[NDArray[Any]]:
+        """What these jobs are compared by, the most significant first."""
+        arrived_at = self._column("arrived_at")[rows]
+        key = self._column("rank")[rows].copy()
         if self._gamma:
             waited_s = np.maximum(now - arrived_at, 0.0)
-            key /= 1.0 + self._gamma * waited_s / np.maximum(self._column("expected"), 1e-12)
-        key[np.fromiter((job.computed_len > 0 for job in jobs), np.bool_, len(jobs))] /= self._theta
-        keys = [arrived_at, key, self._column("deadline_at"), self._column("priority")]
-        while len(keys) > 2 and len(jobs) and (keys[-1] == keys[-1][0]).all():
-            keys.pop()  # nobody differs in it
-        for row in np.lexsort(keys).tolist():
-            yield jobs[row]
+            key /= 1.0 + self._gamma * waited_s / np.maximum(self._column("expected")[rows], 1e-12)
+        key[self._column("resident")[rows]] /= self._theta
+        return [self._column("priority")[rows], self._column("deadline_at")[rows], key, arrived_at]
 
     def slice_s(self, job: Job) -> float:
         """Until its rank changes: what is missing and 16 tokens less those that it has had since the last one."""
-        row = self._table.row(job)
-        had = 0.0 if row is None else job.output_len - self._column("generated")[row]
+        had = job.output_len - self._generated.get(job.request_id, job.output_len)
         prefill_s = 0.0 if job.decodes else self._price.step.prefill_token_s * job.missing_len
         return prefill_s + max(1.0, RERANK_TOKENS - had) * self._price.step.decode_s(job.known_len)
 
@@ -252,7 +274,7 @@ class Gittins(Order):
 
     def rank(self, jobs: Sequence[Job]) -> FloatArray:
         """Ranks of jobs of this order, seconds, shape (n,); without hysteresis and ageing."""
-        self.refresh(0.0)
+        self._rank_due()
         ranks: FloatArray = self._column("rank")[[self._known_row(job) for job in jobs]]
         return ranks
 
@@ -277,11 +299,35 @@ class Gittins(Order):
         """Takes down how far these jobs are; their ranks are due."""
         jobs = [self._table.jobs[row] for row in rows]
         self._column("generated")[rows] = [job.output_len for job in jobs]
+        self._generated.update((job.request_id, job.output_len) for job in jobs)
         self._column("context")[rows] = [job.known_len for job in jobs]
         # A decoding job always lacks its newest token, which is the decode's own work.
         self._column("missing")[rows] = [0 if job.decodes else job.missing_len for job in jobs]
-        self._column("prefilled")[rows] = [job.output_len > 0 for job in jobs]
         self._column("due")[rows] = True
+
+    def _mark_stale(self, rows: slice | NDArray[np.bool_]) -> None:
+        """The first of them are ranked when anybody next asks, the others as ``refresh`` is called."""
+        self._column("stale")[rows] = True
+        self._renew()
+
+    def _renew(self) -> None:
+        """The best ``STALE_AT_ONCE`` of the stale are due."""
+        stale = np.flatnonzero(self._column("stale"))
+        best = first_of([self._column("rank")], stale, STALE_AT_ONCE)
+        self._column("due")[best] = True
+
+    def _rank_due(self) -> None:
+        due = np.flatnonzero(self._column("due"))
+        if not len(due):
+            return
+        self._look_at([row for row in due.tolist() if self._table.jobs[row].output_len])
+        for first in range(0, len(due), _ROWS_AT_ONCE):
+            rows = due[first : first + _ROWS_AT_ONCE]
+            costs, weights = self._cost_laws(rows)
+            self._column("rank")[rows] = gittins_rank(costs, weights)
+            self._column("expected")[rows] = np.vecdot(costs, weights)
+        self._column("due")[due] = self._column("stale")[due] = False
+        self._ranking = None
 
     def _laws(self, rows: NDArray[np.int64]) -> tuple[FloatArray, FloatArray]:
         """Tokens still to come and their probabilities, shape (n, 64)."""

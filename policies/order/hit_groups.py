@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator
-from itertools import groupby
+from dataclasses import dataclass
 
-from sortedcontainers import SortedKeyList
+from sortedcontainers import SortedDict
 
+from core.costs import StepCost
 from core.decisions import Facts
-from core.errors import InvalidValueError
+from core.errors import IntegrityError, InvalidValueError
 from policies.interfaces import ORDERS, Order, ReplicaContext
 from policies.job import Job
+
+_Urgency = tuple[int, float]
+_Turn = tuple[float, int]
+"""(arrival, number of its addition): first come, first served."""
 
 
 def quotas(num_groups: int, num_slots: int) -> list[int]:
     """Slots of a batch by group: group g has weight g + 1, shares are rounded down and the rest is nobody's yet."""
     weights = num_groups * (num_groups + 1) // 2
     return [num_slots * (group + 1) // weights for group in range(num_groups)]
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where a job stands.
+
+    Attributes:
+        is_resident: It runs: it is in no group's queue and takes one of its group's slots.
+    """
+
+    urgency: _Urgency
+    turn: _Turn
+    group: int
+    is_resident: bool
 
 
 class HitGroups(Order):
@@ -26,7 +47,7 @@ class HitGroups(Order):
     use, and those lost to rounding, go to the highest group with somebody waiting. Running jobs fill their group's
     share, so a group whose share is free is served next however many wait in higher ones.
 
-    ``add`` and ``remove`` are O(log n); a scheduling point is O(n), since every job's hits are looked at anew.
+    ``add``, ``remove`` and a change of a job's group are O(log n); the first k of ``ranked`` O(k + groups).
 
     Args:
         num_groups: P.
@@ -41,30 +62,56 @@ class HitGroups(Order):
         if num_slots < 1:
             raise InvalidValueError("num_slots", num_slots, "an integer >= 1")
         self._quotas = quotas(num_groups, num_slots)
-        self._jobs: SortedKeyList[Job, tuple[tuple[int, float], float]] = SortedKeyList(key=_rank)
-        self._members: set[Job] = set()
+        self._places: dict[Job, _Place] = {}
+        self._running: SortedDict[tuple[_Urgency, _Turn], Job] = SortedDict()
+        self._num_running = [0] * num_groups
+        self._waiting: SortedDict[_Urgency, list[SortedDict[_Turn, Job]]] = SortedDict()
+        self._numbers = itertools.count()
 
     def add(self, job: Job, now: float) -> None:
         """A job has arrived, or has lost its KV and comes back. O(log n)."""
-        self._members.add(job)
-        self._jobs.add(job)
+        turn = job.arrived_at, next(self._numbers)
+        place = self._places[job] = _Place(job.urgency, turn, self.group(job), job.is_resident)
+        self._put_in(job, place)
 
     def remove(self, job: Job) -> None:
         """A job has ended or is gone; unknown ones are fine. O(log n)."""
-        if job in self._members:
-            self._members.remove(job)
-            self._jobs.remove(job)
+        place = self._places.pop(job, None)
+        if place is not None:
+            self._take_out(place)
+
+    def changed(self, job: Job) -> None:
+        """It may have begun or ceased to run, or find another part of its prompt. O(log n) then, else O(1)."""
+        place = self._places.get(job)
+        if place is None:
+            return
+        group, is_resident = self.group(job), job.is_resident
+        if (group, is_resident) != (place.group, place.is_resident):
+            self._take_out(place)
+            place.group, place.is_resident = group, is_resident
+            self._put_in(job, place)
+
+    def foreseen(self, job: Job) -> None:
+        """Nothing to do: nobody is foreseen."""
+
+    def price(self, cost: StepCost, capacity: int) -> None:
+        """Time does not matter."""
+
+    def learn(self, job: Job, *, censored: bool) -> None:
+        """How long it was does not matter."""
+
+    def ran(self, job: Job, duration_s: float, now: float) -> None:
+        """What ran goes on running: nothing changes."""
+
+    def refresh(self, now: float) -> None:
+        """Nothing is kept that could be out of date."""
 
     def ranked(self, now: float) -> Iterator[Job]:
         """Running jobs, then the waiting ones: what the free slots take is in proportion to the groups' weights."""
-        room = list(self._quotas)
-        for job in self._jobs:
-            if job.is_resident:
-                room[self.group(job)] -= 1
-                yield job
-        waiting = (job for job in self._jobs if not job.is_resident)
-        for _, equals in groupby(waiting, key=_urgency):
-            yield from self._fill(equals, room)
+        room = [quota - num for quota, num in zip(self._quotas, self._num_running, strict=True)]
+        yield from self._running.values()
+        for groups in self._waiting.values():
+            yield from _fill(groups, room)
 
     def group(self, job: Job) -> int:
         """floor(P * hit ratio), at most P - 1."""
@@ -76,26 +123,49 @@ class HitGroups(Order):
         group = self.group(job)
         return {"hit_group": group, "group_slots": self._quotas[group], "cached_tokens": job.cached_len}
 
-    def _fill(self, jobs: Iterator[Job], room: list[int]) -> Iterator[Job]:
-        """Each group up to its ``room``, which shrinks by that, and then the rest; the highest group first."""
-        groups: list[list[Job]] = [[] for _ in room]
-        for job in jobs:
-            groups[self.group(job)].append(job)
-        rest: list[Job] = []
-        for group in reversed(range(len(room))):
-            num = min(max(0, room[group]), len(groups[group]))
-            room[group] -= num
-            yield from groups[group][:num]
-            rest += groups[group][num:]
-        yield from rest
+    def slice_s(self, job: Job) -> float:
+        """No bound: jobs run to their end."""
+        return math.inf
+
+    def _put_in(self, job: Job, place: _Place) -> None:
+        if place.is_resident:
+            self._running[place.urgency, place.turn] = job
+            self._num_running[place.group] += 1
+            return
+        groups = self._waiting.get(place.urgency)
+        if groups is None:
+            groups = self._waiting[place.urgency] = [SortedDict() for _ in self._quotas]
+        groups[place.group][place.turn] = job
+
+    def _take_out(self, place: _Place) -> None:
+        if place.is_resident:
+            del self._running[place.urgency, place.turn]
+            self._num_running[place.group] -= 1
+            return
+        groups = self._waiting[place.urgency]
+        del groups[place.group][place.turn]
+        if not any(groups):
+            del self._waiting[place.urgency]
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless every job stands where its hits and its KV put it."""
+        for job, place in self._places.items():
+            if (place.group, place.is_resident) != (self.group(job), job.is_resident):
+                raise IntegrityError(f"{job.request_id} has changed and stands where it stood")
+        if len(self._places) != sum(1 for _ in self.ranked(0.0)):
+            raise IntegrityError("jobs and places disagree")
 
 
-def _urgency(job: Job) -> tuple[int, float]:
-    return job.urgency
-
-
-def _rank(job: Job) -> tuple[tuple[int, float], float]:
-    return job.urgency, job.arrived_at
+def _fill(groups: list[SortedDict[_Turn, Job]], room: list[int]) -> Iterator[Job]:
+    """Each group up to its ``room``, which shrinks by that, and then the rest; the highest group first."""
+    served = [min(max(0, num), len(group)) for num, group in zip(room, groups, strict=True)]
+    highest_first = range(len(groups) - 1, -1, -1)
+    for index in highest_first:
+        room[index] -= served[index]
+        yield from itertools.islice(groups[index].values(), served[index])
+    for index in highest_first:
+        group = groups[index]
+        yield from (group[turn] for turn in group.islice(served[index]))
 
 
 @ORDERS.register("hit-groups", uses_prefixes=True)

@@ -11,7 +11,7 @@ import itertools
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from sortedcontainers import SortedDict
@@ -29,6 +29,9 @@ Group = tuple[Urgency, int]
 _Key = tuple[Urgency, bool, int, int]
 """(urgency, whether its prefill is beyond the budget, level, ticket)."""
 _MID_ITERATION = 0
+
+PROMOTIONS_AT_ONCE = 64
+"""Jobs promoted at one scheduling point at most: about 1 ms. The others follow at the next ones."""
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +84,7 @@ class SkipJoinMlfq(Order):
         self._timers: OrderedDict[str, _Place] = OrderedDict()
         self._tickets = itertools.count(1)
         self._points = 0
+        self._left_starving = False
         self.on_move: Callable[[Job, str, float], None] | None = None
 
     def add(self, job: Job, now: float) -> None:
@@ -95,12 +99,21 @@ class SkipJoinMlfq(Order):
         if place is not None:
             self._take_out(place)
 
+    def foreseen(self, job: Job) -> None:
+        """Nothing to do: only prompts are foreseen."""
+
+    def changed(self, job: Job) -> None:
+        """Nothing to do: ``ran`` says when a prefill has ended."""
+
     def price(self, cost: StepCost, capacity: int) -> None:
         """Jobs keep the levels they have, and what is left of their quanta."""
         self.cost = cost
         if self.rules.follows_cost:
             self._first_quantum_s = max(self.rules.quantum_s, cost.decode_s(1))
             self._quanta_s, self._above_s = [], [0.0]
+
+    def learn(self, job: Job, *, censored: bool) -> None:
+        """How long it was does not matter."""
 
     def ran(self, job: Job, duration_s: float, now: float) -> None:
         """Counts the time of the whole batch; who has used its quantum up sinks, the others keep their places.
@@ -125,12 +138,16 @@ class SkipJoinMlfq(Order):
     def refresh(self, now: float) -> None:
         """Promotes the starving: those below level 1 that neither ran nor were promoted for ``starve_limit_s``."""
         self._points += 1
-        if self._points % self.rules.starve_check_every:
+        if self._points % self.rules.starve_check_every and not self._left_starving:
             return
-        while self._timers:
-            place = next(iter(self._timers.values()))
-            if now - place.waits_since < self.rules.starve_limit_s:
-                break
+        self._left_starving = False
+        for num_promoted in itertools.count():
+            place = next(iter(self._timers.values()), None)
+            if place is None or now - place.waits_since < self.rules.starve_limit_s:
+                return
+            if num_promoted == PROMOTIONS_AT_ONCE:
+                self._left_starving = True
+                return
             self._promote(place, now)
 
     def ranked(self, now: float) -> Iterator[Job]:
@@ -140,6 +157,13 @@ class SkipJoinMlfq(Order):
         """
         decodes = ((place.key(), place.job) for place in self._decodes.values())
         return (job for _, job in heapq.merge(self._budgeted(), decodes, key=_first))
+
+    def among(self, jobs: Sequence[Job], now: float) -> list[Job]:
+        """As of ``RanksSome``."""
+        places = [self._places[job.request_id] for job in jobs]
+        early = {place.ticket for place in self._early()}
+        keyed = [(each.key(is_late=each.lacks_prefill and each.ticket not in early), each.job) for each in places]
+        return [job for _, job in sorted(keyed, key=_first)]
 
     def slice_s(self, job: Job) -> float:
         """What is left of its quantum; an iteration that has begun goes on beyond, unless ``rules.kills``."""
@@ -218,10 +242,22 @@ class SkipJoinMlfq(Order):
 
     def _budgeted(self) -> Iterator[tuple[_Key, Job]]:
         """Jobs that lack a prefill, ascending."""
+        num_early = 0
+        for place in self._early():
+            num_early += 1
+            yield place.key(), place.job
+        for key in self._prefills.islice(num_early):
+            place = self._prefills[key]
+            yield place.key(is_late=True), place.job
+
+    def _early(self) -> Iterator[_Place]:
+        """Of those that lack a prefill, those within ``max_prompt_tokens``, the first of them first."""
         left = self.rules.max_prompt_tokens
         for place in self._prefills.values():
-            yield place.key(is_late=left <= 0), place.job
+            if left <= 0:
+                return
             left -= place.job.missing_len
+            yield place
 
     def _is_used_up(self, place: _Place) -> bool:
         if self.rules.strict:

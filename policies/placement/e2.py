@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from core.costs import StepCost
-from core.errors import InvalidValueError
 from core.messages.cache import KVCacheEvent
 from core.messages.placement import PrefixView, ReplicaView
 from core.request import Request
@@ -75,10 +74,12 @@ class E2Router(Placement):
         config: E2Config | None = None,
         ties: np.random.Generator | None = None,
     ) -> None:
-        _require(block_size >= 1, "block_size", block_size, "an integer >= 1")
+        if block_size < 1:
+            raise InvalidValueError("block_size", block_size, "an integer >= 1")
         self.block_size = block_size
         self.config = config or E2Config()
-        self.prefixes = PrefixLoads(regressions, block_size, self.config.window_s, self.config.initial_output_len, ties)
+        window_s, output_len = self.config.window_s, self.config.initial_output_len
+        self.prefixes = PrefixLoads(regressions, block_size, window_s, output_len, ties, self.config.max_tree_bytes)
         self.tree, self.load = self.prefixes.tree, self.prefixes.load
         self._slots, self._cost = self.prefixes.slots, self.prefixes.cost
         self._scaling = PrefixScaling(self.config.window_s)
@@ -198,11 +199,6 @@ class E2Router(Placement):
 
 def _key_of(matched: list[Node]) -> Node:
     return matched[key_portion([len(node.span) for node in matched])]
-
-
-def _require(ok: bool, field: str, value: object, expected: str) -> None:
-    if not ok:
-        raise InvalidValueError(field, value, expected)
 
 
 @PLACEMENTS.register("e2", uses_prefixes=True)

@@ -21,6 +21,7 @@ from policies.placement.base import PLACEMENTS, Choice, Placement, ReplicaLoad
 from policies.placement.e2_profiles import from_step_cost
 from policies.placement.load_cost import Query
 from policies.placement.prefix_loads import PrefixLoads
+from policies.settings import MAX_TREE_BYTES
 from policies.placement.prefix_tree import Path
 from policies.placement.replica_slots import Floats
 from policies.placement.residual_work import Demand, ResidualWork
@@ -66,13 +67,17 @@ class E2Forecast(Placement):
     Args:
         cost: What steps cost, the same on all replicas.
         block_size: Tokens an element of a path stands for.
+        max_tree_bytes: As ``PrefixLoads`` takes it.
     """
 
-    def __init__(self, cost: StepCost, block_size: int) -> None:
+    def __init__(self, cost: StepCost, block_size: int, max_tree_bytes: int = MAX_TREE_BYTES) -> None:
         if block_size < 1:
             raise InvalidValueError("block_size", block_size, "an integer >= 1")
         self.block_size = block_size
-        self.prefixes = PrefixLoads(from_step_cost(cost), block_size, WINDOW_S, INITIAL_OUTPUT_LEN)
+        regressions = from_step_cost(cost)
+        self.prefixes = PrefixLoads(
+            regressions, block_size, WINDOW_S, INITIAL_OUTPUT_LEN, max_tree_bytes=max_tree_bytes
+        )
         self.work = ResidualWork(cost)
         self._cost = cost
 
@@ -200,4 +205,4 @@ class E2Forecast(Placement):
 @PLACEMENTS.register("e2-forecast", uses_prefixes=True)
 def build_e2_forecast(settings: PolicySettings) -> E2Forecast:
     """E2 priced with predicted work."""
-    return E2Forecast(settings.cost, settings.block_size)
+    return E2Forecast(settings.cost, settings.block_size, settings.e2.max_tree_bytes)

@@ -15,9 +15,13 @@ from policies.placement.base import ReplicaLoad
 from policies.placement.e2_profiles import Regressions, from_step_cost
 from policies.placement.load_cost import LoadCost, Query
 from policies.placement.load_window import LoadWindow
-from policies.placement.prefix_tree import Node, Path, RadixTree
+from policies.placement.prefix_tree import PLACE_BYTES, Node, Path, RadixTree
 from policies.placement.prefix_view import busiest_prefixes
 from policies.placement.replica_slots import ReplicaSlots
+from policies.settings import MAX_TREE_BYTES
+
+ROOM_SHARE = 1 / 16
+"""A tree that has outgrown its memory is cut back by this share of it, so that each cut lasts a while."""
 
 COST_CHANGE = 0.05
 """A mean price that differs by more than this share is another one."""
@@ -34,6 +38,7 @@ class PlacedRequest:
         pending_len: Of those, tokens that others in flight were computing when it was placed.
         prefill_s: As it counts in the load of its replica.
         counts: Whether the window still holds it.
+        is_use: Whether the tree still counts it among the uses of its path; it ceases to with the window at the latest.
     """
 
     request_id: str
@@ -46,16 +51,22 @@ class PlacedRequest:
     prefill_s: float
     pending_len: int = 0
     counts: bool = True
+    is_use: bool = True
 
 
 class PrefixLoads:
     """The prefix tree, the load of the window, and the requests that are in either; it decides nothing.
+
+    Where the tree takes more than ``max_tree_bytes``, the uses of the window are forgotten from the oldest on, and with
+    them the nodes that nobody caches; then what replicas cache, what was used longest ago first. The load of the window
+    stays as it is. What requests in flight go through is kept whatever it takes.
 
     Args:
         regressions: PT and DT, the same for all replicas, until steps have been measured.
         block_size: Tokens an element of a path stands for.
         window_s, initial_output_len: As ``LoadWindow`` takes them.
         ties: As ``LoadCost`` takes it.
+        max_tree_bytes: As ``RadixTree.num_bytes`` counts them.
 
     Attributes:
         in_flight: By id, requests placed and not ended.
@@ -68,8 +79,10 @@ class PrefixLoads:
         window_s: float,
         initial_output_len: float,
         ties: np.random.Generator | None = None,
+        max_tree_bytes: int = MAX_TREE_BYTES,
     ) -> None:
         self.tree = RadixTree()
+        self._max_tree_bytes = max_tree_bytes
         self.load = LoadWindow(regressions, window_s, initial_output_len)
         self.slots = ReplicaSlots()
         self.cost = LoadCost(self.tree, self.load, self.slots, regressions.prefill_s, block_size, ties)
@@ -78,6 +91,7 @@ class PrefixLoads:
         self._block_size = block_size
         self._window_s = window_s
         self._window: deque[PlacedRequest] = deque()
+        self._uses: deque[PlacedRequest] = deque()  # the later part of the window: what the tree counts
         self._costs: dict[str, StepCost] = {}
         self._cost: StepCost | None = None  # the mean that is priced with
         self._informed = 0  # bits of the replicas that tell what they cache
@@ -118,6 +132,8 @@ class PrefixLoads:
         self.load.add(slot, prefill_s, query.prompt_len)
         self.in_flight[request_id] = placed
         self._window.append(placed)
+        self._uses.append(placed)
+        self._cut_back()
         return placed
 
     def priced(self, replica: str, cost: StepCost) -> StepCost | None:
@@ -213,6 +229,8 @@ class PrefixLoads:
             return None
         self.advance(now)
         self.tree.release(placed.end, placed.slot)
+        if not placed.is_use:
+            placed.end = self.tree.root
         if output_len is not None:
             self.load.ended(placed.slot, output_len, now)
         return placed
@@ -230,8 +248,9 @@ class PrefixLoads:
                 tree.evict(tree.path_to(name) or (), slot)
         for run in notice.stored:
             before = tree.path_to(run.parent) if run.parent else ()
-            if before is not None:  # else it follows what the notice before this one should have told
+            if before is not None:  # else it follows what is not known: a notice was lost, or the tree was cut back
                 tree.store(before + run.hashes, slot)
+        self._cut_back()
 
     def show(self, view: ReplicaView) -> ReplicaView:
         """A replica with its load within the window and what it is believed to cache."""
@@ -251,18 +270,53 @@ class PrefixLoads:
         window, expired_at = self._window, now - self._window_s
         while window and window[0].placed_at <= expired_at:
             placed = window.popleft()
+            self._forget_use(placed)
             if placed.counts:
                 placed.counts = False
-                self.tree.forget(placed.end, placed.slot)
                 self.load.remove(placed.slot, placed.prefill_s, placed.prompt_len)
         self.load.advance(now)
+
+    def _forget_use(self, placed: PlacedRequest) -> None:
+        """The tree counts it no more. Who is in flight is found by its path still."""
+        if self._uses and self._uses[0] is placed:
+            self._uses.popleft()
+        if placed.is_use:
+            placed.is_use = False
+            self.tree.forget(placed.end, placed.slot)
+        if self.in_flight.get(placed.request_id) is not placed:
+            placed.end = self.tree.root  # nodes that are gone go
+
+    def _cut_back(self) -> None:
+        """Amortised O(1) for each element that has come."""
+        tree, most = self.tree, self._max_tree_bytes
+        if tree.num_bytes <= most:
+            return
+        most -= int(most * ROOM_SHARE)
+        while tree.num_bytes > most and self._uses:
+            self._forget_use(self._uses[0])
+        while tree.num_bytes > most and any(self._cut_cached(most)):
+            pass
+
+    def _cut_cached(self, most: int) -> list[bool]:
+        """What was used longest ago is taken to be cached no more; by replica, whether anything was.
+
+        Replicas that tell what they cache tell of it again when it is stored again.
+        """
+        tree, was_cut = self.tree, []
+        for slot in sorted(range(len(tree.num_cached)), key=tree.num_cached.__getitem__, reverse=True):
+            before = tree.num_cached[slot]
+            excess = max(0, tree.num_bytes - most)
+            tree.evict_lru(slot, -(-excess // PLACE_BYTES))
+            was_cut.append(tree.num_cached[slot] < before)
+        return was_cut
 
     def _clear(self, slot: int) -> None:
         for request_id in [each for each, placed in self.in_flight.items() if placed.slot == slot]:
             del self.in_flight[request_id]
         for placed in self._window:
             if placed.slot == slot:
-                placed.counts = False
+                placed.counts = placed.is_use = False
+                placed.end = self.tree.root
         self.tree.clear(slot)
         self.load.clear(slot)
 
@@ -272,9 +326,10 @@ class PrefixLoads:
         self.load.check_integrity()
         counted = [placed for placed in self._window if placed.counts]
         in_flight = self.in_flight.values()
-        self.tree.check_counts(
-            ((each.end, each.slot) for each in in_flight), ((each.end, each.slot) for each in counted)
-        )
+        uses = [placed for placed in self._uses if placed.is_use]
+        self.tree.check_counts(((each.end, each.slot) for each in in_flight), ((each.end, each.slot) for each in uses))
+        if len(uses) != sum(placed.is_use for placed in self._window):
+            raise IntegrityError("uses are counted that the window does not hold, or the other way round")
         for slot, num_requests in enumerate(self.load.num_requests):
             times_s = [placed.prefill_s for placed in counted if placed.slot == slot]
             if len(times_s) != num_requests:

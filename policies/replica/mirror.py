@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Callable, Iterable
 
 from core.errors import IntegrityError
 from core.messages.cache import KVCacheEvent
-from core.messages.plans import StepReport, WorkerReady, WorkerState
+from core.messages.plans import SlotProgress, StepReport, WorkerReady, WorkerState
 from core.messages.requests import Key
 from core.request import Request, Residency
 from kvcache.cache_journal import CacheMirror
 from policies.interfaces import KvView
 from policies.job import Job
 from policies.replica.tracked import Tracked, make_tracked
+from policies.replica_hits import ReplicaHits
 
 NUM_REMEMBERED = 4096
 """Ended requests that a Scheduler still knows when asked: the last tokens may be on their way to the ingress."""
@@ -21,10 +23,16 @@ NUM_REMEMBERED = 4096
 class WorkerMirror:
     """The worker is the truth. What it has been ordered to do counts as done here, though it may not know yet.
 
+    A report costs O(what it tells + those with a place or with KV on the host), however many wait.
+
+    Args:
+        changed: Told of each job whose KV or hits are different by what is booked here; ``Order.changed``.
+
     Attributes:
         tracked: All requests, by id.
         admitted: Those with a place, in order of admission.
         hosted: Those with KV on the host, or on its way there.
+        shipped: Those that a plan of this lease has named.
         worker: None while there is none.
         cache: The worker's, where its reports tell of it.
         report_seq: Of the latest report.
@@ -33,16 +41,20 @@ class WorkerMirror:
         stale: There is something to tell the worker, whoever is to execute.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, changed: Callable[[Job], None]) -> None:
         self.tracked: dict[str, Tracked] = {}
         self.admitted: dict[str, Tracked] = {}
         self.hosted: dict[str, Tracked] = {}
+        self.shipped: dict[str, Tracked] = {}
         self.worker: WorkerReady | None = None
         self.lease = 0
         self.cache = CacheMirror()
         self.report_seq = self.plan_seq = 0
         self.short_blocks = 0
         self.stale = False
+        self._changed = changed
+        self._hits = ReplicaHits(self.cache, changed)
+        self._numbers = itertools.count()
         self._undelivered: dict[str, Tracked] = {}  # shipped, and the worker may not have them yet
         self._recent: dict[Key, None] = {}  # ended lately, oldest first
         self._shared_blocks = 0  # as last reported
@@ -86,23 +98,26 @@ class WorkerMirror:
             del self._recent[next(iter(self._recent))]
 
     def add(self, request: Request, now: float) -> Tracked:
-        tracked = self.tracked[request.request_id] = make_tracked(request, now)
-        self._look_up(tracked)
+        tracked = self.tracked[request.request_id] = make_tracked(request, now, next(self._numbers))
+        self._hits.add(tracked)
         return tracked
 
     def remove(self, request_id: str) -> Tracked:
         tracked = self.tracked.pop(request_id)
-        for table in (self.admitted, self.hosted, self._undelivered):
+        for table in (self.admitted, self.hosted, self.shipped, self._undelivered):
             table.pop(request_id, None)
+        self._hits.remove(request_id)
         return tracked
 
     def connect(self, state: WorkerState, now: float) -> None:
         """Another worker, or one that outlived another Scheduler: what it holds is here, and nothing else."""
         self.lose_worker()
         self.worker, self.lease = state.ready, state.lease
+        self._hits = ReplicaHits(self.cache, self._changed, state.ready.block_size)
         for request in state.held:
             adopted = self.add(request, now)
             adopted.shipped_in, adopted.delivered, adopted.started = 0, True, True
+            self.shipped[request.request_id] = adopted
         for progress in state.report.progress:
             adopted = self.tracked[progress.request_id]
             adopted.num_preemptions, adopted.num_moves = progress.num_preemptions, progress.num_moves
@@ -114,9 +129,10 @@ class WorkerMirror:
         """It is gone, and all that was here."""
         self.worker = None
         self.cache = CacheMirror()
+        self._hits = ReplicaHits(self.cache, self._changed)
         self._shared_blocks = self.short_blocks = 0
         self.plan_seq = self.report_seq = self._applied_plan_seq = self._preempted_in = 0
-        for table in (self.tracked, self.admitted, self.hosted, self._undelivered):
+        for table in (self.tracked, self.admitted, self.hosted, self.shipped, self._undelivered):
             table.clear()
 
     def take_report(self, report: StepReport) -> bool:
@@ -135,27 +151,32 @@ class WorkerMirror:
                 del self._undelivered[tracked.job.request_id]
         return True
 
+    def take_progress(self, tracked: Tracked, progress: SlotProgress) -> float:
+        """Takes over what a report says of one request; seconds that it has run since the one before."""
+        assert self.worker is not None
+        believed_len = tracked.job.cached_len
+        ran_s = tracked.take(progress, self.worker.block_size)
+        if tracked.num_blocks or tracked.job.cached_len != believed_len:
+            self._hits.reported(tracked)
+        self.note_host(tracked)
+        self._changed(tracked.job)
+        return ran_s
+
     def take_notices(self, notices: Iterable[KVCacheEvent]) -> list[KVCacheEvent]:
         """Those that are news. What is cached has changed then, and so may have what those find who wait."""
-        news = [notice for notice in notices if self.cache.take(notice)]
-        if news:
-            for tracked in self.tracked.values():
-                self._look_up(tracked)
-        return news
-
-    def _look_up(self, tracked: Tracked) -> None:
-        if self.worker is not None and self.cache.seq is not None:
-            tracked.look_up(self.cache, self.worker.block_size)
+        return self._hits.take(notices, self.tracked)
 
     def ship(self, tracked: Tracked) -> None:
         """The latest plan names it, and carries it unless the worker is known to have it."""
         if tracked.shipped_in is None:
             tracked.shipped_in = self.plan_seq
+            self.shipped[tracked.job.request_id] = tracked
             self._undelivered[tracked.job.request_id] = tracked
 
     def drop_kv(self, tracked: Tracked) -> None:
         """Its KV is ordered dropped, wherever it is."""
         tracked.drop_kv()
+        self._changed(tracked.job)
         if tracked.residency is Residency.HOST:
             self.move(tracked, Residency.DEVICE)
         self.note_host(tracked)
@@ -164,6 +185,7 @@ class WorkerMirror:
 
     def move(self, tracked: Tracked, residency: Residency) -> None:
         """Its KV is ordered to the host, or back."""
+        tracked.told = None
         tracked.residency = residency
         tracked.num_moves += 1
         self.note_host(tracked)
@@ -215,6 +237,9 @@ class WorkerMirror:
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless places, lengths and payloads agree."""
+        self._hits.check_integrity()
+        if self.shipped.keys() != {rid for rid, each in self.tracked.items() if each.shipped_in is not None}:
+            raise IntegrityError("what has been shipped and what is known to be disagree")
         if not self.admitted.keys() <= self.tracked.keys():
             raise IntegrityError(f"admitted {set(self.admitted)} are not all known: {set(self.tracked)}")
         for request_id, tracked in self.tracked.items():

@@ -6,6 +6,7 @@ import math
 
 from core.costs import StepCost
 from core.messages.plans import Plan, Slot
+from core.request import Residency
 from policies.interfaces import Order
 from policies.job import Job
 from policies.replica.mirror import WorkerMirror
@@ -88,17 +89,17 @@ class ReplicaPlans:
         slots += [self._slot(tracked[rid], decode_s, standby=True) for rid in self._standby]
         named = {slot.request_id for slot in slots}
         # Shipped earlier and pushed out of the standby window by preempted ones: still the worker's to keep.
-        slots += [
-            self._slot(each, decode_s, standby=True)
-            for rid, each in tracked.items()
-            if rid not in named and each.shipped_in is not None
-        ]
-        return slots
+        kept = [each for rid, each in self._shadow.shipped.items() if rid not in named]
+        kept.sort(key=lambda each: each.number)
+        return slots + [self._slot(each, decode_s, standby=True) for each in kept]
 
     def _slot(self, tracked: Tracked, decode_s: float | None, *, standby: bool) -> Slot:
         self._shadow.ship(tracked)
+        last = tracked.slot
+        if last is not None and last.num_moves == tracked.num_moves and self._is_away(tracked, last):
+            return last  # it does not run there, whatever it is granted
         tracked.granted_len = self._grant(tracked, decode_s)
-        return Slot(
+        tracked.slot = Slot(
             request_id=tracked.request.request_id,
             attempt=tracked.request.attempt,
             prefill_to=tracked.max_total_len,
@@ -109,6 +110,13 @@ class ReplicaPlans:
             residency=tracked.residency,
             num_moves=tracked.num_moves,
         )
+        return tracked.slot
+
+    @staticmethod
+    def _is_away(tracked: Tracked, last: Slot) -> bool:
+        """Whether its KV is on the host, and the worker has the payload, now as when the last slot was written."""
+        away = tracked.residency is last.residency is Residency.HOST
+        return away and last.standby and last.request is None and last.num_preemptions == tracked.num_preemptions
 
     def _is_contended(self, running: list[Job]) -> bool:
         """Whether anybody else wants to execute."""
@@ -137,12 +145,13 @@ class ReplicaPlans:
 
         Where nobody else wants its place there is nothing to look at: whoever comes brings a new plan.
         """
+        most, job = tracked.max_total_len, tracked.job
         if decode_s is None or self.cost is None or not self._contended:
-            return tracked.max_total_len
-        slice_s = max(self._order.slice_s(tracked.job), 2 * self._grant_lead_s)
+            return most
+        slice_s = max(self._order.slice_s(job), 2 * self._grant_lead_s)
         if slice_s == math.inf:
-            return tracked.max_total_len
-        missing = tracked.job.missing_len
-        first_s = 0.0 if missing <= 1 else self.cost.prefill_s(missing, tracked.job.known_len - missing) - decode_s
+            return most
+        missing, known_len = job.missing_len, job.known_len
+        first_s = 0.0 if missing <= 1 else self.cost.prefill_s(missing, known_len - missing) - decode_s
         num_tokens = max(1, math.ceil((slice_s - first_s) / decode_s))
-        return min(tracked.max_total_len, tracked.job.known_len + num_tokens)
+        return min(most, known_len + num_tokens)

@@ -74,7 +74,7 @@ class ReplicaScheduler:
     def __init__(self, policies: ReplicaPolicies, limits: SchedulerLimits) -> None:
         self.order, self.admission = policies.order, policies.admission
         self.limits = limits
-        self._shadow = WorkerMirror()
+        self._shadow = WorkerMirror(policies.order.changed)
         self._notes = ReplicaTrace(policies, limits.max_num_seqs, self._shadow.tracked, self._shadow.admitted)
         self.turns = StepSelector(policies, limits.max_num_seqs, self._shadow, self._notes)
         self._plans = ReplicaPlans(policies.order, limits.grant_lead_s, self._shadow)
@@ -248,20 +248,19 @@ class ReplicaScheduler:
         for request_id in event.request_ids:
             tracked = tracked_by_id[request_id]
             tracked.decode(event.num_steps, event.duration_s, worker.block_size)
+            self.order.changed(tracked.job)
             tracked.job.last_ran_at = now
             self.order.ran(tracked.job, event.duration_s, now)
 
     def _take_progress(self, progress: SlotProgress, now: float) -> list[Instruction]:
         shadow = self._shadow
         tracked = shadow.tracked.get(progress.request_id)
-        if tracked is None or tracked.request.attempt != progress.attempt:
+        if tracked is None or tracked.request.attempt != progress.attempt or progress == tracked.told:
             return []
-        assert shadow.worker is not None
         started: list[Instruction] = []
         if progress.ran_s > 0 and not tracked.started:
             started.append(RequestStarted(tracked.start(progress.cached_len, progress.ran_s, now)))
-        ran_s = tracked.take(progress, shadow.worker.block_size)
-        shadow.note_host(tracked)
+        ran_s = shadow.take_progress(tracked, progress)
         if ran_s > 0:
             tracked.job.last_ran_at = now
             self.order.ran(tracked.job, ran_s, now)
@@ -278,7 +277,7 @@ class ReplicaScheduler:
 
     def _take_refusal(self, tracked: Tracked, now: float) -> None:
         """There was no room on the host, or nothing to move: its KV is dropped like that of any preempted one."""
-        tracked.residency = Residency.DEVICE
+        tracked.residency, tracked.told = Residency.DEVICE, None
         self._notes.host_full(tracked, now)
         self._shadow.drop_kv(tracked)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from policies.interfaces import Admission
@@ -44,7 +45,11 @@ class Selector:
     _starts_allowed: bool | None = None
 
     def select(
-        self, ranked: Iterable[Job], admitted: Collection[str], fixed: Collection[Job] | None = None
+        self,
+        ranked: Iterable[Job],
+        admitted: Collection[str],
+        fixed: Collection[Job] | None = None,
+        holders: Callable[[], Iterable[Job]] = tuple,
     ) -> Selection:
         """Walks the jobs.
 
@@ -52,32 +57,69 @@ class Selector:
             ranked: Those that want to execute, best first, read as far as needed.
             admitted: Ids of those that have their place already.
             fixed: Jobs whose memory nobody can have, whether they are taken or not; None if everybody's can be taken.
+            holders: Those of ``ranked`` that are admitted or have KV, best first: where no job without KV may start,
+                the walk goes on with these alone, so that it does not pass by all that wait.
         """
         selection = Selection()
         self._untold = []
         if fixed is not None:
             self.admission.begin(list(fixed), self.capacity)
             self._untold = None
-        barred = []
-        for job in ranked:
+        may_move = fixed is None
+        walk = iter(ranked)
+        passed = set()
+        for job in walk:
             if len(selection.running) >= self.max_num_seqs:
+                return selection
+            if self._is_barred(job, admitted):
                 break
-            if job.request_id in admitted:
-                if fixed is not None or self._keeps(job):
-                    selection.running.append(job)
-            elif job.computed_len == job.host_len == 0 and not self._may_start():
-                barred.append(job)  # those that the host holds come first, or it stays full for ever
-            elif self._admits(job):
-                selection.running.append(job)
-                selection.newcomers.append(job)
-            else:
-                selection.refused.append(job)
-                if len(selection.refused) > self.admission.max_skips:
-                    break
+            passed.add(job.request_id)
+            if not self._take(job, selection, admitted, may_move):
+                return selection
+        else:
+            return selection
+        last = self._take_holders(holders(), passed, selection, admitted, may_move)
         if not selection.running:  # those that the host holds do not want to run
-            selection.newcomers = [job for job in barred[: self.max_num_seqs] if self._admits(job)]
+            barred = [job, *self._barred_before(last, walk, admitted)]
+            selection.newcomers = [each for each in barred if self._admits(each)]
             selection.running = list(selection.newcomers)
         return selection
+
+    def _is_barred(self, job: Job, admitted: Collection[str]) -> bool:
+        """Those that the host holds come before those without KV, or it stays full for ever."""
+        return job.computed_len == job.host_len == 0 and job.request_id not in admitted and not self._may_start()
+
+    def _take(self, job: Job, selection: Selection, admitted: Collection[str], may_move: bool) -> bool:
+        """Takes the job if it has room; False if the walk ends with it."""
+        if job.request_id in admitted:
+            if not may_move or self._keeps(job):
+                selection.running.append(job)
+        elif self._admits(job):
+            selection.running.append(job)
+            selection.newcomers.append(job)
+        else:
+            selection.refused.append(job)
+            return len(selection.refused) <= self.admission.max_skips
+        return True
+
+    def _take_holders(
+        self, holders: Iterable[Job], passed: set[str], selection: Selection, admitted: Collection[str], may_move: bool
+    ) -> Job | None:
+        """Goes on with those that have KV; the job that the walk ends with, if it does."""
+        for job in holders:
+            if job.request_id in passed or self._is_barred(job, admitted):
+                continue
+            if len(selection.running) >= self.max_num_seqs:
+                break
+            if not self._take(job, selection, admitted, may_move):
+                return job
+        return None
+
+    def _barred_before(self, last: Job | None, walk: Iterator[Job], admitted: Collection[str]) -> Iterator[Job]:
+        """Those that the walk has left out, but for the first of them, as many as there are places."""
+        before = itertools.takewhile(lambda job: job is not last, walk)
+        barred = (job for job in before if self._is_barred(job, admitted))
+        return itertools.islice(barred, self.max_num_seqs - 1)
 
     def _may_start(self) -> bool:
         if self._starts_allowed is None:

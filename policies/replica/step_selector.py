@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from core.errors import IntegrityError
 from core.request import Residency
-from policies.interfaces import KvMoves, ReplicaPolicies
+from policies.interfaces import KvMoves, RanksSome, ReplicaPolicies
 from policies.job import Job
 from policies.replica.mirror import WorkerMirror
 from policies.replica.selection import Selection, Selector
@@ -86,8 +86,17 @@ class StepSelector:
         fixed = None if self.kv.evicts else [each.job for each in admitted.values()]
         if self.order.preemptive:
             ranked = (job for job in self.order.ranked(now) if not shadow.tracked[job.request_id].stalled)
-            return selector.select(ranked, admitted, fixed)
+            return selector.select(ranked, admitted, fixed, lambda: self._holders(now))
         return selector.select(itertools.chain(residents, self.waiting(now)), admitted, fixed)
+
+    def _holders(self, now: float) -> list[Job]:
+        """Those with a place or with KV that do not rest, best first."""
+        shadow = self._shadow
+        jobs = [each.job for each in (shadow.admitted | shadow.hosted).values() if not each.stalled]
+        if isinstance(self.order, RanksSome):
+            return self.order.among(jobs, now)
+        wanted = {job.request_id for job in jobs}
+        return [job for job in self.order.ranked(now) if job.request_id in wanted]
 
     def _carry_out(self, moves: KvMoves, now: float) -> None:
         for job in moves.offload:
@@ -100,6 +109,7 @@ class StepSelector:
     def _admit(self, job: Job, now: float, *, ahead: bool = False) -> None:
         shadow = self._shadow
         tracked = shadow.admitted[job.request_id] = shadow.tracked[job.request_id]
+        tracked.told = None
         returns = tracked.residency is Residency.HOST
         if returns:
             shadow.move(tracked, Residency.DEVICE)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from core.messages.cache import StartedRequest
-from core.messages.plans import SlotProgress
+from core.messages.plans import Slot, SlotProgress
 from core.request import Request, Residency
-from kvcache.cache_journal import CacheMirror
 from policies.job import Job
 
 
@@ -17,6 +16,8 @@ class Tracked:
 
     Attributes:
         job: The same as the policies see it.
+        number: Of those that came to this scheduler, in order.
+        max_total_len: As ``Request.max_total_len``, which adds it up anew each time.
         num_blocks: Device blocks that it holds; 0 from the moment its KV is ordered dropped.
         shipped_in: First plan of this lease that carried the payload.
         delivered: The worker has the payload.
@@ -27,10 +28,14 @@ class Tracked:
         waits_since: When it came, lost its place, or had to let others go first.
         waits_for: What it has been noted to wait for since; empty before that, and while it runs.
         waited_s: All of its waits that are over, together.
+        told: The worker's last word on it, if nothing has been booked here since: said again it changes nothing.
+        slot: As the last plan had it.
     """
 
     request: Request
     job: Job
+    number: int
+    max_total_len: int
     num_blocks: int = 0
     num_host_blocks: int = 0
     num_preemptions: int = 0
@@ -45,10 +50,8 @@ class Tracked:
     waits_since: float = 0.0
     waits_for: str = ""
     waited_s: float = 0.0
-
-    @property
-    def max_total_len(self) -> int:
-        return self.request.max_total_len
+    told: SlotProgress | None = None
+    slot: Slot | None = None
 
     @property
     def blocks_on_host(self) -> int:
@@ -67,6 +70,7 @@ class Tracked:
             Seconds that it has run since it was last reported.
         """
         job = self.job
+        self.told = progress
         ran_s, self.ran_s = progress.ran_s - self.ran_s, progress.ran_s
         job.output_len = progress.output_len
         self.stalled = progress.stalled
@@ -84,15 +88,10 @@ class Tracked:
         queue_s = max(0.0, now - self.job.arrived_at - ran_s)
         return StartedRequest(self.request.request_id, self.request.attempt, cached_len, queue_s)
 
-    def look_up(self, cache: CacheMirror, block_size: int) -> None:
-        """How much of its prompt it would find if it started now. At least one token is always computed."""
-        hashes, prompt_len = self.request.prefix_hashes, self.request.prompt_len
-        if self.num_blocks == 0 and len(hashes) == prompt_len // block_size:
-            self.job.cached_len = min(cache.num_cached(hashes), (prompt_len - 1) // block_size) * block_size
-
     def decode(self, num_steps: int, duration_s: float, block_size: int) -> None:
         """It has decoded so many tokens, as the next report will say too."""
         job = self.job
+        self.told = None
         job.output_len += num_steps
         job.computed_len += num_steps
         self.num_blocks = max(self.num_blocks, -(-job.computed_len // block_size))
@@ -100,14 +99,15 @@ class Tracked:
 
     def drop_kv(self) -> None:
         """Its KV is ordered dropped."""
+        self.told = None
         self.num_preemptions += 1
         self.num_blocks = self.num_host_blocks = 0
         self.job.computed_len = self.job.host_len = 0
 
 
-def make_tracked(request: Request, now: float) -> Tracked:
+def make_tracked(request: Request, now: float, number: int = 0) -> Tracked:
     """A request that has just come, with nothing computed."""
-    return Tracked(request, make_job(request, now), waits_since=now)
+    return Tracked(request, make_job(request, now), number, request.max_total_len, waits_since=now)
 
 
 def make_job(request: Request, now: float) -> Job:

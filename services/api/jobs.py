@@ -12,10 +12,10 @@ from typing import TypeVar
 
 from core.errors import InvalidValueError
 from core.request import Origin, SamplingParams, check_token_ids
-from services.api.text.echo import Echo
 from services.api.backend import ModelInfo
 from services.api.errors import ApiError
 from services.api.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
+from services.api.text.echo import Echo
 from services.api.text.prompt_text import PromptText, of_chat, of_completion
 from services.api.text.prompts import PromptEncoder
 

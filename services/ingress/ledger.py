@@ -8,6 +8,7 @@ end (design section 3, rules 8 and 10).
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -71,7 +72,7 @@ class RequestLedger:
         self._open: dict[str, _Open] = {}
         self._outgoing: dict[str, None] = {}  # ids whose current attempt has not been sent
         self._aborts: dict[Key, None] = {}
-        self._aborted_at: dict[Key, float] = {}
+        self._aborted_at: OrderedDict[Key, float] = OrderedDict()  # within ``ABORT_AGAIN_S``, the oldest first
         self._given_up: list[GivenUp] = []
         self.num_resumed = 0
 
@@ -223,12 +224,16 @@ class RequestLedger:
         self.num_resumed += 1
 
     def _abort(self, key: Key, now: float) -> None:
-        if now - self._aborted_at.get(key, -ABORT_AGAIN_S) < ABORT_AGAIN_S:
-            return
-        self._aborts[key] = None
-        self._aborted_at[key] = now
-        if len(self._aborted_at) > 1024:
-            self._aborted_at = {old: at for old, at in self._aborted_at.items() if now - at < ABORT_AGAIN_S}
+        """Amortised O(1): what was aborted long ago is forgotten from the oldest on."""
+        aborted_at = self._aborted_at
+        while aborted_at:
+            oldest = next(iter(aborted_at))
+            if now - aborted_at[oldest] < ABORT_AGAIN_S:
+                break
+            del aborted_at[oldest]
+        if key not in aborted_at:
+            self._aborts[key] = None
+            aborted_at[key] = now
 
 
 def _announced(stream: _Open) -> OpenRequest:

@@ -9,9 +9,9 @@ from pathlib import Path
 from jinja2 import Template, TemplateError
 
 from core.errors import ConfigError, InvalidValueError
-from services.api.text.echo import Echo
 from services.api.errors import ApiError
 from services.api.text.client_text import client_value, spans_of
+from services.api.text.echo import Echo
 from services.api.text.templates import compile_template
 from services.api.text.token_texts import TokenTexts
 from tokenization.model_files import load_model_texts

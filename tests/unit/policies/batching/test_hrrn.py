@@ -138,6 +138,7 @@ def test_ranks_follow_time_and_progress() -> None:
     assert [job.request_id for job in order.ranked(100)] == ["long", "short"]
     assert [job.request_id for job in order.ranked(130)] == ["short", "long"]  # 1 + 30/10 over 1 + 90/40
     long.output_len = 39
+    order.changed(long)
     order.ran(long, 1.0, 130)
     order.refresh(130)
     assert [job.request_id for job in order.ranked(130)] == ["long", "short"]

@@ -89,6 +89,7 @@ def test_one_free_slot_at_a_time_starves_nobody() -> None:
         while len(running) < 10:
             chosen = next(each for each in order.ranked(0.0) if not each.is_resident)
             chosen.computed_len = 1
+            order.changed(chosen)
             running.append(chosen)
         if low.is_resident:
             return
@@ -103,6 +104,8 @@ def test_hits_are_looked_at_anew() -> None:
     order.add(late, 1.0)
     assert first(order, 1) == ["late"]
     early.cached_len, late.cached_len = 60, 0
+    for each in (early, late):
+        order.changed(each)
     assert first(order, 1) == ["early"]
 
 

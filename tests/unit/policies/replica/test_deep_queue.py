@@ -1,0 +1,124 @@
+"""What a report costs a scheduler does not grow with the queue behind it: counted in bytecodes, under every preset."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from benchmarks.decisions.deep_queue import arrivals
+from core.messages.plans import FinishedSequence, WorkerReady
+from core.request import SequenceStatus
+from policies.compose import BatchSettings, PolicySettings, build_batch_scheduler, build_scheduler, is_batch_mode
+from policies.fleet.events import GlobalEvent, PlaceRequests, ReplicaUp, RequestsEnded
+from policies.presets import PRESETS
+from policies.replica.events import CostLearned, Event, Instruction, RequestsArrived, WorkerReported
+from policies.replica.scheduler import SchedulerLimits
+from simulator.cluster.latency import A100_7B
+from simulator.cluster.records import Record, Recorder
+from simulator.cluster.replica import Replica, ReplicaShape
+from simulator.traffic.workload import as_request
+from tests.opcodes import num_opcodes
+
+FEW, MANY = 1_000, 10_000
+NUM_REPORTS = 4
+SLICE = 30_000
+"""Bytecodes that may go, at any report, to a bounded part of what concerns all who wait. A look at each of the 9,000
+that are more here would take more."""
+
+BLOCK_SIZE = 16
+
+CONTINUOUS = {(row.order, row.admission, row.kv): name for name, row in PRESETS.items() if not is_batch_mode(name)}
+BATCH = [name for name in PRESETS if is_batch_mode(name)]
+
+
+def most_of_a_report(preset: str, num_waiting: int, order: str = "") -> int:
+    """The most bytecodes of a report, and of news of prices, with so many waiting."""
+    settings = PolicySettings(gamma=0.1, cost=A100_7B.cost)
+    scheduler = build_scheduler(preset, SchedulerLimits(16, 4), settings, order=order)
+    shape = ReplicaShape(400, BLOCK_SIZE, 800, 16, 512, look_every=1, shares_prefixes=True)
+    replica = Replica("0", scheduler, shape, A100_7B, Recorder(), lambda *_: None, lambda *_: None)
+    replica.executor.tell_cache()
+    requests, num_own = [], 0
+    for arrival in itertools.islice(arrivals(0, prefixes=True), num_waiting):
+        prefix = (7, 8, 9, *arrival.prefix)  # all begin alike: what is stored first concerns everybody
+        prompt_len = arrival.prompt_len + 3 * BLOCK_SIZE
+        num = prompt_len // BLOCK_SIZE - len(prefix)
+        num_own += num
+        changed = replace(arrival, prompt_len=prompt_len, output_len=min(arrival.output_len, 30))
+        hashes = prefix + tuple(range(-num_own, num - num_own))
+        requests.append((as_request(changed, hashes), Record(changed)))
+    replica.submit(requests, 0.0)
+    counts: list[int] = []
+    handle = scheduler.handle
+
+    def counted(event: Event, now: float) -> list[Instruction]:
+        if not isinstance(event, WorkerReported | CostLearned):
+            return handle(event, now)
+        out: list[Instruction] = []
+        counts.append(num_opcodes(lambda: out.extend(handle(event, now))))
+        return out
+
+    scheduler.handle = counted  # type: ignore[method-assign]
+    while len(counts) < NUM_REPORTS:
+        replica.wake(replica.wakes_at)
+    scheduler.handle = handle  # type: ignore[method-assign]
+    for _ in range(40):  # until outputs have ended and, for most orders, somebody has given way
+        replica.wake(replica.wakes_at)
+    scheduler.handle = counted  # type: ignore[method-assign]
+    cost = A100_7B.cost
+    counted(CostLearned(replace(cost, base_s=2 * cost.base_s)), replica.wakes_at)
+    for _ in range(50):  # the history is read anew
+        job = next(iter(scheduler.turns.running), None)
+        if job is not None:
+            scheduler.order.learn(job, censored=False)
+    while len(counts) < 2 * NUM_REPORTS:
+        replica.wake(replica.wakes_at)
+    scheduler.check_integrity()
+    return max(counts)
+
+
+@pytest.mark.parametrize("preset", CONTINUOUS.values())
+def test_a_report_costs_the_same_however_many_wait(preset: str) -> None:
+    few, many = most_of_a_report(preset, FEW), most_of_a_report(preset, MANY)
+    assert many <= 1.2 * few + SLICE
+
+
+def test_the_order_by_response_ratio_as_well() -> None:
+    few, many = most_of_a_report("fcfs", FEW, "hrrn"), most_of_a_report("fcfs", MANY, "hrrn")
+    assert many <= 1.2 * few + SLICE
+
+
+def most_of_an_end(preset: str, num_waiting: int) -> int:
+    """The most bytecodes of an event that lets a replica pull."""
+    settings = BatchSettings(20_000, lambda size, prompt, output: size * prompt * 1e-5 + output * 0.02, num_bins=6)
+    scheduler = build_batch_scheduler(preset, replace(settings, max_num_seqs=32))
+    running: list[PlaceRequests] = []
+
+    def handle(event: GlobalEvent, now: float) -> None:
+        running.extend(each for each in scheduler.handle(event, now) if isinstance(each, PlaceRequests))
+
+    up = [ReplicaUp(name, WorkerReady(name, 2000, BLOCK_SIZE, 4096, True, 0, 0)) for name in "ab"]
+    for event in up:
+        handle(event, 0.0)
+    requests = [replace(as_request(each), ingress_id="i") for each in itertools.islice(arrivals(0), num_waiting)]
+    handle(RequestsArrived(tuple(requests)), 1.0)
+    counts = []
+    for now in range(2, 2 + NUM_REPORTS):
+        batch = running.pop(0)
+        ends = [FinishedSequence(each.request_id, 0, SequenceStatus.FINISHED_STOPPED, 9) for each in batch.requests]
+        for event in (RequestsEnded(tuple(ends)), up[0]):
+            counts += [num_opcodes(partial(handle, event, float(now)))]
+    scheduler.check_integrity()
+    return max(counts)
+
+
+@pytest.mark.parametrize("preset", BATCH)
+def test_the_next_batch_is_found_without_looking_at_all_who_wait(preset: str) -> None:
+    few, many = most_of_an_end(preset, FEW), most_of_an_end(preset, MANY)
+    if PRESETS[preset].order == "wma-hrrn":
+        assert many <= 60 * (MANY // 10), "response ratios of batches, not of requests"
+    else:
+        assert many <= 1.2 * few + 10_000
