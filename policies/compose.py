@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from core.config.placement import PlacementConfig
 from core.config.scheduling import SchedulerConfig
 from core.errors import ConfigError
-from core.placement_config import PlacementConfig
 from policies.batching.base import BATCHERS, BatchContext, Batcher
 from policies.external.scheduler import BackendScheduler
 from policies.fleet.batch_scheduler import BatchScheduler

@@ -11,8 +11,8 @@ import numpy as np
 
 from benchmarks.live_presets.live import Hardware
 from benchmarks.live_presets.study import System
+from core.config.placement import PlacementConfig
 from core.config.scheduling import SchedulerConfig
-from core.placement_config import PlacementConfig
 from estimator.device_profile import DeviceProfile
 from policies.compose import build_router, build_scheduler, configured_e2, configured_settings
 from policies.fleet.scheduler import GlobalScheduler

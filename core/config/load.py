@@ -17,11 +17,11 @@ from core.config.engine import EngineConfig
 from core.config.learning import PredictorConfig
 from core.config.log import LogConfig
 from core.config.model import ModelConfig
+from core.config.placement import PlacementConfig
 from core.config.replica import ReplicaConfig
 from core.config.scheduling import BatchConfig, SchedulerConfig
 from core.config.server import ServerConfig
 from core.errors import ConfigError
-from core.placement_config import PlacementConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from core.costs import StepCost
 from core.decisions import Facts
 from core.errors import IntegrityError, InvalidValueError
-from policies.first_rows import Kept, first_of, in_order
 from policies.interfaces import ORDERS, Order, ReplicaContext
 from policies.job import Job
 from policies.lengths import law as length_law
 from policies.lengths.history import LengthHistory
 from policies.lengths.trust import PredictorGate
+from policies.order.first_rows import Kept, first_of, in_order
 from policies.order.job_table import JobTable
 from policies.settings import PRIOR_CAPACITY
 

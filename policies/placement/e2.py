@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from core.costs import StepCost
+from core.errors import InvalidValueError
 from core.messages.cache import KVCacheEvent
 from core.messages.placement import PrefixView, ReplicaView
 from core.request import Request

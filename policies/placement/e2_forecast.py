@@ -21,11 +21,10 @@ from policies.placement.base import PLACEMENTS, Choice, Placement, ReplicaLoad
 from policies.placement.e2_profiles import from_step_cost
 from policies.placement.load_cost import Query
 from policies.placement.prefix_loads import PrefixLoads
-from policies.settings import MAX_TREE_BYTES
 from policies.placement.prefix_tree import Path
 from policies.placement.replica_slots import Floats
 from policies.placement.residual_work import Demand, ResidualWork
-from policies.settings import PolicySettings
+from policies.settings import MAX_TREE_BYTES, PolicySettings
 
 WINDOW_S = 180.0
 """Over which uses of a prefix count when it is to be evicted, and outputs where nothing is foreseen; H of Preble."""

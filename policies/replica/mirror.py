@@ -13,8 +13,8 @@ from core.request import Request, Residency
 from kvcache.cache_journal import CacheMirror
 from policies.interfaces import KvView
 from policies.job import Job
+from policies.replica.hits import ReplicaHits
 from policies.replica.tracked import Tracked, make_tracked
-from policies.replica_hits import ReplicaHits
 
 NUM_REMEMBERED = 4096
 """Ended requests that a Scheduler still knows when asked: the last tokens may be on their way to the ingress."""

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
+from core.config.placement import PlacementConfig
 from core.config.scheduling import SchedulerConfig
 from core.errors import ConfigError
-from core.placement_config import PlacementConfig
 from policies.admission.watermark import Aggressive
 from policies.compose import (
     build_batcher,

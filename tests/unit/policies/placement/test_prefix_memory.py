@@ -8,9 +8,9 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from core.config import ConfigError
+from core.errors import ConfigError
+from core.config.placement import PlacementConfig
 from core.messages.cache import CachedRun, KVCacheEvent
-from core.placement_config import PlacementConfig
 from policies.placement.base import ReplicaLoad
 from policies.placement.e2_profiles import from_step_cost
 from policies.placement.prefix_loads import PrefixLoads
