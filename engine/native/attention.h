@@ -1,6 +1,10 @@
 // Causal attention over the blocks of the KV pool, for decode rows and prompt chunks alike: softmax is kept up while
 // the keys are walked once, a chunk of tokens at a time, so that the scratch memory does not grow with the context.
 //
+// A query's result is one sequence of roundings, whatever tile it is in: scores are chains over the dimensions, results
+// chains over the tokens, and the softmax is corrected at the multiples of kChunkTokens, counted from the beginning of
+// the sequence. Tokens that a query does not see have the weight 0, which changes no sum.
+//
 // Layout of a block in one layer, in lanes:
 //   keys    [kv_heads][lanes of head_dim][block_size]      a vector holds 16 tokens
 //   values  [kv_heads][lanes of block_size][head_dim]      a vector holds 16 dimensions
@@ -134,7 +138,7 @@ inline void weigh(Softmax<N>& soft, int first, int count, const int (&begin)[N],
       top = max(top, seen);
     }
     const float highest = std::max(soft.highest[r], largest(top));
-    corrections[r] = std::exp(soft.highest[r] - highest);
+    corrections[r] = exp(soft.highest[r] - highest);
     soft.highest[r] = highest;
     f32v total = {};
     for (int t = 0; t < count; t += kWidth) {
@@ -207,8 +211,9 @@ void attend(const Shape& shape, const Cache& cache, const Item& item, int kv_hea
   }
   const float scale = 1.0f / std::sqrt(float(d));
   const int last = end[N - 1];
-  for (int first = begin[0] / kWidth * kWidth; first < last; first += kChunkTokens) {
-    const int count = std::min(kChunkTokens, (last - first + kWidth - 1) / kWidth * kWidth);
+  int count;
+  for (int first = begin[0] / kWidth * kWidth; first < last; first += count) {
+    count = std::min(kChunkTokens - first % kChunkTokens, (last - first + kWidth - 1) / kWidth * kWidth);
     float corrections[N];
     score<T, N>(shape, cache, item.blocks, kv_head, query, first, count, last, soft);
     weigh<T, N>(soft, first, count, begin, end, scale, corrections);
@@ -219,7 +224,7 @@ void attend(const Shape& shape, const Cache& cache, const Item& item, int kv_hea
   }
   for (int r = 0; r < N; ++r) {
     const float factor = 1.0f / soft.total[r];
-    for (int i = 0; i < d; ++i) results[r][i] *= factor;
+    for (int i = 0; i < d; ++i) results[r][i] = results[r][i] * factor + 0.0f;  // no -0, which a weight of 0 ends
     pack<T>(results[r], d, result[r]);
   }
 }

@@ -20,8 +20,8 @@ from core.errors import FarsightError
 
 _HERE = Path(__file__).parent
 _SOURCE = _HERE / "step.cpp"
-_FLAGS = ["-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno"]
-_FLAGS += ["-fno-strict-aliasing", "-fopenmp-simd"]
+_FLAGS = ["-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno"]
+_FLAGS += ["-fno-strict-aliasing"]
 _THREADS = ["-fopenmp"]
 _BUILD_TIMEOUT_S = 300
 

@@ -1,4 +1,8 @@
 // Matrix products: activations [m, k] in lanes times weights that were packed once, into float32 [m, n].
+//
+// Each output is one chain of `T::fma` over the lanes of k, in their order, from 0; then the bias is added, then what
+// the output is added to. Tiles of every height and threads keep to that, so a row's outputs do not depend on the rows
+// it is computed with. Never split the sum over k: what runs beside a chain is the chain of another output.
 #pragma once
 
 #include <algorithm>
@@ -40,33 +44,23 @@ void pack_linear(Linear& linear, const typename T::Element* rows, const float* b
   }
 }
 
-// Sums of a tile of R rows over one panel. With few rows the sums are split in two: a chain of additions waits.
+// Sums of a tile of R rows over one panel.
 template <class T, int R>
 inline void tile(const uint32_t* a, size_t stride, const uint32_t* weight, int lanes, f32v (&sums)[R][4]) {
-  constexpr int kSplit = R <= 2 ? 2 : 1;
-  f32v acc[kSplit][R][4] = {};
-  int k = 0;
-  for (; k + kSplit <= lanes; k += kSplit) {
-#pragma GCC unroll 2
-    for (int s = 0; s < kSplit; ++s) {
-      const uint32_t* w = weight + size_t(k + s) * kPanel;
-      const f32v w0 = load<f32v>(w), w1 = load<f32v>(w + 16), w2 = load<f32v>(w + 32), w3 = load<f32v>(w + 48);
+  for (int r = 0; r < R; ++r)
+    for (int j = 0; j < 4; ++j) sums[r][j] = f32v{};
+  for (int k = 0; k < lanes; ++k) {
+    const uint32_t* w = weight + size_t(k) * kPanel;
+    const f32v w0 = load<f32v>(w), w1 = load<f32v>(w + 16), w2 = load<f32v>(w + 32), w3 = load<f32v>(w + 48);
 #pragma GCC unroll 6
-      for (int r = 0; r < R; ++r) {
-        const uint32_t x = a[r * stride + k + s];
-        acc[s][r][0] = T::fma(acc[s][r][0], x, w0);
-        acc[s][r][1] = T::fma(acc[s][r][1], x, w1);
-        acc[s][r][2] = T::fma(acc[s][r][2], x, w2);
-        acc[s][r][3] = T::fma(acc[s][r][3], x, w3);
-      }
+    for (int r = 0; r < R; ++r) {
+      const uint32_t x = a[r * stride + k];
+      sums[r][0] = T::fma(sums[r][0], x, w0);
+      sums[r][1] = T::fma(sums[r][1], x, w1);
+      sums[r][2] = T::fma(sums[r][2], x, w2);
+      sums[r][3] = T::fma(sums[r][3], x, w3);
     }
   }
-  for (; k < lanes; ++k)
-    for (int r = 0; r < R; ++r)
-      for (int j = 0; j < 4; ++j)
-        acc[0][r][j] = T::fma(acc[0][r][j], a[r * stride + k], load<f32v>(weight + size_t(k) * kPanel + 16 * j));
-  for (int r = 0; r < R; ++r)
-    for (int j = 0; j < 4; ++j) sums[r][j] = kSplit == 2 ? acc[0][r][j] + acc[kSplit - 1][r][j] : acc[0][r][j];
 }
 
 // One tile into out[row][n]; adds to what is there if asked to.

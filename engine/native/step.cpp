@@ -1,5 +1,6 @@
 // One step of a decoder model in one call that knows nothing of Python: the same arithmetic as engine/model.py.
 // The residual stream and everything elementwise is float32; matrix products and attention take the model's type.
+// What becomes of a row does not depend, to the bit, on what else is in the step or how many threads there are (ADR 27).
 #include <memory>
 
 #include "attention.h"
@@ -83,11 +84,20 @@ void ensure(V& v, size_t n) {
   if (v.size() < n) v.resize(n);
 }
 
+// Value i is added up in lane i % kWidth.
+float mean(const float* x, int n) {
+  f32v s = {};
+  for (int i = 0; i < n; i += kWidth) s += load_first(x + i, n - i);
+  return sum(s) / n;
+}
+
 float mean_square(const float* x, int n) {
-  float s = 0;
-#pragma omp simd reduction(+ : s)
-  for (int i = 0; i < n; ++i) s += x[i] * x[i];
-  return s / n;
+  f32v s = {};
+  for (int i = 0; i < n; i += kWidth) {
+    const f32v v = load_first(x + i, n - i);
+    s = fma(v, v, s);
+  }
+  return sum(s) / n;
 }
 
 void rms_norm(const float* x, int n, const float* weight, float eps, float* out) {
@@ -96,11 +106,8 @@ void rms_norm(const float* x, int n, const float* weight, float eps, float* out)
 }
 
 void layer_norm(const float* x, int n, const FsNorm& norm, float eps, float* out) {
-  float mean = 0;
-#pragma omp simd reduction(+ : mean)
-  for (int i = 0; i < n; ++i) mean += x[i];
-  mean /= n;
-  for (int i = 0; i < n; ++i) out[i] = x[i] - mean;
+  const float center = mean(x, n);
+  for (int i = 0; i < n; ++i) out[i] = x[i] - center;
   const float factor = 1.0f / std::sqrt(mean_square(out, n) + eps);
   for (int i = 0; i < n; ++i) out[i] = out[i] * factor * norm.weight[i] + (norm.bias ? norm.bias[i] : 0.0f);
 }
@@ -182,12 +189,10 @@ void attend_items(Model& m, const Layer& layer, const std::vector<Item>& items) 
 
 // silu(gate) * up, in place of the gate.
 void gate_up(float* gate, const float* up, int n) {
-  int i = 0;
-  for (; i + kWidth <= n; i += kWidth) {
-    const f32v g = load<f32v>(gate + i);
-    store(gate + i, g / (1.0f + exp(-g)) * load<f32v>(up + i));
+  for (int i = 0; i < n; i += kWidth) {
+    const f32v g = load_first(gate + i, n - i);
+    store_first(gate + i, g / (1.0f + exp(-g)) * load_first(up + i, n - i), n - i);
   }
-  for (; i < n; ++i) gate[i] = gate[i] / (1.0f + std::exp(-gate[i])) * up[i];
 }
 
 void relu(float* x, int n) {

@@ -1,0 +1,200 @@
+"""The compiled step's arithmetic, rounding by rounding, in numpy: what ADR 27 promises, written a second time.
+
+Slow and meant to be read beside the ADR. Every array is float32 and every operation rounds once, in the order written.
+bfloat16 values are float32 values that bfloat16 can hold.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.weights import LayerWeights, Linear, ModelWeights, Norm
+from engine.models.rotary import rotary_tables
+
+WIDTH = 16
+CHUNK = 128
+"""Tokens between two corrections of the softmax."""
+
+F32 = np.float32
+FUSED = "avx512f" in Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
+"""Whether the processor rounds a multiply-add once; if not, the compiled step rounds the product as well."""
+
+
+def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """``a * b + c`` rounded once: float64 holds the product, and a sum rounded to odd can be rounded again."""
+    if not FUSED:
+        return np.asarray(a * b + c)
+    product, addend = np.float64(a) * np.float64(b), np.float64(c)
+    total = np.asarray(product + addend)
+    part = total - product
+    error = (product - (total - part)) + (addend - part)
+    even = np.asarray(total).view(np.int64) & 1 == 0
+    odd = np.where((error != 0) & even, np.nextafter(total, np.where(error > 0, np.inf, -np.inf)), total)
+    return odd.astype(F32)
+
+
+def sum_lanes(values: np.ndarray) -> np.ndarray:
+    """Sum of ``[..., WIDTH]`` by halves."""
+    while values.shape[-1] > 1:
+        half = values.shape[-1] // 2
+        values = values[..., :half] + values[..., half:]
+    return values[..., 0]
+
+
+def by_vector(values: np.ndarray) -> np.ndarray:
+    """``[..., n]`` -> ``[n / WIDTH rounded up, ..., WIDTH]``, filled up with 0."""
+    padding = [(0, 0)] * (values.ndim - 1) + [(0, -values.shape[-1] % WIDTH)]
+    padded = np.pad(values, padding)
+    return np.moveaxis(padded.reshape(*values.shape[:-1], -1, WIDTH), -2, 0)
+
+
+def exp(x: np.ndarray) -> np.ndarray:
+    """The polynomial of ``lanes.h``."""
+    scaled = np.clip(x, F32(-87), F32(88)) * F32(1.44269504088896341)
+    whole = (scaled + F32(12582912)) - F32(12582912)
+    rest = scaled - whole
+    result = np.full_like(rest, 1.535336188319500e-4)
+    for coefficient in (
+        *(1.339887440266574e-3, 9.618437357674640e-3, 5.550332471162809e-2),
+        *(2.402264791363012e-1, 6.931472028550421e-1, 1.0),
+    ):
+        result = fma(result, rest, np.full_like(rest, coefficient))
+    scaled_up = (result.view(np.int32) + (whole.astype(np.int32) << 23)).view(F32)
+    return np.where(x < -87, F32(0), scaled_up)
+
+
+def mean_square(x: np.ndarray) -> np.ndarray:
+    """Of the last dimension; value ``i`` is added up in lane ``i % WIDTH``."""
+    lanes = np.zeros((*x.shape[:-1], WIDTH), F32)
+    for vector in by_vector(x):
+        lanes = fma(vector, vector, lanes)
+    return sum_lanes(lanes) / F32(x.shape[-1])
+
+
+def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    factor = F32(1) / np.sqrt(mean_square(x) + F32(eps))
+    return x * factor[..., None] * weight
+
+
+def layer_norm(x: np.ndarray, norm: Norm, eps: float) -> np.ndarray:
+    lanes = np.zeros((*x.shape[:-1], WIDTH), F32)
+    for vector in by_vector(x):
+        lanes = lanes + vector
+    centered = x - (sum_lanes(lanes) / F32(x.shape[-1]))[..., None]
+    factor = F32(1) / np.sqrt(mean_square(centered) + F32(eps))
+    scaled = centered * factor[..., None] * _floats(norm.weight)
+    return scaled if norm.bias is None else scaled + _floats(norm.bias)
+
+
+class ExactStep:
+    """A model whose rows are computed one way; ``dtype`` is that of the weights."""
+
+    def __init__(self, config: ModelConfig, weights: ModelWeights, max_len: int) -> None:
+        self._config = config
+        self._weights = weights
+        self._dtype = weights.embedding.dtype
+        self._tables = None
+        if config.rotary is not None:
+            half = config.rotary.rotary_dim // 2
+            cos, sin = rotary_tables(config.rotary, max_len, torch.float32)
+            self._tables = cos[:, None, :half].numpy(), sin[:, None, :half].numpy()
+
+    def logits(self, token_ids: list[int]) -> np.ndarray:
+        """Of every position of a sequence, ``[tokens, vocab]``."""
+        weights, config = self._weights, self._config
+        hidden = _floats(weights.embedding[token_ids])
+        if weights.positions is not None:
+            hidden = hidden + _floats(weights.positions[: len(token_ids)])
+        for layer, window in zip(weights.layers, config.sliding_windows, strict=True):
+            attended = self._attend(layer, self._norm(hidden, layer.input_norm), window)
+            hidden = hidden + self._linear(attended, layer.out)
+            up = self._linear(self._norm(hidden, layer.post_norm), layer.up)
+            hidden = hidden + self._linear(self._narrow(self._activate(up)), layer.down)
+        return self._linear(self._norm(hidden, weights.norm), Linear(weights.lm_head, None))
+
+    def _norm(self, x: np.ndarray, norm: Norm | None) -> np.ndarray:
+        if norm is None:
+            return self._narrow(x)
+        eps = self._config.norm_eps
+        layer = self._config.norm == "layer"
+        return self._narrow(layer_norm(x, norm, eps) if layer else rms_norm(x, _floats(norm.weight), eps))
+
+    def _linear(self, rows: np.ndarray, linear: Linear) -> np.ndarray:
+        out = self._chain(rows[:, None], _floats(linear.weight)[None])
+        return out if linear.bias is None else out + _floats(linear.bias)
+
+    def _activate(self, up: np.ndarray) -> np.ndarray:
+        if self._config.activation == "relu":
+            return np.maximum(up, F32(0))
+        assert self._config.activation == "silu", "erf is the C library's"
+        gate, rest = np.split(up, 2, -1)
+        return gate / (F32(1) + exp(-gate)) * rest
+
+    def _attend(self, layer: LayerWeights, normed: np.ndarray, window: int | None) -> np.ndarray:
+        config = self._config
+        heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        qkv = self._linear(normed, layer.qkv).reshape(len(normed), -1, head_dim)
+        query, key, value = np.split(qkv, [heads, heads + kv_heads], 1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            query = rms_norm(query, _floats(layer.q_norm), config.norm_eps)
+            key = rms_norm(key, _floats(layer.k_norm), config.norm_eps)
+        query, key, value = self._narrow(self._turn(query)), self._narrow(self._turn(key)), self._narrow(value)
+        key, value = (np.repeat(each, heads // kv_heads, 1) for each in (key, value))
+        return self._narrow(self._mix(query, key, value, window)).reshape(len(normed), -1)
+
+    def _turn(self, x: np.ndarray) -> np.ndarray:
+        if self._tables is None:
+            return x
+        cos, sin = (table[: len(x)] for table in self._tables)
+        half = cos.shape[-1]
+        a, b = x[..., :half], x[..., half : 2 * half]
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :]], -1)
+
+    def _mix(self, query: np.ndarray, key: np.ndarray, value: np.ndarray, window: int | None) -> np.ndarray:
+        """Causal attention; all ``[tokens, heads, head_dim]``."""
+        num_tokens, heads, head_dim = query.shape
+        end = np.arange(1, num_tokens + 1)[:, None, None]
+        begin = np.maximum(0, end - (window or num_tokens))
+        highest, total = np.full((num_tokens, heads), -1e30, F32), np.zeros((num_tokens, heads), F32)
+        result = np.zeros_like(query)
+        for first in range(0, num_tokens, CHUNK):
+            keys, values = key[first : first + CHUNK], value[first : first + CHUNK]
+            token = first + np.arange(len(keys))
+            seen = (token >= begin) & (token < end)
+            scores = self._chain(query[:, :, None], keys.transpose(1, 0, 2)[None]) * (F32(1) / np.sqrt(F32(head_dim)))
+            scores = np.where(seen, scores, F32(-1e30))
+            top = np.maximum(highest, scores.max(-1))
+            correction = exp(highest - top)
+            weights = np.where(seen, exp(scores - top[..., None]), F32(0))
+            lanes = np.zeros((num_tokens, heads, WIDTH), F32)
+            for vector in by_vector(weights):
+                lanes = lanes + vector
+            highest, total = top, total * correction + sum_lanes(lanes)
+            weights = self._narrow(weights)[:, :, None]
+            result = self._chain(weights, values.transpose(1, 2, 0)[None], result * correction[..., None])
+        return result * (F32(1) / total)[..., None]
+
+    def _chain(self, a: np.ndarray, b: np.ndarray, start: np.ndarray | None = None) -> np.ndarray:
+        """``start`` + the sum of ``a * b`` over the last dimension, one ``fma`` after the other.
+
+        In bfloat16 neighbours go in pairs, and the second of a pair first.
+        """
+        shape = np.broadcast_shapes(a.shape, b.shape)
+        out = np.zeros(shape[:-1], F32) if start is None else start
+        order = list(range(shape[-1]))
+        if self._dtype == torch.bfloat16:  # a last one without a neighbour goes by itself
+            order = [i ^ 1 if i ^ 1 < shape[-1] else i for i in order]
+        for i in order:
+            out = fma(a[..., i], b[..., i], out)
+        return out
+
+    def _narrow(self, x: np.ndarray) -> np.ndarray:
+        return torch.from_numpy(x).to(self._dtype).float().numpy()
+
+
+def _floats(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.float().numpy()
