@@ -65,3 +65,8 @@ def _short(value: Any, limit: int = 200) -> str:
 
 class RankLost(FarsightError):
     """A process of a replica that is spread over several is gone, or out of step: the replica ends as a whole."""
+
+
+class WorkerBroken(FarsightError):
+    """A model worker cannot go on: its device is lost, or its steps fail one after the other. It ends as a whole, and
+    what it holds is resumed elsewhere."""

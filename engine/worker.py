@@ -20,6 +20,7 @@ from engine.emission import Emission, Output
 from engine.held_back import HeldBack, joined_outputs
 from engine.sampling.logged_tokens import LoggedTokens
 from engine.sequence import Sequence
+from engine.step_fault import StepFault
 from engine.text.detokenizer import Detokenizer, OutputText
 from kvcache import KVCopy, PlanExecutor, StepBatch
 from kvcache.prefix import are_hashes_of, extend_hashes, root_of, salted_root
@@ -44,6 +45,10 @@ class Runner(Protocol):
         ...
 
     def execute(self, batch: StepBatch, sequences: dict[str, Sequence]) -> list[int | None]: ...
+
+    def fault(self, error: Exception) -> StepFault:
+        """What the error of a failed ``execute`` says about the device."""
+        ...
 
     def rest(self) -> None:
         """Nothing can run for now."""

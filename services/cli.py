@@ -154,6 +154,12 @@ def _print_status(actors: list[dict[str, Any]], learnt: list[dict[str, Any]]) ->
     if not console.is_terminal:
         console.width = 200  # a pipe has no width: nothing is to be cut
     console.print(table)
+    replaced = [row for row in actors if row["last_end"]]
+    if replaced:
+        table = Table("replaced", "times", "the last time because")
+        for row in replaced:
+            table.add_row(row["name"], str(row["restarts"]), row["last_end"])
+        console.print(table)
     servers = [row for row in actors if row["url"]]
     if servers:
         table = Table("replica", "is the server", "breaker")

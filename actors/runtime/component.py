@@ -13,6 +13,7 @@ from actors.runtime.peer import PeerBook
 from actors.runtime.site import Site
 from core.config.load import FarsightConfig
 from core.errors import MessageError
+from core.pulse_messages import Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,11 @@ class Component:
     @property
     def last_step_age_s(self) -> float | None:
         """Seconds since it last did what it exists for; None if never."""
+        return None
+
+    @property
+    def work(self) -> Work | None:
+        """What it is at, if that may hang while it still answers; None while it waits for something to do."""
         return None
 
     @property

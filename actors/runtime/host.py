@@ -11,6 +11,7 @@ from typing import Any
 import ray
 from prometheus_client import CollectorRegistry, generate_latest
 
+from actors.process_clock import own_life
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.health import HealthServer
 from actors.runtime.local_link import listen
@@ -18,8 +19,10 @@ from actors.runtime.metrics import RefusedMessages
 from actors.runtime.peer import PeerLost
 from actors.runtime.registry import component_class
 from actors.runtime.site import Site
+from actors.watching import Lives, own_node, period_s
 from core.codec import encode
 from core.messages.status import ComponentRows, ComponentStatus
+from core.pulse_messages import Pulse
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +33,13 @@ class ComponentHost:
     Args:
         host: Its own name among the hosts (``actors.runtime.names.host_of``).
         restarts: How often the supervisor has started this host again.
+        last_end: Why it had to, the last time.
     """
 
-    def __init__(self, host: str, site: Site, restarts: int) -> None:
+    def __init__(self, host: str, site: Site, restarts: int, last_end: str = "") -> None:
+        self._host = host
         self._site = site
+        self._last_end = last_end
         self._restarts = restarts
         self._components: dict[str, Component] = {}
         self._registry = CollectorRegistry()
@@ -45,6 +51,7 @@ class ComponentHost:
         self._address: str | None = None
         self._listener: asyncio.Server | None = None  # uvloop closes one that nobody holds
         self._listening = asyncio.Lock()
+        self._beating: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
         self._broken = asyncio.Event()
 
@@ -57,6 +64,7 @@ class ComponentHost:
         async with self._lock:
             if not self._port:
                 self._port = await self._health.start()
+                await self._begin_beating()
             new = [name for name in names if name not in self._components]
             for name in new:
                 self._components[name] = self._make(name)
@@ -79,6 +87,8 @@ class ComponentHost:
         for name in list(self._components):
             await self.remove(name)
         await self._health.stop()
+        if self._beating is not None:
+            self._beating.cancel()
         if self._listener is not None:
             self._listener.close()
 
@@ -101,6 +111,11 @@ class ComponentHost:
                 self._address, self._listener = await listen(self.call)
         return ray.get_runtime_context().get_node_id(), self._address
 
+    async def pulse(self) -> bytes:
+        """``Pulse``: that it answers, and what its components are at."""
+        at = (component.work for component in self._components.values())
+        return encode(Pulse(own_life(own_node()), tuple(work for work in at if work is not None)))
+
     async def site(self) -> Site:
         """What it was started with."""
         return self._site
@@ -122,6 +137,16 @@ class ComponentHost:
         await self._broken.wait()
         assert self._failure is not None
         raise self._failure
+
+    async def _begin_beating(self) -> None:
+        """Lets watchers tell an event loop that hangs from one that messages do not reach: this one always turns."""
+        if ray.is_initialized():
+            await Lives(self._site.namespace).put(self._host)
+        self._beating = asyncio.create_task(self._beat())
+
+    async def _beat(self) -> None:
+        while True:  # noqa: ASYNC110, the turns are what it is for
+            await asyncio.sleep(period_s(self._site.config.actors.silence_s))
 
     def _make(self, name: str) -> Component:
         context = ComponentContext(name, self._site, self._restarts, self._peers, self._registry, self._refused.count)
@@ -150,4 +175,5 @@ class ComponentHost:
             http_port=self._port,
             url=component.url,
             breaker=component.breaker,
+            last_end=self._last_end,
         )

@@ -15,6 +15,7 @@ from actors.runtime.nodes import head_node, living_nodes
 from actors.runtime.peer import LOOK_AGAIN_S
 from actors.runtime.rank_groups import rank_options
 from actors.runtime.site import Site
+from actors.watching import watched
 
 CREATE_TIMEOUT_S = 30.0
 """For the name of a dead actor to come free."""
@@ -28,12 +29,13 @@ def find_host(host: str, namespace: str) -> Any | None:
         return None
 
 
-def create_host(host: str, site: Site, restarts: int, node_id: str = "") -> Any:
+def create_host(host: str, site: Site, restarts: int, node_id: str = "", last_end: str = "") -> Any:
     """A handle of that host; of two callers at once both get the same one.
 
     Args:
         node_id: Where it is to live; empty for the head. If that is lost meanwhile, every call of the handle raises
             ``ActorUnschedulableError``. One of several ranks lives where its replica's placement group is.
+        last_end: Why it is started again.
 
     Raises:
         ValueError: the name still belongs to a dead actor; try again.
@@ -55,7 +57,7 @@ def create_host(host: str, site: Site, restarts: int, node_id: str = "") -> Any:
         max_concurrency=1000,
         **placed | rank_options(host, site),
     )
-    return options.remote(host, site, restarts)
+    return options.remote(host, site, restarts, last_end)
 
 
 def num_gpus(host: str, site: Site) -> int:
@@ -63,8 +65,8 @@ def num_gpus(host: str, site: Site) -> int:
     return int(site.config.engine.device == "cuda" and host.startswith(worker_name("")))
 
 
-async def recreate_host(host: str, site: Site, restarts: int, node_id: str = "") -> Any:
-    """Creates it as soon as the name of its predecessor is free; ``node_id`` as for ``create_host``.
+async def recreate_host(host: str, site: Site, restarts: int, node_id: str = "", last_end: str = "") -> Any:
+    """Creates it as soon as the name of its predecessor is free; the rest as for ``create_host``.
 
     Raises:
         TimeoutError: it does not come free.
@@ -72,28 +74,31 @@ async def recreate_host(host: str, site: Site, restarts: int, node_id: str = "")
     async with asyncio.timeout(CREATE_TIMEOUT_S):
         while True:
             try:
-                return create_host(host, site, restarts, node_id)
+                return create_host(host, site, restarts, node_id, last_end)
             except ValueError:
                 await asyncio.sleep(LOOK_AGAIN_S)
 
 
 async def keep_supervisor(site: Site) -> None:
-    """Sees to it that there is a Supervisor, which sees to everything else. Never returns.
+    """Sees to it that there is a Supervisor, and that it goes on, which sees to everything else. Never returns.
 
     Every process that speaks to clients does this, so it takes the loss of all of them to lose the Supervisor too.
     """
     host = host_of(SUPERVISOR, site.placement)
-    restarts = 0
+    restarts, last_end = 0, ""
     while True:
-        handle = find_host(host, site.namespace) or await recreate_host(host, site, restarts)
-        try:
-            await handle.add.remote([SUPERVISOR])
-            restarts = await handle.restarts.remote() + 1
-            await handle.ended.remote()
-        except ray.exceptions.RayActorError:
-            await asyncio.sleep(LOOK_AGAIN_S)  # its name may stay with the dead one for a moment
-        except ray.exceptions.RayTaskError:
-            ray.kill(handle)  # a component in it has failed: it starts anew
+        handle = find_host(host, site.namespace) or await recreate_host(host, site, restarts, last_end=last_end)
+        async with watched(host, handle, site) as watch:
+            try:
+                await handle.add.remote([SUPERVISOR])
+                restarts = await handle.restarts.remote() + 1
+                await handle.ended.remote()
+            except ray.exceptions.RayActorError:
+                last_end = watch.verdict or "its process died"
+                await asyncio.sleep(LOOK_AGAIN_S)  # its name may stay with the dead one for a moment
+            except ray.exceptions.RayTaskError as error:
+                last_end = str(error.cause)
+                ray.kill(handle)  # a component in it has failed: it is started again
 
 
 def list_hosts(namespace: str) -> list[str]:

@@ -12,6 +12,13 @@ from actors.runtime.local_link import LinkLost, LocalLink, connect
 from actors.runtime.names import NAMESPACE, actor_name
 from actors.runtime.peer import PeerLost
 
+REPLY_S = 120.0
+"""An answer that is due at once and has not come after so long will not come: the component answers others perhaps, but
+hangs in this one. A process that hangs as a whole is ended sooner, and its connections with it."""
+
+LONG_CALLS = frozenset({"poll_tokens", "poll_report", "connect", "gather", "push_plan", "predict", "started", "scale"})
+"""Messages whose answers take as long as there is nothing to say, a model loads or others drain."""
+
 
 class RemoteActor:
     """An actor by name; its handle is looked up when needed, and again after a loss.
@@ -34,8 +41,20 @@ class RemoteActor:
         """What the component of that name answers; over a socket if the actor is on this node.
 
         Raises:
-            PeerLost: it is gone or not there yet.
+            PeerLost: it is gone, not there yet, or does not answer what is due at once.
         """
+        if method in LONG_CALLS:
+            return await self._send(component, method, data)
+        deadline = asyncio.timeout(REPLY_S)
+        try:
+            async with deadline:
+                return await self._send(component, method, data)
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise  # the answer itself
+            raise PeerLost(f"{component} has not answered {method} for {REPLY_S:.0f} s") from error
+
+    async def _send(self, component: str, method: str, data: bytes) -> Any:
         link = self._link
         if link is None or not link.open or self._num_linking:
             link = await self._connected()

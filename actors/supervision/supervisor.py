@@ -28,6 +28,7 @@ from actors.runtime.nodes import Homes
 from actors.runtime.peer import LOOK_AGAIN_S, PeerLost
 from actors.runtime.rank_groups import remove_rank_group
 from actors.supervision.autoscaler import Autoscaler
+from actors.watching import watched
 from core.codec import decode, encode
 from core.errors import FarsightError, MessageError
 from core.messages.fleet import InFlight, ReplicaName
@@ -213,23 +214,29 @@ class Supervisor(Component):
 
     async def _keep(self, host: str) -> None:
         stored = await self._store.get(_restarts_key(host))  # of a life that an earlier Supervisor has begun
-        restarts, failures = (0 if stored is None else int(stored) + 1), 0
+        restarts, failures, why = (-1 if stored is None else int(stored)), 0, ""
         while True:
             self._acted_at = began = time.monotonic()
-            handle = find_host(host, self._site.namespace) or await self._create(host, restarts)
-            restarts = await self._live(host, handle, restarts)
+            handle = find_host(host, self._site.namespace)
+            if handle is None:
+                restarts += 1
+                handle = await self._create(host, restarts, why)
+            async with watched(host, handle, self._site) as watch:
+                restarts, why = await self._live(host, handle, restarts)
+            why = watch.verdict or why
             lived_s = time.monotonic() - began
             failures = 0 if lived_s >= HEALTHY_AFTER_S else failures + 1
-            logger.warning("%s died after %.1f s; start %d follows", host, lived_s, restarts + 1)
+            logger.warning("%s ended after %.1f s (%s); start %d follows", host, lived_s, why, restarts + 2)
             if failures > 1:
                 await asyncio.sleep(min(MAX_BACKOFF_S, LOOK_AGAIN_S * 2**failures))
 
-    async def _create(self, host: str, restarts: int) -> Any:
+    async def _create(self, host: str, restarts: int, why: str) -> Any:
         await self._store.put(_restarts_key(host), b"%d" % restarts)
-        return await recreate_host(host, self._site, restarts, await self._homes.of(host))
+        return await recreate_host(host, self._site, restarts, await self._homes.of(host), why)
 
-    async def _live(self, host: str, handle: Any, restarts: int) -> int:
-        """One life of a host; returns how often it will have been started again after the next start."""
+    async def _live(self, host: str, handle: Any, restarts: int) -> tuple[int, str]:
+        """One life of a host, if it is not known otherwise after so many restarts; returns their number in the end, and
+        why it came."""
         while True:
             try:
                 restarts = await handle.restarts.remote()
@@ -238,15 +245,15 @@ class Supervisor(Component):
             except ActorUnavailableError:  # its node may be lost; until Ray knows, the name is not free either
                 await asyncio.sleep(LOOK_AGAIN_S)
             except ActorUnschedulableError:  # its node was lost before it began; the next start is on another one
-                return restarts
+                return restarts - 1, "its node was lost"
             except RayActorError as error:
                 self._not_started(host, error)
-                return restarts + 1
+                return restarts, "its process died"
             except RayTaskError as error:
                 logger.error("a component of %s failed: %s", host, error.cause)
                 self._not_started(host, error.cause)
                 ray.kill(handle)
-                return restarts + 1
+                return restarts, str(error.cause)
 
     async def _add(self, host: str, handle: Any) -> None:
         components = self._wanted().get(host, [])

@@ -9,6 +9,7 @@ import asyncio
 import functools
 import gc
 import logging
+import os
 import sys
 import time
 import uuid
@@ -22,9 +23,11 @@ from typing import TYPE_CHECKING
 import ray
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from actors.process_clock import read_clock
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.metrics import EngineMetrics
 from actors.runtime.waiting import wait_for
+from actors.step_bounds import StepBounds
 from actors.worker.step_loop import Step, StepLoop
 from actors.worker.token_channel import TICK_S
 from actors.worker.token_channels import POLL_TIMEOUT_S, TokenChannels
@@ -34,6 +37,8 @@ from core.messages.plans import Plan, ReportPoll
 from core.messages.rank import RankTicket
 from core.messages.step_times import StepSample
 from core.messages.tokens import TokenDelta, TokenPoll
+from core.pulse_messages import Work
+from estimator.samples import step_sample
 
 if TYPE_CHECKING:
     from core.config.load import FarsightConfig
@@ -78,6 +83,7 @@ class ModelWorker(Component):
         self._report_timer: asyncio.TimerHandle | None = None
         self._prefix_counts = (0, 0)  # queries and hits that the metrics know
         self._samples: deque[StepSample] = deque(maxlen=MAX_SAMPLES)
+        self._bounds = StepBounds(context.config.actors.step_stall_s)
         self._reported_at = 0.0
         self._stepped_at: float | None = None
         self._metrics = EngineMetrics(context.registry, context.config.model.name, context.index)
@@ -100,6 +106,7 @@ class ModelWorker(Component):
             worker,
             on_step=lambda step: loop.call_soon_threadsafe(self._after_step, step),
             on_abort=lambda outputs: loop.call_soon_threadsafe(self._after_abort, outputs),
+            max_failures=config.actors.failing_steps,
         )
         worker.when_copied(lambda: loop.call_soon_threadsafe(self._wake.set))
         self._metrics.set_cache_config(worker.ready.block_size, worker.ready.num_blocks)
@@ -192,6 +199,14 @@ class ModelWorker(Component):
         return None if self._stepped_at is None else time.monotonic() - self._stepped_at
 
     @property
+    def work(self) -> Work | None:
+        step = None if self._steps is None else self._steps.under_way
+        if step is None:
+            return None
+        bound_s = self._bounds.bound_s(None if step.batch is None else step_sample(step.batch, 0.0))
+        return Work(self.name, step.number, bound_s, read_clock(os.getpid(), step.thread_id))
+
+    @property
     def _locked(self) -> AbstractContextManager[bool]:
         assert self._steps is not None
         return self._steps.locked
@@ -209,6 +224,7 @@ class ModelWorker(Component):
         worker, sample = self._built.result(), step.sample
         self._stepped_at = time.monotonic()
         self._samples.append(sample)
+        self._bounds.add(sample)
         self._metrics.step(sample.prefill_tokens + sample.decode_seqs)
         self._model_cpu.inc(step.cpu_s)
         num_ooms = worker.runner.num_ooms

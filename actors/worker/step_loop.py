@@ -8,10 +8,11 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from core.errors import RankLost
+from core.errors import RankLost, WorkerBroken
 from core.messages.step_times import StepSample
+from engine.step_fault import StepFault
 from estimator.samples import step_sample
 
 if TYPE_CHECKING:
@@ -38,6 +39,20 @@ class Step:
     cpu_s: float
 
 
+class StepUnderWay(NamedTuple):
+    """What the stepping thread is at; looked at from other threads.
+
+    Attributes:
+        number: Goes up with each step and between any two of them.
+        batch: What is computed; None between two steps.
+        thread_id: As the system counts threads.
+    """
+
+    number: int
+    batch: StepBatch | None
+    thread_id: int
+
+
 class StepLoop:
     """Runs a worker's steps back to back.
 
@@ -47,10 +62,15 @@ class StepLoop:
     Args:
         on_step: Called from the stepping thread after each step.
         on_abort: Called from there with the last words of sequences that ``abort_ingress`` has ended.
+        max_failures: The step that is so many failed ones in a row breaks the worker.
     """
 
     def __init__(
-        self, worker: Worker, on_step: Callable[[Step], object], on_abort: Callable[[list[Output]], object]
+        self,
+        worker: Worker,
+        on_step: Callable[[Step], object],
+        on_abort: Callable[[list[Output]], object],
+        max_failures: int = 3,
     ) -> None:
         self._worker = worker
         self._on_step = on_step
@@ -58,11 +78,20 @@ class StepLoop:
         self._orphaned: set[str] = set()
         self._aborted: list[Output] = []
         self._lock = threading.Lock()
+        self._max_failures = max_failures
+        self._num_failures = 0
+        self._count = 0
+        self._under_way: StepUnderWay | None = None
 
     @property
     def locked(self) -> AbstractContextManager[bool]:
         """Between steps; the worker may be looked at and changed."""
         return self._lock
+
+    @property
+    def under_way(self) -> StepUnderWay | None:
+        """None while nothing runs."""
+        return self._under_way
 
     def abort_ingress(self, ingress_id: str) -> None:
         """Ends its sequences before the next step; those that are computing now are still wanted by this one."""
@@ -74,7 +103,15 @@ class StepLoop:
 
         Raises:
             RankLost: the worker is one of several ranks, and another has gone.
+            WorkerBroken: its device is lost, or too many steps in a row have failed.
         """
+        try:
+            self._run()
+        finally:
+            self._under_way = None
+
+    def _run(self) -> None:
+        self._note(None)
         ended_at: float | None = None
         begun: deque[StepBatch] = deque()
         with self._lock:
@@ -84,8 +121,11 @@ class StepLoop:
             batch = begun.popleft()
             began_at, cpu_s = time.perf_counter(), time.thread_time()
             gap_s = None if ended_at is None else began_at - ended_at
+            self._note(batch)
             tokens, failure = self._execute(batch)
+            self._judge(failure)
             ended_at, cpu_s = time.perf_counter(), time.thread_time() - cpu_s
+            self._note(None)
             emissions: list[Emission] = []
             failures: list[Output] = []
             with self._lock:
@@ -97,6 +137,24 @@ class StepLoop:
             # The event loop wakes and wants the interpreter: only now, that the next step is about to leave it.
             self._on_step(Step(emissions, failures, step_sample(batch, ended_at - began_at), gap_s, cpu_s))
             self._tell_aborted()
+
+    def _note(self, batch: StepBatch | None) -> None:
+        self._count += 1
+        self._under_way = StepUnderWay(self._count, batch, threading.get_native_id())
+
+    def _judge(self, failure: Exception | None) -> None:
+        """Raises WorkerBroken if the step's requests, and all others here, are better off with another worker."""
+        if failure is None:
+            self._num_failures = 0
+            return
+        fault = self._worker.runner.fault(failure)
+        if fault is StepFault.LOST:
+            raise WorkerBroken(f"the device is lost: {type(failure).__name__}: {failure}") from failure
+        self._num_failures += fault is StepFault.UNKNOWN
+        if self._num_failures >= self._max_failures:
+            raise WorkerBroken(
+                f"{self._num_failures} steps in a row have failed, the last with {type(failure).__name__}: {failure}"
+            ) from failure
 
     def _begin_steps(self, begun: deque[StepBatch]) -> None:
         """As many as may be under way at once."""

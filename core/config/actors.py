@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from core.config.checks import require
@@ -25,6 +26,10 @@ class ActorsConfig:
             where it computes on a GPU, else none.
         scheduler_delay_s: Holds back every message to and from a Scheduler for so long; to measure that no step
             waits for one.
+        failing_steps: A worker whose steps fail so many times in a row is replaced.
+        silence_s: A process that is stopped, or hangs, for so long is replaced; one that is only slow after ten times
+            as long.
+        step_stall_s: So much more than twenty times what it should take may a step last before its worker is replaced.
     """
 
     placement: str = "auto"
@@ -33,12 +38,18 @@ class ActorsConfig:
     serving_time_estimators: int = 1
     gpus_per_rank: float = -1.0
     scheduler_delay_s: float = 0.0
+    failing_steps: int = 3
+    silence_s: float = 10.0
+    step_stall_s: float = 60.0
 
     def __post_init__(self) -> None:
         require(self.placement in PLACEMENTS, "actors.placement", self.placement, f"one of {', '.join(PLACEMENTS)}")
-        for name in ("length_predictors", "serving_time_estimators"):
+        for name in ("length_predictors", "serving_time_estimators", "failing_steps"):
             value = getattr(self, name)
             require(value >= 1, f"actors.{name}", value, "an integer >= 1")
+        for name in ("silence_s", "step_stall_s"):
+            value = getattr(self, name)
+            require(1 <= value < math.inf, f"actors.{name}", value, "seconds, at least 1")
         most = self.max_length_predictors
         ok = most == 0 or most >= self.length_predictors
         require(ok, "actors.max_length_predictors", most, f"0, or at least {self.length_predictors}")

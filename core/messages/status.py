@@ -16,6 +16,7 @@ class ComponentStatus:
         state: ready, starting, waiting (for a component it depends on), draining, dead or lost (silent).
         restarts: How often the supervisor has started it again.
         http_port: Of the /healthz and /metrics of its process, on the loopback interface; 0 if there are none.
+        last_end: Why its process was replaced the last time; empty if it never was.
         url, breaker: Of a replica that is another server: where it is; ``closed``, or why requests do not go there.
     """
 
@@ -30,6 +31,7 @@ class ComponentStatus:
     http_port: int
     url: str = ""
     breaker: str = ""
+    last_end: str = ""
 
 
 @dataclass(frozen=True, slots=True)

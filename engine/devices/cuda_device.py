@@ -70,7 +70,7 @@ def load_device(
         cuda.synchronize,
         compiled=engine.compile,
     )
-    runner = ModelRunner(config, pool, backend, max_model_len, careful=CarefulSteps(cuda.recover))
+    runner = ModelRunner(config, pool, backend, max_model_len, careful=CarefulSteps(cuda.recover), is_lost=cuda.is_lost)
     copier = None
     if num_host_blocks:
         host = HostBlocks(pool, num_host_blocks)

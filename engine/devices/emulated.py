@@ -17,6 +17,7 @@ from core.request import Request, Residency
 from engine.kv.copies import Copies
 from engine.sampling.logged_tokens import ItemLogprobs, LoggedTokens
 from engine.sequence import Sequence
+from engine.step_fault import StepFault
 from estimator.samples import step_work
 from kvcache import KVCopy, StepBatch, StepItem
 
@@ -67,6 +68,10 @@ class EmulatedRunner:
         self._free_at = -math.inf
 
     num_ooms = 0
+
+    def fault(self, error: Exception) -> StepFault:
+        """There is no device that could be lost."""
+        return StepFault.UNKNOWN
 
     def begin(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> None:
         """Nothing is to be done ahead: there is one step at a time."""

@@ -28,6 +28,7 @@ from engine.parallel.mesh import Part, check_parallel
 from engine.parallel.shards import load_shard
 from engine.parallel.stage import make_pools, make_stage
 from engine.parallel.wire import Finished, RankLoaded, RankMeasured, RankPools, RankSetup, pack_json, unpack_report
+from engine.step_fault import lost_on
 from engine.steps.careful_steps import CarefulSteps, Counts
 
 GATHER_TIMEOUT_S = 120.0
@@ -99,7 +100,9 @@ def load_parallel_device(
     threading.Thread(target=_listen, args=(links, reports, copier, ranks.on_lost), name="ranks", daemon=True).start()
     backend = ParallelBackend(lead, engine.kv_block_size, config.vocab_size)
     careful = CarefulSteps(recover_on(engine.device))
-    runner = ParallelRunner(config, pool, backend, min(context_len, pool.num_slots), careful, counts)
+    runner = ParallelRunner(
+        config, pool, backend, min(context_len, pool.num_slots), careful, counts, lost_on(engine.device)
+    )
     token_bytes = config.kv_bytes_per_token(dtype)
     return Device(runner, context_len, token_bytes, pools.num_blocks, pools.num_host_blocks, copier)
 

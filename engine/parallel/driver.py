@@ -205,6 +205,7 @@ class ParallelRunner(ModelRunner):
         pool: Rank 0's.
         careful: Whose parts these are.
         counts: ``PlanExecutor.counts``.
+        is_lost: As in ``ModelRunner``, of rank 0's device. A rank whose device is lost ends by itself, and all with it.
     """
 
     def __init__(
@@ -215,8 +216,9 @@ class ParallelRunner(ModelRunner):
         max_model_len: int,
         careful: CarefulSteps,
         counts: Counts,
+        is_lost: Callable[[], bool],
     ) -> None:
-        super().__init__(config, pool, backend, max_model_len, careful=careful)
+        super().__init__(config, pool, backend, max_model_len, careful=careful, is_lost=is_lost)
         self.careful = careful
         self._ranks = backend
         self._counts = counts

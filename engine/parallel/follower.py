@@ -11,7 +11,7 @@ from queue import SimpleQueue
 
 import torch
 
-from core.errors import FarsightError, RankLost
+from core.errors import FarsightError, RankLost, WorkerBroken
 from engine.checkpoint.model_config import load_model_config
 from engine.parallel.exchange import Exchange
 from engine.parallel.group import RankGroup
@@ -31,6 +31,7 @@ from engine.parallel.wire import (
     pack_report,
     unpack_order,
 )
+from engine.step_fault import lost_on
 from engine.worker import Copier
 from kvcache import KVCopy
 
@@ -48,6 +49,7 @@ def follow(
     Raises:
         FarsightError: it cannot load its part, of which rank 0 hears.
         RankLost: rank 0 is gone.
+        WorkerBroken: the device of this rank is lost.
     """
     setup = RankSetup.from_json(link.receive())
     torch.set_num_threads(setup.num_threads)
@@ -70,7 +72,7 @@ def follow(
     stage = make_stage(part, weights, pool, exchange, engine, setup.context_len)
     link.send(b"")
     on_ready()
-    _Orders(link, stage, copier, recover_on(engine.device), on_lost).carry_out()
+    _Orders(link, stage, copier, recover_on(engine.device), lost_on(engine.device), on_lost).carry_out()
 
 
 class _Orders:
@@ -82,12 +84,14 @@ class _Orders:
         stage: Stage,
         copier: Copier | None,
         recover: Callable[[], None],
+        is_lost: Callable[[], bool],
         on_lost: Callable[[], object],
     ) -> None:
         self._link = link
         self._stage = stage
         self._copier = copier
         self._recover = recover
+        self._is_lost = is_lost
         self._on_lost = on_lost
         self._arrived: SimpleQueue[StepOrder | KVCopy | None] = SimpleQueue()
         self._sending = threading.RLock()  # a copy may be over before it has begun to be waited for
@@ -95,7 +99,7 @@ class _Orders:
             copier.when_done(self._report_copies)
 
     def carry_out(self) -> None:
-        """Raises RankLost in the end."""
+        """Raises RankLost in the end, or WorkerBroken."""
         threading.Thread(target=self._read, name="orders", daemon=True).start()
         waiting: deque[StepOrder | KVCopy] = deque()
         while True:
@@ -116,6 +120,8 @@ class _Orders:
         report = self._stage.finish().report
         if report.out_of_memory:
             self._recover()
+        elif report.failure and self._is_lost():
+            raise WorkerBroken(f"the device of this rank is lost: {report.failure}")
         with self._sending:
             self._link.send(pack_report(report))
 

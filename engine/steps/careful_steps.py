@@ -9,6 +9,7 @@ import torch
 
 from engine.sampling.logged_tokens import ItemLogprobs, LoggedTokens, NoToken
 from engine.sequence import Sequence
+from engine.step_fault import StepFault
 from kvcache import StepBatch, StepItem
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,17 @@ Counts = Callable[[StepBatch, str], bool]
 
 def _all_count(batch: StepBatch, request_id: str) -> bool:
     return True
+
+
+def fault_of(error: Exception, is_lost: Callable[[], bool]) -> StepFault:
+    """Judges a step by what it raised after all parts were tried.
+
+    Args:
+        is_lost: Asks the device (``lost_on``).
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return StepFault.REQUESTS
+    return StepFault.LOST if is_lost() else StepFault.UNKNOWN
 
 
 class CarefulSteps:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -18,8 +18,9 @@ from engine.sampling.logged_tokens import ItemLogprobs, LoggedTokens, NoToken
 from engine.sampling.logprobs import PromptRows, find_prompt_rows, prompt_logprobs, token_logprobs
 from engine.sampling.sampler import NO_TOKEN, Sampler
 from engine.sequence import Sequence
+from engine.step_fault import StepFault
 from engine.steps.backends import StepBackend, StepLogits, make_backend
-from engine.steps.careful_steps import CarefulSteps
+from engine.steps.careful_steps import CarefulSteps, fault_of
 from kvcache import StepBatch
 
 _PADS = "\0pads"
@@ -34,6 +35,7 @@ class ModelRunner:
         backend: Computes the steps over the pool.
         max_model_len: Tokens a sequence may reach.
         careful: What becomes of steps that the device has no memory for; None where they fail.
+        is_lost: Whether the device has become unusable for this process; asked after a step has failed.
     """
 
     def __init__(
@@ -44,12 +46,14 @@ class ModelRunner:
         max_model_len: int,
         sampler: Sampler | None = None,
         careful: CarefulSteps | None = None,
+        is_lost: Callable[[], bool] = lambda: False,
     ) -> None:
         self.config = config
         self.pool = pool
         self.backend = backend
         self.max_model_len = max_model_len
         self._careful = careful
+        self._is_lost = is_lost
         self._sampler = sampler or Sampler(config.eos_token_ids)
         self._pads = Sequence.of(Request(_PADS, 0, "", (0,) * max_model_len, SamplingParams(1)))
 
@@ -104,6 +108,10 @@ class ModelRunner:
             return self._execute(batch, sequences)
         careful = self._careful
         return careful.execute(lambda part: self._execute(part, sequences), batch, sequences, whole=careful.fits(batch))
+
+    def fault(self, error: Exception) -> StepFault:
+        """What the error of a failed step says about the device."""
+        return fault_of(error, self._is_lost)
 
     @property
     def num_ooms(self) -> int:

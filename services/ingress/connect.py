@@ -19,7 +19,12 @@ from services.ingress.engine_client import EngineClient
 
 async def open_client(site: Site) -> EngineClient:
     """A started client; waits until a replica is up."""
-    served = await _wait_for_model(site)
+    keeper = asyncio.create_task(keep_supervisor(site))  # the Router may be waiting for one
+    try:
+        served = await _wait_for_model(site)
+    finally:
+        keeper.cancel()
+        await asyncio.gather(keeper, return_exceptions=True)
     ready = served.ready
     model = ModelInfo(
         name=site.config.model.name,

@@ -282,6 +282,8 @@ def _set_environment(directory: Path, proxy: str, ports: range) -> None:
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "1",
+        # A replica that hangs is killed: else it would have the time of one that drains, its clients with it.
+        "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
         # Ray kills a proxy that is not up after three times so long; with its 5 s no service starts on a busy machine.
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
         "RAY_enable_metrics_collection": "0",

@@ -43,6 +43,10 @@ APP_NAME = "farsight"
 
 _FAILED_APP = ("DEPLOY_FAILED", "UNHEALTHY", "DELETING")
 
+INGRESS_SILENCES = 3.0
+"""Ray Serve replaces an ingress replica that has owed three answers in a row for so many times ``silence_s`` each. It
+cannot tell one that is stopped from one that is slow, so this is what a process has of which nothing is known."""
+
 DRAIN_INGRESS_S = 600.0
 """How long an ingress replica that is given up may finish its streams. Ctrl-C does not wait for it."""
 
@@ -251,6 +255,8 @@ def ingress_app(site: Site, replicas: int, *, scalable: bool = False) -> Any:
         max_ongoing_requests=2 * site.config.server.max_queued_requests,
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=DRAIN_INGRESS_S,
+        health_check_period_s=site.config.actors.silence_s,
+        health_check_timeout_s=INGRESS_SILENCES * site.config.actors.silence_s,
         # Without a version of its own every run is an update, for which Serve replaces all replicas.
         version="1",
         _internal=True,

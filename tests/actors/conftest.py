@@ -15,6 +15,7 @@ import pytest
 import ray
 
 from actors.runtime.site import Site
+from core.config.actors import ActorsConfig
 from core.config.load import FarsightConfig
 from core.config.log import LogConfig
 from core.config.model import ModelConfig
@@ -31,6 +32,9 @@ ROOT = Path(__file__).resolve().parents[2]
 NUM_REPLICAS = 2
 TIMEOUT_S = 600.0
 """Of a test here: it may begin with starting Ray and a service, beside whatever else the machine does."""
+
+WATCHED = ActorsConfig(silence_s=4.0, step_stall_s=4.0)
+"""A stopped process is replaced after 4 s, one that is only slow after 40 s."""
 
 CONTINUOUS = SchedulerConfig(standby_slots=4, placement="least-work")
 
@@ -78,7 +82,8 @@ def open_house(
     placement: str, model_dir: Path, log_dir: Path, scheduler: SchedulerConfig, **tables: Any
 ) -> Iterator[House]:
     """Two replicas; ``tables`` are of the configuration. Shared by several tests, which leave it as they found it."""
-    usual = {"model": ModelConfig(name="m", dtype="float32", replicas=NUM_REPLICAS), "engine": ENGINE}
+    model = ModelConfig(name="m", dtype="float32", replicas=NUM_REPLICAS)
+    usual = {"model": model, "engine": ENGINE, "actors": WATCHED}
     log = LogConfig(path=str(log_dir / "log.sqlite"))
     config = FarsightConfig(scheduler=scheduler, log=log, **(usual | tables))
     # Detached, as in a real service: else whatever the Supervisor has started would die with it.

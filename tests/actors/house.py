@@ -315,9 +315,9 @@ async def under_load(client: EngineClient, truth: Truth) -> AsyncIterator[Load]:
     await wait_whole(client)
 
 
-def kill(pids: set[int]) -> None:
-    """As hard as it goes."""
+def kill(pids: set[int], number: signal.Signals = signal.SIGKILL) -> None:
+    """As hard as it goes, unless told otherwise."""
     assert min(pids) > 0, "not known: to the system 0 is all processes of this one's group"
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):  # one may have died of another's death
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
@@ -144,6 +145,20 @@ async def a_dead_router_costs_no_stream(client: EngineClient, first: Server, sec
     await all_are_answered(client)
 
 
+async def a_stopped_process_is_replaced(client: EngineClient) -> None:
+    """That of what stands for the other servers; what had been sent to them there would be lost as by a death."""
+    stopped = (await patient_rows(client))["backend-0"].pid
+    kill({stopped}, signal.SIGSTOP)
+
+    async def replaced() -> bool:
+        found = (await rows(client))["backend-0"]
+        return found.pid != stopped and "stopped or blocked" in found.last_end
+
+    await eventually(replaced, "another process")
+    await closed(client)
+    await all_are_answered(client)
+
+
 @pytest.mark.usefixtures("ray_cluster")
 async def test_requests_go_where_they_are_answered(actor_model_dir: Path, tmp_path: Path) -> None:
     async with two_servers(actor_model_dir, tmp_path) as (house, first, second):
@@ -165,6 +180,7 @@ async def test_requests_go_where_they_are_answered(actor_model_dir: Path, tmp_pa
                 await closed(client)
             assert await house.metric("backend-0", "farsight:backend_failures_total") >= len(wrong)
             await a_dead_router_costs_no_stream(client, first, second)
+            await a_stopped_process_is_replaced(client)
         async with house.client(first_token_deadline_s=DEADLINE_S) as hasty:
             await why_none_answers(hasty, first, second)
         async with house.client(first_token_deadline_s=LONG_S) as client:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -95,6 +96,15 @@ async def test_no_stream_notices_a_death(magnus: House, truth: Truth, names: tup
             before = await ready_rows(client)
             kill({before[name].pid for name in names})
         truth.check(3, await read(client, 3, 20), 20)
+
+
+async def test_no_stream_notices_that_the_batcher_was_stopped(magnus: House, truth: Truth) -> None:
+    async with calm_client(magnus) as client:
+        async with under_load(client, truth):
+            stopped = (await ready_rows(client))[ROUTER].pid
+            kill({stopped}, signal.SIGSTOP)
+        router = (await ready_rows(client))[ROUTER]
+        assert router.pid != stopped and "stopped or blocked" in router.last_end
 
 
 async def test_a_batch_that_runs_out_of_memory_is_split_and_nobody_notices(cramped: House, truth: Truth) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from benchmarks.common.streams import LONG_S, stream_body, streams_midway
@@ -26,7 +27,8 @@ RANKS = ("worker-0", "rank-0.1", "rank-0.2", "rank-0.3")
 @pytest.fixture(scope="module")
 def ranked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("ranks")
-    (folder / "farsight.toml").write_text("[actors]\ngpus_per_rank = 1.0\n")
+    actors = "[actors]\ngpus_per_rank = 1.0\nsilence_s = 2.0\n"
+    (folder / "farsight.toml").write_text(f"{actors}[server]\ningress_replicas = 1\n")
     flags = ["--tensor-parallel", "2", "--pipeline-parallel", "2", "--dtype", "float32", "--placement", "fused"]
     flags += ["--proxy", "serve"]
     with pytest.MonkeyPatch.context() as patch:
@@ -54,13 +56,15 @@ def test_a_chat(ranked: Server) -> None:
     assert reply.json()["choices"][0]["message"]["content"] == "HELLO WORLD"
 
 
-def test_a_rank_that_is_killed_takes_the_replica_with_it_and_nothing_is_lost(ranked: Server) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_rank_that_is_lost_takes_the_replica_with_it_and_nothing_else(ranked: Server, number: signal.Signals) -> None:
+    """The others wait in a collective for one that is stopped."""
     before: dict[str, int] = {}
     wait_until(lambda: before.update(ready_ranks(ranked)) or len(before) == len(RANKS), "not every rank is ready")
 
     async def run() -> list[Any]:
         async with streams_midway(ranked.base_url, NUM_STREAMS, NUM_TOKENS) as streams:
-            os.kill(before["rank-0.2"], signal.SIGKILL)
+            os.kill(before["rank-0.2"], number)
             return [stream.outcome for stream in await streams.finish()]
 
     assert asyncio.run(run()) == [(text, ["length"], [], NUM_TOKENS, True) for text in texts_of_one_rank()]
@@ -70,6 +74,16 @@ def test_a_rank_that_is_killed_takes_the_replica_with_it_and_nothing_is_lost(ran
         return len(after) == len(RANKS) and not {*before.values()} & {*after.values()}
 
     wait_until(others, "one lives on, or has not come back")
+    ranked.wait_idle()
+
+
+def test_an_ingress_replica_that_is_stopped_is_replaced(ranked: Server) -> None:
+    """The connections of its clients end with it; Ray Serve notices."""
+    pid = ranked.pid_of("Ingress")
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: not psutil.pid_exists(pid), "it is there still")
+    wait_until(ranked.answers, "no other has taken its place")
+    wait_until(lambda: ranked.pid_of("Ingress") != pid, "the status shows the old one")
     ranked.wait_idle()
 
 

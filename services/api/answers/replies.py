@@ -127,7 +127,8 @@ class Health(BaseModel):
 
 
 class ActorStatus(BaseModel):
-    """``url`` and ``breaker`` are of replicas that are other servers; empty for all else."""
+    """``url`` and ``breaker`` are of replicas that are other servers; empty for all else. ``last_end`` is why the
+    process was replaced the last time."""
 
     name: str
     kind: str
@@ -140,6 +141,7 @@ class ActorStatus(BaseModel):
     http_port: int
     url: str = ""
     breaker: str = ""
+    last_end: str = ""
 
 
 class KVStatus(BaseModel):

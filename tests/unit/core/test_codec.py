@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core import forecast, messages
+from core import forecast, messages, pulse_messages
 from core.codec import PackedInts, decode, encode
 from core.errors import MessageError
 from core.messages import SCHEMA_VERSION
@@ -88,7 +88,7 @@ st.register_type_strategy(log_messages.ArtefactName, st.builds(log_messages.Arte
 MESSAGES = list(
     dict.fromkeys(
         kind
-        for module in (cache_messages, messages, log_messages, forecast)
+        for module in (cache_messages, messages, log_messages, pulse_messages, forecast)
         for kind in vars(module).values()
         if isinstance(kind, type) and dataclasses.is_dataclass(kind)
     )

@@ -99,3 +99,23 @@ async def test_a_call_under_way_ends_with_the_link(links: list[Link]) -> None:
     links[0].call = break_off  # type: ignore[method-assign]
     with pytest.raises(PeerLost):
         await actor.send("piece", "method", b"2")
+
+
+async def test_what_is_due_at_once_and_does_not_come_is_a_lost_peer(
+    links: list[Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The component hangs in one message; it goes on answering others."""
+    actor = Actor("here")
+    await actor.send("piece", "submit", b"0")
+
+    async def never(component: str, method: str, data: bytes) -> bytes:
+        return await asyncio.Future()
+
+    monkeypatch.setattr(links[0], "call", never)
+    monkeypatch.setattr(remote, "REPLY_S", 0.01)
+    with pytest.raises(PeerLost, match="component has not answered submit"):
+        await actor.send("piece", "submit", b"1")
+    poll = asyncio.create_task(actor.send("piece", "poll_tokens", b"2"))
+    await asyncio.sleep(0.05)
+    assert not poll.done(), "it may take as long as there is nothing to tell"
+    poll.cancel()

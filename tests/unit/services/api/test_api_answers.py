@@ -361,7 +361,9 @@ LEARNT = {
 async def test_status(client: httpx.AsyncClient) -> None:
     row = {"name": "worker-0", "kind": "ModelWorker", "pid": 7, "node": "here", "state": "ready", "queue": 2}
     assert (await client.get("/status")).json() == {
-        "actors": [{**row, "last_step_age_s": 0.5, "restarts": 1, "http_port": 4321, "url": "", "breaker": ""}],
+        "actors": [
+            {**row, "last_step_age_s": 0.5, "restarts": 1, "http_port": 4321, "url": "", "breaker": "", "last_end": ""}
+        ],
         "kv": {
             "num_blocks": 8,
             "free_blocks": 5,

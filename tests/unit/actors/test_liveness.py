@@ -1,0 +1,158 @@
+"""Which processes count as hung, on a clock that the tests turn."""
+
+from __future__ import annotations
+
+import pytest
+
+from actors.liveness import PATIENCE, START_S, HostJudge
+from actors.step_bounds import FIRST_STEPS_S, MOST_TIMES, StepBounds
+from core.messages.step_times import StepSample
+from core.pulse_messages import ProcessLife, Pulse, ThreadClock, Work
+
+SILENCE_S = 10.0
+PERIOD_S = 1.0
+LIFE = ProcessLife("node", 1, 2, 3)
+STILL = ThreadClock(5.0, runnable=False)
+
+
+def pulse(*work: Work) -> Pulse:
+    return Pulse(LIFE, work)
+
+
+class Watcher:
+    """Looks every second, unless it is late itself."""
+
+    def __init__(self, *, heard: bool = True) -> None:
+        self.now = 1000.0
+        self._judge = HostJudge(SILENCE_S, PERIOD_S)
+        if heard:
+            assert self.look(pulse()) == ""
+
+    def look(self, pulse: Pulse | None = None, clock: ThreadClock | None = STILL, late_s: float = 0.0) -> str:
+        self.now += PERIOD_S + late_s
+        return self._judge.look(self.now, pulse, clock)
+
+    def looks(self, number: int, pulse: Pulse | None = None, clock: ThreadClock | None = STILL) -> list[str]:
+        """What each of them says."""
+        return [self.look(pulse, clock) for _ in range(number)]
+
+
+def test_a_process_that_stands_still_is_hung_when_it_owes_an_answer_for_so_long() -> None:
+    watcher = Watcher()
+    watcher.look()  # the first reading of its clock has nothing to be compared with
+    assert watcher.looks(9) == [""] * 9
+    assert watcher.look() == "no answer for 11.0 s, stopped or blocked"
+
+
+def test_one_that_answers_is_never_hung_however_still_it_stands() -> None:
+    assert set(Watcher().looks(10_000, pulse())) == {""}
+
+
+def test_an_answer_in_between_begins_the_time_again() -> None:
+    watcher = Watcher()
+    for _ in range(100):
+        assert watcher.looks(9) == [""] * 9
+        assert watcher.look(pulse()) == ""
+
+
+@pytest.mark.parametrize("runnable", [False, True])
+def test_a_process_on_a_machine_with_fifty_others_has_ten_times_as_long(runnable: bool) -> None:
+    """It is given a processor now and then, or waits for one: that it answers late is not its fault."""
+    watcher = Watcher()
+    for second in range(int(PATIENCE * SILENCE_S) - 1):
+        moved = 0.0 if runnable else 0.001 * (second // 5)  # 1 ms every five seconds
+        assert watcher.look(clock=ThreadClock(5.0 + moved, runnable)) == "", second
+    assert watcher.look(clock=ThreadClock(9.0, runnable)) == "no answer for 100.0 s"
+
+
+def test_one_that_has_moved_stands_still_only_from_then_on() -> None:
+    watcher = Watcher()
+    watcher.looks(9)
+    assert watcher.look(clock=ThreadClock(5.1, runnable=False)) == ""
+    assert watcher.looks(9, clock=ThreadClock(5.1, runnable=False)) == [""] * 9
+    assert "stopped or blocked" in watcher.look(clock=ThreadClock(5.1, runnable=False))
+
+
+def test_of_one_on_another_node_nothing_is_known_and_it_has_ten_times_as_long() -> None:
+    watcher = Watcher()
+    assert set(watcher.looks(99, clock=None)) == {""}
+    assert watcher.look(clock=None) == "no answer for 100.0 s"
+
+
+def test_by_how_much_the_watcher_is_late_is_not_held_against_the_process() -> None:
+    """A whole machine that was suspended, or too busy to watch: the answers wait where the watcher has yet to look."""
+    watcher = Watcher()
+    watcher.look()
+    assert [watcher.look(late_s=600.0) for _ in range(4)] == [""] * 4, "each counts as two seconds"
+    assert watcher.look(pulse(), late_s=600.0) == ""
+    watcher.look()
+    assert [watcher.look(late_s=600.0) for _ in range(4)] == [""] * 4
+    assert "stopped" in watcher.look(late_s=600.0)
+
+
+def test_one_that_has_never_been_heard_of_may_take_long_to_start() -> None:
+    watcher = Watcher(heard=False)
+    assert set(watcher.looks(int(START_S), clock=None)) == {""}  # the first look begins
+    assert watcher.look(clock=None) == f"no answer for {START_S:.1f} s"
+
+
+def test_one_that_answered_an_earlier_watcher_has_only_the_usual_time() -> None:
+    watcher = Watcher(heard=False)
+    assert watcher.looks(10) == [""] * 10
+    assert "stopped or blocked" in watcher.look()
+
+
+def step(count: int, clock: ThreadClock | None = STILL, bound_s: float = 30.0, name: str = "worker-0") -> Pulse:
+    return pulse(Work(name, count, bound_s, clock))
+
+
+def test_work_that_stands_still_for_its_bound_is_hung_though_the_process_answers() -> None:
+    watcher = Watcher()
+    assert watcher.looks(30, step(7)) == [""] * 30
+    assert watcher.look(step(7)) == "worker-0: work 7 has not ended for 30.0 s, blocked"
+
+
+def test_work_whose_thread_computes_has_ten_times_its_bound() -> None:
+    watcher = Watcher()
+    for second in range(300):
+        assert watcher.look(step(7, ThreadClock(float(second), runnable=False))) == ""
+    assert watcher.look(step(7, ThreadClock(1e6, runnable=False))) == (
+        "worker-0: work 7 has not ended for 300.0 s, computing or waiting for a processor"
+    )
+
+
+def test_work_of_which_no_thread_is_known_has_ten_times_its_bound() -> None:
+    watcher = Watcher()
+    assert set(watcher.looks(300, step(7, None))) == {""}
+    assert "has not ended for 300.0 s" in watcher.look(step(7, None))
+
+
+def test_progress_and_rest_begin_the_time_again() -> None:
+    watcher = Watcher()
+    for count in range(100):
+        assert watcher.looks(29, step(count)) == [""] * 29
+    assert watcher.looks(29, step(100)) == [""] * 29
+    assert watcher.look(pulse()) == ""
+    assert watcher.looks(29, step(100)) == [""] * 29, "another life of the component, that counts from the beginning"
+
+
+def test_components_of_one_process_are_judged_each_by_itself() -> None:
+    watcher = Watcher()
+    for count in range(30):
+        both = Pulse(LIFE, (Work("worker-1", 3, 30.0, STILL), Work("worker-2", count, 30.0, STILL)))
+        assert watcher.look(both) == ""
+    assert watcher.look(step(3, name="worker-1")).startswith("worker-1: work 3 ")
+
+
+def sample(decode_seqs: int, duration_s: float) -> StepSample:
+    return StepSample(0, decode_seqs, 100 * decode_seqs, duration_s)
+
+
+def test_the_bound_of_a_step_is_twenty_times_its_price_and_a_fixed_time() -> None:
+    bounds = StepBounds(stall_s=60.0)
+    assert bounds.bound_s(sample(4, 0.0)) == FIRST_STEPS_S, "kernels are compiled"
+    assert bounds.bound_s(None) == 60.0
+    for index in range(64):
+        bounds.add(sample(1 + index % 4, 0.5 * (1 + index % 4)))
+    assert bounds.bound_s(sample(2, 0.0)) == pytest.approx(60.0 + MOST_TIMES * 1.0, rel=0.02)
+    assert bounds.bound_s(sample(8, 0.0)) == pytest.approx(60.0 + MOST_TIMES * 4.0, rel=0.02)
