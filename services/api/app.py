@@ -29,7 +29,7 @@ from services.api.answers.replies import (
 )
 from services.api.answers.sse import EventStream, chunks
 from services.api.backend import GenerationBackend
-from services.api.errors import SERVER_ERROR, ApiError, install_error_handlers
+from services.api.errors import SERVER_ERROR, ApiError, install_error_handlers, unhealthy
 from services.api.generate import ChoiceResult, ClientGone, collect, while_connected
 from services.api.jobs import Generation, chat_jobs, check_model, completion_jobs
 from services.api.middleware import BodyLimit, LastResort
@@ -129,8 +129,7 @@ def _operator_routes(backend: GenerationBackend) -> APIRouter:
     @router.get("/health")
     async def health() -> Health:
         if not await backend.healthy():
-            message = "The service cannot take requests now."
-            raise ApiError(message, status=503, kind=SERVER_ERROR, code="unhealthy")
+            raise unhealthy()
         return Health()
 
     @router.get("/status")

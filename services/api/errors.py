@@ -80,6 +80,12 @@ def internal_error() -> ApiError:
     return ApiError(message, status=500, kind=SERVER_ERROR, code="internal_error")
 
 
+def unhealthy() -> ApiError:
+    """What ``/health`` says while requests would only wait."""
+    message = "The service cannot take requests now."
+    return ApiError(message, status=503, kind=SERVER_ERROR, code="unhealthy")
+
+
 def as_api_error(error: Exception) -> ApiError:
     """Any exception as an answer; what nobody expected is logged with its traceback."""
     match error:

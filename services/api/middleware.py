@@ -8,10 +8,17 @@ from contextlib import suppress
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.api.errors import ApiError, as_api_error
+from services.api.pace import PER_TURN, Pace
 
 _DROP_FACTOR = 4
 _DROP_S = 5.0
 """How much of a refused body is still read, in limits and in seconds."""
+
+_HEAVY_BYTES = 4096
+"""So much of a body takes about as long to parse and tokenise as all else of a request ..."""
+
+_MAX_WEIGHT = 4 * PER_TURN
+"""... but it must not keep others waiting for more turns than these: long texts are tokenised in a thread."""
 
 
 class BodyLimit:
@@ -19,11 +26,14 @@ class BodyLimit:
 
     A server that closes a connection with bytes unread makes most clients lose the answer. So a body over the limit is
     read on and dropped, within bounds of size and time, before it is refused.
+
+    A request with a body goes on when ``pace`` has room for it: parsing, tokenising and submitting hold the event loop.
     """
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_body_bytes: int, pace: Pace | None = None) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
+        self._pace = Pace() if pace is None else pace
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -45,6 +55,8 @@ class BodyLimit:
                 body.clear()
                 await self._refuse(f"more than {self._max_body_bytes} bytes", scope, receive, send)
                 return
+        if body:
+            await self._pace.turn(min(1 + len(body) // _HEAVY_BYTES, _MAX_WEIGHT))
         await self._app(scope, _replay(bytes(body), receive), send)
 
     async def _refuse(self, found: str, scope: Scope, receive: Receive, send: Send) -> None:

@@ -448,7 +448,7 @@ class EngineClient:
             kind="Ingress",
             pid=os.getpid(),
             node=socket.gethostname(),
-            state="ready" if self._hears else "waiting",
+            state="ready" if self.hears else "waiting",
             queue=len(self._streams),
             last_step_age_s=None,
             restarts=0,
@@ -456,8 +456,15 @@ class EngineClient:
         )
 
     @property
-    def _hears(self) -> bool:
-        return self._heard_at is not None and time.monotonic() - self._heard_at < UNHEALTHY_AFTER_S
+    def num_open(self) -> int:
+        """Requests whose clients wait."""
+        return len(self._streams)
+
+    @property
+    def hears(self) -> bool:
+        """Whether the Router has spoken of late; may be asked by any thread."""
+        heard_at = self._heard_at
+        return heard_at is not None and time.monotonic() - heard_at < UNHEALTHY_AFTER_S
 
     async def status(self) -> StatusReply:
         """One row for every logical component."""
@@ -498,7 +505,7 @@ class EngineClient:
         return decode(reply, ComponentCounts)
 
     async def healthy(self) -> bool:
-        return self._hears
+        return self.hears
 
     async def close(self) -> None:
         """Stops everything that ``start`` began."""

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import os
 from pathlib import Path
 from typing import Any
 
+from actors.garbage import collect_when_quiet, leave_full_collections_to_us
+from actors.runtime.peer import LOOK_AGAIN_S
 from actors.runtime.site import Site
+from actors.runtime.waiting import again_and_again
 from services.api.admin import Administration
 from services.api.app import build_app
+from services.api.pace import Pace
 from services.api.text.prompts import PromptEncoder
 from services.ingress.connect import open_client
+from services.ingress.engine_client import EngineClient
+from services.launch.haproxy import PROXY_DIRECTORY_VARIABLE
+from services.liveness import Liveness, publish
+from services.paced_http import pace_http
 from services.run_file import ADMIN_TOKEN_VARIABLE
+
+QUIET_REQUESTS = 32
+"""With no more than these open, a full collection of garbage takes a few milliseconds."""
 
 
 class Ingress:
@@ -28,7 +41,23 @@ class Ingress:
         self._administration = Administration(os.environ.get(ADMIN_TOKEN_VARIABLE, ""), scales_ingress)
 
     async def __serve_build_asgi_app__(self) -> Any:
+        pace = Pace()
+        pace_http(pace)  # Ray Serve starts its server in this process once the application is built
         client = await open_client(self._site)
+        await self._tell_liveness(client)
+        leave_full_collections_to_us()
+        collect = functools.partial(collect_when_quiet, lambda: client.num_open + len(pace) <= QUIET_REQUESTS)
+        self._collecting = asyncio.create_task(again_and_again(collect, LOOK_AGAIN_S))
         server = self._site.config.server
         shares = server.prefix_sharing == "all"
         return build_app(client, self._encoder, server.max_body_bytes, self._administration, shares_across_keys=shares)
+
+    @staticmethod
+    async def _tell_liveness(client: EngineClient) -> None:
+        """Where HAProxy is ours. Ray Serve's controller asks the replica's actor, which is on the same event loop."""
+        from ray import serve
+
+        directory = os.environ.get(PROXY_DIRECTORY_VARIABLE)
+        if directory:
+            port = await Liveness(lambda: client.hears).start()
+            publish(port, serve.get_replica_context().replica_id.unique_id, Path(directory))

@@ -295,3 +295,5 @@ def _set_environment(directory: Path, proxy: str, ports: range) -> None:
     if proxy == "haproxy":
         os.environ |= haproxy_environment(directory, ports)
         del os.environ["RAY_SERVE_ENABLE_DIRECT_INGRESS"]
+    else:
+        os.environ["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] = "services.proxy_errors.middlewares"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import subprocess
 import time
@@ -14,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks.burst import load
 from services.launch.launch import EMBEDDED_NAME
 from tests.e2e.server import LONG_S, Server, farsight, holds_torch, start_server, wait_until
 
@@ -100,3 +102,30 @@ async def test_replicas_make_up_the_same_answers_and_go_on_with_each_others(emul
         again = await stream(client, "Prompt 0", begun, **limit)
     assert texts[0] == texts[1] == again and texts[2] == texts[3] != again
     await asyncio.to_thread(emulated.wait_idle)
+
+
+async def test_a_burst_is_answered_whole_and_the_server_can_be_asked_how_it_is_meanwhile(emulated: Server) -> None:
+    """2,000 at once, each on a connection of its own."""
+    _allow_open_files()
+    asked: list[int] = []
+
+    async def ask() -> None:
+        async with httpx.AsyncClient(base_url=emulated.base_url, timeout=LONG_S) as client:
+            while True:
+                health, status = await client.get("/health"), await client.get("/status")
+                asked.extend((health.status_code, status.status_code))
+
+    asking = asyncio.create_task(ask())
+    blocking = load(emulated.port, 1000, 1000, stream=False, max_tokens=2, words=3)
+    streaming = load(emulated.port, 1000, 1000, stream=True, max_tokens=2, words=3)
+    for answers in await asyncio.gather(blocking, streaming):
+        assert answers.outcomes == {"200": 1000}
+        assert not answers.wrong
+    asking.cancel()
+    assert len(asked) >= 2 and set(asked) == {200}
+    await asyncio.to_thread(emulated.wait_idle)
+
+
+def _allow_open_files() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

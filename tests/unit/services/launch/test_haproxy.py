@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
 import subprocess
 import sys
@@ -13,8 +14,9 @@ import pytest
 
 from core.config.server import ServerConfig
 from core.errors import ConfigError
-from services.launch.haproxy import haproxy_environment
+from services.launch.haproxy import PROXY_DIRECTORY_VARIABLE, haproxy_environment, max_connections
 from services.launch.ports import reserved_ports
+from services.liveness import publish
 
 LONG_S = 120.0
 
@@ -32,6 +34,16 @@ def test_all_files_lie_in_the_directory_and_all_ports_differ(tmp_path: Path) -> 
     places = [name for name in environment if name.endswith(("_PATH", "_LOC", "_FILE", "_BASE"))]
     assert len(places) == 6
     assert all(environment[name].startswith(str(tmp_path)) for name in places)
+
+
+@pytest.mark.parametrize(
+    ("files", "connections"), [(20_000, 7800), (1_000_000, 30_000), (resource.RLIM_INFINITY, 30_000), (600, 100)]
+)
+def test_connections_are_bounded_by_the_files_that_may_be_open(
+    files: int, connections: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, files))
+    assert max_connections() == connections
 
 
 def _write_config(environment: dict[str, str], path: Path, listen: str) -> Path:
@@ -58,6 +70,21 @@ def test_the_wrapper_moves_the_pages_of_statistics_to_the_loopback_interface(tmp
     metrics, stats = (environment[f"RAY_SERVE_HAPROXY_{name}_PORT"] for name in ("METRICS", "STATS"))
     binds = [line.strip() for line in written.read_text().splitlines() if "bind" in line]
     assert binds == [f"bind 127.0.0.1:{metrics}", "bind *:8000", f"bind 127.0.0.1:{stats}"]
+
+
+def test_the_wrapper_has_a_replica_checked_where_it_published_its_life(tmp_path: Path) -> None:
+    """Ray writes the file into a folder of the node."""
+    with reserved_ports() as ports:
+        environment = haproxy_environment(tmp_path, ports)
+    publish(4321, "abc", Path(environment[PROXY_DIRECTORY_VARIABLE]))
+    (tmp_path / "node").mkdir()
+    written = _write_config(environment, tmp_path / "node" / "haproxy.cfg", "127.0.0.1:8000")
+    server = "    server SERVE_REPLICA_farsight-Ingress-abc 127.0.0.1:30001 check"
+    with written.open("a") as file:
+        file.write(f"frontend more\n    bind 127.0.0.1:8001\n    use_backend work\nbackend work\n{server}\n")
+    check = [environment["RAY_SERVE_HAPROXY_BINARY_PATH"], "-c", "-f", str(written)]
+    assert subprocess.run(check, capture_output=True, timeout=200).returncode == 0
+    assert f"{server} port 4321\n" in written.read_text()
 
 
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="util-linux's setpriv is not installed")

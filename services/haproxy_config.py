@@ -1,0 +1,130 @@
+"""What Farsight changes in the configuration that Ray writes for HAProxy, before HAProxy reads it.
+
+It runs as a program for each start of HAProxy, so it imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+CHECK_PATH = "/-/healthz"
+"""What Ray has HAProxy ask its servers."""
+
+HEALTH_PATH = "/health"
+LIVENESS_FOLDER = "liveness"
+"""In the directory of HAProxy's files: a file for each ingress replica, called by its id, with the port that tells of
+its life."""
+
+_HEALTH_BACKEND = "farsight-health"
+_SERVER = re.compile(r"^    server (\S+) \S+ check\b(?! backup)")
+
+_MESSAGES = {
+    400: "The request is not valid HTTP.",
+    408: "The request did not come within the time limit.",
+    500: "The server failed to process the request; its log has the details.",
+    502: "The server closed the connection before it answered. The request may be sent again.",
+    503: "No ingress replica takes requests now. The request may be sent again.",
+    504: "The server did not answer within the time limit. The request may be sent again.",
+}
+_CODES = {400: "bad_request", 408: "request_timeout", 500: "internal_error"}
+_STARTING = "Nothing is served yet, or no longer."
+
+
+def edited(text: str, metrics_port: int, stats_port: int, liveness: Mapping[str, int]) -> str:
+    """The configuration as HAProxy is to have it.
+
+    - The two pages of statistics move from all interfaces to the loopback interface.
+    - ``splice-request`` goes: with it, HAProxy does not see that a client has left whose body came behind its head.
+    - A replica's life is asked for at the port that tells of it, if it has one, and ``/health`` is answered there.
+    - Errors of HAProxy's own, and plain texts of Ray, get the shape of the OpenAI API, and the status that they have.
+
+    Args:
+        liveness: The port for each replica's id. Servers that it does not name are checked as Ray has it.
+    """
+    lines: list[str] = []
+    health: list[str] = []
+    for line in text.splitlines():
+        found = _SERVER.match(line)
+        port = liveness.get(re.split(r"[^A-Za-z0-9]", found[1])[-1]) if found else None
+        if found and port is not None:
+            line += f" port {port}"
+            health.append(f"    server {found[1]} 127.0.0.1:{port} check")
+        lines += _edited_line(line, metrics_port, stats_port)
+    if health:
+        lines = [*_with_health_rule(lines), *_health_backend(health)]
+    return "\n".join(lines) + "\n"
+
+
+def _edited_line(line: str, metrics_port: int, stats_port: int) -> list[str]:
+    stripped = line.strip()
+    indent = line[: len(line) - len(line.lstrip())]
+    if stripped == "option splice-request" or stripped.startswith("errorfile "):
+        return []
+    if stripped == f"bind :{metrics_port}":
+        return [f"{indent}bind 127.0.0.1:{metrics_port}"]
+    if stripped == f"bind *:{stats_port}":
+        return [f"{indent}bind 127.0.0.1:{stats_port}"]
+    if stripped.startswith("http-request return status 404 content-type text/plain"):
+        return [f"{indent}http-request return status 503 {_json(503, _STARTING)} hdr Retry-After 1"]
+    if stripped == "defaults":
+        return [line, *(f"    http-error status {status} {_json(status)}" for status in _MESSAGES)]
+    if stripped == "frontend http_frontend":
+        plain = "{ res.hdr(content-type) -m beg text/plain }"
+        return [
+            line,
+            *(
+                f"    http-response return status {status} {_json(status)} if {{ status {status} }} {plain}"
+                for status in _MESSAGES
+            ),
+        ]
+    return [line]
+
+
+def error_json(status: int, message: str = "") -> str:
+    """The body of an error that a proxy tells of, in the shape of the OpenAI API."""
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    code = _CODES.get(status, "unavailable" if status >= 500 else None)
+    message = message or _MESSAGES.get(status, f"The request failed with status {status}.")
+    return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}})
+
+
+def _json(status: int, message: str = "") -> str:
+    return f"content-type application/json string '{error_json(status, message)}'"
+
+
+def _with_health_rule(lines: list[str]) -> list[str]:
+    """Before all others, since the first that fits is taken; while no replica's life is told it is not."""
+    first = next(number for number, line in enumerate(lines) if line.strip().startswith("use_backend "))
+    rule = f"    use_backend {_HEALTH_BACKEND} if {{ path {HEALTH_PATH} }} {{ nbsrv({_HEALTH_BACKEND}) gt 0 }}"
+    return [*lines[:first], rule, *lines[first:]]
+
+
+def _health_backend(servers: list[str]) -> list[str]:
+    check = [f"    option httpchk GET {CHECK_PATH}", "    http-check expect status 200"]
+    default = "    default-server inter 1s fastinter 250ms downinter 250ms fall 2 rise 1"
+    return [f"backend {_HEALTH_BACKEND}", *check, default, *servers]
+
+
+def read_liveness(directory: Path) -> dict[str, int]:
+    """What the replicas of this node have published."""
+    folder = directory / LIVENESS_FOLDER
+    files = folder.iterdir() if folder.is_dir() else ()
+    return {file.name: int(file.read_text()) for file in files if not file.name.startswith(".")}
+
+
+def main() -> None:
+    """``haproxy_config.py FILE METRICS_PORT STATS_PORT DIRECTORY``: edits the file in place.
+
+    The directory is the one that replicas publish in; Ray puts the file into a folder of it for each node.
+    """
+    file, directory = Path(sys.argv[1]), Path(sys.argv[4])
+    text = edited(file.read_text("utf-8"), int(sys.argv[2]), int(sys.argv[3]), read_liveness(directory))
+    file.write_text(text, "utf-8")
+
+
+if __name__ == "__main__":
+    main()

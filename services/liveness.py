@@ -1,0 +1,175 @@
+"""Says that an ingress replica lives, apart from the event loop whose life it tells of.
+
+A thread with an event loop of its own answers, on a port of the loopback interface: HAProxy's checks and ``/health``
+need not wait behind the work of a burst. It answers for the loop that serves requests: once that has not turned for
+``HUNG_S``, the replica counts as dead, though its process lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+from services.api.answers.replies import Health
+from services.api.errors import ApiError, unhealthy
+from services.haproxy_config import CHECK_PATH, HEALTH_PATH, LIVENESS_FOLDER
+
+BEAT_S = 0.25
+HUNG_S = 10.0
+"""A loop that has not turned for so long is not busy but stuck: in a burst a turn takes tens of milliseconds."""
+
+SWITCH_S = 0.001
+"""How long a busy event loop keeps the interpreter from the thread, which needs it a dozen times for an answer."""
+
+REQUEST_S = 5.0
+MAX_REQUEST_BYTES = 8192
+MAX_CONNECTIONS = 256
+"""What a caller may take of the thread: so long for its request, so much of it, and so many callers at once."""
+
+
+class Liveness:
+    """Watches the event loop that calls ``start``, until ``stop``.
+
+    Args:
+        healthy: Whether requests can be taken; called in the thread, so it may only read.
+        now: A monotonic clock, in seconds.
+    """
+
+    def __init__(self, healthy: Callable[[], bool], now: Callable[[], float] = time.monotonic) -> None:
+        self._healthy = healthy
+        self._now = now
+        self._turned_at = now()
+        self._beat: asyncio.TimerHandle | None = None
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._open: set[_Connection] = set()
+        self.port = 0
+
+    @property
+    def alive(self) -> bool:
+        """Whether the watched loop has turned of late."""
+        return self._now() - self._turned_at < HUNG_S
+
+    async def start(self) -> int:
+        """Begins to answer; returns the port."""
+        self._watch()
+        sys.setswitchinterval(SWITCH_S)
+        listens: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        watched = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, args=(watched, listens), name="liveness", daemon=True)
+        self._thread.start()
+        await listens
+        return self.port
+
+    def stop(self) -> None:
+        """Ends the thread; harmless where nothing was started."""
+        if self._beat is not None:
+            self._beat.cancel()
+        if self._thread is not None and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+
+    def _watch(self) -> None:
+        self._turned_at = self._now()
+        self._beat = asyncio.get_running_loop().call_later(BEAT_S, self._watch)
+
+    def _run(self, watched: asyncio.AbstractEventLoop, listens: asyncio.Future[None]) -> None:
+        self._loop = loop = asyncio.SelectorEventLoop()  # whatever the process uses elsewhere
+        try:
+            server = loop.run_until_complete(
+                loop.create_server(lambda: _Connection(self.reply, self._open), "127.0.0.1", 0)
+            )
+        except OSError as error:
+            watched.call_soon_threadsafe(listens.set_exception, error)
+            loop.close()
+            return
+        self.port = server.sockets[0].getsockname()[1]
+        watched.call_soon_threadsafe(listens.set_result, None)
+        loop.run_forever()
+        server.close()
+        for connection in self._open:
+            connection.give_up()
+        loop.run_until_complete(server.wait_closed())
+        loop.close()
+
+    def reply(self, head: bytes) -> bytes:
+        """The answer to a request of which this is the beginning."""
+        method, _, rest = head.partition(b" ")
+        path = rest.split(b" ", 1)[0].partition(b"?")[0].decode("latin-1")
+        if method != b"GET":
+            error = ApiError("Wrong HTTP method; this address takes GET.", code="method_not_allowed")
+            return _http(405, error.body(), "Allow: GET\r\n")
+        if path == CHECK_PATH and self.alive:
+            return _http(200, {"status": "ok"})
+        if path == HEALTH_PATH and self.alive and self._healthy():
+            return _http(200, Health().model_dump())
+        if path in (CHECK_PATH, HEALTH_PATH):
+            return _http(503, unhealthy().body())
+        return _http(404, ApiError(f"There is no {path}.", code="not_found").body())
+
+
+class _Connection(asyncio.Protocol):
+    """One question, one answer."""
+
+    def __init__(self, reply: Callable[[bytes], bytes], all_open: set[_Connection]) -> None:
+        self._reply = reply
+        self._all_open = all_open
+        self._transport: asyncio.Transport | None = None
+        self._patience: asyncio.TimerHandle | None = None
+        self._head = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's own is not a subclass
+        if len(self._all_open) >= MAX_CONNECTIONS:
+            self._transport.abort()
+            return
+        self._all_open.add(self)
+        self._patience = asyncio.get_running_loop().call_later(REQUEST_S, self.give_up)
+
+    def data_received(self, data: bytes) -> None:
+        assert self._transport is not None
+        self._head += data
+        if b"\r\n\r\n" in self._head:
+            self._transport.write(self._reply(self._head))
+            self._transport.close()
+        elif len(self._head) > MAX_REQUEST_BYTES:
+            self.give_up()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._all_open.discard(self)
+        if self._patience is not None:
+            self._patience.cancel()
+
+    def give_up(self) -> None:
+        """Closes it unanswered."""
+        if self._transport is not None:
+            self._transport.abort()
+
+
+_PHRASES = {200: "OK", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
+
+
+def _http(status: int, body: dict[str, object], headers: str = "") -> bytes:
+    data = json.dumps(body).encode()
+    head = f"HTTP/1.1 {status} {_PHRASES[status]}\r\nContent-Type: application/json\r\n{headers}"
+    return f"{head}Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode() + data
+
+
+def publish(port: int, replica_id: str, directory: Path) -> None:
+    """Tells the proxy of this node where the replica's life is told.
+
+    Args:
+        replica_id: As Ray Serve has it; the end of the name that it gives to the replica in HAProxy's configuration.
+        directory: Of the proxy's files.
+    """
+    folder = directory / LIVENESS_FOLDER
+    folder.mkdir(mode=0o700, exist_ok=True)
+    unfinished = folder / f".{replica_id}"
+    unfinished.write_text(str(port))
+    unfinished.rename(folder / replica_id)

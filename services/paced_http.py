@@ -1,0 +1,167 @@
+"""The HTTP server of an ingress replica, which begins new requests at a pace that leaves the event loop free."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from typing import Any, cast
+
+from uvicorn.config import HTTP_PROTOCOLS
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from services.api.pace import Pace
+
+ACCEPTED_PER_TURN = 64
+"""Connections taken from the listening socket in one turn of the event loop: some 5 ms."""
+
+BACKLOG = 4096
+"""Connections that may wait to be accepted. Beyond it the kernel drops them, and clients try again after seconds."""
+
+_DESCRIPTORS = "/proc/self/fd"
+
+logger = logging.getLogger(__name__)
+
+
+class PacedHttp(HttpToolsProtocol):
+    """One connection. The first bytes of a POST wait until the pace admits them; what is under way goes on.
+
+    So a request that waits has cost no more than its connection: it is neither parsed nor routed, and Ray Serve has
+    not begun with it. Reading rests meanwhile, so at most one read's bytes are kept. Other methods are not held: a
+    look at the status goes ahead of the queue.
+    """
+
+    def __init__(self, pace: Pace, server: PacedServer, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._pace = pace
+        self._server = server
+        self._held: list[bytes] = []
+        self._rests = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if self.server is not None:
+            self._server.listens_on(self.server[1])
+
+    def data_received(self, data: bytes) -> None:
+        if self._held:
+            self._held.append(data)  # had been read before the pause
+        elif self._begins(data):
+            self._held.append(data)
+            self._unset_keepalive_if_required()  # the connection is not idle
+            self._pace.submit(self._begin)
+            if self._held:
+                self._rests = True
+                self.transport.pause_reading()
+        else:
+            super().data_received(data)
+
+    def _begins(self, data: bytes) -> bool:
+        return (self.cycle is None or self.cycle.response_complete) and data.startswith(b"POST ")
+
+    def _begin(self) -> None:
+        held, self._held = self._held, []
+        if self.transport.is_closing():
+            return
+        if self._rests:
+            self._rests = False
+            self.transport.resume_reading()
+        for data in held:
+            super().data_received(data)
+
+    def shutdown(self) -> None:
+        """The server stops listening: what has come is still answered."""
+        self._begin()
+        super().shutdown()
+
+
+class PacedServer:
+    """Makes the connections of a uvicorn server; when one comes, it accepts the others that wait as well.
+
+    uvloop takes one connection from a listening socket in each turn of the event loop. In a burst a turn takes some
+    10 ms: the socket's queue would fill, the kernel drop what comes then, and health checks wait behind all the rest.
+    """
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+        self._listener: tuple[int, int] | None = None  # port and file descriptor
+        self._arguments: dict[str, Any] = {}
+        self._greetings: set[asyncio.Task[Any]] = set()
+
+    def __call__(self, **arguments: Any) -> asyncio.Protocol:
+        """The protocol of a connection that the server has accepted; with what uvicorn hands to its protocols."""
+        self._arguments = arguments
+        self._accept_others()
+        return self._protocol()
+
+    def listens_on(self, port: int | None) -> None:
+        """Where the server listens; told by its connections."""
+        if port is None or (self._listener is not None and self._listener[0] == port):
+            return
+        descriptor = _find_listener(port)
+        if descriptor is not None:
+            self._listener = port, descriptor
+            with _duplicate(descriptor) as listener:
+                listener.listen(BACKLOG)
+
+    def _protocol(self) -> asyncio.Protocol:
+        return PacedHttp(self._pace, self, **self._arguments)
+
+    def _accept_others(self) -> None:
+        if self._listener is None:
+            return
+        port, descriptor = self._listener
+        with contextlib.suppress(OSError), _duplicate(descriptor) as listener:
+            if _listens(listener, port):
+                for _ in range(ACCEPTED_PER_TURN):
+                    self._greet(listener.accept()[0])  # BlockingIOError: there are no others
+            else:
+                self._listener = None
+
+    def _greet(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        loop = asyncio.get_running_loop()
+        greeting = loop.create_task(loop.connect_accepted_socket(self._protocol, connection))
+        self._greetings.add(greeting)
+        greeting.add_done_callback(self._greeted)
+
+    def _greeted(self, greeting: asyncio.Task[Any]) -> None:
+        self._greetings.discard(greeting)
+        if not greeting.cancelled() and greeting.exception() is not None:
+            logger.warning("a connection was lost while it was accepted", exc_info=greeting.exception())
+
+
+def pace_http(pace: Pace) -> None:
+    """What every uvicorn server uses that this process starts from now on, as Ray Serve does in an ingress replica."""
+    # uvicorn takes a name to import, or what the name stands for.
+    cast(dict[str, Any], HTTP_PROTOCOLS)["auto"] = PacedServer(pace)
+
+
+def _duplicate(descriptor: int) -> socket.socket:
+    """Raises OSError if it is no socket."""
+    duplicate = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=duplicate)
+    except OSError:
+        os.close(duplicate)
+        raise
+
+
+def _find_listener(port: int) -> int | None:
+    """The descriptor of the socket of this process that listens on the port; None where the system does not tell."""
+    descriptors = os.listdir(_DESCRIPTORS) if os.path.isdir(_DESCRIPTORS) else []
+    for descriptor in map(int, descriptors):
+        with contextlib.suppress(OSError), _duplicate(descriptor) as candidate:
+            if _listens(candidate, port):
+                return descriptor
+    return None
+
+
+def _listens(candidate: socket.socket, port: int) -> bool:
+    """Whether it is a TCP socket that listens there."""
+    if candidate.family not in (socket.AF_INET, socket.AF_INET6) or candidate.type != socket.SOCK_STREAM:
+        return False
+    listens = candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
+    return listens and candidate.getsockname()[1] == port

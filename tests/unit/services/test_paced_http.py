@@ -1,0 +1,181 @@
+"""The HTTP server of an ingress replica, with a pace that a test sets itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+import uvloop
+
+from services.api.pace import Pace
+from services.paced_http import ACCEPTED_PER_TURN, PacedServer, _find_listener
+
+POST = b"POST /work HTTP/1.1\r\nHost: here\r\nContent-Length: 2\r\n\r\n{}"
+GET = b"GET /look HTTP/1.1\r\nHost: here\r\n\r\n"
+
+
+class HeldPace(Pace):
+    """Admits what a test says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.jobs: list[Callable[[], None]] = []
+
+    def submit(self, job: Callable[[], None], weight: int = 1) -> None:
+        self.jobs.append(job)
+
+    def admit(self) -> None:
+        self.jobs.pop(0)()
+
+
+class App:
+    """Answers with the path, and counts."""
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        self.paths.append(scope["path"])
+        body = scope["path"].encode()
+        headers = [(b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+@contextlib.asynccontextmanager
+async def serving(app: App, pace: Pace) -> AsyncIterator[tuple[uvicorn.Server, int]]:
+    """As Ray Serve starts it: on a socket that is bound already."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        config = uvicorn.Config(app, http=PacedServer(pace), lifespan="off", log_level="critical")  # type: ignore[arg-type]
+        server = uvicorn.Server(config)
+        running = asyncio.create_task(server._serve([bound]))
+        while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
+            await asyncio.sleep(0)
+        yield server, bound.getsockname()[1]
+        server.should_exit = True
+        await running
+
+
+async def connect(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection("127.0.0.1", port)
+
+
+async def reply(reader: asyncio.StreamReader) -> bytes:
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    return await reader.readexactly(5)
+
+
+async def until(holds: Callable[[], object]) -> None:
+    async with asyncio.timeout(120):
+        while not holds():  # noqa: ASYNC110 - the thing waited for has no event
+            await asyncio.sleep(0.001)
+
+
+async def test_a_request_is_not_begun_before_it_is_admitted_and_looks_go_ahead() -> None:
+    app, pace = App(), HeldPace()
+    async with serving(app, pace) as (_, port):
+        reader, writer = await connect(port)
+        writer.write(POST)
+        await until(lambda: pace.jobs)
+        looking, look = await connect(port)
+        look.write(GET)
+        assert await reply(looking) == b"/look"
+        assert app.paths == ["/look"]
+        pace.admit()
+        assert await reply(reader) == b"/work"
+        writer.write(POST)  # the next of the same connection
+        await until(lambda: pace.jobs)
+        assert app.paths == ["/look", "/work"]
+        pace.admit()
+        assert await reply(reader) == b"/work"
+        writer.close()
+        look.close()
+
+
+async def test_a_body_that_comes_later_is_not_held_again() -> None:
+    app, pace = App(), HeldPace()
+    async with serving(app, pace) as (_, port):
+        reader, writer = await connect(port)
+        writer.write(POST[:-2])
+        await until(lambda: pace.jobs)
+        pace.admit()
+        writer.write(POST[-2:])
+        assert await reply(reader) == b"/work"
+        assert not pace.jobs
+        writer.close()
+
+
+async def test_a_client_that_has_gone_costs_nothing() -> None:
+    app, pace = App(), HeldPace()
+    async with serving(app, pace) as (server, port):
+        _, writer = await connect(port)
+        writer.write(POST)
+        await until(lambda: pace.jobs)
+        [connection] = server.server_state.connections
+        connection.transport.abort()
+        await until(lambda: not server.server_state.connections)
+        pace.admit()
+        await asyncio.sleep(0)
+        assert not app.paths
+        writer.close()
+
+
+async def test_what_waits_when_the_server_stops_is_still_answered() -> None:
+    app, pace = App(), HeldPace()
+    async with serving(app, pace) as (server, port):
+        reader, writer = await connect(port)
+        writer.write(POST)
+        await until(lambda: pace.jobs)
+        server.should_exit = True
+        assert await reply(reader) == b"/work"
+        assert await reader.read() == b""
+        pace.admit()  # too late, and harmless
+        assert app.paths == ["/work"]
+        writer.close()
+
+
+async def test_looking_for_the_listening_socket_leaves_no_file_open() -> None:
+    async with serving(App(), HeldPace()) as (_, port):  # the event loop has files that are no sockets
+        before = _num_open_files()
+        found = _find_listener(port)
+        assert found is not None
+        assert _find_listener(1) is None
+        assert _num_open_files() == before
+
+
+def _num_open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.parametrize("new_loop", [uvloop.new_event_loop, asyncio.new_event_loop])
+def test_many_connections_are_accepted_in_a_turn(new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    """uvloop by itself takes one."""
+    count = 5 * ACCEPTED_PER_TURN
+
+    async def turns_to_accept() -> int:
+        async with serving(App(), HeldPace()) as (server, port):
+            _, first = await connect(port)  # tells where the server listens
+            await until(lambda: server.server_state.connections)
+            clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(count)]
+            turns = 0
+            while len(server.server_state.connections) <= count:
+                await asyncio.sleep(0)
+                turns += 1
+                assert turns < 10_000_000
+            for client in clients:
+                client.close()
+            first.close()
+        return turns
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        assert runner.run(turns_to_accept()) < count / 4

@@ -1,0 +1,72 @@
+"""Errors of Ray Serve's own proxy."""
+
+from __future__ import annotations
+
+import importlib
+
+import httpx
+import pytest
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from services.proxy_errors import OpenAIErrors, middlewares
+
+
+def answering(response: Response) -> ASGIApp:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await response(scope, receive, send)
+
+    return OpenAIErrors(app)
+
+
+async def get(app: ASGIApp, path: str = "/v1/models") -> httpx.Response:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
+        return await client.get(path)
+
+
+@pytest.mark.parametrize(("status", "code"), [(500, "internal_error"), (503, "unavailable"), (404, None)])
+async def test_plain_text_becomes_an_error_of_the_api_with_the_same_status(status: int, code: str | None) -> None:
+    reply = await get(answering(PlainTextResponse("Internal Server Error", status)))
+    assert reply.status_code == status
+    assert reply.headers["content-type"] == "application/json"
+    error = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == code
+
+
+async def test_what_the_proxy_raises_becomes_one_as_well() -> None:
+    async def broken(scope: Scope, receive: Receive, send: Send) -> None:
+        raise RuntimeError("the replica died")
+
+    reply = await get(OpenAIErrors(broken))
+    assert (reply.status_code, reply.json()["error"]["code"]) == (500, "internal_error")
+
+
+async def test_what_the_proxy_does_not_answer_becomes_one_as_well() -> None:
+    async def silent(scope: Scope, receive: Receive, send: Send) -> None:
+        pass
+
+    reply = await get(OpenAIErrors(silent))
+    assert (reply.status_code, reply.json()["error"]["code"]) == (500, "internal_error")
+
+
+async def test_a_failure_in_the_middle_of_an_answer_ends_the_connection() -> None:
+    async def broken(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise RuntimeError("the replica died")
+
+    with pytest.raises(RuntimeError, match="the replica died"):
+        await get(OpenAIErrors(broken))
+
+
+async def test_all_else_passes_as_it_is() -> None:
+    ours = {"error": {"message": "ours"}}
+    assert (await get(answering(JSONResponse(ours, 503)))).json() == ours
+    assert (await get(answering(PlainTextResponse("metrics")))).text == "metrics"
+    assert (await get(answering(PlainTextResponse("draining", 503)), "/-/healthz")).text == "draining"
+
+
+def test_ray_finds_it_where_its_environment_says() -> None:
+    module, _, name = "services.proxy_errors.middlewares".rpartition(".")
+    assert [each.cls for each in getattr(importlib.import_module(module), name)()] == [OpenAIErrors]
+    assert len(middlewares()) == 1
