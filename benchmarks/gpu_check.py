@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from engine.devices.cuda import device_problem, is_lost
+from engine.cuda import device_problem, is_lost
 from services.bench.report import markdown_table
 
 TESTS = Path(__file__).parents[1] / "tests" / "gpu"

@@ -27,11 +27,11 @@ import torch
 
 from benchmarks.common.gpu_models import SHAPES, model_config, random_weights
 from core.request import Request, Residency, SamplingParams
+from engine import cuda
 from engine.attention.attention import AttentionBackend
 from engine.attention.step_sizes import StepSizes
 from engine.attention.torch_attention import TorchAttention
 from engine.checkpoint.model_config import ModelConfig
-from engine.devices import cuda
 from engine.kv.kv_pool import KVPool
 from engine.kv.stream_copier import HostBlocks, StreamCopier
 from engine.sequence import Sequence

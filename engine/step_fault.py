@@ -26,6 +26,6 @@ def lost_on(device: str) -> Callable[[], bool]:
     """
     if device != "cuda":
         return lambda: False
-    from engine.devices import cuda
+    from engine import cuda
 
     return cuda.is_lost

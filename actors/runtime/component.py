@@ -13,7 +13,7 @@ from actors.runtime.peer import PeerBook
 from actors.runtime.site import Site
 from core.config.load import FarsightConfig
 from core.errors import MessageError
-from core.pulse_messages import Work
+from core.messages.pulse import Work
 
 
 @dataclass(frozen=True, slots=True)

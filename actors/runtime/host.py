@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from prometheus_client import CollectorRegistry, generate_latest
 
-from actors.process_clock import own_life
+from actors.pulse.process_clock import own_life
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.health import HealthServer
 from actors.runtime.local_link import listen
@@ -19,10 +19,10 @@ from actors.runtime.metrics import RefusedMessages
 from actors.runtime.peer import PeerLost
 from actors.runtime.registry import component_class
 from actors.runtime.site import Site
-from actors.watching import Lives, own_node, period_s
+from actors.runtime.watching import Lives, own_node, period_s
 from core.codec import encode
+from core.messages.pulse import Pulse
 from core.messages.status import ComponentRows, ComponentStatus
-from core.pulse_messages import Pulse
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from actors.runtime.nodes import head_node, living_nodes
 from actors.runtime.peer import LOOK_AGAIN_S
 from actors.runtime.rank_groups import rank_options
 from actors.runtime.site import Site
-from actors.watching import watched
+from actors.runtime.watching import watched
 
 CREATE_TIMEOUT_S = 30.0
 """For the name of a dead actor to come free."""

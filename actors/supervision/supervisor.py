@@ -27,8 +27,8 @@ from actors.runtime.names import ROUTER, SUPERVISOR, host_of
 from actors.runtime.nodes import Homes
 from actors.runtime.peer import LOOK_AGAIN_S, PeerLost
 from actors.runtime.rank_groups import remove_rank_group
+from actors.runtime.watching import watched
 from actors.supervision.autoscaler import Autoscaler
-from actors.watching import watched
 from core.codec import decode, encode
 from core.errors import FarsightError, MessageError
 from core.messages.fleet import InFlight, ReplicaName

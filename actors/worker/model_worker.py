@@ -23,21 +23,21 @@ from typing import TYPE_CHECKING
 import ray
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from actors.process_clock import read_clock
+from actors.pulse.process_clock import read_clock
+from actors.pulse.step_bounds import StepBounds
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.metrics import EngineMetrics
 from actors.runtime.waiting import wait_for
-from actors.step_bounds import StepBounds
 from actors.worker.step_loop import Step, StepLoop
 from actors.worker.token_channel import TICK_S
 from actors.worker.token_channels import POLL_TIMEOUT_S, TokenChannels
 from core.codec import decode, encode
 from core.errors import RankLost
 from core.messages.plans import Plan, ReportPoll
+from core.messages.pulse import Work
 from core.messages.rank import RankTicket
 from core.messages.step_times import StepSample
 from core.messages.tokens import TokenDelta, TokenPoll
-from core.pulse_messages import Work
 from estimator.samples import step_sample
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from core.config.engine import EngineConfig
 from core.errors import ConfigError
+from engine import cuda
 from engine.attention.step_sizes import StepSizes
 from engine.checkpoint.model_config import ModelConfig, resolve_max_model_len
 from engine.checkpoint.weights import ModelWeights, load_weights, parse_dtype
-from engine.devices import cuda
 from engine.devices.device import Device, num_host_pool_blocks, num_pool_blocks
 from engine.devices.model_device import AUTO_SHARE, available_bytes
 from engine.kv.kv_pool import KVPool

@@ -19,7 +19,7 @@ STAGING_BYTES = 64 * 2**20
 
 
 class Stream(Protocol):
-    """Where copies are launched; see ``engine.devices.cuda.SideStream``."""
+    """Where copies are launched; see ``engine.cuda.SideStream``."""
 
     def after_steps(self) -> AbstractContextManager[object]: ...
     def mark(self) -> Callable[[], None]: ...

@@ -25,7 +25,7 @@ def check_gpu(engine: EngineConfig) -> None:
     """Raises ConfigError if this rank is to compute on a GPU and has none."""
     if engine.device != "cuda":
         return
-    from engine.devices import cuda
+    from engine import cuda
 
     problem = cuda.device_problem()
     if problem is not None:
@@ -36,7 +36,7 @@ def recover_on(device: str) -> Callable[[], None]:
     """What frees memory of a device that has run out of it, as far as that can be done."""
     if device != "cuda":
         return lambda: None
-    from engine.devices import cuda
+    from engine import cuda
 
     return cuda.recover
 
@@ -51,7 +51,7 @@ def free_bytes(part: Part, weights: StageWeights, engine: EngineConfig, num_shar
     """
     if engine.device != "cuda":
         return int(AUTO_SHARE / num_sharers * available_bytes())
-    from engine.devices import cuda
+    from engine import cuda
 
     return cuda.free_bytes(engine.gpu_memory_utilization, lambda: run_largest_step(part, weights, engine))
 

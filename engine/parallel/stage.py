@@ -192,7 +192,7 @@ def make_pools(part: Part, pools: RankPools, engine: EngineConfig, dtype: torch.
     if not pools.num_host_blocks:
         return pool, None
     if device == "cuda":
-        from engine.devices import cuda
+        from engine import cuda
 
         host = HostBlocks(pool, pools.num_host_blocks)
         cuda.pin(host.data)

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from actors.garbage import collect_when_quiet, leave_full_collections_to_us
+from actors.runtime.garbage import collect_when_quiet, leave_full_collections_to_us
 from actors.runtime.peer import LOOK_AGAIN_S
 from actors.runtime.site import Site
 from actors.runtime.waiting import again_and_again
@@ -18,9 +18,9 @@ from services.api.pace import Pace
 from services.api.text.prompts import PromptEncoder
 from services.ingress.connect import open_client
 from services.ingress.engine_client import EngineClient
-from services.launch.haproxy import PROXY_DIRECTORY_VARIABLE
-from services.liveness import Liveness, publish
-from services.paced_http import pace_http
+from services.ingress.liveness import Liveness, publish
+from services.ingress.paced_http import pace_http
+from services.proxy.haproxy import PROXY_DIRECTORY_VARIABLE
 from services.run_file import ADMIN_TOKEN_VARIABLE
 
 QUIET_REQUESTS = 32

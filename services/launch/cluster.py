@@ -19,10 +19,10 @@ import psutil
 from actors.runtime.names import NAMESPACE, RUN_DIR_VARIABLE
 from core.errors import FarsightError
 from core.processors import usable_processors
-from services.launch.haproxy import haproxy_environment
-from services.launch.ports import free_ports, reserved_ports
 from services.launch.signals import StopSignal
 from services.launch.stages import Stages, StartTimedOut
+from services.proxy.haproxy import haproxy_environment
+from services.proxy.ports import free_ports, reserved_ports
 from services.run_file import ADMIN_TOKEN_VARIABLE
 
 OBJECT_STORE_BYTES = 128 * 1024 * 1024
@@ -296,4 +296,4 @@ def _set_environment(directory: Path, proxy: str, ports: range) -> None:
         os.environ |= haproxy_environment(directory, ports)
         del os.environ["RAY_SERVE_ENABLE_DIRECT_INGRESS"]
     else:
-        os.environ["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] = "services.proxy_errors.middlewares"
+        os.environ["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] = "services.proxy.proxy_errors.middlewares"

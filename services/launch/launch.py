@@ -27,11 +27,11 @@ from estimator.device_profile import profile_label, resolve_device
 from policies.compose import check_scheduler
 from services.launch.backends import check_replicas, look_for_servers
 from services.launch.cluster import ServiceFailed, private_cluster
-from services.launch.haproxy import choose_proxy
 from services.launch.proxy import ProxyStart, wait_routed
 from services.launch.signals import StopSignal
 from services.launch.stages import Stages
 from services.launch.starting import LOOK_S, StartingPieces
+from services.proxy.haproxy import choose_proxy
 from services.run_file import ADMIN_TOKEN_VARIABLE, published
 
 EMBEDDED_MODEL = Path(__file__).parents[1] / "embedded_model"

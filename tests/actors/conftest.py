@@ -23,8 +23,8 @@ from core.config.scheduling import SchedulerConfig
 from services.ingress.engine_client import EngineClient
 from services.launch.cluster import few_daemons
 from services.launch.launch import start_components
-from services.launch.ports import reserved_ports
 from services.launch.stages import silent_stages
+from services.proxy.ports import reserved_ports
 from tests.actors.house import ENGINE, MAX_LEN, House, Truth, calm_client
 from tests.unit.engine.small_models import save_model
 

@@ -13,13 +13,13 @@ import torch
 from benchmarks.common.gpu_models import model_config, random_weights, save_random_checkpoint
 from core.config.engine import EngineConfig
 from core.request import SamplingParams
+from engine import cuda
 from engine.attention.attention import AttentionBackend
 from engine.attention.step_sizes import StepSizes
 from engine.attention.torch_attention import TorchAttention
 from engine.attention.xformers_attention import PAGE_SIZE, XformersAttention
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.weights import ModelWeights
-from engine.devices import cuda
 from engine.devices.cuda_device import load_device
 from engine.kv.kv_pool import KVPool
 from engine.kv.stream_copier import HostBlocks, StreamCopier

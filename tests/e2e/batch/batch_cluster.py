@@ -17,8 +17,8 @@ from pathlib import Path
 
 from services.batch.submit import connect, submit_entrypoint
 from services.launch.cluster import few_daemons
-from services.launch.ports import reserved_ports
 from services.launch.signals import StopSignal
+from services.proxy.ports import reserved_ports
 
 
 def main(command: str | None) -> None:

@@ -16,13 +16,13 @@ from core.config.engine import EngineConfig
 from core.config.scheduling import SchedulerConfig
 from core.errors import ConfigError
 from core.request import Residency, SamplingParams
-from engine import Engine
+from engine import Engine, cuda
 from engine.attention.step_sizes import StepSizes
 from engine.attention.torch_attention import TorchAttention
 from engine.build import build_worker
 from engine.checkpoint.model_config import load_model_config
 from engine.checkpoint.weights import parse_dtype
-from engine.devices import cuda, model_device
+from engine.devices import model_device
 from engine.devices.cuda_device import load_device
 from engine.kv.kv_pool import KVPool
 from engine.steps.backends import gpu_attention

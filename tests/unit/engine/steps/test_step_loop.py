@@ -13,8 +13,8 @@ from core.config.engine import EngineConfig
 from core.errors import WorkerBroken
 from core.messages.plans import Plan, Slot
 from core.request import Request, SamplingParams
+from engine import cuda
 from engine.build import build_worker
-from engine.devices import cuda
 from engine.emission import Output
 from engine.step_fault import StepFault, lost_on
 from engine.steps.careful_steps import fault_of

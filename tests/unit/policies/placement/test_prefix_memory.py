@@ -8,8 +8,8 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from core.errors import ConfigError
 from core.config.placement import PlacementConfig
+from core.errors import ConfigError
 from core.messages.cache import CachedRun, KVCacheEvent
 from policies.placement.base import ReplicaLoad
 from policies.placement.e2_profiles import from_step_cost

@@ -17,9 +17,9 @@ from ray._private import parameter, services
 from actors.runtime.names import RUN_DIR_VARIABLE
 from services.launch import cluster
 from services.launch.cluster import ServiceFailed
-from services.launch.ports import free_ports, reserved_ports
 from services.launch.signals import StopSignal
 from services.launch.stages import Stages, StartTimedOut
+from services.proxy.ports import free_ports, reserved_ports
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ in all that time proves much: it is stopped, or waits for what does not come.
 
 from __future__ import annotations
 
-from core.pulse_messages import Pulse, ThreadClock, Work
+from core.messages.pulse import Pulse, ThreadClock, Work
 
 PATIENCE = 10.0
 """So many times the bound has a thread that computes, waits for a processor, or of which nothing is known."""

@@ -9,7 +9,7 @@ import pytest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.proxy_errors import OpenAIErrors, middlewares
+from services.proxy.proxy_errors import OpenAIErrors, middlewares
 
 
 def answering(response: Response) -> ASGIApp:
@@ -67,6 +67,6 @@ async def test_all_else_passes_as_it_is() -> None:
 
 
 def test_ray_finds_it_where_its_environment_says() -> None:
-    module, _, name = "services.proxy_errors.middlewares".rpartition(".")
+    module, _, name = "services.proxy.proxy_errors.middlewares".rpartition(".")
     assert [each.cls for each in getattr(importlib.import_module(module), name)()] == [OpenAIErrors]
     assert len(middlewares()) == 1

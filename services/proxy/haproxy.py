@@ -10,8 +10,8 @@ from pathlib import Path
 
 from core.config.server import HAPROXY_HOSTS, ServerConfig
 from core.errors import ConfigError
-from services import haproxy_config
-from services.launch.ports import free_ports
+from services.proxy import haproxy_config
+from services.proxy.ports import free_ports
 
 _NAMES = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT")
 
@@ -40,9 +40,9 @@ def max_connections() -> int:
 def haproxy_environment(directory: Path, ports: range) -> dict[str, str]:
     """What must be in the environment before Ray is imported.
 
-    A wrapper of the binary edits the configuration that Ray writes, as ``services.haproxy_config`` tells. Every service
-    would use the same ports for HAProxy and for its ingress replicas; here each has its own, so that several can run on
-    one machine.
+    A wrapper of the binary edits the configuration that Ray writes (``services.proxy.haproxy_config``). Every service
+    would use the same ports for HAProxy and for its ingress replicas; here each has its own, so that several can run
+    on one machine.
 
     Args:
         directory: For its files; of this service alone. The socket's path may have 97 characters at most.

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from services.haproxy_config import read_liveness
-from services.liveness import BEAT_S, HUNG_S, MAX_CONNECTIONS, MAX_REQUEST_BYTES, Liveness, publish
+from services.ingress.liveness import BEAT_S, HUNG_S, MAX_CONNECTIONS, MAX_REQUEST_BYTES, Liveness, publish
+from services.proxy.haproxy_config import read_liveness
 
 LONG_S = 120.0
 

@@ -14,9 +14,9 @@ import pytest
 
 from core.config.server import ServerConfig
 from core.errors import ConfigError
-from services.launch.haproxy import PROXY_DIRECTORY_VARIABLE, haproxy_environment, max_connections
-from services.launch.ports import reserved_ports
-from services.liveness import publish
+from services.ingress.liveness import publish
+from services.proxy.haproxy import PROXY_DIRECTORY_VARIABLE, haproxy_environment, max_connections
+from services.proxy.ports import reserved_ports
 
 LONG_S = 120.0
 

@@ -14,7 +14,7 @@ import uvicorn
 import uvloop
 
 from services.api.pace import Pace
-from services.paced_http import ACCEPTED_PER_TURN, PacedServer, _find_listener
+from services.ingress.paced_http import ACCEPTED_PER_TURN, PacedServer, _find_listener
 
 POST = b"POST /work HTTP/1.1\r\nHost: here\r\nContent-Length: 2\r\n\r\n{}"
 GET = b"GET /look HTTP/1.1\r\nHost: here\r\n\r\n"

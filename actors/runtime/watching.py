@@ -12,12 +12,12 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from actors.liveness import HostJudge
-from actors.process_clock import clock_of, kill, own_life
+from actors.pulse.liveness import HostJudge
+from actors.pulse.process_clock import clock_of, kill, own_life
 from actors.runtime.cluster_store import ClusterStore
 from actors.runtime.site import Site
 from core.codec import decode, encode
-from core.pulse_messages import ProcessLife, Pulse, ThreadClock
+from core.messages.pulse import ProcessLife, Pulse, ThreadClock
 
 LOOKS = 10
 """In the time after which a stopped process is replaced: one late answer is no sign, several in a row are."""

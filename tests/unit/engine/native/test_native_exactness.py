@@ -18,7 +18,7 @@ from engine.checkpoint.weights import load_weights
 from engine.sequence import Sequence
 from engine.steps.model_runner import ModelRunner
 from kvcache import StepBatch, StepItem
-from tests.unit.engine.exact_step import ExactStep
+from tests.unit.engine.native.exact_step import ExactStep
 from tests.unit.engine.small_models import SHAPES, save_model
 
 BLOCK_SIZE = 16

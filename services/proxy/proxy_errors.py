@@ -12,7 +12,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.haproxy_config import error_json
+from services.proxy.haproxy_config import error_json
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from typing import cast
 
 from services.api.answers.replies import Health
 from services.api.errors import ApiError, unhealthy
-from services.haproxy_config import CHECK_PATH, HEALTH_PATH, LIVENESS_FOLDER
+from services.proxy.haproxy_config import CHECK_PATH, HEALTH_PATH, LIVENESS_FOLDER
 
 BEAT_S = 0.25
 HUNG_S = 10.0

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from services.haproxy_config import edited, main, read_liveness
+from services.proxy.haproxy_config import edited, main, read_liveness
 from tests.free_ports import free_port
 
 LONG_S = 120.0

@@ -11,11 +11,11 @@ from contextlib import ExitStack
 import pytest
 
 from core.errors import FarsightError
-from services.launch import ports
-from services.launch.ports import BLOCK_SIZE, FIRST_PORT, NUM_BLOCKS, free_ports, reserved_ports
+from services.proxy import ports
+from services.proxy.ports import BLOCK_SIZE, FIRST_PORT, NUM_BLOCKS, free_ports, reserved_ports
 
 HOLDER = """
-from services.launch.ports import reserved_ports
+from services.proxy.ports import reserved_ports
 with reserved_ports() as ports:
     print(ports[0], flush=True)
     input()

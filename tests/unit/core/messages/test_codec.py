@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core import forecast, messages, pulse_messages
+from core import forecast, messages
 from core.codec import PackedInts, decode, encode
 from core.errors import MessageError
 from core.messages import SCHEMA_VERSION
 from core.messages import cache as cache_messages
 from core.messages import log as log_messages
+from core.messages import pulse as pulse_messages
 from core.messages.cache import KVCacheEvent
 from core.messages.plans import Plan, Slot, StepReport
 from core.messages.requests import Keys, Submit

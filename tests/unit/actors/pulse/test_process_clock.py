@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from actors.process_clock import clock_of, is_alive, kill, own_life, read_clock
-from core.pulse_messages import ProcessLife
+from actors.pulse.process_clock import clock_of, is_alive, kill, own_life, read_clock
+from core.messages.pulse import ProcessLife
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from actors.liveness import PATIENCE, START_S, HostJudge
-from actors.step_bounds import FIRST_STEPS_S, MOST_TIMES, StepBounds
+from actors.pulse.liveness import PATIENCE, START_S, HostJudge
+from actors.pulse.step_bounds import FIRST_STEPS_S, MOST_TIMES, StepBounds
+from core.messages.pulse import ProcessLife, Pulse, ThreadClock, Work
 from core.messages.step_times import StepSample
-from core.pulse_messages import ProcessLife, Pulse, ThreadClock, Work
 
 SILENCE_S = 10.0
 PERIOD_S = 1.0
