@@ -36,7 +36,7 @@ test: setup-dev ## Run every test that needs no GPU and takes no minutes (one ro
 	$(PYTEST) -m "not gpu and not long" $(TESTS) $(ARGS)
 
 test-fast: setup-dev ## Run the pure tests: no Ray, no HTTP, no model
-	$(PYTEST) -m "not gpu and not long" $(FAST) $(ARGS)
+	$(PYTEST) -m "not gpu and not long and not torch" $(FAST) $(ARGS)
 
 test-long: setup-dev ## Run what takes minutes: every seed of the protocol, every run of a reproduction
 	PROTOCOL_NUM_SEEDS=10000 $(PYTEST) -m "not gpu" $(ARGS)
