@@ -19,7 +19,7 @@ import json, os, sys, threading, time
 import psutil
 
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-from services import cluster
+from services.launch import cluster
 from services.launch.signals import StopSignal
 from services.launch.stages import Stages
 
