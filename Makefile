@@ -26,11 +26,12 @@ serve: setup ## Serve the embedded model on 127.0.0.1:8000 (flags: make serve AR
 test: setup-dev ## Run every test that needs no GPU
 	PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -q -m "not gpu" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-check: setup-dev ## Lint, format, types, dependency rule
+check: setup-dev ## Lint, format, types, dependency rule, site of the documentation
 	$(VENV)/bin/ruff check $(CODE)
 	$(VENV)/bin/ruff format --check $(CODE)
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-cache
+	$(VENV)/bin/mkdocs build --strict --quiet
 
 format: setup-dev ## Format and fix what can be fixed
 	$(VENV)/bin/ruff check --fix $(CODE)
