@@ -94,7 +94,9 @@ class CacheMirror:
         return True
 
     def num_cached(self, hashes: tuple[int, ...]) -> int:
-        """How many of the first of these chained hashes are cached. O(log n): predecessors of a cached block are cached."""
+        """How many of the first of these chained hashes are cached. O(log n): predecessors of a cached block are
+        cached.
+        """
         low, high = 0, len(hashes)
         while low < high:
             middle = (low + high) // 2

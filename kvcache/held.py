@@ -29,7 +29,8 @@ class Held:
     Attributes:
         cached_len: Prompt tokens taken from the cache at its first start; None before.
         residency: Where its KV belongs by the order in force.
-        copy_id: Id of the copy in flight, if there is one; meanwhile the sequence holds blocks in both pools and is paused.
+        copy_id: Id of the copy in flight, if there is one; meanwhile the sequence holds blocks in both pools and is
+            paused.
         register_at: ``computed_len`` from which another of its blocks is full and not registered.
         ran_s: Seconds of the steps that it took part in.
         dropped_len: Tokens whose KV was there once and has been dropped.
@@ -62,7 +63,8 @@ class PlanExecutor(ABC):
     """Executes plans over a block pool; one per worker life. It knows lengths only, no token values.
 
     Shell protocol, all between steps: ``apply_plan`` when a plan came, then ``next_batch``; begin the copies that
-    ``take_copies`` gives; run the step; ``commit``. ``complete_copy`` when a copy is done. ``report`` and ``acknowledge`` at any time.
+    ``take_copies`` gives; run the step; ``commit``. ``complete_copy`` when a copy is done. ``report`` and
+    ``acknowledge`` at any time.
 
     Attributes:
         returns_together: Whether a sequence is returned only when all that run with it have ended.
@@ -108,8 +110,8 @@ class PlanExecutor(ABC):
         """From now on sequences share the KV of equal beginnings; call it before the first plan.
 
         Args:
-            block_hashes: Gives the block hashes of sequences held here; called when one starts, and when one has filled a
-                block.
+            block_hashes: Gives the block hashes of sequences held here; called when one starts, and when one has
+                filled a block.
         """
 
     def tell_cache(self) -> None:

@@ -83,7 +83,9 @@ class LeaseExecutor(PlanExecutor):
                 self._offload(held, host)
 
     def _offload(self, held: Held, host: BlockManager) -> None:
-        """Orders the copy to the host. If there is no KV to move or no room there, it refuses and the sequence runs on."""
+        """Orders the copy to the host. If there is no KV to move or no room there, it refuses and the sequence runs
+        on.
+        """
         table = self.blocks.table(held.request_id)
         room = host.grow(held.request_id, held.computed_len) if table and held.computed_len else None
         if room is None:
@@ -252,7 +254,9 @@ class LeaseExecutor(PlanExecutor):
         return selection.arising
 
     def _begin_at(self, held: Held, cached_len: int) -> None:
-        """Starts a sequence whose first ``cached_len`` known tokens are cached, by others or by its own earlier start."""
+        """Starts a sequence whose first ``cached_len`` known tokens are cached, by others or by its own earlier
+        start.
+        """
         held.computed_len = cached_len
         held.register_at = cached_len + self.blocks.block_size
         if held.cached_len is None and self._block_hashes is not None:

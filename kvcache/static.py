@@ -1,8 +1,8 @@
 """Static execution: a batch is padded, runs in lockstep and is returned together (what Magnus and Multi-Bin measured).
 
 Every prompt is padded to the longest, L(B). All prompts are computed before any sequence decodes; then each step
-computes one token of every sequence until the last one is done. A sequence that has ended goes on computing invalid tokens. After the
-G-th output token the batch holds size * (L + G) tokens of KV (Magnus, eq. (5)), padding included.
+computes one token of every sequence until the last one is done. A sequence that has ended goes on computing invalid
+tokens. After the G-th output token the batch holds size * (L + G) tokens of KV (Magnus, eq. (5)), padding included.
 """
 
 from __future__ import annotations

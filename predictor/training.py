@@ -59,7 +59,7 @@ RECIPES: dict[str, Recipe] = {
 features; Magnus's own, with trees grown out; Multi-Bin's regressor."""
 
 LENGTH_TREES = 50
-"""Options of the smaller forest, which is used when time is short."""
+"""Trees of the smaller forest, which is used when time is short."""
 
 
 def train(

@@ -23,10 +23,10 @@ NUM_BUCKETS = 2**15
 """Buckets for the n-grams of one text; instruction and user input have buckets of their own."""
 
 MAX_WORDS = 512
-"""Most characters read of a text, from its beginning: bounds the time of a forecast."""
+"""Most words read of a text, from its beginning: bounds the time of a forecast."""
 
 NUM_FEATURES = 4
-"""Input features of a forest over these scores."""
+"""Number of features of a forest over these scores."""
 
 _NUM_FOLDS = 4
 _RIDGE = 10.0
