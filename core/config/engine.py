@@ -48,7 +48,7 @@ class EngineConfig:
         benchmark_mode: Requests may say, with ``benchmark_len``, where their outputs end. Only to measure scheduling.
         backend: The code that computes a step: ``native`` is one compiled call on the CPU, ``xformers`` torch
             operations with xformers' attention on a GPU, ``torch`` the reference on either; ``auto`` takes one of the
-            former where it can be had and the model is one that it knows.
+            former where it is available and supports the model.
         gpu_memory_utilization: Share of a GPU's memory that weights, KV pool and the largest step may take together.
         compile: Let torch compile what lies between two attentions. It takes minutes at the start.
         weights: ``int4`` rounds the matrices of the layers to 4 bits, in groups of 128 with a scale each: a quarter of
