@@ -64,7 +64,7 @@ class PipelinedExecutor(LeaseExecutor):
             super()._continue(held, wanted, selection)
 
     def _offload(self, held: Held, host: BlockManager) -> None:
-        """Applies it when the sequence's current step is over."""
+        """Offloads the sequence when its current step is over."""
         if held.request_id not in self._busy:
             super()._offload(held, host)
 
