@@ -41,11 +41,12 @@ test-fast: setup-dev ## Run the pure tests: no Ray, no HTTP, no model
 test-long: setup-dev ## Run what takes minutes: every seed of the protocol, every run of a reproduction
 	PROTOCOL_NUM_SEEDS=10000 $(PYTEST) -m "not gpu" $(ARGS)
 
-check: setup-dev ## Lint, format, types, dependency rule
+check: setup-dev ## Lint, format, types, dependency rule, site of the documentation
 	$(VENV)/bin/ruff check $(CODE)
 	$(VENV)/bin/ruff format --check $(CODE)
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-cache
+	$(VENV)/bin/mkdocs build --strict --quiet
 
 format: setup-dev ## Format and fix what can be fixed
 	$(VENV)/bin/ruff check --fix $(CODE)

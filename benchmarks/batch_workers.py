@@ -1,8 +1,8 @@
 """Batch mode over several workers, live beside the simulator: ``python -m benchmarks.batch_workers``.
 
-All requests are there from the start; idle workers pull them in batches from one queue. Live are real components in one
-process over emulated devices (``a100-7b``); the simulator runs the same requests. Shown are requests per second and how
-many times as many as with one worker.
+All requests are queued at the start; idle workers pull them in batches from one queue. The live run has real components
+in one process over emulated devices (``a100-7b``); the simulator runs the same requests. The table shows requests per
+second, and their ratio to those of one worker.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ process, which is what to read where the machine is not idle. An error is |estim
 judged by what it was fitted to.
 
 - Steps: a profile fitted to the grid of ``farsight profile``, judged by the steps of a continuous-batching workload;
-  and one learned while that runs, 20 steps of which it hears taking turns with 20 that it has to foretell.
+  and one learned during that workload: it learns from 20 steps, then must predict the next 20, by turns.
 - Batches: so many requests of given lengths run together to completion. `independent` draws size, prompt and output on
   their own, log-uniform: the hardest case. `applications` draws outputs in proportion to prompts, as Magnus finds them:
   eight made-up tasks. Estimated by nearest neighbours among 3 of 4 batches, and by adding up steps.
@@ -175,14 +175,14 @@ def step_rows(grid: list[Timed], steps: list[Timed], clock: str) -> Iterator[dic
     yield from _by_kind(
         "steps: profile of a grid", relative_errors(fit_steps([s.by(clock) for s in grid]), samples), samples
     )
-    learnt, errors, heard_not = StepProfile(), [], []
+    learned, errors, unheard_samples = StepProfile(), [], []
     for start in range(0, len(samples), 2 * TURN):
-        learnt.observe(samples[start : start + TURN])
+        learned.observe(samples[start : start + TURN])
         unheard = samples[start + TURN : start + 2 * TURN]
-        if learnt.cost() is not None:
-            errors += relative_errors(learnt, unheard)
-            heard_not += unheard
-    yield from _by_kind("steps: profile learned meanwhile", errors, heard_not)
+        if learned.cost() is not None:
+            errors += relative_errors(learned, unheard)
+            unheard_samples += unheard
+    yield from _by_kind("steps: profile learned meanwhile", errors, unheard_samples)
 
 
 def _by_kind(name: str, errors: list[float], samples: list[StepSample]) -> Iterator[dict[str, Any]]:

@@ -30,7 +30,7 @@ from predictor.training import RECIPES, Recipe, embed_all, train
 from services.commands.forecast_data import EMBEDDED_TOKENIZER, TokenCounter, read_examples
 
 LIMIT = 1024
-"""Of prompts and outputs in Magnus's experiments, in tokens (§IV)."""
+"""Longest prompts and outputs in Magnus's experiments, in tokens (§IV)."""
 
 
 class Recalled:

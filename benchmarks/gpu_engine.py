@@ -55,9 +55,9 @@ class Sizes:
         context: Tokens that a decode row attends over.
         prompt: Tokens of a prompt.
         size: Rows of the square matrices.
-        copy_bytes: Of the copy within the device; a quarter of it goes over the link.
+        copy_bytes: Bytes of the copy within the device; a quarter of them go over the link.
         blocks: KV blocks that are offloaded and uploaded at once.
-        repeats: Of each measurement, of which the median counts.
+        repeats: Repeats of each measurement; the median counts.
     """
 
     batch_sizes: tuple[int, ...]
@@ -78,7 +78,7 @@ SIZES = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of the machine: bytes per second, and floating-point operations per second."""
+    """Limits of the machine: bytes per second, and floating-point operations per second."""
 
     bandwidth: float
     matmul: float
@@ -90,7 +90,7 @@ class Clock:
     """Times work on a device: with events where there are any.
 
     Args:
-        repeats: Of which the median counts, after some that do not.
+        repeats: Repeats, of which the median counts, after some that do not count.
     """
 
     def __init__(self, device: str, repeats: int) -> None:

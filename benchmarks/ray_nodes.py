@@ -15,7 +15,7 @@ class Nodes:
     """A head and others.
 
     Args:
-        system_config: Of Ray.
+        system_config: Ray's system configuration.
     """
 
     def __init__(self, num_others: int, system_config: dict[str, Any] | None = None) -> None:

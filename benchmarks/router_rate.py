@@ -45,7 +45,7 @@ NO_REFUSALS = encode(Refusals(()))
 
 
 class FakeScheduler:
-    """Takes whatever it is sent; what it has been sent is told as started and ended a while later."""
+    """Takes every request, and reports it as started and, a while later, as ended."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -61,7 +61,7 @@ class FakeScheduler:
 
 
 class Replica:
-    """What a replica tells: everything placed there runs at once, and the oldest are evicted when it is full."""
+    """A replica's reports: every request placed there runs at once; when it is full, it evicts the oldest blocks."""
 
     def __init__(self, scheduler: FakeScheduler, num_blocks: int) -> None:
         self.scheduler = scheduler

@@ -1,4 +1,4 @@
-"""What one report costs a scheduler behind which 10,000 requests wait, under every preset.
+"""The cost of one report for a scheduler with 10,000 waiting requests, under every preset.
 
 A replica runs a full batch step by step; after each step its worker reports, and a new request comes for each that has
 ended, so the queue keeps its length. In batch mode the events are the ends of batches and the pulls that follow them.
@@ -42,7 +42,7 @@ NUM_BLOCKS = 7_600
 NUM_HOST_BLOCKS = 15_200
 SHARED_BLOCKS = 40
 NUM_FAMILIES = 64
-"""Prompts that begin alike, for the presets that go by prefixes."""
+"""Prompts with equal beginnings, for the presets that use prefixes."""
 
 
 def rows(presets: tuple[str, ...] = tuple(PRESETS), num_reports: int = 3000) -> list[Row]:

@@ -1,4 +1,4 @@
-"""What it costs a replica's scheduler to note its decisions, so that requests can be explained."""
+"""The cost for a replica's scheduler of its decision traces, by which requests are explained."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def rows() -> list[Row]:
             without.append(_Drive(preset, explained=False).run())
             with_notes.append(_Drive(preset, explained=True).run())
         more = 100 * (_undisturbed_s(with_notes) / _undisturbed_s(without) - 1)
-        found.append(Row(f"{preset}: notes of decisions, of a Scheduler's time", more, 2.0, "%"))
+        found.append(Row(f"{preset}: decision traces, share of a Scheduler's time", more, 2.0, "%"))
     return found
 
 

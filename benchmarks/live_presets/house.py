@@ -32,7 +32,7 @@ _SERVING = ("Router", "Batcher", "Scheduler", "ModelWorker")
 """Kinds of components without which nothing is served."""
 
 _NOTHING_KNOWN = Forecast(1.0, (1.0,) * len(QUANTILES), 0, "none", 0)
-"""Has no samples: nobody goes by it."""
+"""A forecast without samples: no component uses it."""
 
 
 class LocalBook(PeerBook):

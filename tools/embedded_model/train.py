@@ -235,9 +235,9 @@ def advance_curriculum(progress: Progress, copying_loss: float) -> None:
     progress.copying_loss = 0.95 * progress.copying_loss + 0.05 * copying_loss
     progress.steps_at_size += 1
     fewest, most = STEPS_PER_SIZE
-    learnt = progress.copying_loss < LEARNT_LOSS and progress.steps_at_size >= fewest
+    learned = progress.copying_loss < LEARNT_LOSS and progress.steps_at_size >= fewest
     overdue = progress.size > FIRST_SIZE and progress.steps_at_size >= most
-    if progress.size < LAST_SIZE and (learnt or overdue):
+    if progress.size < LAST_SIZE and (learned or overdue):
         progress.size += 1
         progress.steps_at_size = 0
 
