@@ -216,7 +216,7 @@ def test_full_disk_costs_only_what_did_not_fit(target: Path, batch: Batch, monke
         store.append([result("id-0")])
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwrite", write_half)
-            with pytest.raises(FarsightError, match="No space left on device; the same command goes on"):
+            with pytest.raises(FarsightError, match="No space left on device; run the same command again"):
                 store.append([result("id-1")])
         store.append([result("id-2")])
     with ProgressStore.open(target, batch) as store:
