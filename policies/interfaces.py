@@ -116,7 +116,7 @@ class Admission(Explains, ABC):
 
     @abstractmethod
     def admits(self, job: Job) -> bool:
-        """Whether the job fits beside the running and the added jobs; with none, any job that fits alone is admitted."""
+        """Whether the job fits beside the running and the added jobs; with none, any job that fits alone is fine."""
 
     @abstractmethod
     def add(self, job: Job) -> None:

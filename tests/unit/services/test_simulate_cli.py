@@ -250,7 +250,7 @@ def test_help_says_every_default(command: str) -> None:
     """Text in brackets would be taken for markup and vanish."""
     result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "160", "TERM": "dumb"})
     assert result.exit_code == 0
-    for text in ("NAME|FILE", "a100-80g", "llama-2-7b", "120000", "Closed loop", "Seconds to the first token"):
+    for text in ("NAME|FILE", "a100-80g", "llama-2-7b", "120000", "Closed loop", "seconds to the first token"):
         assert text in result.stdout, text
 
 

@@ -179,8 +179,8 @@ def test_a_sentence_needs_no_number(kind: str) -> None:
             | {"decode_s": 0.2, "evict_s": 0.0, "memory_s": 0.05},
             "The router placed it on replica 1 (hit). 64 tokens of the prompt are believed cached there, 40 tokens of "
             "output predicted; predicted cost to it and the requests there 2.00 s: 1.50 s for prompts queued "
-            "before it, 250.0 ms for its own prompt, 200.0 ms for shared decoding steps, 0.0 ms for evictions, 50.0 ms until its "
-            "KV fits.",
+            "before it, 250.0 ms for its own prompt, 200.0 ms for shared decoding steps, 0.0 ms for evictions, "
+            "50.0 ms until its KV fits.",
         ),
         (
             "placed",
