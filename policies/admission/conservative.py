@@ -86,5 +86,5 @@ def _remaining(job: Job) -> int:
 
 @ADMISSIONS.register("conservative")
 def build_conservative(context: ReplicaContext) -> Conservative:
-    """Registers ``conservative``: admits as if every output reached its limit."""
+    """Admits as if every output reached its limit."""
     return Conservative(context.settings.overcommit)

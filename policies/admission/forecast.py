@@ -207,7 +207,7 @@ class MemorySpread:
 
 @ADMISSIONS.register("forecast", needs="gittins")
 def build_forecast_admission(context: ReplicaContext) -> ForecastAdmission:
-    """Registers ``forecast``: admits by each job's own law of lengths, which the Gittins order keeps."""
+    """Admits by each job's own law of lengths, which the Gittins order keeps."""
     order, settings = context.order_as(Gittins), context.settings
     rng = np.random.default_rng(settings.seed)
     return ForecastAdmission(order.lengths, rng, eviction_risk=settings.eviction_risk)

@@ -208,7 +208,7 @@ class PastFuture(Admission):
     """
 
     max_skips = 0
-    """The walk stops at the first job that is refused: nobody is overtaken."""
+    """The walk stops at the first refused job, so no job is overtaken."""
 
     def __init__(
         self, lengths: Lengths, *, reserve_ratio: float = 0.05, strict: bool = False, max_lists: int = 5
@@ -306,7 +306,7 @@ def _int_array(values: Sequence[int] | Sequence[Sequence[int]]) -> IntArray:
 
 @ADMISSIONS.register("past-future")
 def build_past_future(context: ReplicaContext) -> PastFuture:
-    """Registers ``past-future``: admits by the predicted peak of memory, lengths drawn from recent outputs."""
+    """Admits by the predicted peak of memory, lengths drawn from recent outputs."""
     settings = context.settings
     history = LengthHistory(initial=[settings.max_new_tokens])
     return PastFuture(
