@@ -348,7 +348,7 @@ def test_a_request_is_explained_and_an_unknown_one_is_said_to_be(page: Page, liv
     page.get_by_role("button", name="Explain").click()
     rows = page.get_by_test_id("explained").locator("tbody tr")
     expect(rows).to_have_count(2)
-    expect(rows.nth(0)).to_contain_text("a prompt of 7 tokens")
+    expect(rows.nth(0)).to_contain_text("prompt of 7 tokens")
     expect(rows.nth(1)).to_contain_text("1.500 singressRefused: <b>too long</b>.")
     expect(page.get_by_test_id("explain-note")).to_be_empty()
 
