@@ -1,8 +1,8 @@
-"""What a replica's state machine has heard and answered, so that it can be told again to a fresh one.
+"""The event log of a replica's state machine, for replay on a new machine.
 
-A log is msgpack records, one after the other: first the configuration that the machine was built from, then for each
-event its instant, the event and the instructions that came out. Nothing else goes into a decision, so the same events
-give the same instructions, wherever and whenever they are told again.
+A log is a sequence of msgpack records: first the configuration that the machine was built from, then for each event
+its instant, the event and the resulting instructions. Decisions depend on nothing else, so a replay of the same events
+gives the same instructions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _INSTRUCTIONS: dict[str, type] = {kind.__name__: kind for kind in typing.get_arg
 
 @dataclass(frozen=True, slots=True)
 class MachineConfig:
-    """What a machine is built from: the same, the same machine."""
+    """The configuration of a machine; equal configurations build equal machines."""
 
     scheduler: SchedulerConfig
     max_num_seqs: int
@@ -34,7 +34,7 @@ class MachineConfig:
 
 @dataclass(frozen=True, slots=True)
 class Handled:
-    """One event, when it came, and what came out."""
+    """One event, its instant, and the resulting instructions."""
 
     event: Event
     now: float
@@ -43,7 +43,7 @@ class Handled:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a machine that is told the same answers otherwise; ``index`` counts events from 0."""
+    """The first event whose replay gives other instructions; ``index`` counts events from 0."""
 
     index: int
     event: Event
@@ -52,33 +52,33 @@ class Difference:
 
 
 def pack_config(config: MachineConfig) -> bytes:
-    """The beginning of a log."""
+    """The first record of a log."""
     return _pack([_message(config)])
 
 
 def pack_handled(event: Event, now: float, instructions: Iterable[Instruction]) -> bytes:
-    """One record."""
+    """One record of a log."""
     return _pack([now, _message(event), [_message(each) for each in instructions]])
 
 
 def read_log(data: bytes) -> tuple[MachineConfig, Iterator[Handled]]:
-    """The configuration and the events of a log. A last record that is cut off, as by a killed writer, is left out.
+    """The configuration and the events of a log. A truncated last record, left by a killed writer, is ignored.
 
     Raises:
-        MessageError: it is no event log of this version, now or as the events are read.
+        MessageError: The data is no event log of this version; also raised while the events are read.
     """
     records = _records(data)
     head = next(records, None)
     if not isinstance(head, list) or len(head) != 1:
-        raise MessageError("event log", data[:40], "the configuration of a machine first")
+        raise MessageError("event log", data[:40], "the configuration of a machine as first record")
     return _read(head[0], {MachineConfig.__name__: MachineConfig}), map(_handled, records)
 
 
 def replay(data: bytes) -> tuple[int, Difference | None]:
-    """Tells a fresh machine what is logged: how many events it was told, and the first that it answers otherwise.
+    """Replays a log on a new machine; returns the number of replayed events and the first difference, if any.
 
     Raises:
-        MessageError: as of ``read_log``.
+        MessageError: As in ``read_log``.
     """
     config, events = read_log(data)
     machine = configured_replica(config.scheduler, config.max_num_seqs)

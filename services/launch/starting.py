@@ -1,4 +1,4 @@
-"""Components that are starting, and what is said of them meanwhile."""
+"""Waits for starting components and reports their progress."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from services.launch.proxy import ProxyStart
 
 LOOK_S = 0.1
-"""How often a start is looked at."""
+"""Seconds between two checks of a start."""
 
 _ANSWER_S = 10.0
 _NAMED = 5
-"""So many hosts are named that are waited for."""
+"""Most missing hosts that a report names."""
 
 _MIB = 1 << 20
 _COMPUTING = ("worker", "rank-")
-"""How the names of hosts begin that load the model, or emulate a device."""
+"""Name prefixes of the hosts that load the model or emulate a device."""
 
 _Watched = list[tuple[Stage, Callable[[], bool]]]
 
@@ -35,7 +35,7 @@ class StartingPieces:
     """Every component of a service, about to start.
 
     Args:
-        host: The handle of the Supervisor's host.
+        host: Handle of the Supervisor's host.
     """
 
     def __init__(self, site: Site, host: Any) -> None:
@@ -45,14 +45,14 @@ class StartingPieces:
         self._seen: StartState | None = None
 
     def wait(self, stages: Stages, start_proxy: Callable[[], ProxyStart] | None = None) -> None:
-        """Until every component has started; says which stage is over, and when.
+        """Waits until every component has started; reports the end of each stage.
 
         Args:
-            start_proxy: Begins to start the HTTP proxy, where there is to be one; then that is waited for as well.
+            start_proxy: Begins to start the HTTP proxy, if there is one, and makes this wait for it too.
 
         Raises:
-            StartTimedOut: The patience is over.
-            FarsightError: One of them cannot start; why.
+            StartTimedOut: The start took longer than ``server.start_patience_s``.
+            FarsightError: A component cannot start; the message says why.
         """
         components = stages.begin("Components", lambda: self._awaited(computing=False))
         watched: _Watched = [(components, lambda: self._all_up(components, computing=False))]
@@ -80,7 +80,7 @@ class StartingPieces:
                 stages.check(stage)
 
     def _look(self) -> None:
-        """Asks the Supervisor; raises a component's own reason, without the way it took through the actors."""
+        """Asks the Supervisor; raises a component's own error without the chain of actors it passed through."""
         import ray
         from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
@@ -90,7 +90,7 @@ class StartingPieces:
             ray.get(done)
             self._seen = decode(ray.get(state, timeout=_ANSWER_S), StartState)
         except GetTimeoutError:
-            return  # a busy machine: what was seen before holds still
+            return  # The machine is busy; the last answer still holds.
         except RayTaskError as error:
             if isinstance(error.cause, FarsightError):
                 raise error.cause from None

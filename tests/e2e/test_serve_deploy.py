@@ -162,7 +162,7 @@ def test_deploy_redeploy_and_down(head: Head, tmp_path: Path) -> None:
     said = head.run(*farsight("down", "--address", head.gcs))
     assert "ended application farsight" in said
     assert "ended actor worker-0" in said
-    assert head.run(*farsight("down", "--address", head.gcs)).strip() == "No actor of Farsight was there."
+    assert head.run(*farsight("down", "--address", head.gcs)).strip() == "No actor of Farsight was running."
     wait_no_hosts(lambda: psutil.Process(head.process.pid).children(recursive=True))
 
 

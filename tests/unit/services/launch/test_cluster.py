@@ -118,9 +118,9 @@ def test_a_start_that_lacks_time_is_cleaned_up_and_tried_again(
     assert machine.ended == [directory, directory]
     assert said == [
         "Ray: did not start in 95 s (The current node timed out during startup. The GCS has become overloaded.); "
-        "it is tried again, with more time.",
+        "trying again with more time.",
         "Ray: did not start in 31 s (The current node timed out during startup. The GCS has become overloaded.); "
-        "it is tried again, with more time.",
+        "trying again with more time.",
         "Ray: started after 146.0 s.",
     ]
 
