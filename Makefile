@@ -10,7 +10,7 @@ ARGS ?=
 TEST_PROCESSES ?= 0
 CODE = core tokenization kvcache policies predictor estimator engine actors simulator services benchmarks tools tests
 
-.PHONY: help setup setup-dev serve test check format clean
+.PHONY: help setup setup-dev serve test coverage check format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,11 +26,21 @@ serve: setup ## Serve the embedded model on 127.0.0.1:8000 (flags: make serve AR
 test: setup-dev ## Run every test that needs no GPU
 	PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -q -m "not gpu" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-check: setup-dev ## Lint, format, types, dependency rule
+# The tests that start no server and no Ray: what they reach of each room is docs/coverage.md.
+coverage: setup-dev ## Measure the branches that the pure tests take, and write docs/coverage.md
+	$(VENV)/bin/coverage erase
+	PYTHONDONTWRITEBYTECODE= $(VENV)/bin/coverage run -m pytest -q -m "not gpu" -n 2 --dist loadfile \
+		tests/unit tests/sim tests/protocol $(ARGS)
+	$(VENV)/bin/coverage combine -q
+	$(VENV)/bin/coverage json -q -o .coverage.json
+	$(VENV)/bin/python -m tools.coverage_table .coverage.json docs/coverage.md
+
+check: setup-dev ## Lint, format, types, dependency rule, prose
 	$(VENV)/bin/ruff check $(CODE)
 	$(VENV)/bin/ruff format --check $(CODE)
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-cache
+	$(VENV)/bin/python -m tools.prose_check
 
 format: setup-dev ## Format and fix what can be fixed
 	$(VENV)/bin/ruff check --fix $(CODE)

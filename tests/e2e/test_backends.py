@@ -10,6 +10,7 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from http.client import HTTPResponse
 from typing import Any
 from urllib.error import HTTPError
@@ -179,7 +180,7 @@ def test_the_death_of_our_own_side_ends_a_stream_with_an_error_and_nothing_else(
     """Where the machine is too busy for the kill to come before the end of the stream, it is tried again."""
     for _ in range(MAX_TRIES):
         pid, events = kill_midway(front)
-        wait_until(lambda pid=pid: is_another(front, "backend-0", pid), "it does not come back")
+        wait_until(partial(is_another, front, "backend-0", pid), "it does not come back")
         if "error" in json.loads(events[-2]):
             break
     assert events[-1] == "[DONE]"

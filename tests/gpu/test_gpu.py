@@ -6,6 +6,7 @@ import gc
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,7 +82,7 @@ def make_runner(
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Callable[..., tuple[ModelConfig, ModelWeights]]:
-    def make(dtype: torch.dtype = torch.bfloat16, **changes: object) -> tuple[ModelConfig, ModelWeights]:
+    def make(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> tuple[ModelConfig, ModelWeights]:
         config = model_config("tiny", tmp_path, **changes)
         return config, random_weights(config, dtype, "cuda")
 

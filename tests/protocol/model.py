@@ -10,6 +10,7 @@ from core.messages.plans import Slot
 from core.messages.requests import Key
 from core.request import Request, SamplingParams
 from engine.sequence import Sequence
+from engine.step_fault import StepFault
 from kvcache import BatchLimits, BlockManager, StepBatch, StepItem
 from kvcache.prefix import hash_blocks
 
@@ -108,6 +109,14 @@ class Device:
         self.num_beyond_grants = 0
         self.num_cached_starts = 0
         self._reached: dict[str, tuple[int, int]] = {}  # position, in which life of its KV
+
+    @property
+    def num_ooms(self) -> int:
+        return 0
+
+    def fault(self, error: Exception) -> StepFault:
+        """No step may fail: what one raises ends the test."""
+        raise error
 
     def begin(self, batch: StepBatch, sequences: dict[str, Sequence]) -> None:
         """There is one step at a time."""

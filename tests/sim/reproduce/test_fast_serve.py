@@ -10,7 +10,7 @@ import pytest
 
 from core.costs import StepCost
 from policies.compose import build_router, build_scheduler
-from policies.replica.scheduler import SchedulerLimits
+from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
 from policies.settings import MlfqRules, PolicySettings
 from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.latency import LinearLatency
@@ -72,8 +72,11 @@ def test_skip_join_mlfq_stands_a_burst_of_long_prompts() -> None:
     means = {}
     for preset in ("fastserve", "fcfs"):
         settings = PolicySettings(mlfq=MlfqRules(starve_limit_s=math.inf), cost=latency.cost)
-        make = partial(build_scheduler, preset, SchedulerLimits(64, 0), settings)
-        recorder = Fleet(shape, build_router("fcfs"), lambda _, make=make: make()).run(burst)
+
+        def make(_: object, preset: str = preset, settings: PolicySettings = settings) -> ReplicaScheduler:
+            return build_scheduler(preset, SchedulerLimits(64, 0), settings)
+
+        recorder = Fleet(shape, build_router("fcfs"), make).run(burst)
         assert recorder.usage["0"].num_prompt_tokens <= 80 * 2000
         means[preset] = np.mean([record.jct_s for record in recorder.done])
     assert means["fastserve"] < 1.05 * means["fcfs"]

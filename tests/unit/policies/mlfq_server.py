@@ -73,7 +73,7 @@ class Server:
         return self.cost.decode_s(job.known_len) if job.decodes else self.cost.prefill_s(job.missing_len)
 
 
-class Srpt:
+class Srpt(Order):
     """The shortest remaining time first, by an oracle: what the jobs will need is told."""
 
     preemptive = True

@@ -37,7 +37,10 @@ class Stream:
         return nullcontext()
 
     def mark(self) -> Callable[[], None]:
-        return lambda: self.open.wait(120) and None
+        def wait() -> None:
+            self.open.wait(120)
+
+        return wait
 
 
 def pool(num_blocks: int, value: float | None = None) -> KVPool:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from engine.checkpoint.model_config import ModelConfig
-from engine.checkpoint.weights import LayerWeights, Linear, ModelWeights, Norm
+from engine.checkpoint.weights import LayerWeights, Linear, ModelWeights, Norm, PackedLinear
 from engine.models.rotary import rotary_tables
 
 WIDTH = 16
@@ -123,7 +123,8 @@ class ExactStep:
         layer = self._config.norm == "layer"
         return self._narrow(layer_norm(x, norm, eps) if layer else rms_norm(x, _floats(norm.weight), eps))
 
-    def _linear(self, rows: np.ndarray, linear: Linear) -> np.ndarray:
+    def _linear(self, rows: np.ndarray, linear: Linear | PackedLinear) -> np.ndarray:
+        assert isinstance(linear, Linear), "int4 weights have no exact step"
         out = self._chain(rows[:, None], _floats(linear.weight)[None])
         return out if linear.bias is None else out + _floats(linear.bias)
 

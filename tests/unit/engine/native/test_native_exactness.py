@@ -37,7 +37,7 @@ LENGTHS = (161, 130, 65, 37, 33, 16, *range(1, 13), *range(1, 16))
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
-        name: save_model(tmp_path_factory.mktemp(name), **{"num_hidden_layers": 2, **shape})
+        name: save_model(tmp_path_factory.mktemp(name), **({"num_hidden_layers": 2} | shape))
         for name, shape in MODELS.items()
     }
 

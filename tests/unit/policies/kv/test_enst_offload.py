@@ -240,5 +240,6 @@ def test_no_job_starts_while_the_host_is_nearly_full() -> None:
 
 @pytest.mark.parametrize("field", ["min_idle_slots", "num_burst_levels", "lookahead"])
 def test_bad_parameters(field: str) -> None:
+    bad: dict[str, Any] = {field: -1}
     with pytest.raises(InvalidValueError, match=field):
-        EnstOffload(unit_mlfq(), **{field: -1})
+        EnstOffload(unit_mlfq(), **bad)

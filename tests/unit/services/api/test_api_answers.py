@@ -10,12 +10,21 @@ from typing import Any
 
 import httpx
 import pytest
-from api_support import CHATML, MODEL, VOCAB_SIZE, ScriptedBackend, Step, delta, read_events, write_model_dir
 
 from core.errors import CapacityError, InvalidValueError
 from core.request import Fault, SamplingParams
 from services.api.app import build_app
 from services.api.text.prompts import PromptEncoder
+from tests.unit.services.api.api_support import (
+    CHATML,
+    MODEL,
+    VOCAB_SIZE,
+    ScriptedBackend,
+    Step,
+    delta,
+    read_events,
+    write_model_dir,
+)
 
 COMPLETION: dict[str, Any] = {"model": MODEL, "prompt": "hello"}
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
@@ -74,7 +83,7 @@ async def test_sampling_defaults(client: httpx.AsyncClient, backend: ScriptedBac
 
 
 async def test_sampling_fields_reach_the_backend(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
-    fields = {
+    fields: dict[str, Any] = {
         "max_tokens": 5,
         "temperature": 0,
         "top_p": 0.5,
@@ -143,7 +152,12 @@ async def test_normalised_fields(
 
 
 async def test_either_name_of_the_chat_limit(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
-    for limits in ({"max_tokens": 5}, {"max_completion_tokens": 5}, {"max_tokens": 5, "max_completion_tokens": 5}):
+    ways: list[dict[str, Any]] = [
+        {"max_tokens": 5},
+        {"max_completion_tokens": 5},
+        {"max_tokens": 5, "max_completion_tokens": 5},
+    ]
+    for limits in ways:
         await _post(client, CHAT, **limits)
     assert [call[1].max_new_tokens for call in backend.calls] == [5, 5, 5]
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import httpx
 import pytest
-from api_support import MODEL, ScriptedBackend
 
 from core.decisions import Decision, on_clock, pack_decisions
 from core.messages.log import RequestTrace
@@ -18,6 +17,7 @@ from services.api.ownership import bearer_key, owner_of, owns
 from services.api.pages.sentences import _SENTENCES, sentence
 from services.api.text.prompts import PromptEncoder
 from tests.unit.policies.replica.test_trace_log import crowd
+from tests.unit.services.api.api_support import MODEL, ScriptedBackend
 
 TOKEN = "admin"
 RECEIVED = Decision("received", 0.0, {})
