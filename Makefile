@@ -8,7 +8,7 @@ TORCH_VERSION = $(shell sed -n 's/^torch==//p' constraints.txt)
 ARGS ?=
 # Processes that run tests beside each other, each file in one of them; 0: this one alone.
 TEST_PROCESSES ?= 0
-CODE = core tokenization kvcache policies predictor estimator engine actors simulator services benchmarks tools tests
+CODE = farsight_rooms.py core tokenization kvcache policies predictor estimator engine actors simulator services benchmarks tools tests
 
 .PHONY: help setup setup-dev serve test coverage check format clean
 
