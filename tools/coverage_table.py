@@ -15,8 +15,8 @@ from farsight_rooms import ROOMS
 
 PAGE = """# Coverage
 
-Branches that the pure tests take (`tests/unit`, `tests/sim`, `tests/protocol`), measured on {date} with
-`make coverage`, which writes this page. A branch is one way out of a condition or a loop; statements are counted beside it.
+Branches that the pure tests (`tests/unit`, `tests/sim`, `tests/protocol`) take, measured on {date} with
+`make coverage`, which writes this page. A branch is one way out of a condition or a loop.
 
 {table}
 

@@ -26,10 +26,10 @@ DEADLINE_S = 10.0
 
 @pytest.fixture(scope="module")
 def front(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Its replicas are ``server`` and an address where nobody listens."""
+    """Its replicas are ``server`` and an address where no server listens."""
     folder = tmp_path_factory.mktemp("front")
     config = folder / "farsight.toml"
-    with socket.socket() as held:  # nobody else is given the port
+    with socket.socket() as held:  # no other process is given the port
         held.bind(("127.0.0.1", 0))
         urls = server.base_url + "/v1", f"http://127.0.0.1:{held.getsockname()[1]}"
         tables = [f'[[replica]]\nbackend = "openai"\nurl = "{url}"\n' for url in urls]
@@ -167,7 +167,7 @@ def test_an_answer_is_explained(front: Server) -> None:
     def whole() -> bool:
         try:
             told = front.get(f"/v1/requests/{answer_id}")
-        except HTTPError:  # somebody could not be asked in time
+        except HTTPError:  # a component could not be asked in time
             return False
         kinds[:] = [each["kind"] for choice in told["choices"] for each in choice["decisions"]]
         return {"placed", "sent", "server_ended", "answered"} <= {*kinds}  # each told by another process, or later
@@ -205,7 +205,7 @@ def is_another(server: Server, name: str, pid: int) -> bool:
 
 
 def test_while_no_server_is_there_requests_fail_inside_their_deadline(front: Server, server: Server) -> None:
-    """The last one: it leaves ``server`` as it found it, but for an ingress replica that began anew."""
+    """The last one: it leaves ``server`` as it found it, but for an ingress replica that began again."""
     pid = server.pid_of("Ingress")
     os.kill(pid, signal.SIGSTOP)
     try:

@@ -1,4 +1,4 @@
-"""``serve deploy deploy/serve.yaml`` and ``farsight down`` on a Ray cluster that somebody else runs.
+"""``serve deploy deploy/serve.yaml`` and ``farsight down`` on a Ray cluster that was there before.
 
 Slow (about 40 s on two idle cores): a Ray cluster with its dashboard, and Ray Serve within it.
 """

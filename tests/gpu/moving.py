@@ -104,7 +104,7 @@ def wander(driver: MovingDriver, undisturbed: Driver, num_events: int, seed: int
             continue
         work = {each: min(driver.remaining(each), rng.choice((1, 40, 200))) for each in chosen}
         _step_both(driver, undisturbed, work)
-        for each in chosen:  # a sequence that has come far ends, and begins anew
+        for each in chosen:  # a sequence that has come far ends, and begins again
             if len(driver.sequences[each].token_ids) > 250:
                 prompt = list(driver.sequences[each].request.prompt_ids)
                 for one in (driver, undisturbed):

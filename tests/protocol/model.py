@@ -90,9 +90,9 @@ class Device:
     """Runs steps and checks that they may be run: limits, grants, places, whose tokens the blocks hold.
 
     Attributes:
-        slots: Of the plan in force, what is held.
+        slots: What the plan in force holds.
         kv: Token ids by block and place in it.
-        places: Of the plan in force, who may start without waiting for another one's end.
+        places: Who may start by the plan in force, without waiting for another one's end.
         ended: Attempts that have ended here.
         resting: Those whose clients do not read.
     """
@@ -156,7 +156,7 @@ class Device:
         return self.slots[item.request_id].num_preemptions
 
     def _check_shared(self, batch: StepBatch) -> None:
-        """Nobody writes into a block that another one reads."""
+        """No sequence writes into a block that another one reads."""
         for item in batch.items:
             written = item.blocks[item.start // BLOCK :]
             others = {block for other in batch.items if other is not item for block in other.blocks}

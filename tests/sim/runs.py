@@ -46,5 +46,5 @@ def make_fleet(
 
 
 def arrivals(*requests: tuple[float, int, int]) -> Sequence[Arrival]:
-    """Of (instant, prompt tokens, output tokens)."""
+    """Arrivals from (instant, prompt tokens, output tokens)."""
     return [Arrival(f"r{i}", at, prompt, output, output) for i, (at, prompt, output) in enumerate(requests)]

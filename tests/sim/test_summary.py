@@ -114,13 +114,13 @@ def test_prefix_hits() -> None:
 
 
 def test_percentiles_are_by_nearest_rank() -> None:
-    """Of 200 requests that take 1 ... 200 s: the 198th; of two the first."""
+    """200 requests take 1 ... 200 s: the point is the 198th; of two it is the first."""
     got = run(*((0.0, 1, 1) for _ in range(200)), max_num_seqs=1)
     assert (got.jct_s.p50, got.jct_s.p99) == (100, 198)
 
 
 def test_padding_counts_among_all_tokens_only() -> None:
-    """Static batches of 1 and 3 tokens: two are computed for nobody; nothing is streamed."""
+    """Static batches of 1 and 3 tokens: two are computed for no client; nothing is streamed."""
     fleet = BatchFleet(FcfsBatches(2), StaticExecution(STEP))
     recorder = fleet.run(arrivals((0, 4, 1), (0, 4, 3)))
     padding = fleet.counts.num_tokens - 4

@@ -65,7 +65,7 @@ def test_least_attained_service_loses_to_fcfs_where_lengths_are_alike() -> None:
 
 
 def test_skip_join_mlfq_stands_a_burst_of_long_prompts() -> None:
-    """Of 80 prompts that come at once 20 fit the device and 40 the host: nothing is dropped and computed again."""
+    """Eighty prompts come at once, 20 fit the device and 40 the host: nothing is dropped and computed again."""
     latency = LinearLatency(StepCost(base_s=0.010, prefill_token_s=0.11e-3, decode_seq_s=0.02e-3, context_token_s=0.0))
     burst = [Arrival(f"r{i}", 0.0, 2000, 10 + i % 40, 64) for i in range(80)]
     shape = FleetShape(ReplicaShape(2500, 16, 5000, max_num_seqs=64, max_batch_tokens=512, look_every=4), latency)

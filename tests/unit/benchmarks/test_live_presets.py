@@ -30,7 +30,7 @@ CLAIM = Claim("a / b", "zipf 1.1", "a", "b", "jct_s", 0.5)
 
 
 def row(claim: Claim, live: Mapping[str, list[float]], simulated: Mapping[str, list[float]] | None = None) -> dict:
-    """Of values of ``jct_s`` by system, one a seed."""
+    """The row of a claim, from values of ``jct_s`` by system, one a seed."""
 
     def figures(system: str, seed: int, is_live: bool) -> Figures:
         return Figures(jct_s=(live if is_live or simulated is None else simulated)[system][seed], gap_s=0.001)

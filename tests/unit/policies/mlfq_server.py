@@ -109,7 +109,7 @@ def jobs(*shapes: tuple[int, int]) -> list[Job]:
 
 
 def unit_mlfq(**rules: object) -> SkipJoinMlfq:
-    """Quanta 1, 2, 4, 8, ... s and nobody starves, unless said otherwise."""
+    """Quanta 1, 2, 4, 8, ... s and no job starves, unless said otherwise."""
     return SkipJoinMlfq(UNIT_COST, MlfqRules(**{"quantum_s": 1.0, "starve_limit_s": math.inf, **rules}))  # type: ignore[arg-type]
 
 

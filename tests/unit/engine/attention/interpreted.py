@@ -126,7 +126,7 @@ class Step:
 
     Args:
         decode: Tokens that each decode row attends over.
-        chunks: Of each prefill chunk its tokens, and those of its sequence up to its end.
+        chunks: The tokens of each prefill chunk, and those of its sequence up to its end.
     """
 
     def __init__(

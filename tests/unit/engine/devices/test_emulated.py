@@ -183,7 +183,7 @@ PROMPTS = [[5 + number % 90] * (20 + 7 * number) for number in range(16)]
 
 
 def answers(device: str, preset: str, kv_memory: str) -> tuple[list[tuple[int, ...]], list[str], int]:
-    """Of prompts that share prefixes, some drawn; tokens, texts, and how often somebody had to give way."""
+    """Answers to prompts that share prefixes, some drawn: tokens, texts, and the number of preemptions."""
     config = EngineConfig(
         device=device, kv_memory=kv_memory, host_kv_memory="100KiB", block_size=8, max_num_seqs=6, max_batch_tokens=64
     )

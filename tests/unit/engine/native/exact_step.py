@@ -68,7 +68,7 @@ def exp(x: np.ndarray) -> np.ndarray:
 
 
 def mean_square(x: np.ndarray) -> np.ndarray:
-    """Of the last dimension; value ``i`` is added up in lane ``i % WIDTH``."""
+    """The sum over the last dimension; value ``i`` is added up in lane ``i % WIDTH``."""
     lanes = np.zeros((*x.shape[:-1], WIDTH), F32)
     for vector in by_vector(x):
         lanes = fma(vector, vector, lanes)
@@ -104,7 +104,7 @@ class ExactStep:
             self._tables = cos[:, None, :half].numpy(), sin[:, None, :half].numpy()
 
     def logits(self, token_ids: list[int]) -> np.ndarray:
-        """Of every position of a sequence, ``[tokens, vocab]``."""
+        """The logits of every position of a sequence, ``[tokens, vocab]``."""
         weights, config = self._weights, self._config
         hidden = _floats(weights.embedding[token_ids])
         if weights.positions is not None:

@@ -52,9 +52,9 @@ class Components:
     """Sequences of known tokens, computed in whatever portions; every row's logits are kept.
 
     Args:
-        seed: Of the places of the blocks and the cuts.
+        seed: Decides the places of the blocks and the cuts.
         spare: Blocks beyond those that are needed: the context's length, so the table of angles, is another too.
-        num_threads: Of the step.
+        num_threads: Threads that compute the step.
     """
 
     def __init__(

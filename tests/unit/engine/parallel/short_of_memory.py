@@ -25,7 +25,7 @@ class Shortage:
     """Takes the memory away from steps of more than one token, in this process.
 
     Args:
-        share: Of the steps.
+        share: The share of the steps that fail.
         patch: ``setattr``, or one that takes it back.
     """
 

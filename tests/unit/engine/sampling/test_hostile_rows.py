@@ -167,7 +167,7 @@ def test_tokens_of_no_likelihood_are_no_fault() -> None:
     assert Sampler().sample(logits, [params(), params(temperature=1.0, top_p=0.1)], [0, 0]) == [9, 9]
 
 
-# Whole steps, of a model that computes NaN for whoever says one token
+# Whole steps, of a model that computes NaN for a sequence that holds one token
 
 
 @pytest.fixture(scope="module")

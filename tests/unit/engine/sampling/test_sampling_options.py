@@ -191,7 +191,7 @@ def check_logprobs(reference: Any, known: list[int], found: list[TokenLogprobs],
 
 @each_backend
 def test_logprobs_are_those_of_transformers(tiny_model_dir: Path, backend: str) -> None:
-    """Of greedy, drawn and adjusted outputs, next to a request that wants none."""
+    """Log-probabilities of greedy, drawn and adjusted outputs, next to a request that wants none."""
     engine = make_engine(tiny_model_dir, backend)
     reference = load_reference(tiny_model_dir)
     rng = random.Random(2)

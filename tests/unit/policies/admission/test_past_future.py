@@ -108,7 +108,7 @@ def test_incremental_is_brute_force_on_many_random_batches() -> None:
 @settings(max_examples=100, deadline=None)
 @given(ENTRIES)
 def test_one_step_of_all_leaves_every_completion_unchanged(entries: list[tuple[int, int]]) -> None:
-    """Invariant (i), until somebody is through."""
+    """Invariant (i), until a job is through."""
     base, remaining = arrays(entries)
     remaining = remaining + 1
     assert (peak_profile(base + 1, remaining - 1)[1] == peak_profile(base, remaining)[1]).all()

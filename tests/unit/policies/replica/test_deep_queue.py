@@ -66,12 +66,12 @@ def most_of_a_report(preset: str, num_waiting: int, order: str = "") -> int:
     while len(counts) < NUM_REPORTS:
         replica.wake(replica.wakes_at)
     scheduler.handle = handle  # type: ignore[method-assign]
-    for _ in range(40):  # until outputs have ended and, for most orders, somebody has given way
+    for _ in range(40):  # until outputs have ended and, for most orders, a request has given way
         replica.wake(replica.wakes_at)
     scheduler.handle = counted  # type: ignore[method-assign]
     cost = A100_7B.cost
     counted(CostLearned(replace(cost, base_s=2 * cost.base_s)), replica.wakes_at)
-    for _ in range(50):  # the history is read anew
+    for _ in range(50):  # the history is read again
         job = next(iter(scheduler.turns.running), None)
         if job is not None:
             scheduler.order.learn(job, censored=False)

@@ -1,4 +1,4 @@
-"""What is noted of decisions: of every preset, within bounds, and only of requests that somebody can ask for."""
+"""What is noted of decisions: of every preset, within bounds, and only of requests that a client can ask for."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ async def test_keys_may_share_nothing(encoder: PromptEncoder, backend: ScriptedB
         assert (await _post(client, CHAT, cache_salt=backend.salts[0])).status_code == 200
     first, again, *others = backend.salts
     assert first == again
-    assert len({first, *others}) == 6, "and nobody can make a salt of another key"
+    assert len({first, *others}) == 6, "and no client can make a salt of another key"
     assert not any("one" in salt or "two" in salt for salt in backend.salts)
 
 
@@ -183,7 +183,7 @@ async def test_pool_limit_names_the_setting(client: httpx.AsyncClient, backend: 
 
 
 def _last_first() -> ScriptedBackend:
-    """Of the prompts [1], [2], [3], each waits until all behind it have ended."""
+    """Each of the prompts [1], [2], [3] waits until all behind it have ended."""
 
     def script(prompt_ids: tuple[int, ...]) -> Iterator[Step]:
         name = str(prompt_ids[0])

@@ -75,7 +75,7 @@ async def test_a_request_is_explained_to_whom_it_belongs(
         unknown = await http.get(f"/v1/requests/cmpl-{'0' * 32}", headers=key(reader))
         assert unknown.status_code == 404
         replaced = unknown.text.replace("0" * 32, response_id.removeprefix("cmpl-"))
-        assert reply.text == replaced, "nobody can tell whether it exists"
+        assert reply.text == replaced, "no client can tell whether it exists"
 
 
 @pytest.mark.parametrize("response_id", ["x", "cmpl-", "cmpl-%25", "cmpl-" + "A" * 32, "chatcmpl-" + "0" * 32 + "-1"])

@@ -1,4 +1,4 @@
-"""Nobody but the chat template writes control tokens: templates of the known shapes, and whatever clients send."""
+"""The chat template alone writes control tokens: templates of the known shapes, and whatever clients send."""
 
 from __future__ import annotations
 
