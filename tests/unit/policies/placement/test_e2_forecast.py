@@ -207,7 +207,7 @@ def test_a_block_has_a_token_at_least() -> None:
 
 
 def brute_force_cost_s(work: PlainWork, slot: int, prompt_len: int, hit_len: int, length: float) -> float:
-    """A request's time on a replica: queue, prefill for all that are there, decode, wait for memory; nothing is evicted."""
+    """A request's time on a replica: queue, prefill for all that are there, decode, wait for memory; no eviction."""
     there = work.on(slot)
     cost_s = sum(each.prefill_s for each in there if not each.started)
     cost_s += (1 + len(there)) * COST.prefill_s(prompt_len - hit_len, hit_len)
