@@ -53,7 +53,7 @@ def _plot(axes: Axes, name: str, course: Course) -> None:
     steps = range(0, len(course.held), 3)
     axes.plot(steps, course.held[::3], color="#4477aa", label="held now")
     axes.plot(
-        steps, course.needed[::3], color="#ccbb44", linewidth=1, label="peak that the batch comes to if no request joins"
+        steps, course.needed[::3], color="#ccbb44", linewidth=1, label="peak that the batch comes to if nobody joins"
     )
     axes.axhline(CAPACITY, color="black", linestyle="--", linewidth=1, label="capacity")
     axes.plot(
