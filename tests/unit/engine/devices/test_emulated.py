@@ -232,8 +232,8 @@ def test_nothing_ends_an_output_but_what_was_asked_for(device: str) -> None:
 
 def test_pools_are_sized_by_the_profile(device: str) -> None:
     def sizes(**settings: Any) -> tuple[int, int, int]:
-        engine = EngineConfig(device=device, block_size=16, **settings)
-        ready = build_worker(MODEL, "auto", engine, "w").ready
+        options: dict[str, Any] = {"device": device, "block_size": 16} | settings
+        ready = build_worker(MODEL, "auto", EngineConfig(**options), "w").ready
         return ready.num_blocks, ready.num_host_blocks, ready.max_model_len
 
     assert sizes(kv_memory="1MiB", host_kv_memory="2MiB", max_model_len=900) == (64, 128, 900)
