@@ -18,9 +18,9 @@ ROOM_TESTS_simulator = tests/sim
 FAST = $(addprefix tests/unit/,core tokenization kvcache policies predictor estimator) tests/sim
 # Where Python is told to write no bytecode, each process of each server under test would compile everything again.
 PYTEST = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
-CODE = core tokenization kvcache policies predictor estimator engine actors simulator services benchmarks tools tests
+CODE = farsight_rooms.py core tokenization kvcache policies predictor estimator engine actors simulator services benchmarks tools tests
 
-.PHONY: help setup setup-dev serve test test-fast test-long check format clean
+.PHONY: help setup setup-dev serve test test-fast test-long coverage check format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,12 +41,22 @@ test-fast: setup-dev ## Run the pure tests: no Ray, no HTTP, no model
 test-long: setup-dev ## Run what takes minutes: every seed of the protocol, every run of a reproduction
 	PROTOCOL_NUM_SEEDS=10000 $(PYTEST) -m "not gpu" $(ARGS)
 
-check: setup-dev ## Lint, format, types, dependency rule, site of the documentation
+# The tests that start no server and no Ray: what they reach of each room is docs/coverage.md.
+coverage: setup-dev ## Measure the branches that the pure tests take, and write docs/coverage.md
+	$(VENV)/bin/coverage erase
+	PYTHONDONTWRITEBYTECODE= $(VENV)/bin/coverage run -m pytest -q -m "not gpu" -n 2 --dist loadfile \
+		tests/unit tests/sim tests/protocol $(ARGS)
+	$(VENV)/bin/coverage combine -q
+	$(VENV)/bin/coverage json -q -o .coverage.json
+	$(VENV)/bin/python -m tools.coverage_table .coverage.json docs/coverage.md
+
+check: setup-dev ## Lint, format, types, dependency rule, prose, site of the documentation
 	$(VENV)/bin/ruff check $(CODE)
 	$(VENV)/bin/ruff format --check $(CODE)
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-cache
 	$(VENV)/bin/mkdocs build --strict --quiet
+	$(VENV)/bin/python -m tools.prose_check
 
 format: setup-dev ## Format and fix what can be fixed
 	$(VENV)/bin/ruff check --fix $(CODE)

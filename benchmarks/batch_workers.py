@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -57,7 +58,7 @@ def main(words: Sequence[str] | None = None) -> None:
 def _live(preset: str, arrivals: list[Arrival], num_workers: int) -> tuple[float, float]:
     """Requests per second, and the mean lateness of a timer."""
     hardware = Hardware(A100_7B, KV_TOKENS, 0, MAX_NUM_SEQS, CHUNK + MAX_NUM_SEQS)
-    settings = {
+    settings: dict[str, dict[str, Any]] = {
         "scheduler": {"preset": preset, "execution": "static"},
         "model": {"replicas": num_workers},
         "batch": {"num_bins": 8, "max_wait_s": 1.0},

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import os
 import shutil
 import signal
@@ -192,7 +193,7 @@ def main(words: Sequence[str] | None = None) -> None:
     config = _config(args)
     nodes = Nodes(NUM_NODES, HEALTH)
     try:
-        ray.init(address=nodes.address, namespace=NAMESPACE, log_to_driver=False, logging_level="error")
+        ray.init(address=nodes.address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
         Service(find_site(config, find_model(config))).start(silent_stages(config.server.start_patience_s))
         num_other = asyncio.run(_show(args, Victims(nodes)))
     finally:

@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 from ray.cluster_utils import Cluster
 
-NODE = {"num_cpus": 1, "object_store_memory": 80_000_000}
+NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80_000_000}
 
 
 class Nodes:

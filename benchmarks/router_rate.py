@@ -163,7 +163,7 @@ def _timed_decisions(router: Router) -> list[float]:
         times.append(time.thread_time() - began_s)
         return choice
 
-    placement.choose = timed  # type: ignore[method-assign]
+    placement.choose = timed  # type: ignore[method-assign, assignment]
     return times
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from actors.runtime.request_traces import request_trace
 from benchmarks.decisions.row import Row
 from core.codec import decode, encode
-from core.messages.plans import StepReport, WorkerReady, WorkerState
+from core.messages.plans import Plan, StepReport, WorkerReady, WorkerState
 from core.messages.requests import Submit
 from core.request import Origin, Request, SamplingParams
 from kvcache import BatchLimits, BlockManager, LeaseExecutor
@@ -44,7 +44,7 @@ class _Drive:
         """What the Scheduler does with a message, from its bytes to those of its answers."""
         data, kind = encode(message), type(message)
         begin = time.perf_counter()
-        plan = None
+        plan: Plan | None = None
         for instruction in self.scheduler.handle(_event(decode(data, kind)), self.now):
             match instruction:
                 case SendPlan(plan):

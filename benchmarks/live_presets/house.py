@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
@@ -18,6 +19,7 @@ from actors.runtime.host import ComponentHost
 from actors.runtime.layout import by_host, initial_counts, wanted_components
 from actors.runtime.names import LOG_STORE, ROUTER, length_predictor_name
 from actors.runtime.peer import Answering, LocalPeer, Peer, PeerBook
+from actors.runtime.site import Site
 from actors.scheduling.scheduler import FEED_S
 from core.codec import decode, encode
 from core.config.load import FarsightConfig
@@ -107,10 +109,11 @@ async def running(config: FarsightConfig, forecasts: Mapping[str, Forecast], mod
     Args:
         forecasts: By name; requests wait for theirs if ``predictor.artefact`` says that there are any.
     """
-    site = LocalSite(config, str(model_dir))
+    local = LocalSite(config, str(model_dir))
+    site = cast(Site, local)  # a Site names actors of Ray; components ask it for its peers and settings alone
     predictor = length_predictor_name(0)
     context = ComponentContext(predictor, site, 0, site.peers(), CollectorRegistry())
-    site.components[predictor] = GivenForecasts(context, forecasts)
+    local.components[predictor] = GivenForecasts(context, forecasts)
     components = [
         name
         for name in wanted_components(initial_counts(config), config.model.num_ranks)

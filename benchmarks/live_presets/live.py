@@ -122,7 +122,7 @@ def _config(
         "benchmark_mode": True,
     }
     predicted = any(each.forecast is not None for each in arrivals)
-    tables = {
+    tables: dict[str, dict[str, Any]] = {
         "engine": engine,
         "model": {"replicas": hardware.num_replicas},
         "server": {"max_queued_requests": len(arrivals), "max_queued_tokens": 2**40},

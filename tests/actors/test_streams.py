@@ -91,7 +91,8 @@ async def test_a_lost_reply_loses_no_token(house: House, client: EngineClient) -
     request = Request("me-0", 0, "me", (5, 6), SamplingParams(3, ignore_eos=True))
     reply = await house.ask(ROUTER, "submit", Submit((request,)), SubmitReply)
     (placed,) = reply.placed
-    ack_seq, tokens = 0, []
+    ack_seq = 0
+    tokens: list[int] = []
     while len(tokens) < 3:
         lost = await poll(house, placed.replica, "me", ack_seq)
         again = await poll(house, placed.replica, "me", ack_seq)

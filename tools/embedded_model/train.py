@@ -259,7 +259,7 @@ def exact_matches(model: LlamaForCausalLM, forward: Forward, examples: Sequence[
 def export(model: LlamaForCausalLM, out: Path) -> None:
     """Write the model with bfloat16 weights, its generation settings and its tokenizer."""
     out.mkdir(parents=True, exist_ok=True)
-    stored = build_model()
+    stored: Any = build_model()
     stored.load_state_dict(model.state_dict())
     stored.to(torch.bfloat16)
     stored.generation_config = GenerationConfig(

@@ -99,7 +99,7 @@ def test_nothing_is_left_in_the_cluster(
     wait_no_hosts(cluster.processes)
     assert not target.exists()
 
-    again = cluster.batch(source, target, concurrency=256)  # nobody ends this one before it is done
+    again = cluster.batch(source, target, concurrency=256)  # this one runs to its end
     assert again.wait() == 0, again.said()
     assert "farsight batch: resumes with " in again.said()
     check_output(target, NUM_LINES)

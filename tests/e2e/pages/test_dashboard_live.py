@@ -55,7 +55,7 @@ def page(split_server: Server) -> Iterator[Page]:
 
 
 def ready_colour(page: Page, name: str) -> str:
-    """Of a component that is ready, once it is: on a busy machine one that answers late is shown as dead for a
+    """The colour of a component, once it is ready: on a busy machine one that answers late is shown as dead for a
     moment."""
     found: list[str] = []
 

@@ -33,7 +33,7 @@ MODEL = Path(services.__file__).parent / "embedded_model"
 
 @dataclass(frozen=True, slots=True)
 class LocalSite(Site):
-    """Whoever is served here finds every component in this process."""
+    """A client served here finds every component in this process."""
 
     components: dict[str, Component] = field(default_factory=dict)
 
@@ -54,7 +54,7 @@ class LocalHouse:
         return router
 
     def machine(self, replica: int = 0) -> ReplicaScheduler:
-        """Of the Scheduler of a replica."""
+        """The state machine of a replica's Scheduler."""
         scheduler = self.site.components[f"scheduler-{replica}"]
         assert isinstance(scheduler, Scheduler)
         machine = scheduler._machine
@@ -63,7 +63,7 @@ class LocalHouse:
 
     @asynccontextmanager
     async def ingress(self) -> AsyncIterator[EngineClient]:
-        """An ingress replica; what it leaves open at its end, nobody is told."""
+        """An ingress replica; what it leaves open at its end, no component is told."""
         served = decode(await self.router.model(b""), ServedModel)
         model = ModelInfo("m", 0, served.ready.max_model_len, False, 256)
         client = EngineClient(self.site, model, prefix_block_size=served.prefix_block_size)

@@ -1,4 +1,4 @@
-"""``farsight simulate`` and ``farsight compare`` as somebody at a terminal meets them."""
+"""``farsight simulate`` and ``farsight compare`` as a user at a terminal meets them."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import dataclasses
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -416,14 +417,14 @@ async def test_the_newest_artefacts_stay_and_the_current_one(path: str) -> None:
         assert await versions(store) == ([2**53], 2**53)
 
 
-BAD_FORECASTS = {
+BAD_FORECASTS: dict[str, list[Any]] = {
     "quantiles": [(), (1.0,) * 5, (1.0, 2.0, 3.0, 2.9, 5.0, 6.0)],
     "features": [bytes(MAX_FEATURE_BYTES + 1)],
     "version": [2**63],
     "mean": [float("nan"), float("inf")],
     "request_id": [7],
 }
-BAD_BATCHES = {
+BAD_BATCHES: dict[str, list[Any]] = {
     "num_requests": [0, 2**63],
     "batch_len": [-1],
     "generation_len": [-1, 2**64 - 1],
@@ -432,7 +433,7 @@ BAD_BATCHES = {
     "serving_time_s": [-0.1, "long"],
     "finished_at": [float("inf")],
 }
-BAD_ARTEFACTS = {
+BAD_ARTEFACTS: dict[str, list[Any]] = {
     "kind": [""],
     "version": [0, -1, 2**53 + 1],
     "num_examples": [-1, 2**63],
@@ -459,9 +460,9 @@ async def test_what_is_wrong_is_refused_by_the_name_of_its_field_and_nothing_is_
             (FinishedBatches, finished_batch, store.append_batches, BAD_BATCHES),
         ):
             for field, value in ((field, value) for field, values in fields.items() for value in values):
-                bad = unchecked(make("b"), field, value)  # type: ignore[operator]
+                bad = unchecked(make("b"), field, value)
                 with pytest.raises(MessageError) as caught:
-                    await method(encode(message((make("a"), bad))))  # type: ignore[operator, arg-type]
+                    await method(encode(message((make("a"), bad))))  # type: ignore[arg-type]
                 assert caught.value.field.startswith(f"{message.__name__}.records[1].{field}")
         for field, value in ((field, value) for field, values in BAD_ARTEFACTS.items() for value in values):
             with pytest.raises(MessageError) as caught:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
 from actors.runtime import remote
 from actors.runtime.local_link import LinkLost
@@ -55,7 +56,7 @@ def links(monkeypatch: pytest.MonkeyPatch) -> list[Link]:
 
     context = SimpleNamespace(get_node_id=lambda: "here")
     monkeypatch.setattr(remote, "connect", connect)
-    monkeypatch.setattr(remote.ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     return made
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import httpx
 import pytest
-from api_support import MODEL, ScriptedBackend
 
 from core.decisions import Decision, on_clock, pack_decisions
 from core.messages.log import RequestTrace
@@ -18,6 +17,7 @@ from services.api.ownership import bearer_key, owner_of, owns
 from services.api.pages.sentences import _SENTENCES, sentence
 from services.api.text.prompts import PromptEncoder
 from tests.unit.policies.replica.test_trace_log import crowd
+from tests.unit.services.api.api_support import MODEL, ScriptedBackend
 
 TOKEN = "admin"
 RECEIVED = Decision("received", 0.0, {})
@@ -75,7 +75,7 @@ async def test_a_request_is_explained_to_whom_it_belongs(
         unknown = await http.get(f"/v1/requests/cmpl-{'0' * 32}", headers=key(reader))
         assert unknown.status_code == 404
         replaced = unknown.text.replace("0" * 32, response_id.removeprefix("cmpl-"))
-        assert reply.text == replaced, "nobody can tell whether it exists"
+        assert reply.text == replaced, "no client can tell whether it exists"
 
 
 @pytest.mark.parametrize("response_id", ["x", "cmpl-", "cmpl-%25", "cmpl-" + "A" * 32, "chatcmpl-" + "0" * 32 + "-1"])

@@ -75,7 +75,7 @@ async def test_what_a_live_scheduler_said_is_said_again(preset: str, tmp_path: P
     assert sum(len(event.requests) for event in events if isinstance(event, RequestsArrived)) == NUM_STREAMS
     instructions = [each for handled in read_log(data)[1] for each in handled.instructions]
     ended = {each.finished.request_id for each in instructions if isinstance(each, RequestEnded)}
-    # Of a stream that has ended the Router may hear sooner than the Scheduler, by the next announcement.
+    # The Router may hear of a stream's end sooner than the Scheduler, by the next announcement.
     aborted = {rid for event in events if isinstance(event, RequestsAborted) for rid, _ in event.keys}
     assert ended and len(ended | aborted) == NUM_STREAMS
     assert sum(isinstance(event, WorkerReported) for event in events) > 5

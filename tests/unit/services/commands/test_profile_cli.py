@@ -1,4 +1,4 @@
-"""``farsight profile`` on the embedded model with a tiny grid, as somebody at a terminal meets it."""
+"""``farsight profile`` on the embedded model with a tiny grid, as a user at a terminal meets it."""
 
 from __future__ import annotations
 
