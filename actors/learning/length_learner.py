@@ -105,7 +105,7 @@ class LengthLearner:
         task = await asyncio.to_thread(retraining, self._current, examples)
         process = await asyncio.to_thread(FitProcess, retrain, task, time.monotonic(), FIT_TIMEOUT_S)
         try:
-            while (end := process.poll(time.monotonic())) is None:  # noqa: ASYNC110 (it tells nobody that it ends)
+            while (end := process.poll(time.monotonic())) is None:  # noqa: ASYNC110 (its end wakes no waiter)
                 await asyncio.sleep(POLL_S)
         finally:
             process.stop()

@@ -146,7 +146,7 @@ def _load(path: Path, device: str, history: HistoryPredictor) -> tuple[Artefact,
 
 
 def _record(request_id: str, made_at: float, answer: Answer, features: str) -> ForecastRecord:
-    """Wide features stay out of the log: nobody trains on them."""
+    """Wide features stay out of the log: no learner trains on them."""
     forecast = answer.forecast
     fits = len(answer.features) <= 4 * MAX_FEATURES
     return ForecastRecord(

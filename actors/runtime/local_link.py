@@ -37,7 +37,7 @@ class LinkLost(FarsightError):
 
 
 class _Frames(asyncio.Protocol):
-    """Frames in, frames out; what is written in one turn of the event loop leaves in one piece."""
+    """Frames in, frames out; what is written in one turn of the event loop leaves in one write."""
 
     def __init__(self) -> None:
         self._unpacker = msgpack.Unpacker(max_buffer_size=MAX_FRAME_BYTES)

@@ -81,7 +81,7 @@ class _Stream:
     reason: str = "abort"
     trouble: str = ""  # what the last server that gave it back has said
     deadline: asyncio.TimerHandle | None = None
-    foreseen: asyncio.Event = field(default_factory=asyncio.Event)
+    predicted: asyncio.Event = field(default_factory=asyncio.Event)
     notes: StreamTrace = field(init=False)
 
     def __post_init__(self) -> None:
@@ -175,7 +175,7 @@ class EngineClient:
         """Deltas of one request, the last with a finish reason; closing early aborts it.
 
         Raises:
-            CapacityError: too much is in the house already.
+            CapacityError: too much is in flight already.
             InvalidValueError: no worker can ever run it.
         """
         request = Request(
@@ -251,7 +251,7 @@ class EngineClient:
         )
         wait_s = self._predictor_wait_s
         if forecaster.ask(question) and wait_s > 0:
-            await wait_for(stream.foreseen, wait_s)
+            await wait_for(stream.predicted, wait_s)
 
     def _foresee(self, answers: list[tuple[str, Forecast]]) -> None:
         """Forecasts have come: those of requests that are on their way follow them."""
@@ -260,7 +260,7 @@ class EngineClient:
             if stream is None:
                 continue  # it has ended already
             stream.request = dataclasses.replace(stream.request, forecast=forecast)
-            stream.foreseen.set()
+            stream.predicted.set()
             attempt = self._ledger.foresee(request_id, forecast)
             if attempt is not None:
                 self._made.append(ForecastMade(request_id, attempt, forecast))
@@ -275,7 +275,7 @@ class EngineClient:
             raise CapacityError(message, RETRY_AFTER_S)
         if self._streams and self._open_tokens + num_tokens > limits.max_queued_tokens:
             self._metrics.rejected("max_num_queued_tokens")
-            message = f"{self._open_tokens} prompt tokens are in the house, the limit is {limits.max_queued_tokens}"
+            message = f"{self._open_tokens} prompt tokens are in flight, the limit is {limits.max_queued_tokens}"
             raise CapacityError(message, RETRY_AFTER_S)
 
     def _close(self, stream: _Stream) -> None:

@@ -241,7 +241,7 @@ def ingress_app(site: Site, replicas: int, *, scalable: bool = False) -> Any:
     Args:
         site: What is served.
         replicas: Ingress replicas.
-        scalable: Whether somebody follows the number that ``farsight scale ingress`` asks for.
+        scalable: Whether a process follows the number that ``farsight scale ingress`` asks for.
     """
     from ray import serve
 
