@@ -116,7 +116,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     replicas = [Replica(each, args.blocks) for each in schedulers.values()]
     ready = WorkerReady("w", args.blocks, BLOCK_SIZE, 32_768, False, 50_000)
     for replica in replicas:
-        await router.replica_state(encode(ReplicaState(replica.scheduler.name, ready, ())))
+        await router.replica_state(ReplicaState(replica.scheduler.name, ready, ()))
     for _ in range(20):  # what they cache is asked for beside
         await asyncio.sleep(0)
     source = requests(args.warm_up + args.requests + args.decisions, args.tools, rng)
@@ -128,12 +128,12 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
             break
         data = encode(Submit(batch))  # type: ignore[arg-type]
         began_s = time.process_time()
-        await router.submit(data)
+        await router.answer("submit", data)
         submit_s = time.process_time() - began_s
         told = [replica.news() for replica in replicas if len(replica.scheduler.taken) >= args.news_every]
         began_s = time.process_time()
         for news in told:
-            await router.replica_news(news)
+            await router.answer("replica_news", news)
         if args.warm_up <= num_placed < args.warm_up + args.requests:
             spent_s += submit_s
             news_s += time.process_time() - began_s

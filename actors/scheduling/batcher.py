@@ -10,11 +10,9 @@ import uuid
 from actors.log.log_outbox import LogOutbox
 from actors.runtime.component import ComponentContext
 from actors.runtime.metrics import BatchMetrics
-from actors.runtime.names import LOG_STORE
 from actors.runtime.waiting import again_and_again, wait_for
 from actors.scheduling.batch_times import LiveBatchTimes
 from actors.scheduling.router import Router
-from core.codec import decode
 from core.forecast import Forecast
 from core.messages.fleet import ReplicaState
 from core.messages.forecasts import ForecastsMade
@@ -56,7 +54,7 @@ class Batcher(Router):
         super().__init__(context)
         self._due_changed = asyncio.Event()
         self._life = uuid.uuid4().hex[:12]
-        self._log = LogOutbox(context.peers.peer(LOG_STORE), "append_batches", FinishedBatches)
+        self._log = LogOutbox(context.peers.log_store().append_batches, FinishedBatches)
         self._metrics = BatchMetrics(context.registry, context.config.model.name)
         self._counted_splits = 0
 
@@ -71,7 +69,7 @@ class Batcher(Router):
             batch_size=config.batch.batch_size,
             max_num_seqs=config.engine.max_num_seqs,
         )
-        # Without an artefact nobody forecasts single requests: there is nothing to wait for.
+        # Without an artefact no predictor forecasts single requests: there is nothing to wait for.
         wait_s = FORECAST_WAIT_S if config.predictor.artefact else 0.0
         return build_batch_scheduler(config.scheduler.preset, settings, wait_s)
 
@@ -81,20 +79,17 @@ class Batcher(Router):
         for work in (self._times.run, self._log.run):
             self.spawn(again_and_again(work, PAUSE_S))  # requests are served without estimates and without a log
 
-    async def foresee(self, data: bytes) -> bytes:
-        """Takes ``ForecastsMade``; those of requests that have been pulled already come too late."""
-        await self._handle(ForecastsArrived(decode(data, ForecastsMade).made))
-        return b""
+    async def foresee(self, forecasts: ForecastsMade) -> None:
+        """Forecasts of requests that have been pulled already come too late."""
+        await self._handle(ForecastsArrived(forecasts.made))
 
-    async def replica_state(self, data: bytes) -> bytes:
-        """Takes ``ReplicaState`` from a Scheduler."""
-        message = decode(data, ReplicaState)
-        if message.broken:
-            await self._handle(ReplicaBroke(message.replica, message.broken))
-        await self._handle(ReplicaRests(message.replica, message.resting))
-        return await super().replica_state(data)
+    async def replica_state(self, state: ReplicaState) -> None:
+        if state.broken:
+            await self._handle(ReplicaBroke(state.replica, state.broken))
+        await self._handle(ReplicaRests(state.replica, state.resting))
+        await super().replica_state(state)
 
-    def _learnt(self, forecast: Forecast) -> GlobalEvent:
+    def _learned(self, forecast: Forecast) -> GlobalEvent:
         return HistoryLearned(forecast)
 
     def _handled(self) -> None:

@@ -17,14 +17,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.host import ComponentHost
 from actors.runtime.layout import by_host, initial_counts, wanted_components
-from actors.runtime.names import LOG_STORE, ROUTER, length_predictor_name
+from actors.runtime.names import LOG_STORE, length_predictor_name
 from actors.runtime.peer import Answering, LocalPeer, Peer, PeerBook
 from actors.runtime.site import Site
 from actors.scheduling.scheduler import FEED_S
 from core.codec import decode, encode
 from core.config.load import FarsightConfig
 from core.forecast import QUANTILES, Forecast
-from core.messages.fleet import ServedModel
 from core.messages.forecasts import ForecastQuestions, Forecasts
 from core.messages.status import ComponentRows
 from services.api.backend import ModelInfo
@@ -124,7 +123,8 @@ async def running(config: FarsightConfig, forecasts: Mapping[str, Forecast], mod
     for name, host in hosts.items():
         await host.add(named[name])
     await _up(hosts.values())
-    served = decode(await site.peers().peer(ROUTER).call("model"), ServedModel)
+    served = await site.peers().router().model()
+    assert served is not None
     model = ModelInfo("emulated", int(time.time()), config.engine.max_model_len, False, 0, benchmark_mode=True)
     client = EngineClient(site, model, prefix_block_size=served.prefix_block_size)
     await client.start()

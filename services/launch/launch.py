@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from actors.calls.message import Asked
+from actors.calls.supervisor import SupervisorCalls
 from actors.runtime.names import SUPERVISOR, host_of
 from actors.runtime.site import Site
-from core.codec import decode
 from core.config.learning import PredictorConfig
 from core.config.load import FarsightConfig
 from core.errors import ConfigError
-from core.messages.status import ComponentCounts
 from core.processors import usable_processors
 from estimator.device_profile import profile_label, resolve_device
 from policies.compose import check_scheduler
@@ -195,10 +195,10 @@ class Service:
         if host is None:
             return 0
         try:
-            data = ray.get(host.call.remote(SUPERVISOR, "counts", b""), timeout=WATCH_INTERVAL_S)
+            asked = Asked(host, SUPERVISOR, SupervisorCalls.counts)
+            return asked.read(ray.get(asked.ref, timeout=WATCH_INTERVAL_S)).ingress_replicas
         except RayError:
             return 0
-        return decode(data, ComponentCounts).ingress_replicas
 
 
 def start_components(site: Site) -> StartingPieces:

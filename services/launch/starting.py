@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from actors.calls.message import Asked
+from actors.calls.supervisor import SupervisorCalls
 from actors.runtime.names import SUPERVISOR
 from actors.runtime.site import Site
-from core.codec import decode
 from core.errors import FarsightError
 from core.messages.status import StartState
 from services.launch.cluster import ServiceFailed
@@ -41,7 +42,7 @@ class StartingPieces:
     def __init__(self, site: Site, host: Any) -> None:
         self._site = site
         self._host = host
-        self._started = host.call.remote(SUPERVISOR, "started", b"")
+        self._started = Asked(host, SUPERVISOR, SupervisorCalls.started)
         self._seen: StartState | None = None
 
     def wait(self, stages: Stages, start_proxy: Callable[[], ProxyStart] | None = None) -> None:
@@ -85,10 +86,10 @@ class StartingPieces:
         from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
         try:
-            state = self._host.call.remote(SUPERVISOR, "start_state", b"")
-            done, _ = ray.wait([self._started], timeout=LOOK_S)
+            state = Asked(self._host, SUPERVISOR, SupervisorCalls.start_state)
+            done, _ = ray.wait([self._started.ref], timeout=LOOK_S)
             ray.get(done)
-            self._seen = decode(ray.get(state, timeout=_ANSWER_S), StartState)
+            self._seen = state.read(ray.get(state.ref, timeout=_ANSWER_S))
         except GetTimeoutError:
             return  # The machine is busy; the last answer still holds.
         except RayTaskError as error:

@@ -20,9 +20,7 @@ from actors.scheduling.kv_offload_manager import KVOffloadManager
 from actors.scheduling.router import Router
 from actors.scheduling.scheduler import Scheduler
 from actors.worker.model_worker import ModelWorker
-from core.codec import decode
 from core.config.load import FarsightConfig
-from core.messages.fleet import ServedModel
 from policies.replica.scheduler import ReplicaScheduler
 from services.api.backend import ModelInfo
 from services.ingress.engine_client import EngineClient
@@ -64,7 +62,8 @@ class LocalHouse:
     @asynccontextmanager
     async def ingress(self) -> AsyncIterator[EngineClient]:
         """An ingress replica; what it leaves open at its end, no component is told."""
-        served = decode(await self.router.model(b""), ServedModel)
+        served = await self.router.model()
+        assert served is not None
         model = ModelInfo("m", 0, served.ready.max_model_len, False, 256)
         client = EngineClient(self.site, model, prefix_block_size=served.prefix_block_size)
         await client.start()

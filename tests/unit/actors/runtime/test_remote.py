@@ -116,7 +116,7 @@ async def test_what_is_due_at_once_and_does_not_come_is_a_lost_peer(
     monkeypatch.setattr(remote, "REPLY_S", 0.01)
     with pytest.raises(PeerLost, match="component has not answered submit"):
         await actor.send("component", "submit", b"1")
-    poll = asyncio.create_task(actor.send("component", "poll_tokens", b"2"))
+    poll = asyncio.create_task(actor.send("component", "poll_tokens", b"2", long=True))
     await asyncio.sleep(0.05)
     assert not poll.done(), "it may take as long as there is nothing to tell"
     poll.cancel()
