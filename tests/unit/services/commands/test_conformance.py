@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -125,4 +124,4 @@ def test_what_is_no_event_log_is_refused(data: bytes) -> None:
 def test_a_directory_that_cannot_be_had_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"scheduler\.event_log"):
-        EventRecorder("scheduler-0", dataclasses.replace(SchedulerConfig(), event_log=str(tmp_path / "file")), 8)
+        EventRecorder("scheduler-0", MachineConfig(SchedulerConfig(event_log=str(tmp_path / "file")), 8))
