@@ -28,7 +28,8 @@ class SchedulerConfig:
             longer. A quantum should outlast four round trips between scheduler and worker, of some 5 ms each.
         starve_limit_s: Under skip-join MLFQ a request that has waited so long is promoted to the first queue.
         event_log: Directory in which every Scheduler, and the Batcher, writes down what its state machine hears and
-            answers, to be told again to a fresh one (``python -m services.commands.conformance``); empty writes nothing.
+            answers, to be told again to a fresh one (``python -m services.commands.conformance``); empty writes
+            nothing.
     """
 
     preset: str = "fcfs"
