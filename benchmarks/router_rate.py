@@ -154,7 +154,9 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def _timed_decisions(router: Router) -> list[float]:
     """CPU seconds of every decision from now on."""
-    placement, times = router._machine._placement, list[float]()
+    machine, times = router._machine, list[float]()
+    assert isinstance(machine, GlobalScheduler)
+    placement = machine._placement
     choose = placement.choose
 
     def timed(*args: Any) -> Any:
@@ -163,7 +165,7 @@ def _timed_decisions(router: Router) -> list[float]:
         times.append(time.thread_time() - began_s)
         return choice
 
-    placement.choose = timed  # type: ignore[method-assign, assignment]
+    placement.choose = timed  # type: ignore[method-assign]
     return times
 
 

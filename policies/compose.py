@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from core.config.placement import PlacementConfig
-from core.config.scheduling import SchedulerConfig
+from core.config.scheduling import BatchConfig, SchedulerConfig
 from core.errors import ConfigError
 from policies.batching.base import BATCHERS, BatchContext, Batcher
 from policies.external.scheduler import BackendScheduler
@@ -17,7 +18,7 @@ from policies.order.fcfs import Fcfs
 from policies.placement.base import PLACEMENTS, Placement
 from policies.presets import PRESETS, Preset, find_preset
 from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
-from policies.settings import BatchSettings, E2Config, MlfqRules, PolicySettings
+from policies.settings import BatchSettings, E2Config, MlfqRules, PolicySettings, ServingTime
 
 GRANT_LEAD_S = 0.15
 """Grant lead on a server: 1.5 times the interval between two reports of a worker."""
@@ -201,6 +202,30 @@ def build_batch_scheduler(preset: str, settings: BatchSettings, forecast_wait_s:
         ConfigError: there is no such preset, or it is not of batch mode.
     """
     return BatchScheduler(build_batcher(preset, settings), settings.serving_time_s, forecast_wait_s)
+
+
+def configured_batch_scheduler(
+    config: SchedulerConfig,
+    batch: BatchConfig,
+    max_num_seqs: int,
+    serving_time_s: ServingTime,
+    forecast_wait_s: float = 0.0,
+) -> BatchScheduler:
+    """The scheduler over replicas in batch mode as the configuration of a server says.
+
+    Raises:
+        ConfigError: there is no such preset, or it is not of batch mode.
+    """
+    settings = BatchSettings(
+        memory_tokens=math.inf,  # until a worker says what it holds
+        serving_time_s=serving_time_s,
+        wma_threshold=batch.wma_threshold,
+        num_bins=batch.num_bins,
+        max_wait_s=batch.max_wait_s,
+        batch_size=batch.batch_size,
+        max_num_seqs=max_num_seqs,
+    )
+    return build_batch_scheduler(config.preset, settings, forecast_wait_s)
 
 
 def build_batch_runner(max_num_seqs: int) -> ReplicaScheduler:

@@ -1,4 +1,4 @@
-"""Router: hosts the GlobalScheduler."""
+"""Router: hosts the GlobalScheduler. Its shell is the Batcher's as well."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from actors.runtime.layout import current_counts, initial_counts
 from actors.runtime.metrics import QueueDelay
 from actors.runtime.names import ROUTER
 from actors.runtime.peer import PeerLost
+from actors.scheduling.event_recorder import Handle
 from core.costs import StepCost, profile_cost
 from core.decisions import Decision, DecisionPacker, on_clock, pack_decisions
-from core.forecast import Forecast
 from core.load_snapshot import LoadSnapshot
 from core.messages.fleet import InFlight, ReplicaName, ReplicaNews, ReplicaState, ServedModel
 from core.messages.forecasts import ForecastMade, ForecastsMade
@@ -43,11 +43,11 @@ from policies.fleet.events import (
     AskReplica,
     GlobalEvent,
     GlobalInstruction,
+    HistoryLearned,
     IngressAnnounced,
     IngressLost,
     KeysUnknown,
     KVCacheChanged,
-    MeanOutputLen,
     PlaceRequests,
     ReplicaAway,
     ReplicaDraining,
@@ -58,9 +58,9 @@ from policies.fleet.events import (
     RequestsStarted,
     StepsPriced,
 )
+from policies.fleet.machine import FleetMachine
 from policies.fleet.placement_stats import PlacementStats
 from policies.fleet.queue_delay import queue_delay_s
-from policies.fleet.scheduler import GlobalScheduler
 from policies.presets import max_running
 from policies.replica.events import ForecastsArrived, RefuseRequest, RequestsAborted, RequestsArrived
 from policies.settings import PolicySettings
@@ -101,14 +101,20 @@ class _IngressReplica:
     late_refusals: list[Refusal] = field(default_factory=list)
 
 
-class Router(Component, RouterCalls):
-    """Turns messages into events of the GlobalScheduler and carries out what it says."""
+class FleetShell(Component, RouterCalls):
+    """Turns messages into events of a scheduler over replicas and carries out what it says.
 
-    kind = "Router"
+    Args:
+        machine: The state machine that decides; it is this object's from now on.
+        decide: Gives the machine an event; its own ``handle``, or one around it.
+    """
 
-    def __init__(self, context: ComponentContext) -> None:
+    def __init__(
+        self, context: ComponentContext, machine: FleetMachine, decide: Handle[GlobalEvent, GlobalInstruction]
+    ) -> None:
         super().__init__(context)
-        self._machine = self._make_machine()
+        self._machine = machine
+        self._decide = decide
         self._follows_prefixes = follows_prefixes(context.config.scheduler)
         self._schedulers: dict[str, SchedulerCalls] = {}
         self._ingresses: dict[str, _IngressReplica] = {}
@@ -119,11 +125,6 @@ class Router(Component, RouterCalls):
         self._shown: tuple[float, PlacementView] | None = None
         self._cost: StepCost | None = None
         self._queue_delay = QueueDelay(context.registry, context.config.model.name)
-
-    def _make_machine(self) -> GlobalScheduler:
-        config = self.context.config
-        settings = PolicySettings(block_size=config.engine.kv_block_size, e2=configured_e2(config.placement))
-        return build_router(config.scheduler.preset, config.scheduler.placement, settings)
 
     async def start(self) -> None:
         self.spawn(self._tick())
@@ -253,8 +254,7 @@ class Router(Component, RouterCalls):
         """Gives the machine an event. Messages to a Scheduler leave in the order of the events behind them."""
         self._handled_at = now = time.monotonic()
         answers, calls = Answers(), []
-        for instruction in self._machine.handle(event, now):
-            self._note(instruction)
+        for instruction in self._decide(event, now):
             match instruction:
                 case PlaceRequests(name, requests):
                     calls.append(asyncio.create_task(self._place(name, requests, answers)))
@@ -268,16 +268,9 @@ class Router(Component, RouterCalls):
                     answers.lost.setdefault(ingress_id, []).extend(keys)
                 case RefuseRequest(request_id, attempt, field_name, message):
                     answers.refusals.append(Refusal(request_id, attempt, field_name, message))
-        self._handled()
         if calls:
             await asyncio.gather(*calls)
         return answers
-
-    def _handled(self) -> None:
-        """Called once the machine has taken an event, before anything is carried out."""
-
-    def _note(self, instruction: GlobalInstruction) -> None:
-        """Called with each before it is carried out."""
 
     async def _place(self, name: str, requests: Iterable[Request], answers: Answers) -> None:
         requests = tuple(requests)
@@ -391,10 +384,7 @@ class Router(Component, RouterCalls):
         except PeerLost:
             return  # what it said last still holds
         if forecast.num_samples:
-            await self._handle(self._learned(forecast))
-
-    def _learned(self, forecast: Forecast) -> GlobalEvent:
-        return MeanOutputLen(forecast.mean)
+            await self._handle(HistoryLearned(forecast))
 
     def _outlook(self) -> LoadSnapshot:
         config, takers = self.context.config, self._machine.own_takers()
@@ -407,6 +397,18 @@ class Router(Component, RouterCalls):
             joins=not is_batch_mode(preset),
             cost=self._cost,
         )
+
+
+class Router(FleetShell):
+    """The shell of the GlobalScheduler, which places requests as they come."""
+
+    kind = "Router"
+
+    def __init__(self, context: ComponentContext) -> None:
+        config = context.config
+        settings = PolicySettings(block_size=config.engine.kv_block_size, e2=configured_e2(config.placement))
+        machine = build_router(config.scheduler.preset, config.scheduler.placement, settings)
+        super().__init__(context, machine, machine.handle)
 
 
 def _waiting(response_id: str, request: Request, since: float) -> RequestTrace:

@@ -26,6 +26,7 @@ from core.messages.plans import FinishedSequence, Plan, ReportPoll, StepReport, 
 from core.messages.requests import Key, Keys, Refusal, Refusals, Submit
 from core.messages.step_times import ReplicaStepProfile, StepSample, StepSamples
 from policies.compose import configured_replica, is_batch_mode
+from policies.event_log import MachineConfig
 from policies.replica.events import (
     AccountClosed,
     BatchBroken,
@@ -83,7 +84,7 @@ class Scheduler(Component, SchedulerCalls):
         self._machine = configured_replica(config.scheduler, config.engine.max_num_seqs)
         self._recorder: EventRecorder | None = None
         if config.scheduler.event_log:
-            self._recorder = EventRecorder(self.name, config.scheduler, config.engine.max_num_seqs)
+            self._recorder = EventRecorder(self.name, MachineConfig(config.scheduler, config.engine.max_num_seqs))
         self._hear = recorded(self._machine.handle, self._recorder)
         self._replica = context.index
         self._worker = context.peers.worker(self._replica, self._scheduling)

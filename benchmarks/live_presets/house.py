@@ -14,11 +14,12 @@ from typing import cast
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from actors.calls.message import Peer
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.host import ComponentHost
 from actors.runtime.layout import by_host, initial_counts, wanted_components
 from actors.runtime.names import LOG_STORE, length_predictor_name
-from actors.runtime.peer import Answering, LocalPeer, Peer, PeerBook
+from actors.runtime.peer import Answering, LocalPeer, PeerBook
 from actors.runtime.site import Site
 from actors.scheduling.scheduler import FEED_S
 from core.codec import decode, encode

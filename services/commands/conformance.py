@@ -1,4 +1,4 @@
-"""``python -m services.commands.conformance FILE...``: checks that replayed logs give the logged instructions."""
+"""``python -m services.commands.conformance FILE...``: do replayed event logs of live machines give the same?"""
 
 from __future__ import annotations
 
@@ -32,6 +32,10 @@ def main(paths: list[str]) -> int:
 def describe(difference: Difference) -> str:
     """The first difference, in one line."""
     logged, replayed = (", ".join(map(repr, each)) or "nothing" for each in (difference.logged, difference.replayed))
+    if difference.unlogged is not None:
+        num_jobs, prompt_len, output_len = difference.unlogged
+        batch = f"{num_jobs} requests, {prompt_len} prompt tokens and {output_len} output tokens"
+        replayed = f"asks for the serving time of a batch of {batch}, which the log does not hold"
     return f"event {difference.index} ({type(difference.event).__name__}) gave {logged}, and now {replayed}"
 
 

@@ -129,10 +129,11 @@ class World:
         self.network.living[name] = getattr(self, f"_make_{kind}")(replica)
 
     def _make_router(self, _: str) -> RouterComponent:
-        machine = build_router("fcfs", self.placement, PolicySettings(block_size=BLOCK))
         if self.in_batches:
-            machine = build_batch_scheduler(self.batch_preset, self.batch_settings, self.forecast_wait_s)
-        return RouterComponent(self, machine)
+            return RouterComponent(
+                self, build_batch_scheduler(self.batch_preset, self.batch_settings, self.forecast_wait_s)
+            )
+        return RouterComponent(self, build_router("fcfs", self.placement, PolicySettings(block_size=BLOCK)))
 
     def _make_scheduler(self, replica: str) -> SchedulerComponent:
         if self.in_batches:

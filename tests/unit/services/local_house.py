@@ -15,9 +15,10 @@ from actors.log.log_store import LogStore
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.names import CONTROL, ROUTER
 from actors.runtime.peer import PeerBook
+from actors.runtime.registry import component_class
 from actors.runtime.site import Site
 from actors.scheduling.kv_offload_manager import KVOffloadManager
-from actors.scheduling.router import Router
+from actors.scheduling.router import FleetShell
 from actors.scheduling.scheduler import Scheduler
 from actors.worker.model_worker import ModelWorker
 from core.config.load import FarsightConfig
@@ -46,9 +47,9 @@ class LocalHouse:
     site: LocalSite
 
     @property
-    def router(self) -> Router:
+    def router(self) -> FleetShell:
         router = self.site.components[ROUTER]
-        assert isinstance(router, Router)
+        assert isinstance(router, FleetShell)
         return router
 
     def machine(self, replica: int = 0) -> ReplicaScheduler:
@@ -80,7 +81,7 @@ async def local_house(config: FarsightConfig) -> AsyncIterator[LocalHouse]:
     replicas = range(config.model.replicas)
     kinds: dict[str, type[Component]] = {
         "log-store": LogStore,
-        ROUTER: Router,
+        ROUTER: component_class(ROUTER, config),
         "serving-time-estimator-0": ServingTimeEstimator,
     }
     kinds |= {f"kv-offload-manager-{replica}": KVOffloadManager for replica in replicas}
