@@ -35,6 +35,7 @@ from core.messages.plans import FinishedSequence, WorkerReady
 from core.messages.requests import Refusals, Submit
 from core.request import Origin, Request, SamplingParams, SequenceStatus
 from kvcache.prefix import hash_blocks
+from policies.fleet.scheduler import GlobalScheduler
 
 BLOCK_SIZE = 32
 PROMPT_LEN, SHARED, OUTPUT_LEN = 1835, 0.85, 43
@@ -165,7 +166,7 @@ def _timed_decisions(router: Router) -> list[float]:
         times.append(time.thread_time() - began_s)
         return choice
 
-    placement.choose = timed  # type: ignore[method-assign]
+    placement.choose = timed  # type: ignore[method-assign, assignment]
     return times
 
 

@@ -28,8 +28,9 @@ class SchedulerConfig:
             that is the quantum. A quantum should outlast four round trips between Scheduler and worker, of some 5 ms
             each.
         starve_limit_s: Skip-join MLFQ promotes a request that has waited so many seconds to the first queue.
-        event_log: Directory in which every Scheduler, and in batch mode the Batcher, records the events and instructions of its state machine;
-            ``python -m services.commands.conformance`` replays them to a fresh one. Empty records nothing.
+        event_log: Directory in which every Scheduler, and in batch mode the Batcher, records the events and
+            instructions of its state machine; ``python -m services.commands.conformance`` replays them to a fresh one.
+            Empty records nothing.
     """
 
     preset: str = "fcfs"

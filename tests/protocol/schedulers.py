@@ -31,7 +31,7 @@ from policies.fleet.events import (
     RequestsStarted,
     TimePassed,
 )
-from policies.fleet.scheduler import GlobalScheduler
+from policies.fleet.machine import FleetMachine
 from policies.interfaces import ReplicaPolicies
 from policies.replica.events import (
     BatchBroken,
@@ -109,7 +109,7 @@ class _IngressReplica:
 class RouterComponent:
     """One life of the Router."""
 
-    def __init__(self, world: World, machine: GlobalScheduler) -> None:
+    def __init__(self, world: World, machine: FleetMachine) -> None:
         self.world, self.machine = world, machine
         self.life = Life("router", world.clock)
         self.is_first = world.clock.now == 0.0
