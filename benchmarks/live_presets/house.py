@@ -14,6 +14,7 @@ from typing import cast
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from actors.calls.learning import LengthPredictorCalls
 from actors.calls.message import Peer
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.host import ComponentHost
@@ -22,7 +23,7 @@ from actors.runtime.names import LOG_STORE, length_predictor_name
 from actors.runtime.peer import Answering, LocalPeer, PeerBook
 from actors.runtime.site import Site
 from actors.scheduling.scheduler import FEED_S
-from core.codec import decode, encode
+from core.codec import decode
 from core.config.load import FarsightConfig
 from core.forecast import QUANTILES, Forecast
 from core.messages.forecasts import ForecastQuestions, Forecasts
@@ -63,7 +64,7 @@ class LocalSite:
         return LocalBook(self.components)
 
 
-class GivenForecasts(Component):
+class GivenForecasts(Component, LengthPredictorCalls):
     """Stands in for the LengthPredictor: it answers with the forecast of the request that the question names."""
 
     kind = "LengthPredictor"
@@ -72,14 +73,13 @@ class GivenForecasts(Component):
         super().__init__(context)
         self._forecasts = forecasts
 
-    async def predict(self, data: bytes) -> bytes:
-        """Takes ``ForecastQuestions``, whose user inputs are names of forecasts; answers with ``Forecasts``."""
-        questions = decode(data, ForecastQuestions).questions
-        return encode(Forecasts(tuple(self._forecasts[each.user_input] for each in questions)))
+    async def predict(self, questions: ForecastQuestions) -> Forecasts:
+        """The user inputs of the questions are names of forecasts."""
+        return Forecasts(tuple(self._forecasts[each.user_input] for each in questions.questions))
 
-    async def forecast(self, data: bytes = b"") -> bytes:
-        """Takes nothing; answers with a ``Forecast`` that knows nothing."""
-        return encode(_NOTHING_KNOWN)
+    async def forecast(self) -> Forecast:
+        """A ``Forecast`` that knows nothing."""
+        return _NOTHING_KNOWN
 
 
 @dataclass(slots=True)
