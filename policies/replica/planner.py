@@ -82,7 +82,8 @@ class ReplicaPlans:
         tracked, admitted = self._shadow.tracked, self._shadow.admitted
         decode_s = self._decode_s(running)
         # All of them take part in the next step, so no prefill may use up its tokens before the decodes have theirs.
-        executing = [tracked[job.request_id] for job in sorted(running, key=lambda job: not job.decodes)]
+        executing = [tracked[job.request_id] for job in running if job.decodes]
+        executing += [tracked[job.request_id] for job in running if not job.decodes]
         taken = set(self._sent)
         slots = [self._slot(each, decode_s, standby=False) for each in executing]
         slots += [self._slot(each, decode_s, standby=False) for rid, each in admitted.items() if rid not in taken]
@@ -90,8 +91,22 @@ class ReplicaPlans:
         named = {slot.request_id for slot in slots}
         # Shipped earlier and pushed out of the standby window by preempted ones: still the worker's to keep.
         kept = [each for rid, each in self._shadow.shipped.items() if rid not in named]
-        kept.sort(key=lambda each: each.number)
-        return slots + [self._slot(each, decode_s, standby=True) for each in kept]
+        kept.sort(key=_number)
+        return slots + [self._kept_slot(each, decode_s) for each in kept]
+
+    def _kept_slot(self, tracked: Tracked, decode_s: float | None) -> Slot:
+        """The slot of the last plan while it still says what is so: its grant is renewed when it is next in line."""
+        last = tracked.slot
+        if (
+            last is not None
+            and last.standby
+            and last.request is None
+            and last.num_preemptions == tracked.num_preemptions
+            and last.num_moves == tracked.num_moves
+            and last.length_to > tracked.job.known_len
+        ):
+            return last
+        return self._slot(tracked, decode_s, standby=True)
 
     def _slot(self, tracked: Tracked, decode_s: float | None, *, standby: bool) -> Slot:
         self._shadow.ship(tracked)
@@ -155,3 +170,7 @@ class ReplicaPlans:
         first_s = 0.0 if missing <= 1 else self.cost.prefill_s(missing, known_len - missing) - decode_s
         num_tokens = max(1, math.ceil((slice_s - first_s) / decode_s))
         return min(most, known_len + num_tokens)
+
+
+def _number(tracked: Tracked) -> int:
+    return tracked.number

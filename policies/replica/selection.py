@@ -87,7 +87,7 @@ class Selector:
 
     def _is_barred(self, job: Job, admitted: Collection[str]) -> bool:
         """Those that the host holds come before those without KV, or it stays full for ever."""
-        return job.computed_len == job.host_len == 0 and job.request_id not in admitted and not self._may_start()
+        return not (job.computed_len or job.host_len or job.request_id in admitted or self._may_start())
 
     def _take(self, job: Job, selection: Selection, admitted: Collection[str], may_move: bool) -> bool:
         """Takes the job if it has room; False if the walk ends with it."""
@@ -128,9 +128,10 @@ class Selector:
 
     def _keeps(self, job: Job) -> bool:
         """Of admitted jobs that may be moved out, those stay that fit with one token more each."""
-        if self._used + job.known_len + 1 > self.capacity and self._used:
+        used = self._used + job.prompt_len + job.output_len + 1
+        if used > self.capacity and self._used:
             return False
-        self._used += job.known_len + 1
+        self._used = used
         if self._untold is None:
             self.admission.add(job)
         else:
