@@ -29,8 +29,8 @@ _Key = tuple[Urgency, bool, int, int]
 """(urgency, whether its prefill is beyond the budget, level, ticket)."""
 _MID_ITERATION = 0
 
-PROMOTIONS_AT_ONCE = 64
-"""Jobs promoted at one scheduling point at most: about 1 ms. The others follow at the next ones."""
+PROMOTIONS_AT_ONCE = 16
+"""Jobs promoted at one scheduling point at most: about 0.3 ms. The others follow at the next scheduling points."""
 
 
 @dataclass(slots=True, eq=False)

@@ -162,7 +162,8 @@ class WorkerMirror:
         ran_s = tracked.take(progress, self.worker.block_size)
         if tracked.num_blocks or tracked.job.cached_len != believed_len:
             self._hits.reported(tracked)
-        self.note_host(tracked)
+        if tracked.num_host_blocks or tracked.counted_on_host or tracked.residency is Residency.HOST:
+            self.note_host(tracked)
         self._changed(tracked.job)
         return ran_s
 

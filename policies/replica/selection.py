@@ -71,6 +71,11 @@ class Selector:
         for job in walk:
             if len(selection.running) >= self.max_num_seqs:
                 return selection
+            if job.request_id in admitted:  # most of those that the walk reads
+                passed.add(job.request_id)
+                if not may_move or self._keeps(job):
+                    selection.running.append(job)
+                continue
             if self._is_barred(job, admitted):
                 break
             passed.add(job.request_id)
