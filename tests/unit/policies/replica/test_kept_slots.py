@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from benchmarks.decisions.deep_queue import arrivals
 from core.messages.plans import Slot
-from policies.compose import PolicySettings, build_scheduler
+from policies.compose import build_scheduler
 from policies.replica.events import Event, Instruction, SendPlan
 from policies.replica.scheduler import SchedulerLimits
+from policies.settings import PolicySettings
 from simulator.cluster.latency import A100_7B
 from simulator.cluster.records import Record, Recorder
 from simulator.cluster.replica import Replica, ReplicaShape
