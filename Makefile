@@ -7,10 +7,20 @@ TORCH_INDEX_URL ?=
 TORCH_VERSION = $(shell sed -n 's/^torch==//p' constraints.txt)
 ARGS ?=
 # Processes that run tests beside each other, each file in one of them; 0: this one alone.
-TEST_PROCESSES ?= 0
-CODE = core tokenization kvcache policies predictor estimator engine actors simulator services benchmarks tools tests
+TEST_PROCESSES ?= 2
+# One room alone: make test ROOM=policies
+ROOM ?=
+TESTS = $(if $(ROOM),$(wildcard tests/unit/$(ROOM)) $(ROOM_TESTS_$(ROOM)),tests)
+ROOM_TESTS_actors = tests/actors tests/nodes tests/protocol
+ROOM_TESTS_services = tests/e2e
+ROOM_TESTS_simulator = tests/sim
+# No Ray, no HTTP, no model: within a minute on two free cores.
+FAST = $(addprefix tests/unit/,core tokenization kvcache policies predictor estimator) tests/sim
+# Where Python is told to write no bytecode, each process of each server under test would compile everything again.
+PYTEST = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+CODE = farsight_rooms.py core tokenization kvcache policies predictor estimator engine actors simulator services benchmarks tools tests
 
-.PHONY: help setup setup-dev serve test check format clean
+.PHONY: help setup setup-dev serve test test-fast test-long coverage check format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,15 +32,31 @@ setup-dev: $(VENV)/.installed-dev ## Install what development needs as well
 serve: setup ## Serve the embedded model on 127.0.0.1:8000 (flags: make serve ARGS="--port 9000")
 	@exec $(VENV)/bin/farsight serve $(ARGS)
 
-# Where Python is told to write no bytecode, each process of each server under test would compile everything again.
-test: setup-dev ## Run every test that needs no GPU
-	PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -q -m "not gpu" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
+test: setup-dev ## Run every test that needs no GPU and takes no minutes (one room: ROOM=policies)
+	$(PYTEST) -m "not gpu and not long" $(TESTS) $(ARGS)
 
-check: setup-dev ## Lint, format, types, dependency rule
+test-fast: setup-dev ## Run the pure tests: no Ray, no HTTP, no model
+	$(PYTEST) -m "not gpu and not long and not torch" $(FAST) $(ARGS)
+
+test-long: setup-dev ## Run what takes minutes: every seed of the protocol, every run of a reproduction
+	PROTOCOL_NUM_SEEDS=10000 $(PYTEST) -m "not gpu" $(ARGS)
+
+# The tests that start no server and no Ray: what they reach of each room is docs/coverage.md.
+coverage: setup-dev ## Measure the branches that the pure tests take, and write docs/coverage.md
+	$(VENV)/bin/coverage erase
+	PYTHONDONTWRITEBYTECODE= $(VENV)/bin/coverage run -m pytest -q -m "not gpu" -n 2 --dist loadfile \
+		tests/unit tests/sim tests/protocol $(ARGS)
+	$(VENV)/bin/coverage combine -q
+	$(VENV)/bin/coverage json -q -o .coverage.json
+	$(VENV)/bin/python -m tools.coverage_table .coverage.json docs/coverage.md
+
+check: setup-dev ## Lint, format, types, dependency rule, prose, site of the documentation
 	$(VENV)/bin/ruff check $(CODE)
 	$(VENV)/bin/ruff format --check $(CODE)
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-cache
+	$(VENV)/bin/mkdocs build --strict --quiet
+	$(VENV)/bin/python -m tools.prose_check
 
 format: setup-dev ## Format and fix what can be fixed
 	$(VENV)/bin/ruff check --fix $(CODE)

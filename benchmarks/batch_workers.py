@@ -1,14 +1,15 @@
 """Batch mode over several workers, live beside the simulator: ``python -m benchmarks.batch_workers``.
 
-All requests are there from the start; idle workers pull them in batches from one queue. Live are real components in one
-process over emulated devices (``a100-7b``); the simulator runs the same requests. Shown are requests per second and how
-many times as many as with one worker.
+All requests are queued at the start; idle workers pull them in batches from one queue. The live run has real components
+in one process over emulated devices (``a100-7b``); the simulator runs the same requests. The table shows requests per
+second, and their ratio to those of one worker.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -57,7 +58,7 @@ def main(words: Sequence[str] | None = None) -> None:
 def _live(preset: str, arrivals: list[Arrival], num_workers: int) -> tuple[float, float]:
     """Requests per second, and the mean lateness of a timer."""
     hardware = Hardware(A100_7B, KV_TOKENS, 0, MAX_NUM_SEQS, CHUNK + MAX_NUM_SEQS)
-    settings = {
+    settings: dict[str, dict[str, Any]] = {
         "scheduler": {"preset": preset, "execution": "static"},
         "model": {"replicas": num_workers},
         "batch": {"num_bins": 8, "max_wait_s": 1.0},

@@ -1,8 +1,8 @@
 """Many requests at once beside a few in flight, from a server on an emulated device: ``python -m benchmarks.burst``.
 
-Prints what each run was answered, how long ``/health`` and ``/status`` took meanwhile, and the CPU time of the server
+Prints the answers of each run, how long ``/health`` and ``/status`` took meanwhile, and the CPU time of the server
 for each request, whole and by process; then the ratio of each burst's to that of the run with a few in flight. Exits
-with 1 if an answer was none of the OpenAI API, or a limit that was given is exceeded.
+with 1 if an answer does not have the shape of the OpenAI API, or a given limit is exceeded.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ PROFILE = {
     "kv_bytes": 1024,
     "copy_bandwidth": 1e8,
 }
-"""Of a device that is fast enough for the HTTP side to be what is measured."""
+"""Profile of a device that is fast enough for the measurement to show the HTTP side."""
 
 PROBE_TIMEOUT_S = 30.0
 PROBE_PAUSE_S = 0.05
 SETTLE_S = 3.0
-"""Before and after a run, so that what it leaves behind is counted with it."""
+"""Seconds of rest before and after a run, so that its late work is counted with it."""
 
 PROBED = ("/health", "/status")
 
 
 @dataclass
 class Answers:
-    """What a run was answered: how often each outcome came, and an example of each that should not be."""
+    """The answers of a run: how often each outcome came, and an example of each wrong one."""
 
     outcomes: collections.Counter[str] = field(default_factory=collections.Counter)
     wrong: dict[str, str] = field(default_factory=dict)
@@ -142,7 +142,7 @@ def _request(index: int, *, stream: bool, max_tokens: int, words: int) -> bytes:
 
 
 def probe(port: int, path: str, latencies: Any, stop: Any) -> None:
-    """In a process of its own: asks for the page again and again, and puts down how long it took and what came."""
+    """Requests the page again and again in a process of its own, and records durations and statuses."""
     while not stop.is_set():
         began = time.perf_counter()
         try:

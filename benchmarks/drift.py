@@ -31,13 +31,13 @@ from predictor.training import RECIPES, train
 from services.commands.forecast_data import EMBEDDED_TOKENIZER, TokenCounter, read_examples
 
 MAX_LEN = 1000
-"""Of prompt and output together, in tokens: the embedded model's context, less what joins instruction and input."""
+"""Most tokens of prompt and output together: the embedded model's context, less those between instruction and input."""
 
 NUM_TRAINED_ON = 2000
 """Requests of the first half of the tasks that the predictor is trained on."""
 
 FIT_S = 15.0
-"""Before a new version serves, so long at most its fit has been running."""
+"""Longest time that the fit of a new version runs before it serves, in seconds."""
 
 WINDOW_S = 60.0
 
@@ -71,20 +71,20 @@ class Measured:
         return float(np.sqrt(np.mean(self.error[inside] ** 2)))
 
     def fitting(self) -> np.ndarray:
-        """Which requests came while a version was being fitted that was accepted then."""
+        """Which requests came during the fit of a version that was accepted."""
         found: np.ndarray = np.any([(self.at_s > at - FIT_S) & (self.at_s <= at) for at in self.versions], axis=0)
         return found
 
     def rows(self) -> list[Row]:
-        """After the drift errors rise; with what was learned they fall again, and nobody waits for that."""
+        """Errors rise after the drift; after learning they fall again, and no request waits for that."""
         sizes, drift, end = self.sizes, self.sizes.before_s, self.at_s.max()
         before, lost = self.rmse(0, drift), self.rmse(drift, drift + sizes.learn_every_s)
-        learnt = self.rmse(end - sizes.learn_every_s, end)
+        learned = self.rmse(end - sizes.learn_every_s, end)
         fitting = self.fitting()
         during, otherwise = (np.quantile(self.ttft_s[chosen], (0.5, 0.99)) * 1e3 for chosen in (fitting, ~fitting))
         return [
             Row("RMSE after the drift / before it", lost / before, 1.2, "", higher_is_better=True),
-            Row("RMSE at the end / after the drift", learnt / lost, 0.7, ""),
+            Row("RMSE at the end / after the drift", learned / lost, 0.7, ""),
             Row("TTFT p50 while a version is fitted, less otherwise", during[0] - otherwise[0], 2.0, "ms"),
             Row("TTFT p99 while a version is fitted / otherwise", during[1] / otherwise[1], 1.25, ""),
         ]

@@ -6,7 +6,7 @@ process, which is what to read where the machine is not idle. An error is |estim
 judged by what it was fitted to.
 
 - Steps: a profile fitted to the grid of ``farsight profile``, judged by the steps of a continuous-batching workload;
-  and one learned while that runs, 20 steps of which it hears taking turns with 20 that it has to foretell.
+  and one learned during that workload: it learns from 20 steps, then must predict the next 20, by turns.
 - Batches: so many requests of given lengths run together to completion. `independent` draws size, prompt and output on
   their own, log-uniform: the hardest case. `applications` draws outputs in proportion to prompts, as Magnus finds them:
   eight made-up tasks. Estimated by nearest neighbours among 3 of 4 batches, and by adding up steps.
@@ -31,6 +31,7 @@ from core.messages.step_times import StepSample
 from core.request import SamplingParams
 from engine.engine import Engine
 from engine.sequence import Sequence
+from engine.step_fault import StepFault
 from engine.worker import Runner
 from estimator.grid import StepLimits, step_grid
 from estimator.knn import MIN_BATCHES, BatchTimes, ServedBatch, padded_batch_s
@@ -50,7 +51,7 @@ TEST_SHARE = 0.25
 KV_MEMORY = "256MiB"
 SEED = 0
 
-TASKS = ((40, 1.0, 0.05), (40, 0.95, 0.03), (90, 0.4, 0.25), (70, 1.1, 0.05))
+TASKS: tuple[tuple[int, float, float], ...] = ((40, 1.0, 0.05), (40, 0.95, 0.03), (90, 0.4, 0.25), (70, 1.1, 0.05))
 TASKS += ((70, 0.9, 0.05), (60, 1.05, 0.02), (50, 1.6, 0.15), (120, 0.6, 0.25))
 """Median prompt, outputs over prompts, their relative spread: of 8 tasks."""
 
@@ -82,6 +83,13 @@ class SamplingRunner:
 
     def rest(self) -> None:
         self._runner.rest()
+
+    @property
+    def num_ooms(self) -> int:
+        return self._runner.num_ooms
+
+    def fault(self, error: Exception) -> StepFault:
+        return self._runner.fault(error)
 
     def execute(self, batch: StepBatch, sequences: dict[str, Sequence]) -> list[int | None]:
         began_at, cpu_s = time.perf_counter(), time.process_time()
@@ -175,14 +183,14 @@ def step_rows(grid: list[Timed], steps: list[Timed], clock: str) -> Iterator[dic
     yield from _by_kind(
         "steps: profile of a grid", relative_errors(fit_steps([s.by(clock) for s in grid]), samples), samples
     )
-    learnt, errors, heard_not = StepProfile(), [], []
+    learned, errors, unheard_samples = StepProfile(), [], []
     for start in range(0, len(samples), 2 * TURN):
-        learnt.observe(samples[start : start + TURN])
+        learned.observe(samples[start : start + TURN])
         unheard = samples[start + TURN : start + 2 * TURN]
-        if learnt.cost() is not None:
-            errors += relative_errors(learnt, unheard)
-            heard_not += unheard
-    yield from _by_kind("steps: profile learned meanwhile", errors, heard_not)
+        if learned.cost() is not None:
+            errors += relative_errors(learned, unheard)
+            unheard_samples += unheard
+    yield from _by_kind("steps: profile learned meanwhile", errors, unheard_samples)
 
 
 def _by_kind(name: str, errors: list[float], samples: list[StepSample]) -> Iterator[dict[str, Any]]:
@@ -218,6 +226,12 @@ def _row(name: str, errors: np.ndarray) -> dict[str, Any]:
     }
 
 
+def _known(cost: StepCost | None) -> StepCost:
+    """The steps measured must allow a fit."""
+    assert cost is not None
+    return cost
+
+
 def query_ms(batches: list[Timed], cost: StepCost) -> float:
     """CPU milliseconds of one estimate by neighbours."""
     times = BatchTimes(cost, [batch.of for batch in batches])
@@ -243,7 +257,7 @@ def run(model: Path, scale: float, with_batches: bool) -> dict[str, Any]:
     cpu_share = sum(each.cpu_s for each in everything) / sum(each.of.duration_s for each in everything)
     found = {**provenance(["python", "-m", "benchmarks.estimates"]), "cpu_share": cpu_share, "errors": rows}
     if with_batches:
-        found["neighbours_query_cpu_ms"] = query_ms(sets["independent"], cost)
+        found["neighbours_query_cpu_ms"] = query_ms(sets["independent"], _known(cost))
     return found
 
 

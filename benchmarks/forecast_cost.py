@@ -53,7 +53,7 @@ def rows(num_examples: int = 4000) -> list[Row]:
 
 
 def _median_cpu_s(run: Callable[[], object], repeats: int = 50) -> float:
-    """Of this process: neighbours on a busy machine do not count. numpy uses one thread here."""
+    """CPU seconds of this process: other work on the machine does not count. numpy uses one thread here."""
     run()
     times = []
     for _ in range(repeats):

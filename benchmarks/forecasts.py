@@ -30,7 +30,7 @@ from predictor.training import RECIPES, Recipe, embed_all, train
 from services.commands.forecast_data import EMBEDDED_TOKENIZER, TokenCounter, read_examples
 
 LIMIT = 1024
-"""Of prompts and outputs in Magnus's experiments, in tokens (§IV)."""
+"""Longest prompts and outputs in Magnus's experiments, in tokens (§IV)."""
 
 
 class Recalled:
@@ -143,13 +143,14 @@ def _measure(name: str, split: Split, encoder: Recalled, recipe: Recipe) -> Scor
 def read_split(file: Path) -> Split:
     """Held out: a fifth, by a hash of instruction and user input."""
     found = read_examples(file, TokenCounter(EMBEDDED_TOKENIZER), strict=True)
-    parts: tuple[list[Example], list[Example], list[str], list[str]] = ([], [], [], [])
+    examples: tuple[list[Example], list[Example]] = ([], [])
+    tasks: tuple[list[str], list[str]] = ([], [])
     for example, task in zip(found.examples, found.tasks, strict=True):
         text = f"{example.question.instruction}\x1f{example.question.user_input}"
         held_out = int(hashlib.sha256(text.encode()).hexdigest(), 16) % 5 == 0
-        parts[held_out].append(example)
-        parts[2 + held_out].append(task)
-    return Split(*parts)
+        examples[held_out].append(example)
+        tasks[held_out].append(task)
+    return Split(*examples, *tasks)
 
 
 def rows(data: Path, cache: Path, encoder: str, device: str) -> Iterator[Row]:

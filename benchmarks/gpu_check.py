@@ -37,7 +37,7 @@ PREFILL_SHARE = 50.0
 """Percent of the measured rate of matrix products."""
 
 Row = tuple[str, str, str]
-"""What was checked, how it went, and with what figures."""
+"""The check, its result and its figures."""
 
 
 _SHOWN_OF_ERROR = 3000

@@ -75,7 +75,7 @@ def describe_start(start: dict[str, float]) -> str:
 
 
 def measure_idle(tree: ProcessTree) -> dict[str, float]:
-    """Memory, processes and CPU use of a server that nobody asks anything."""
+    """Memory, processes and CPU use of an idle server."""
     cpu_s, began = tree.cpu_s(), time.perf_counter()
     time.sleep(IDLE_S)
     cpu_percent = 100 * (tree.cpu_s() - cpu_s) / (time.perf_counter() - began)

@@ -1,19 +1,20 @@
-"""What 200 clients notice of a death: ``python -m benchmarks.kill_under_load``.
+"""The effect of a death on 200 clients: ``python -m benchmarks.kill_under_load``.
 
 A service over HTTP on a Ray cluster of four nodes on this machine: components split, two replicas of the embedded
 model in float32, each on a node of its own. While all streams are under way, the router, a replica or a node is
 killed, or all
-that runs on a node is frozen: then nobody is told. Each stream must end with the text that it has when nothing dies; if
-one does not, the command fails.
+that runs on a node is frozen, which no process reports. Each stream must end with the text that it has when nothing
+dies; if one does not, the command fails.
 
 Shown are the longest pause within a stream (the median over the streams, and the longest of all) and the time from the
-kill until ``/status`` shows every component ready again, which nobody waits for.
+kill until ``/status`` shows every component ready again; no client waits for that.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import os
 import shutil
 import signal
@@ -52,12 +53,12 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one run; times in seconds.
+    """Results of one run; times in seconds.
 
     Attributes:
         gaps_s: The longest pause of each stream.
         num_same: Streams that are as they should be.
-        ready_s: Until every component was ready again; None if nobody was killed.
+        ready_s: Seconds until every component was ready again; None if no process was killed.
     """
 
     victim: str
@@ -74,7 +75,7 @@ class Outcome:
 
 
 class Victims:
-    """Who can be killed."""
+    """What can be killed."""
 
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
@@ -117,7 +118,7 @@ async def measure(base_url: str, args: argparse.Namespace, victims: Victims) -> 
     """The runs, the first without a death."""
     async with open_streams(base_url, args.streams, args.tokens) as streams:
         undisturbed = await streams.finish(LATEST_S)
-    yield _outcome("nobody", undisturbed, undisturbed)
+    yield _outcome("none", undisturbed, undisturbed)
     for _ in range(args.repeats):
         for kill in (victims.router, victims.replica, victims.node, victims.frozen_node):
             async with streams_midway(base_url, args.streams, args.tokens) as streams:
@@ -192,7 +193,7 @@ def main(words: Sequence[str] | None = None) -> None:
     config = _config(args)
     nodes = Nodes(NUM_NODES, HEALTH)
     try:
-        ray.init(address=nodes.address, namespace=NAMESPACE, log_to_driver=False, logging_level="error")
+        ray.init(address=nodes.address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
         Service(find_site(config, find_model(config))).start(silent_stages(config.server.start_patience_s))
         num_other = asyncio.run(_show(args, Victims(nodes)))
     finally:
@@ -200,7 +201,7 @@ def main(words: Sequence[str] | None = None) -> None:
         nodes.end()
         shutil.rmtree(directory, ignore_errors=True)
     if num_other:
-        raise SystemExit(f"{num_other} streams have not got what they get when nothing dies")
+        raise SystemExit(f"{num_other} streams differ from the streams of a run without a death")
 
 
 if __name__ == "__main__":

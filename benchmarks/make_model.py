@@ -8,6 +8,7 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
@@ -121,7 +122,7 @@ def random_model(shape: Shape, tokenizer: PreTrainedTokenizerFast, dtype: torch.
         eos_token_id=tokenizer.eos_token_id,
     )
     torch.manual_seed(SEED)
-    model = LlamaForCausalLM(config)
+    model: Any = LlamaForCausalLM(config)
     torch.nn.init.normal_(model.lm_head.weight, std=LOGIT_STD)
     return model.to(dtype).eval()
 

@@ -8,14 +8,14 @@ from typing import Any
 import psutil
 from ray.cluster_utils import Cluster
 
-NODE = {"num_cpus": 1, "object_store_memory": 80_000_000}
+NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80_000_000}
 
 
 class Nodes:
     """A head and others.
 
     Args:
-        system_config: Of Ray.
+        system_config: Ray's system configuration.
     """
 
     def __init__(self, num_others: int, system_config: dict[str, Any] | None = None) -> None:

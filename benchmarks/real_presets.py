@@ -34,10 +34,10 @@ from simulator.traffic.workload import Arrival
 from simulator.traffic.workloads import build_workload, retime
 
 MAX_LEN = 2000
-"""Of prompt and output together, in tokens: what the model of ``benchmarks.make_model`` holds."""
+"""Most tokens of prompt and output together: the context of the model of ``benchmarks.make_model``."""
 
 SIGMA = 0.5
-"""Of the forecasts' noise, as in the simulated cells."""
+"""Sigma of the forecasts' noise, as in the simulated cells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ class Bench:
     """A model on this machine.
 
     Attributes:
-        profile: Measured of it.
-        kv_tokens: Of its KV pool.
+        profile: Its measured profile.
+        kv_tokens: Tokens of its KV pool.
         sla: Seconds to the first token, and between two.
     """
 

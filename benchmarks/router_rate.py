@@ -35,6 +35,7 @@ from core.messages.plans import FinishedSequence, WorkerReady
 from core.messages.requests import Refusals, Submit
 from core.request import Origin, Request, SamplingParams, SequenceStatus
 from kvcache.prefix import hash_blocks
+from policies.fleet.scheduler import GlobalScheduler
 
 BLOCK_SIZE = 32
 PROMPT_LEN, SHARED, OUTPUT_LEN = 1835, 0.85, 43
@@ -45,7 +46,7 @@ NO_REFUSALS = encode(Refusals(()))
 
 
 class FakeScheduler:
-    """Takes whatever it is sent; what it has been sent is told as started and ended a while later."""
+    """Takes every request, and reports it as started and, a while later, as ended."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -61,7 +62,7 @@ class FakeScheduler:
 
 
 class Replica:
-    """What a replica tells: everything placed there runs at once, and the oldest are evicted when it is full."""
+    """A replica's reports: every request placed there runs at once; when it is full, it evicts the oldest blocks."""
 
     def __init__(self, scheduler: FakeScheduler, num_blocks: int) -> None:
         self.scheduler = scheduler
@@ -116,7 +117,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     replicas = [Replica(each, args.blocks) for each in schedulers.values()]
     ready = WorkerReady("w", args.blocks, BLOCK_SIZE, 32_768, False, 50_000)
     for replica in replicas:
-        await router.replica_state(encode(ReplicaState(replica.scheduler.name, ready, ())))
+        await router.replica_state(ReplicaState(replica.scheduler.name, ready, ()))
     for _ in range(20):  # what they cache is asked for beside
         await asyncio.sleep(0)
     source = requests(args.warm_up + args.requests + args.decisions, args.tools, rng)
@@ -128,12 +129,12 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
             break
         data = encode(Submit(batch))  # type: ignore[arg-type]
         began_s = time.process_time()
-        await router.submit(data)
+        await router.answer("submit", data)
         submit_s = time.process_time() - began_s
         told = [replica.news() for replica in replicas if len(replica.scheduler.taken) >= args.news_every]
         began_s = time.process_time()
         for news in told:
-            await router.replica_news(news)
+            await router.answer("replica_news", news)
         if args.warm_up <= num_placed < args.warm_up + args.requests:
             spent_s += submit_s
             news_s += time.process_time() - began_s
@@ -154,7 +155,9 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def _timed_decisions(router: Router) -> list[float]:
     """CPU seconds of every decision from now on."""
-    placement, times = router._machine._placement, list[float]()
+    machine, times = router._machine, list[float]()
+    assert isinstance(machine, GlobalScheduler)
+    placement = machine._placement
     choose = placement.choose
 
     def timed(*args: Any) -> Any:
@@ -163,7 +166,7 @@ def _timed_decisions(router: Router) -> list[float]:
         times.append(time.thread_time() - began_s)
         return choice
 
-    placement.choose = timed  # type: ignore[method-assign]
+    placement.choose = timed  # type: ignore[method-assign, assignment]
     return times
 
 

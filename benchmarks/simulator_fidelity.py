@@ -1,8 +1,8 @@
-"""Does the simulator foretell the live server? ``python -m benchmarks.simulator_fidelity [--json]``
+"""Does the simulator predict the live server? ``python -m benchmarks.simulator_fidelity [--json]``
 
-A server on an emulated device, whose steps take what its profile says, is given three workloads; what its log has of
-them goes through the simulator with the same profile, memory and limits. Everything live takes part: HTTP, the ingress,
-messages, scheduler and worker; what differs is what they cost, and the ways of real time.
+A server on an emulated device, whose steps take the time of its profile, serves three workloads; the requests in its
+log go through the simulator with the same profile, memory and limits. The live side includes HTTP, the ingress,
+messages, scheduler and worker; the difference is their cost and the jitter of real time.
 """
 
 from __future__ import annotations

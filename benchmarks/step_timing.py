@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from unittest import mock
 
 from engine.sequence import Sequence
+from engine.step_fault import StepFault
 from engine.text.detokenizer import OutputText
 from engine.worker import Runner
 from kvcache import StepBatch
@@ -34,6 +35,13 @@ class TimedRunner:
 
     def rest(self) -> None:
         self._runner.rest()
+
+    @property
+    def num_ooms(self) -> int:
+        return self._runner.num_ooms
+
+    def fault(self, error: Exception) -> StepFault:
+        return self._runner.fault(error)
 
     def take_last(self) -> StepBatch | None:
         """What the step just run held, if it ran anything."""

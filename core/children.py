@@ -13,17 +13,17 @@ from types import FrameType
 
 _LOOK_S = 0.1
 _INIT = 1
-"""The process that adopts orphans, unless another one has asked to."""
+"""Pid of the process that adopts orphans, unless another process has asked to."""
 
 
 def end_with_parent(parent: int | None = None) -> None:
     """From now on this process ends as soon as its parent is gone, with status 1.
 
-    The kernel's own way (``PR_SET_PDEATHSIG``) goes by the thread that started this process, which may end long before
-    the parent does. So a thread looks ten times a second who the parent is.
+    The kernel's own signal (``PR_SET_PDEATHSIG``) follows the thread that started this process, which may end long
+    before the parent does. So a thread checks the parent's pid ten times a second.
 
     Args:
-        parent: Its pid, where this process was told: then it also ends if the parent was gone before this call.
+        parent: The parent's pid, if this process knows it: then it also ends if the parent was gone before this call.
     """
     expected = os.getppid() if parent is None else parent
 
@@ -38,16 +38,16 @@ def end_with_parent(parent: int | None = None) -> None:
 
 @contextmanager
 def worker_pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes that compute side by side. To be entered in the main thread.
+    """Processes that compute side by side. The main thread enters this context.
 
-    When the context is left by an exception, Ctrl-C and SIGTERM included, they are killed; what has not begun is
-    dropped. Where this process is killed they end by themselves.
+    When an exception leaves the context, Ctrl-C and SIGTERM included, the processes are killed; what has not begun is
+    dropped. If this process is killed, they end by themselves.
 
     Args:
-        jobs: How many.
+        jobs: Number of processes.
 
     Raises:
-        SystemExit: SIGTERM has come.
+        SystemExit: This process received SIGTERM.
     """
     context = get_context("spawn")  # a fork would copy locks of threads that it has not
     with _terminating():
@@ -64,7 +64,7 @@ def worker_pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
 
 @contextmanager
 def _terminating() -> Iterator[None]:
-    """SIGTERM raises SystemExit, so that everything is cleaned up on its way."""
+    """SIGTERM raises SystemExit, so that ``finally`` clauses run."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -78,5 +78,5 @@ def _terminating() -> Iterator[None]:
 
 def _begin(parent: int) -> None:
     """What each process of a pool does first."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches it as well; its parent ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to it as well; its parent ends it
     end_with_parent(parent)

@@ -29,13 +29,13 @@ from core.messages import SCHEMA_VERSION
 
 T = TypeVar("T")
 _MANY = 16
-"""So many integers or more are sent as one binary string."""
+"""The codec sends this many integers or more as one binary string."""
 
 _INT_KINDS = ("I", "Q")
-"""Of 4 and 8 bytes, without a sign."""
+"""Array type codes of unsigned integers of 4 and 8 bytes."""
 
 _TOKENS, _INT_BYTES = b"I", 4
-"""Of integers that fit: letter and size."""
+"""Letters and sizes of the integer types that a binary string may hold."""
 
 _Decoder = Callable[[Any, str], Any]
 _Encoder = Callable[[Any], Any]
@@ -53,7 +53,7 @@ def decode(data: bytes, expected: type[T], *, keep_packed: bool = False) -> T:
     """The message in ``data``.
 
     Args:
-        keep_packed: Tokens are only to be counted and passed on: they are left as ``PackedInts``.
+        keep_packed: Leave tokens as ``PackedInts``, for a receiver that only counts them and passes them on.
 
     Raises:
         MessageError: not msgpack, another version, another type, or a field of the wrong type; names the field.
@@ -75,7 +75,7 @@ def decode(data: bytes, expected: type[T], *, keep_packed: bool = False) -> T:
 
 
 class PackedInts(Sequence[int]):
-    """Integers as they came, in the place of a tuple of them: counted and sent on at no cost, and slow to read."""
+    """Integers in wire form, in the place of a tuple: counted and sent on at no cost, but slow to read."""
 
     __slots__ = ("_values", "packed")
 
@@ -188,7 +188,7 @@ def _same(value: Any) -> Any:
 def _decoder(kind: Any, keep_packed: bool) -> _Decoder:
     """Returns a checking function from (msgpack value, field name) to a value of ``kind``.
 
-    Names are relative; whoever catches an error on its way out puts its own before it, so that names cost nothing else.
+    Names are relative: each caller that catches an error puts its own name before it, so correct values need no names.
     """
     if dataclasses.is_dataclass(kind):
         return _dataclass_decoder(kind, keep_packed)
@@ -238,7 +238,7 @@ def _tuple_decoder(args: tuple[Any, ...], keep_packed: bool) -> _Decoder:
         found = []
         try:
             for dec, item in zip(itertools.cycle(parts) if repeated else parts, raw, strict=False):
-                found.append(dec(item, ""))  # how many there are tells which one is wrong
+                found.append(dec(item, ""))  # the number of items found is the index of the wrong one
         except MessageError as error:
             raise MessageError(f"{field}[{len(found)}]{error.field}", error.value, error.expected) from error
         return tuple(found)
@@ -247,7 +247,7 @@ def _tuple_decoder(args: tuple[Any, ...], keep_packed: bool) -> _Decoder:
 
 
 def _packed_ints(raw: Any, field: str) -> Sequence[int]:
-    """Tokens as they came; hashes, which are wider, as they are."""
+    """Leaves tokens in wire form; passes hashes, which are wider, unchanged."""
     if isinstance(raw, bytes) and raw[:1] == _TOKENS and len(raw) % _INT_BYTES == 1:
         return PackedInts(raw)
     return _int_tuple(raw, field)

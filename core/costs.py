@@ -19,11 +19,11 @@ class StepCost:
     """Seconds of a step, ``base_s`` plus a share of each kind of work in it (the form of ``StepProfile``).
 
     Attributes:
-        base_s: Of every step, whatever it computes.
-        prefill_token_s: Of each prompt token computed.
-        decode_seq_s: Of each sequence that decodes.
-        context_token_s: Of each token of context that a decoding sequence reads.
-        prefill_pair_s: Of each pair of ``attention_pairs``: a prompt token is the dearer the more context it has.
+        base_s: Seconds of every step, whatever it computes.
+        prefill_token_s: Seconds of each prompt token computed.
+        decode_seq_s: Seconds of each sequence that decodes.
+        context_token_s: Seconds of each token of context that a decoding sequence reads.
+        prefill_pair_s: Seconds of each pair of ``attention_pairs``: a prompt token costs more the more context it has.
     """
 
     base_s: float
@@ -51,8 +51,8 @@ class StepCost:
         return self.step_s(num_tokens, 0, 0, attention_pairs(num_tokens, cached_len))
 
     def decode_run_s(self, decode_seqs: int, context_tokens: int, num_steps: int) -> float:
-        """Seconds of so many steps that only decode, the first over so much context; each token adds to that of the
-        next."""
+        """Seconds of so many steps that only decode, the first over so much context; each token adds to the next
+        step's context."""
         growth_s = self.context_token_s * decode_seqs
         return num_steps * self.step_s(0, decode_seqs, context_tokens) + growth_s * num_steps * (num_steps - 1) / 2
 
@@ -61,14 +61,16 @@ class StepCost:
         return self.step_s(0, 1, context_tokens)
 
     def is_like(self, other: StepCost, share: float) -> bool:
-        """Whether both price a lone decode, a full batch and a prompt alike, up to this share of the other's price."""
+        """Whether the prices of a lone decode, a full batch and a prompt differ by at most this share of
+        ``other``'s.
+        """
         steps = ((0, 1, 500, 0), (0, 64, 32_000, 0), (512, 0, 0, attention_pairs(512, 0)))
         prices = ((self.step_s(*step), other.step_s(*step)) for step in steps)
         return all(abs(mine - theirs) <= share * theirs for mine, theirs in prices)
 
 
 def mean_cost(costs: Collection[StepCost]) -> StepCost:
-    """Each price the mean of theirs; at least one."""
+    """Cost whose prices are the means of those of the given costs, of which there must be at least one."""
     return StepCost(*(sum(terms) / len(costs) for terms in zip(*map(astuple, costs), strict=True)))
 
 
@@ -88,16 +90,16 @@ def profile_cost(profile: ReplicaStepProfile) -> StepCost:
 
 
 class CostModel(Protocol):
-    """How long a step takes."""
+    """Predicts how long a step takes."""
 
     def step_time_s(
         self, prefill_tokens: int, decode_seqs: int, context_tokens: int, prefill_pairs: int = 0
     ) -> float | None:
-        """Seconds; None before enough has been measured."""
+        """Seconds of a step; None before enough steps have been measured."""
         ...
 
     def cost(self) -> StepCost | None:
-        """What policies price with; None before enough has been measured."""
+        """The cost that policies price with; None before enough steps have been measured."""
         ...
 
     def observe(self, samples: Sequence[StepSample]) -> None: ...

@@ -1,4 +1,4 @@
-"""What was decided about a request, when, and from which numbers."""
+"""Decision traces: what was decided about a request, when, and from which numbers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Decision:
     """One decision about a request, with its inputs.
 
     Attributes:
-        kind: What it was, such as ``admitted``; whoever reads may meet kinds that it does not know.
-        at: Seconds on the clock of whoever decided.
+        kind: Kind of the decision, such as ``admitted``; a reader may meet kinds that it does not know.
+        at: Seconds on the clock of the component that decided.
     """
 
     kind: str
@@ -29,7 +29,7 @@ class Decision:
 
 
 class DecisionPacker:
-    """Makes the form in which decisions are sent and kept. What has been packed may be joined, one after the other."""
+    """Packs decisions for sending and keeping. Packed decisions may be joined, one after the other."""
 
     def __init__(self) -> None:
         self._pack: Callable[[object], bytes] = msgpack.Packer().pack
@@ -46,19 +46,19 @@ def pack_decisions(decisions: Iterable[Decision]) -> bytes:
 
 
 def on_clock(epoch_s: float, packed: bytes) -> bytes:
-    """Decisions of a clock that stood at 0 at ``epoch_s`` (seconds since the epoch), to be joined with those of others.
+    """Decisions on a clock that stood at 0 at ``epoch_s`` (seconds since the epoch), ready to be joined with others.
 
-    Until a clock is named instants are taken as they are.
+    Instants before the first named clock stay as they are.
     """
     header: bytes = msgpack.packb(float(epoch_s))
     return header + packed
 
 
 def unpack_decisions(data: bytes) -> tuple[Decision, ...]:
-    """What has been packed; instants in seconds since the epoch where a clock was named.
+    """The packed decisions; instants are seconds since the epoch where a clock was named.
 
     Raises:
-        MessageError: it is something else.
+        MessageError: The data is not packed decisions.
     """
     epoch_s, found = 0.0, []
     unpacker = msgpack.Unpacker(strict_map_key=True)

@@ -14,7 +14,7 @@ class InvalidValueError(FarsightError):
 
     Args:
         field: Dotted name of the offending field, as its sender knows it.
-        value: What was found there.
+        value: The value found there.
         expected: What would be right, as a phrase that completes "expected ...".
     """
 
@@ -42,7 +42,7 @@ class CapacityError(FarsightError):
 
     Args:
         message: What is full, with the numbers.
-        retry_after_s: When trying again makes sense, in seconds.
+        retry_after_s: Seconds after which a retry makes sense.
     """
 
     def __init__(self, message: str, retry_after_s: float) -> None:
@@ -58,13 +58,13 @@ class IntegrityError(FarsightError):
 
 
 def _short(value: Any, limit: int = 200) -> str:
-    """A path is told whole, a prompt is not."""
+    """Shortens a long value: an error shows a whole path, but not a whole prompt."""
     text = repr(value)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 class RankLost(FarsightError):
-    """A process of a replica that is spread over several is gone, or out of step: the replica ends as a whole."""
+    """One of a replica's processes is gone, or out of step: the replica ends as a whole."""
 
 
 class WorkerBroken(FarsightError):

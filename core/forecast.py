@@ -1,4 +1,4 @@
-"""What is foreseen, and who foresees it."""
+"""Predicted output lengths, and the interface of predictors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Forecast:
     Attributes:
         mean: Expected output length.
         quantiles: Output lengths at ``QUANTILES``, not falling.
-        num_samples: Finished requests it rests on; 0 means that nothing is known yet and the rest is a prior.
-        source: Who made it, such as ``history``.
-        version: Of the model behind it; rises when it learns.
+        num_samples: Finished requests behind it; 0 means that nothing is known yet and the numbers are a prior.
+        source: The predictor that made it, such as ``history``.
+        version: Version of the model behind it; rises when the model learns.
         rank: Orders the requests of one version, those that are expected to be short first; None: by ``mean``.
     """
 
@@ -37,10 +37,10 @@ class ForecastQuestion:
 
     Attributes:
         instruction: What its application says to the model each time.
-        user_input: What is its own.
-        user_input_len: Of ``user_input``, in tokens of the served model.
-        prompt_len: In tokens, all of it.
-        max_new_tokens: No output is longer.
+        user_input: The request's own part.
+        user_input_len: Length of ``user_input``, in tokens of the served model.
+        prompt_len: Length of the whole prompt, in tokens.
+        max_new_tokens: Limit of the output, in tokens.
     """
 
     request_id: str
@@ -56,7 +56,7 @@ class Example:
     """A request that ended, to learn from.
 
     Attributes:
-        output_len: In tokens.
+        output_len: Output length in tokens.
         censored: The output was cut off, by its limit or by its client: it would have been longer.
     """
 
@@ -66,7 +66,7 @@ class Example:
 
 
 class Predictor(Protocol):
-    """Forecasts output lengths."""
+    """Predicts output lengths."""
 
     def forecast(self, questions: Sequence[ForecastQuestion]) -> list[Forecast]:
         """One forecast a question, in their order."""

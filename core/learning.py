@@ -13,8 +13,8 @@ class ErrorRule:
     """Which outcomes are worth learning from: those that were predicted badly, in absolute terms and in relative ones.
 
     Attributes:
-        min_error: The error must exceed this, in the unit of what is predicted ...
-        min_share: ... and this share of what it turned out to be.
+        min_error: The error must exceed this, in the unit of the prediction.
+        min_share: The error must also exceed this share of the true value.
     """
 
     min_error: float
@@ -33,7 +33,7 @@ class ErrorRule:
 
 
 class Schedule:
-    """Something that is to happen every ``period_s`` seconds; whoever asks brings the time.
+    """Says when something is due that happens every ``period_s`` seconds; the caller passes the time.
 
     Args:
         period_s: Seconds, above 0.
@@ -46,7 +46,7 @@ class Schedule:
         self._began_at: float | None = None
 
     def claim(self, now: float) -> bool:
-        """Whether a period is over; if so the next one begins now. The first call begins the first one."""
+        """Whether a period is over; if so, the next one begins now. The first call begins the first period."""
         if self._began_at is None:
             self._began_at = now
         if now - self._began_at < self._period_s:

@@ -1,4 +1,4 @@
-"""What a prediction of the queue delay rests on. A message, like those of ``core.messages``."""
+"""The load from which the queue delay is predicted. A message, like those of ``core.messages``."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from core.costs import StepCost
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Everything that waits or is on our own engine; tokens are sums over its requests, as each was placed or came.
+    """Requests that wait or are on our own engine; token counts are sums over them, as of each one's placement or
+    arrival.
 
     Attributes:
-        num_waiting: Requests that no replica has.
-        num_busy: Replicas that have any.
-        known_tokens: Prompts, and outputs of earlier attempts.
-        cached_tokens: Of these, believed to be in the prefix cache of their replica.
-        output_tokens: Still foreseen.
+        num_waiting: Requests that are on no replica yet.
+        num_busy: Replicas that have requests.
+        known_tokens: Tokens of prompts, and of outputs of earlier attempts.
+        cached_tokens: Known tokens that are believed to be in the prefix cache of their replica.
+        output_tokens: Predicted tokens that are still to come.
     """
 
     num_requests: int
@@ -29,14 +30,14 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class LoadSnapshot:
-    """Router ->: the demand, and what serves it.
+    """From the Router: the demand, and the replicas that serve it.
 
     Attributes:
-        num_replicas: That take requests now.
-        max_num_seqs: Requests that one of them runs at once at most.
-        kv_tokens: That the smallest of them holds; 0 if there is none.
+        num_replicas: Replicas that take requests now.
+        max_num_seqs: Most requests that one of them runs at once.
+        kv_tokens: KV tokens that the smallest of them holds; 0 if there is none.
         joins: Whether a request joins what runs (continuous batching), or waits for a replica that is idle.
-        cost: Of a step, as measured; None before enough has been.
+        cost: Measured cost of a step; None before enough steps have been measured.
     """
 
     demand: Demand

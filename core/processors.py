@@ -12,11 +12,11 @@ from pathlib import Path, PurePosixPath
 def usable_processors(root: Path = Path("/")) -> int:
     """Processors that this process may use: at least 1.
 
-    The least of its affinity mask and of the quotas of its control groups. Part of a processor counts for nothing:
-    threads that wait for each other, as those of a step do, all wait for the one that has used up the quota.
+    The minimum of its affinity mask and of the quotas of its control groups. A fraction of a processor does not count:
+    threads that wait for each other, as those of a step do, all wait for the thread that has used up the quota.
 
     Args:
-        root: Where ``proc`` and the mounts of the control groups are found; another than ``/`` is for tests.
+        root: Directory that holds ``proc`` and the mounts of the control groups; tests use another than ``/``.
     """
     # macOS has neither affinity masks nor control groups.
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -25,10 +25,11 @@ def usable_processors(root: Path = Path("/")) -> int:
 
 
 def compute_threads(asked: int, num_sharers: int) -> int:
-    """Threads of a worker that computes on processors.
+    """Number of compute threads of a worker on CPUs.
 
     Args:
-        asked: As configured; 0 shares all processors but one, which serves HTTP and scheduling, among the workers.
+        asked: The configured number; 0 shares all processors but one, which serves HTTP and scheduling, among the
+            workers.
         num_sharers: Workers on this machine.
     """
     return asked or max(1, (usable_processors() - 1) // num_sharers)
@@ -38,7 +39,7 @@ def quota_processors(root: Path = Path("/")) -> float | None:
     """CPU seconds a second that the control groups of this process grant; None if nothing limits it.
 
     Both versions are read: ``cpu.max`` of version 2, ``cpu.cfs_quota_us`` and ``cpu.cfs_period_us`` of version 1. A
-    quota of a group holds for everything below it: the least one from the process's own group up to the mount counts.
+    group's quota bounds everything below it, so the lowest one from the process's own group up to the mount counts.
 
     Args:
         root: As for ``usable_processors``.
@@ -62,7 +63,7 @@ class _Mount:
 
 
 def _mounts(mountinfo: str) -> Iterator[_Mount]:
-    """Of every hierarchy that may limit processors; the format is that of proc(5)."""
+    """Mounts and groups of every hierarchy that may limit processors; the format is that of proc(5)."""
     for line in mountinfo.splitlines():
         before, _, after = line.partition(" - ")
         fields, kind = before.split(), after.split()
@@ -85,7 +86,7 @@ def _groups(mount: _Mount, memberships: str) -> Iterator[PurePosixPath]:
         if mount.version == 1 and "cpu" not in controllers.split(","):
             continue
         own = PurePosixPath(path)
-        # A container sees its own part of the hierarchy: a path beyond that is not to be found, but the top is.
+        # A container sees its own part of the hierarchy: a path beyond that is not found, but the top is.
         inside = own.relative_to(mount.top) if own.is_relative_to(mount.top) and ".." not in own.parts else None
         group = mount.point if inside is None else mount.point / inside
         yield group

@@ -1,4 +1,4 @@
-"""One user call and how it is to be sampled."""
+"""One user call and its sampling parameters."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _FINISH_REASONS = {
 
 
 class Fault(IntEnum):
-    """What made a sequence fail, and so what its client may do about it.
+    """Cause of a sequence's failure, which tells the client what to do.
 
     ``SERVICE``: something broke; the same request may succeed later. ``REQUEST``: its own parameters leave no token to
     choose. ``MODEL``: the model computes logits for it that no token can be chosen from; it will again.
@@ -54,14 +54,14 @@ class Fault(IntEnum):
 
 
 class Residency(IntEnum):
-    """Where a sequence's KV is to be."""
+    """Where a sequence's KV belongs."""
 
     DEVICE = 0
     HOST = 1
 
 
 _LARGEST_BIAS = 1e30
-"""What float32, which logits are, holds with room to spare."""
+"""A bound well inside the range of float32, the type of logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class SamplingParams:
     """How the next token is chosen and when a sequence ends.
 
     Attributes:
-        max_new_tokens: Output tokens at most; at least 1.
+        max_new_tokens: Most output tokens; at least 1.
         temperature: 0 means greedy.
         top_p: Keep the smallest set of tokens whose mass reaches this; in (0, 1].
         top_k: Keep this many tokens; 0 keeps all.
@@ -80,16 +80,16 @@ class SamplingParams:
         min_p: Drop tokens less likely than this share of the likeliest one; in [0, 1], 0 drops none.
         repetition_penalty: Divides the positive and multiplies the negative logits of tokens that prompt or output
             hold; in [0.01, 100], 1 changes nothing.
-        presence_penalty: Taken from the logits of tokens that the output holds; in [-2, 2].
-        frequency_penalty: Taken from them once for each time that the output holds them; in [-2, 2].
+        presence_penalty: Subtracted from the logits of tokens that the output holds; in [-2, 2].
+        frequency_penalty: Subtracted from a token's logit once for each time that the output holds it; in [-2, 2].
         logit_bias: (token id, what is added to its logit); each id once.
-        min_tokens: The output ends with token ``min_tokens + 1`` at the earliest, but for its own limits.
+        min_tokens: The output ends with token ``min_tokens + 1`` at the earliest, unless a limit of length ends it.
         logprobs: Log probabilities (of the model's own distribution) of each token and of so many likeliest ones;
             None for none at all.
         prompt_logprobs: The same for the prompt's tokens, the first aside. Needs ``logprobs``, and that all of the
             prompt is computed: nothing of it may come from a cache.
-        benchmark_len: The output ends here as if by EOS, and EOS does not end it before; for benchmarks. Only what
-            samples may read it: a scheduler that did would know what no scheduler can.
+        benchmark_len: The output ends here as if by EOS, and EOS does not end it before; for benchmarks. Only the code
+            that samples may read it: a scheduler that did would know what no scheduler can.
         plain: Derived: the likeliest token is taken as it is, and nothing more is to be known about it.
     """
 
@@ -156,7 +156,9 @@ class SamplingParams:
 
     @property
     def own_engine_field(self) -> str:
-        """A field that other servers cannot be asked for, since their replies lack what it needs; empty if none is."""
+        """Name of a set field that other servers cannot serve, since their replies lack what it needs; empty if none
+        is.
+        """
         if self.logprobs is not None:
             return "logprobs"
         return "" if self.benchmark_len is None else "benchmark_len"
@@ -186,9 +188,9 @@ class Origin:
     """The answer that a request is a part of, as its client knows it.
 
     Attributes:
-        response_id: ``id`` of the answer; several choices make several requests.
-        choice: Which of them, from 0.
-        owner: A salted hash of the key that it was sent with; empty if there was none.
+        response_id: ``id`` of the answer; an answer of several choices has several requests.
+        choice: Index of the choice, from 0.
+        owner: Salted hash of the API key that it was sent with; empty if there was none.
     """
 
     response_id: str
@@ -201,8 +203,8 @@ class PromptSource:
     """A prompt as its client wrote it, for servers that take no token ids.
 
     Attributes:
-        text: Of a completion; empty if it is a chat.
-        messages: (role, content) of a chat's.
+        text: Prompt of a completion; empty if it is a chat.
+        messages: (role, content) of each message of a chat.
     """
 
     text: str = ""
@@ -219,13 +221,14 @@ class Request:
         ingress_id: Which ingress replica holds the client; tokens go straight there.
         prompt_ids: Token ids; never empty.
         output_ids: What the client has already got from earlier attempts (a resumed request); usually empty.
-        origin: None if nobody will ask what has become of it.
+        origin: Answer that it belongs to; None if its decisions need not be explained.
         priority: Lower goes first, whatever the policies say.
-        deadline_s: Of equal priority, the earlier deadline goes first; seconds from when a scheduler gets the request.
-        forecast: Of the whole output length; None if nobody has foreseen it in time.
+        deadline_s: Among equal priorities, the earlier deadline goes first; seconds from when a scheduler gets the
+            request.
+        forecast: Forecast of the whole output length; None if it did not come in time.
         expected_cached_len: Prompt tokens that its replica is believed to have in its prefix cache.
         prefix_hashes: Chained hashes of the prompt's full blocks (``kvcache.prefix``), made by the ingress; empty where
-            nobody looks at prefixes, and of a request that can share none.
+            placement does not look at prefixes, and for a request that can share none.
         cache_salt: Only requests of the same salt share cached prefixes.
         source: None where no replica asks for it (``[[replica]] prompt``), or the client sent token ids.
     """

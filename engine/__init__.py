@@ -2,10 +2,14 @@
 
 from typing import TYPE_CHECKING, Any
 
+from farsight_rooms import check_rooms
+
 if TYPE_CHECKING:
     from engine.engine import Completion, Engine
 
 __all__ = ["Completion", "Engine"]
+
+check_rooms()
 
 
 def __getattr__(name: str) -> Any:

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 def check_worker(model_dir: Path, engine: EngineConfig, mesh: Mesh = ALONE) -> None:
-    """Refuses before anything is loaded what could not be built.
+    """Refuses, before anything is loaded, a configuration that could not be built.
 
     Args:
-        mesh: The ranks that the model is to be spread over.
+        mesh: The ranks that the model is spread over.
 
     Raises:
         InvalidValueError: the directory, the model or a setting cannot be used; names the field.
@@ -55,9 +55,9 @@ def build_worker(
 
     Args:
         num_replicas: Workers that share this machine's cores and memory where a setting is automatic.
-        scheduler: Who decides: how batches are executed, and whether KV is moved to the host. Static execution has no
-            use for a host pool or a prefix cache.
-        ranks: The others, where the model is spread over several processes.
+        scheduler: Policies, which determine how batches are executed and whether KV moves to the host. Static execution
+            has no use for a host pool or a prefix cache.
+        ranks: The other ranks, where the model is spread over several processes.
 
     Raises:
         InvalidValueError: the directory, the model or a setting cannot be used; names the field.
@@ -65,7 +65,7 @@ def build_worker(
     scheduler = scheduler or SchedulerConfig()
     static = scheduler.execution == "static"
     swaps = swaps_kv(scheduler)
-    if static:  # nothing is paused, so nothing moves; and the paper's batches share nothing
+    if static:  # no sequence is paused, so no KV moves; and the paper's batches share nothing
         engine = dataclasses.replace(engine, host_kv_memory="0", prefix_cache=False)
     config = load_model_config(model_dir)
     tokenizer = load_tokenizer(model_dir)

@@ -18,7 +18,7 @@ def device_problem() -> str | None:
 
 
 def free_bytes(utilization: float, step: Callable[[], object]) -> int:
-    """What a share of the device's memory leaves beside what it holds now and what ``step`` takes at its peak.
+    """Bytes that a share of the device's memory leaves beside those in use now and the peak of ``step``.
 
     Args:
         utilization: The share, in (0, 1].
@@ -35,7 +35,7 @@ def free_bytes(utilization: float, step: Callable[[], object]) -> int:
 
 
 def synchronize() -> None:
-    """Returns when the device has done all that it was given."""
+    """Returns when the device has done all launched work."""
     torch.cuda.synchronize()
 
 
@@ -49,7 +49,7 @@ def is_lost() -> bool:
 
 
 def recover() -> None:
-    """Gives back what the allocator holds and nobody uses; after an allocation that has failed."""
+    """Returns the allocator's unused memory to the device; called after a failed allocation."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
 
@@ -87,12 +87,14 @@ class SideStream:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def after_steps(self) -> AbstractContextManager[object]:
-        """What is launched within runs on this stream, after all that the caller's stream has been given so far."""
+        """Work launched inside runs on this stream, after all work launched so far on the caller's stream."""
         self._stream.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self._stream)
 
     def mark(self) -> Callable[[], None]:
-        """To be called within ``after_steps``; the result returns when all launched so far has been done."""
+        """Call it within ``after_steps``; the result is a function that returns when all work launched so far is
+        done.
+        """
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record()
         wait: Callable[[], None] = event.synchronize

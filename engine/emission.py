@@ -1,4 +1,4 @@
-"""What a step brings to one client, before and after it has become text."""
+"""New output of a step for one client, before and after it has become text."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Emission:
         start: Its index in the output.
         shown: Its text where that had to be known at once, else None.
         cached_len: As in ``TokenDelta``.
-        end: Set if it was the last one.
-        logprobs: What else the client wants to know.
+        end: Set if it was the last token.
+        logprobs: Log probabilities that the client asked for.
         failure: Why the sequence ends without a new token.
     """
 

@@ -1,4 +1,4 @@
-"""Output of a batch that is returned together, until it is (static execution)."""
+"""Output of a batch that is held back until the batch is returned together (static execution)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.emission import Emission, Output
 
 
 class HeldBack:
-    """What the sequences of a batch have brought so far, in the order of the steps."""
+    """Output of the sequences of a batch so far, in the order of the steps."""
 
     def __init__(self) -> None:
         self._emissions: dict[str, list[Emission]] = {}
@@ -21,18 +21,18 @@ class HeldBack:
             self._emissions.setdefault(emission.sequence.request.request_id, []).append(emission)
 
     def take(self, request_id: str) -> list[Emission]:
-        """All of one sequence, which goes out or is of use to nobody any more."""
+        """Removes and returns the output of one sequence, which goes out or is no longer wanted."""
         return self._emissions.pop(request_id, [])
 
     def finish(self, end: FinishedSequence) -> list[Emission]:
-        """All of a sequence that has ended; its own output brought the end, maybe many steps ago."""
+        """The output of a sequence that has ended; its own output ended it, maybe many steps ago."""
         emissions = self.take(end.request_id)
         emissions[-1].end = end
         return emissions
 
 
 def joined_outputs(outputs: Iterable[Output]) -> list[Output]:
-    """Consecutive ones of one sequence as one; an error stands by itself, behind the output that came before it."""
+    """Joins consecutive deltas of one sequence; an error stays separate, behind the output that came before it."""
     groups = itertools.groupby(outputs, key=_kind)
     return [Output(ingress_id, joined([each.delta for each in group])) for (ingress_id, _, _), group in groups]
 

@@ -8,7 +8,7 @@ from core.messages.tokens import TokenBatch, TokenBatches, TokenDelta
 
 
 class TokenOutbox:
-    """What one ingress replica has yet to acknowledge. A lost reply loses nothing: the next poll repeats it."""
+    """Tokens that one ingress replica has not acknowledged. A lost reply loses nothing: the next poll repeats it."""
 
     def __init__(self, incarnation: str) -> None:
         self._incarnation = incarnation
@@ -27,22 +27,22 @@ class TokenOutbox:
 
     @property
     def has_sent(self) -> bool:
-        """Whether something was taken and not acknowledged."""
+        """Whether a batch was sent and not acknowledged."""
         return bool(self._sealed)
 
     def acknowledge(self, ack_seq: int) -> None:
-        """The ingress has all batches up to ``ack_seq``."""
+        """Drops all batches up to ``ack_seq``, which the ingress has."""
         while self._sealed and self._sealed[0].seq <= ack_seq:
             self._num_sealed -= len(self._sealed.popleft().deltas)
 
     def clear(self) -> None:
-        """Drops everything; the numbers go on, so that whoever still polls takes what comes next."""
+        """Drops everything; the numbers go on, so that an ingress that still polls takes the next batch."""
         self._fresh.clear()
         self._sealed.clear()
         self._num_sealed = 0
 
     def take(self) -> TokenBatches:
-        """Everything unacknowledged, what is new as one batch at the end."""
+        """Everything unacknowledged, with the new deltas as one batch at the end."""
         if self._fresh:
             self._seq += 1
             self._sealed.append(TokenBatch(self._incarnation, self._seq, tuple(self._fresh)))

@@ -14,9 +14,10 @@ class Sequence:
 
     Attributes:
         token_ids: Prompt and output so far.
-        prompt_logprobs: What is known of the prompt's tokens but the first; None if nobody waits for it.
-        block_hashes: Of its first full blocks, as many as were asked for so far (``kvcache.prefix``).
-        stop_token_ids: Those of the request, to be looked up at every token.
+        prompt_logprobs: Known log probabilities of the prompt's tokens except the first; None if the client did not
+            ask.
+        block_hashes: Hashes of its first full blocks, as many as were needed so far (``kvcache.prefix``).
+        stop_token_ids: Stop tokens of the request, looked up at every token.
     """
 
     request: Request
@@ -31,7 +32,7 @@ class Sequence:
     @classmethod
     def of(cls, request: Request) -> Sequence:
         """A sequence as its attempt begins it."""
-        # Whoever has got output has got what comes with its first token.
+        # A client that has got output has got what comes with its first token.
         waits = request.sampling.prompt_logprobs and not request.output_ids
         return cls(request, [*request.prompt_ids, *request.output_ids], [] if waits else None)
 

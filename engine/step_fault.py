@@ -1,4 +1,4 @@
-"""Whose fault it is that a step has failed. Free of torch: emulated devices have it as well."""
+"""Causes of a failed step. Free of torch: emulated devices use it as well."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ class StepFault(Enum):
     """What a failed step says about the device."""
 
     REQUESTS = "requests"
-    """Nothing: what was asked for does not fit the device, not even cut into parts. Smaller steps will do."""
+    """Nothing about the device: the step does not fit its memory, not even in parts. Smaller steps will."""
 
     UNKNOWN = "unknown"
-    """It may be the device; several such steps in a row are its fault."""
+    """The device may be the cause; after several such steps in a row it is."""
 
     LOST = "lost"
-    """It is unusable for this process: no later step can succeed."""
+    """The device is unusable for this process: no later step can succeed."""
 
 
 def lost_on(device: str) -> Callable[[], bool]:
-    """What tells whether that device has become unusable for this process; a processor never does.
+    """A function that tells whether the device has become unusable for this process; a CPU never does.
 
-    It waits for what the device still has to do.
+    It waits for the device's outstanding work.
     """
     if device != "cuda":
         return lambda: False

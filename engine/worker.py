@@ -41,7 +41,7 @@ class Runner(Protocol):
         ...
 
     def begin(self, batch: StepBatch, sequences: dict[str, Sequence]) -> None:
-        """The step is going to be executed, after those that have begun before it."""
+        """Announces a step that will be executed after those that have begun before it."""
         ...
 
     def execute(self, batch: StepBatch, sequences: dict[str, Sequence]) -> list[int | None]: ...
@@ -51,7 +51,7 @@ class Runner(Protocol):
         ...
 
     def rest(self) -> None:
-        """Nothing can run for now."""
+        """Announces that no step can run for now."""
         ...
 
 
@@ -72,8 +72,8 @@ class Worker:
         executor: Decides what a step holds, and whether outputs are held back until a whole batch has ended.
         detokenizer: Turns output ids into text.
         eos_token_ids: Ids that end a sequence unless it ignores them.
-        ready: What this worker tells the scheduler about itself.
-        prefix_cache: Whether sequences share the KV of what they have in common.
+        ready: This worker's capacity, for the scheduler.
+        prefix_cache: Whether sequences share the KV of equal beginnings.
         copier: Carries out the executor's copies; needed where it has a host pool.
     """
 
@@ -107,20 +107,22 @@ class Worker:
         return self._hash(self._sequences[request_id], num_blocks)
 
     def _hash(self, sequence: Sequence, num_blocks: int) -> list[int]:
-        """At least its first ``num_blocks`` hashes; each is computed once."""
+        """At least the first ``num_blocks`` hashes of a sequence; each is computed once."""
         root = _root(sequence.request)
         extend_hashes(sequence.block_hashes, sequence.token_ids, self.ready.block_size, num_blocks, root)
         return sequence.block_hashes
 
     def _take_hashes(self, sequence: Sequence) -> None:
-        """Those that its request came with, if they are of blocks like ours; the others are computed."""
+        """Takes over the hashes in the sequence's request if their blocks have this worker's size; computes the
+        others.
+        """
         request, size = sequence.request, self.ready.block_size
         if request.prefix_hashes and are_hashes_of(request.prefix_hashes, request.prompt_ids, size, _root(request)):
             sequence.block_hashes = list(request.prefix_hashes)
         self._hash(sequence, request.known_len // size)
 
     def take_over(self) -> WorkerState:
-        """A Scheduler life begins: what it needs to go on where another one left. Between steps."""
+        """Begins a Scheduler life: returns what it needs to continue where another one left off. Between steps."""
         self._pending = None
         lease = self.executor.take_over()
         report = self.executor.report()
@@ -128,7 +130,7 @@ class Worker:
         return WorkerState(lease, self.ready, held, report)
 
     def prepare(self, plan: Plan) -> Prepared:
-        """What a plan's new requests need before they can run. Takes its time and changes nothing: at any moment."""
+        """Prepares a plan's new requests. Slow, but changes no state, so it may run at any moment."""
         prepared = {}
         for slot in plan.slots:
             request = slot.request
@@ -144,7 +146,7 @@ class Worker:
         return sequence is not None and sequence.request.attempt >= request.attempt
 
     def offer_plan(self, plan: Plan, prepared: Prepared | None = None) -> None:
-        """Keeps the newest plan for the next step boundary, with what ``prepare`` has made of it."""
+        """Keeps the newest plan for the next step boundary, with the result of ``prepare``."""
         if plan.lease != self.executor.lease:
             return
         if self._pending is None or plan.plan_seq > self._pending.plan_seq:
@@ -189,7 +191,7 @@ class Worker:
         self._prepared = {}
 
     def _start_text(self, request: Request) -> OutputText:
-        """The text so far; of a resumed request the client has got all that its tokens made certain."""
+        """The text so far; the client of a resumed request has got all text that its tokens completed."""
         text = self._detokenizer.start(request.sampling.stop, request.prompt_ids)
         for index, token in enumerate(request.output_ids):
             _push(text, token, index, request.sampling)
@@ -206,11 +208,11 @@ class Worker:
         return self.runner.execute(batch, self._sequences)
 
     def finish_step(self, batch: StepBatch, tokens: list[int | None], duration_s: float = 0.0) -> list[Output]:
-        """Books the step and returns what the clients should see."""
+        """Books the step and returns the new output for the clients."""
         return self.render(self.commit_step(batch, tokens, duration_s))
 
     def commit_step(self, batch: StepBatch, tokens: list[int | None], duration_s: float = 0.0) -> list[Emission]:
-        """Books the step, which took so long: all that must be done before the next one can begin.
+        """Books a step of this duration: all work that must be done before the next one can begin.
 
         A sequence whose item should have got a token and has none (``LoggedTokens.failures``) fails; the others go on.
 
@@ -226,8 +228,8 @@ class Worker:
             sequence, text = self._sequences[item.request_id], self._texts[item.request_id]
             start = sequence.output_len
             sequence.token_ids.append(token)
-            # Whether a stop string has come only its text can tell, and outputs held back would all wait for one step;
-            # all other text can wait.
+            # Only the text shows whether a stop string has come; text that is not needed for that can wait, since all
+            # outputs held back would be decoded in one step.
             at_once = bool(sequence.sampling.stop) or self._held_back is not None
             shown = self._show(sequence, text, token, start) if at_once else None
             is_first = len(sequence.token_ids) == sequence.request.known_len + 1
@@ -248,7 +250,7 @@ class Worker:
         return list(emissions.values())
 
     def _take_failures(self, batch: StepBatch, tokens: list[int | None]) -> dict[str, Emission]:
-        """What there is to be said of items without the token that they should have got, by request id."""
+        """Why items did not get the token that they should have got, by request id."""
         failed = {}
         for i, failure in tokens.failures.items() if isinstance(tokens, LoggedTokens) else ():
             request_id = batch.items[i].request_id
@@ -260,7 +262,7 @@ class Worker:
         return failed
 
     def _release(self, ends: Iterable[FinishedSequence], held_back: HeldBack) -> list[Emission]:
-        """All that the sequences of a batch have brought, one after the other."""
+        """All output of a batch's sequences, one sequence after the other."""
         emissions = []
         for end in ends:
             emissions += held_back.finish(end)
@@ -268,7 +270,7 @@ class Worker:
         return emissions
 
     def _attach_logprobs(self, batch: StepBatch, tokens: LoggedTokens, emissions: dict[str, Emission]) -> None:
-        """Those of a prompt are kept until its first output token goes out."""
+        """Log probabilities of a prompt are kept until its first output token goes out."""
         for i, found in tokens.logprobs.items():
             request_id = batch.items[i].request_id
             if not self.executor.counts(batch, request_id):
@@ -282,7 +284,7 @@ class Worker:
                 sequence.prompt_logprobs = None
 
     def render(self, emissions: list[Emission]) -> list[Output]:
-        """What the clients should see of a committed step; in any thread, but in the order of the steps."""
+        """New output of a committed step for the clients; in any thread, but in the order of the steps."""
         outputs = [self._rendered(emission) for emission in emissions]
         return outputs if self._held_back is None else joined_outputs(outputs)
 
@@ -312,7 +314,7 @@ class Worker:
     def fail_step(self, batch: StepBatch, error: BaseException) -> list[Output]:
         """Ends every sequence of a step that raised: a request gets an answer even from a broken step.
 
-        Those whose output is complete and was only held back get it: a device that is broken ends no batch.
+        Sequences whose output is complete and was only held back get it: a broken device does not take their answers.
         """
         logger.error("step with %d sequences failed", len(batch.items), exc_info=error)
         message = f"the model step failed: {type(error).__name__}: {error}"
@@ -336,14 +338,14 @@ class Worker:
 
     @property
     def ingress_ids(self) -> set[str]:
-        """The ingress replicas that somebody held here belongs to."""
+        """The ingress replicas of the sequences held here."""
         return {sequence.request.ingress_id for sequence in self._sequences.values()}
 
     def stall(self, slow: Mapping[str, Collection[str] | None]) -> None:
-        """Who rests from the next step on because tokens are not being taken.
+        """Pauses sequences from the next step on whose clients do not read.
 
         Args:
-            slow: By ingress replica the requests whose clients do not read; None for all of its requests.
+            slow: By ingress replica, the requests whose clients do not read; None for all of its requests.
         """
         ids = set()
         for request_id, sequence in self._sequences.items():
@@ -353,7 +355,7 @@ class Worker:
         self.executor.stall(frozenset(ids))
 
     def _show(self, sequence: Sequence, text: OutputText, token: int, start: int) -> str:
-        """Text that became certain with this token; an EOS that ends the sequence is not text."""
+        """Text that this token completes; an EOS that ends the sequence is not text."""
         sampling = sequence.sampling
         if token in self._eos and sampling.eos_ends:
             return ""
@@ -368,7 +370,9 @@ class Worker:
         return token in self._eos and sampling.eos_ends
 
     def _failed(self, end: FinishedSequence, error: str) -> list[Output]:
-        """The last words of a sequence that ends for another reason than its own text, and what was held back of it."""
+        """The last output of a sequence that ends for a reason outside its own text, with the output held back of
+        it.
+        """
         request = self._sequences[end.request_id].request
         shown = [] if self._held_back is None else self.render(self._held_back.take(end.request_id))
         self._drop(end.request_id)
@@ -389,7 +393,7 @@ class Worker:
 
 
 def _root(request: Request) -> int:
-    """Whose prefixes it shares."""
+    """Root hash of the prefixes that a request shares."""
     if request.sampling.prompt_logprobs:  # they come with the computation: no other request's can be taken
         return root_of(request.request_id, b"request")
     return salted_root(request.cache_salt)

@@ -1,4 +1,4 @@
-"""A device by what its work takes: what emulated devices and the simulator's default go by."""
+"""A device described by its times and sizes: for emulated devices and for the simulator's default."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class DeviceProfile:
     """Times and sizes of one device with one model.
 
     Attributes:
-        kv_bytes: Of the KV of one token.
+        kv_bytes: Bytes of the KV of one token.
         copy_bandwidth: Bytes a second between device and host, each way; 0 where it is not known.
         kv_memory: Bytes that the device has for KV; 0 where that is not known.
     """
@@ -31,11 +31,11 @@ class DeviceProfile:
 
 
 A100_7B = DeviceProfile(A100_7B_COST, kv_bytes=512 * 2**10, copy_bandwidth=25e9, kv_memory=60 * 2**30)
-"""A 7B model without grouped heads on an A100. Of its 80 GB (74.5 GiB) the weights take 12.5 GiB and activations about
+"""A 7B model without grouped heads on an A100. The weights take 12.5 GiB of its 80 GB (74.5 GiB), activations about
 2 GiB: 122,880 tokens of KV are left. PCIe 4 moves 25 GB/s each way."""
 
 DEVICE_PROFILES = {"a100-7b": A100_7B}
-"""Those that have a name."""
+"""The built-in profiles, by name."""
 
 
 def resolve_device(device: str) -> str:
@@ -45,7 +45,7 @@ def resolve_device(device: str) -> str:
 
 
 def profile_label(profile: str) -> str:
-    """What people are shown: the name, or that of the file; empty for none."""
+    """Name for display: the profile's name, or its file's; empty for none."""
     return Path(profile).name
 
 
@@ -53,8 +53,8 @@ def find_device_profile(name: str) -> DeviceProfile:
     """The profile of this name, or in this file.
 
     Raises:
-        ConfigError: there is neither, or the file does not say what KV takes.
-        InvalidValueError: the file is no profile; names the field.
+        ConfigError: Neither exists, or the file does not give the size of KV.
+        InvalidValueError: The file is not a profile; names the field.
     """
     if name in DEVICE_PROFILES:
         return DEVICE_PROFILES[name]

@@ -9,15 +9,15 @@ SMALLEST_CHUNK = 8
 """Tokens of the shortest prompt and of the shortest context."""
 
 FACTOR = 4
-"""Between neighbouring lengths ..."""
+"""Factor between neighbouring lengths."""
 
 BATCH_FACTOR = 2
-"""... and batch sizes: the price of a sequence that decodes varies the most where there are few."""
+"""Factor between neighbouring batch sizes; smaller, for a decoding sequence's price varies most in small batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """A step by what it computes.
+    """The work of one step.
 
     Attributes:
         chunks: (start, tokens) of each part of a prompt; at least 2 tokens.
@@ -35,7 +35,7 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """What a worker can run at once.
+    """Limits of what a worker can run at once.
 
     Attributes:
         max_num_seqs: Sequences in a step.
@@ -60,7 +60,9 @@ class StepLimits:
 
 
 def step_grid(limits: StepLimits) -> list[StepShape]:
-    """Prompts by length, context and number; decoding by batch and context; and both in one step. Some 60 of them."""
+    """Steps to measure: prompts by length, context and number; decoding by batch and context; both at once. About
+    60.
+    """
     return [shape for shape in dict.fromkeys(_shapes(limits)) if limits.allow(shape)]
 
 

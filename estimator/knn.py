@@ -18,22 +18,22 @@ from core.errors import InvalidValueError
 from core.learning import ErrorRule, Schedule
 
 NUM_NEIGHBOURS = 5
-"""k; the paper gives none."""
+"""k, the number of neighbours; the paper gives none."""
 
 MIN_BATCHES = 200
-"""Batches that must have been measured before neighbours are asked; with fewer the nearest are too far away."""
+"""Measured batches before neighbours are used; with fewer, the nearest are too far away."""
 
 MAX_BATCHES = 5000
-"""Batches kept; the oldest go."""
+"""Most batches kept; the oldest are dropped."""
 
 PERIOD_S = 120.0
-"""Between two refits."""
+"""Seconds between two refits."""
 
 RULE = ErrorRule(min_error=2.0, min_share=0.2)
-"""In seconds: which batches are learned from."""
+"""Which batches are learned from, by the error in seconds."""
 
 SCHEMA = 1
-"""Of the artefact; another one is refused."""
+"""Format version of the artefact; other versions are refused."""
 
 _Array = npt.NDArray[np.float64]
 
@@ -43,7 +43,7 @@ class ServedBatch:
     """A batch that ran to its end.
 
     Attributes:
-        batch_size: Requests.
+        batch_size: Number of requests.
         prompt_len: L(B): tokens of its longest prompt.
         output_len: G(B): tokens of its longest output.
         duration_s: Seconds until the last of them ended.
@@ -67,7 +67,7 @@ class ServedBatch:
 
 
 def padded_batch_s(cost: StepCost, batch_size: int, prompt_len: int, output_len: int) -> float:
-    """Seconds of a batch by what its steps cost: one prefill of all prompts, then a step for each further token."""
+    """Seconds of a batch from the cost of its steps: one prefill of all prompts, then a step for each further token."""
     pairs = attention_pairs(prompt_len, 0)
     prefill_s = cost.step_s(batch_size * prompt_len, 0, 0, batch_size * pairs)
     return prefill_s + cost.decode_run_s(batch_size, batch_size * (prompt_len + 1), output_len - 1)
@@ -77,14 +77,14 @@ class BatchTimes:
     """Estimates how long batches take, and learns from those that ended. Called as policies expect (``ServingTime``).
 
     k-nearest-neighbour regression on (batch size, L, G), each standardised: the plain mean of the neighbours' times.
-    Until ``MIN_BATCHES`` are known it adds up what the steps of the batch cost instead, and learns from every batch;
-    from then on only from those whose time, estimated anew with their true G, ``RULE`` calls wrong.
+    Until ``MIN_BATCHES`` are known, it adds up the costs of the batch's steps instead, and learns from every batch.
+    After that it learns only from batches whose time, estimated again with their true G, ``RULE`` calls wrong.
 
-    Estimates are of whole batches that resemble what has run: far outside of that the nearest is not near.
+    Estimates hold for batches that resemble earlier ones: far from all of them, the nearest neighbour is not near.
 
     Args:
-        cost: What steps cost, until it is measured (``price``).
-        batches: Known before; the last ``MAX_BATCHES`` are kept.
+        cost: Cost of a step, until it is measured (``price``).
+        batches: Batches known before; the last ``MAX_BATCHES`` are kept.
     """
 
     def __init__(self, cost: StepCost, batches: Iterable[ServedBatch] = ()) -> None:
@@ -96,19 +96,19 @@ class BatchTimes:
 
     @property
     def num_batches(self) -> int:
-        """Batches that estimates rest on."""
+        """Number of batches behind the estimates."""
         return len(self._batches)
 
     def price(self, cost: StepCost) -> None:
-        """What steps cost, newly measured."""
+        """Takes a newly measured cost of steps."""
         self._cost = cost
 
     def __call__(self, batch_size: int, prompt_len: int, output_len: int) -> float:
-        """Estimated seconds of a batch; ``output_len`` is the longest output foreseen. O(log batches known)."""
+        """Estimated seconds of a batch; ``output_len`` is the longest predicted output. O(log batches known)."""
         return self._estimates_s([(batch_size, prompt_len, output_len)])[0]
 
     def _estimates_s(self, queries: list[tuple[int, int, int]]) -> list[float]:
-        """Together they cost little more than one alone."""
+        """Estimates several batches; together they cost little more than one alone."""
         if self._neighbours is None:
             return [padded_batch_s(self._cost, *query) for query in queries]
         features = np.array(queries, dtype=np.float64).reshape(-1, 3)
@@ -116,11 +116,11 @@ class BatchTimes:
         return estimates_s
 
     def observe(self, batch: ServedBatch) -> None:
-        """A batch has ended; it is looked at when learning is due."""
+        """Takes a batch that ended; it is considered when learning is due."""
         self._served.append(batch)
 
     def learn(self, now: float) -> int:
-        """Every ``PERIOD_S`` seconds takes over what is worth it and fits anew; returns how many batches that were.
+        """Every ``PERIOD_S`` seconds learns from the batches that ``RULE`` picks, and fits again; returns their number.
 
         Cost: O(n log n) in the batches known and observed since.
         """
@@ -129,7 +129,7 @@ class BatchTimes:
         lacking = max(0, MIN_BATCHES - len(self._batches))
         served = list(self._served)
         self._served.clear()
-        # All against the same fit, so that the order in which batches ended decides nothing.
+        # All are compared with the same fit, so that the order in which batches ended decides nothing.
         taken = served[:lacking] + self._wrong(served[lacking:])
         if taken:
             self._batches.extend(taken)
@@ -161,7 +161,7 @@ class BatchTimes:
         return np.array([astuple(batch) for batch in self._batches], dtype=np.float64).reshape(-1, 4)
 
     def to_bytes(self) -> bytes:
-        """Everything that estimates rest on but the step cost: an ``.npz`` file of plain arrays. O(batches)."""
+        """The state behind the estimates, without the step cost: an ``.npz`` file of plain arrays. O(batches)."""
         rows = self._rows()
         buffer = io.BytesIO()
         np.savez(buffer, schema=np.array([SCHEMA]), rows=rows, checksum=_checksum(rows))
@@ -169,7 +169,7 @@ class BatchTimes:
 
     @classmethod
     def from_bytes(cls, data: bytes, cost: StepCost) -> BatchTimes:
-        """What ``to_bytes`` gave; the same estimates for the same step cost.
+        """An estimator from the result of ``to_bytes``; it estimates the same for the same step cost.
 
         Raises:
             InvalidValueError: bytes that are damaged, of another schema or no artefact at all.
@@ -177,7 +177,7 @@ class BatchTimes:
         try:
             with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
                 schema, rows, checksum = arrays["schema"], arrays["rows"], arrays["checksum"]
-        except Exception as error:  # whatever readers of zip and npy stumble over in foreign bytes
+        except Exception as error:  # the zip and npy readers raise many types on foreign bytes
             raise InvalidValueError("batch times", data[:20], f"an artefact of batch times ({error})") from error
         if schema.tolist() != [SCHEMA]:
             raise InvalidValueError("batch times: schema", schema.tolist(), f"[{SCHEMA}]")

@@ -1,4 +1,4 @@
-"""The file that ``farsight profile`` writes and simulators read: what steps cost on one machine, as JSON."""
+"""The file that ``farsight profile`` writes and simulators read: the cost of steps on one machine, as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from core.costs import StepCost
 from core.errors import InvalidValueError
 
 SCHEMA = 1
-"""Of the file; another one is refused."""
+"""Format version of the file; other versions are refused."""
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ class ProfiledMachine:
 
 @dataclass(frozen=True, slots=True)
 class ProfiledRange:
-    """The most of each kind of work that a measured step held; beyond it the prices are extrapolated."""
+    """The largest amount of each kind of work in a measured step; beyond it the prices are extrapolated."""
 
     prefill_tokens: int
     decode_seqs: int
@@ -47,7 +47,7 @@ class ProfiledRange:
 
 @dataclass(frozen=True, slots=True)
 class HeldBackErrors:
-    """|predicted - measured| / measured, over steps that nothing was fitted to."""
+    """|predicted - measured| / measured, over steps that the fit did not use."""
 
     median: float
     p90: float
@@ -56,12 +56,12 @@ class HeldBackErrors:
 
 @dataclass(frozen=True, slots=True)
 class ProfileFile:
-    """The content of the file. The first four are all that one written by hand needs.
+    """The content of the file. A file written by hand needs only the first four fields.
 
     Attributes:
         base_s: This and the other prices are those of ``StepCost``, in seconds.
         schema: ``SCHEMA``.
-        kv_bytes: Of the KV of one token; None where it is not known.
+        kv_bytes: Bytes of the KV of one token; None where it is not known.
         copy_bandwidth: Bytes a second between device and host, each way; None where it was not measured.
     """
 
@@ -83,7 +83,7 @@ class ProfileFile:
         return StepCost(self.base_s, self.prefill_token_s, self.decode_seq_s, self.context_token_s, self.prefill_pair_s)
 
     def to_json(self) -> str:
-        """One object, without what is not known."""
+        """The fields that are known, as one JSON object."""
         known = {name: value for name, value in asdict(self).items() if value is not None}
         return json.dumps(known, indent=2, allow_nan=False) + "\n"
 
@@ -92,7 +92,7 @@ def parse_profile(text: str, source: str) -> ProfileFile:
     """The profile in a file's text.
 
     Args:
-        source: Of the text, for errors.
+        source: Name of the text's source, for errors.
 
     Raises:
         InvalidValueError: no JSON object, another schema, a field that is missing, unknown or of a wrong value; it is

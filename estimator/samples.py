@@ -1,4 +1,4 @@
-"""What a step did, as the step-time profile sees it."""
+"""The work of a step, as the step-time profile sees it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvcache import StepBatch
 
 
 class StepWork(NamedTuple):
-    """What a step computes, in the order in which ``StepCost.step_s`` takes it."""
+    """The work of a step, in the order of the arguments of ``StepCost.step_s``."""
 
     prefill_tokens: int
     decode_seqs: int
@@ -19,7 +19,7 @@ class StepWork(NamedTuple):
 
 
 def step_work(batch: StepBatch) -> StepWork:
-    """What this step computes, padding included. O(sequences of the step)."""
+    """The work of this step, padding included. O(sequences of the step)."""
     prefill_tokens = decode_seqs = prefill_pairs = 0
     context_tokens = batch.padding.context_tokens
     for start, num_tokens in batch.spans():

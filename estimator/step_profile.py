@@ -13,7 +13,7 @@ from core.errors import InvalidValueError
 from core.messages.step_times import StepSample
 
 MIN_SAMPLES = 32
-"""Steps that must have been measured before any time is given; the first of them are slower than all later ones."""
+"""Measured steps before the profile gives any time; the first of them are slower than all later ones."""
 
 OUTLIER_FACTOR = 3.0
 """A step that takes more than this many times its prediction counts as so many times its prediction; likewise less."""
@@ -25,16 +25,16 @@ _SCALES = np.array([1.0, 1e3, 1e2, 1e5, 1e6])
 """Usual sizes of (1, prefill tokens, decode sequences, context tokens, prefill pairs), by which they are divided."""
 
 _ANCHOR = 1e-6
-"""Weight of the previous coefficients, in samples of usual size and duration ..."""
+"""Weight of the previous coefficients, in samples of usual size and duration."""
 
 _RELATIVE_ANCHOR = 1e-9
-"""... and as a share of all samples: far above rounding errors, so that no sums are too one-sided to be solved for."""
+"""The same weight as a share of all samples: far above rounding errors, so that the system can always be solved."""
 
 _CHUNK = 64
 """Samples that are fitted at once; within them outliers are judged by the coefficients before them."""
 
 _NUM_TERMS = len(_SCALES)
-_DECODE_SEQS = 2  # its place among them
+_DECODE_SEQS = 2  # index of that feature
 
 _Array = npt.NDArray[np.float64]
 
@@ -43,9 +43,9 @@ class StepProfile:
     """``t = a + b * prefill_tokens + c * decode_seqs + d * context_tokens + e * prefill_pairs``, by recursive least
     squares of the *relative* error.
 
-    Relative, because the long steps of a machine are not just longer but noisier: least squares of seconds would be
-    ruled by the few steps that something else has interrupted, and be far off for the many short ones. An interrupted
-    step also weighs less for having taken longer, so what is learned is nearer to the usual step than to the mean.
+    Relative, because a machine's long steps are noisier as well: least squares of seconds would follow the few steps
+    that other work has interrupted, and be far off for the many short ones. An interrupted step also weighs less,
+    since it took longer, so the fit is nearer to the usual step than to the mean.
 
     A sample's weight falls exponentially with the samples after it, so the profile follows a machine that changes.
 
@@ -58,8 +58,8 @@ class StepProfile:
     No coefficient is negative: more work never takes less time, also outside of what has been measured.
 
     Outliers: a step beyond ``OUTLIER_FACTOR`` times its prediction, or below that part of it, counts as just that, once
-    ``MIN_SAMPLES`` have been measured. One of them thus moves the profile little, while a machine that has become
-    slower or faster for good gets through, by steps. A step unlike all before (a feature more than twice as large as
+    ``MIN_SAMPLES`` have been measured. So one outlier moves the profile little, while the profile follows a
+    machine that has become slower or faster for good. A step unlike all before (a feature more than twice as large as
     ever) counts in full, because its prediction is worth nothing.
 
     Args:
@@ -83,7 +83,7 @@ class StepProfile:
 
     @property
     def num_samples(self) -> int:
-        """Steps learned from, ever."""
+        """Number of steps learned from so far."""
         return self._num_samples
 
     def coefficients(self) -> tuple[float, float, float, float, float]:
@@ -111,7 +111,7 @@ class StepProfile:
         return max(cost.step_s(prefill_tokens, decode_seqs, context_tokens, prefill_pairs), self._shortest_s)
 
     def observe(self, samples: Sequence[StepSample]) -> None:
-        """Learns from measured steps, oldest first. A duration that is not a positive number is passed over."""
+        """Learns from measured steps, oldest first. Skips a duration that is not a positive number."""
         usable = [each for each in samples if math.isfinite(each.duration_s) and each.duration_s > 0]
         for start in range(0, len(usable), _CHUNK):
             self._learn(usable[start : start + _CHUNK])
@@ -153,7 +153,7 @@ def _solve(gram: _Array, moment: _Array, previous: _Array, anchor_weight: float)
     again. This need not be the best of all non-negative solutions, but all of them take part again at the next call.
     """
     anchor = anchor_weight + _RELATIVE_ANCHOR * gram.diagonal()
-    sizes = np.sqrt(gram.diagonal() + anchor)  # of the same size, features of any magnitude round alike
+    sizes = np.sqrt(gram.diagonal() + anchor)  # scaled alike, features of any magnitude have the same rounding errors
     gram = (gram + np.diag(anchor)) / np.outer(sizes, sizes)
     moment = (moment + anchor * previous) / sizes
     free = list(range(_NUM_TERMS))

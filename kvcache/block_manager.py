@@ -1,4 +1,4 @@
-"""Which sequences hold which KV block, and what blocks that nobody holds still contain."""
+"""Which sequences hold which KV block, and which cached contents unheld blocks still have."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from kvcache.prefix import NO_PARENT
 
 
 class BlockManager:
-    """Hands out fixed-size KV blocks; the only truth about who holds them.
+    """Hands out fixed-size KV blocks; the only truth about which sequence holds them.
 
     A full block may be registered under the hash of all tokens up to its end. Sequences that begin with the same
-    tokens then share it; when nobody holds it any more it stays cached and counts as free until it is evicted.
-    Whoever holds a registered block holds its predecessors too, so that a chain is only ever evicted from its end.
+    tokens then share it; when no sequence holds it any more, it stays cached and counts as free until it is evicted.
+    A sequence that holds a registered block holds its predecessors too, so a chain is only ever evicted from its end.
 
     Args:
         num_blocks: Blocks in the pool.
         block_size: Tokens a block holds.
-        block_bytes: Memory a block takes; only what is told of copies depends on it.
+        block_bytes: Bytes of a block; only the reported sizes of copies depend on it.
     """
 
     def __init__(self, num_blocks: int, block_size: int, block_bytes: int = 0) -> None:
@@ -32,22 +32,22 @@ class BlockManager:
         self._ref_counts = [0] * num_blocks
         self._cached: dict[int, int] = {}  # hash -> block
         self._names: dict[int, tuple[int, int]] = {}  # cached block -> its hash and its parent's
-        self._idle: dict[int, None] = {}  # cached blocks that nobody holds, least recently used first
+        self._idle: dict[int, None] = {}  # cached blocks that no sequence holds, least recently used first
         self._changed: dict[int, int] | None = None  # names that have come or gone, latest last -> their parents
         self._changed_too_much = False
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds, cached ones included."""
+        """Blocks that no sequence holds, cached ones included."""
         return len(self._free) + len(self._idle)
 
     @property
     def num_shared(self) -> int:
-        """By how much the tables together exceed the blocks that are held."""
+        """Entries of all block tables together, less the blocks that are held."""
         return sum(map(len, self._tables.values())) - (self.num_blocks - self.num_free)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that ``num_tokens`` tokens fill."""
+        """Blocks that ``num_tokens`` tokens need."""
         return -(-num_tokens // self.block_size)
 
     def table(self, sequence_id: str) -> list[int]:
@@ -101,11 +101,11 @@ class BlockManager:
         return blocks
 
     def num_held(self, blocks: Sequence[int]) -> int:
-        """Those of these blocks that somebody holds: to share them costs no free block."""
+        """How many of these blocks a sequence already holds: to share them costs no free block."""
         return sum(self._ref_counts[block] > 0 for block in blocks)
 
     def share(self, sequence_id: str, blocks: Sequence[int]) -> None:
-        """Begins the table of a sequence that holds nothing with cached blocks, from ``match``."""
+        """Begins the block table of a sequence without blocks with cached ones, from ``match``."""
         if blocks:
             self._tables[sequence_id] = list(blocks)
         for block in blocks:
@@ -118,7 +118,7 @@ class BlockManager:
     def register(self, sequence_id: str, first: int, hashes: Sequence[int], end: int) -> None:
         """Names the sequence's blocks ``first`` to ``end - 1``, full and computed; those before are registered.
 
-        Of two blocks of the same content only the one registered first is kept; the table then shows that one.
+        If a block of the same content is registered already, the table takes that one, and the new block is freed.
         """
         table = self._tables[sequence_id]
         for i in range(first, end):
@@ -135,7 +135,7 @@ class BlockManager:
                 table[i] = known
 
     def watch(self) -> None:
-        """From now on it is noted which cached blocks come and go."""
+        """From now on the manager records which cached blocks come and go."""
         self._changed = {}
 
     def _note(self, changed: dict[int, int], name: int, parent: int) -> None:
@@ -148,8 +148,8 @@ class BlockManager:
     def take_changes(self) -> dict[int, int] | None:
         """Names that have come or gone since this was last asked, the latest last, and their parents.
 
-        So parents stand before those that follow them among the names that are cached now, and behind them among those
-        that are not. None where more has changed than the pool can hold.
+        So a parent comes before its successors among the names that are cached now, and after them among the names that
+        are not. None if more names have changed than the pool has blocks.
         """
         changed, self._changed = self._changed or {}, {}
         too_much, self._changed_too_much = self._changed_too_much, False
@@ -174,7 +174,7 @@ class BlockManager:
         return list(chain.items())
 
     def hand_over(self, sequence_id: str, heir: str) -> None:
-        """All blocks of the sequence, if any, become those of ``heir``, who holds none."""
+        """Gives all blocks of the sequence, if any, to ``heir``, which holds none."""
         if sequence_id in self._tables:
             self._tables[heir] = self._tables.pop(sequence_id)
 

@@ -1,4 +1,4 @@
-"""What has changed in a worker's prefix cache, told until it is known to have been heard."""
+"""Changes of a worker's prefix cache, reported until the Scheduler has acknowledged them."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from kvcache.prefix import NO_PARENT
 
 
 class CacheJournal:
-    """Notices of one worker life; as ends of sequences are, they are repeated in every report until acknowledged.
+    """KV cache events of one worker life; every report repeats them until they are acknowledged, as ends of sequences.
 
-    What waits for an acknowledgement is never more than what is cached: rather than that, all of it is told anew.
+    Unacknowledged changes never exceed the cache itself: before that, one event reports the complete set again.
 
     Args:
-        blocks: The pool whose cache is told of; watched from now on.
+        blocks: The pool whose cache is reported; watched from now on.
     """
 
     def __init__(self, blocks: BlockManager) -> None:
         self._blocks = blocks
         blocks.watch()
         self._seq = 0
-        self._waiting: list[tuple[int, KVCacheEvent]] = []  # (first report that tells it, notice)
+        self._waiting: list[tuple[int, KVCacheEvent]] = []  # (first report that holds it, event)
         self._whole_due = True
 
     def begin_anew(self) -> None:
-        """The next report tells everything: somebody listens who has heard nothing, or has missed something."""
+        """Makes the next report hold the complete set: the receiver is new, or has missed an event."""
         self._whole_due = True
 
     def notices(self, report_seq: int) -> tuple[KVCacheEvent, ...]:
-        """What the report of this number tells."""
+        """The events of the report of this number."""
         changed = self._blocks.take_changes()
         num_waiting = sum(notice.num_hashes for _, notice in self._waiting)
         if changed is None or num_waiting + len(changed) > self._blocks.num_blocks:
@@ -51,16 +51,16 @@ class CacheJournal:
         self._waiting.append((report_seq, notice))
 
     def acknowledge(self, report_seq: int) -> None:
-        """Reports up to this one have been heard."""
+        """Drops events that the receiver has acknowledged: those of reports up to this one."""
         self._waiting = [(first, notice) for first, notice in self._waiting if first > report_seq]
 
 
 class CacheMirror:
-    """What a worker caches, as far as its notices tell.
+    """The blocks that a worker caches, according to its KV cache events.
 
     Attributes:
-        seq: Of the last notice that was taken; None before a whole one.
-        missed: Something was lost on the way: only a whole notice helps.
+        seq: Number of the last event that was applied; None before a whole one.
+        missed: An event was lost on the way: only a whole event helps.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class CacheMirror:
         return len(self._parents)
 
     def take(self, notice: KVCacheEvent) -> bool:
-        """Whether the notice was news that could be used."""
+        """Applies an event; returns whether it was new and could be applied."""
         if self.seq is not None and notice.seq <= self.seq:
             return False
         if not notice.whole and (self.seq is None or notice.seq > self.seq + 1):
@@ -94,7 +94,9 @@ class CacheMirror:
         return True
 
     def num_cached(self, hashes: tuple[int, ...]) -> int:
-        """How many of the first of these chained hashes are cached. O(log n): who is cached has its predecessors."""
+        """How many of the first of these chained hashes are cached. O(log n): predecessors of a cached block are
+        cached.
+        """
         low, high = 0, len(hashes)
         while low < high:
             middle = (low + high) // 2
@@ -105,7 +107,7 @@ class CacheMirror:
         return low
 
     def whole(self) -> KVCacheEvent | None:
-        """All of it, under the number of the last notice; None if it is not known."""
+        """The complete set as one event, with the number of the last one; None if the set is not known."""
         if self.seq is None or self.missed:
             return None
         return KVCacheEvent(self.seq, True, tuple(runs(self._parents.items())))

@@ -28,9 +28,10 @@ class Held:
 
     Attributes:
         cached_len: Prompt tokens taken from the cache at its first start; None before.
-        residency: Where its KV is to be; the wish in force.
-        copy_id: Of the copy in flight, if there is one; meanwhile it holds blocks in both pools and does not run.
-        register_at: ``computed_len`` from which another block of it is full and not registered.
+        residency: Where its KV belongs by the order in force.
+        copy_id: Id of the copy in flight, if there is one; meanwhile the sequence holds blocks in both pools and is
+            paused.
+        register_at: ``computed_len`` from which another of its blocks is full and not registered.
         ran_s: Seconds of the steps that it took part in.
         dropped_len: Tokens whose KV was there once and has been dropped.
     """
@@ -61,16 +62,17 @@ class Held:
 class PlanExecutor(ABC):
     """Executes plans over a block pool; one per worker life. It knows lengths only, no token values.
 
-    Shell protocol, all between steps: ``apply_plan`` when one came, then ``next_batch``; begin what ``take_copies``
-    gives; run the step; ``commit``. ``complete_copy`` when one is done. ``report`` and ``acknowledge`` at any time.
+    Shell protocol, all between steps: ``apply_plan`` when a plan came, then ``next_batch``; begin the copies that
+    ``take_copies`` gives; run the step; ``commit``. ``complete_copy`` when a copy is done. ``report`` and
+    ``acknowledge`` at any time.
 
     Attributes:
         returns_together: Whether a sequence is returned only when all that run with it have ended.
         max_in_flight: Steps that may have begun and not been committed; they are committed in their order.
-        short_blocks: Blocks that the sequences of the step lack which did not run for want of them.
-        out_of_grants: Whether somebody was left out of the step because the plan lets it go no further.
-        prefix_queries: Prompt tokens looked for in the cache so far, each request's once.
-        prefix_hits: And found.
+        short_blocks: Blocks missing for the sequences that could not run in the step for want of blocks.
+        out_of_grants: Whether a sequence was left out of the step because its grants are used up.
+        prefix_queries: Prompt tokens looked up in the cache so far, each request's once.
+        prefix_hits: Prompt tokens found there.
     """
 
     returns_together: ClassVar[bool]
@@ -105,18 +107,19 @@ class PlanExecutor(ABC):
 
     @abstractmethod
     def share_prefixes(self, block_hashes: BlockHashes) -> None:
-        """From now on sequences share the KV of what they have in common; before the first plan.
+        """From now on sequences share the KV of equal beginnings; call it before the first plan.
 
         Args:
-            block_hashes: Of sequences held here; asked when one starts, and when one has filled a block.
+            block_hashes: Gives the block hashes of sequences held here; called when one starts, and when one has
+                filled a block.
         """
 
     def tell_cache(self) -> None:
-        """From now on reports tell what the prefix cache gets and loses; before the first plan."""
+        """From now on reports hold changes of the prefix cache; call it before the first plan."""
         self._journal = CacheJournal(self.blocks)
 
     def tell_whole_cache(self) -> None:
-        """The next report tells all that is cached: notices were lost."""
+        """Makes the next report hold all cached blocks, since KV cache events were lost."""
         if self._journal is not None:
             self._journal.begin_anew()
 
@@ -125,9 +128,9 @@ class PlanExecutor(ABC):
         """The next step, its blocks allocated; None if nothing can run."""
 
     def counts(self, batch: StepBatch, request_id: str) -> bool:
-        """Whether what a step that has begun yields for this sequence is still wanted.
+        """Whether the result of a step in progress for this sequence is still wanted.
 
-        It is not if the sequence has meanwhile ended, or lost its KV: possible only beside other steps.
+        It is not if the sequence has since ended or lost its KV, which can only happen while other steps run.
         """
         return True
 
@@ -144,8 +147,8 @@ class PlanExecutor(ABC):
 
         Args:
             stopped: Ids whose new token ended them (EOS, stop string or id). Length limits are found here.
-            failed: Ids that got no token where they should have: they end, and nothing that the step has computed for
-                them is kept for others.
+            failed: Ids that got no token where they should have: they end, and the KV that the step has computed for
+                them is not cached.
             duration_s: How long it took.
         """
 
@@ -155,11 +158,11 @@ class PlanExecutor(ABC):
 
     @abstractmethod
     def complete_copy(self, copy_id: int, *, failed: bool = False) -> None:
-        """A copy is over; between steps. What a failed one has not brought is computed again."""
+        """Books the end of a copy; between steps. KV that a failed copy has not brought is computed again."""
 
     @abstractmethod
     def flush(self) -> list[FinishedSequence]:
-        """Ends the sequences whose output is complete and that are only kept for company's sake."""
+        """Ends the sequences whose output is complete but that wait for the rest of their batch."""
 
     @property
     def lease(self) -> int:
@@ -181,14 +184,14 @@ class PlanExecutor(ABC):
         return self._held[request_id].cached_len or 0
 
     def take_over(self) -> int:
-        """A Scheduler life begins: the lease that its plans must bear. What is held stays and goes on."""
+        """Begins a Scheduler life: returns the lease that its plans must bear. Held sequences stay and run on."""
         self._lease += 1
         self._plan_seq = 0
         self.tell_whole_cache()
         return self._lease
 
     def stall(self, request_ids: frozenset[str]) -> None:
-        """These rest, whatever the plan grants them: their clients do not read."""
+        """Pauses these sequences, whatever the plan grants them: their clients do not read."""
         self._stalled = request_ids
 
     def apply_plan(self, plan: Plan) -> list[str]:
@@ -232,14 +235,14 @@ class PlanExecutor(ABC):
         return held
 
     def _drop_kv(self, held: Held) -> None:
-        """What it had computed may stay cached: it may find it again."""
+        """Drops its KV; computed blocks may stay cached, and the sequence may find them again."""
         held.dropped_len = max(held.dropped_len, held.computed_len)
         self._free(held)
         held.computed_len = 0
         held.status = SequenceStatus.WAITING
 
     def _advance(self, held: Held, num_tokens: int) -> None:
-        """It has computed so many more tokens."""
+        """Books so many more computed tokens."""
         again = min(held.dropped_len - held.computed_len, num_tokens)
         if again > 0:
             self._recomputed_tokens += again
@@ -274,7 +277,7 @@ class PlanExecutor(ABC):
         return (self.blocks,) if self.host is None else (self.blocks, self.host)
 
     def end(self, request_id: str, status: SequenceStatus) -> FinishedSequence:
-        """Ends a sequence for a reason outside its own text: it failed, or nobody waits for it any more."""
+        """Ends a sequence for a reason outside its own text: it failed, or its client is gone."""
         return self._finish(self._held[request_id], status)
 
     def _finish(self, held: Held, status: SequenceStatus) -> FinishedSequence:
@@ -313,7 +316,7 @@ class PlanExecutor(ABC):
 
     @property
     def _flying_blocks(self) -> int:
-        """Blocks that copies in flight are to fill."""
+        """Target blocks of copies in flight."""
         return 0
 
     def _progress(self) -> Iterator[SlotProgress]:
@@ -335,7 +338,7 @@ class PlanExecutor(ABC):
             )
 
     def acknowledge(self, report_seq: int) -> None:
-        """The scheduler has every report up to ``report_seq``."""
+        """Books that the scheduler has every report up to ``report_seq``."""
         acknowledged = [key for key, (_, seq) in self._unacknowledged.items() if seq <= report_seq]
         for key in acknowledged:
             del self._unacknowledged[key]

@@ -40,7 +40,7 @@ class Selection:
 
 @dataclass(slots=True)
 class _Flight:
-    """A copy in flight; ``held`` is None when nobody wants the result any more."""
+    """A copy in flight; ``held`` is None when the result is no longer wanted."""
 
     to: Residency
     num_blocks: int
@@ -68,7 +68,7 @@ class LeaseExecutor(PlanExecutor):
         self._block_hashes = block_hashes
 
     def _free(self, held: Held) -> None:
-        """Gives up its blocks; those of a copy in flight only when it is done."""
+        """Gives up the sequence's blocks; those of a copy in flight only when the copy is done."""
         if held.copy_id is None:
             super()._free(held)
             return
@@ -83,7 +83,9 @@ class LeaseExecutor(PlanExecutor):
                 self._offload(held, host)
 
     def _offload(self, held: Held, host: BlockManager) -> None:
-        """Orders the copy to the host; refuses, and the sequence runs on, if there is nothing to move or no room."""
+        """Orders the copy to the host. If there is no KV to move or no room there, it refuses and the sequence runs
+        on.
+        """
         table = self.blocks.table(held.request_id)
         room = host.grow(held.request_id, held.computed_len) if table and held.computed_len else None
         if room is None:
@@ -135,7 +137,7 @@ class LeaseExecutor(PlanExecutor):
             self._register(held)
 
     def _count(self, flight: _Flight) -> None:
-        """A copy has arrived."""
+        """Books a copy that has completed."""
         moved, num_bytes = self._traffic, flight.num_blocks * self.blocks.block_bytes
         if flight.to is Residency.HOST:
             offloaded = moved.offloaded_bytes + num_bytes
@@ -218,7 +220,7 @@ class LeaseExecutor(PlanExecutor):
         return True
 
     def _has_room(self, needed: int, selection: Selection) -> bool:
-        """Whether a start finds so many blocks; if not, nothing of lower rank overtakes it."""
+        """Whether so many blocks are free for a start; if not, no sequence of lower rank overtakes it."""
         alone = self.blocks.num_free == self.blocks.num_blocks
         selection.may_start = needed + (0 if alone else self._reserve_blocks) <= self.blocks.num_free
         return selection.may_start
@@ -226,8 +228,8 @@ class LeaseExecutor(PlanExecutor):
     def _cached_blocks(self, held: Held, wanted: int, selection: Selection) -> list[int] | None:
         """Cached blocks that a start may take over; None if the next one is being computed in this very step.
 
-        At least one of the ``wanted`` tokens is left to compute, so that a start always yields something. Whoever
-        computes the missing block is in the batch and makes headway, so nobody waits for what never comes.
+        At least one of the ``wanted`` tokens is left to compute, so that a start always yields a token. The sequence
+        that computes the missing block is in the batch and makes progress, so the wait always ends.
         """
         limit = (wanted - 1) // self.blocks.block_size
         if self._block_hashes is None or limit == 0:
@@ -252,7 +254,9 @@ class LeaseExecutor(PlanExecutor):
         return selection.arising
 
     def _begin_at(self, held: Held, cached_len: int) -> None:
-        """A sequence starts, its first ``cached_len`` known tokens computed by others or by itself in another life."""
+        """Starts a sequence whose first ``cached_len`` known tokens are cached, by others or by its own earlier
+        start.
+        """
         held.computed_len = cached_len
         held.register_at = cached_len + self.blocks.block_size
         if held.cached_len is None and self._block_hashes is not None:
@@ -286,9 +290,9 @@ class LeaseExecutor(PlanExecutor):
         return self._vacated - sum(held.slot.standby and self._is_resident(held) for held in self._held.values())
 
     def horizon(self, batch: StepBatch) -> int:
-        """How many times the batch would be chosen again and again if no plan came and nothing but lengths ended one.
+        """How many times in a row the batch would be chosen if no plan came and only length limits ended a sequence.
 
-        At least 1. The simulator asks, so as not to walk through steps that are all alike; ``commit`` takes them at
+        At least 1. The simulator asks, so that it need not walk through equal steps; ``commit`` takes them at
         once. A batch that computes prompts is not repeated, nor one beside which others look for cached prefixes.
         """
         if any(not item.samples or item.num_tokens > 1 for item in batch.items) or self._copies or self._in_flight:
@@ -302,7 +306,7 @@ class LeaseExecutor(PlanExecutor):
         return steps
 
     def _blocks_for_steps(self, running: list[Held], num_steps: int) -> int:
-        """Blocks that they lack for so many decoding steps."""
+        """Blocks that these sequences lack for so many decoding steps."""
         return sum(self.blocks.shortage(held.request_id, held.computed_len + num_steps) for held in running)
 
     def commit(
@@ -317,7 +321,7 @@ class LeaseExecutor(PlanExecutor):
         """See ``PlanExecutor.commit``.
 
         Args:
-            num_steps: So many of the same, at most ``horizon``; ``stopped`` and ``duration_s`` are of all of them.
+            num_steps: Number of equal steps, at most ``horizon``; ``stopped`` and ``duration_s`` cover all of them.
         """
         ended = set(stopped)
         finished = []
@@ -350,7 +354,7 @@ class LeaseExecutor(PlanExecutor):
             self.blocks.register(held.request_id, first, self._block_hashes(held.request_id, end), end)
 
     def flush(self) -> list[FinishedSequence]:
-        """None: whoever is complete has ended already."""
+        """None: a complete sequence has ended already."""
         return []
 
     def check_integrity(self) -> None:
@@ -382,5 +386,5 @@ def _steps_granted(held: Held) -> int:
 
 
 def _orphan(copy_id: int) -> str:
-    """Who holds the blocks of a copy in flight whose sequence has gone; no request id contains a NUL."""
+    """Holder of the blocks of a copy in flight whose sequence has gone; no request id contains a NUL."""
     return f"\0copy {copy_id}"

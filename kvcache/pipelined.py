@@ -1,4 +1,4 @@
-"""Ragged execution with several steps under way at once, as a pipeline of stages needs it.
+"""Ragged execution with several steps in progress at once, as a pipeline of stages needs it.
 
 A sequence is in one of them at a time, for its next token follows from its last. So the sequences that could run are
 dealt out to as many batches as there are stages; every stage takes the batches in the same order.
@@ -20,8 +20,8 @@ from kvcache.step_batch import BatchLimits, StepBatch
 class PipelinedExecutor(LeaseExecutor):
     """A ``LeaseExecutor`` of which several steps may have begun.
 
-    Plans apply while steps are under way. What a sequence that is in one of them loses it loses at once: its blocks may
-    be used by later steps, which every stage computes later, and what the step yields for it does not count.
+    Plans apply while steps run. A sequence that a plan takes out of a running step loses its blocks at once: later
+    steps may use them, since every stage computes those later. The result of the running step for it is dropped.
 
     Args:
         max_in_flight: Steps that may have begun and not been committed: one a stage.
@@ -55,16 +55,16 @@ class PipelinedExecutor(LeaseExecutor):
         return batch
 
     def _may_run(self, held: Held) -> bool:
-        """Whether it takes part in steps: now, or when the one that it is in is over."""
-        rests = held.request_id in self._stalled or held.copy_id is not None or held.residency is Residency.HOST
-        return not rests and self._is_resident(held)
+        """Whether the sequence takes part in steps: now, or when its current step is over."""
+        paused = held.request_id in self._stalled or held.copy_id is not None or held.residency is Residency.HOST
+        return not paused and self._is_resident(held)
 
     def _continue(self, held: Held, wanted: int, selection: Selection) -> None:
         if len(selection.items) < self._share:
             super()._continue(held, wanted, selection)
 
     def _offload(self, held: Held, host: BlockManager) -> None:
-        """When the step that it is in is over."""
+        """Offloads the sequence when its current step is over."""
         if held.request_id not in self._busy:
             super()._offload(held, host)
 

@@ -35,12 +35,12 @@ def extend_hashes(
 
 
 def root_of(name: str, kind: bytes = b"") -> int:
-    """A root of its own for each name of a kind."""
+    """A separate root hash for each name of a kind."""
     return int.from_bytes(blake2b(name.encode(), digest_size=_HASH_BYTES, person=kind).digest(), "little")
 
 
 def salted_root(cache_salt: str) -> int:
-    """Of requests with this salt; without one they share the root of all."""
+    """Root hash of requests with this salt; requests without a salt share the common root."""
     return root_of(cache_salt, b"salt") if cache_salt else NO_PARENT
 
 

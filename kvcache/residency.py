@@ -1,4 +1,4 @@
-"""Where each sequence's KV is, as the worker last said: the KV offload manager's shadow of the truth.
+"""Where each sequence's KV is, as the worker last reported: the KV offload manager's mirror.
 
 The worker owns the blocks (design section 3, rule 5) and the scheduler decides what moves; this only remembers.
 """
@@ -19,10 +19,10 @@ class ResidencyMirror:
         self._report: StepReport | None = None
 
     def observe(self, report: StepReport) -> KVTraffic:
-        """Takes a report; one that is older than what is known is ignored.
+        """Applies a report; ignores one that is older than the last.
 
         Returns:
-            What has moved since the report before it, or since the worker's life began.
+            The moves since the report before it, or since the worker's life began.
         """
         known = self._report
         same_life = known is not None and known.worker_incarnation == report.worker_incarnation
@@ -57,7 +57,7 @@ def _since(before: KVTraffic, now: KVTraffic) -> KVTraffic:
 
 
 def total_usage(usages: list[KVUsage]) -> KVUsage:
-    """Of several replicas together."""
+    """KV usage of several replicas together."""
     traffic = KVTraffic(*(sum(getattr(usage.traffic, each.name) for usage in usages) for each in fields(KVTraffic)))
     counts = [each.name for each in fields(KVUsage) if each.name != "traffic"]
     return KVUsage(traffic=traffic, **{name: sum(getattr(usage, name) for usage in usages) for name in counts})

@@ -1,8 +1,8 @@
 """Static execution: a batch is padded, runs in lockstep and is returned together (what Magnus and Multi-Bin measured).
 
-Every prompt is padded to the longest, L(B). All prompts are computed before anybody decodes; then each step computes
-one token of everybody until the last one is done. A sequence that has ended goes on computing invalid tokens. After the
-G-th output token the batch holds size * (L + G) tokens of KV (Magnus, eq. (5)), padding included.
+Every prompt is padded to the longest, L(B). All prompts are computed before any sequence decodes; then each step
+computes one token of every sequence until the last one is done. A sequence that has ended goes on computing invalid
+tokens. After the G-th output token the batch holds size * (L + G) tokens of KV (Magnus, eq. (5)), padding included.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from kvcache.step_batch import BatchLimits, KVCopy, Padding, StepBatch, StepItem
 
 @dataclass(slots=True)
 class _Member:
-    """A sequence of the batch that runs.
+    """A sequence of the running batch.
 
     Attributes:
         known_len: Its tokens when the batch began: its prompt as the batch sees it.
         prefilled: Positions of the padded prompt that are computed.
-        ended_as: How its own output has ended; None while it goes on.
+        ended_as: State in which its own output has ended; None while it goes on.
     """
 
     held: Held
@@ -36,7 +36,7 @@ class _Member:
 
 
 class StaticExecutor(PlanExecutor):
-    """Runs the slots of a plan as one batch; what comes meanwhile waits for the next one.
+    """Runs the slots of a plan as one batch; requests that come meanwhile wait for the next one.
 
     Grants do not bound a batch and standbys do not join one.
 
@@ -57,7 +57,7 @@ class StaticExecutor(PlanExecutor):
         """Nothing is shared: a padded prompt is computed whole."""
 
     def stall(self, request_ids: frozenset[str]) -> None:
-        """Nobody rests: a batch stops for no client, and what is computed is held back to its end anyway."""
+        """Pauses no sequence: a batch does not stop for a client, and its output is held back to its end anyway."""
 
     def take_copies(self) -> list[KVCopy]:
         """None: a batch stays on the device until it ends."""
@@ -94,15 +94,15 @@ class StaticExecutor(PlanExecutor):
 
     @property
     def _has_ended(self) -> bool:
-        """Whether nobody is left whose output goes on."""
+        """Whether the outputs of all its sequences have ended."""
         return all(member.ended_as is not None for member in self._members.values())
 
     def _take_blocks(self) -> bool:
-        """Makes room for the token that the next step yields, for everybody or, if that cannot be, for nobody."""
+        """Allocates blocks for the next step's tokens: for all sequences or, if too few are free, for none."""
         self.short_blocks = 0
         if self._has_ended:
-            return bool(self._members)  # what is left of it yields nothing
-        if self._shortage > 0:  # the longest may have left: no more padding than the others need
+            return bool(self._members)  # the rest of it yields no token
+        if self._shortage > 0:  # the longest sequence may have left: pad only as far as the others need
             self._prompt_len = max(member.known_len for member in self._members.values())
         self.short_blocks = self._shortage
         if self.short_blocks == 0:
@@ -112,12 +112,12 @@ class StaticExecutor(PlanExecutor):
 
     @property
     def _reach(self) -> int:
-        """Padded length of everybody with the token that the next step yields."""
+        """Padded length of each sequence with the token that the next step yields."""
         return self._prompt_len + (1 if self._prefills else self._num_decoded + 2)
 
     @property
     def _shortage(self) -> int:
-        """Blocks that are not there for that."""
+        """Blocks that are missing for that."""
         needed = sum(self.blocks.shortage(request_id, self._reach) for request_id in self._members)
         return max(0, needed - self.blocks.num_free)
 
@@ -193,14 +193,14 @@ class StaticExecutor(PlanExecutor):
         return [self._finish(member.held, member.ended_as) for member in members if member.ended_as is not None]
 
     def _free(self, held: Held) -> None:
-        """Its place in the batch as well; the others run on, padded as before while there is memory for it."""
+        """Frees its place in the batch as well; the others run on, padded as before while there is memory for it."""
         super()._free(held)
         member = self._members.get(held.request_id)
         if member is not None and member.held is held:
             del self._members[held.request_id]
 
     def _drop_kv(self, held: Held) -> None:
-        """It computes anew in the next batch; of one whose output is complete there is nothing to be computed."""
+        """Computes it again in the next batch, unless its output is complete."""
         member = self._members.get(held.request_id)
         if member is None or member.ended_as is None:
             super()._drop_kv(held)

@@ -1,4 +1,4 @@
-"""What a step holds, and the copies beside it."""
+"""The contents of a step, and the copies beside it."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class StepItem(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """What a static batch computes and reads beside its items, only to keep its shape.
+    """The padding that a static batch computes and reads, only to keep its shape.
 
     Attributes:
         items: Pads of prompts, behind the known tokens, and invalid tokens of sequences that have ended; each in the
-            blocks of its own sequence. The tokens are of no matter, what they yield is thrown away.
+            blocks of its own sequence. The token values do not matter; their results are dropped.
         context_tokens: Positions of padding that the sequences of a decoding step attend to, all together. They are
             priced; a real model masks pads rather than read them.
     """
@@ -58,7 +58,7 @@ class StepBatch:
         return sum(item.num_tokens for item in self.items + self.padding.items)
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        """Of each sequence in the step its first position and how many it computes, padding included."""
+        """First position and number of computed tokens of each sequence in the step, padding included."""
         if not self.padding.items:
             return ((item.start, item.num_tokens) for item in self.items)
         spans = {item.request_id: (item.start, item.num_tokens) for item in self.items}

@@ -1,11 +1,12 @@
-"""From names to objects: a preset, or a configuration, becomes a scheduler out of registered parts."""
+"""Builds schedulers from a preset or a configuration out of registered parts."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from core.config.placement import PlacementConfig
-from core.config.scheduling import SchedulerConfig
+from core.config.scheduling import BatchConfig, SchedulerConfig
 from core.errors import ConfigError
 from policies.batching.base import BATCHERS, BatchContext, Batcher
 from policies.external.scheduler import BackendScheduler
@@ -17,17 +18,17 @@ from policies.order.fcfs import Fcfs
 from policies.placement.base import PLACEMENTS, Placement
 from policies.presets import PRESETS, Preset, find_preset
 from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
-from policies.settings import BatchSettings, E2Config, MlfqRules, PolicySettings
+from policies.settings import BatchSettings, E2Config, MlfqRules, PolicySettings, ServingTime
 
 GRANT_LEAD_S = 0.15
-"""On a server: one and a half times what lies between two reports of a worker."""
+"""Grant lead on a server: 1.5 times the interval between two reports of a worker."""
 
 
 def build_router(preset: str, placement: str = "", settings: PolicySettings | None = None) -> GlobalScheduler:
     """The scheduler over replicas; ``placement`` overrides the preset's own.
 
     Raises:
-        ConfigError: there is no such preset or placement.
+        ConfigError: There is no such preset or placement.
     """
     return GlobalScheduler(_placement(preset, placement, settings or PolicySettings()))
 
@@ -40,7 +41,7 @@ def placement_of(config: SchedulerConfig) -> str:
     """Name of the placement on a server.
 
     Raises:
-        ConfigError: there is no such preset.
+        ConfigError: There is no such preset.
     """
     return config.placement or find_preset(config.preset).placement
 
@@ -57,7 +58,7 @@ def build_scheduler(
     """The scheduler of one replica under a preset; a part that is named overrides the preset's own.
 
     Raises:
-        ConfigError: there is no such preset or part, or the parts do not go together.
+        ConfigError: There is no such preset or part, or the parts do not go together.
     """
     row, settings = _continuous(preset), settings or PolicySettings()
     if row.max_num_seqs:
@@ -72,10 +73,10 @@ def build_scheduler(
 
 
 def configured_replica(config: SchedulerConfig, max_num_seqs: int) -> ReplicaScheduler:
-    """The scheduler of one replica as the configuration of a server says, in either mode.
+    """The scheduler of one replica by a server's configuration, in either mode.
 
     Raises:
-        ConfigError: there is no such preset.
+        ConfigError: There is no such preset.
     """
     if is_batch_mode(config.preset):
         return build_batch_runner(max_num_seqs)
@@ -83,7 +84,7 @@ def configured_replica(config: SchedulerConfig, max_num_seqs: int) -> ReplicaSch
 
 
 def configured_backend(config: SchedulerConfig, max_num_seqs: int) -> BackendScheduler:
-    """The scheduler of a replica that is another server: its order is that of the preset, the rest is the server's.
+    """The scheduler of a replica that is an external server: the preset gives its order, the server decides the rest.
 
     Raises:
         ConfigError: there is no such preset or order, or the preset is not of continuous batching.
@@ -93,7 +94,7 @@ def configured_backend(config: SchedulerConfig, max_num_seqs: int) -> BackendSch
 
 
 def check_scheduler(config: SchedulerConfig) -> None:
-    """Refuses before anything starts a composition that could not be served.
+    """Refuses a composition that could not be served, before anything starts.
 
     Raises:
         ConfigError: there is no such preset or part, or they do not go together.
@@ -103,11 +104,13 @@ def check_scheduler(config: SchedulerConfig) -> None:
         build_router(config.preset, config.placement)
         return
     if config.placement:
-        raise ConfigError("scheduler.placement", config.placement, "nothing: under this preset idle workers pull")
+        raise ConfigError(
+            "scheduler.placement", config.placement, "no placement: under this preset idle workers pull batches"
+        )
     for part in ("order", "admission", "kv"):
         value = getattr(config, part)
         if value:
-            expected = f"nothing: preset {config.preset!r} forms batches in one queue, replicas decide nothing"
+            expected = f"no value: preset {config.preset!r} forms batches in one queue, so replicas decide nothing"
             raise ConfigError(f"scheduler.{part}", value, expected)
 
 
@@ -131,13 +134,13 @@ def configured_scheduler(config: SchedulerConfig, max_num_seqs: int, grant_lead_
 
 
 def configured_settings(config: SchedulerConfig) -> PolicySettings:
-    """What the parts go by on a server until it has measured more."""
+    """Settings of the parts on a server, before any measurement."""
     mlfq = MlfqRules(config.quantum_s, follows_cost=True, starve_limit_s=config.starve_limit_s)
     return PolicySettings(watermark=config.watermark, gamma=config.gamma, mlfq=mlfq)
 
 
 def configured_e2(config: PlacementConfig) -> E2Config:
-    """What of E2 a server uses."""
+    """The E2 settings of a server."""
     return E2Config(
         window_s=config.window_s,
         rebalance=config.rebalance,
@@ -149,7 +152,7 @@ def configured_e2(config: PlacementConfig) -> E2Config:
 
 
 def swaps_kv(config: SchedulerConfig) -> bool:
-    """Whether workers need a host pool: the KV policy moves KV there.
+    """Whether workers need a host pool, because the KV policy moves KV there.
 
     Raises:
         ConfigError: as ``configured_scheduler``.
@@ -158,14 +161,14 @@ def swaps_kv(config: SchedulerConfig) -> bool:
 
 
 def is_steady(preset: Preset) -> bool:
-    """Whether the schedulers of replicas decide the same until a request comes or ends; not asked in batch mode."""
+    """Whether replica schedulers keep their decision until a request arrives or ends; not used in batch mode."""
     if preset.mode == "batch":
         return False
     return ORDERS.find(preset.order).steady and ADMISSIONS.find(preset.admission).steady
 
 
 def follows_prefixes(config: SchedulerConfig) -> bool:
-    """Whether a part decides by what workers cache: the placement, or the order of a replica.
+    """Whether a part (the placement, or the order of a replica) decides by the workers' prefix caches.
 
     Raises:
         ConfigError: as ``build_router``.
@@ -201,8 +204,32 @@ def build_batch_scheduler(preset: str, settings: BatchSettings, forecast_wait_s:
     return BatchScheduler(build_batcher(preset, settings), settings.serving_time_s, forecast_wait_s)
 
 
+def configured_batch_scheduler(
+    config: SchedulerConfig,
+    batch: BatchConfig,
+    max_num_seqs: int,
+    serving_time_s: ServingTime,
+    forecast_wait_s: float = 0.0,
+) -> BatchScheduler:
+    """The scheduler over replicas in batch mode as the configuration of a server says.
+
+    Raises:
+        ConfigError: there is no such preset, or it is not of batch mode.
+    """
+    settings = BatchSettings(
+        memory_tokens=math.inf,  # until a worker says what it holds
+        serving_time_s=serving_time_s,
+        wma_threshold=batch.wma_threshold,
+        num_bins=batch.num_bins,
+        max_wait_s=batch.max_wait_s,
+        batch_size=batch.batch_size,
+        max_num_seqs=max_num_seqs,
+    )
+    return build_batch_scheduler(config.preset, settings, forecast_wait_s)
+
+
 def build_batch_runner(max_num_seqs: int) -> ReplicaScheduler:
-    """The scheduler of one replica in batch mode: it runs what it is given, all of it or nothing."""
+    """The scheduler of one replica in batch mode: it runs a given batch as a whole or not at all."""
     return ReplicaScheduler(ReplicaPolicies(Fcfs(), WholeBatch(), SplitBatch()), SchedulerLimits(max_num_seqs, 0))
 
 
@@ -210,7 +237,7 @@ def is_batch_mode(preset: str) -> bool:
     """Whether idle workers pull batches under this preset.
 
     Raises:
-        ConfigError: there is no such preset.
+        ConfigError: There is no such preset.
     """
     return find_preset(preset).mode == "batch"
 

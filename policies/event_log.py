@@ -1,93 +1,177 @@
-"""What a replica's state machine has heard and answered, so that it can be told again to a fresh one.
+"""What a live state machine has heard and answered, so that it can be told again to a fresh one.
 
-A log is msgpack records, one after the other: first the configuration that the machine was built from, then for each
-event its instant, the event and the instructions that came out. Nothing else goes into a decision, so the same events
-give the same instructions, wherever and whenever they are told again.
+Two machines are logged: the ``ReplicaScheduler`` of each replica, and in batch mode the ``BatchScheduler`` over them. A
+log is msgpack records, one after the other: first the schema version and the configuration that the machine was built
+from, then for each event its instant, the event, the instructions that came out, and the serving times that the machine
+was told when it asked (``BatchScheduler`` alone asks). Nothing else goes into a decision, so the same events give the
+same instructions, wherever and whenever they are told again.
 """
 
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgpack
 
 from core.codec import decode, encode
-from core.config.scheduling import SchedulerConfig
-from core.errors import MessageError
-from policies.compose import configured_replica
+from core.config.scheduling import BatchConfig, SchedulerConfig
+from core.errors import IntegrityError, MessageError
+from policies.compose import configured_batch_scheduler, configured_replica
+from policies.fleet.events import GlobalEvent, GlobalInstruction
 from policies.replica.events import Event, Instruction
 
-_EVENTS: dict[str, type] = {kind.__name__: kind for kind in typing.get_args(Event)}
-_INSTRUCTIONS: dict[str, type] = {kind.__name__: kind for kind in typing.get_args(Instruction)}
+SCHEMA_VERSION = 2
+"""Of the records; raised with every change of them. Logs of version 1 did not say theirs."""
+
+BatchShape = tuple[int, int, int]
+"""Jobs, prompt tokens and output tokens of a batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class MachineConfig:
-    """What a machine is built from: the same, the same machine."""
+    """What the machine of a replica is built from: the same, the same machine."""
 
     scheduler: SchedulerConfig
     max_num_seqs: int
 
 
 @dataclass(frozen=True, slots=True)
-class Handled:
-    """One event, when it came, and what came out."""
+class BatchMachineConfig:
+    """What the machine of batch mode is built from: the same, the same machine."""
 
-    event: Event
+    scheduler: SchedulerConfig
+    batch: BatchConfig
+    max_num_seqs: int
+    forecast_wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Handled:
+    """One event, when it came, and what came out.
+
+    Attributes:
+        estimates_s: Seconds that the machine was told of the batches it asked about.
+    """
+
+    event: Any
     now: float
-    instructions: tuple[Instruction, ...]
+    instructions: tuple[Any, ...]
+    estimates_s: dict[BatchShape, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a machine that is told the same answers otherwise; ``index`` counts events from 0."""
+    """Where a machine that is told the same answers otherwise.
+
+    Attributes:
+        index: Of the event, from 0.
+        unlogged: A batch whose serving time it asks for, and the logged machine did not; it answers nothing then.
+    """
 
     index: int
-    event: Event
-    logged: tuple[Instruction, ...]
-    replayed: tuple[Instruction, ...]
+    event: Any
+    logged: tuple[Any, ...]
+    replayed: tuple[Any, ...]
+    unlogged: BatchShape | None = None
 
 
-def pack_config(config: MachineConfig) -> bytes:
+def _kinds(union: Any) -> dict[str, type]:
+    return {kind.__name__: kind for kind in typing.get_args(union)}
+
+
+_CONFIGS: dict[str, type] = {kind.__name__: kind for kind in (MachineConfig, BatchMachineConfig)}
+_VOCABULARY: dict[type, tuple[dict[str, type], dict[str, type]]] = {
+    MachineConfig: (_kinds(Event), _kinds(Instruction)),
+    BatchMachineConfig: (_kinds(GlobalEvent), _kinds(GlobalInstruction)),
+}
+"""Events and instructions of the machine that is built from each configuration."""
+
+
+def pack_config(config: MachineConfig | BatchMachineConfig) -> bytes:
     """The beginning of a log."""
-    return _pack([_message(config)])
+    return _pack([SCHEMA_VERSION, _message(config)])
 
 
-def pack_handled(event: Event, now: float, instructions: Iterable[Instruction]) -> bytes:
-    """One record."""
-    return _pack([now, _message(event), [_message(each) for each in instructions]])
+def pack_handled(
+    event: Any, now: float, instructions: Iterable[Any], estimates_s: Mapping[BatchShape, float] | None = None
+) -> bytes:
+    """One record; ``estimates_s``: what the machine was told of the batches it asked about."""
+    answers = [[*shape, float(estimate_s)] for shape, estimate_s in (estimates_s or {}).items()]
+    return _pack([now, _message(event), [_message(each) for each in instructions], answers])
 
 
-def read_log(data: bytes) -> tuple[MachineConfig, Iterator[Handled]]:
+def read_log(data: bytes) -> tuple[MachineConfig | BatchMachineConfig, Iterator[Handled]]:
     """The configuration and the events of a log. A last record that is cut off, as by a killed writer, is left out.
 
     Raises:
-        MessageError: it is no event log of this version, now or as the events are read.
+        MessageError: The data is no event log of this version; also raised while the events are read.
     """
     records = _records(data)
     head = next(records, None)
-    if not isinstance(head, list) or len(head) != 1:
-        raise MessageError("event log", data[:40], "the configuration of a machine first")
-    return _read(head[0], {MachineConfig.__name__: MachineConfig}), map(_handled, records)
+    if isinstance(head, list) and len(head) == 1:
+        head = [1, *head]
+    if not isinstance(head, list) or len(head) != 2 or type(head[0]) is not int:
+        raise MessageError("event log", data[:40], "a schema version and the configuration of a machine first")
+    if head[0] != SCHEMA_VERSION:
+        expected = f"{SCHEMA_VERSION}; replay this log with the version of farsight that wrote it"
+        raise MessageError("event log schema version", head[0], expected)
+    config = _read(head[1], _CONFIGS)
+    events, instructions = _VOCABULARY[type(config)]
+    return config, (_handled(record, events, instructions) for record in records)
 
 
 def replay(data: bytes) -> tuple[int, Difference | None]:
-    """Tells a fresh machine what is logged: how many events it was told, and the first that it answers otherwise.
+    """Replays a log on a new machine; returns the number of replayed events and the first difference, if any.
 
     Raises:
-        MessageError: as of ``read_log``.
+        MessageError: As in ``read_log``.
     """
     config, events = read_log(data)
-    machine = configured_replica(config.scheduler, config.max_num_seqs)
+    times = _LoggedTimes()
+    handle = _fresh_machine(config, times)
     count = 0
     for count, each in enumerate(events, 1):
-        found = tuple(machine.handle(each.event, each.now))
+        times.known = each.estimates_s
+        try:
+            found = tuple(handle(each.event, each.now))
+        except _UnloggedError as error:
+            return count, Difference(count - 1, each.event, each.instructions, (), error.shape)
         if found != each.instructions:
             return count, Difference(count - 1, each.event, each.instructions, found)
     return count, None
+
+
+def _fresh_machine(
+    config: MachineConfig | BatchMachineConfig, times: _LoggedTimes
+) -> Callable[[Any, float], list[Any]]:
+    if isinstance(config, MachineConfig):
+        return configured_replica(config.scheduler, config.max_num_seqs).handle
+    own = config.scheduler, config.batch, config.max_num_seqs
+    return configured_batch_scheduler(*own, times, config.forecast_wait_s).handle
+
+
+class _UnloggedError(IntegrityError):
+    """A machine asks for a serving time that the log does not hold."""
+
+    def __init__(self, shape: BatchShape) -> None:
+        super().__init__(f"the log holds no serving time of a batch of {shape}")
+        self.shape = shape
+
+
+class _LoggedTimes:
+    """Answers as the logged machine was answered when it handled the same event."""
+
+    def __init__(self) -> None:
+        self.known: dict[BatchShape, float] = {}
+
+    def __call__(self, num_jobs: int, prompt_len: int, output_len: int) -> float:
+        shape = num_jobs, prompt_len, output_len
+        if shape not in self.known:
+            raise _UnloggedError(shape)
+        return self.known[shape]
 
 
 def _records(data: bytes) -> Iterator[Any]:
@@ -99,11 +183,20 @@ def _records(data: bytes) -> Iterator[Any]:
         raise MessageError("event log", data[:40], f"msgpack records ({error})") from error
 
 
-def _handled(record: Any) -> Handled:
-    if not isinstance(record, list) or len(record) != 3 or type(record[0]) is not float or type(record[2]) is not list:
-        raise MessageError("event log record", record, "an instant, an event and its instructions")
-    now, event, instructions = record
-    return Handled(_read(event, _EVENTS), now, tuple(_read(each, _INSTRUCTIONS) for each in instructions))
+def _handled(record: Any, events: dict[str, type], instructions: dict[str, type]) -> Handled:
+    whole = isinstance(record, list) and [type(each) for each in record] == [float, list, list, list]
+    if not whole:
+        raise MessageError("event log record", record, "an instant, an event, its instructions and serving times")
+    now, event, answers, estimates = record
+    return Handled(
+        _read(event, events), now, tuple(_read(each, instructions) for each in answers), dict(map(_estimate, estimates))
+    )
+
+
+def _estimate(row: Any) -> tuple[BatchShape, float]:
+    if not isinstance(row, list) or [type(each) for each in row] != [int, int, int, float]:
+        raise MessageError("event log serving time", row, "jobs, prompt tokens, output tokens and seconds of a batch")
+    return (row[0], row[1], row[2]), row[3]
 
 
 def _message(message: Any) -> list[Any]:
@@ -111,7 +204,7 @@ def _message(message: Any) -> list[Any]:
 
 
 def _read(pair: Any, kinds: dict[str, type]) -> Any:
-    if not isinstance(pair, list) or len(pair) != 2 or pair[0] not in kinds or type(pair[1]) is not bytes:
+    if not isinstance(pair, list) or [type(each) for each in pair] != [str, bytes] or pair[0] not in kinds:
         raise MessageError("event log record", pair, f"one of {', '.join(kinds)}")
     return decode(pair[1], kinds[pair[0]])
 

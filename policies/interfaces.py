@@ -1,8 +1,8 @@
-"""The parts that a replica's scheduler is composed of, and what they may see and answer.
+"""Interfaces of the parts that a replica's scheduler is composed of.
 
 Every part is a plain object without a clock and without randomness of its own: instants come as arguments, a
-``numpy.random.Generator`` at construction. All of them work on ``Job``s, which they read and never write. A base class
-has a harmless default for everything that a part need not care about; what has no default is abstract.
+``numpy.random.Generator`` at construction. All parts read ``Job``s and never write them. A base class has a harmless
+default for every optional method; methods without a default are abstract.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ OrderT = TypeVar("OrderT", bound="Order")
 
 
 class Explains:
-    """A part that may say from which numbers it decides."""
+    """A part that can report the numbers behind its decisions."""
 
     def explain(self, job: Job, now: float) -> Facts:
-        """The numbers behind the decision that was just taken about the job; changes nothing. None by default.
+        """The numbers behind the latest decision about the job, without side effects. Empty by default.
 
-        Asked when a job is admitted, refused, preempted, moved or changes its level, not at every step.
+        The scheduler calls it when it admits, refuses, preempts or moves a job or changes its level, not at every step.
         """
         return {}
 
 
 class Order(Explains, ABC):
-    """Which job goes first on a replica in continuous batching.
+    """Ranks the jobs of a replica in continuous batching.
 
-    Thousands of jobs may wait: what an order does at a scheduling point is bounded by what has changed and by how many
-    jobs are taken, apart from a few numpy operations over all jobs.
+    Thousands of jobs may wait, so the work at a scheduling point must be bounded by the number of changed and taken
+    jobs, apart from a few numpy operations over all jobs.
 
     Attributes:
-        preemptive: Whether a waiting job may take the place of a running one of lower rank. Where not, running jobs
-            come before all waiting ones, in order of admission, and ``ranked`` decides among the waiting.
-        on_move: Set by the scheduler: an order that moves jobs by itself calls it with the job, ``promoted`` or
-            ``demoted``, and the instant. None if it is not listened to.
+        preemptive: Whether a waiting job may replace a running job of lower rank. If not, running jobs come before
+        all waiting ones, in order of admission, and ``ranked`` decides among the waiting jobs.
+        on_move: A callback that the scheduler sets: an order that moves jobs between levels calls it with the job,
+        ``promoted`` or ``demoted``, and the instant. None if the scheduler does not need it.
     """
 
     preemptive: bool = False
@@ -52,98 +52,98 @@ class Order(Explains, ABC):
 
     @abstractmethod
     def add(self, job: Job, now: float) -> None:
-        """A job has arrived. It stays until it ends, whether it runs, waits or has lost its KV."""
+        """Adds a job that has arrived. It stays until it ends, whether it runs, waits or has lost its KV."""
 
     @abstractmethod
     def remove(self, job: Job) -> None:
-        """A job has ended or is gone; unknown ones are fine."""
+        """Removes a job that has ended or was aborted; unknown jobs are ignored."""
 
     @abstractmethod
     def ranked(self, now: float) -> Iterator[Job]:
-        """All jobs, best first, lazily: taking n of them costs n. The order does not change meanwhile."""
+        """Yields all jobs, best first, lazily: n jobs cost O(n). Callers do not change the order meanwhile."""
 
     def foreseen(self, job: Job) -> None:
-        """The job's ``forecast``, which it may have lacked until now, is another one."""
+        """The job has a new ``forecast``, perhaps its first."""
 
     def changed(self, job: Job) -> None:
-        """What can be seen of the job, beside its forecast, may be different: its lengths, where its KV is, what is
-        cached of its prompt. Said after each change, before ``ran``; unknown jobs are fine.
+        """The job's lengths, the location of its KV or its cached prompt tokens may have changed. Called after each
+        change, before ``ran``; unknown jobs are ignored.
         """
 
     def price(self, cost: StepCost, capacity: int) -> None:
-        """What steps cost here and how many KV tokens there are; said at the start and whenever it has changed."""
+        """Sets the step cost and the KV capacity in tokens; called at the start and after each change."""
 
     def learn(self, job: Job, *, censored: bool) -> None:
-        """A job that was removed had reached its end; ``censored``: it might have gone on."""
+        """A removed job had ended; ``censored``: it was cut off, so its natural length is unknown."""
 
     def ran(self, job: Job, duration_s: float, now: float) -> None:
-        """The job took part in steps of so many seconds in all since this was last said; it is up to date."""
+        """The job took part in steps of this many seconds since the last call; its state is up to date."""
 
     def refresh(self, now: float) -> None:
-        """A scheduling point begins: does what is due (promotions, ranks that have changed)."""
+        """Begins a scheduling point: applies due promotions and rank changes."""
 
     def slice_s(self, job: Job) -> float:
-        """Seconds that the job may run before this order wants to look at it again; infinity for no bound."""
+        """Seconds that the job may run before this order must see it again; infinity for no bound."""
         return math.inf
 
 
 @runtime_checkable
 class RanksSome(Protocol):
-    """A preemptive order that ranks some of its jobs without going through the others."""
+    """A preemptive order that can rank a subset of its jobs without the others."""
 
     def among(self, jobs: Sequence[Job], now: float) -> list[Job]:
-        """These jobs of the order, as ``ranked`` would give them. O(k log k) for k of them."""
+        """These jobs in the order of ``ranked``. O(k log k) for k jobs."""
         ...
 
 
 class Admission(Explains, ABC):
-    """Whether a job may become resident. One scheduling point: ``begin``, then ``admits`` and ``add`` by turns.
+    """Decides whether a job may become resident. Calls per scheduling point: ``begin``, then ``admits`` and ``add``.
 
     Attributes:
-        max_skips: Refused jobs that others of lower rank may overtake at one scheduling point; 0: none is overtaken.
+        max_skips: Most refused jobs that jobs of lower rank may overtake at one scheduling point; 0: none.
     """
 
     max_skips: int = 0
 
     @abstractmethod
     def begin(self, running: Sequence[Job], capacity: int) -> None:
-        """A scheduling point begins.
+        """Begins a scheduling point.
 
         Args:
-            running: Jobs that go on running whatever is decided.
-            capacity: KV tokens that they and those admitted may fill together, now and later.
+            running: Jobs that continue to run whatever is decided.
+            capacity: KV tokens that running and admitted jobs may fill together, now and later.
         """
 
     @abstractmethod
     def admits(self, job: Job) -> bool:
-        """Whether the job fits beside them and those added since. Without any, whatever fits at all is admitted."""
+        """Whether the job fits beside the running and the added jobs; with none, any job that fits alone is fine."""
 
     @abstractmethod
     def add(self, job: Job) -> None:
-        """From now on the job counts among the running."""
+        """Counts the job as running from now on."""
 
     def reserve(self, capacity: int) -> int:
-        """KV tokens that starts leave free for the growth of running jobs."""
+        """KV tokens that admission keeps free for the growth of running jobs."""
         return 0
 
     def learn(self, output_len: int, *, censored: bool) -> None:
-        """A job has ended; ``censored``: by its limit or from outside, it might have gone on."""
+        """A job has ended; ``censored``: its limit or an abort cut it off, so its natural length is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvView:
-    """Where the KV of a replica's jobs is at one scheduling point; tokens.
+    """The location of the KV of a replica's jobs at one scheduling point; in tokens.
 
     Attributes:
-        running: Jobs that are to execute next, best first, newcomers among them.
-        idle: Jobs with KV on the device that are not to execute next.
-        offloaded: Jobs with KV on the host only that are not to execute next.
-        free: Device tokens that nobody holds now.
-        needed: Device tokens that ``running`` lack for their next step (newcomers: for all their known tokens).
-        host_free: Host tokens that nobody holds.
-        host_capacity: Host tokens in all; 0 where there is no host pool.
-        block_size: Memory goes in units of so many tokens.
-        short: Device tokens that the worker said ``running`` lack to go on, part of ``needed``.
+        running: Jobs that execute next, best first, including new ones.
+        idle: Jobs with KV on the device that do not execute next.
+        offloaded: Jobs with KV on the host only that do not execute next.
+        free: Unused device tokens.
+        needed: Device tokens that ``running`` lack for their next step (new jobs: for all their known tokens).
+        host_free: Unused host tokens.
+        host_capacity: All host tokens; 0 without a host pool.
+        block_size: Tokens per KV block, the unit of allocation.
+        short: Device tokens that ``running`` lack by the worker's report, part of ``needed``.
     """
 
     running: Sequence[Job]
@@ -159,11 +159,10 @@ class KvView:
 
 @dataclass(frozen=True, slots=True)
 class KvMoves:
-    """What is to move, in this order.
+    """The KV moves to make, in this order.
 
     Attributes:
-        break_off: Nothing of the kind: all that is here gives up its memory and its place, and goes back to the queue
-            it came from.
+        break_off: No moves: all jobs of the replica give up their memory and slots and return to the central queue.
     """
 
     offload: tuple[Job, ...] = ()
@@ -173,14 +172,14 @@ class KvMoves:
 
 
 class KvPolicy(Explains, ABC):
-    """What becomes of KV when memory is short, and ahead of that.
+    """Decides which KV moves or is dropped when memory is short, or ahead of that.
 
     Attributes:
-        evicts: Whether KV of jobs that do not execute makes way for a job of higher rank. Where not, the newcomer
-            waits (the Defer baseline) and only jobs that cannot go on otherwise give way.
-        swaps: Whether KV is moved to the host rather than dropped while there is room.
-        watches: Whether it is asked at every scheduling point, and not only when the worker is short of memory or where
-            the order is preemptive.
+        evicts: Whether KV of jobs that do not execute is evicted for a job of higher rank. If not, the new job waits
+        (the Defer baseline), and KV is evicted only if running jobs cannot continue otherwise.
+        swaps: Whether KV is moved to the host instead of dropped, while the host has room.
+        watches: Whether it is called at every scheduling point, not only when the worker is short of memory or the
+        order is preemptive.
     """
 
     evicts: bool = False
@@ -189,16 +188,16 @@ class KvPolicy(Explains, ABC):
 
     @abstractmethod
     def moves(self, view: KvView, now: float) -> KvMoves:
-        """What to move at this scheduling point; a job is named once at most."""
+        """The moves of this scheduling point; each job occurs at most once."""
 
     def may_start(self, view: KvView) -> bool:
-        """Whether jobs without any KV may start; no where their KV could not be put anywhere later."""
+        """Whether jobs without KV may start; False if there would be no room to move their KV to later."""
         return True
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPolicies:
-    """What decides on one replica."""
+    """The parts that decide on one replica."""
 
     order: Order
     admission: Admission
@@ -207,11 +206,11 @@ class ReplicaPolicies:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaContext:
-    """What an order, an admission or a KV policy is built from.
+    """The context that an order, an admission or a KV policy is built from.
 
     Attributes:
-        max_num_seqs: Requests that the replica runs at once at most.
-        order: The order that they are composed with; None while the order itself is built.
+        max_num_seqs: Most requests that the replica runs at once.
+        order: The order of the same composition; None while the order itself is built.
     """
 
     settings: PolicySettings
@@ -219,10 +218,10 @@ class ReplicaContext:
     order: Order | None = None
 
     def order_as(self, kind: type[OrderT]) -> OrderT:
-        """The order, for a part that is registered with ``needs``.
+        """The order, for a part registered with ``needs``.
 
         Raises:
-            IntegrityError: The order is of another kind: the part is registered with another name in ``needs``.
+            IntegrityError: The order is of another kind than the part's ``needs`` names.
         """
         if not isinstance(self.order, kind):
             raise IntegrityError(f"a part that needs {kind.__name__} was composed with {type(self.order).__name__}")

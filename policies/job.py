@@ -1,4 +1,4 @@
-"""What the policies of one replica know of a request."""
+"""A request as the policies of one replica see it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from core.forecast import Forecast
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request in the hands of a replica's policies; its scheduler keeps it up to date, policies only read it.
+    """A request as a replica's policies see it; its scheduler keeps it up to date, policies only read it.
 
     Lengths are in tokens, instants in seconds of the caller's clock.
 
     Attributes:
-        arrived_at: When the request came; kept through preemptions and requeues.
-        priority: Lower goes first (as in vLLM); an ordinary key of every order.
-        deadline_at: Of equal priority, the earlier goes first; infinity for none.
-        forecast: Of the whole output length; None if nobody foresees it.
-        cached_len: Prompt tokens that are, or are believed to be, in the replica's prefix cache.
+        arrived_at: Arrival of the request; unchanged by preemptions and requeues.
+        priority: Lower goes first (as in vLLM); the first sort key of every order.
+        deadline_at: At equal priority the earlier deadline goes first; infinity for none.
+        forecast: Prediction of the whole output length; None without one.
+        cached_len: Prompt tokens known or believed to be in the replica's prefix cache.
         output_len: Tokens generated so far.
         computed_len: Known tokens whose KV is on the device; 0 before the start and after a drop.
         host_len: Known tokens whose KV is on the host.
-        last_ran_at: When it last took part in a step; its arrival before that.
+        last_ran_at: Instant of its latest step; its arrival before the first.
     """
 
     request_id: str
@@ -44,12 +44,12 @@ class Job:
 
     @property
     def urgency(self) -> tuple[int, float]:
-        """(priority, deadline): what every order sorts by before its own key."""
+        """(priority, deadline): the keys that every order sorts by before its own."""
         return self.priority, self.deadline_at
 
     @property
     def known_len(self) -> int:
-        """Tokens of prompt and output so far (l_p + l_t): the KV it needs to go on."""
+        """Tokens of prompt and output so far (l_p + l_t): the KV it needs to continue."""
         return self.prompt_len + self.output_len
 
     @property
@@ -63,7 +63,7 @@ class Job:
 
     @property
     def missing_len(self) -> int:
-        """Known tokens still to be computed before it decodes; what lies on the host is uploaded, not computed."""
+        """Known tokens still to be computed before it decodes; KV on the host is uploaded, not computed."""
         known_len = self.prompt_len + self.output_len
         if self.computed_len > 0 or self.host_len:
             there_len = self.computed_len if self.computed_len > self.host_len else self.host_len

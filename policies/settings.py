@@ -36,7 +36,7 @@ class MlfqRules:
             lasting overload a rare look keeps the promoted from filling level 1.
         max_prompt_tokens: Prompt tokens of one iteration (artifact: 2048). Who lacks a prefill beyond that goes after
             all others of its urgency: it could not compute yet, and would only take the memory of those that can.
-        skip_join: Whether prefills are foreseen. Without, every job joins at level 1 and sinks level by level
+        skip_join: Whether prefills are predicted. Without, every job joins at level 1 and sinks level by level
             (the paper's MLFQ-no-preemption, and MLFQ-preemption with ``kills``).
         kills: Whoever carries out an iteration has to cut it off when ``slice_s`` is over: the work of that
             iteration is lost, its time counts as attained. Without, iterations are never interrupted.
@@ -157,7 +157,7 @@ class BatchSettings:
         serving_time_s: Estimated seconds of a batch of so many jobs, prompt tokens and output tokens.
         edges: Boundaries of the bins of predicted lengths.
         wma_threshold: Phi.
-        num_bins: Bins whose edges are learned from the lengths foreseen; 0: ``edges`` are given.
+        num_bins: Bins whose edges are learned from predicted lengths; 0: ``edges`` are given.
         max_wait_s: Longest wait of a bin for company.
         batch_size: Jobs of a batch at most; 0 for the preset's own.
         max_num_seqs: What a worker can run at once; no batch is larger.

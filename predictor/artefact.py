@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from core.errors import FarsightError
 
 FILE_NAME = "forecaster.npz"
-"""In the directory that ``farsight train`` writes."""
+"""Name of the artefact's file in the directory that ``farsight train`` writes."""
 
 FORMAT = 1
-"""Of the file; another one is refused."""
+"""Format version of the file; files of another version are refused."""
 
 _METADATA = "metadata.json"
 
@@ -32,11 +32,11 @@ class ArtefactError(FarsightError):
 
 @dataclass(frozen=True, slots=True)
 class Artefact:
-    """What training leaves behind.
+    """The result of a training.
 
     Attributes:
         metadata: JSON values: ``kind``, ``version``, ``encoder`` and whatever the kind needs.
-        arrays: By name; no objects among them.
+        arrays: Arrays by name; no object arrays.
     """
 
     metadata: Mapping[str, Any]
@@ -56,11 +56,11 @@ class Artefact:
         """Writes ``FILE_NAME`` into ``directory``, made if need be; a reader sees the old file or the new one.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: The file cannot be written.
         """
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / FILE_NAME
-        # Of this process alone: two trainings into one directory must not write into the same file.
+        # A name for this process alone: two trainings into one directory must not write into the same file.
         unfinished = path.with_name(f"{FILE_NAME}.{os.getpid()}.tmp")
         unfinished.write_bytes(self.to_bytes())
         unfinished.replace(path)
@@ -72,23 +72,23 @@ def from_bytes(data: bytes, name: str = "artefact") -> Artefact:
 
     Args:
         data: From ``Artefact.to_bytes``.
-        name: Of the source, for errors.
+        name: Name of the source, for errors.
 
     Raises:
-        ArtefactError: cut off, changed, of another format, or no artefact at all.
+        ArtefactError: The data is cut off, changed, of another format, or no artefact at all.
     """
     try:
         with np.load(io.BytesIO(data), allow_pickle=False) as archive:
             metadata = json.loads(archive[_METADATA])
             arrays = {each: archive[each] for each in archive.files if each != _METADATA}
-    except Exception as error:  # whatever zip, npy and JSON readers stumble over in foreign bytes
-        raise ArtefactError(f"{name}: no forecast artefact, or cut off ({error}); train it anew") from error
+    except Exception as error:  # the zip, npy and JSON readers raise many types on foreign bytes
+        raise ArtefactError(f"{name}: no forecast artefact, or cut off ({error}); train it again") from error
     if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
         found = metadata.get("format") if isinstance(metadata, dict) else None
-        raise ArtefactError(f"{name}: format {found}, but this Farsight reads {FORMAT}; train it anew")
+        raise ArtefactError(f"{name}: format {found}, but this Farsight reads {FORMAT}; train it again")
     checksum = metadata.pop("checksum", None)
     if checksum != _checksum(metadata, arrays):
-        raise ArtefactError(f"{name}: damaged, its checksum does not fit; train it anew or copy it again")
+        raise ArtefactError(f"{name}: damaged, its checksum does not match; train it again or copy it again")
     del metadata["format"]
     return Artefact(metadata, arrays)
 
@@ -97,7 +97,7 @@ def load(path: Path) -> Artefact:
     """The artefact in a directory of ``farsight train``, or in the file itself.
 
     Raises:
-        ArtefactError: not there, or see ``from_bytes``.
+        ArtefactError: The file is missing, or as in ``from_bytes``.
     """
     file = path / FILE_NAME if path.is_dir() else path
     try:

@@ -1,4 +1,4 @@
-"""Embeddings that are asked for again and again: an application's instruction is the same at each request."""
+"""A cache of instruction embeddings: an application's instruction is the same at each request."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from predictor.features import Floats
 
 
 class EmbeddingCache:
-    """Keeps the embeddings of the instructions used last.
+    """Keeps the embeddings of the most recently used instructions.
 
     User inputs are not kept: they seldom come twice.
 
     Args:
-        encoder: Computes what is not kept.
+        encoder: Computes the embeddings that are not kept.
         capacity: Instructions that are kept, at least 1; 1.5 kB each at 384 dimensions.
 
     Raises:
@@ -36,7 +36,7 @@ class EmbeddingCache:
         return len(self._kept)
 
     def known(self, instruction: str) -> Floats | None:
-        """(dim,) if it is kept, and then it counts as used; never encodes. O(1)."""
+        """The embedding, shape (dim,), if it is kept; it then counts as used. Never encodes. O(1)."""
         vector = self._kept.get(instruction)
         if vector is not None:
             self._kept.move_to_end(instruction)
@@ -50,7 +50,7 @@ class EmbeddingCache:
         """
         new = [each for each in dict.fromkeys(instructions) if each not in self._kept]
         encoded = self.encoder.encode([*new, *user_inputs])
-        # What this call needs stays at hand, whatever falls out of the cache.
+        # Embeddings of this call stay available, even if the cache evicts them.
         vectors = dict(zip(new, encoded, strict=False))
         for each in dict.fromkeys(instructions):
             vector = self.known(each)

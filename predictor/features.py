@@ -1,4 +1,4 @@
-"""What a forest sees of a request: its input length and compressed embeddings (Magnus, §III-B).
+"""Features of a request for a forest: its input length and compressed embeddings (Magnus, §III-B).
 
 ``x = [UIL, c(e_U), c(e_I)]``: the length of the user input in tokens, then the user input's and the instruction's
 embedding, each summed in groups.
@@ -44,12 +44,12 @@ def compress(embeddings: Floats, num_groups: int) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class FeatureShape:
-    """Which features a forest takes.
+    """Which features a forest uses.
 
     Attributes:
-        dim: Of the encoder's embeddings.
-        d_user: Values that remain of the user input's embedding; 0: it is not looked at.
-        d_app: The same of the instruction's embedding.
+        dim: Length of the encoder's embeddings.
+        d_user: Values that the user input's embedding is compressed to; 0: it is not used.
+        d_app: The same for the instruction's embedding.
 
     Raises:
         InvalidValueError: a number that does not divide ``dim``.
@@ -70,15 +70,15 @@ class FeatureShape:
         return 1 + self.d_user + self.d_app
 
     def matrix(self, lens: NDArray[np.integer], user: Floats | None, app: Floats | None) -> Floats:
-        """(rows, num_features): what the forest takes.
+        """The forest's input, shape (rows, num_features).
 
         Args:
-            lens: (rows,), of the user inputs, in tokens.
+            lens: (rows,), lengths of the user inputs, in tokens.
             user: (rows, dim), embeddings of the user inputs; None if ``d_user`` is 0.
-            app: (rows, dim), of the instructions; None if ``d_app`` is 0.
+            app: (rows, dim), embeddings of the instructions; None if ``d_app`` is 0.
 
         Raises:
-            InvalidValueError: embeddings of another encoder, or none where they are needed.
+            InvalidValueError: Embeddings come from another encoder, or are missing where they are needed.
         """
         parts = [np.asarray(lens, np.float32)[:, None]]
         for name, embeddings, num_groups in (("user", user, self.d_user), ("app", app, self.d_app)):
@@ -92,5 +92,5 @@ class FeatureShape:
 
 
 def input_lens(questions: Sequence[ForecastQuestion]) -> NDArray[np.int64]:
-    """(rows,), of the user inputs, in tokens."""
+    """Lengths of the user inputs in tokens, shape (rows,)."""
     return np.array([each.user_input_len for each in questions], np.int64)

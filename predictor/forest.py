@@ -1,4 +1,4 @@
-"""A forest of regression trees as plain arrays: what is served, without the library that grew it.
+"""A forest of regression trees as plain arrays, served without the library that grew it.
 
 Every leaf keeps the output lengths of training examples that fell into it. A forecast pools those of the leaves that a
 request falls into, one a tree: quantiles of the pool (Meinshausen, *Quantile Regression Forests*, JMLR 2006, as the
@@ -24,7 +24,7 @@ class Forest:
 
     Attributes:
         roots: (trees,), each tree's first node.
-        depth: Of the deepest leaf: so many descents reach all leaves.
+        depth: Depth of the deepest leaf: so many descents reach all leaves.
         feature: (nodes,), the feature that a node looks at; 0 in a leaf.
         threshold: (nodes,), float32: a value not above it goes left.
         children: (nodes, 2), left and right.
@@ -33,7 +33,7 @@ class Forest:
         leaf_rank: (leaves,), mean place of its outputs among all, in [0, 1].
         leaf_begin: (leaves + 1,), where a leaf's outputs begin in ``samples``.
         samples: Output lengths in tokens, leaf after leaf.
-        num_features: That a row must have.
+        num_features: Features that a row must have.
     """
 
     roots: NDArray[np.int32]
@@ -63,7 +63,7 @@ class Forest:
         if features.ndim != 2 or features.shape[1] != self.num_features:
             raise InvalidValueError("features", features.shape, f"(rows, {self.num_features})")
         flat = np.ascontiguousarray(features, np.float32).ravel()
-        first = (np.arange(len(features)) * self.num_features)[:, None]  # of each row in flat
+        first = (np.arange(len(features)) * self.num_features)[:, None]  # each row's offset in the flat features
         children = self.children.ravel()
         node = np.repeat(self.roots[None, :], len(features), axis=0)
         for _ in range(self.depth):
@@ -77,7 +77,7 @@ class Forest:
         begin, counts = self.leaf_begin[leaves], np.diff(self.leaf_begin)[leaves]
         num_samples = counts.sum(axis=1)
         ends = np.cumsum(counts.ravel())
-        # Sample i of the pool of all rows stands at its leaf's beginning + i - what came before that leaf.
+        # Sample i of the pool of all rows is at its leaf's beginning + i - the number of samples before that leaf.
         offsets = np.repeat(begin.ravel() - ends + counts.ravel(), counts.ravel())
         pool = self.samples[offsets + np.arange(ends[-1] if ends.size else 0)]
         row_ends = np.cumsum(num_samples)

@@ -1,4 +1,4 @@
-"""The plainest forecast: the next output will be like the last ones."""
+"""The simplest forecast: the next output will be like the last ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class HistoryPredictor:
         return self._forecast
 
     def forecast(self, questions: Sequence[ForecastQuestion]) -> list[Forecast]:
-        """``current`` for each, whatever is asked."""
+        """``current`` for each question, whatever it is."""
         return [self._forecast] * len(questions)
 
     def clear(self) -> None:
@@ -52,7 +52,7 @@ class HistoryPredictor:
         self._forecast = _prior()
 
     def learn(self, output_lens: Sequence[int]) -> None:
-        """Adds output lengths in tokens, oldest first. Nothing to add is no learning: the version stays."""
+        """Adds output lengths in tokens, oldest first. With nothing to add, the version stays."""
         if not output_lens:
             return
         self._lengths.extend(output_lens)

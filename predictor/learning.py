@@ -1,8 +1,8 @@
-"""Continuous learning of output lengths (Magnus III-B): what is learned from, when, and whether the result may serve.
+"""Continuous learning of output lengths (Magnus III-B): on which requests, when, and whether the result may serve.
 
-Nothing here knows what a model is. The paper adds what was predicted badly to the train set and trains anew every
-three minutes. It does not ask whether the result is better; here it must be no worse on recent requests that nobody
-trained on.
+This module does not depend on the kind of model. The paper adds badly predicted requests to the train set and trains
+again every three minutes. It does not check whether the result is better; here it must be no worse on recent requests
+that no model was trained on.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from core.errors import IntegrityError
 from core.learning import ErrorRule, Schedule
 
 RULE = ErrorRule(min_error=10.0, min_share=0.1)
-"""In tokens: which outputs are learned from."""
+"""Which outputs are learned from, by the error in tokens."""
 
 PERIOD_S = 180.0
-"""Between the beginnings of two fits."""
+"""Seconds between the beginnings of two fits."""
 
 HELD_BACK_EVERY = 5
-"""One of so many finished requests is never trained on."""
+"""One in so many finished requests is held back: never trained on."""
 
 MAX_HELD_BACK = 400
-"""The recent window: so many of those, the newest."""
+"""Size of the recent window: the newest requests that were held back."""
 
 MIN_HELD_BACK = 20
-"""With fewer no version can be told from another, and none is fitted."""
+"""Fewest held-back requests for a fit: with fewer, the scores of two versions cannot be told apart."""
 
 MAX_EXAMPLES = 20_000
-"""The train set; its oldest go."""
+"""Most examples in the train set; the oldest are dropped."""
 
 Example = TypeVar("Example")
 Model = TypeVar("Model")
@@ -40,13 +40,13 @@ Model = TypeVar("Model")
 
 @dataclass(frozen=True, slots=True)
 class Outcome(Generic[Example]):
-    """A request that ended, beside what was foreseen of it.
+    """A request that ended, beside its prediction.
 
     Attributes:
-        example: What a model is fitted to and judged by.
-        predicted: Output length that was foreseen, in tokens; None if nothing was.
+        example: The example that a model is fitted to or scored on.
+        predicted: Predicted output length, in tokens; None if there was no prediction.
         actual: Output length, in tokens.
-        censored: The output was cut off: its length is not that of the answer, and is no target.
+        censored: The output was cut off: its length is not the full answer's, so it is no target.
     """
 
     example: Example
@@ -57,12 +57,12 @@ class Outcome(Generic[Example]):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of a newly fitted model.
+    """The verdict on a newly fitted model.
 
     Attributes:
-        accepted: It has replaced the one before.
+        accepted: Whether it has replaced the one before.
         score: Its error on the recent window.
-        current_score: That of the one before, on the same window; None if there was none.
+        current_score: Error of the one before, on the same window; None if there was none.
     """
 
     accepted: bool
@@ -71,14 +71,14 @@ class Verdict:
 
 
 class ContinuousLearning(Generic[Example, Model]):
-    """The life of a model: ``observe`` what ends, ``begin`` a fit when one is due, then ``judge`` or ``give_up``.
+    """The life of a model: ``observe`` ended requests, ``begin`` a fit when due, then ``judge`` or ``give_up``.
 
     The fit itself runs wherever the caller likes (``predictor.learning_process``), and meanwhile requests go on ending.
 
     Args:
         score: Error of a model on examples, such as the RMSE; lower is better.
-        current: The version that serves already, if there is one.
-        examples: What that was trained on; new ones are added to them.
+        current: The version that serves now, if there is one.
+        examples: The train set of ``current``; new examples are added to it.
         period_s: Seconds between the beginnings of two fits.
     """
 
@@ -116,11 +116,11 @@ class ContinuousLearning(Generic[Example, Model]):
 
     @property
     def is_fitting(self) -> bool:
-        """A fit has begun and neither been judged nor given up."""
+        """Whether a fit has begun and been neither judged nor given up."""
         return self._num_fitting is not None
 
     def observe(self, outcomes: Iterable[Outcome[Example]]) -> None:
-        """Requests have ended, oldest first: some are held back, of the others ``RULE`` picks those to train on."""
+        """Takes ended requests, oldest first: some are held back; from the others ``RULE`` picks those to train on."""
         for outcome in outcomes:
             if outcome.censored:
                 continue
@@ -132,7 +132,7 @@ class ContinuousLearning(Generic[Example, Model]):
                 self._num_new += 1
 
     def begin(self, now: float) -> list[Example] | None:
-        """The train set to fit to, if a fit is due: a period is over, there is something new, none is under way."""
+        """The train set, if a fit is due: a period is over, there are new examples, and no fit is in progress."""
         if not self._schedule.claim(now) or self.is_fitting or not self._num_new:
             return None
         if len(self._held_back) < MIN_HELD_BACK:
@@ -141,10 +141,10 @@ class ContinuousLearning(Generic[Example, Model]):
         return list(self._examples)
 
     def judge(self, model: Model) -> Verdict:
-        """The fit has come to this: takes it over if its score on the recent window is no worse. Two scorings.
+        """Takes over the fitted model if its score on the recent window is no worse. Scores two models.
 
         Raises:
-            IntegrityError: no fit is under way.
+            IntegrityError: No fit is in progress.
         """
         self._end_fit()
         held_back = list(self._held_back)
@@ -157,16 +157,16 @@ class ContinuousLearning(Generic[Example, Model]):
         return Verdict(accepted, score, current_score)
 
     def give_up(self) -> None:
-        """The fit was lost. The current version stays; the next period tries again, with the same examples and more.
+        """Books a lost fit. The current version stays; the next period tries again, with the same examples and more.
 
         Raises:
-            IntegrityError: no fit is under way.
+            IntegrityError: No fit is in progress.
         """
         self._num_new += self._end_fit()
 
     def _end_fit(self) -> int:
         if self._num_fitting is None:
-            raise IntegrityError("a fit ends that has not begun")
+            raise IntegrityError("a fit ended that had not begun")
         num_fitting, self._num_fitting = self._num_fitting, None
         return num_fitting
 

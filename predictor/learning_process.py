@@ -1,7 +1,7 @@
-"""A fit in a process of its own, of low priority: whatever happens to it, whoever asked for it lives on.
+"""A fit in a process of its own, of low priority: whatever happens to it, the process that asked for it lives on.
 
-The child sends plain bytes back over a pipe, never a pickle. Its exit status says what they are: the model if it is 0,
-else the reason.
+The child sends plain bytes back over a pipe, never a pickle. With exit status 0 they are the model, else the reason of
+the failure.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import TypeVar
 from core.children import end_with_parent
 
 NICENESS = 10
-"""Serving comes first."""
+"""Niceness of the child: serving comes first."""
 
 _PATIENCE_S = 0.05
-"""A poll waits no longer than this for the next piece of a result that is on its way."""
+"""Longest wait of a poll for the next chunk of a result, in seconds."""
 
-_PIECE = 1 << 20
+_CHUNK = 1 << 20
 
 Argument = TypeVar("Argument")
 
@@ -35,7 +35,7 @@ class FitEnd:
 
     Attributes:
         data: The model as bytes; None if there is none.
-        error: Why there is none, in a line.
+        error: Why there is none, in one line.
     """
 
     data: bytes | None
@@ -73,7 +73,7 @@ class FitProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the child."""
+        """Pid of the child."""
         return self._process.pid
 
     def poll(self, now: float) -> FitEnd | None:
@@ -91,7 +91,7 @@ class FitProcess:
         return self._end
 
     def stop(self) -> None:
-        """Nobody wants the result any more."""
+        """Ends the fit: its result is no longer wanted."""
         if self._end is None:
             self._process.kill()
             self._end = FitEnd(None, "the fit was stopped")
@@ -101,10 +101,10 @@ class FitProcess:
         """Takes in what is there, and what follows at once; whether the child has closed its end."""
         pipe = self._pipe.fileno()
         while select.select([pipe], [], [], _PATIENCE_S if self._received else 0)[0]:
-            piece = os.read(pipe, _PIECE)
-            if not piece:
+            chunk = os.read(pipe, _CHUNK)
+            if not chunk:
                 return True
-            self._received += piece
+            self._received += chunk
         return False
 
     def _read_end(self) -> FitEnd:

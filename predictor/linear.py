@@ -28,7 +28,7 @@ _ROUNDS = 25
 
 @dataclass(frozen=True, slots=True)
 class BinnedLinear:
-    """A linear score in tokens, and what outputs had scores like it.
+    """A linear score in tokens, and the outputs of training examples with similar scores.
 
     Attributes:
         weights: (features + 1,), the last one is the constant.
@@ -43,7 +43,7 @@ class BinnedLinear:
     samples: NDArray[np.int32]
 
     def distribution(self, features: Floats, levels: Sequence[float]) -> Distribution:
-        """Of each row's bin; ``rank`` is the score. O(rows · features).
+        """The distribution of each row's bin; ``rank`` is the score. O(rows · features).
 
         Raises:
             InvalidValueError: another number of features.
@@ -64,7 +64,7 @@ def fit_linear(features: Floats, output_lens: NDArray[np.integer], num_bins: int
     Args:
         features: (rows, features).
         output_lens: (rows,), in tokens.
-        num_bins: Of equal mass, at least 1; fewer where scores are equal.
+        num_bins: Bins of equal mass, at least 1; fewer where scores are equal.
 
     Returns:
         O(rounds · rows · features²) time.
@@ -87,7 +87,7 @@ def fit_linear(features: Floats, output_lens: NDArray[np.integer], num_bins: int
     edges = np.unique(np.quantile(scores, np.arange(1, num_bins) / num_bins))
     bins = np.searchsorted(edges, scores, "right")
     filled, bins = np.unique(bins, return_inverse=True)
-    edges = edges[filled[1:] - 1]  # a bin that holds nothing joins the one before it
+    edges = edges[filled[1:] - 1]  # an empty bin joins the one before it
     order = np.lexsort((target, bins))
     begin = np.searchsorted(bins[order], np.arange(len(filled) + 1))
     return BinnedLinear(weights, edges, begin.astype(np.int64), np.asarray(output_lens, np.int32)[order])

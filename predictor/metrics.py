@@ -16,12 +16,12 @@ COVERED_LEVELS = (0.1, 0.5, 0.9)
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Of forecasts against true output lengths.
+    """Scores of forecasts against true output lengths.
 
     Attributes:
-        n: Forecasts.
-        rmse: Of the means, in tokens.
-        mae: Of the medians, which minimise it, in tokens.
+        n: Number of forecasts.
+        rmse: Root mean square error of the means, in tokens.
+        mae: Mean absolute error of the medians, which minimise it, in tokens.
         tau: Kendall's tau-b between rank scores and lengths, in [-1, 1]; 0 where one of them is constant.
         pinball: Mean pinball loss over ``QUANTILES``, in tokens.
         coverage: By level, the share of outputs up to that quantile.

@@ -15,10 +15,10 @@ from predictor.linear import BinnedLinear
 from predictor.quantiles import Distribution
 
 FULL = "full"
-"""Name of the model that takes everything."""
+"""Name of the model that uses all features."""
 
 LENGTH = "length"
-"""Name of the one that takes the input's length and the instruction."""
+"""Name of the model that uses the input's length and the instruction."""
 
 
 class Model(Protocol):

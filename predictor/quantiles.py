@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Of the output lengths of some requests, in tokens.
+    """Distributions of the output lengths of some requests, in tokens.
 
     Attributes:
         mean: (rows,).
         quantiles: (rows, levels), not falling along a row.
         rank: (rows,), orders the requests, shortest first; comparable within one model only.
-        num_samples: (rows,), training outputs that each row rests on.
+        num_samples: (rows,), training outputs behind each row.
     """
 
     mean: NDArray[np.float64]

@@ -1,4 +1,4 @@
-"""What becomes of a question before a model sees it."""
+"""How a question becomes features for a model."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Reader(Protocol):
     """Maps questions to features."""
 
     def full(self, questions: Sequence[ForecastQuestion]) -> Floats:
-        """(rows, features) of everything that is known."""
+        """All features of the questions, shape (rows, features)."""
         ...
 
     def length(self, questions: Sequence[ForecastQuestion]) -> tuple[list[int], Floats]:
-        """Without encoding anything: which of the questions can be read so, and (those rows, features)."""
+        """Reads without encoding: which of the questions can be read so, and their features, shape (rows, features)."""
         ...
 
 
@@ -30,8 +30,8 @@ class EmbeddingReader:
     """Input length and compressed embeddings (Magnus, §III-B).
 
     Args:
-        shape: Of the full features; the short ones lack the user input.
-        cache: Around the encoder.
+        shape: Shape of the full features; the short ones lack the user input.
+        cache: The cache around the encoder.
     """
 
     def __init__(self, shape: FeatureShape, cache: EmbeddingCache) -> None:
@@ -40,12 +40,12 @@ class EmbeddingReader:
         self._cache = cache
 
     def full(self, questions: Sequence[ForecastQuestion]) -> Floats:
-        """Encodes the user inputs, and instructions that are not kept."""
+        """Encodes the user inputs, and instructions that are not cached."""
         app, user = self._cache.embed([q.instruction for q in questions], [q.user_input for q in questions])
         return self._shape.matrix(input_lens(questions), user, app)
 
     def length(self, questions: Sequence[ForecastQuestion]) -> tuple[list[int], Floats]:
-        """Those whose instruction's embedding is kept."""
+        """The questions whose instruction's embedding is cached."""
         vectors = [self._cache.known(each.instruction) for each in questions]
         kept = [number for number, vector in enumerate(vectors) if vector is not None]
         if not kept:

@@ -1,7 +1,6 @@
-"""A trained artefact, trained on: the same reading of requests, forests grown anew on what has ended since.
+"""Retraining of an artefact: it reads requests the same way, with forests grown again on later requests too.
 
-Requests are not read twice: what the forests took of them when they came is kept beside the forecast, so a log need
-hold no texts.
+Requests are not read twice: the log keeps their features beside the forecast, so it need not hold texts.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from predictor.models import FULL, LENGTH, pack, unpack
 from predictor.trainer import ForestOptions, grow
 
 MAX_FEATURES = 64
-"""Of a request; what is wider would make the log as large as the texts."""
+"""Most features of a request; more would make the log as large as the texts."""
 
 TRAIN_FEATURES, TRAIN_LENS = "train.features", "train.lens"
 """Arrays of an artefact that can be trained on: (rows, features) and (rows,) of its own examples."""
@@ -31,19 +30,19 @@ TRAIN_FEATURES, TRAIN_LENS = "train.features", "train.lens"
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A request that ended: what the forests took of it, shape (features,), and its output length in tokens."""
+    """A request that ended: its features, shape (features,), and its output length in tokens."""
 
     features: Floats
     output_len: int
 
 
 def can_be_retrained(artefact: Artefact) -> bool:
-    """Whether it is a forest that keeps what it was grown on."""
+    """Whether it is a forest that keeps its train set."""
     return TRAIN_FEATURES in artefact.arrays
 
 
 def feature_set(artefact: Artefact) -> str:
-    """Names the way in which requests are read: numbers from another way mean something else."""
+    """Names the way in which requests are read; features of different ways do not mix."""
     metadata = artefact.metadata
     if "words" in artefact.arrays:
         return "words-" + hashlib.sha256(np.ascontiguousarray(artefact.arrays["words"]).tobytes()).hexdigest()[:16]
@@ -51,17 +50,17 @@ def feature_set(artefact: Artefact) -> str:
 
 
 def samples_of(artefact: Artefact) -> list[Sample]:
-    """What it was trained on."""
+    """Its train set."""
     rows, lens = artefact.arrays[TRAIN_FEATURES], artefact.arrays[TRAIN_LENS]
     return [Sample(row, int(length)) for row, length in zip(rows, lens, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class Retraining:
-    """What a fit takes, in a process of its own.
+    """Input of a fit, which runs in a process of its own.
 
     Attributes:
-        data: The artefact to go on from.
+        data: The artefact to retrain.
         features: (rows, features) of all examples, those of the artefact included.
         output_lens: (rows,), in tokens.
     """

@@ -1,4 +1,4 @@
-"""How much a forecast may cost: encoding a text takes milliseconds of a processor that also serves."""
+"""Limits what forecasts cost: encoding a text takes milliseconds of a processor that also serves."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _SMOOTHING = 0.1
 
 
 class Effort(IntEnum):
-    """What goes into a forecast, cheapest first."""
+    """Inputs of a forecast, cheapest first."""
 
     HISTORY = 0
     """The last outputs, whatever the request."""
     LENGTH = 1
-    """The input's length and the instruction's embedding, if that is kept already."""
+    """The input's length and the instruction's embedding, if that is cached."""
     FULL = 2
     """The input's text as well, which must be encoded."""
 
@@ -30,7 +30,7 @@ class EffortBudget:
         share: Seconds of work for a second, above 0; 0.25 is a quarter of a processor.
         burst_s: Seconds that can be saved up, above 0.
         full_s: Cost of a full forecast in seconds, before measurements move it.
-        length_s: The same of one from the input's length.
+        length_s: The same for a forecast from the input's length.
 
     Raises:
         InvalidValueError: a number that is not above 0.
@@ -47,17 +47,17 @@ class EffortBudget:
         self._at: float | None = None
 
     def cost_s(self, effort: Effort) -> float:
-        """Of one question, in seconds, as measured of late; nothing for ``HISTORY``."""
+        """Recent cost of one question, in seconds; 0 for ``HISTORY``."""
         return self._cost_s.get(effort, 0.0)
 
     def choose(self, now: float, num_questions: int = 1) -> Effort:
-        """The most that the savings pay for.
+        """The highest effort that the saved seconds pay for.
 
         A batch that costs more than half of what can be saved up goes ahead with half of it, and leaves a debt.
 
         Args:
-            now: In seconds, not before that of the call before.
-            num_questions: That are answered together.
+            now: Seconds, not before those of the last call.
+            num_questions: Questions that are answered together.
         """
         if self._at is not None:
             self._saved_s = min(self._saved_s + self._share * max(now - self._at, 0.0), self._burst_s)
@@ -68,7 +68,7 @@ class EffortBudget:
         return Effort.HISTORY
 
     def spend(self, effort: Effort, seconds: float, num_questions: int = 1) -> None:
-        """Books what a batch has really cost; more than was saved becomes a debt that is worked off first."""
+        """Books the measured cost of a batch; more than was saved becomes a debt that is paid first."""
         if effort is Effort.HISTORY or num_questions < 1:
             return
         self._saved_s -= seconds

@@ -1,4 +1,4 @@
-"""Forecasts from what a request says: its input's length and text and its application's instruction."""
+"""Forecasts from a request's contents: its input's length and text and its application's instruction."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from predictor.words import WordScorer
 
 
 class TextPredictor:
-    """Serves a trained artefact; ``forecast`` takes as much effort as it is told to.
+    """Serves a trained artefact; the caller of ``forecast`` chooses the effort.
 
-    ``Forecast.source`` says what a forecast rests on: ``forest`` (or ``linear``, as the artefact is) if the user input
-    was read, ``forest-length`` if its length and the instruction were, ``history`` if the request was not looked at.
+    ``Forecast.source`` names the inputs of a forecast: ``forest`` (or ``linear``, as the artefact is) if the user input
+    was read, ``forest-length`` if its length and the instruction were, ``history`` if the request was not read.
 
     Args:
         artefact: From ``training.train``.
-        encoder: The one that it was trained with (``encoder_of``); None if it needs none.
-        history: For what the artefact is too dear for; not learned by this object.
+        encoder: The encoder of its training (``encoder_of``); None if it needs none.
+        history: Answers where the artefact costs too much; this object does not train it.
         cache_size: Instructions whose embeddings are kept.
 
     Raises:
-        ArtefactError: the artefact lacks something.
-        InvalidValueError: field ``encoder``: another one than in training.
+        ArtefactError: The artefact lacks an entry.
+        InvalidValueError: Field ``encoder``: it is not the encoder of the training.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class TextPredictor:
             self._length = self._full if reads_words else unpack(artefact.arrays, self._source, LENGTH)
             self._length_source = self._source if reads_words else f"{self._source}-length"
         except (KeyError, TypeError, ValueError) as error:
-            raise ArtefactError(f"the artefact lacks {error}; train it anew") from error
+            raise ArtefactError(f"the artefact lacks {error}; train it again") from error
         self._history = history
 
     def forecast(self, questions: Sequence[ForecastQuestion], effort: Effort = Effort.FULL) -> list[Forecast]:
@@ -63,7 +63,7 @@ class TextPredictor:
     def forecast_with_features(
         self, questions: Sequence[ForecastQuestion], effort: Effort = Effort.FULL
     ) -> tuple[list[Forecast], list[Floats | None]]:
-        """``forecast``, and the numbers that each rests on, shape (features,); None without ``Effort.FULL``."""
+        """``forecast``, and the features of each one, shape (features,); None without ``Effort.FULL``."""
         if not questions:
             return [], []
         if effort is Effort.FULL:

@@ -50,7 +50,7 @@ def grow(features: Floats, output_lens: NDArray[np.integer], options: ForestOpti
     Args:
         features: (rows, num_features).
         output_lens: (rows,), in tokens.
-        options: How.
+        options: How the forest is grown.
 
     Returns:
         Plain arrays. O(trees · features · rows · log² rows) time.
@@ -73,7 +73,7 @@ def fit(features: Floats, output_lens: NDArray[np.integer], options: ForestOptio
         max_features=options.max_features,
         max_samples_leaf=options.samples_per_leaf,
         random_state=options.seed,
-        n_jobs=1,  # who learns while it serves has no other core to spare
+        n_jobs=1,  # a server that learns while it serves has no other core to spare
     )
     target = np.log1p(output_lens) if options.log_target else np.asarray(output_lens, np.float64)
     return model.fit(np.asarray(features, np.float32), target)
@@ -84,7 +84,7 @@ def export(model: Any, output_lens: NDArray[np.integer]) -> Forest:
 
     Args:
         model: From ``fit``.
-        output_lens: What it was fitted to, in tokens and in that order.
+        output_lens: Output lengths that it was fitted to, in tokens and in that order.
     """
     lens = np.asarray(output_lens, np.int32)
     by_length = lens[model.sorter_[:, 0]]  # the model numbers examples by falling place, from 1
@@ -140,7 +140,7 @@ def _nodes(
 
 
 def _places(by_length: NDArray[np.int32]) -> NDArray[np.float64]:
-    """Of lengths in order: each one's place among all, in [0, 1], equal ones in the middle of theirs."""
+    """Place of each length among all, in [0, 1], for lengths in order; equal ones get the middle of their places."""
     below = np.searchsorted(by_length, by_length, "left")
     up_to = np.searchsorted(by_length, by_length, "right")
     places: NDArray[np.float64] = (below + up_to) / (2 * len(by_length))

@@ -21,10 +21,10 @@ from predictor.trainer import ForestOptions, grow
 from predictor.words import fit_words, with_scores
 
 Progress = Callable[[int], None]
-"""Told how many texts have been read so far."""
+"""Called with the number of texts read so far."""
 
 MIN_EXAMPLES = 20
-"""Fewer say nothing."""
+"""Fewest examples that a training accepts."""
 
 _CHUNK = 256
 """Texts that are encoded between two reports of progress."""
@@ -32,13 +32,13 @@ _CHUNK = 256
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What is trained.
+    """A recipe of a training.
 
     Attributes:
         model: ``forest`` or ``linear``.
         reads: ``embeddings`` of an encoder, or ``words``, which need none (forests only).
         d_user: Values that stay of the user input's embedding; None: all.
-        d_app: The same of the instruction's.
+        d_app: The same for the instruction's embedding.
         forest: How forests are grown.
     """
 
@@ -55,11 +55,11 @@ RECIPES: dict[str, Recipe] = {
     "magnus": Recipe(),
     "linear": Recipe("linear", d_user=None, d_app=None),
 }
-"""By the name that ``farsight train --kind`` takes: the cheapest and best one found; a forest over Magnus's features;
-his own, with trees grown out; Multi-Bin's regressor."""
+"""Recipes by the name that ``farsight train --kind`` takes: the cheapest and best one found; a forest over Magnus's
+features; Magnus's own, with trees grown out; Multi-Bin's regressor."""
 
 LENGTH_TREES = 50
-"""Of the smaller forest, which is asked when time is short."""
+"""Trees of the smaller forest, which is used when time is short."""
 
 
 def train(
@@ -75,8 +75,8 @@ def train(
         examples: Censored ones are left out: their outputs would have been longer.
         encoder: The same one must serve; None for a recipe that reads words.
         recipe: What to train.
-        version: Of the artefact; whoever trains again counts on.
-        progress: Told of texts that have been read.
+        version: Version of the artefact; a retraining adds 1.
+        progress: Called with the number of texts read.
 
     Raises:
         InvalidValueError: too few examples, no encoder, or dimensions that do not divide the encoder's.
@@ -90,7 +90,7 @@ def train(
     if recipe.reads == "words":
         return _train_on_words(complete, recipe, metadata, progress)
     if encoder is None:
-        raise InvalidValueError("encoder", None, "one: this kind reads embeddings")
+        raise InvalidValueError("encoder", None, "an encoder: this kind reads embeddings")
     return _train_on_embeddings(complete, encoder, recipe, metadata, progress)
 
 
@@ -113,7 +113,7 @@ def _train_on_embeddings(
     progress: Progress | None,
 ) -> Artefact:
     d_user, d_app = (encoder.dim if d is None else d for d in (recipe.d_user, recipe.d_app))
-    shape = FeatureShape(encoder.dim, d_user, d_app)  # refused before anything is encoded
+    shape = FeatureShape(encoder.dim, d_user, d_app)  # raises before anything is encoded
     metadata |= {"encoder": encoder.name, "dim": encoder.dim, "d_user": d_user, "d_app": d_app}
     app, user = embed_all(encoder, examples, progress)
     own_lens = input_lens([each.question for each in examples])
@@ -128,7 +128,7 @@ def _train_on_embeddings(
 
 
 def _kept(features: Floats, output_lens: NDArray[np.integer]) -> dict[str, NDArray[Any]]:
-    """The examples themselves, for those who train on (``retraining``); nothing where they are too wide."""
+    """Arrays of the examples themselves, for ``retraining``; none where there are too many features."""
     if features.shape[1] > MAX_FEATURES:
         return {}
     return {TRAIN_FEATURES: features, TRAIN_LENS: output_lens.astype(np.int32)}
@@ -139,7 +139,7 @@ def _pack_both(full: Any, length: Any) -> dict[str, NDArray[Any]]:
 
 
 def embed_all(encoder: Encoder, examples: Sequence[Example], progress: Progress | None = None) -> tuple[Floats, Floats]:
-    """(rows, dim) of the instructions and of the user inputs; each text is encoded once."""
+    """Embeddings of the instructions and of the user inputs, (rows, dim) each; each text is encoded once."""
     questions = [each.question for each in examples]
     texts = list(dict.fromkeys([text for each in questions for text in (each.instruction, each.user_input)]))
     texts.sort(key=len)  # a batch is padded to its longest text

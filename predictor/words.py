@@ -1,4 +1,4 @@
-"""What a text says by its words alone, without an encoder: hashed words and pairs of words, weighed by a ridge.
+"""Scores of a text from its words alone, without an encoder: hashed words and word pairs, weighted by a ridge.
 
 Two scores a request: where its output will stand among all (0 shortest, 1 longest), and the logarithm of output length
 over input length. A forest turns them into a distribution.
@@ -20,13 +20,13 @@ from core.forecast import ForecastQuestion
 from predictor.features import Floats
 
 NUM_BUCKETS = 2**15
-"""For the n-grams of one text; instruction and user input have buckets of their own."""
+"""Buckets for the n-grams of one text; instruction and user input have buckets of their own."""
 
 MAX_WORDS = 512
-"""Of a text, from its beginning: bounds the time of a forecast."""
+"""Most words read of a text, from its beginning: bounds the time of a forecast."""
 
 NUM_FEATURES = 4
-"""Of a forest over these scores."""
+"""Number of features of a forest over these scores."""
 
 _NUM_FOLDS = 4
 _RIDGE = 10.0
@@ -54,7 +54,7 @@ class WordScorer:
 
 
 def with_scores(questions: Sequence[ForecastQuestion], scores: NDArray[np.floating[Any]]) -> Floats:
-    """(rows, NUM_FEATURES): what the forest takes, of scores (rows, 2)."""
+    """The forest's input, (rows, NUM_FEATURES), from scores (rows, 2)."""
     lens = np.array([(each.user_input_len, _rest_len(each)) for each in questions], np.float32).reshape(-1, 2)
     return np.concatenate([lens, scores.astype(np.float32)], axis=1)
 
@@ -79,8 +79,8 @@ def fit_words(
     Args:
         questions: (rows,), at least as many as there are folds.
         output_lens: (rows,), in tokens.
-        seed: Of the folds.
-        progress: Told how many of the texts have been read.
+        seed: Random seed of the folds.
+        progress: Called with the number of texts read.
 
     Returns:
         The scorer and (rows, 2). O(folds · rounds · n-grams).

@@ -44,10 +44,11 @@ def main(
 
 @app.command()
 def serve(
-    model: Annotated[str | None, typer.Option(help="Directory or hub id; default: the embedded model.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model directory or hub id; default: the embedded model.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
     device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, or emulated:PROFILE, which only takes a device's time; default: cpu.")
+        str | None,
+        typer.Option(help="cpu, cuda, or emulated:PROFILE (takes a device's time, computes nothing); default: cpu."),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file; flags override it.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on; default: 127.0.0.1.")] = None,
@@ -58,34 +59,33 @@ def serve(
     ] = None,
     prefix_cache: Annotated[
         bool | None,
-        typer.Option("--prefix-cache/--no-prefix-cache", help="Share the KV of equal beginnings."),
+        typer.Option("--prefix-cache/--no-prefix-cache", help="Share the KV of equal prompt prefixes."),
     ] = None,
-    preset: Annotated[str | None, typer.Option(help="Composition of policies; default: fcfs.")] = None,
+    preset: Annotated[str | None, typer.Option(help="Scheduling preset; default: fcfs.")] = None,
     execution: Annotated[
         str | None,
         typer.Option(help="How formed batches run: ragged (the default), or static (padded, returned together)."),
     ] = None,
-    replicas: Annotated[int | None, typer.Option(help="Copies of the model; default: 1.")] = None,
+    replicas: Annotated[int | None, typer.Option(help="Number of model replicas; default: 1.")] = None,
     tensor_parallel: Annotated[
-        int | None, typer.Option(help="Processes that each layer is split over; default: 1.")
+        int | None, typer.Option(help="Number of processes that share each layer; default: 1.")
     ] = None,
-    pipeline_parallel: Annotated[
-        int | None, typer.Option(help="Stages that the layers are cut into; default: 1.")
-    ] = None,
+    pipeline_parallel: Annotated[int | None, typer.Option(help="Number of pipeline stages; default: 1.")] = None,
     max_replicas: Annotated[
         int | None,
-        typer.Option(help="Up to so many copies, as the predicted queue delay asks for; default: --replicas."),
+        typer.Option(help="Most replicas that autoscaling by predicted queue delay may start; default: --replicas."),
     ] = None,
     placement: Annotated[
         str | None, typer.Option(help="Which components share a process: auto, fused, split or packed.")
     ] = None,
     predictor: Annotated[
         Path | None,
-        typer.Option(help="Forecasts output lengths: what `farsight train` wrote; default: by the last outputs."),
+        typer.Option(help="Output-length predictor written by `farsight train`; default: history of recent outputs."),
     ] = None,
     proxy: Annotated[str | None, typer.Option(help="HTTP proxy: auto, serve or haproxy.")] = None,
     benchmark_mode: Annotated[
-        bool | None, typer.Option("--benchmark-mode", help="Requests may say where their outputs end.")
+        bool | None,
+        typer.Option("--benchmark-mode", help="Let requests set their exact output length (benchmark_len)."),
     ] = None,
 ) -> None:
     """Serve a model over an OpenAI-compatible HTTP API until Ctrl-C."""
@@ -121,7 +121,7 @@ def serve(
 @app.command()
 def status(
     port: Annotated[int, typer.Option(help="Port of the running server.")] = 8000,
-    host: Annotated[str, typer.Option(help="Its address.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address of the running server.")] = "127.0.0.1",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show every logical component of a running server."""
@@ -136,11 +136,11 @@ def status(
         if body["emulated"]:
             typer.echo(f"Emulated device ({body['emulated']}): answers are made up.")
         if body["queue_delay_s"] is not None:
-            typer.echo(f"A request that came now would wait {body['queue_delay_s']:.2f} s, as predicted.")
+            typer.echo(f"Predicted queue delay for a new request: {body['queue_delay_s']:.2f} s")
         _print_status(body["actors"], body["learnt"])
 
 
-def _print_status(actors: list[dict[str, Any]], learnt: list[dict[str, Any]]) -> None:
+def _print_status(actors: list[dict[str, Any]], learned: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -152,23 +152,23 @@ def _print_status(actors: list[dict[str, Any]], learnt: list[dict[str, Any]]) ->
         table.add_row(*map(str, cells))
     console = Console()
     if not console.is_terminal:
-        console.width = 200  # a pipe has no width: nothing is to be cut
+        console.width = 200  # A pipe has no width; 200 columns avoid cut cells.
     console.print(table)
     replaced = [row for row in actors if row["last_end"]]
     if replaced:
-        table = Table("replaced", "times", "the last time because")
+        table = Table("replaced", "times", "last reason")
         for row in replaced:
             table.add_row(row["name"], str(row["restarts"]), row["last_end"])
         console.print(table)
     servers = [row for row in actors if row["url"]]
     if servers:
-        table = Table("replica", "is the server", "breaker")
+        table = Table("replica", "server URL", "breaker")
         for row in servers:
             table.add_row(row["name"], row["url"], row["breaker"])
         console.print(table)
-    if learnt:
-        table = Table("learned while serving", "version", "score", "examples", "at", "in use")
-        for row in learnt:
+    if learned:
+        table = Table("learned while serving", "version", "score", "examples", "created at", "in use")
+        for row in learned:
             score = "-" if row["score"] is None else f"{row['score']:.4g}"
             at = f"{datetime.fromtimestamp(row['created_at']):%Y-%m-%d %H:%M:%S}"
             table.add_row(
@@ -180,14 +180,14 @@ def _print_status(actors: list[dict[str, Any]], learnt: list[dict[str, Any]]) ->
 @app.command()
 def scale(
     kind: Annotated[str, typer.Argument(help="replica, length-predictor, serving-time-estimator or ingress.")],
-    count: Annotated[int, typer.Argument(help="How many there are to be.")],
+    count: Annotated[int, typer.Argument(help="Wanted number of them.")],
     port: Annotated[int, typer.Option(help="Port of the running server.")] = 8000,
-    host: Annotated[str, typer.Option(help="Its address.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address of the running server.")] = "127.0.0.1",
     token: Annotated[
         str | None, typer.Option(help="Admin token; default: FARSIGHT_ADMIN_TOKEN, or the run file's.")
     ] = None,
 ) -> None:
-    """Change how many there are of a kind of component while the server runs."""
+    """Change the number of components of one kind while the server runs."""
     from services.commands.scaling import scale_service
     from services.run_file import find_admin_token
 
@@ -200,9 +200,9 @@ def scale(
 
 @app.command()
 def down(
-    address: Annotated[str, typer.Option(help="Of the Ray cluster, as HOST:PORT.")] = "auto",
+    address: Annotated[str, typer.Option(help="Address of the Ray cluster, as HOST:PORT.")] = "auto",
 ) -> None:
-    """End everything that `serve deploy` has started of Farsight in a Ray cluster."""
+    """End all parts of Farsight that `serve deploy` started in a Ray cluster."""
     from services.commands.down import end_service
 
     try:
@@ -214,22 +214,23 @@ def down(
 
 @app.command()
 def batch(
-    source: Annotated[Path, typer.Argument(metavar="IN", help="Requests in OpenAI's batch format, one a line.")],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="Where the answers go, in the order of IN.")],
+    source: Annotated[Path, typer.Argument(metavar="IN", help="Requests in OpenAI's batch format, one per line.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="Output file for the answers, in the order of IN.")],
     address: Annotated[
-        str | None, typer.Option(help="Dashboard of a Ray cluster, as http://host:8265; default: a private one here.")
+        str | None,
+        typer.Option(help="Dashboard of a Ray cluster, as http://host:8265; default: a private cluster here."),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Directory or hub id; default: the embedded model.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model directory or hub id; default: the embedded model.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file; flags override it.")] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at once.")] = 64,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is there.")] = False,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight at once.")] = 64,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
 ) -> None:
-    """Run a file of requests as a Ray job. Ended early, the same command goes on where it was."""
+    """Run a file of requests as a Ray job. After an early end, the same command resumes it."""
     from services.batch.submit import BatchOptions, submit
 
     options = BatchOptions(model, config, concurrency, overwrite)
     with failing_in_two_lines("batch"):
-        # A wrong setting is refused before anything starts.
+        # Check the settings before anything starts.
         patience_s = load_config(config, {"model": {"path": model}}).server.start_patience_s
         exit_status = submit(source, target, address, options, lambda text: typer.echo(text, nl=False), patience_s)
     raise typer.Exit(exit_status)

@@ -1,4 +1,4 @@
-"""What ``farsight serve`` leaves for other commands of the same user: a file for each port, readable by nobody else."""
+"""The run file that ``farsight serve`` writes for each port; only its user's other commands can read it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from core.errors import FarsightError
 
 ADMIN_TOKEN_VARIABLE = "FARSIGHT_ADMIN_TOKEN"
-"""Where the processes of a service, and those who speak to it, find the admin token."""
+"""Environment variable with the admin token, for the processes of a service and its clients."""
 
 
 def run_directory() -> Path:
@@ -25,11 +25,11 @@ def run_directory() -> Path:
 
 
 def make_run_directory() -> Path:
-    """``run_directory``, which is there now and belongs to this user alone.
+    """Creates ``run_directory`` for this user alone if it is missing.
 
     Raises:
-        FarsightError: it belongs to another user.
-        OSError: it cannot be made.
+        FarsightError: The directory belongs to another user.
+        OSError: The directory cannot be created.
     """
     directory = run_directory()
     directory.mkdir(mode=0o700, exist_ok=True)
@@ -42,12 +42,12 @@ def published(port: int, admin_token: str) -> Iterator[Path]:
     """The run file of the server on that port, for as long as the context lasts.
 
     Raises:
-        FarsightError: the directory belongs to somebody else, or cannot be written to.
+        FarsightError: The directory belongs to another user, or cannot be written to.
     """
     path = _path(port)
     try:
         make_run_directory()
-        path.unlink(missing_ok=True)  # of a server that was killed
+        path.unlink(missing_ok=True)  # The file of a killed server.
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             json.dump({"pid": os.getpid(), "admin_token": admin_token}, file)
     except OSError as error:
@@ -59,10 +59,10 @@ def published(port: int, admin_token: str) -> Iterator[Path]:
 
 
 def find_admin_token(port: int) -> str:
-    """From the environment, else from the run file of that port; empty if there is none.
+    """The admin token from the environment, else from the run file of the port; empty if there is none.
 
     Raises:
-        FarsightError: the run file's directory belongs to somebody else.
+        FarsightError: The run file's directory belongs to another user.
     """
     token = os.environ.get(ADMIN_TOKEN_VARIABLE)
     if token:

@@ -1,4 +1,4 @@
-"""For ``serve deploy``: Farsight in a Ray cluster that somebody else runs (``deploy/serve.yaml``).
+"""For ``serve deploy``: Farsight in a Ray cluster that its operator runs (``deploy/serve.yaml``).
 
 The builder runs in a task of Ray Serve. The actors that it creates are detached and inherit the task's runtime
 environment; a deployment of the same file finds them. ``farsight down`` ends them.
@@ -25,16 +25,16 @@ _ELSEWHERE = {
 
 
 def app(args: dict[str, Any]) -> Any:
-    """The Ray Serve application over the components, which begin to start; the ingress replicas wait for them.
+    """Begins to start the components and returns the Ray Serve application; its ingress replicas wait for them.
 
     Args:
         args: The tables of the configuration: ``{"model": {"path": ...}, "engine": {...}}``.
 
     Raises:
-        FarsightError: a wrong setting, or components run whose settings are others.
+        FarsightError: A setting is wrong, or the running components have other settings.
     """
     config = config_from_tables(args)
-    check_scheduler(config.scheduler)  # a wrong name is refused before anything starts
+    check_scheduler(config.scheduler)  # Refuse a wrong preset name before anything starts.
     site = find_site(config, find_model(config))
     running = running_site(site.namespace)
     if running is not None:
@@ -44,10 +44,10 @@ def app(args: dict[str, Any]) -> Any:
 
 
 def config_from_tables(tables: dict[str, Any]) -> FarsightConfig:
-    """The configuration, checked like a file of it.
+    """The configuration, checked like a configuration file.
 
     Raises:
-        ConfigError: a wrong key or value, or a setting that ``serve deploy`` has in another place.
+        ConfigError: A key or value is wrong, or ``serve deploy`` has the setting in another place.
     """
     for name, values in tables.items():
         if name != "replica" and not isinstance(values, dict):
@@ -59,7 +59,7 @@ def config_from_tables(tables: dict[str, Any]) -> FarsightConfig:
 
 
 def running_site(namespace: str) -> Site | None:
-    """What the components that run were started with."""
+    """The configuration that the running components were started with; None if no component runs."""
     import ray
     from ray.exceptions import RayError
 
@@ -72,15 +72,15 @@ def running_site(namespace: str) -> Site | None:
                 site: Site = ray.get(handle.site.remote(), timeout=ANSWER_TIMEOUT_S)
                 return site
             except RayError:
-                continue  # it is dying; another one may tell
+                continue  # This actor is dying; another one may answer.
     return None
 
 
 def check_unchanged(running: Site, wanted: Site) -> None:
-    """The components keep the settings that they were started with; only those of the HTTP side may change.
+    """Refuses changed settings, except those of the HTTP side: running components keep the settings they started with.
 
     Raises:
-        FarsightError: names what has changed.
+        FarsightError: A setting has changed; names it.
     """
     changed = [
         f"{field.name}: {getattr(running, field.name)!r} runs, {getattr(wanted, field.name)!r} is wanted"

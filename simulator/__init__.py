@@ -1,1 +1,1 @@
-"""The policies under virtual time: an event heap drives the very objects that serve live. No Ray, no torch."""
+"""Simulates the policies in virtual time: an event heap drives the same objects that serve live. No Ray, no torch."""

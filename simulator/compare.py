@@ -42,10 +42,10 @@ SHOWN = {
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Of two presets over paired seeds: the geometric mean of the seeds' ratios and its 95 % confidence interval.
+    """The ratio of two presets over paired seeds: the geometric mean of the seeds' ratios and its 95 % interval.
 
     Attributes:
-        low: Of the interval; None, as ``high``, where there is one seed only.
+        low: Lower end of the interval; None, like ``high``, for a single seed.
     """
 
     mean: float
@@ -55,7 +55,7 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One preset and how it does beside the first.
+    """One preset and its ratios to the first.
 
     Attributes:
         runs: A summary for each seed.
@@ -68,12 +68,12 @@ class Compared:
     ratios: Mapping[str, Ratio | None]
 
     def mean(self, metric: str) -> float | None:
-        """Over the seeds; None if a run does not give the number."""
+        """The mean over the seeds; None if a run does not have the number."""
         values = [run.to_dict()[metric] for run in self.runs]
         return None if any(value is None for value in values) else fmean(value for value in values if value is not None)
 
     def to_dict(self) -> dict[str, Any]:
-        """One row: of each metric the values by seed, their mean, the ratio to the base. The keys are a contract."""
+        """One row: for each metric the values by seed, their mean, the ratio to the base. The keys are a contract."""
         return {
             "preset": self.preset,
             "base": self.base,
@@ -98,11 +98,11 @@ def compare(
     seeds: Sequence[int],
     progress: Callable[[int], None] | None = None,
 ) -> list[Compared]:
-    """Runs each preset on the workload of each seed; ratios are taken to the first preset.
+    """Runs each preset on the workload of each seed; ratios are relative to the first preset.
 
     Args:
-        experiment: Everything but preset and seed.
-        progress: Told how many requests have ended, of all runs, now and then.
+        experiment: All settings except preset and seed.
+        progress: Called from time to time with the number of ended requests of all runs.
 
     Raises:
         InvalidValueError: No preset or no seed, or one of them twice.
@@ -138,7 +138,7 @@ def paired_ratios(runs: Sequence[Summary], base_runs: Sequence[Summary]) -> dict
 
 
 def paired_ratio(pairs: Sequence[tuple[float | None, float | None]]) -> Ratio | None:
-    """Over seeds, (value, base value): a paired t interval on the logarithms of the ratios, which are nearer to a
+    """From (value, base value) by seed: a paired t interval on the logarithms of the ratios, which are closer to a
     normal law than the ratios and treat a half and a double alike."""
     logs = [math.log(ours / theirs) for ours, theirs in pairs if ours and theirs and ours > 0 and theirs > 0]
     if len(logs) < len(pairs):
@@ -163,7 +163,7 @@ def student_t(degrees: int) -> float:
 
 
 def comparison_table(compared: Sequence[Compared]) -> Table:
-    """Means over seeds, under each preset but the first the ratio to it with its interval."""
+    """A table of means over seeds; each preset but the first also gets its ratio to the first, with interval."""
     from rich.table import Table
 
     base, *others = compared

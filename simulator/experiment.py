@@ -1,4 +1,4 @@
-"""One run from what it is to what it comes to."""
+"""One simulated run, from its settings to its summary."""
 
 from __future__ import annotations
 
@@ -24,39 +24,39 @@ from simulator.traffic.workloads import BLOCK_SIZE, WORKLOADS, build_workload, r
 
 DEFAULT_REQUESTS = 1000
 DEFAULT_RATE = 8.0
-"""Requests per second and replica, of workloads that are drawn."""
+"""Requests per second and replica of drawn workloads."""
 TRACES = {
     "azure-conv": "azure2023_conv.csv.gz",
     "azure-code": "azure2023_code.csv.gz",
     "mooncake": "mooncake_conversation.jsonl.gz",
     "mooncake-synthetic": "mooncake_synthetic.jsonl.gz",
 }
-"""Workloads with a pace of their own, and their files."""
+"""Workloads with their own arrival times, and their files."""
 NOISE_SIGMA = 0.5
-"""Of the noisy predictor."""
+"""Sigma of the noisy predictor."""
 MEMORY_SHARE = 0.9
-"""Of a GPU's memory, for weights and KV; the rest is for activations."""
+"""Share of a GPU's memory for weights and KV; the rest is for activations."""
 
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """Everything that the result of a run follows from.
+    """All settings that determine the result of a run.
 
     Attributes:
         workload: Name of a workload, or path of a trace.
-        num_requests: At most; None for all that the workload has.
+        num_requests: Most requests; None for all of the workload.
         rate: Requests per second in the open loop, infinity for all at once; None for that of the trace, or for
             ``DEFAULT_RATE`` a replica.
-        clients: Closed loop: so many requests under way at any time.
-        predictor: Who foresees output lengths.
+        clients: Closed loop: number of requests in flight at any time.
+        predictor: Name of the output-length predictor.
         latency: Step times of a replica.
-        kv_tokens: That a replica's pool holds.
-        host_kv_tokens: That the host holds for each replica, for presets that move KV there.
+        kv_tokens: Capacity of a replica's KV pool.
+        host_kv_tokens: Host capacity per replica, for presets that move KV there.
         block_size: Tokens of a KV block.
-        max_num_seqs: Sequences in one step.
-        max_batch_tokens: Tokens computed in one step; longer prompts are prefilled in several.
-        watermark: Share of the KV pool that admission may fill, for presets that go by one.
-        seed: Of all that is drawn.
+        max_num_seqs: Most sequences in one step.
+        max_batch_tokens: Most tokens computed in one step; longer prompts take several steps.
+        watermark: Share of the KV pool that admission may fill, for presets with a watermark.
+        seed: Random seed of all draws.
     """
 
     preset: str = "fcfs"
@@ -98,12 +98,12 @@ class Experiment:
 def make_arrivals(experiment: Experiment) -> Workload:
     """The requests of a run, with their forecasts.
 
-    Drawn workloads are drawn by the seed. Of a trace with more requests than are wanted each seed takes another
-    window, as far as there are others.
+    The seed determines drawn workloads. If a trace has more requests than wanted, each seed takes another window, as
+    far as there are several.
 
     Raises:
         InvalidValueError: There is no such workload, file or predictor, or fewer requests than are wanted.
-        TraceError, MissingTraceError: Its file cannot be used, or is not there.
+        TraceError, MissingTraceError: Its file cannot be used, or is missing.
     """
     if experiment.predictor not in PREDICTORS:
         raise InvalidValueError("predictor", experiment.predictor, f"one of {', '.join(PREDICTORS)}")
@@ -123,12 +123,12 @@ def _requests(experiment: Experiment) -> list[Arrival]:
     if not Path(name).is_file():
         nearest = difflib.get_close_matches(name, WORKLOADS, n=1)
         hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
-        raise InvalidValueError("workload", name, f"a file that is there, or one of {', '.join(WORKLOADS)}{hint}")
+        raise InvalidValueError("workload", name, f"an existing file, or one of {', '.join(WORKLOADS)}{hint}")
     return _window(Path(name), experiment.num_requests, experiment)
 
 
 def _window(path: Path, num_requests: int | None, experiment: Experiment) -> list[Arrival]:
-    """So many requests of a trace that follow each other, from instant 0."""
+    """Consecutive requests of a trace, moved to instant 0."""
     arrivals = read_trace(path)
     instants = np.array([arrival.arrived_at for arrival in arrivals])
     if "hash_ids" in next(read_rows(path)).values:
@@ -155,7 +155,7 @@ PREDICTORS: dict[str, Callable[[Experiment], Foresee]] = {
 
 
 def free_kv_tokens(latency: Roofline) -> int:
-    """KV tokens that a replica's GPUs hold beside the weights.
+    """KV tokens that fit into a replica's GPUs beside the weights.
 
     Raises:
         InvalidValueError: The weights do not fit.

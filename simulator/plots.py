@@ -1,4 +1,4 @@
-"""Pictures of a run; matplotlib, an optional dependency, is imported where one is drawn."""
+"""Plots of a run; matplotlib, an optional dependency, is imported only when a plot is drawn."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from simulator.cluster.timeline import Timeline
 
 SIZE_INCHES = (9.0, 4.5)
 MAX_LINES = 8
-"""More replicas, or apps, are not drawn one by one."""
+"""Most replicas, or apps, drawn one by one."""
 
 _STATES = (("running", "#2a7f9e"), ("offloaded", "#8c6bb1"), ("waiting", "#d9a441"))
 
 
 def check_matplotlib() -> None:
-    """Before a run that is to be drawn.
+    """Checks for matplotlib before a run that will be drawn.
 
     Raises:
-        FarsightError: matplotlib is not there.
+        FarsightError: matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise FarsightError("--plot needs matplotlib, which is not installed: pip install 'farsight[bench]'")
@@ -33,11 +33,11 @@ def check_matplotlib() -> None:
 def write_plots(
     directory: Path, title: str, records: Sequence[Record], timeline: Timeline | None, capacity: int
 ) -> list[Path]:
-    """Writes ``jct.png`` and, of samples, ``memory.png``, ``queues.png`` and ``load.png``; returns their paths.
+    """Writes ``jct.png`` and, from samples, ``memory.png``, ``queues.png`` and ``load.png``; returns their paths.
 
     Args:
-        title: Says what was run.
-        timeline: None, or without samples, where there were none, as in batch mode.
+        title: Description of the run.
+        timeline: None or empty without samples, as in batch mode.
         capacity: KV tokens of one replica.
     """
     from matplotlib.figure import Figure
@@ -62,7 +62,7 @@ def write_plots(
 
 
 def draw_jct(axes: Any, records: Sequence[Record]) -> None:
-    """Share of the requests that took no longer, of all and of each app if there are several."""
+    """The distribution of JCT over all requests, and for each app if there are several."""
     by_app: dict[str, list[float]] = {}
     for record in records:
         by_app.setdefault(record.arrival.app or "other", []).append(record.jct_s)
@@ -82,7 +82,7 @@ def draw_jct(axes: Any, records: Sequence[Record]) -> None:
 
 
 def draw_memory(axes: Any, timeline: Timeline, capacity: int) -> None:
-    """KV in use, of several replicas their range, and the mean peak that admission foresees, where it does."""
+    """KV in use, for several replicas their range, and the mean peak that admission predicts, if it does."""
     _draw_replicas(axes, timeline, 100 * timeline.series("used_tokens") / capacity, "in use", max_lines=1)
     foreseen = timeline.series("predicted_tokens")
     if foreseen.size and not np.isnan(foreseen).all():
@@ -92,7 +92,7 @@ def draw_memory(axes: Any, timeline: Timeline, capacity: int) -> None:
             color="#c0392b",
             linewidth=1,
             linestyle="--",
-            label="peak foreseen for the admitted" + (", mean" if foreseen.shape[1] > 1 else ""),
+            label="predicted peak of the admitted" + (", mean" if foreseen.shape[1] > 1 else ""),
         )
     axes.axhline(100, color="black", linewidth=1)
     axes.set(title="KV memory", xlabel="virtual time in s", ylabel="% of the pool", ylim=(0, None), xlim=(0, None))
@@ -100,7 +100,7 @@ def draw_memory(axes: Any, timeline: Timeline, capacity: int) -> None:
 
 
 def draw_queues(axes: Any, timeline: Timeline) -> None:
-    """Requests of all replicas by state, one upon the other."""
+    """Requests of all replicas by state, stacked."""
     levels = [timeline.series(name).sum(axis=1) for name, _ in _STATES]
     used = [i for i, level in enumerate(levels) if level.any()]
     axes.stackplot(
@@ -115,7 +115,7 @@ def draw_queues(axes: Any, timeline: Timeline) -> None:
 
 
 def draw_load(axes: Any, timeline: Timeline) -> None:
-    """Requests in the hands of each replica, or their range."""
+    """Requests of each replica, or their range."""
     load = sum((timeline.series(name) for name, _ in _STATES), start=np.zeros(()))
     _draw_replicas(axes, timeline, load, "requests", MAX_LINES)
     axes.set(
@@ -140,5 +140,5 @@ def _draw_replicas(axes: Any, timeline: Timeline, values: Any, what: str, max_li
 
 
 def _legend(axes: Any) -> None:
-    """Beside the picture: it never hides a line."""
+    """Puts the legend beside the axes, so that it hides no line."""
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)

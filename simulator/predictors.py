@@ -1,6 +1,6 @@
-"""Who foresees output lengths in a simulation: each maps arrivals to the same arrivals with ``forecast`` set.
+"""Predictors of output lengths in a simulation: each maps arrivals to the same arrivals with ``forecast`` set.
 
-They bracket what a real predictor can do: the oracle above it, the shuffled one (right law, wrong request) below it.
+They bracket a real predictor: the oracle is the upper bound, the shuffled one (right law, wrong request) the lower.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ def oracle(arrivals: Sequence[Arrival]) -> list[Arrival]:
 
 
 def history(arrivals: Sequence[Arrival]) -> list[Arrival]:
-    """Takes forecasts away: policies fall back on their own window of finished requests. O(n)."""
+    """Removes forecasts, so that policies use their own window of finished requests. O(n)."""
     return [replace(a, forecast=None) for a in arrivals]
 
 
 def none(arrivals: Sequence[Arrival]) -> list[Arrival]:
-    """Nothing is known: ``num_samples`` 0 and a prior, uniform over what the request may generate. O(n)."""
+    """No information: ``num_samples`` 0 and a prior, uniform over the lengths that the request may generate. O(n)."""
     return [replace(a, forecast=_prior(a.max_new_tokens)) for a in arrivals]
 
 
 @dataclass(frozen=True, slots=True)
 class Noisy:
-    """Log-normal noise around the truth, with quantiles as wide as the noise really is.
+    """Log-normal noise around the true length, with quantiles as wide as the noise.
 
     The centre is truth·e^(sigma·z); given the centre, the truth is log-normal around it with the same sigma when all
     lengths were equally likely on a log scale beforehand. Values are kept within [1, max_new_tokens].
 
     Attributes:
         sigma: Standard deviation of the logarithm, at least 0; 0.5 misses by a factor of 1.65 or less in 68 %.
-        seed: Of the noise; the same seed gives the same forecasts on every call.
+        seed: Random seed of the noise; the same seed gives the same forecasts on every call.
     """
 
     sigma: float
@@ -71,11 +71,11 @@ class Noisy:
 
 @dataclass(frozen=True, slots=True)
 class Shuffled:
-    """Gives each request the forecast of another one drawn at random: right as a law, useless for the request.
+    """Gives each request the forecast of a random other one: the law is right, each forecast useless.
 
     Attributes:
-        foresee: Makes the forecasts that are then permuted.
-        seed: Of the permutation.
+        foresee: The predictor whose forecasts are permuted.
+        seed: Random seed of the permutation.
     """
 
     foresee: Foresee = oracle
@@ -90,7 +90,7 @@ class Shuffled:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A predictor handed in: the simulator does not know what it learned from.
+    """A predictor given by the caller, which the simulator did not train.
 
     Attributes:
         predict: One forecast for each arrival, in order. It must not look at ``output_len``.

@@ -1,4 +1,4 @@
-"""Results as files: the same run gives the same bytes."""
+"""Writes results to files: the same run gives the same bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONFIG_FILE, SUMMARY_FILE, REQUESTS_FILE = "config.json", "summary.json", "reque
 
 
 def to_json(value: Mapping[str, Any], *, indent: int | None = None) -> str:
-    """With sorted keys, floats by ``repr``, and null for what is no number; no line end."""
+    """JSON with sorted keys, floats by ``repr`` and null for non-finite numbers; no line end."""
     return json.dumps(_plain(value), sort_keys=True, allow_nan=False, indent=indent)
 
 
@@ -36,17 +36,17 @@ def _plain(value: Any) -> Any:
 
 
 def config_of(experiment: Experiment) -> dict[str, Any]:
-    """Everything that is needed to run it again, the version of Farsight included."""
+    """All settings needed to repeat the run, including the version of Farsight."""
     config = {**dataclasses.asdict(experiment), "farsight_version": importlib.metadata.version("farsight")}
     return config | ({"rate": "inf"} if experiment.rate == math.inf else {})
 
 
 def read_config(path: Path) -> Experiment:
-    """The experiment of a file that ``write_results`` wrote, perhaps by another version of Farsight.
+    """Reads the experiment of a file that ``write_results`` wrote, perhaps in another version of Farsight.
 
     Raises:
-        ConfigError: It cannot be read, or a field is missing, unknown or of the wrong kind.
-        InvalidValueError: A field has a value that no experiment has.
+        ConfigError: The file cannot be read, or a field is missing, unknown or of the wrong type.
+        InvalidValueError: A field has an invalid value.
     """
     try:
         config = json.loads(path.read_text("utf-8"))
@@ -66,7 +66,7 @@ _Built = typing.TypeVar("_Built")
 
 
 def _built(kind: type[_Built], values: Any, where: str, chosen: Mapping[str, type] | None = None) -> _Built:
-    """A dataclass from its fields, all of which must be there."""
+    """A dataclass from its fields, which must all be present."""
     if not isinstance(values, dict):
         raise InvalidValueError(where, values, "a JSON object")
     hints = {**typing.get_type_hints(kind), **(chosen or {})}
@@ -123,7 +123,7 @@ def write_results(
     order they ended; returns the paths. The directory is made if it is not there.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: A file cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
     paths = [directory / CONFIG_FILE, directory / SUMMARY_FILE]

@@ -1,4 +1,4 @@
-"""What a run comes to: latencies, goodput under an SLA, throughput, memory."""
+"""The summary of a run: latencies, goodput under an SLA, throughput, memory."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Number = int | float | None
-"""None where a run does not give the number, such as TPOT where no request has two tokens."""
+"""None if a run does not have the number, such as TPOT if no request has two tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sla:
-    """What a request must keep to count as good; the limits are those of Past-Future for models up to 13B (section 5).
+    """The latency bounds of a good request; the limits are those of Past-Future for models up to 13B (section 5).
 
     Attributes:
-        ttft_s: Its first token comes within this time.
-        mtpot_s: No two tokens of it are further apart.
+        ttft_s: Longest time to its first token.
+        mtpot_s: Longest gap between two of its tokens.
     """
 
     ttft_s: float = 10.0
@@ -39,13 +39,13 @@ class Sla:
                 raise InvalidValueError(name, getattr(self, name), "seconds above 0")
 
     def meets(self, record: Record) -> bool:
-        """Whether an ended request kept both; that of a single token has no gaps."""
+        """Whether an ended request kept both bounds; a request of a single token has no gaps."""
         return record.ttft_s <= self.ttft_s and record.max_gap_s <= self.mtpot_s
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Over requests, or over gaps between tokens; percentiles by nearest rank."""
+    """A distribution over requests, or over gaps between tokens; percentiles by nearest rank."""
 
     mean: Number = None
     p50: Number = None
@@ -56,20 +56,20 @@ class Distribution:
 class Summary:
     """The numbers of one run.
 
-    Rates are per second of the makespan, from the first arrival to the last token. Slowdown is the JCT of a request in
-    times of what it takes alone on an idle replica without any cached prefix; below 1 where a prefix was cached.
-    Memory means are over steps, of all replicas; the peak is that of one replica. Where outputs are returned whole, as
-    in batch mode, there are no times between tokens, good is who came in time, and memory is not counted.
+    Rates are per second of the makespan, from the first arrival to the last token. Slowdown is the JCT of a request
+    divided by its time alone on an idle replica without a cached prefix; below 1 if a prefix was cached. Memory means
+    are over the steps of all replicas; the peak is that of one replica. If outputs are returned whole, as in batch
+    mode, there are no times between tokens, TTFT alone decides whether a request is good, and memory is not counted.
 
     Attributes:
-        num_failed: Requests that were refused, or that no replica could hold.
+        num_failed: Requests that were refused or that fit into no replica.
         num_preempted: Requests whose KV was dropped or moved at least once.
-        goodput_share: Of all requests, failed ones included, those that kept the SLA.
-        total_tokens_per_s: Prompts and outputs, with the tokens that padding computes and throws away.
-        num_evictions: How often KV was dropped, to be computed again.
-        num_swaps: How often KV was moved to the host.
+        goodput_share: Share of all requests, including failed ones, that kept the SLA.
+        total_tokens_per_s: Tokens of prompts and outputs, including padding.
+        num_evictions: Number of times KV was dropped, to be computed again.
+        num_swaps: Number of times KV was moved to the host.
         num_steps: Forward passes, of all replicas.
-        prefix_hit_rate: Share of the prompt tokens that were found in the prefix cache.
+        prefix_hit_rate: Share of the prompt tokens found in the prefix cache.
     """
 
     num_requests: int
@@ -122,8 +122,8 @@ def summarize(
     """The numbers of a run that has ended; O(n log n) in its requests.
 
     Args:
-        num_failed: Requests that never ran to their end.
-        num_padding_tokens: Tokens that were computed for nobody.
+        num_failed: Requests that did not run to their end.
+        num_padding_tokens: Tokens computed only as padding.
     """
     done, usage = recorder.done, recorder.usage.values()
     num_good = sum(map(sla.meets, done))
@@ -171,7 +171,7 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def distribution(values: Sequence[float]) -> Distribution:
-    """Of values in any order; nothing of none."""
+    """The distribution of values in any order; None without values."""
     if not values:
         return Distribution()
     ordered = np.sort(np.asarray(values))
@@ -180,7 +180,7 @@ def distribution(values: Sequence[float]) -> Distribution:
 
 
 def _inter_token(recorder: Recorder, streamed: Sequence[Record]) -> Distribution:
-    """The mean exactly, the percentiles to 1 % from the histogram of gaps."""
+    """The exact mean, and percentiles with 1 % accuracy from the histogram of gaps."""
     if not streamed:
         return Distribution()
     total_s = sum(record.last_token_at - record.first_token_at for record in streamed)
@@ -189,7 +189,7 @@ def _inter_token(recorder: Recorder, streamed: Sequence[Record]) -> Distribution
 
 
 def _slowdowns(done: Sequence[Record], shape: ReplicaShape, latency: LatencyModel) -> list[float]:
-    """By lengths: requests that are alike take alike."""
+    """Ideal times by lengths: requests with equal lengths take equal times."""
     alone: dict[tuple[int, int], float] = {}
     found = []
     for record in done:
@@ -201,13 +201,13 @@ def _slowdowns(done: Sequence[Record], shape: ReplicaShape, latency: LatencyMode
 
 
 def alone_s(prompt_len: int, output_len: int, max_batch_tokens: int, latency: LatencyModel) -> float:
-    """What a request takes on an idle replica: its prompt in chunks, the last of which gives the first token, and a
-    step for each other token."""
+    """The time of a request on an idle replica: its prompt in chunks, the last of which gives the first token, and one
+    step per further token."""
     whole, rest = divmod(prompt_len, max_batch_tokens)
     starts = range(0, whole * max_batch_tokens, max_batch_tokens)
     seconds = sum(latency.step_s(max_batch_tokens, 0, 0, attention_pairs(max_batch_tokens, at)) for at in starts)
     if rest == 1:
-        seconds += latency.step_s(0, 1, prompt_len)  # a single token is computed as a decode is
+        seconds += latency.step_s(0, 1, prompt_len)  # A single token is computed like a decoding step.
     elif rest:
         seconds += latency.step_s(rest, 0, 0, attention_pairs(rest, prompt_len - rest))
     return seconds + latency.decode_run_s(1, prompt_len + 1, output_len - 1)
@@ -243,7 +243,7 @@ _COUNTS = {
 
 
 def tables(summary: Summary) -> list[Table]:
-    """For people: the latencies, then all else."""
+    """Tables: first the latencies, then the other numbers."""
     from rich.table import Table
 
     latencies = Table("latency", *(field.name for field in fields(Distribution)))
@@ -259,7 +259,7 @@ def tables(summary: Summary) -> list[Table]:
 
 
 def show(value: Number) -> str:
-    """Three digits that matter, and all those before the point; a dash for none."""
+    """Three significant digits, and all digits before the point; a dash for None."""
     if value is None:
         return "-"
     if value == 0 or abs(value) >= 100 or float(value).is_integer():

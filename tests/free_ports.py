@@ -16,7 +16,7 @@ NUM_BLOCKS = 20
 
 
 def free_port() -> int:
-    """A port that nobody has, and that no other test is given soon, in this process or in another one."""
+    """A free port that no other test is given soon, in this process or in another one."""
     for port in itertools.islice(_own_ports(), BLOCK_SIZE):
         with socket.socket() as probe:
             if _bind(probe, port):

@@ -5,13 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import TraceFunction
 
 
 def num_opcodes(run: Callable[[], object]) -> int:
     """Bytecodes of Python functions that a call executes; what C code does inside one of them is not counted."""
     num = 0
 
-    def trace(frame: FrameType, event: str, arg: object) -> object:
+    def trace(frame: FrameType, event: str, arg: object) -> TraceFunction:
         nonlocal num
         if event == "call":
             frame.f_trace_opcodes, frame.f_trace_lines = True, False

@@ -1,4 +1,4 @@
-"""Which tokens of a tokenizer are control tokens: those by which a prompt says who speaks and what is a tool call."""
+"""Which tokens of a tokenizer are control tokens: tokens that mark speakers and tool calls in a prompt."""
 
 from __future__ import annotations
 

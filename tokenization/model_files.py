@@ -1,4 +1,4 @@
-"""What a model directory says about its texts: tokenizer, names of special tokens, chat template."""
+"""The text files of a model directory: tokenizer, names of special tokens, chat template."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tokenization.plain_text import PlainTextEncoder
 class ModelTexts:
     """
     Attributes:
-        encoder: Keeps what clients write plain text.
+        encoder: Encodes prompts; text from clients stays plain text.
         special_tokens: Texts of tokens with a role, such as ``bos_token``.
         template: Source of the chat template; None if there is none.
     """
@@ -39,7 +39,7 @@ def load_model_texts(folder: Path) -> ModelTexts:
 
     Raises:
         InvalidValueError: No usable tokenizer.
-        ConfigError: A file beside it that is no JSON.
+        ConfigError: A file beside it is not JSON.
     """
     tokenizer = load_tokenizer(folder)
     config = _read_json(folder / "tokenizer_config.json")

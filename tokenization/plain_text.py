@@ -36,7 +36,7 @@ class EncodedText:
 
     Attributes:
         offsets: By token, the character of the text that it begins with; a token that the tokenizer adds by itself
-            has that of the token after it.
+            has the offset of the token after it.
     """
 
     ids: tuple[int, ...]
@@ -75,7 +75,7 @@ class PlainTextEncoder:
         return EncodedText(tuple(ids), lambda: _begins(encoding.offsets))
 
     def _reaches(self, encoding: Encoding, ids: list[int], text: str, client: Sequence[Span]) -> bool:
-        """Whether a control token takes in a character of the client's, spaces beside the token aside."""
+        """Whether a control token contains a character of the client's, apart from spaces beside the token."""
         ends = [end for _, end in client]
         for _, (begin, end) in self._control_spans(encoding, ids, text):
             index = bisect.bisect_right(ends, begin)
@@ -149,7 +149,7 @@ class _Twin:
         return "".join([*parts, text[at:]])
 
     def _name(self, token_id: int) -> str:
-        """As long for every id, and made of what no normalizer changes or joins with its neighbours."""
+        """A name of the same length for every id, of characters that no normalizer changes or joins with neighbours."""
         return f"0{self._secret}{token_id:010d}0"
 
     def _reserve_ids(self) -> None:
@@ -192,11 +192,11 @@ def _makes(merge: Sequence[str] | str, names: Collection[str]) -> bool:
 
 
 def _unknown_token(tokenizer: Tokenizer) -> str | None:
-    """What the model puts for characters that it does not know, if it does."""
+    """The token that the model uses for unknown characters, if it has one."""
     name: str | None = getattr(tokenizer.model, "unk_token", None)
     if name is not None:
         return name
-    added = tokenizer.get_added_tokens_decoder()  # a Unigram model tells by what it does
+    added = tokenizer.get_added_tokens_decoder()  # a Unigram model does not declare it: its output shows it
     found = [each for each in tokenizer.encode(_UNKNOWN, add_special_tokens=False).ids if each in added]
     return added[found[0]].content if found else None
 
@@ -218,7 +218,7 @@ def _surrounded(prefix: Ids, ids: Sequence[int], encoding: Encoding, suffix: Ids
 
 
 def _core(text: str, span: Span) -> Span:
-    """Without the spaces that a token of ``lstrip`` or ``rstrip`` has taken in."""
+    """The span without the spaces that a token with ``lstrip`` or ``rstrip`` has absorbed."""
     begin, end = span
     inner = text[begin:end]
     if not inner.strip():

@@ -27,7 +27,7 @@ class TextStream(Protocol):
     """The text of one sequence of tokens."""
 
     def push(self, token_id: int) -> str:
-        """The text that became certain with this token, possibly none."""
+        """Text that this token completes, possibly none."""
         ...
 
     def flush(self) -> str:
@@ -53,7 +53,7 @@ class TextDecoder:
         self._anchor: Ids | None = None
 
     def start(self, context: Sequence[int] = (), *, shows_special: bool = False) -> TextStream:
-        """The text of what follows the tokens of ``context``.
+        """A stream of the text that follows the tokens of ``context``.
 
         Args:
             context: Tokens before, which are not part of the text. Where they are a text themselves, the decoder
@@ -183,7 +183,7 @@ class _PartStream:
         self._pending_bytes = b""
 
     def _text_of(self, part: Ids) -> str:
-        """What a part adds to the text before it."""
+        """Text that a part adds to the text before it."""
         decoder, last = self._decoder, self._last
         if last is None:
             self._first = (self._first + part)[-_MAX_FIRST:]

@@ -44,7 +44,7 @@ def byte_level_bytes(token: str) -> bytes:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's: printable bytes are the characters of their numbers, the others those from 256 on, in order."""
+    """GPT-2's alphabet: a printable byte is the character of its number; the others follow from 256 on, in order."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(256) if byte not in printable]
     chars = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}

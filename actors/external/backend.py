@@ -6,29 +6,30 @@ import asyncio
 import logging
 import time
 import uuid
+from collections.abc import Awaitable
 from contextlib import aclosing
 from pathlib import Path
 
+from actors.calls.scheduling import ReplicaCalls
+from actors.calls.worker import TokenCalls
 from actors.external.backend_stream import BackendStream
 from actors.external.openai_server import OpenAIServer, find_api_key
 from actors.external.openai_wire import BackendFailed, failed
 from actors.log.log_outbox import LogOutbox
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.metrics import BackendMetrics, EngineMetrics
-from actors.runtime.names import LOG_STORE, ROUTER
 from actors.runtime.peer import LOOK_AGAIN_S, PeerLost
 from actors.runtime.request_traces import request_trace
 from actors.runtime.waiting import wait_for
 from actors.worker.token_channel import TICK_S
 from actors.worker.token_channels import TokenChannels
-from core.codec import decode, encode
 from core.messages.cache import StartedRequest
 from core.messages.fleet import ReplicaNews, ReplicaState
 from core.messages.forecasts import ForecastsMade
 from core.messages.log import RequestTrace, RequestTraces, TraceQuery
 from core.messages.plans import FinishedSequence, WorkerReady
 from core.messages.requests import Key, Keys, Refusal, Refusals, Submit
-from core.messages.tokens import TokenDelta, TokenPoll
+from core.messages.tokens import TokenBatches, TokenDelta, TokenPoll
 from core.request import Request
 from engine.text.vocabulary import PromptDecoder, vocabulary_size
 from policies.compose import configured_backend
@@ -70,7 +71,7 @@ LOOK_S = 0.25
 logger = logging.getLogger(__name__)
 
 
-class OpenAIBackend(Component):
+class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
     """Turns messages and what the server does into events of the state machine, and its instructions into calls."""
 
     kind = "OpenAIBackend"
@@ -97,8 +98,8 @@ class OpenAIBackend(Component):
         self._router_sends = False  # the Router has been told that requests may come, and of nothing later
         self._returned: list[tuple[Request, TokenDelta]] = []
         self._answered_at: float | None = None
-        self._router = context.peers.peer(ROUTER)
-        self._traces = LogOutbox(context.peers.peer(LOG_STORE), "append_traces", RequestTraces)
+        self._router = context.peers.router()
+        self._traces = LogOutbox(context.peers.log_store().append_traces, RequestTraces)
         self._queues = EngineMetrics(context.registry, config.model.name, self._replica)
         self._metrics = BackendMetrics(context.registry, config.model.name, self._replica)
         self._metrics.set_state(self._machine.breaker.state)
@@ -123,35 +124,24 @@ class OpenAIBackend(Component):
         self._queues.remove()
         await self._server.close()
 
-    async def submit(self, data: bytes) -> bytes:
-        """Takes ``Submit``; answers with ``Refusals``, usually none."""
-        message = decode(data, Submit)
-        return encode(Refusals(tuple(self._handle(RequestsArrived(message.requests, message.placements)))))
+    async def submit(self, submit: Submit) -> Refusals:
+        return Refusals(tuple(self._handle(RequestsArrived(submit.requests, submit.placements))))
 
-    async def foresee(self, data: bytes) -> bytes:
-        """Takes ``ForecastsMade``."""
-        self._handle(ForecastsArrived(decode(data, ForecastsMade).made))
-        return b""
+    async def foresee(self, forecasts: ForecastsMade) -> None:
+        self._handle(ForecastsArrived(forecasts.made))
 
-    async def abort(self, data: bytes) -> bytes:
-        """Takes ``Keys``: these attempts and earlier ones are forgotten."""
-        self._handle(RequestsAborted(decode(data, Keys).keys))
-        return b""
+    async def abort(self, aborted: Keys) -> None:
+        self._handle(RequestsAborted(aborted.keys))
 
-    async def unknown(self, data: bytes) -> bytes:
-        """Takes ``Keys``; answers with those that are not here."""
-        return encode(Keys(self._machine.unknown(decode(data, Keys).keys)))
+    async def unknown(self, asked: Keys) -> Keys:
+        return Keys(self._machine.unknown(asked.keys))
 
-    async def explain(self, data: bytes) -> bytes:
-        """Takes ``TraceQuery``; answers with ``RequestTraces`` of what is here and of what is on its way to the log."""
-        response_id = decode(data, TraceQuery).response_id
-        known = [each for each in self._traces if each.trace_id.startswith(f"{response_id}/")]
-        known += [self._trace(account_closed(each), ended=False) for each in self._machine.accounts(response_id)]
-        return encode(RequestTraces(tuple(known)))
+    async def explain(self, query: TraceQuery) -> RequestTraces:
+        known = [each for each in self._traces if each.trace_id.startswith(f"{query.response_id}/")]
+        known += [self._trace(account_closed(each), ended=False) for each in self._machine.accounts(query.response_id)]
+        return RequestTraces(tuple(known))
 
-    async def poll_tokens(self, data: bytes) -> bytes:
-        """Takes a ``TokenPoll``; answers with ``TokenBatches`` when there are any."""
-        poll = decode(data, TokenPoll)
+    async def poll_tokens(self, poll: TokenPoll) -> TokenBatches:
         self._channels.hear(poll)
         self._pause_streams()
         return await self._channels.answer(poll)
@@ -240,7 +230,7 @@ class OpenAIBackend(Component):
         self._task_ended_badly(done)
 
     def _task_ended_badly(self, task: asyncio.Task[None]) -> None:
-        """A defect of ours ends the component: it is started anew, and says so."""
+        """A defect of ours ends the component: the Supervisor starts it again and says so."""
         error = None if task.cancelled() else task.exception()
         if error is not None and not self.failed.done():
             self.failed.set_exception(error)
@@ -319,7 +309,7 @@ class OpenAIBackend(Component):
         while True:
             self._news_due.clear()
             state = ReplicaState(self._replica, self._ready(), ())
-            told = await self._try("replica_state", encode(state))
+            told = await self._try(self._router.replica_state(state))
             if told:
                 self._router_sends = state.ready is not None
                 self._release_returned()
@@ -333,12 +323,13 @@ class OpenAIBackend(Component):
             self._events_due.clear()
             news = ReplicaNews(self._replica, self._incarnation, tuple(self._started), tuple(self._ended))
             self._started, self._ended = [], []
-            await self._try("replica_news", encode(news))
+            await self._try(self._router.replica_news(news))
 
-    async def _try(self, method: str, data: bytes) -> bool:
+    @staticmethod
+    async def _try(call: Awaitable[None]) -> bool:
         """Whether the Router has taken it."""
         try:
-            await self._router.call(method, data)
+            await call
         except PeerLost:
             return False
         return True

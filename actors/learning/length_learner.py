@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from actors.calls.log_store import LogStoreCalls
 from actors.learning.model_registry import ModelRegistry
-from actors.runtime.peer import Peer, PeerLost
-from core.codec import decode, encode
+from actors.runtime.peer import PeerLost
 from core.messages.log import ExamplePage, LoggedExample, LogQuery
 from predictor.artefact import Artefact, from_bytes
 from predictor.learning import ContinuousLearning, Outcome
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class LengthLearner:
-    """Follows the log's examples; every so often it fits a new version to what was foreseen badly.
+    """Follows the log's examples; every so often it fits a new version to what was predicted badly.
 
     Args:
         current: The version that serves.
@@ -47,7 +47,7 @@ class LengthLearner:
 
     def __init__(
         self,
-        log_store: Peer,
+        log_store: LogStoreCalls,
         shelf: ModelRegistry,
         current: Artefact,
         use: Callable[[Artefact], None],
@@ -83,13 +83,13 @@ class LengthLearner:
             self._row = (await self._page(_END, 0)).last_row
         while True:
             page = await self._page(self._row, PAGE)
-            self._row = page.last_row  # a log that has been replaced begins anew
+            self._row = page.last_row  # a log that has been replaced begins again
             self._learning.observe(outcome for each in page.examples if (outcome := self._outcome(each)) is not None)
             if not page.examples:
                 return
 
     async def _page(self, after_row: int, limit: int) -> ExamplePage:
-        return decode(await self._log_store.call("read_examples", encode(LogQuery(after_row, limit))), ExamplePage)
+        return await self._log_store.read_examples(LogQuery(after_row, limit))
 
     def _outcome(self, example: LoggedExample) -> Outcome[Sample] | None:
         """None where the request was not looked at, or read in another way."""
@@ -105,7 +105,7 @@ class LengthLearner:
         task = await asyncio.to_thread(retraining, self._current, examples)
         process = await asyncio.to_thread(FitProcess, retrain, task, time.monotonic(), FIT_TIMEOUT_S)
         try:
-            while (end := process.poll(time.monotonic())) is None:  # noqa: ASYNC110 (it tells nobody that it ends)
+            while (end := process.poll(time.monotonic())) is None:  # noqa: ASYNC110 (its end wakes no waiter)
                 await asyncio.sleep(POLL_S)
         finally:
             process.stop()

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Gauge
 
+from actors.calls.learning import LengthPredictorCalls
 from actors.learning.text_forecasts import TextForecasts
 from actors.runtime.component import Component, ComponentContext
-from actors.runtime.names import LOG_STORE
-from actors.runtime.peer import Peer, PeerLost
-from core.codec import decode, encode
+from actors.runtime.peer import PeerLost
 from core.errors import FarsightError
+from core.forecast import Forecast
 from core.messages.forecasts import ForecastQuestions, Forecasts
 from core.messages.log import FinishedRequest, LogPage, LogQuery
 from predictor.history import HistoryPredictor
@@ -38,7 +38,7 @@ _END = 2**63 - 1
 """Beyond the last row of any log."""
 
 
-class LengthPredictor(Component):
+class LengthPredictor(Component, LengthPredictorCalls):
     """Follows the log and holds a forecast ready; what it knows is a function of the log alone."""
 
     kind = "LengthPredictor"
@@ -46,7 +46,7 @@ class LengthPredictor(Component):
     def __init__(self, context: ComponentContext) -> None:
         super().__init__(context)
         self._gauge = _gauge(context.registry)
-        self._log_store: Peer = context.peers.peer(LOG_STORE)
+        self._log_store = context.peers.log_store()
         self._read_at: float | None = None
         self._failing = False
         self._row: int | None = None
@@ -70,24 +70,17 @@ class LengthPredictor(Component):
     def queue(self) -> int:
         return 0 if self._reader is None else self._reader.num_open
 
-    async def predict(self, data: bytes) -> bytes:
-        """Takes ``ForecastQuestions``; answers with ``Forecasts``, one a question.
-
-        Raises:
-            FarsightError: nothing was trained.
-        """
-        questions = decode(data, ForecastQuestions).questions
+    async def predict(self, questions: ForecastQuestions) -> Forecasts:
         if self._reader is None:
             raise FarsightError(f"{self.name} has no predictor.artefact")
-        return encode(Forecasts(tuple(await self._reader.answer(questions))))
+        return Forecasts(tuple(await self._reader.answer(questions.questions)))
 
     @property
     def last_step_age_s(self) -> float | None:
         return None if self._read_at is None else time.monotonic() - self._read_at
 
-    async def forecast(self, data: bytes = b"") -> bytes:
-        """Takes nothing; answers with ``Forecast``, at once: it never waits for the log."""
-        return encode(self._predictor.current())
+    async def forecast(self) -> Forecast:
+        return self._predictor.current()
 
     async def _follow(self) -> None:
         while True:
@@ -111,7 +104,7 @@ class LengthPredictor(Component):
         while num_records == PAGE:
             page = await self._read(self._row, PAGE)
             if page.last_row < self._row:
-                logger.warning("the log ends at row %d, before row %d: learning anew", page.last_row, self._row)
+                logger.warning("the log ends at row %d, before row %d: learning starts over", page.last_row, self._row)
                 self._start_over()
                 return
             self._row = page.last_row
@@ -119,8 +112,7 @@ class LengthPredictor(Component):
             num_records = len(page.records)
 
     async def _read(self, after_row: int, limit: int) -> LogPage:
-        answer = await self._log_store.call("read", encode(LogQuery(after_row, limit)))
-        page = decode(answer, LogPage)
+        page = await self._log_store.read(LogQuery(after_row, limit))
         self._read_at = time.monotonic()
         return page
 

@@ -8,8 +8,7 @@ import time
 
 from prometheus_client import CollectorRegistry, Counter
 
-from actors.runtime.peer import Peer
-from core.codec import decode, encode
+from actors.calls.log_store import LogStoreCalls
 from core.messages import log as log_messages
 from predictor.artefact import Artefact, ArtefactError, from_bytes
 from predictor.retraining import feature_set
@@ -24,7 +23,7 @@ class ModelRegistry:
         first: What ``farsight train`` made.
     """
 
-    def __init__(self, log_store: Peer, first: Artefact, registry: CollectorRegistry) -> None:
+    def __init__(self, log_store: LogStoreCalls, first: Artefact, registry: CollectorRegistry) -> None:
         self._log_store = log_store
         self._kind = f"length-predictor {feature_set(first)}"
         self._errors = _errors(registry)
@@ -36,7 +35,7 @@ class ModelRegistry:
         Raises:
             PeerLost: the log store is not there.
         """
-        infos = decode(await self._log_store.call("artefacts"), log_messages.ArtefactList).artefacts
+        infos = (await self._log_store.artefacts()).artefacts
         mine = {info.version: info.current for info in infos if info.kind == self._kind}
         current = max((version for version, is_current in mine.items() if is_current), default=0)
         for version in sorted(mine, reverse=True):
@@ -47,8 +46,7 @@ class ModelRegistry:
         return None
 
     async def _read(self, version: int) -> Artefact | None:
-        name = encode(log_messages.ArtefactName(self._kind, version))
-        found = decode(await self._log_store.call("read_artefact", name), log_messages.ArtefactReply).artefact
+        found = (await self._log_store.read_artefact(log_messages.ArtefactName(self._kind, version))).artefact
         if found is None:
             return None  # retention was quicker
         try:
@@ -69,8 +67,8 @@ class ModelRegistry:
         num_examples = int(artefact.metadata["num_examples"])
         note = "learned while serving; the score is the mean pinball loss in tokens"
         entry = log_messages.Artefact(self._kind, version, time.time(), score, num_examples, note, artefact.to_bytes())
-        await self._log_store.call("put_artefact", encode(entry))
-        await self._log_store.call("set_current", encode(log_messages.ArtefactName(self._kind, version)))
+        await self._log_store.put_artefact(entry)
+        await self._log_store.set_current(log_messages.ArtefactName(self._kind, version))
 
 
 @functools.cache

@@ -7,8 +7,8 @@ import time
 
 from prometheus_client import CollectorRegistry, Gauge
 
+from actors.calls.learning import ServingTimeEstimatorCalls
 from actors.runtime.component import Component, ComponentContext
-from core.codec import decode, encode
 from core.messages.step_times import ReplicaStepProfile, StepProfileReply, StepSamples
 from estimator.step_profile import StepProfile
 
@@ -16,7 +16,7 @@ TERMS = ("step", "prefill_token", "decode_seq", "context_token", "prefill_pair")
 """What each coefficient is the price of, in the order of ``StepProfile.coefficients``."""
 
 
-class ServingTimeEstimator(Component):
+class ServingTimeEstimator(Component, ServingTimeEstimatorCalls):
     """One step-time profile per replica, fed by their schedulers."""
 
     kind = "ServingTimeEstimator"
@@ -31,19 +31,16 @@ class ServingTimeEstimator(Component):
     def last_step_age_s(self) -> float | None:
         return None if self._observed_at is None else time.monotonic() - self._observed_at
 
-    async def observe(self, data: bytes) -> bytes:
-        """Takes ``StepSamples``; answers with the replica's ``ReplicaStepProfile``, nothing before it is worth much."""
-        message = decode(data, StepSamples)
-        profile = self._profiles.setdefault(message.replica, StepProfile())
-        profile.observe(message.samples)
+    async def observe(self, samples: StepSamples) -> ReplicaStepProfile | None:
+        profile = self._profiles.setdefault(samples.replica, StepProfile())
+        profile.observe(samples.samples)
         for term, value_s in zip(TERMS, profile.coefficients(), strict=True):
-            self._gauge.labels(message.replica, term).set(value_s)
+            self._gauge.labels(samples.replica, term).set(value_s)
         self._observed_at = time.monotonic()
-        return b"" if profile.cost() is None else encode(_row(message.replica, profile))
+        return None if profile.cost() is None else _row(samples.replica, profile)
 
-    async def profile(self, data: bytes = b"") -> bytes:
-        """Takes nothing; answers with ``StepProfileReply``, replicas in the order in which they were first heard."""
-        return encode(StepProfileReply(tuple(_row(name, profile) for name, profile in self._profiles.items())))
+    async def profile(self) -> StepProfileReply:
+        return StepProfileReply(tuple(_row(name, profile) for name, profile in self._profiles.items()))
 
 
 def _row(replica: str, profile: StepProfile) -> ReplicaStepProfile:

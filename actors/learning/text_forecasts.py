@@ -11,12 +11,13 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from actors.calls.log_store import LogStoreCalls
 from actors.learning.forecasting import Answer, ForecastServer
 from actors.learning.length_learner import LengthLearner
 from actors.learning.model_registry import ModelRegistry
 from actors.log.log_outbox import LogOutbox
 from actors.runtime.component import ComponentContext
-from actors.runtime.peer import Peer, PeerLost
+from actors.runtime.peer import PeerLost
 from core.errors import ConfigError, FarsightError
 from core.forecast import Forecast, ForecastQuestion
 from core.messages.log import ForecastRecord, ForecastRecords
@@ -42,7 +43,7 @@ class TextForecasts:
     def __init__(
         self,
         context: ComponentContext,
-        log_store: Peer,
+        log_store: LogStoreCalls,
         artefact: Artefact,
         predictor: TextPredictor,
         history: HistoryPredictor,
@@ -56,13 +57,15 @@ class TextForecasts:
         self._feature_set = feature_set(artefact)
         self._shelf = ModelRegistry(log_store, artefact, context.registry)
         self._server = ForecastServer(predictor, self._settings.cpu_share)
-        self._outbox = LogOutbox(log_store, "append_forecasts", ForecastRecords)
+        self._outbox = LogOutbox(log_store.append_forecasts, ForecastRecords)
         self._version = _version(context.registry)
         self._counter = _counter(context.registry)
         self._version.set(predictor.version)
 
     @classmethod
-    async def load(cls, context: ComponentContext, log_store: Peer, history: HistoryPredictor) -> TextForecasts:
+    async def load(
+        cls, context: ComponentContext, log_store: LogStoreCalls, history: HistoryPredictor
+    ) -> TextForecasts:
         """Reads the configured artefact, and what has been learned from it since.
 
         Raises:
@@ -143,7 +146,7 @@ def _load(path: Path, device: str, history: HistoryPredictor) -> tuple[Artefact,
 
 
 def _record(request_id: str, made_at: float, answer: Answer, features: str) -> ForecastRecord:
-    """Wide features stay out of the log: nobody trains on them."""
+    """Wide features stay out of the log: no learner trains on them."""
     forecast = answer.forecast
     fits = len(answer.features) <= 4 * MAX_FEATURES
     return ForecastRecord(

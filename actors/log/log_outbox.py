@@ -1,4 +1,4 @@
-"""The way of records to the log store, from whoever makes them."""
+"""The way of records to the log store, from the component that makes them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Generic, TypeVar
 
-from actors.runtime.peer import Peer, PeerLost
-from core.codec import encode
+from actors.runtime.peer import PeerLost
 from core.errors import FarsightError, MessageError
 
 SEND_S = 0.2
@@ -25,19 +24,21 @@ MAX_UNLOGGED = 20_000
 logger = logging.getLogger(__name__)
 
 Record = TypeVar("Record")
+Message = TypeVar("Message")
 
 
-class LogOutbox(Generic[Record]):
+class LogOutbox(Generic[Record, Message]):
     """Keeps records until the log store has them: what is sent twice is written once.
 
     Args:
-        method: Of the log store, that takes them.
+        send: Takes them at the log store, such as ``peers.log_store().append``.
         message: Puts records into its message.
     """
 
-    def __init__(self, log_store: Peer, method: str, message: Callable[[tuple[Record, ...]], Any]) -> None:
-        self._log_store = log_store
-        self._method = method
+    def __init__(
+        self, send: Callable[[Message], Awaitable[None]], message: Callable[[tuple[Record, ...]], Message]
+    ) -> None:
+        self._send = send
         self._message = message
         self._records: deque[Record] = deque(maxlen=MAX_UNLOGGED)
 
@@ -62,7 +63,7 @@ class LogOutbox(Generic[Record]):
             await asyncio.sleep(SEND_S)
             while records := tuple(itertools.islice(self._records, PAGE)):
                 try:
-                    await self._log_store.call(self._method, encode(self._message(records)))
+                    await self._send(self._message(records))
                 except PeerLost:
                     break  # it comes back
                 except MessageError:

@@ -1,4 +1,4 @@
-"""The log: what finished, what had been forecast of it, and what was learned; it loses nothing it has acknowledged."""
+"""The log: what finished, what had been predicted of it, and what was learned; it loses nothing it has acknowledged."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from actors.calls.log_store import LogStoreCalls
 from actors.log.log_backend import LogBackend, Record, Retention, check_integers
 from actors.log.log_sqlite import SqliteLog
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.names import RUN_DIR_VARIABLE
-from core.codec import decode, encode
 from core.errors import ConfigError, FarsightError, MessageError
 from core.messages.log import (
     Artefact,
     ArtefactList,
     ArtefactName,
     ArtefactReply,
+    BatchPage,
+    ExamplePage,
     FinishedBatches,
     FinishedRequests,
     ForecastRecords,
+    LogPage,
     LogQuery,
     RequestTraces,
     TraceQuery,
@@ -48,7 +51,7 @@ MAX_COMMIT = 10_000
 """Records after which a commit takes no further message."""
 
 
-class LogStore(Component):
+class LogStore(Component, LogStoreCalls):
     """Writes records of what was served, and artefacts of what was learned from them, and gives them to the learners.
 
     One writer: what arrives while a commit is under way goes into the next one together, so many ingress replicas share
@@ -102,83 +105,61 @@ class LogStore(Component):
     def last_step_age_s(self) -> float | None:
         return None if self._written_at is None else time.monotonic() - self._written_at
 
-    async def append(self, data: bytes) -> bytes:
-        """Takes ``FinishedRequests``; answers, with nothing, when they are on disk."""
-        return await self._append(decode(data, FinishedRequests).records, "FinishedRequests")
+    async def append(self, finished: FinishedRequests) -> None:
+        await self._append(finished.records, "FinishedRequests")
 
-    async def append_forecasts(self, data: bytes) -> bytes:
-        """Takes ``ForecastRecords``; answers, with nothing, when they are on disk."""
-        return await self._append(decode(data, ForecastRecords).records, "ForecastRecords")
+    async def append_forecasts(self, forecasts: ForecastRecords) -> None:
+        await self._append(forecasts.records, "ForecastRecords")
 
-    async def append_batches(self, data: bytes) -> bytes:
-        """Takes ``FinishedBatches``; answers, with nothing, when they are on disk."""
-        return await self._append(decode(data, FinishedBatches).records, "FinishedBatches")
+    async def append_batches(self, batches: FinishedBatches) -> None:
+        await self._append(batches.records, "FinishedBatches")
 
-    async def read(self, data: bytes) -> bytes:
-        """Takes ``LogQuery``; answers with ``LogPage``, of at most ``MAX_PAGE`` records.
+    async def read(self, query: LogQuery) -> LogPage:
+        """At most ``MAX_PAGE`` records.
 
         Where there is nothing after ``after_row``, ``last_row`` is ``after_row``, but never beyond the last row ever
         written: a reader that is ahead of the log sees so that the log has lost rows, and one that asks from
         ``2**63 - 1`` learns where the log ends.
         """
         with self._open("read") as backend:
-            return encode(await backend.read_requests(_query(data, MAX_PAGE)))
+            return await backend.read_requests(_limited(query, MAX_PAGE))
 
-    async def read_examples(self, data: bytes) -> bytes:
-        """Takes ``LogQuery``; answers with ``ExamplePage``, of at most ``MAX_EXAMPLES``; rows count examples."""
+    async def read_examples(self, query: LogQuery) -> ExamplePage:
+        """At most ``MAX_EXAMPLES``."""
         with self._open("read") as backend:
-            return encode(await backend.read_examples(_query(data, MAX_EXAMPLES)))
+            return await backend.read_examples(_limited(query, MAX_EXAMPLES))
 
-    async def read_batches(self, data: bytes) -> bytes:
-        """Takes ``LogQuery``; answers with ``BatchPage``, of at most ``MAX_PAGE`` records; rows count batches."""
+    async def read_batches(self, query: LogQuery) -> BatchPage:
+        """At most ``MAX_PAGE`` records."""
         with self._open("read") as backend:
-            return encode(await backend.read_batches(_query(data, MAX_PAGE)))
+            return await backend.read_batches(_limited(query, MAX_PAGE))
 
-    async def append_traces(self, data: bytes) -> bytes:
-        """Takes ``RequestTraces``; answers, with nothing, when they are on disk."""
-        return await self._append(decode(data, RequestTraces).records, "RequestTraces")
+    async def append_traces(self, traces: RequestTraces) -> None:
+        await self._append(traces.records, "RequestTraces")
 
-    async def read_traces(self, data: bytes) -> bytes:
-        """Takes ``TraceQuery``; answers with ``RequestTraces``, none for an answer that is not known."""
+    async def read_traces(self, query: TraceQuery) -> RequestTraces:
         with self._open("read") as backend:
-            return encode(RequestTraces(await backend.read_traces(decode(data, TraceQuery).response_id)))
+            return RequestTraces(await backend.read_traces(query.response_id))
 
-    async def put_artefact(self, data: bytes) -> bytes:
-        """Takes ``Artefact``; answers, with nothing, when it is on disk; it is not current by that.
-
-        Raises:
-            MessageError: its version is not above every earlier one of its kind.
-        """
-        artefact = decode(data, Artefact)
+    async def put_artefact(self, artefact: Artefact) -> None:
         check_integers(artefact, "Artefact")
         with self._open("write") as backend:
             if await backend.put_artefact(artefact):
                 await self._note({"artefacts": 1}, backend)
-        return b""
 
-    async def set_current(self, data: bytes) -> bytes:
-        """Takes ``ArtefactName``; answers, with nothing, when that version, and no other of its kind, is current.
-
-        Raises:
-            MessageError: no version is named, or one that is not kept.
-        """
-        name = decode(data, ArtefactName)
+    async def set_current(self, name: ArtefactName) -> None:
         if name.version is None:
             raise MessageError("ArtefactName.version", None, "a version")
         with self._open("write") as backend:
             await backend.set_current(name.kind, name.version)
-        return b""
 
-    async def read_artefact(self, data: bytes) -> bytes:
-        """Takes ``ArtefactName``; answers with ``ArtefactReply``."""
-        name = decode(data, ArtefactName)
+    async def read_artefact(self, name: ArtefactName) -> ArtefactReply:
         with self._open("read") as backend:
-            return encode(ArtefactReply(await backend.artefact(name.kind, name.version)))
+            return ArtefactReply(await backend.artefact(name.kind, name.version))
 
-    async def artefacts(self, data: bytes = b"") -> bytes:
-        """Takes nothing; answers with ``ArtefactList``."""
+    async def artefacts(self) -> ArtefactList:
         with self._open("read") as backend:
-            return encode(ArtefactList(await backend.artefacts()))
+            return ArtefactList(await backend.artefacts())
 
     def _make_backend(self) -> LogBackend:
         log = self.context.config.log
@@ -218,7 +199,7 @@ class LogStore(Component):
         except backend.errors as error:
             raise FarsightError(f"{self.name} cannot {verb}: {error}") from error
 
-    async def _append(self, records: Sequence[Record], message: str) -> bytes:
+    async def _append(self, records: Sequence[Record], message: str) -> None:
         for i, record in enumerate(records):
             check_integers(record, f"{message}.records[{i}]")
         if self._backend is None or self._closing:
@@ -228,7 +209,6 @@ class LogStore(Component):
             self._inbox.put_nowait((records, done))
             self._queue += len(records)
             await done
-        return b""
 
     async def _write(self) -> None:
         """Commits what has come in, all of it at once, again and again."""
@@ -270,8 +250,7 @@ class LogStore(Component):
                 self._num_bytes.set(num_bytes)
 
 
-def _query(data: bytes, max_limit: int) -> LogQuery:
-    query = decode(data, LogQuery)
+def _limited(query: LogQuery, max_limit: int) -> LogQuery:
     return LogQuery(query.after_row, min(max(query.limit, 0), max_limit))
 
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from prometheus_client import CollectorRegistry
 
+from actors.calls.message import declared
 from actors.runtime.peer import PeerBook
 from actors.runtime.site import Site
 from core.config.load import FarsightConfig
@@ -46,7 +47,7 @@ class ComponentContext:
 
 
 class Component:
-    """A component answers messages: its public ``async`` methods that take and return msgpack ``bytes``."""
+    """A component answers the messages of the contracts in ``actors.calls`` that its class derives from."""
 
     kind: ClassVar[str]
 
@@ -59,18 +60,19 @@ class Component:
     def name(self) -> str:
         return self.context.name
 
-    async def answer(self, method: str, data: bytes) -> Any:
-        """Gives a message to the method of that name.
+    async def answer(self, method: str, data: bytes) -> bytes:
+        """Decodes a message, gives it to its handler and encodes what that returns.
 
         Raises:
-            MessageError: there is no such method, or it does not understand the message.
+            MessageError: no contract declares the method, or the component does not understand the message.
         """
-        target = None if method.startswith("_") else getattr(type(self), method, None)
-        if not asyncio.iscoroutinefunction(target) or hasattr(Component, method):
+        kind: Any = type(self)
+        message = declared(kind).get(method)
+        if message is None:
             self.context.count_refused(self.name, "unknown", "method")
             raise MessageError(f"{self.kind}.method", method, "a message that this component answers")
         try:
-            return await target(self, data)
+            return message.write_reply(await getattr(self, method)(*message.read_request(data)))
         except MessageError as error:
             self.context.count_refused(self.name, method, error.field)
             raise

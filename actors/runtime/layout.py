@@ -5,7 +5,6 @@ from __future__ import annotations
 from actors.runtime.names import (
     LOG_STORE,
     ROUTER,
-    SUPERVISOR,
     backend_name,
     host_of,
     kv_offload_manager_name,
@@ -16,7 +15,6 @@ from actors.runtime.names import (
     worker_name,
 )
 from actors.runtime.peer import PeerBook, PeerLost
-from core.codec import decode
 from core.config.load import FarsightConfig
 from core.messages.status import ComponentCounts
 
@@ -30,7 +28,7 @@ SCALABLE = {
 
 
 def initial_counts(config: FarsightConfig) -> ComponentCounts:
-    """As configured. ``ingress_replicas`` is 0 until somebody asks for another number than Ray Serve was given."""
+    """As configured. ``ingress_replicas`` is 0 until another number is asked for than Ray Serve was given."""
     actors = config.actors
     counts = (config.model.replicas, actors.length_predictors, actors.serving_time_estimators)
     return ComponentCounts(*counts, ingress_replicas=0, backends=len(config.replica))
@@ -45,7 +43,7 @@ def replica_components(replica: str, num_ranks: int = 1) -> list[str]:
 async def current_counts(peers: PeerBook, known: ComponentCounts) -> ComponentCounts:
     """What the Supervisor says now; while there is none, what was known before."""
     try:
-        return decode(await peers.peer(SUPERVISOR).call("counts"), ComponentCounts)
+        return await peers.supervisor().counts()
     except PeerLost:
         return known
 
@@ -54,7 +52,7 @@ def wanted_components(counts: ComponentCounts, num_ranks: int = 1) -> list[str]:
     """Every component but the Supervisor and the ingress replicas.
 
     Args:
-        num_ranks: Of each replica (``ModelConfig.num_ranks``).
+        num_ranks: Ranks of each replica (``ModelConfig.num_ranks``).
     """
     components = [ROUTER, LOG_STORE]
     components += map(length_predictor_name, range(counts.length_predictors))

@@ -1,8 +1,8 @@
 """Messages between two processes of one node, over a socket: they cost a tenth of what an actor call of Ray does.
 
 The socket has a name in Linux's abstract namespace, so nothing lies in a file system and a dead process leaves
-nothing behind; whoever runs under another user is turned away. Frames are msgpack arrays: ``[id, component, method,
-data]`` there, ``[id, ok, result]`` back, the result of a failure being the pickled exception, as with Ray.
+nothing behind; a process of another user is turned away. Frames are msgpack arrays: ``[id, component, method, data]``
+there, ``[id, ok, result]`` back. The result of a failure is the record of ``actors.calls.failures``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import itertools
 import os
-import pickle
 import secrets
 import socket
 import struct
@@ -21,6 +20,7 @@ from typing import Any, cast
 
 import msgpack
 
+from actors.calls.failures import read_failure, write_failure
 from core.errors import FarsightError
 
 AVAILABLE = sys.platform == "linux"
@@ -37,7 +37,7 @@ class LinkLost(FarsightError):
 
 
 class _Frames(asyncio.Protocol):
-    """Frames in, frames out; what is written in one turn of the event loop leaves in one piece."""
+    """Frames in, frames out; what is written in one turn of the event loop leaves in one write."""
 
     def __init__(self) -> None:
         self._unpacker = msgpack.Unpacker(max_buffer_size=MAX_FRAME_BYTES)
@@ -104,11 +104,11 @@ class LocalLink(_Frames):
         call_id, ok, result = frame
         answer = self._waiting.get(call_id)
         if answer is None or answer.done():
-            return  # whoever called has been cancelled
+            return  # the caller has been cancelled
         if ok:
             answer.set_result(result)
         else:
-            answer.set_exception(pickle.loads(result))
+            answer.set_exception(read_failure(result))
 
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(error)
@@ -146,19 +146,12 @@ class _Connection(_Frames):
         try:
             result, ok = await self._answer(component, method, data), True
         except Exception as error:
-            result, ok = _pickled(error), False
+            result, ok = write_failure(error), False
         self.send(call_id, ok, result)
 
 
-def _pickled(error: Exception) -> bytes:
-    try:
-        return pickle.dumps(error)
-    except Exception:  # an exception may hold anything
-        return pickle.dumps(RuntimeError(repr(error)))
-
-
 def _peer_uid(connection: Any) -> int:
-    """Of a socket, or of what an event loop shows in its place."""
+    """The user at the other end of a socket, or of what an event loop shows in its place."""
     with socket.socket(fileno=os.dup(connection.fileno())) as duplicate:
         credentials = duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
     uid: int = _PEER_CREDENTIALS.unpack(credentials)[1]
@@ -178,7 +171,7 @@ async def listen(answer: Answer) -> tuple[str, asyncio.Server | None]:
 
 
 async def connect(address: str) -> LocalLink | None:
-    """A link to who listens there; None if nobody does, or another user who took the name of a dead process."""
+    """A link to the process that listens there; None if none does, or another user's took the name."""
     caller = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         caller.setblocking(False)

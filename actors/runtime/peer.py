@@ -6,7 +6,25 @@ import asyncio
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from actors.runtime.names import NAMESPACE, host_of
+from actors.calls.failures import register
+from actors.calls.learning import LengthPredictorCalls, ServingTimeEstimatorCalls
+from actors.calls.log_store import LogStoreCalls
+from actors.calls.message import Meter, Peer, stub
+from actors.calls.scheduling import KVOffloadCalls, RouterCalls, SchedulerCalls
+from actors.calls.supervisor import SupervisorCalls
+from actors.calls.worker import WorkerCalls
+from actors.runtime.names import (
+    LOG_STORE,
+    NAMESPACE,
+    ROUTER,
+    SUPERVISOR,
+    host_of,
+    kv_offload_manager_name,
+    length_predictor_name,
+    scheduler_name,
+    serving_time_estimator_name,
+    worker_name,
+)
 from core.errors import FarsightError
 
 if TYPE_CHECKING:
@@ -20,23 +38,13 @@ class PeerLost(FarsightError):
     """The process of the component is gone, or not there yet; whether it took the message is unknown."""
 
 
+register("peer_lost", PeerLost)
+
+
 class Answering(Protocol):
     """A component, as far as its peers are concerned."""
 
     async def answer(self, method: str, data: bytes) -> Any: ...
-
-
-class Peer(Protocol):
-    """One other component."""
-
-    async def call(self, method: str, data: bytes = b"") -> Any:
-        """Its answer, usually ``bytes``; messages to the same peer arrive in order.
-
-        Raises:
-            PeerLost: it is gone. The next call looks for its successor.
-            MessageError: it did not understand.
-        """
-        ...
 
 
 class LocalPeer:
@@ -46,7 +54,7 @@ class LocalPeer:
         self._components = components
         self._name = name
 
-    async def call(self, method: str, data: bytes = b"") -> Any:
+    async def call(self, method: str, data: bytes = b"", *, long: bool = False) -> Any:
         component = self._components.get(self._name)
         if component is None:
             raise PeerLost(self._name)
@@ -61,11 +69,11 @@ class RemotePeer:
         self._actor = actor
         self._delay_s = delay_s
 
-    async def call(self, method: str, data: bytes = b"") -> Any:
+    async def call(self, method: str, data: bytes = b"", *, long: bool = False) -> Any:
         if not self._delay_s:
-            return await self._actor.send(self._name, method, data)
+            return await self._actor.send(self._name, method, data, long=long)
         await asyncio.sleep(self._delay_s)
-        reply = await self._actor.send(self._name, method, data)
+        reply = await self._actor.send(self._name, method, data, long=long)
         await asyncio.sleep(self._delay_s)
         return reply
 
@@ -96,8 +104,47 @@ class PeerBook:
         self._delay_s = delay_s
         self._actors: dict[str, RemoteActor] = {}
 
+    def router(self) -> RouterCalls:
+        router: RouterCalls = stub(RouterCalls, self.peer(ROUTER))
+        return router
+
+    def scheduler(self, replica: str) -> SchedulerCalls:
+        """What stands for a replica; that of another server answers ``ReplicaCalls`` alone."""
+        scheduler: SchedulerCalls = stub(SchedulerCalls, self.peer(scheduler_name(replica)))
+        return scheduler
+
+    def worker(self, replica: str, meter: Meter | None = None) -> WorkerCalls:
+        """What computes a replica's tokens; that of another server answers ``TokenCalls`` alone.
+
+        Args:
+            meter: Measures the encoding of requests and the decoding of answers.
+        """
+        worker: WorkerCalls = stub(WorkerCalls, self.peer(worker_name(replica)), meter)
+        return worker
+
+    def kv_offload_manager(self, replica: str) -> KVOffloadCalls:
+        manager: KVOffloadCalls = stub(KVOffloadCalls, self.peer(kv_offload_manager_name(replica)))
+        return manager
+
+    def length_predictor(self, index: int) -> LengthPredictorCalls:
+        predictor: LengthPredictorCalls = stub(LengthPredictorCalls, self.peer(length_predictor_name(index)))
+        return predictor
+
+    def serving_time_estimator(self, index: int) -> ServingTimeEstimatorCalls:
+        name = serving_time_estimator_name(index)
+        estimator: ServingTimeEstimatorCalls = stub(ServingTimeEstimatorCalls, self.peer(name))
+        return estimator
+
+    def log_store(self) -> LogStoreCalls:
+        log_store: LogStoreCalls = stub(LogStoreCalls, self.peer(LOG_STORE))
+        return log_store
+
+    def supervisor(self) -> SupervisorCalls:
+        supervisor: SupervisorCalls = stub(SupervisorCalls, self.peer(SUPERVISOR))
+        return supervisor
+
     def peer(self, name: str) -> Peer:
-        """The component of that name, here or elsewhere."""
+        """The component of that name, here or elsewhere, for messages that are encoded already."""
         host = host_of(name, self.placement)
         if host == self._host or name in self._local:
             return LocalPeer(self._local, name)

@@ -11,13 +11,12 @@ from ray.exceptions import ActorUnschedulableError, ObjectLostError, RayActorErr
 from actors.runtime.local_link import LinkLost, LocalLink, connect
 from actors.runtime.names import NAMESPACE, actor_name
 from actors.runtime.peer import PeerLost
+from core.codec import decode
+from core.messages.status import ComponentRows, ComponentStatus
 
 REPLY_S = 120.0
 """An answer that is due at once and has not come after so long will not come: the component answers others perhaps, but
 hangs in this one. A process that hangs as a whole is ended sooner, and its connections with it."""
-
-LONG_CALLS = frozenset({"poll_tokens", "poll_report", "connect", "gather", "push_plan", "predict", "started", "scale"})
-"""Messages whose answers take as long as there is nothing to say, a model loads or others drain."""
 
 
 class RemoteActor:
@@ -37,13 +36,16 @@ class RemoteActor:
         self._linking = asyncio.Lock()
         self._num_linking = 0  # messages that wait for the link; later ones must not overtake them
 
-    async def send(self, component: str, method: str, data: bytes) -> Any:
+    async def send(self, component: str, method: str, data: bytes, *, long: bool = False) -> Any:
         """What the component of that name answers; over a socket if the actor is on this node.
+
+        Args:
+            long: The answer may take as long as there is nothing to tell: only a lost process ends the wait.
 
         Raises:
             PeerLost: it is gone, not there yet, or does not answer what is due at once.
         """
-        if method in LONG_CALLS:
+        if long:
             return await self._send(component, method, data)
         deadline = asyncio.timeout(REPLY_S)
         try:
@@ -80,11 +82,11 @@ class RemoteActor:
             async with self._linking:  # first come, first served
                 if self._link is not None and self._link.open:
                     return self._link
-                return await self._link_anew()
+                return await self._make_link()
         finally:
             self._num_linking -= 1
 
-    async def _link_anew(self) -> LocalLink | None:
+    async def _make_link(self) -> LocalLink | None:
         if self._handle is not None and self._handle is self._linked_to:
             return None  # asked before: it is on another node
         node_id, address = await self.call("local_address")
@@ -93,8 +95,17 @@ class RemoteActor:
             self._link = await connect(address)
         return self._link
 
+    async def rows(self) -> tuple[ComponentStatus, ...]:
+        """The components of this process; raises PeerLost."""
+        return decode(await self.call("rows"), ComponentRows).components
+
+    async def metrics(self) -> str:
+        """What its /metrics shows; raises PeerLost."""
+        text: str = await self.call("metrics")
+        return text
+
     async def call(self, method: str, *args: Any) -> Any:
-        """What its method returns.
+        """What the actor's method returns, through Ray.
 
         Raises:
             PeerLost: it is gone or not there yet.

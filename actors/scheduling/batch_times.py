@@ -8,20 +8,17 @@ import logging
 import time
 from collections import deque
 
-from actors.runtime.names import LOG_STORE, serving_time_estimator_name
 from actors.runtime.peer import PeerBook, PeerLost
-from core.codec import decode, encode
 from core.costs import profile_cost
 from core.errors import FarsightError, InvalidValueError
-from core.messages.log import Artefact, ArtefactList, ArtefactName, ArtefactReply
-from core.messages.step_times import StepProfileReply
+from core.messages.log import Artefact, ArtefactName
 from estimator.knn import MIN_BATCHES, BatchTimes, ServedBatch
 from estimator.step_profile import MIN_SAMPLES
 from policies.fleet.events import BatchEnded
 from policies.settings import PRIOR_COST
 
 KIND = "batch-times"
-"""Of the artefact."""
+"""Kind of the artefact."""
 
 LOOK_S = 2.0
 """How often step costs are asked for and it is seen whether learning is due."""
@@ -35,7 +32,7 @@ logger = logging.getLogger(__name__)
 class LiveBatchTimes:
     """A ``BatchTimes`` with what it needs around it: step costs from the estimator, versions in the log store.
 
-    Every version that has learned something is stored, so that whoever follows this process goes on from there.
+    Every version that has learned something is stored, so that the next process goes on from there.
     """
 
     def __init__(self, peers: PeerBook) -> None:
@@ -78,15 +75,14 @@ class LiveBatchTimes:
     async def _load(self) -> bool:
         """Goes on from what an earlier life has learned; False if that cannot be known yet."""
         try:
-            data = await self._peers.peer(LOG_STORE).call("read_artefact", encode(ArtefactName(KIND)))
+            artefact = (await self._peers.log_store().read_artefact(ArtefactName(KIND))).artefact
         except FarsightError:
             return False  # it is not there, or has not opened its file yet
-        artefact = decode(data, ArtefactReply).artefact
         if artefact is not None:
             try:
                 self._times = await asyncio.to_thread(BatchTimes.from_bytes, artefact.data, PRIOR_COST)
             except InvalidValueError as error:
-                logger.error("version %d of %s cannot be read, learning begins anew: %s", artefact.version, KIND, error)
+                logger.error("version %d of %s cannot be read, learning starts over: %s", artefact.version, KIND, error)
         return True
 
     async def _learn(self) -> None:
@@ -99,25 +95,25 @@ class LiveBatchTimes:
     async def _price(self) -> None:
         """Takes the step costs of the replica that has been measured best."""
         try:
-            data = await self._peers.peer(serving_time_estimator_name(0)).call("profile")
+            reply = await self._peers.serving_time_estimator(0).profile()
         except PeerLost:
             return  # what it said last still holds
-        measured = [row for row in decode(data, StepProfileReply).profiles if row.num_samples >= MIN_SAMPLES]
+        measured = [row for row in reply.profiles if row.num_samples >= MIN_SAMPLES]
         if measured:
             self._times.price(profile_cost(max(measured, key=lambda row: row.num_samples)))
 
     async def _save(self) -> None:
         """Stores what is known as the next version, and makes it the current one."""
-        log_store = self._peers.peer(LOG_STORE)
+        log_store = self._peers.log_store()
         score = sum(self._errors_s) / len(self._errors_s) if self._errors_s else None
         note = "learned while serving; the score is the mean error of the estimates before, in seconds"
         try:
-            kept = decode(await log_store.call("artefacts"), ArtefactList).artefacts
+            kept = (await log_store.artefacts()).artefacts
             version = max((info.version for info in kept if info.kind == KIND), default=0) + 1
             data = self._times.to_bytes()
             artefact = Artefact(KIND, version, time.time(), score, self._times.num_batches, note, data)
-            await log_store.call("put_artefact", encode(artefact))
-            await log_store.call("set_current", encode(ArtefactName(KIND, version)))
+            await log_store.put_artefact(artefact)
+            await log_store.set_current(ArtefactName(KIND, version))
         except PeerLost:
             return  # it comes back
         except FarsightError:

@@ -6,11 +6,11 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any, TypeVar
 
-from core.config.scheduling import SchedulerConfig
 from core.errors import ConfigError
-from policies.event_log import MachineConfig, pack_config, pack_handled
-from policies.replica.events import Event, Instruction
+from policies.event_log import BatchMachineConfig, BatchShape, MachineConfig, pack_config, pack_handled
+from policies.settings import ServingTime
 
 SUFFIX = ".events"
 
@@ -24,33 +24,47 @@ class EventRecorder:
         ConfigError: the directory cannot be written to.
     """
 
-    def __init__(self, name: str, config: SchedulerConfig, max_num_seqs: int) -> None:
-        directory = Path(config.event_log)
+    def __init__(self, name: str, config: MachineConfig | BatchMachineConfig) -> None:
+        directory = Path(config.scheduler.event_log)
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self.path = directory / f"{name}-{time.time_ns() // 10**9}-{os.getpid()}{SUFFIX}"
             self._file = self.path.open("wb", buffering=0)
         except OSError as error:
             expected = f"a directory that can be written to ({error.strerror})"
-            raise ConfigError("scheduler.event_log", config.event_log, expected) from error
-        self._file.write(pack_config(MachineConfig(config, max_num_seqs)))
+            raise ConfigError("scheduler.event_log", config.scheduler.event_log, expected) from error
+        self._file.write(pack_config(config))
+        self._estimates: dict[BatchShape, float] = {}  # told to the machine since the last record
 
-    def record(self, event: Event, now: float, instructions: Iterable[Instruction]) -> None:
-        self._file.write(pack_handled(event, now, instructions))
+    def asking(self, serving_time_s: ServingTime) -> ServingTime:
+        """``serving_time_s`` for the machine: what it answers goes into the record of the event in hand."""
+
+        def ask(num_jobs: int, prompt_len: int, output_len: int) -> float:
+            estimate_s = serving_time_s(num_jobs, prompt_len, output_len)
+            self._estimates[num_jobs, prompt_len, output_len] = estimate_s
+            return estimate_s
+
+        return ask
+
+    def record(self, event: Any, now: float, instructions: Iterable[Any]) -> None:
+        self._file.write(pack_handled(event, now, instructions, self._estimates))
+        self._estimates.clear()
 
     def close(self) -> None:
         self._file.close()
 
 
-Handle = Callable[[Event, float], list[Instruction]]
+EventT = TypeVar("EventT")
+AnswerT = TypeVar("AnswerT")
+Handle = Callable[[EventT, float], list[AnswerT]]
 
 
-def recorded(handle: Handle, recorder: EventRecorder | None) -> Handle:
+def recorded(handle: Handle[EventT, AnswerT], recorder: EventRecorder | None) -> Handle[EventT, AnswerT]:
     """``handle`` of a machine, written down if there is a recorder."""
     if recorder is None:
         return handle
 
-    def handle_and_record(event: Event, now: float) -> list[Instruction]:
+    def handle_and_record(event: EventT, now: float) -> list[AnswerT]:
         instructions = handle(event, now)
         recorder.record(event, now, instructions)
         return instructions

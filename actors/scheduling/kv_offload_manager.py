@@ -8,39 +8,37 @@ from __future__ import annotations
 
 import time
 
+from actors.calls.scheduling import KVOffloadCalls
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.metrics import EngineMetrics
-from core.codec import decode, encode
+from core.messages.kv import KVUsage
 from core.messages.plans import StepReport
 from kvcache.residency import ResidencyMirror
 
 
-class KVOffloadManager(Component):
-    """Hosts the residency shadow, fed by the Scheduler with the worker's reports."""
+class KVOffloadManager(Component, KVOffloadCalls):
+    """Hosts the residency mirror, fed by the Scheduler with the worker's reports."""
 
     kind = "KVOffloadManager"
 
     def __init__(self, context: ComponentContext) -> None:
         super().__init__(context)
-        self._shadow = ResidencyMirror()
+        self._mirror = ResidencyMirror()
         self._metrics = EngineMetrics(context.registry, context.config.model.name, context.index)
         self._observed_at: float | None = None
 
-    async def observe(self, data: bytes) -> bytes:
-        """Takes a ``StepReport``."""
-        moved = self._shadow.observe(decode(data, StepReport))
+    async def observe(self, report: StepReport) -> None:
+        moved = self._mirror.observe(report)
         self._observed_at = time.monotonic()
-        self._metrics.set_kv(self._shadow.usage)
+        self._metrics.set_kv(self._mirror.usage)
         self._metrics.kv_moved(moved)
-        return b""
 
-    async def usage(self, data: bytes) -> bytes:
-        """``KVUsage``."""
-        return encode(self._shadow.usage)
+    async def usage(self) -> KVUsage:
+        return self._mirror.usage
 
     @property
     def queue(self) -> int:
-        return self._shadow.usage.num_resident
+        return self._mirror.usage.num_resident
 
     @property
     def last_step_age_s(self) -> float | None:

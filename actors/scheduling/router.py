@@ -1,4 +1,4 @@
-"""Router: hosts the GlobalScheduler."""
+"""Router: hosts the GlobalScheduler. Its shell is the Batcher's as well."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from actors.calls.learning import LengthPredictorCalls
+from actors.calls.scheduling import RouterCalls, SchedulerCalls
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.layout import current_counts, initial_counts
 from actors.runtime.metrics import QueueDelay
-from actors.runtime.names import ROUTER, length_predictor_name, scheduler_name
-from actors.runtime.peer import Peer, PeerLost
-from core.codec import decode, encode
+from actors.runtime.names import ROUTER
+from actors.runtime.peer import PeerLost
+from actors.scheduling.event_recorder import Handle
 from core.costs import StepCost, profile_cost
 from core.decisions import Decision, DecisionPacker, on_clock, pack_decisions
-from core.forecast import Forecast
 from core.load_snapshot import LoadSnapshot
-from core.messages.cache import CacheReply
 from core.messages.fleet import InFlight, ReplicaName, ReplicaNews, ReplicaState, ServedModel
 from core.messages.forecasts import ForecastMade, ForecastsMade
 from core.messages.log import RequestTrace, RequestTraces, TraceQuery
@@ -31,7 +31,6 @@ from core.messages.requests import (
     OpenRequest,
     Placed,
     Refusal,
-    Refusals,
     Submit,
     SubmitReply,
 )
@@ -44,11 +43,11 @@ from policies.fleet.events import (
     AskReplica,
     GlobalEvent,
     GlobalInstruction,
+    HistoryLearned,
     IngressAnnounced,
     IngressLost,
     KeysUnknown,
     KVCacheChanged,
-    MeanOutputLen,
     PlaceRequests,
     ReplicaAway,
     ReplicaDraining,
@@ -59,9 +58,9 @@ from policies.fleet.events import (
     RequestsStarted,
     StepsPriced,
 )
+from policies.fleet.machine import FleetMachine
 from policies.fleet.placement_stats import PlacementStats
 from policies.fleet.queue_delay import queue_delay_s
-from policies.fleet.scheduler import GlobalScheduler
 from policies.presets import max_running
 from policies.replica.events import ForecastsArrived, RefuseRequest, RequestsAborted, RequestsArrived
 from policies.settings import PolicySettings
@@ -79,7 +78,7 @@ NUM_PREFIXES = 40
 """Nodes of the prefix tree that are shown."""
 
 VIEW_S = 0.5
-"""Whoever looks on, and however many they are: what they see is drawn up no more often."""
+"""The view of placements is drawn up no more often, however many operators look at it."""
 
 
 @dataclass(slots=True)
@@ -102,29 +101,30 @@ class _IngressReplica:
     late_refusals: list[Refusal] = field(default_factory=list)
 
 
-class Router(Component):
-    """Turns messages into events of the GlobalScheduler and carries out what it says."""
+class FleetShell(Component, RouterCalls):
+    """Turns messages into events of a scheduler over replicas and carries out what it says.
 
-    kind = "Router"
+    Args:
+        machine: The state machine that decides; it is this object's from now on.
+        decide: Gives the machine an event; its own ``handle``, or one around it.
+    """
 
-    def __init__(self, context: ComponentContext) -> None:
+    def __init__(
+        self, context: ComponentContext, machine: FleetMachine, decide: Handle[GlobalEvent, GlobalInstruction]
+    ) -> None:
         super().__init__(context)
-        self._machine = self._make_machine()
+        self._machine = machine
+        self._decide = decide
         self._follows_prefixes = follows_prefixes(context.config.scheduler)
-        self._schedulers: dict[str, Peer] = {}
+        self._schedulers: dict[str, SchedulerCalls] = {}
         self._ingresses: dict[str, _IngressReplica] = {}
         self._asking: set[asyncio.Task[None]] = set()
         self._handled_at: float | None = None
         self._notes = PlacementStats()
         self._packer = DecisionPacker()
-        self._shown: tuple[float, bytes] | None = None
+        self._shown: tuple[float, PlacementView] | None = None
         self._cost: StepCost | None = None
         self._queue_delay = QueueDelay(context.registry, context.config.model.name)
-
-    def _make_machine(self) -> GlobalScheduler:
-        config = self.context.config
-        settings = PolicySettings(block_size=config.engine.kv_block_size, e2=configured_e2(config.placement))
-        return build_router(config.scheduler.preset, config.scheduler.placement, settings)
 
     async def start(self) -> None:
         self.spawn(self._tick())
@@ -134,50 +134,40 @@ class Router(Component):
             task.cancel()
         await super().stop()
 
-    async def submit(self, data: bytes) -> bytes:
-        """Takes ``Submit``; answers with ``SubmitReply``."""
-        requests = decode(data, Submit, keep_packed=True).requests
+    async def submit(self, submit: Submit) -> SubmitReply:
+        requests = submit.requests
         answers = await self._handle(RequestsArrived(requests))
         placed = tuple(self._machine.placed(request.request_id, request.attempt) for request in requests)
-        return encode(SubmitReply(placed, tuple(answers.refusals)))
+        return SubmitReply(placed, tuple(answers.refusals))
 
-    async def foresee(self, data: bytes) -> bytes:
-        """Takes ``ForecastsMade`` and passes them on to where the requests are; those that wait keep theirs."""
-        forecasts = decode(data, ForecastsMade).made
-        await self._handle(ForecastsArrived(forecasts))
+    async def foresee(self, forecasts: ForecastsMade) -> None:
+        """Passes them on to where the requests are; requests that wait here keep theirs."""
+        await self._handle(ForecastsArrived(forecasts.made))
         by_replica: dict[str, list[ForecastMade]] = {}
-        for made in forecasts:
+        for made in forecasts.made:
             replica = self._machine.placed(made.request_id, made.attempt).replica
             if replica:
                 by_replica.setdefault(replica, []).append(made)
         await asyncio.gather(*(self._foresee_on(name, made) for name, made in by_replica.items()))
-        return b""
 
-    async def outlook(self, data: bytes) -> bytes:
-        """Takes nothing; answers with ``LoadSnapshot``."""
-        return encode(self._outlook())
+    async def outlook(self) -> LoadSnapshot:
+        return self._outlook()
 
-    async def explain(self, data: bytes) -> bytes:
-        """Takes ``TraceQuery``; answers with ``RequestTraces``: what it and every Scheduler know."""
-        response_id = decode(data, TraceQuery).response_id
-        own = [_waiting(response_id, *waiting) for waiting in self._machine.queued(response_id)]
-        found = await asyncio.gather(*(self._explain_on(name, data) for name in list(self._schedulers)))
-        return encode(RequestTraces((*own, *itertools.chain.from_iterable(found))))
+    async def explain(self, query: TraceQuery) -> RequestTraces:
+        own = [_waiting(query.response_id, *waiting) for waiting in self._machine.queued(query.response_id)]
+        found = await asyncio.gather(*(self._explain_on(name, query) for name in list(self._schedulers)))
+        return RequestTraces((*own, *itertools.chain.from_iterable(found)))
 
-    async def abort(self, data: bytes) -> bytes:
-        """Takes ``Keys`` of attempts whose clients are gone."""
-        await self._handle(RequestsAborted(decode(data, Keys).keys))
-        return b""
+    async def abort(self, aborted: Keys) -> None:
+        await self._handle(RequestsAborted(aborted.keys))
 
-    async def announce(self, data: bytes) -> bytes:
-        """Takes ``Announce``; answers with ``AnnounceReply``."""
-        message = decode(data, Announce)
-        ingress = self._hear(message.ingress_id)
-        answers = await self._handle(IngressAnnounced(message.ingress_id, message.open))
+    async def announce(self, announced: Announce) -> AnnounceReply:
+        ingress = self._hear(announced.ingress_id)
+        answers = await self._handle(IngressAnnounced(announced.ingress_id, announced.open))
         late, ingress.late_refusals = ingress.late_refusals, []
-        lost = tuple(answers.lost.get(message.ingress_id, ()))
+        lost = tuple(answers.lost.get(announced.ingress_id, ()))
         refusals = (*answers.refusals, *late)
-        return encode(AnnounceReply(lost, refusals, tuple(self._schedulers), self._newly_placed(message.open)))
+        return AnnounceReply(lost, refusals, tuple(self._schedulers), self._newly_placed(announced.open))
 
     def _newly_placed(self, announced: Iterable[OpenRequest]) -> tuple[Placed, ...]:
         """Where those are that waited when they were submitted."""
@@ -185,43 +175,34 @@ class Router(Component):
         placed = [self._machine.placed(stream.request_id, stream.attempt) for stream in waited]
         return tuple(each for each in placed if each.replica)
 
-    async def introduce(self, data: bytes) -> bytes:
-        """Takes the ``ComponentStatus`` of an ingress replica: its row in the status."""
-        row = decode(data, ComponentStatus)
+    async def introduce(self, row: ComponentStatus) -> None:
         self._hear(row.name.removeprefix("ingress-")).row = row
-        return b""
 
-    async def ingress_rows(self, data: bytes) -> bytes:
-        """``ComponentRows`` of the ingress replicas heard of lately."""
+    async def ingress_rows(self) -> ComponentRows:
         now = time.monotonic()
         rows = [
             row if now - seen.heard_at < LOST_AFTER_S else _lost(row)
             for seen in self._ingresses.values()
             if (row := seen.row) is not None
         ]
-        return encode(ComponentRows(tuple(rows)))
+        return ComponentRows(tuple(rows))
 
-    async def model(self, data: bytes) -> bytes:
-        """``ServedModel``; nothing before any replica is up."""
+    async def model(self) -> ServedModel | None:
         lives = self._machine.lives()
         if not lives:
-            return b""
+            return None
         ready = min(lives, key=lambda ready: ready.max_model_len)
-        return encode(ServedModel(ready, ready.block_size if self._follows_prefixes else 0))
+        return ServedModel(ready, ready.block_size if self._follows_prefixes else 0)
 
-    async def replica_state(self, data: bytes) -> bytes:
-        """Takes ``ReplicaState`` from a Scheduler."""
-        message = decode(data, ReplicaState)
-        self._scheduler(message.replica)
-        for refusal in message.refusals:
+    async def replica_state(self, state: ReplicaState) -> None:
+        self._scheduler(state.replica)
+        for refusal in state.refusals:
             self._refuse_late(refusal)
-        name, ready = message.replica, message.ready
-        await self._handle(ReplicaAway(name) if ready is None else ReplicaUp(name, ready, message.cache_seq))
-        return b""
+        name, ready = state.replica, state.ready
+        await self._handle(ReplicaAway(name) if ready is None else ReplicaUp(name, ready, state.cache_seq))
 
-    async def replica_news(self, data: bytes) -> bytes:
-        """Takes ``ReplicaNews`` from a Scheduler: what is cached first, for those that end have filled it."""
-        news = decode(data, ReplicaNews)
+    async def replica_news(self, news: ReplicaNews) -> None:
+        """Takes in what is cached first: the requests that end have filled the cache."""
         if news.cache:
             await self._handle(KVCacheChanged(news.replica, news.worker_incarnation, news.cache))
         if news.started:
@@ -231,13 +212,12 @@ class Router(Component):
         if news.profile is not None:
             self._cost = profile_cost(news.profile)
             await self._handle(StepsPriced(news.replica, self._cost))
-        return b""
 
-    async def placement(self, data: bytes) -> bytes:
-        """``PlacementView``, at most ``VIEW_S`` old."""
+    async def placement(self) -> PlacementView:
+        """At most ``VIEW_S`` old."""
         now = time.monotonic()
         if self._shown is None or now - self._shown[0] > VIEW_S:
-            self._shown = now, encode(self._view())
+            self._shown = now, self._view()
         return self._shown[1]
 
     def _view(self) -> PlacementView:
@@ -250,18 +230,13 @@ class Router(Component):
             recent=self._notes.recent(),
         )
 
-    async def drain(self, data: bytes) -> bytes:
-        """Takes ``ReplicaName``; nothing new goes there. Answers with ``InFlight``: what is still on it."""
-        name = decode(data, ReplicaName).replica
-        await self._handle(ReplicaDraining(name))
-        return encode(InFlight(self._machine.num_on(name)))
+    async def drain(self, name: ReplicaName) -> InFlight:
+        await self._handle(ReplicaDraining(name.replica))
+        return InFlight(self._machine.num_on(name.replica))
 
-    async def forget(self, data: bytes) -> bytes:
-        """Takes ``ReplicaName``: that replica will not come back."""
-        name = decode(data, ReplicaName).replica
-        self._schedulers.pop(name, None)
-        await self._handle(ReplicaGone(name))
-        return b""
+    async def forget(self, name: ReplicaName) -> None:
+        self._schedulers.pop(name.replica, None)
+        await self._handle(ReplicaGone(name.replica))
 
     @property
     def state(self) -> str:
@@ -279,8 +254,7 @@ class Router(Component):
         """Gives the machine an event. Messages to a Scheduler leave in the order of the events behind them."""
         self._handled_at = now = time.monotonic()
         answers, calls = Answers(), []
-        for instruction in self._machine.handle(event, now):
-            self._note(instruction)
+        for instruction in self._decide(event, now):
             match instruction:
                 case PlaceRequests(name, requests):
                     calls.append(asyncio.create_task(self._place(name, requests, answers)))
@@ -294,27 +268,20 @@ class Router(Component):
                     answers.lost.setdefault(ingress_id, []).extend(keys)
                 case RefuseRequest(request_id, attempt, field_name, message):
                     answers.refusals.append(Refusal(request_id, attempt, field_name, message))
-        self._handled()
         if calls:
             await asyncio.gather(*calls)
         return answers
-
-    def _handled(self) -> None:
-        """Called once the machine has taken an event, before anything is carried out."""
-
-    def _note(self, instruction: GlobalInstruction) -> None:
-        """Called with each before it is carried out."""
 
     async def _place(self, name: str, requests: Iterable[Request], answers: Answers) -> None:
         requests = tuple(requests)
         placements = tuple(self._placement(request) for request in requests)
         try:
-            reply = await self._scheduler(name).call("submit", encode(Submit(requests, placements)))
+            reply = await self._scheduler(name).submit(Submit(requests, placements))
         except PeerLost:
-            # Whoever was placed there is found missing at the next announcement.
+            # The next announcement finds that the requests which were placed there are missing.
             answers.add(await self._lose_scheduler(name))
             return
-        answers.refusals += decode(reply, Refusals).refusals
+        answers.refusals += reply.refusals
 
     def _placement(self, request: Request) -> bytes:
         """Why it goes where it goes."""
@@ -329,32 +296,31 @@ class Router(Component):
         facts = choice.facts() if not waited_s else {**choice.facts(), "waited_s": waited_s}
         return self._packer.pack("placed", placed_at, facts)
 
-    async def _explain_on(self, name: str, data: bytes) -> tuple[RequestTrace, ...]:
+    async def _explain_on(self, name: str, query: TraceQuery) -> tuple[RequestTrace, ...]:
         try:
-            return decode(await self._scheduler(name).call("explain", data), RequestTraces).records
+            return (await self._scheduler(name).explain(query)).records
         except PeerLost:
             await self._lose_scheduler(name)
             return ()
 
     async def _foresee_on(self, name: str, made: list[ForecastMade]) -> None:
         try:
-            await self._scheduler(name).call("foresee", encode(ForecastsMade(tuple(made))))
+            await self._scheduler(name).foresee(ForecastsMade(tuple(made)))
         except PeerLost:
             await self._lose_scheduler(name)
 
     async def _abort_on(self, name: str, keys: tuple[Key, ...]) -> None:
         try:
-            await self._scheduler(name).call("abort", encode(Keys(keys)))
+            await self._scheduler(name).abort(Keys(keys))
         except PeerLost:
             await self._lose_scheduler(name)
 
     async def _ask(self, name: str, keys: tuple[Key, ...], answers: Answers) -> None:
         try:
-            reply = await self._scheduler(name).call("unknown", encode(Keys(keys)))
+            unknown = (await self._scheduler(name).unknown(Keys(keys))).keys
         except PeerLost:
             answers.add(await self._lose_scheduler(name))
             return
-        unknown = decode(reply, Keys).keys
         if unknown:
             answers.add(await self._handle(KeysUnknown(name, unknown)))
 
@@ -371,16 +337,16 @@ class Router(Component):
 
     async def _hear_cache(self, name: str) -> None:
         try:
-            reply = decode(await self._scheduler(name).call("cached"), CacheReply)
+            reply = await self._scheduler(name).cached()
         except PeerLost:
             await self._lose_scheduler(name)
             return
         if reply.notice is not None:
             await self._handle(KVCacheChanged(name, reply.worker_incarnation, (reply.notice,)))
 
-    def _scheduler(self, replica: str) -> Peer:
+    def _scheduler(self, replica: str) -> SchedulerCalls:
         if replica not in self._schedulers:
-            self._schedulers[replica] = self.context.peers.peer(scheduler_name(replica))
+            self._schedulers[replica] = self.context.peers.scheduler(replica)
         return self._schedulers[replica]
 
     async def _lose_scheduler(self, name: str) -> Answers:
@@ -407,21 +373,18 @@ class Router(Component):
                 del self._ingresses[ingress_id]
                 await self._handle(IngressLost(ingress_id))
             counts = await current_counts(peers, counts)
-            await self._learn(peers.peer(length_predictor_name(turn % counts.length_predictors)))
+            await self._learn(peers.length_predictor(turn % counts.length_predictors))
             outlook = self._outlook()
             self._queue_delay.set(queue_delay_s(outlook, outlook.num_replicas))
             await asyncio.sleep(TICK_S)
 
-    async def _learn(self, predictor: Peer) -> None:
+    async def _learn(self, predictor: LengthPredictorCalls) -> None:
         try:
-            forecast = decode(await predictor.call("forecast"), Forecast)
+            forecast = await predictor.forecast()
         except PeerLost:
             return  # what it said last still holds
         if forecast.num_samples:
-            await self._handle(self._learnt(forecast))
-
-    def _learnt(self, forecast: Forecast) -> GlobalEvent:
-        return MeanOutputLen(forecast.mean)
+            await self._handle(HistoryLearned(forecast))
 
     def _outlook(self) -> LoadSnapshot:
         config, takers = self.context.config, self._machine.own_takers()
@@ -436,8 +399,20 @@ class Router(Component):
         )
 
 
+class Router(FleetShell):
+    """The shell of the GlobalScheduler, which places requests as they come."""
+
+    kind = "Router"
+
+    def __init__(self, context: ComponentContext) -> None:
+        config = context.config
+        settings = PolicySettings(block_size=config.engine.kv_block_size, e2=configured_e2(config.placement))
+        machine = build_router(config.scheduler.preset, config.scheduler.placement, settings)
+        super().__init__(context, machine, machine.handle)
+
+
 def _waiting(response_id: str, request: Request, since: float) -> RequestTrace:
-    """Of a request that no replica has taken yet."""
+    """The trace of a request that no replica has taken yet."""
     origin = request.origin
     assert origin is not None
     waits = on_clock(time.time() - time.monotonic(), pack_decisions([Decision("waits", since, {"reason": "replica"})]))

@@ -6,18 +6,17 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 
+from actors.calls.scheduling import SchedulerCalls
 from actors.log.log_outbox import LogOutbox
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.layout import current_counts, initial_counts
 from actors.runtime.metrics import EngineMetrics
-from actors.runtime.names import LOG_STORE, ROUTER, kv_offload_manager_name, serving_time_estimator_name, worker_name
-from actors.runtime.peer import LOOK_AGAIN_S, Peer, PeerLost
+from actors.runtime.peer import LOOK_AGAIN_S, PeerLost
 from actors.runtime.request_traces import request_trace
 from actors.runtime.waiting import wait_for
 from actors.scheduling.event_recorder import EventRecorder, recorded
-from core.codec import decode, encode
 from core.costs import profile_cost
 from core.messages.cache import CacheReply, KVCacheEvent, StartedRequest
 from core.messages.fleet import ReplicaNews, ReplicaState
@@ -27,6 +26,7 @@ from core.messages.plans import FinishedSequence, Plan, ReportPoll, StepReport, 
 from core.messages.requests import Key, Keys, Refusal, Refusals, Submit
 from core.messages.step_times import ReplicaStepProfile, StepSample, StepSamples
 from policies.compose import configured_replica, is_batch_mode
+from policies.event_log import MachineConfig
 from policies.replica.events import (
     AccountClosed,
     BatchBroken,
@@ -73,7 +73,7 @@ MAX_SAMPLES = 256
 """Step samples that wait for the estimators; beyond them the oldest are dropped."""
 
 
-class Scheduler(Component):
+class Scheduler(Component, SchedulerCalls):
     """Turns messages into events of the state machine and its instructions into messages."""
 
     kind = "Scheduler"
@@ -84,10 +84,10 @@ class Scheduler(Component):
         self._machine = configured_replica(config.scheduler, config.engine.max_num_seqs)
         self._recorder: EventRecorder | None = None
         if config.scheduler.event_log:
-            self._recorder = EventRecorder(self.name, config.scheduler, config.engine.max_num_seqs)
+            self._recorder = EventRecorder(self.name, MachineConfig(config.scheduler, config.engine.max_num_seqs))
         self._hear = recorded(self._machine.handle, self._recorder)
         self._replica = context.index
-        self._worker = context.peers.peer(worker_name(self._replica))
+        self._worker = context.peers.worker(self._replica, self._scheduling)
         self._ready: WorkerReady | None = None
         self._plan: Plan | None = None
         self._plan_due = asyncio.Event()
@@ -97,17 +97,17 @@ class Scheduler(Component):
         self._ended: list[FinishedSequence] = []
         self._told: deque[KVCacheEvent] = deque(maxlen=MAX_NOTICES)
         self._told_seq = 0
-        self._profile: ReplicaStepProfile | None = None  # measured anew, and the Router has not heard of it
+        self._profile: ReplicaStepProfile | None = None  # measured again, and the Router has not heard of it
         self._late_refusals: list[Refusal] = []
         self._in_batches = is_batch_mode(config.scheduler.preset)
         self._broken: list[Key] = []
         self._resting: tuple[Key, ...] = ()
-        self._report: bytes | None = None
+        self._report: StepReport | None = None
         self._samples: deque[StepSample] = deque(maxlen=MAX_SAMPLES)
         self._reported_at: float | None = None
         self._metrics = EngineMetrics(context.registry, config.model.name, self._replica)
         self._counted_preemptions = 0
-        self._traces = LogOutbox(context.peers.peer(LOG_STORE), "append_traces", RequestTraces)
+        self._traces = LogOutbox(context.peers.log_store().append_traces, RequestTraces)
 
     async def start(self) -> None:
         for work in (self._lease, self._push_plans, self._tell_router, self._tell_events, self._feed, self._traces.run):
@@ -119,41 +119,30 @@ class Scheduler(Component):
         if self._recorder is not None:
             self._recorder.close()
 
-    async def submit(self, data: bytes) -> bytes:
-        """Takes ``Submit``; answers with ``Refusals``, usually none."""
-        message = decode(data, Submit)
-        return encode(Refusals(tuple(self._handle(RequestsArrived(message.requests, message.placements)))))
+    async def submit(self, submit: Submit) -> Refusals:
+        return Refusals(tuple(self._handle(RequestsArrived(submit.requests, submit.placements))))
 
-    async def foresee(self, data: bytes) -> bytes:
-        """Takes ``ForecastsMade``."""
-        self._handle(ForecastsArrived(decode(data, ForecastsMade).made))
-        return b""
+    async def foresee(self, forecasts: ForecastsMade) -> None:
+        self._handle(ForecastsArrived(forecasts.made))
 
-    async def abort(self, data: bytes) -> bytes:
-        """Takes ``Keys``: these attempts and earlier ones are forgotten."""
-        self._handle(RequestsAborted(decode(data, Keys).keys))
-        return b""
+    async def abort(self, aborted: Keys) -> None:
+        self._handle(RequestsAborted(aborted.keys))
 
-    async def unknown(self, data: bytes) -> bytes:
-        """Takes ``Keys``; answers with those that are not here. Without a worker nobody can say.
+    async def unknown(self, asked: Keys) -> Keys:
+        """None without a worker, since only its state tells. Attempts that the Router is yet to hear of in another way
+        count as known."""
+        keys = [key for key in asked.keys if key not in self._broken]
+        return Keys(self._machine.unknown(keys) if self._ready is not None else ())
 
-        What the Router has yet to hear of in another way counts as here.
-        """
-        keys = [key for key in decode(data, Keys).keys if key not in self._broken]
-        return encode(Keys(self._machine.unknown(keys) if self._ready is not None else ()))
-
-    async def cached(self, data: bytes) -> bytes:
-        """``CacheReply``: all that the worker caches."""
+    async def cached(self) -> CacheReply:
         if self._ready is None:
-            return encode(CacheReply("", None))
-        return encode(CacheReply(self._ready.worker_incarnation, self._machine.cache.whole()))
+            return CacheReply("", None)
+        return CacheReply(self._ready.worker_incarnation, self._machine.cache.whole())
 
-    async def explain(self, data: bytes) -> bytes:
-        """Takes ``TraceQuery``; answers with ``RequestTraces`` of what is here and of what is on its way to the log."""
-        response_id = decode(data, TraceQuery).response_id
-        known = [each for each in self._traces if each.trace_id.startswith(f"{response_id}/")]
-        known += [self._trace(account_closed(each), ended=False) for each in self._machine.accounts(response_id)]
-        return encode(RequestTraces(tuple(known)))
+    async def explain(self, query: TraceQuery) -> RequestTraces:
+        known = [each for each in self._traces if each.trace_id.startswith(f"{query.response_id}/")]
+        known += [self._trace(account_closed(each), ended=False) for each in self._machine.accounts(query.response_id)]
+        return RequestTraces(tuple(known))
 
     @property
     def state(self) -> str:
@@ -217,7 +206,7 @@ class Scheduler(Component):
         """Takes the worker over, follows its reports until it is lost, and waits for the next one."""
         while True:
             try:
-                state = decode(await self._worker.call("connect"), WorkerState)
+                state = await self._worker.connect()
                 self._late_refusals += self._handle(WorkerConnected(state))
                 self._set_ready(state.ready)
                 await self._follow(state)
@@ -238,13 +227,11 @@ class Scheduler(Component):
         ack_seq = state.report.report_seq
         while True:
             poll = ReportPoll(ack_seq, self._machine.cache.missed)
-            data = await self._worker.call("poll_report", encode(poll))
-            with self._scheduling():
-                report = decode(data, StepReport)
+            report = await self._worker.poll_report(poll)
             if report.lease != state.lease:
                 return
             ack_seq = report.report_seq
-            self._report, self._reported_at = data, time.monotonic()
+            self._report, self._reported_at = report, time.monotonic()
             self._samples.extend(report.steps)
             self._late_refusals += self._handle(WorkerReported(report))
 
@@ -258,18 +245,16 @@ class Scheduler(Component):
             self._plan_due.clear()
             if self._plan is not None:
                 pushed_at = time.monotonic()
-                with self._scheduling():
-                    plan = encode(self._plan)
-                await self._try(self._worker, "push_plan", plan)  # a new worker gets a new plan
+                await self._try(self._worker.push_plan(self._plan))  # a new worker gets a new plan
 
     async def _tell_router(self) -> None:
-        router = self.context.peers.peer(ROUTER)
+        router = self.context.peers.router()
         while True:
             self._news_due.clear()
             refusals, self._late_refusals = tuple(self._late_refusals), []
             broken = tuple(self._broken)
             state = ReplicaState(self._replica, self._ready, refusals, broken, self._resting, self._told_seq)
-            told = await self._try(router, "replica_state", encode(state))
+            told = await self._try(router.replica_state(state))
             if told:
                 del self._broken[: len(broken)]
             else:
@@ -278,12 +263,12 @@ class Scheduler(Component):
 
     async def _tell_events(self) -> None:
         """A Router that dies meanwhile need not hear of them: its successor asks, us and the ingress replicas."""
-        router = self.context.peers.peer(ROUTER)
+        router = self.context.peers.router()
         while True:
             await self._events_due.wait()
             await asyncio.sleep(0.0 if self._in_batches else NEWS_S)
             self._events_due.clear()
-            await self._try(router, "replica_news", encode(self._take_news()))
+            await self._try(router.replica_news(self._take_news()))
 
     def _take_news(self) -> ReplicaNews:
         incarnation = "" if self._ready is None else self._ready.worker_incarnation
@@ -298,25 +283,25 @@ class Scheduler(Component):
     async def _feed(self) -> None:
         """Passes on what others learn from; who is not there misses it."""
         peers = self.context.peers
-        kv = peers.peer(kv_offload_manager_name(self._replica))
+        kv = peers.kv_offload_manager(self._replica)
         counts = initial_counts(self.context.config)
         while True:
             await asyncio.sleep(FEED_S)
             self._count()
             if self._report is not None:
                 report, self._report = self._report, None
-                await self._try(kv, "observe", report)
+                await self._try(kv.observe(report))
             if len(self._samples) >= MIN_SAMPLES:
-                samples = encode(StepSamples(self._replica, tuple(self._samples)))
+                samples = StepSamples(self._replica, tuple(self._samples))
                 self._samples.clear()
                 counts = await current_counts(peers, counts)
                 for index in range(counts.serving_time_estimators):
                     with contextlib.suppress(PeerLost):
-                        reply = await peers.peer(serving_time_estimator_name(index)).call("observe", samples)
-                        if reply:
-                            self._profile = decode(reply, ReplicaStepProfile)
+                        profile = await peers.serving_time_estimator(index).observe(samples)
+                        if profile is not None:
+                            self._profile = profile
                             self._events_due.set()
-                            self._handle(CostLearned(profile_cost(self._profile)))
+                            self._handle(CostLearned(profile_cost(profile)))
 
     def _count(self) -> None:
         machine = self._machine
@@ -325,10 +310,10 @@ class Scheduler(Component):
         self._counted_preemptions = machine.num_preemptions
 
     @staticmethod
-    async def _try(peer: Peer, method: str, data: bytes) -> bool:
+    async def _try(call: Awaitable[None]) -> bool:
         """Whether the message was taken."""
         try:
-            await peer.call(method, data)
+            await call
         except PeerLost:
             return False
         return True

@@ -7,20 +7,18 @@ import logging
 import time
 from collections.abc import Callable, Coroutine
 
-from actors.runtime.names import ROUTER, host_of, length_predictor_name
+from actors.runtime.names import host_of, length_predictor_name
 from actors.runtime.peer import PeerBook, PeerLost
 from actors.supervision.autoscaling import LOOK_S, QueueScaler, ReplicaScaler
-from core.codec import decode
 from core.config.load import FarsightConfig
 from core.errors import FarsightError
-from core.load_snapshot import LoadSnapshot
-from core.messages.status import ComponentCounts, ComponentRows
+from core.messages.status import ComponentCounts
 from policies.fleet.queue_delay import queue_delay_s
 
 logger = logging.getLogger(__name__)
 
 Scaling = Callable[[str, int, int], Coroutine[None, None, None]]
-"""(kind, how many there are to be, how many there were): carried out unless somebody else has changed it meanwhile."""
+"""(kind, how many there are to be, how many there were): carried out unless the number has changed meanwhile."""
 
 
 class Autoscaler:
@@ -54,7 +52,7 @@ class Autoscaler:
         while True:
             await asyncio.sleep(LOOK_S)
             try:
-                outlook = decode(await self._peers.peer(ROUTER).call("outlook"), LoadSnapshot)
+                outlook = await self._peers.router().outlook()
             except PeerLost:
                 continue  # it is started again first
             count = self._counts().replicas
@@ -91,7 +89,7 @@ class Autoscaler:
             name = length_predictor_name(index)
             host = self._peers.actor(host_of(name, self._peers.placement))
             try:
-                rows = decode(await host.call("rows"), ComponentRows).components
+                rows = await host.rows()
             except PeerLost:
                 return None
             queues += [row.queue for row in rows if row.name == name]

@@ -1,8 +1,8 @@
-"""Supervisor: knows who should be alive, sees deaths, starts again.
+"""Supervisor: knows which components should be alive, sees deaths, starts them again.
 
 Nothing in this process must survive. A new Supervisor finds living actors by their names and adopts them; how many
-there should be, and how often each was started, it finds in the cluster's key-value store: whoever died together with
-its predecessor has no name to be found by. It restarts by itself and not by Ray's ``max_restarts``: Ray tells callers
+there should be, and how often each was started, it finds in the cluster's key-value store: an actor that died with its
+predecessor has no name to be found by. It restarts by itself and not by Ray's ``max_restarts``: Ray tells callers
 of a restarting actor only once it is back, a second later; of a dead one within 15 ms.
 """
 
@@ -18,12 +18,13 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, ActorUnschedulableError, RayActorError, RayTaskError
 
+from actors.calls.supervisor import SupervisorCalls
 from actors.runtime.cluster_store import ClusterStore
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.hosts import find_host, list_hosts, recreate_host
 from actors.runtime.layout import SCALABLE, by_host, initial_counts, wanted_components
 from actors.runtime.metrics import ComponentRestarts
-from actors.runtime.names import ROUTER, SUPERVISOR, host_of
+from actors.runtime.names import SUPERVISOR, host_of
 from actors.runtime.nodes import Homes
 from actors.runtime.peer import LOOK_AGAIN_S, PeerLost
 from actors.runtime.rank_groups import remove_rank_group
@@ -31,7 +32,7 @@ from actors.runtime.watching import watched
 from actors.supervision.autoscaler import Autoscaler
 from core.codec import decode, encode
 from core.errors import FarsightError, MessageError
-from core.messages.fleet import InFlight, ReplicaName
+from core.messages.fleet import ReplicaName
 from core.messages.status import ComponentCounts, Scale, StartState
 
 HEALTHY_AFTER_S = 10.0
@@ -49,7 +50,7 @@ _COUNTS = "counts"
 logger = logging.getLogger(__name__)
 
 
-class Supervisor(Component):
+class Supervisor(Component, SupervisorCalls):
     """Keeps one task a host, which starts it, watches it and starts it again."""
 
     kind = "Supervisor"
@@ -83,45 +84,31 @@ class Supervisor(Component):
         await asyncio.gather(*self._keepers.values(), return_exceptions=True)
         await super().stop()
 
-    async def started(self, data: bytes) -> bytes:
-        """Answers once every component has started once.
-
-        Raises:
-            FarsightError: one cannot start; why.
-        """
+    async def started(self) -> None:
         await asyncio.gather(*(asyncio.shield(future) for future in self._started.values()))
-        return b""
 
-    async def start_state(self, data: bytes) -> bytes:
-        """``StartState``: how far ``started`` is."""
+    async def start_state(self) -> StartState:
         started = self._started.items()
         ready = tuple(host for host, future in started if future.done() and future.exception() is None)
-        return encode(StartState(ready, tuple(host for host in self._started if host not in ready)))
+        return StartState(ready, tuple(host for host in self._started if host not in ready))
 
-    async def counts(self, data: bytes) -> bytes:
-        """``ComponentCounts``: how many there should be."""
-        return encode(self._counts)
+    async def counts(self) -> ComponentCounts:
+        return self._counts
 
-    async def scale(self, data: bytes) -> bytes:
-        """Takes ``Scale``; answers with the new ``ComponentCounts`` when all is up, or drained and gone.
-
-        Raises:
-            MessageError: an unknown kind or an impossible number.
-        """
-        message = decode(data, Scale)
-        if message.kind not in SCALABLE:
-            raise MessageError("kind", message.kind, f"one of {', '.join(SCALABLE)}")
+    async def scale(self, scale: Scale) -> ComponentCounts:
+        if scale.kind not in SCALABLE:
+            raise MessageError("kind", scale.kind, f"one of {', '.join(SCALABLE)}")
         model = self.context.config.model
-        follows = message.kind == "replica" and model.max_replicas > 0
+        follows = scale.kind == "replica" and model.max_replicas > 0
         low, high = (model.min_replicas, model.max_replicas) if follows else (1, 1000)
-        if not low <= message.count <= high:
+        if not low <= scale.count <= high:
             why = ", between which their number follows the load" if follows else ""
-            raise MessageError("count", message.count, f"an integer from {low} to {high}{why}")
-        await self._scale(message.kind, message.count)
-        return encode(self._counts)
+            raise MessageError("count", scale.count, f"an integer from {low} to {high}{why}")
+        await self._scale(scale.kind, scale.count)
+        return self._counts
 
     async def _scale(self, kind: str, count: int, known: int | None = None) -> None:
-        """From the number that is ``known``; by somebody who has not looked, from any number."""
+        """From the number that is ``known``; from any number if the caller has not looked."""
         async with self._scaling:
             before = self._counts
             if known not in (None, getattr(before, SCALABLE[kind])):
@@ -146,7 +133,7 @@ class Supervisor(Component):
         await self._store.put(_COUNTS, encode(counts))
         self._keep_wanted()
         await self._add_to_living()
-        await self.started(b"")
+        await self.started()
 
     @property
     def queue(self) -> int:
@@ -158,7 +145,7 @@ class Supervisor(Component):
         return time.monotonic() - self._acted_at
 
     async def _take_over(self, hosts: list[str]) -> None:
-        """What an earlier Supervisor was keeping; the first one finds nobody alive, and what is stored is another's."""
+        """What an earlier Supervisor kept; the first one finds no process alive, and what is stored is another's."""
         if all(host == self._own for host in hosts):
             await self._store.clear()
         data = await self._store.get(_COUNTS)
@@ -181,7 +168,7 @@ class Supervisor(Component):
                 self._keepers[host] = self._watched(self._keep(host))
 
     def _watched(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs it; if it breaks, the Supervisor has failed and is started anew."""
+        """Runs it; if it breaks, the Supervisor has failed and is started again."""
         task = asyncio.create_task(work)
         task.add_done_callback(
             lambda done: None if done.cancelled() or not done.exception() else self._task_ended(done)
@@ -197,7 +184,7 @@ class Supervisor(Component):
                 await self._add(host, handle)
 
     async def _add_own(self) -> None:
-        """The components that live in this process: whoever keeps the Supervisor keeps them too."""
+        """The components that live in this process: the process that keeps the Supervisor keeps them too."""
         if self._own not in self._wanted():
             return
         handle = find_host(self._own, self._site.namespace)
@@ -276,11 +263,11 @@ class Supervisor(Component):
 
     async def _drain(self, replica: str) -> None:
         """Nothing new goes there and it may finish; what it does not finish in time is resumed elsewhere."""
-        router = self.context.peers.peer(ROUTER)
+        router = self.context.peers.router()
         deadline = time.monotonic() + DRAIN_S
         while time.monotonic() < deadline:
             try:
-                if decode(await router.call("drain", encode(ReplicaName(replica))), InFlight).count == 0:
+                if (await router.drain(ReplicaName(replica))).count == 0:
                     return
             except PeerLost:
                 pass
@@ -288,7 +275,7 @@ class Supervisor(Component):
 
     async def _forget(self, replica: str) -> None:
         try:
-            await self.context.peers.peer(ROUTER).call("forget", encode(ReplicaName(replica)))
+            await self.context.peers.router().forget(ReplicaName(replica))
         except PeerLost:
             return  # the next Router has not heard of it
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import ray
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from actors.calls.worker import WorkerCalls
 from actors.pulse.process_clock import read_clock
 from actors.pulse.step_bounds import StepBounds
 from actors.runtime.component import Component, ComponentContext
@@ -31,13 +32,12 @@ from actors.runtime.waiting import wait_for
 from actors.worker.step_loop import Step, StepLoop
 from actors.worker.token_channel import TICK_S
 from actors.worker.token_channels import POLL_TIMEOUT_S, TokenChannels
-from core.codec import decode, encode
 from core.errors import RankLost
-from core.messages.plans import Plan, ReportPoll
+from core.messages.plans import Plan, ReportPoll, StepReport, WorkerState
 from core.messages.pulse import Work
 from core.messages.rank import RankTicket
 from core.messages.step_times import StepSample
-from core.messages.tokens import TokenDelta, TokenPoll
+from core.messages.tokens import TokenBatches, TokenDelta, TokenPoll
 from estimator.samples import step_sample
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ _GAP_BUCKETS_S = (0.0001, 0.0002, 0.0003, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.0
 logger = logging.getLogger(__name__)
 
 
-class ModelWorker(Component):
+class ModelWorker(Component, WorkerCalls):
     """One replica; where its model is spread over several processes the first of them, which the others follow."""
 
     kind = "ModelWorker"
@@ -137,29 +137,22 @@ class ModelWorker(Component):
         if not self.failed.done():
             self.failed.set_exception(error)
 
-    async def gather(self, data: bytes) -> bytes:
-        """``RankTicket``: where the other ranks of the replica are to come to."""
-        return encode(await asyncio.shield(self._ticket))
+    async def gather(self) -> RankTicket:
+        return await asyncio.shield(self._ticket)
 
-    async def connect(self, data: bytes) -> bytes:
-        """A Scheduler takes over: ``WorkerState``. Waits until the model is loaded."""
+    async def connect(self) -> WorkerState:
         worker = await asyncio.shield(self._built)
         with self._locked:
-            return encode(worker.take_over())
+            return worker.take_over()
 
-    async def push_plan(self, data: bytes) -> bytes:
-        """Takes a ``Plan``; it applies at the next step boundary."""
-        plan = decode(data, Plan)
+    async def push_plan(self, plan: Plan) -> None:
         worker = await asyncio.shield(self._built)
         prepared = worker.prepare(plan)
         with self._locked:
             worker.offer_plan(plan, prepared)
         self._wake.set()
-        return b""
 
-    async def poll_report(self, data: bytes) -> bytes:
-        """Takes a ``ReportPoll``; answers with the next ``StepReport`` when one is due."""
-        poll = decode(data, ReportPoll)
+    async def poll_report(self, poll: ReportPoll) -> StepReport:
         worker = await asyncio.shield(self._built)
         with self._locked:
             worker.executor.acknowledge(poll.ack_seq)
@@ -174,12 +167,9 @@ class ModelWorker(Component):
         samples = tuple(self._samples)
         self._samples.clear()
         with self._locked:
-            report = worker.executor.report(samples)
-        return encode(report)
+            return worker.executor.report(samples)
 
-    async def poll_tokens(self, data: bytes) -> bytes:
-        """Takes a ``TokenPoll``; answers with ``TokenBatches`` when there are any."""
-        poll = decode(data, TokenPoll)
+    async def poll_tokens(self, poll: TokenPoll) -> TokenBatches:
         worker = await asyncio.shield(self._built)
         if self._channels.hear(poll):
             self._stall(worker, self._channels.stalled())

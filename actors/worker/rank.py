@@ -11,11 +11,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from actors.runtime.component import Component, ComponentContext
-from actors.runtime.names import rank_of, worker_name
+from actors.runtime.names import rank_of
 from actors.runtime.peer import LOOK_AGAIN_S, PeerLost
-from core.codec import decode
 from core.errors import RankLost
-from core.messages.rank import RankTicket
 
 if TYPE_CHECKING:
     from engine.parallel.links import Link, Ticket
@@ -58,10 +56,10 @@ class Rank(Component):
         """Asks until rank 0 is there and waits; an earlier life of it answers, but waits no more."""
         from engine.parallel.links import Ticket, join
 
-        worker = self.context.peers.peer(worker_name(self._replica))
+        worker = self.context.peers.worker(self._replica)
         while True:
             try:
-                found = decode(await worker.call("gather"), RankTicket)
+                found = await worker.gather()
                 ticket = Ticket(found.host, found.port, found.key)
                 return ticket, await asyncio.to_thread(join, ticket, self._rank)
             except (PeerLost, RankLost):

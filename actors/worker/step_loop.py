@@ -56,7 +56,7 @@ class StepUnderWay(NamedTuple):
 class StepLoop:
     """Runs a worker's steps back to back.
 
-    The worker's bookkeeping belongs to whoever holds the lock: this thread between two steps, the event loop of the
+    The worker's bookkeeping belongs to the holder of the lock: this thread between two steps, the event loop of the
     shell at any other moment. Nobody holds it while the model computes.
 
     Args:

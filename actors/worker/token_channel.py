@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from actors.runtime.waiting import wait_for
-from core.codec import encode
-from core.messages.tokens import TokenDelta
+from core.messages.tokens import TokenBatches, TokenDelta
 from engine.outbox import TokenOutbox
 
 FLUSH_INTERVAL_S = 0.015
@@ -75,7 +74,7 @@ class TokenChannel:
         self._ticker.cancel()
 
     def clear(self) -> None:
-        """Drops what nobody will ask for any more."""
+        """Drops tokens that will not be asked for any more."""
         self._outbox.clear()
 
     def _tick(self) -> None:
@@ -87,8 +86,8 @@ class TokenChannel:
         """The ingress replica has all batches up to this one."""
         self._outbox.acknowledge(ack_seq)
 
-    async def poll(self, timeout_s: float) -> bytes:
-        """The next ``TokenBatches``; what was sent but not acknowledged comes again at once."""
+    async def poll(self, timeout_s: float) -> TokenBatches:
+        """The next batches; what was sent but not acknowledged comes again at once."""
         self._heard = True
         if not self._outbox.has_sent:
             self._num_polling += 1
@@ -99,7 +98,7 @@ class TokenChannel:
         self._due.clear()
         self._cancel_timer()
         self._replied_at = asyncio.get_running_loop().time()
-        return encode(self._outbox.take())
+        return self._outbox.take()
 
     def _cancel_timer(self) -> None:
         if self._timer is not None:

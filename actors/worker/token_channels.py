@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from actors.worker.token_channel import TokenChannel
-from core.messages.tokens import TokenDelta, TokenPoll
+from core.messages.tokens import TokenBatches, TokenDelta, TokenPoll
 
 POLL_TIMEOUT_S = 1.0
 """An idle long poll answers after this time, so that both sides know the other lives."""
@@ -37,8 +37,8 @@ class TokenChannels:
         self._slow[poll.ingress_id] = slow
         return changed
 
-    async def answer(self, poll: TokenPoll) -> bytes:
-        """``TokenBatches``, when there are any."""
+    async def answer(self, poll: TokenPoll) -> TokenBatches:
+        """The next tokens, when there are any."""
         return await self._channel(poll.ingress_id).poll(POLL_TIMEOUT_S)
 
     def rests(self, ingress_id: str, request_id: str) -> bool:

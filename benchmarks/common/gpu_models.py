@@ -1,4 +1,4 @@
-"""Models of random weights made where they are to run: shapes, nothing else. For tests and measurements on a GPU."""
+"""Models of random weights, made on the device that runs them. For tests and measurements on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server of our own as a child process: starts it, waits until it answers, ends it and looks for what it left."""
+"""A server as a child process: starts it, waits until it answers, ends it and looks for remaining processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from benchmarks.common.tagged import wait_until_gone
 from services.bench.processes import ProcessTree
 
 TAG = "FARSIGHT_BENCH_RUN"
-"""Environment variable that marks every process of the server, whoever adopts it."""
+"""Environment variable that marks every process of the server, whichever process adopts it."""
 
 POLL_S = 0.1
 STOP_TIMEOUT_S = 10.0
@@ -36,8 +36,8 @@ class ServerCommand:
     """How a server is started.
 
     Attributes:
-        port: On the loopback interface; ``words`` tell it to the server.
-        model_name: Of its model in requests.
+        port: Port on the loopback interface; ``words`` pass it to the server.
+        model_name: Name of its model in requests.
         env: Added to our own environment.
     """
 
@@ -107,7 +107,7 @@ class RunningServer:
             return time.perf_counter() - self.started_at
 
     def stop(self) -> dict[str, Any]:
-        """Ctrl-C; returns how that went. What is left after the time limit is named and killed."""
+        """Sends Ctrl-C; returns how the server ended. Processes left after the time limit are named and killed."""
         began = time.perf_counter()
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
@@ -150,7 +150,7 @@ def farsight_command(model_dir: Path, options: Sequence[str]) -> ServerCommand:
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on now."""
+    """A port of the loopback interface on which no process listens now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -48,7 +48,7 @@ class Stream:
 
     @property
     def outcome(self) -> tuple[str, list[str], list[Any], int | None, bool]:
-        """All that must not depend on what dies meanwhile."""
+        """The results that must not depend on deaths meanwhile."""
         return "".join(self.texts), self.reasons, self.errors, self.num_tokens, self.done
 
     def take(self, line: str) -> None:
@@ -91,7 +91,7 @@ class Streams:
             stream.broken = True
 
     async def all_midway(self, num_chunks: int = 3) -> bool:
-        """Waits until each has got so many pieces of text or has ended; whether none has ended by then."""
+        """Waits until each has got so many chunks of text or has ended; returns whether none has ended by then."""
         await eventually(lambda: all(stream.ended or len(stream.texts) >= num_chunks for stream in self.each))
         return not any(stream.ended for stream in self.each)
 

@@ -1,4 +1,4 @@
-"""Finds every process of a server, whoever has adopted it, by a variable in its environment."""
+"""Finds every process of a server by a variable in its environment, whichever process has adopted it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one report costs a scheduler behind which 10,000 requests wait, under every preset.
+"""The cost of one report for a scheduler with 10,000 waiting requests, under every preset.
 
 A replica runs a full batch step by step; after each step its worker reports, and a new request comes for each that has
 ended, so the queue keeps its length. In batch mode the events are the ends of batches and the pulls that follow them.
@@ -22,11 +22,12 @@ from core.costs import StepCost
 from core.forecast import Forecast
 from core.messages.plans import FinishedSequence, WorkerReady
 from core.request import Request, SequenceStatus
-from policies.compose import BatchSettings, PolicySettings, build_batch_scheduler, build_scheduler, is_batch_mode
-from policies.fleet.events import PlaceRequests, ReplicaUp, RequestsEnded
+from policies.compose import build_batch_scheduler, build_scheduler, is_batch_mode
+from policies.fleet.events import GlobalEvent, PlaceRequests, ReplicaUp, RequestsEnded
 from policies.presets import PRESETS
-from policies.replica.events import RequestsArrived, WorkerReported
+from policies.replica.events import Event, Instruction, RequestsArrived, WorkerReported
 from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
+from policies.settings import BatchSettings, PolicySettings
 from simulator.cluster.latency import A100_7B
 from simulator.cluster.records import Record, Recorder
 from simulator.cluster.replica import Replica, ReplicaShape
@@ -42,7 +43,7 @@ NUM_BLOCKS = 7_600
 NUM_HOST_BLOCKS = 15_200
 SHARED_BLOCKS = 40
 NUM_FAMILIES = 64
-"""Prompts that begin alike, for the presets that go by prefixes."""
+"""Prompts with equal beginnings, for the presets that use prefixes."""
 
 
 def rows(presets: tuple[str, ...] = tuple(PRESETS), num_reports: int = 3000) -> list[Row]:
@@ -89,7 +90,7 @@ class _Timed:
         self._handle = scheduler.handle
         scheduler.handle = self._timed  # type: ignore[method-assign]
 
-    def _timed(self, event, now):  # type: ignore[no-untyped-def]
+    def _timed(self, event: Event, now: float) -> list[Instruction]:
         began_s = time.thread_time()
         out = self._handle(event, now)
         if isinstance(event, WorkerReported):
@@ -163,7 +164,7 @@ def _of_batches(preset: str, num_reports: int) -> list[float]:
     running: deque[tuple[str, tuple[Request, ...]]] = deque()
     now = 0.0
 
-    def handle(event) -> float:  # type: ignore[no-untyped-def]
+    def handle(event: GlobalEvent) -> float:
         began_s = time.thread_time()
         instructions = scheduler.handle(event, now)
         spent_s = time.thread_time() - began_s
@@ -180,7 +181,7 @@ def _of_batches(preset: str, num_reports: int) -> list[float]:
         handle(RequestsArrived((replace(next(source), ingress_id="i"),)))
     gc.collect()
     gc.freeze()
-    times_s = []
+    times_s: list[float] = []
     while len(times_s) < num_reports:
         now += 0.05
         name, requests = running.popleft()

@@ -74,7 +74,8 @@ def drive(
 ) -> tuple[float, E2Router]:
     """Seconds that E2 takes for these arrivals: each starts 0.5 s later and ends after 25 ms a token.
 
-    Every 200th start finds nothing cached, every 20th end is followed by a notice that the path's last block is gone.
+    Every 200th start finds no cached prefix; after every 20th end, a KV cache event reports the path's last block
+    evicted.
     """
     router = E2Router(from_step_cost(COST), block_size)
     loads = tuple(ReplicaLoad(f"r{i}", 0, 0.0) for i in range(num_replicas))

@@ -14,7 +14,7 @@ NUM_RUNNING, NUM_QUEUED = 256, 1000
 
 
 def rows() -> list[Row]:
-    """All ranks anew for a full replica, the order without a change, and a completion."""
+    """Times all ranks again for a full replica, the order without a change, and a completion."""
     rng = np.random.default_rng(0)
     step = StepCost(0.01, 0.00011, 0.00002, 2e-7)
     order = Gittins(DecodePrice(step, NUM_RUNNING, 121_000))
@@ -45,7 +45,7 @@ def rows() -> list[Row]:
         order.refresh(0.0)
 
     return [
-        Row("gittins: rank 256 running and 1000 queued anew", median_s(all_anew) * 1e3, 2.0, "ms"),
+        Row("gittins: rank 256 running and 1000 queued again", median_s(all_anew) * 1e3, 2.0, "ms"),
         Row("gittins: rank the 16 running that are due in a step", median_s(some_anew) * 1e3, 0.5, "ms"),
         Row("gittins: best of 1256", median_s(lambda: next(order.ranked(0.0))) * 1e3, 0.5, "ms"),
         Row("gittins: one completion", median_s(lambda: order.learn(done, censored=False)) * 1e3, 2.0, "ms"),

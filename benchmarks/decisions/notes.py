@@ -1,4 +1,4 @@
-"""What it costs a replica's scheduler to note its decisions, so that requests can be explained."""
+"""The cost for a replica's scheduler of its decision traces, by which requests are explained."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from actors.runtime.request_traces import request_trace
 from benchmarks.decisions.row import Row
 from core.codec import decode, encode
-from core.messages.plans import StepReport, WorkerReady, WorkerState
+from core.messages.plans import Plan, StepReport, WorkerReady, WorkerState
 from core.messages.requests import Submit
 from core.request import Origin, Request, SamplingParams
 from kvcache import BatchLimits, BlockManager, LeaseExecutor
@@ -44,7 +44,7 @@ class _Drive:
         """What the Scheduler does with a message, from its bytes to those of its answers."""
         data, kind = encode(message), type(message)
         begin = time.perf_counter()
-        plan = None
+        plan: Plan | None = None
         for instruction in self.scheduler.handle(_event(decode(data, kind)), self.now):
             match instruction:
                 case SendPlan(plan):
@@ -98,7 +98,7 @@ def rows() -> list[Row]:
             without.append(_Drive(preset, explained=False).run())
             with_notes.append(_Drive(preset, explained=True).run())
         more = 100 * (_undisturbed_s(with_notes) / _undisturbed_s(without) - 1)
-        found.append(Row(f"{preset}: notes of decisions, of a Scheduler's time", more, 2.0, "%"))
+        found.append(Row(f"{preset}: decision traces, share of a Scheduler's time", more, 2.0, "%"))
     return found
 
 

@@ -1,8 +1,8 @@
 """Placement by prefix beside round-robin: ``python -m benchmarks.live_prefixes``.
 
 Each run is a service in one process: real components and messages, 4 or 8 emulated replicas that take the time of
-Mistral-7B on an A6000, prompts that begin alike, requests that come at their instants. Round-robin has the same prefix
-caches. Every claim is measured on paired seeds and beside the simulator; the oracle partition is simulated only.
+Mistral-7B on an A6000, prompts with equal beginnings, requests that come at given times. Round-robin has the same
+prefix caches. Every claim is measured on paired seeds and beside the simulator; the oracle partition is simulated only.
 Results are kept in a file: the same command again goes on where it was.
 """
 

@@ -1,4 +1,4 @@
-"""What is served and by whom: workloads whose prompts begin alike, and placements."""
+"""Workloads whose prompts have equal beginnings, and the placements that are compared."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CHUNK = 2048
 SHRINK = 8
 """Lengths of Mooncake's requests are divided by this: their blocks of 512 tokens become blocks of 64."""
 SIGMA = 0.5
-"""Of the forecasts' log-normal noise."""
+"""Sigma of the forecasts' log-normal noise."""
 
 A6000 = DeviceProfile(
     MISTRAL_7B_A6000.cost, kv_bytes=MISTRAL_7B_A6000.kv_bytes, copy_bandwidth=MISTRAL_7B_A6000.copy_bandwidth

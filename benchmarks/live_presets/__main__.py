@@ -1,7 +1,7 @@
 """Presets side by side on live components and emulated devices: ``python -m benchmarks.live_presets``.
 
 Each run is a service in one process: real components and messages, a device that takes the time of a 7B model on an
-A100, requests that come at their instants. Every claim is measured on paired seeds and beside the simulator, which
+A100, requests that come at given times. Every claim is measured on paired seeds and beside the simulator, which
 runs the same arrivals, lengths and forecasts. Results are kept in a file: the same command again goes on where it was.
 """
 

@@ -1,4 +1,4 @@
-"""What live service has to show, each with what decides it."""
+"""The claims about live service, each with its criterion."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Claim:
 
     Attributes:
         metric: A field of ``Figures``.
-        base: Whom it is compared with; empty: the metric itself is judged, as a mean.
-        target: Of the ratio.
+        base: The system that it is compared with; empty: the metric itself is judged, as a mean.
+        target: Target of the ratio.
         at_most: Whether the target is the most; else the least.
         to_simulation: The ratio of the live ratio to the simulated one is judged.
     """

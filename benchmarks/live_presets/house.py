@@ -9,20 +9,22 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from actors.calls.message import Peer
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.host import ComponentHost
 from actors.runtime.layout import by_host, initial_counts, wanted_components
-from actors.runtime.names import LOG_STORE, ROUTER, length_predictor_name
-from actors.runtime.peer import Answering, LocalPeer, Peer, PeerBook
+from actors.runtime.names import LOG_STORE, length_predictor_name
+from actors.runtime.peer import Answering, LocalPeer, PeerBook
+from actors.runtime.site import Site
 from actors.scheduling.scheduler import FEED_S
 from core.codec import decode, encode
 from core.config.load import FarsightConfig
 from core.forecast import QUANTILES, Forecast
-from core.messages.fleet import ServedModel
 from core.messages.forecasts import ForecastQuestions, Forecasts
 from core.messages.status import ComponentRows
 from services.api.backend import ModelInfo
@@ -32,7 +34,7 @@ _SERVING = ("Router", "Batcher", "Scheduler", "ModelWorker")
 """Kinds of components without which nothing is served."""
 
 _NOTHING_KNOWN = Forecast(1.0, (1.0,) * len(QUANTILES), 0, "none", 0)
-"""Has no samples: nobody goes by it."""
+"""A forecast without samples: no component uses it."""
 
 
 class LocalBook(PeerBook):
@@ -107,10 +109,11 @@ async def running(config: FarsightConfig, forecasts: Mapping[str, Forecast], mod
     Args:
         forecasts: By name; requests wait for theirs if ``predictor.artefact`` says that there are any.
     """
-    site = LocalSite(config, str(model_dir))
+    local = LocalSite(config, str(model_dir))
+    site = cast(Site, local)  # a Site names actors of Ray; components ask it for its peers and settings alone
     predictor = length_predictor_name(0)
     context = ComponentContext(predictor, site, 0, site.peers(), CollectorRegistry())
-    site.components[predictor] = GivenForecasts(context, forecasts)
+    local.components[predictor] = GivenForecasts(context, forecasts)
     components = [
         name
         for name in wanted_components(initial_counts(config), config.model.num_ranks)
@@ -121,7 +124,8 @@ async def running(config: FarsightConfig, forecasts: Mapping[str, Forecast], mod
     for name, host in hosts.items():
         await host.add(named[name])
     await _up(hosts.values())
-    served = decode(await site.peers().peer(ROUTER).call("model"), ServedModel)
+    served = await site.peers().router().model()
+    assert served is not None
     model = ModelInfo("emulated", int(time.time()), config.engine.max_model_len, False, 0, benchmark_mode=True)
     client = EngineClient(site, model, prefix_block_size=served.prefix_block_size)
     await client.start()

@@ -1,4 +1,4 @@
-"""One run of a workload through live components, open loop: every request comes at its instant, whatever has ended."""
+"""One run of a workload through live components, open loop: requests come at given times, whatever has ended."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ LAG_EVERY_S = 0.01
 _GAP = "farsight:step_gap_seconds"
 
 _TOKEN = 5
-"""What prompts are made of that share nothing: only their length matters then."""
+"""Token of prompts that share no prefix: only their length matters."""
 
 _TOKENS = range(5, 256)
-"""What the blocks of prompts that may be shared are made of."""
+"""Tokens of the blocks of prompts that may be shared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class Hardware:
     """Equal replicas.
 
     Attributes:
-        kv_tokens: That the device holds.
-        host_tokens: That the host holds.
+        kv_tokens: KV tokens that the device holds.
+        host_tokens: KV tokens that the host holds.
     """
 
     profile: DeviceProfile
@@ -60,10 +60,10 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class LiveRun:
-    """What came of it, in seconds of the profile, whatever the speed.
+    """Results of a run, in seconds of the profile, whatever the speed.
 
     Attributes:
-        num_preemptions: How often somebody had to give way, to the host or to nothing.
+        num_preemptions: How often a sequence lost its place: its KV was offloaded or dropped.
         gap_s: Mean time between two steps, in seconds of this machine.
         lag_s: Mean time by which a timer rang late, in seconds of this machine: above some milliseconds other work had
             the processors, and the figures are of a machine that was not there.
@@ -85,7 +85,7 @@ def run_live(
     """Serves the arrivals.
 
     Args:
-        settings: Of the service, by table, beside those that follow from the hardware.
+        settings: Settings of the service, by table, beside those that follow from the hardware.
         speed: Divides every time of the profile and of the arrivals. What the service itself takes, and the periods
             of its messages and policies, remain: they weigh so many times more.
         model: Directory of one that computes, at its own pace, in place of the emulated device.
@@ -121,12 +121,12 @@ def _config(
         "max_model_len": max(each.prompt_len + each.max_new_tokens for each in arrivals),
         "benchmark_mode": True,
     }
-    foreseen = any(each.forecast is not None for each in arrivals)
-    tables = {
+    predicted = any(each.forecast is not None for each in arrivals)
+    tables: dict[str, dict[str, Any]] = {
         "engine": engine,
         "model": {"replicas": hardware.num_replicas},
         "server": {"max_queued_requests": len(arrivals), "max_queued_tokens": 2**40},
-        "predictor": {"artefact": "given" if foreseen else "", "wait_s": LATEST_S if foreseen else 0.0},
+        "predictor": {"artefact": "given" if predicted else "", "wait_s": LATEST_S if predicted else 0.0},
     }
     return load_config(None, {name: tables.get(name, {}) | settings.get(name, {}) for name in {*tables, *settings}})
 

@@ -25,7 +25,7 @@ simulator's; at 8 ms those of an overload were up to half as long again."""
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a run follows from."""
+    """The inputs that determine a run."""
 
     setup: str
     system: str
@@ -37,14 +37,14 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What came of a run; times in seconds of the device.
+    """Results of a run; times in seconds of the device.
 
     Attributes:
         jct_s: Mean over requests; with batches their mean response time.
         goodput: Requests a second that kept the SLA.
         throughput: Requests a second, from the first arrival to the last token.
         hit_rate: Part of the prompt tokens that came from a prefix cache.
-        evictions: For each request, how often one had to give way; NaN where nobody counts.
+        evictions: Evictions for each request; NaN where they are not counted.
         gap_s: Mean time between two steps of the worker; NaN in the simulator.
         lag_s: As in ``LiveRun``; 0 in the simulator.
         refused: Why the service does not know the system; empty if it does. Then nothing else holds.
@@ -122,7 +122,7 @@ def _carry_out(run: Run, system: System, setup: Setup, arrivals: list[Arrival], 
 
 
 def figures(records: Sequence[Record], sla: Sla, evictions: float, num_warmup: int = 0) -> Figures:
-    """Of the requests of a run but for so many that came first."""
+    """Figures of the requests of a run, without so many that came first."""
     came = sorted(record.arrival.arrived_at for record in records)
     counted = [record for record in records if record.arrival.arrived_at >= came[num_warmup]]
     jct_s = np.array([record.jct_s for record in counted])

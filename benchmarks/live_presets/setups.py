@@ -1,4 +1,4 @@
-"""What is served and by whom: the cells of the claims, and the systems that are compared in them."""
+"""The cells of the claims, and the systems that are compared in them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class DrawnCell(Cell):
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A cell, and how its requests are judged and foreseen.
+    """A cell, and how its requests are judged and predicted.
 
     Attributes:
         forecasts: As in ``Cell.foreseen``, or ``oracle``.

@@ -1,4 +1,4 @@
-"""What a command measures: who is compared, in what, and what has to come out."""
+"""What a command measures: systems, setups and claims."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class System:
     """Who serves.
 
     Attributes:
-        settings: Of the live service, by table; None of one that is simulated only, which stands for its live figures.
+        settings: Settings of the live service, by table; None for a system that is only simulated, whose figures then
+            stand for live ones.
         predict: The same in the simulator: records of a setup's arrivals; None where it cannot say.
     """
 

@@ -5,7 +5,7 @@ stage waits while the other computes. With two, half the sequences are in each b
 are in it is paid twice: the ratio that can be had is the time of a whole batch over that of a half.
 
 Stages are emulated (``benchmarks.parallel.emulated``) unless ``--real``: then random weights in float32 over gloo, one
-thread a stage, which needs two processors that nobody else uses.
+thread for each stage, which needs two otherwise idle CPUs.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def emulate_stages() -> None:
         time.sleep(stage_s(len(hidden)))
         return hidden
 
-    DecoderLayers.run = run  # type: ignore[method-assign]
+    DecoderLayers.run = run  # type: ignore[method-assign, assignment]
 
 
 if __name__ == "__main__":

@@ -19,17 +19,19 @@ class ActorsConfig:
             managers, estimator, log store and supervisor into one; ``packed`` is that, and sixteen workers of
             emulated devices share a process as well; ``auto`` picks by the machine's size, and by how many devices
             are emulated.
-        length_predictors: How many ...
-        max_length_predictors: ... and up to how many while questions queue before them; 0: never more.
-        serving_time_estimators: How many.
+        length_predictors: Number of LengthPredictors at the start.
+        max_length_predictors: Most LengthPredictors, which start while questions queue; 0: never more than at the
+            start.
+        serving_time_estimators: Number of ServingTimeEstimators.
         gpus_per_rank: GPUs that Ray sets aside for each process of a replica that is spread over several; negative: one
             where it computes on a GPU, else none.
-        scheduler_delay_s: Holds back every message to and from a Scheduler for so long; to measure that no step
+        scheduler_delay_s: Delays every message to and from a Scheduler by so many seconds; to measure that no step
             waits for one.
-        failing_steps: A worker whose steps fail so many times in a row is replaced.
-        silence_s: A process that is stopped, or hangs, for so long is replaced; one that is only slow after ten times
-            as long.
-        step_stall_s: So much more than twenty times what it should take may a step last before its worker is replaced.
+        failing_steps: The Supervisor replaces a worker after so many failed steps in a row.
+        silence_s: The Supervisor replaces a process that is stopped or hangs for so many seconds, and one that is only
+            slow after ten times as long.
+        step_stall_s: A worker is replaced when a step lasts longer than twenty times its expected time plus so many
+            seconds.
     """
 
     placement: str = "auto"

@@ -25,20 +25,20 @@ class EngineConfig:
     """How one worker runs.
 
     Attributes:
-        device: What computes. ``cpu``, ``cuda`` (the first GPU that the process sees), or ``emulated:PROFILE``: nothing
-            does; steps and copies take as long as the profile says (a name, or a file of ``farsight profile``), and the
-            tokens are made up. To measure scheduling.
+        device: The device that computes: ``cpu``, ``cuda`` (the first GPU that the process sees), or
+            ``emulated:PROFILE``, to measure scheduling. An emulated device computes nothing: steps and copies take as
+            long as the profile says (a name, or a file of ``farsight profile``), and the tokens are made up.
         kv_memory: Memory of the KV pool, as ``512MiB`` or ``2GiB``; ``auto`` takes what a full batch of
             full-length sequences needs, but all replicas together at most a fifth of the machine's free memory. On a
             GPU it takes at most what weights and the largest step leave of ``gpu_memory_utilization``. An
-            emulated device counts it in the tokens of its profile, and takes at most what that says the device has. A
-            replica of several processes has so much in each of them.
+            emulated device counts it in the tokens of its profile, and takes at most the memory that the profile gives
+            the device. A replica of several processes has so much in each of them.
         host_kv_memory: Memory of the host pool that sequences can be offloaded to, as for ``kv_memory``; ``0`` is none.
             ``auto`` is as much as the KV pool has, but all replicas together at most a fifth of the machine's free
             memory, where the KV policy moves KV to the host, and none where it does not.
         block_size: Tokens in a KV block; 0 is 64 on a GPU, whose kernels take multiples of that, and 32 elsewhere.
-        prefix_cache: Sequences that begin with the same tokens share the KV of their full blocks, also with
-            sequences that have ended, as long as the memory is not needed.
+        prefix_cache: Sequences that begin with the same tokens share the KV of their full blocks. Blocks of ended
+            sequences stay cached until their memory is needed.
         max_num_seqs: Sequences in one step.
         max_batch_tokens: Tokens computed in one step; longer prompts are prefilled in several.
         max_model_len: Tokens a sequence may reach, prompt and output together; 0 is the model's own context, which only
@@ -46,9 +46,9 @@ class EngineConfig:
         num_threads: Compute threads of a worker; 0 shares all cores that it may use but one, which serves HTTP and
             scheduling, among the replicas.
         benchmark_mode: Requests may say, with ``benchmark_len``, where their outputs end. Only to measure scheduling.
-        backend: What computes a step: ``native`` is one compiled call on the CPU, ``xformers`` torch operations with
-            xformers' attention on a GPU, ``torch`` the reference on either; ``auto`` takes one of the former where it
-            can be had and the model is one that it knows.
+        backend: The code that computes a step: ``native`` is one compiled call on the CPU, ``xformers`` torch
+            operations with xformers' attention on a GPU, ``torch`` the reference on either; ``auto`` takes one of the
+            former where it is available and supports the model.
         gpu_memory_utilization: Share of a GPU's memory that weights, KV pool and the largest step may take together.
         compile: Let torch compile what lies between two attentions. It takes minutes at the start.
         weights: ``int4`` rounds the matrices of the layers to 4 bits, in groups of 128 with a scale each: a quarter of
@@ -97,12 +97,12 @@ class EngineConfig:
 
     @property
     def profile(self) -> str:
-        """What an emulated device is emulated from; empty if the device is a real one."""
+        """Name or path of the emulated device's profile; empty if the device is a real one."""
         return self.device.removeprefix(EMULATED) if self.device.startswith(EMULATED) else ""
 
     @property
     def kv_block_size(self) -> int:
-        """``block_size``, or what it is on this device."""
+        """``block_size``, or this device's default where that is 0."""
         return self.block_size or (64 if self.device == "cuda" else 32)
 
     def kv_bytes(self) -> int | None:

@@ -9,15 +9,16 @@ from core.config.checks import require
 
 @dataclass(frozen=True, slots=True)
 class PredictorConfig:
-    """Who foresees output lengths.
+    """How output lengths are predicted.
 
     Attributes:
-        artefact: What ``farsight train`` wrote; empty: the lengths of the last outputs, whatever is asked.
+        artefact: Directory that ``farsight train`` wrote; empty: predict every request by the lengths of the last
+            outputs.
         device: Where an encoder runs, as torch names it.
-        cpu_share: Of one core that forecasts may take; beyond it they look at less.
-        wait_s: A request waits so long for its forecast before it goes its way; one that comes later follows it.
-        learn: Train anew while serving, on what was foreseen badly ...
-        learn_every_s: ... so often; Magnus does it every three minutes (section III-B).
+        cpu_share: Share of one core that predictions may take; beyond it they use fewer features.
+        wait_s: Seconds that a request waits for its forecast before the ingress sends it; a later forecast follows it.
+        learn: Train again while serving, on requests that were predicted badly.
+        learn_every_s: Seconds between two trainings; Magnus trains every three minutes (section III-B).
     """
 
     artefact: str = ""

@@ -14,7 +14,7 @@ class LogConfig:
     Attributes:
         path: SQLite file, or the ``redis://`` URL of a server that syncs every write; empty keeps it with the server's
             temporary files, gone when the server ends.
-        max_rows: Of finished requests, forecasts, accounts of decisions and batches, of each; the oldest are dropped.
+        max_rows: Rows kept of finished requests, forecasts, decision traces and batches each; the oldest are dropped.
         max_artefacts: Versions kept of each kind of artefact, beside the one in use.
     """
 

@@ -22,10 +22,11 @@ class ModelConfig:
         tensor_parallel: Processes that each layer of a replica is split over; must divide its attention heads.
         pipeline_parallel: Stages of consecutive layers that a replica is cut into, each with ``tensor_parallel``
             processes; as many batches are under way at once.
-        max_replicas: Up to so many, as the predicted queue delay asks for; 0: always ``replicas``. With it:
-        min_replicas: Never fewer.
-        target_queue_delay_s: A new request should not have to wait longer; while it would, there are more replicas.
-        scale_down_after_s: One fewer, once a request would not have waited half of that for so long even so.
+        max_replicas: Most replicas, if their number follows the predicted queue delay; 0: always ``replicas``.
+        min_replicas: Fewest replicas, with ``max_replicas``.
+        target_queue_delay_s: Seconds that a new request may be predicted to wait; beyond it, replicas are added.
+        scale_down_after_s: One replica is removed when, without it, the predicted wait was below half of the target
+            for so many seconds.
     """
 
     path: str = ""
@@ -53,10 +54,10 @@ class ModelConfig:
 
     @property
     def most_replicas(self) -> int:
-        """How many there may be without anybody asking for it: they share what one machine has."""
+        """Most replicas without a request for more: they share the memory of one machine."""
         return max(self.replicas, self.max_replicas)
 
     @property
     def num_ranks(self) -> int:
-        """Processes that a replica computes in."""
+        """Processes of one replica."""
         return self.tensor_parallel * self.pipeline_parallel

@@ -9,16 +9,16 @@ from core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class PlacementConfig:
-    """What of E2 is used, where the placement is ``e2`` (Preble, section 4.2).
+    """Which parts of E2 are on, where the placement is ``e2`` (Preble, section 4.2).
 
     Attributes:
         window_s: H, seconds over which load, sharing and queueing are counted.
-        rebalance: Redirect requests from replicas that are too heavy ...
-        rebalance_ratio: ... by so many times the load of the lightest.
+        rebalance: Redirect requests from replicas that are too heavy.
+        rebalance_ratio: A replica is too heavy at so many times the load of the lightest one.
         autoscale: Give prefixes whose queueing doubles on a replica too heavy to one more.
         balance: Send what is not cached to replicas that mostly decode.
-        max_tree_mib: Memory of the tree of prefixes, which ``e2-forecast`` has as well; beyond it, what was used
-            longest ago is forgotten.
+        max_tree_mib: MiB of the prefix tree, which ``e2-forecast`` has as well; beyond it, the Router forgets the least
+            recently used prefixes.
     """
 
     window_s: float = 180.0

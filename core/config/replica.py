@@ -18,19 +18,20 @@ class ReplicaConfig:
     """One OpenAI-compatible server that serves the same model, with the same tokenizer.
 
     Attributes:
-        backend: What it speaks: ``openai``.
-        url: Where it answers, with or without ``/v1``.
+        backend: Its protocol: ``openai``.
+        url: Its address, with or without ``/v1``.
         model: Its name there; empty means the name that our own clients use.
-        prompt: How prompts go there. ``tokens``: as token ids, rendered and counted here, so that both sides mean the
-            same; vLLM, SGLang, llama.cpp and Farsight take them. ``text``: as the client wrote them, messages or text,
-            for servers that take nothing else; what they make of it is theirs.
+        prompt: The form in which prompts go there. ``tokens``: token ids, rendered and counted here, so that both sides
+            mean the same; vLLM, SGLang, llama.cpp and Farsight take them. ``text``: the client's messages or text, for
+            servers that take nothing else; such a server renders them itself.
         api_key_env: Environment variable that holds its key; empty sends none.
-        max_num_seqs: Requests sent to it at once; others wait here, in the order of the preset.
-        max_model_len: Tokens a sequence may reach there, prompt and output together; 0 takes what the server says.
-        kv_tokens: KV tokens that placement takes it to hold; 0 is ``max_num_seqs`` sequences of full length.
-        connect_timeout_s: Longest wait for a connection ...
-        first_token_timeout_s: ... then, from sending a request, for its first token ...
-        token_timeout_s: ... then for each of the next ones.
+        max_num_seqs: Requests in flight there at most; others wait here, in the order of the preset.
+        max_model_len: Tokens a sequence may reach there, prompt and output together; 0: the limit that the server
+            reports.
+        kv_tokens: KV tokens that placement assumes it holds; 0 is ``max_num_seqs`` sequences of full length.
+        connect_timeout_s: Longest wait for a connection, in seconds.
+        first_token_timeout_s: Longest wait for the first token after the request was sent, in seconds.
+        token_timeout_s: Longest wait for each later token, in seconds.
     """
 
     backend: str = ""
@@ -59,7 +60,7 @@ class ReplicaConfig:
 
     @property
     def base_url(self) -> str:
-        """Without a slash at the end and without ``/v1``."""
+        """``url`` without a slash at the end and without ``/v1``."""
         return self.url.rstrip("/").removesuffix("/v1")
 
 

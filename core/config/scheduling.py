@@ -10,25 +10,27 @@ from core.config.engine import EXECUTIONS
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """What decides.
+    """Which policies decide.
 
     Attributes:
         preset: A named composition of policies (``policies.presets``).
-        placement: How requests find their replica; empty means as the preset says. So it does for the other parts:
-        order: Who runs next on a replica.
-        admission: Who may become resident there.
-        kv: What becomes of KV when memory is short: whose is dropped, or moved to the host pool.
+        placement: Which replica gets a request; empty: the preset's own. The same holds for the next three settings.
+        order: Which request runs next on a replica.
+        admission: Which request may become resident there.
+        kv: Whose KV is dropped, or moved to the host pool, when memory is short.
         execution: How a formed batch runs, in the presets of batch mode: ``ragged`` without padding, each request
             returned when it ends; ``static`` padded to the longest, in lockstep, returned together.
         gamma: Ageing in the order of ``farsight``: rank / (1 + gamma * wait / expected cost of the rest). With 0 a long
-            request starves while short ones keep coming; more of it costs more of the mean.
+            request starves while short ones keep coming; a higher value raises the mean completion time.
         watermark: Share of the KV pool that admission may fill, in (0, 1].
-        standby_slots: Requests shipped to the worker ahead of need.
-        quantum_s: First quantum of skip-join MLFQ at the least; it is the time of a step of one sequence where that is
-            longer. A quantum should outlast four round trips between scheduler and worker, of some 5 ms each.
-        starve_limit_s: Under skip-join MLFQ a request that has waited so long is promoted to the first queue.
-        event_log: Directory in which every Scheduler writes down all that its state machine hears and answers, to be
-            told again to a fresh one (``python -m services.commands.conformance``); empty writes nothing.
+        standby_slots: Requests sent to the worker ahead of need.
+        quantum_s: Shortest first quantum of skip-join MLFQ, in seconds; where a step of one sequence takes longer,
+            that is the quantum. A quantum should outlast four round trips between Scheduler and worker, of some 5 ms
+            each.
+        starve_limit_s: Skip-join MLFQ promotes a request that has waited so many seconds to the first queue.
+        event_log: Directory in which every Scheduler, and in batch mode the Batcher, records the events and
+            instructions of its state machine; ``python -m services.commands.conformance`` replays them to a fresh one.
+            Empty records nothing.
     """
 
     preset: str = "fcfs"
@@ -59,10 +61,10 @@ class BatchConfig:
     """How batches are formed under a preset of batch mode.
 
     Attributes:
-        batch_size: Requests of a batch at most; 0 is the preset's own number. Never more than ``engine.max_num_seqs``.
+        batch_size: Most requests of a batch; 0 is the preset's own number. Never more than ``engine.max_num_seqs``.
         wma_threshold: A request joins a batch only if the wasted memory accesses stay below this; in tokens (Magnus).
         num_bins: Bins of output lengths (Multi-Bin).
-        max_wait_s: A request waits so long for others of its bin; then its batch goes as it is (Multi-Bin).
+        max_wait_s: Seconds that a request waits for others of its bin; then its batch runs as it is (Multi-Bin).
     """
 
     batch_size: int = 0

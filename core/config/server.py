@@ -22,15 +22,15 @@ class ServerConfig:
     Attributes:
         ingress_replicas: HTTP processes; 0 picks by the machine's size.
         max_body_bytes: Larger request bodies are refused.
-        max_queued_requests: Requests in the house at once, per ingress replica; more are refused with 429.
+        max_queued_requests: Requests in flight at once, per ingress replica; more are refused with 429.
         max_queued_tokens: The same, counted in prompt tokens.
-        prefix_sharing: Whose requests share cached prefixes: ``all``, or only those of the same bearer ``key`` (those
-            without one share with each other). ``cache_salt`` of a request divides further.
+        prefix_sharing: Which requests share cached prefixes: ``all``, or only those with the same bearer ``key``
+            (requests without a key share with each other). ``cache_salt`` of a request divides further.
         proxy: ``serve`` is Ray Serve's own proxy. ``haproxy`` carries several times the requests; ``host`` must be
             the loopback interface or all of them, and the ingress replicas listen there too (ports 30000 to 32699).
-            ``auto`` takes the latter where it can be had.
-        start_patience_s: How long a start may take, all its tries together, before it is given up.
-        first_token_deadline_s: Where there are ``[[replica]]`` tables, a request without a token after so long fails,
+            ``auto`` takes HAProxy where it is available.
+        start_patience_s: Seconds that a start may take, all its tries together, before the server gives up.
+        first_token_deadline_s: With ``[[replica]]`` tables, a request without a token after so many seconds fails,
             wherever it has been by then; not while it is on our own engine.
     """
 

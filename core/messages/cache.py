@@ -1,7 +1,7 @@
 """What is said about prefix caches, and about requests that have found something there (see ``core.messages``).
 
-A worker numbers its notices from 1 on within its life. Each says by how much the set of cached blocks has changed since
-the one before it; a ``whole`` one says all of it instead, and mends whatever was lost before.
+A worker numbers its KV cache events from 1 on within its life. Each says how the set of cached blocks has changed since
+the event before it; a ``whole`` event holds the complete set instead, and replaces what was lost before.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class CachedRun:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheEvent:
-    """Worker -> Scheduler -> Router: what a worker's prefix cache has got and lost, in blocks.
+    """Worker -> Scheduler -> Router: blocks that a worker's prefix cache has stored and evicted.
 
     Attributes:
-        seq: Rises by one a notice within a worker's life.
-        whole: ``stored`` is all that is cached, whatever was said before.
-        stored: Parents before those that follow them. What was stored before may be named again.
-        evicted: Hashes, successors before their predecessors; nothing that follows one of them is cached any more.
+        seq: Rises by one with each event within a worker's life.
+        whole: ``stored`` is the complete set, whatever earlier events said.
+        stored: Parents before their successors. Blocks that were stored before may be named again.
+        evicted: Hashes, successors before their predecessors; no successor of an evicted block stays cached.
     """
 
     seq: int
@@ -44,7 +44,7 @@ class KVCacheEvent:
 
 @dataclass(frozen=True, slots=True)
 class CacheReply:
-    """Scheduler -> Router: all that the worker caches, a ``whole`` notice; None if that is not known."""
+    """Scheduler -> Router: all blocks that the worker caches, as a ``whole`` event; None if that is not known."""
 
     worker_incarnation: str
     notice: KVCacheEvent | None
@@ -56,7 +56,7 @@ class StartedRequest:
 
     Attributes:
         cached_len: Prompt tokens that the replica found cached.
-        queue_s: How long it waited there.
+        queue_s: Seconds that it waited there.
     """
 
     request_id: str

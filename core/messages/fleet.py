@@ -17,9 +17,9 @@ class ReplicaState:
     Attributes:
         ready: None while the worker is away.
         refusals: Requests that turned out, since they were placed, not to fit the worker.
-        broken: Of a batch that ran out of memory, all that had not ended: nobody runs them any more.
-        resting: All that the replica holds, if every client of it has stopped reading: else nothing.
-        cache_seq: Of the last notice of its prefix cache that the Router has been sent; 0 if there was none.
+        broken: Requests of a batch that ran out of memory which had not ended; no worker runs them any more.
+        resting: All requests of the replica, if every client of it has stopped reading; else none.
+        cache_seq: Number of the last KV cache event that was sent to the Router; 0 if there was none.
     """
 
     replica: str
@@ -46,13 +46,13 @@ class InFlight:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaNews:
-    """Scheduler -> Router, several times a second: what has become of requests there, and of the prefix cache.
+    """Scheduler -> Router, several times a second: which requests started and ended there, and prefix cache changes.
 
     Attributes:
-        finished: Sequences that reached their end; what they left in the cache is in this message, or was in an
-            earlier one.
-        cache: The worker's notices, in order; none where placement does not look at prefixes.
-        profile: What steps cost there, if that has been measured anew.
+        finished: Sequences that reached their end; the blocks that they left in the cache are in this message, or were
+            in an earlier one.
+        cache: The worker's KV cache events, in order; none where placement does not look at prefixes.
+        profile: The cost of steps there, if there is a new measurement.
     """
 
     replica: str
@@ -65,11 +65,11 @@ class ReplicaNews:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Router -> ingress: what a request may be.
+    """Router -> ingress: limits of a request.
 
     Attributes:
-        ready: Of the replica that holds the shortest sequences.
-        prefix_block_size: Tokens of a block of ``Request.prefix_hashes``; 0 where nobody looks at prefixes.
+        ready: Capacity of the replica with the lowest limit of sequence length.
+        prefix_block_size: Tokens of a block of ``Request.prefix_hashes``; 0 where placement does not look at prefixes.
     """
 
     ready: WorkerReady

@@ -9,21 +9,21 @@ from core.forecast import Forecast, ForecastQuestion
 
 @dataclass(frozen=True, slots=True)
 class ForecastQuestions:
-    """Ingress -> LengthPredictor: how long will these be?"""
+    """Ingress -> LengthPredictor: asks for forecasts of these requests."""
 
     questions: tuple[ForecastQuestion, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Forecasts:
-    """LengthPredictor ->: one for each question, in their order."""
+    """From the LengthPredictor: one forecast for each question, in their order."""
 
     forecasts: tuple[Forecast, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ForecastMade:
-    """Ingress -> Router -> Scheduler: what has been foreseen of an attempt that is on its way already."""
+    """Ingress -> Router -> Scheduler: the forecast of an attempt that was submitted before the forecast came."""
 
     request_id: str
     attempt: int

@@ -1,4 +1,4 @@
-"""Where the KV of one replica is, and what has been done with it (see ``core.messages``)."""
+"""Where the KV of one replica is, and how it has moved (see ``core.messages``)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class KVTraffic:
-    """What one life of a worker has done with KV so far; the numbers only rise.
+    """KV that one life of a worker has moved and recomputed so far; the numbers only rise.
 
     Attributes:
-        offloads: Copies to the host that have arrived; ``uploads`` those to the device.
-        offloaded_bytes: What they held together.
-        refused_offloads: Orders to the host that found no room there, or nothing to move.
+        offloads: Completed copies to the host; ``uploads`` are those to the device.
+        offloaded_bytes: Bytes of the offloads together.
+        refused_offloads: Offload orders that found no room on the host, or no KV to move.
         recomputed_tokens: Tokens computed again after their KV was dropped.
     """
 
@@ -29,13 +29,13 @@ NO_TRAFFIC = KVTraffic()
 
 @dataclass(frozen=True, slots=True)
 class KVUsage:
-    """KVOffloadManager ->: where the KV of one replica is, as last reported, and what has moved.
+    """From the KVOffloadManager: where the KV of one replica is, as last reported, and how much has moved.
 
     Attributes:
         num_resident: Sequences with blocks on the device.
         short_blocks: Blocks that paused sequences lack.
         num_host_blocks: Blocks of the host pool; 0 if there is none.
-        flying_blocks: Blocks that copies in flight are to fill; they hold as many in either pool.
+        flying_blocks: Target blocks of copies in flight; each copy holds as many blocks in either pool.
     """
 
     num_blocks: int = 0

@@ -1,4 +1,4 @@
-"""What is said to the log store and what it answers, and the records that it keeps (see ``core.messages``)."""
+"""Messages to and from the log store, and the records that it keeps (see ``core.messages``)."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from core.errors import InvalidValueError
 from core.forecast import QUANTILES
 
 MAX_FEATURE_BYTES = 64 * 1024
-"""Of one forecast in the log."""
+"""Most bytes of one forecast's features in the log."""
 
 MAX_TRACE_BYTES = 64 * 1024
-"""Of the decisions of one trace."""
+"""Most bytes of the decisions of one trace."""
 
 MAX_ARTEFACT_BYTES = 256 * 1024 * 1024
-"""Of one artefact in the log."""
+"""Most bytes of one artefact in the log."""
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """Ingress -> LogStore: one request and how it went; one record a request.
+    """Ingress -> LogStore: the record of one request that ended; one for each request.
 
     Attributes:
-        attempts: Resumptions included; 1 if nothing went wrong.
+        attempts: Number of attempts, resumptions included; 1 if no attempt was lost.
         finish_reason: stop, length, abort (the client left) or error.
-        received_at: Unix seconds.
-        ttft_s: From receipt to the first token; None if there was none.
-        jct_s: From receipt to the end.
+        received_at: When the request came, in seconds since the epoch.
+        ttft_s: Seconds from receipt to the first token; None if there was none.
+        jct_s: Seconds from receipt to the end.
     """
 
     request_id: str
@@ -51,14 +51,14 @@ class FinishedRequests:
 
 @dataclass(frozen=True, slots=True)
 class RequestTrace:
-    """Scheduler, Router or ingress ->: what one of them knows of the decisions about one request.
+    """From a Scheduler, the Router or an ingress: the decisions about one request that the sender knows.
 
     Attributes:
         trace_id: ``RESPONSE/REQUEST/PART``; the part is an attempt at a Scheduler, or ``ingress``.
         choice, owner: As in ``core.request.Origin``.
-        source: Who tells, such as ``scheduler-0``.
-        ended: Whether nothing more will come of it.
-        num_left_out: Decisions that are missing here because there were too many.
+        source: The sender, such as ``scheduler-0``.
+        ended: Whether the trace is complete.
+        num_left_out: Decisions that are missing here because the trace was full.
         decisions: ``core.decisions``, packed, on clocks that are named; at most ``MAX_TRACE_BYTES``.
     """
 
@@ -78,14 +78,14 @@ class RequestTrace:
 
 @dataclass(frozen=True, slots=True)
 class RequestTraces:
-    """-> LogStore, and the answer to ``TraceQuery``."""
+    """To the LogStore: traces. Also the answer to ``TraceQuery``."""
 
     records: tuple[RequestTrace, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TraceQuery:
-    """-> LogStore, Router -> Scheduler: what do you know of the requests behind this answer?"""
+    """To the LogStore, and Router -> Scheduler: asks for the traces of the requests behind this answer."""
 
     response_id: str
 
@@ -95,10 +95,10 @@ class ForecastRecord:
     """A forecast that was made of a request, and the numbers it was made from: no text, and nothing to encode again.
 
     Attributes:
-        request_id: One forecast of a request is kept: the first that is written.
+        request_id: The log keeps one forecast of a request: the first that is written.
         made_at: When, in seconds since the epoch.
         source: As in ``Forecast``; so are ``version``, ``mean``, ``quantiles`` and ``rank``.
-        feature_set: What the numbers are and how they are packed; whoever learns uses those it knows.
+        feature_set: Names the features and their packing; a trainer uses the sets that it knows.
         features: The numbers, packed; at most ``MAX_FEATURE_BYTES``.
     """
 
@@ -128,14 +128,14 @@ class ForecastRecords:
 
 @dataclass(frozen=True, slots=True)
 class FinishedBatch:
-    """A batch that has run to its end, and what had been expected of it.
+    """A batch that has run to its end, and its estimated time.
 
     Attributes:
         worker: The replica that ran it.
         batch_len: Longest prompt in it, in tokens.
-        generation_len: Longest output in it, in tokens; ``predicted_len`` is the forecast of that.
-        estimated_time_s: How long it was expected to take; ``serving_time_s`` is how long it took.
-        finished_at: In seconds since the epoch.
+        generation_len: Longest output in it, in tokens; ``predicted_len`` is the forecast of that length.
+        estimated_time_s: Estimated seconds of the batch; ``serving_time_s`` is the measured time.
+        finished_at: Time of the end, in seconds since the epoch.
     """
 
     batch_id: str
@@ -165,7 +165,7 @@ class FinishedBatches:
 
 @dataclass(frozen=True, slots=True)
 class LogQuery:
-    """-> LogStore: records after this row, at most so many."""
+    """To the LogStore: asks for records after this row, at most so many."""
 
     after_row: int
     limit: int
@@ -173,10 +173,10 @@ class LogQuery:
 
 @dataclass(frozen=True, slots=True)
 class LogPage:
-    """LogStore ->: records in order of writing, and the row of the last.
+    """From the LogStore: records in order of writing, and the row of the last.
 
     Attributes:
-        last_row: Without records the query's own row, or that of the last record ever written if that is smaller.
+        last_row: Without records, the query's own row, or the row of the last record ever written if that is smaller.
     """
 
     last_row: int
@@ -185,7 +185,7 @@ class LogPage:
 
 @dataclass(frozen=True, slots=True)
 class LoggedExample:
-    """A finished request and what had been forecast of it."""
+    """A finished request and its forecast."""
 
     finished: FinishedRequest
     forecast: ForecastRecord
@@ -193,10 +193,10 @@ class LoggedExample:
 
 @dataclass(frozen=True, slots=True)
 class ExamplePage:
-    """LogStore ->: requests of which both are known, in the order in which that came about; ``last_row`` as before.
+    """From the LogStore: requests whose record and forecast are both known; ``last_row`` as in ``LogPage``.
 
-    That is the order of finishing, but for a forecast that was written after its request had finished: its example
-    stands where the forecast came, so that whoever reads on from its last row misses none.
+    Examples are in the order in which the second of the two was written. That is the order of finishing, except where
+    the forecast came after its request had finished. So a reader that goes on from its last row misses no example.
     """
 
     last_row: int
@@ -205,7 +205,7 @@ class ExamplePage:
 
 @dataclass(frozen=True, slots=True)
 class BatchPage:
-    """LogStore ->: batches in order of writing; ``last_row`` as in ``LogPage``."""
+    """From the LogStore: batches in order of writing; ``last_row`` as in ``LogPage``."""
 
     last_row: int
     records: tuple[FinishedBatch, ...]
@@ -213,15 +213,15 @@ class BatchPage:
 
 @dataclass(frozen=True, slots=True)
 class Artefact:
-    """-> LogStore and back: what was learned, such as the trees of a forest.
+    """To the LogStore and back: a learned model, such as the trees of a forest.
 
     Attributes:
-        kind: What it is for; versions count within a kind.
+        kind: Purpose of the artefact; versions count within a kind.
         version: From 1 to 2**53, above every earlier one of its kind.
-        created_at: In seconds since the epoch.
-        score: How well it did on examples it had not learned from; its maker knows the measure.
-        num_examples: It was learned from.
-        data: At most ``MAX_ARTEFACT_BYTES``; what is in it is between its maker and its readers.
+        created_at: Time of creation, in seconds since the epoch.
+        score: Its score on examples that it was not trained on; the maker defines the measure.
+        num_examples: Number of examples that it was trained on.
+        data: At most ``MAX_ARTEFACT_BYTES``; its maker and its readers agree on the format.
     """
 
     kind: str
@@ -241,7 +241,7 @@ class Artefact:
 
 @dataclass(frozen=True, slots=True)
 class ArtefactName:
-    """-> LogStore: one version of a kind; None is the current one."""
+    """To the LogStore: asks for one version of a kind; None is the current one."""
 
     kind: str
     version: int | None = None
@@ -253,7 +253,7 @@ class ArtefactName:
 
 @dataclass(frozen=True, slots=True)
 class ArtefactReply:
-    """LogStore ->: None if there is no such version, or none is current."""
+    """From the LogStore: the artefact; None if there is no such version, or none is current."""
 
     artefact: Artefact | None
 
@@ -263,7 +263,7 @@ class ArtefactInfo:
     """An ``Artefact`` without its data.
 
     Attributes:
-        current: Whether it is the one to be used.
+        current: Whether readers are to use this version.
     """
 
     kind: str
@@ -278,7 +278,7 @@ class ArtefactInfo:
 
 @dataclass(frozen=True, slots=True)
 class ArtefactList:
-    """LogStore ->: everything that is kept, by kind and version."""
+    """From the LogStore: all kept artefacts, by kind and version."""
 
     artefacts: tuple[ArtefactInfo, ...]
 

@@ -1,4 +1,4 @@
-"""What the Router says of its placements: for people who look on, nobody decides by it."""
+"""The Router's placements, for people who watch; no component decides by these messages."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ class ReplicaView:
     """A replica as placement sees it.
 
     Attributes:
-        takes_requests: Neither away nor draining.
-        work_tokens: Of prompt and expected output of the requests there.
-        prefill_s: Seconds of prefill placed there lately, where placement counts them ...
-        decode_s: ... and of decoding.
-        cached_tokens: Believed to be cached there, where placement goes by prefixes.
-        capacity_tokens: That the KV pool holds; 0 where placement does not ask.
+        takes_requests: Whether it is neither away nor draining.
+        work_tokens: Tokens of prompt and expected output of the requests there.
+        prefill_s: Seconds of prefill placed there lately, where placement counts them.
+        decode_s: Seconds of decoding placed there lately, where placement counts them.
+        cached_tokens: Tokens believed to be cached there, where placement uses prefixes.
+        capacity_tokens: Tokens that the KV pool holds; 0 where placement does not ask.
     """
 
     replica: str
@@ -33,13 +33,13 @@ class PrefixView:
     """A node of the prefix tree.
 
     Attributes:
-        depth: Nodes above it but the root.
-        num_tokens: Of its span.
+        depth: Number of nodes above it, the root excluded.
+        num_tokens: Tokens of its span.
         end_len: Tokens from the start of the prompt to its end.
-        num_recent: Requests that went through it lately.
-        num_in_flight: Those of them that have not ended, or of before.
-        replicas: That are believed to cache it.
-        assigned: That may serve it beside those.
+        num_recent: Requests that were placed through it lately.
+        num_in_flight: Requests through it that have not ended, whenever they were placed.
+        replicas: Replicas that are believed to cache it.
+        assigned: Further replicas that may serve it.
     """
 
     depth: int
@@ -77,13 +77,13 @@ class RecentPlacement:
 
 @dataclass(frozen=True, slots=True)
 class PlacementView:
-    """All of it.
+    """Placement as a whole.
 
     Attributes:
         placement: Name of the policy.
-        by_prefixes: Whether it goes by what replicas cache.
+        by_prefixes: Whether it uses what replicas cache.
         prefixes: The busiest nodes of the tree, each after the one above it.
-        recent: The newest first.
+        recent: The last placements, newest first.
     """
 
     placement: str

@@ -21,7 +21,7 @@ class Slot:
         num_preemptions: How often the scheduler has ordered this sequence's KV dropped, ever. The worker drops
             it when the number exceeds the one it has seen, so a late or repeated plan drops nothing twice.
         request: The payload; left out once the worker is known to have it.
-        residency: Where its KV is to be; on the host it does not run.
+        residency: Where the Scheduler wants its KV; with KV on the host it does not run.
         num_moves: How often the scheduler has changed ``residency``, ever. The worker obeys when the number exceeds
             the one it has seen, so a late or repeated plan moves nothing twice.
     """
@@ -64,11 +64,12 @@ class SlotProgress:
     """A living sequence as the worker sees it; lengths in tokens.
 
     Attributes:
-        num_blocks: In its block table; those that it shares with others are counted for each.
-        stalled: Its client does not read: it rests, whatever it has been granted.
+        num_blocks: Blocks in its table; a shared block counts for each sequence that shares it.
+        stalled: Its client does not read: the sequence is paused, whatever its grants say.
         cached_len: Prompt tokens that it found in the prefix cache when it first started.
-        residency: The wish in force. DEVICE under the ``num_moves`` of an order to the host: refused, no room there.
-        num_moves: Of the last order that the worker has seen.
+        residency: The order in force. DEVICE with the ``num_moves`` of an order to the host: refused for want of room
+            there.
+        num_moves: ``num_moves`` of the last order that the worker has seen.
         num_host_blocks: Blocks of the host pool that it holds.
         ran_s: Seconds of all the steps that it took part in, in this life of the worker.
     """
@@ -115,7 +116,7 @@ class StepReport:
         steps: Some of the steps since the last report.
         shared_blocks: By how much the block tables in ``progress`` together exceed the blocks in use.
         num_host_blocks, free_host_blocks, flying_blocks, traffic: As in ``KVUsage``.
-        cache: Notices of the prefix cache; each repeats until acknowledged.
+        cache: KV cache events; each repeats until acknowledged.
     """
 
     worker_incarnation: str
@@ -137,10 +138,10 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class ReportPoll:
-    """Scheduler -> worker: give me the next ``StepReport``; ``ack_seq`` is the last one received.
+    """Scheduler -> worker: asks for the next ``StepReport``; ``ack_seq`` is the last one received.
 
     Attributes:
-        wants_cache: Notices were lost: it is to tell all that is cached.
+        wants_cache: KV cache events were lost: the worker sends the complete set.
     """
 
     ack_seq: int
@@ -149,14 +150,14 @@ class ReportPoll:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady:
-    """What this life of the worker can hold.
+    """Capacity of this life of the worker.
 
     Attributes:
         num_blocks: KV blocks in the pool, of ``block_size`` tokens each.
         max_model_len: Tokens a sequence may reach: the context or the pool, whichever is smaller.
-        pool_limited: Whether it is the pool.
+        pool_limited: Whether the pool sets ``max_model_len``.
         num_host_blocks: KV blocks in the host pool; 0 if there is none.
-        external: It is another server, which takes no requests that only our own engine can answer.
+        external: The replica is another server, which takes no requests that only our own engine can answer.
     """
 
     worker_incarnation: str
@@ -171,7 +172,7 @@ class WorkerReady:
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """Worker -> Scheduler, when one takes over: everything it needs to go on where another one left.
+    """Worker -> Scheduler: everything that a Scheduler needs to continue where another one left off.
 
     Attributes:
         lease: Belongs to the Scheduler that asked; plans of earlier leases are dropped from now on.

@@ -1,4 +1,4 @@
-"""What a process says of itself to its watcher, which ends it where it does not go on."""
+"""A process's report to its watcher, which ends the process if it makes no progress."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ThreadClock:
-    """What a thread has done so far; comparable with later readings of the same thread.
+    """A reading of a thread's progress, comparable with later readings of the same thread.
 
     Attributes:
-        effort_s: For how long it has computed, or waited for a processor.
-        runnable: Whether it does one of the two now.
+        effort_s: Seconds that it has computed, or waited for a processor.
+        runnable: Whether it computes or waits for a processor now.
     """
 
     effort_s: float
@@ -20,13 +20,13 @@ class ThreadClock:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a component is at.
+    """The unit of work that a component is doing.
 
     Attributes:
-        name: Of the component.
-        count: Goes up with each unit of work; while it stays, the same one is under way.
-        bound_s: So long that unit may take.
-        clock: Of the thread that does it; None if nothing is known of that.
+        name: Name of the component.
+        count: Rises with each unit of work; while it stays the same, the same unit is in progress.
+        bound_s: Seconds that this unit may take.
+        clock: Reading of the thread that does the work; None if it is not known.
     """
 
     name: str
@@ -37,12 +37,12 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class ProcessLife:
-    """Which process it is, so that the right one is looked at and ended, and no later one with its number.
+    """Identifies a process, so that the watcher never inspects or ends a later process with the same pid.
 
     Attributes:
-        node_id: Of Ray.
-        began: When it was started, in clock ticks since its machine was; 0 where the system does not tell.
-        thread_id: Of the thread whose event loop answers, as the system counts threads.
+        node_id: The node's id in Ray.
+        began: Its start in clock ticks since the machine's boot; 0 where the system does not tell.
+        thread_id: The system's id of the thread whose event loop answers.
     """
 
     node_id: str
@@ -53,7 +53,7 @@ class ProcessLife:
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """Host -> who watches it: it answers, and what its components are at; those that wait for work are left out."""
+    """Host -> its watcher: sign of life, and the work in progress of its components; idle components are left out."""
 
     life: ProcessLife
     work: tuple[Work, ...]

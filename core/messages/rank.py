@@ -1,4 +1,4 @@
-"""What the ranks of one replica say to each other before they have connections of their own."""
+"""Messages to the ranks of one replica before they have connections of their own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RankTicket:
-    """ModelWorker -> Rank: where rank 0 waits, and the key that lets the others in."""
+    """ModelWorker -> Rank: rank 0's address, and the key that the other ranks need to connect."""
 
     host: str
     port: int

@@ -16,7 +16,7 @@ class Submit:
 
     Attributes:
         placements: Router -> Scheduler: why each of them is there (``core.decisions``, packed, on a clock that is
-            named); kept with its other decisions, and read by nobody who decides.
+            named). The Scheduler adds them to its decision trace and decides nothing by them.
     """
 
     requests: tuple[Request, ...]
@@ -25,7 +25,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Attempts, by key: whose clients are gone (``abort``), which the Scheduler is asked about or does not know."""
+    """Keys of attempts: those whose clients are gone (``abort``), or that the Scheduler is asked about or lacks."""
 
     keys: tuple[Key, ...]
 
@@ -85,10 +85,10 @@ class AnnounceReply:
     """Router -> ingress.
 
     Attributes:
-        lost: Attempts that nobody runs any more; they are to be resumed.
-        refusals: Those that will never run.
+        lost: Attempts that no worker runs any more; the ingress resumes them.
+        refusals: Attempts that will never run.
         replicas: Every replica whose tokens may be for this ingress.
-        placed: Attempts that wait no more, as far as the ingress did not know.
+        placed: Attempts that no longer wait, as far as the ingress did not know.
     """
 
     lost: tuple[Key, ...]

@@ -1,4 +1,4 @@
-"""Status of components and how many of them there should be."""
+"""Status of components, and their desired numbers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ class ComponentStatus:
     Attributes:
         state: ready, starting, waiting (for a component it depends on), draining, dead or lost (silent).
         restarts: How often the supervisor has started it again.
-        http_port: Of the /healthz and /metrics of its process, on the loopback interface; 0 if there are none.
-        last_end: Why its process was replaced the last time; empty if it never was.
-        url, breaker: Of a replica that is another server: where it is; ``closed``, or why requests do not go there.
+        http_port: Port of its process's /healthz and /metrics, on the loopback interface; 0 if there are none.
+        last_end: Why the Supervisor last replaced its process; empty if it never did.
+        url: Address of a replica that is another server; else empty.
+        breaker: State of that server's circuit breaker: ``closed``, or why requests do not go there.
     """
 
     name: str
@@ -47,7 +48,7 @@ class StatusReply:
     serving.
 
     Attributes:
-        queue_delay_s: That a request which came now is predicted to wait; None if that cannot be said.
+        queue_delay_s: Predicted queue delay of a new request, in seconds; None if it cannot be predicted.
     """
 
     components: tuple[ComponentStatus, ...]
@@ -58,7 +59,7 @@ class StatusReply:
 
 @dataclass(frozen=True, slots=True)
 class ComponentCounts:
-    """Supervisor ->: how many there should be of what can be scaled; ``backends`` are other servers."""
+    """From the Supervisor: desired numbers of the components that can be scaled; ``backends`` are other servers."""
 
     replicas: int
     length_predictors: int
@@ -69,7 +70,7 @@ class ComponentCounts:
 
 @dataclass(frozen=True, slots=True)
 class StartState:
-    """Supervisor ->: which hosts have come up since it began, and which have not."""
+    """From the Supervisor: which hosts have come up since it began, and which have not."""
 
     ready: tuple[str, ...]
     waiting: tuple[str, ...]
@@ -77,7 +78,7 @@ class StartState:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """-> Supervisor: there should be ``count`` of ``kind``."""
+    """To the Supervisor: sets the desired number of ``kind`` to ``count``."""
 
     kind: str
     count: int

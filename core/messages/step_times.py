@@ -36,8 +36,8 @@ class ReplicaStepProfile:
     """How long a step of one replica takes: the sum of its terms, each in seconds a unit.
 
     Attributes:
-        num_samples: Measured steps it rests on.
-        base_s: Of a step without work; the other terms as in ``core.costs.StepCost``.
+        num_samples: Measured steps that it is fitted to.
+        base_s: Seconds of a step without work; the other terms as in ``core.costs.StepCost``.
     """
 
     replica: str
@@ -51,6 +51,6 @@ class ReplicaStepProfile:
 
 @dataclass(frozen=True, slots=True)
 class StepProfileReply:
-    """ServingTimeEstimator ->: the profile of every replica it has heard of."""
+    """From the ServingTimeEstimator: the profile of every replica that has sent steps."""
 
     profiles: tuple[ReplicaStepProfile, ...]

@@ -15,8 +15,8 @@ class DeltaLogprobs:
     """Log probabilities that a client has asked for.
 
     Attributes:
-        output: Of each of the delta's tokens.
-        prompt: Of each of the prompt's tokens but the first; with the output's first token only.
+        output: One entry for each of the delta's tokens.
+        prompt: One entry for each of the prompt's tokens except the first; with the output's first token only.
     """
 
     output: tuple[TokenLogprobs, ...]
@@ -25,17 +25,17 @@ class DeltaLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """New output of one sequence, for the client. What has its default takes no room on the wire.
+    """New output of one sequence, for the client. A field with its default takes no room on the wire.
 
     Attributes:
         start: Index of the first of ``token_ids`` in the output; lets the ingress see gaps and repeats.
-        text: What may be shown; trails ``token_ids`` while a stop string may still complete.
+        text: Text that the client may see; trails ``token_ids`` while a stop string may still complete.
         finish_reason: Set on the last delta of an attempt only.
         error: Why the sequence failed, when ``finish_reason`` is ``error``.
         cached_len: Tokens of the prompt that came from a cache; on an attempt's first delta, or its last (a server).
         logprobs: None unless the request wants them.
-        num_unnamed: Tokens after ``token_ids`` of which only the text is known: another server's.
-        fault: What made the sequence fail, where there is an ``error``.
+        num_unnamed: Tokens after ``token_ids`` whose ids another server did not tell, only their text.
+        fault: Cause of the failure, where there is an ``error``.
     """
 
     request_id: str
@@ -66,10 +66,10 @@ class TokenBatch:
 
 @dataclass(frozen=True, slots=True)
 class TokenPoll:
-    """Ingress -> worker: give me what is new after ``ack_seq``; the worker hears from it that the ingress lives.
+    """Ingress -> worker: asks for what is new after ``ack_seq``; it also shows the worker that the ingress lives.
 
     Attributes:
-        slow: Requests whose clients do not read; they rest until they are no longer named here.
+        slow: Requests whose clients do not read; the worker pauses them until they are no longer named here.
     """
 
     ingress_id: str

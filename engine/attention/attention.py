@@ -1,4 +1,4 @@
-"""What attention is told about a step, and what a backend of it must do.
+"""The description of a step for attention, and the interface of its backends.
 
 The tokens of a step lie flattened in rows: first the decode rows, one token a sequence, then the prefill chunks
 one after the other. The two parts are separate because paged kernels take them in separate calls. Everything a
@@ -45,7 +45,7 @@ class PrefillPart:
 
 @dataclass(frozen=True, slots=True)
 class StaticDecode:
-    """Rows of one token each in memory that stays where it is: what a captured step reads, each time with other values.
+    """Rows of one token each at fixed addresses: a captured step reads them, each time with other values.
 
     Attributes:
         block_tables: int32 ``[rows, width]``; unused entries are any block.
@@ -102,7 +102,7 @@ class AttentionBackend(Protocol):
     """A way to compute paged attention.
 
     Attributes:
-        reads_whole_blocks: It multiplies what lies in a block beyond its sequence's end with 0, so no NaN may be there.
+        reads_whole_blocks: It multiplies slots of a block beyond its sequence's end with 0, so no NaN may be there.
     """
 
     reads_whole_blocks: bool
@@ -112,5 +112,5 @@ class AttentionBackend(Protocol):
         ...
 
     def begin_static(self, decode: StaticDecode, pool: KVPool) -> StepAttention:
-        """Attention of steps that only decode, over and over; no operation of its depends on what ``decode`` holds."""
+        """Attention for repeated steps that only decode; none of its operations depends on the values in ``decode``."""
         ...

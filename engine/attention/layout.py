@@ -34,7 +34,7 @@ def build_layout(
     """The layout of a step, its items in ``order`` (from ``order_items``).
 
     Args:
-        more_rows: Rows whose logits are wanted beside those that sample.
+        more_rows: Further rows whose logits are wanted, beside those that sample.
 
     Raises:
         IntegrityError: an item asks for tokens or blocks that are not there, there are no items, or the vocabulary
@@ -88,10 +88,10 @@ def fill_rows(items: list[StepItem], sequences: Mapping[str, Sequence], block_si
 
 
 def check_row_tokens(rows: np.ndarray, vocab_size: int) -> None:
-    """Before a device is given the rows (from ``fill_rows``): a GPU that looks up a token it does not have is lost.
+    """Checks rows (from ``fill_rows``) before a device gets them: an unknown token id makes a GPU unusable.
 
     Raises:
-        IntegrityError: there is such a token.
+        IntegrityError: There is such a token.
     """
     least, most = rows[0].min(), rows[0].max()
     if least < 0 or most >= vocab_size:

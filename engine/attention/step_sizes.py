@@ -1,4 +1,4 @@
-"""Sizes that steps are padded up to on a GPU: what is recorded or compiled for a size serves every step that fits."""
+"""Sizes that steps are padded up to on a GPU: a recording or a compiled kernel of a size serves all steps that fit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StepSizes:
         return _smallest(self.rows, number)
 
     def width(self, number: int) -> int | None:
-        """The same of ``widths``."""
+        """The smallest of ``widths`` that holds so many; None if none does."""
         return _smallest(self.widths, number)
 
 

@@ -15,7 +15,7 @@ from engine.attention.attention import DecodePart, PrefillPart, StaticDecode, St
 from engine.kv.kv_pool import KVPool
 
 Masks = dict[int | None, Tensor | None]
-"""By sliding window, what is added to the scores; no mask where plain causality is all."""
+"""The mask that is added to the scores, by sliding window; no mask where plain causality suffices."""
 
 
 class TorchAttention:
@@ -25,7 +25,7 @@ class TorchAttention:
     again: thousands of page faults a step, which cost more than the attention itself.
 
     Args:
-        windows: By layer, over how many tokens one attends, itself included; None for all.
+        windows: By layer, the number of tokens that a token attends to, itself included; None for all.
     """
 
     reads_whole_blocks = True
@@ -169,7 +169,7 @@ class _Decode:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, cache: _LayerCache) -> Tensor:
         query = query[self._rows]
         num_rows = len(query)
-        # The queries that share a KV head stand where queries of one head would be: up to 5 times faster than
+        # Queries that share a KV head take the place of queries of one head: up to 5 times faster than
         # enable_gqa for bfloat16 on a CPU.
         folded = query.reshape(num_rows, cache.kv_heads, -1, cache.head_dim)
         keys, values = cache.gather(self._block_ids, num_rows)

@@ -5,8 +5,8 @@
 - Chunks behind earlier tokens: every chunk attends to itself, causally, and to the pages of what came before it; the
   two parts are merged by their log-sum-exps. With FlashAttention 3 all chunks are one causal call over the pages.
 
-Triton compiles a kernel anew for each number of rows and of pages that it is called with. So they are rounded up to
-sizes that repeat; the rows added have no keys, which costs next to nothing.
+Triton compiles a kernel again for each number of rows and of pages that it is called with. So the numbers are rounded
+up to sizes that repeat; the added rows have no keys, which costs next to nothing.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ PAGE_SIZE = 64
 """Tokens that the split-K kernel takes at once; a page holds a multiple."""
 
 EXTENSION_REASON = "xFormers wasn't build with CUDA support"
-"""What xformers says against each of its kernels if its own C++ extension cannot be loaded, which is built for one
-version of CUDA: for 12, where torch comes with 13. The kernels used here are Triton's and torch's."""
+"""The reason that xformers gives against each of its kernels if its own C++ extension cannot be loaded. It is built for
+one version of CUDA: for 12, where torch comes with 13. The kernels used here are Triton's and torch's."""
 
 _HEAD_DIMS = (16, 32, 64, 128, 256)
 _DTYPES = (torch.float16, torch.bfloat16)
 _CHUNK_STEP = 256
-"""Longer chunks are rounded up to multiples of this, not to powers of two: what is added is computed."""
+"""Longer chunks are rounded up to multiples of this, not to powers of two, since the added tokens are computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operators:
-    """Which kernels compute what.
+    """The kernels for each kind of attention.
 
     Attributes:
         decode: One query a sequence, over pages.
@@ -64,7 +64,7 @@ class WithoutExtension:
 
     @classmethod
     def not_supported_reasons(cls, inputs: Any) -> list[str]:
-        """What else there is to be said against these inputs."""
+        """Further reasons why the kernel does not take these inputs."""
         reasons: list[str] = super().not_supported_reasons(inputs)  # type: ignore[misc]
         return [reason for reason in reasons if reason != EXTENSION_REASON]
 
@@ -83,7 +83,7 @@ class _SplitK(WithoutExtension, SmallScratch, triton_splitk.FwOp):  # type: igno
 
 
 class _SplitInOne(WithoutExtension, triton_splitk.FwOp_S1):  # type: ignore[misc]
-    """There are rows enough, and the kernel that merges what was split is compiled for each number of rows."""
+    """Split-K without a split: there are rows enough, and the merging kernel is compiled for each number of rows."""
 
 
 class _Flash(WithoutExtension, flash.FwOp):  # type: ignore[misc]
@@ -119,7 +119,7 @@ def xformers_problem(config: ModelConfig, dtype: torch.dtype, block_size: int) -
 
 
 def operator_problem(operators: Operators, config: ModelConfig, pool: KVPool) -> str | None:
-    """What xformers itself says against its kernels on the device of the pool; None if nothing."""
+    """xformers' own reasons against its kernels on the pool's device; None if there are none."""
     device = pool.keys[0].device
     query = torch.zeros(1, 1, config.num_attention_heads, config.head_dim, dtype=pool.dtype, device=device)
     grouped = _grouped(query[0], config.num_key_value_heads)
@@ -142,7 +142,8 @@ class XformersAttention:
 
     Args:
         operators: The kernels.
-        sizes: That they are compiled for, in recorded steps and in others; what is larger is a size of its own.
+        sizes: Sizes that the kernels are compiled for, in recorded steps and in others; a larger step is a size of its
+            own.
     """
 
     reads_whole_blocks = False
@@ -196,7 +197,7 @@ class XformersAttention:
         return _Chunks(rows, own, earlier, operators)
 
     def _padded(self, tables: Tensor) -> Tensor:
-        """Tables as the kernels read them, int32, and of a size that repeats; block 0 in what is added."""
+        """Tables as the kernels read them, int32, padded to a size that repeats; added entries are block 0."""
         rows, width = tables.shape
         more_rows = (self._sizes.num_rows(rows) or rows) - rows
         return F.pad(tables.int(), (0, (self._sizes.width(width) or width) - width, 0, more_rows))
@@ -221,7 +222,7 @@ Pages = tuple[Tensor, Tensor]
 
 
 class _Decode:
-    """Rows of one query each, of which so many are added."""
+    """Rows of one query each, so many of them padding."""
 
     def __init__(self, rows: slice, num_padded: int, bias: Any, operator: Operator) -> None:
         self._rows = rows

@@ -1,4 +1,4 @@
-"""What is different between the architectures that the engine computes, each of them one entry of a table."""
+"""The differences between the architectures that the engine computes: one table entry each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 from engine.checkpoint.config_fields import Fields
 
 Windows = tuple[int | None, ...]
-"""By layer: over how many tokens, its own included, a token attends; None for all."""
+"""By layer: the number of tokens that a token attends to, itself included; None for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +65,11 @@ class Architecture:
     """One architecture.
 
     Attributes:
-        defaults: Of the fields of its ``config.json``, as in transformers.
-        fixed: Fields of which one value is computed only. One that is not there or null is fine.
-        spelled: Our names of the fields that it calls something else.
+        defaults: Defaults of the fields of its ``config.json``, as in transformers.
+        fixed: Fields for which the engine computes only one value. A missing field or null is fine.
+        spelled: Our names of fields that it names differently.
         rope_kinds: The ``rope_type`` values that are computed; none: positions are learned.
-        partial_rotary: Whether a part of each head can be left unturned.
+        partial_rotary: Whether a part of each head can stay unrotated.
     """
 
     defaults: Mapping[str, Any]
@@ -173,4 +173,4 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         rope_kinds=(),
     ),
 }
-"""By the name in ``config.json``."""
+"""Architectures by their name in ``config.json``."""

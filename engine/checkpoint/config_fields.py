@@ -1,4 +1,4 @@
-"""Reading the fields of a ``config.json``: defaults, and values that cannot be used refused by name."""
+"""Reads the fields of a ``config.json``: applies defaults, and refuses unusable values by the field's name."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from core.errors import InvalidValueError
 
 
 class UnsupportedModelError(InvalidValueError):
-    """A checkpoint that the engine cannot run; says which field of its configuration is to blame."""
+    """A checkpoint that the engine cannot run; names the field of its configuration that is the reason."""
 
 
 class Fields:
     """The fields of one object.
 
     Args:
-        raw: As read.
-        defaults: What a field holds that is not there.
-        prefix: Goes before the names in errors.
+        raw: The object as read.
+        defaults: Values of missing fields.
+        prefix: Prefix of the names in errors.
     """
 
     def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str = "") -> None:
@@ -33,7 +33,7 @@ class Fields:
         return self._values.get(name)
 
     def given(self) -> list[str]:
-        """Names of the fields that hold something."""
+        """Names of the fields that are neither missing nor null."""
         return [name for name, value in self._values.items() if value is not None]
 
     def size(self, name: str) -> int:
@@ -44,7 +44,7 @@ class Fields:
         return value
 
     def size_or_none(self, name: str) -> int | None:
-        """The same, but null means something of its own."""
+        """The same, but null has a meaning of its own."""
         return None if self[name] is None else self.size(name)
 
     def positive(self, name: str) -> float:
@@ -79,11 +79,11 @@ class Fields:
         return self[name]
 
     def error(self, name: str, expected: str) -> UnsupportedModelError:
-        """To be raised for what a field holds."""
+        """The error to raise for a field's value."""
         return UnsupportedModelError(self.path(name), self[name], expected)
 
     def path(self, name: str) -> str:
-        """The field's name, as errors say it."""
+        """The field's name in errors."""
         return self._prefix + name
 
     def _or_default(self, name: str) -> Any:

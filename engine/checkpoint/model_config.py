@@ -1,4 +1,4 @@
-"""What a checkpoint's ``config.json`` says, reduced to what the engine computes with.
+"""A checkpoint's ``config.json``, reduced to what the engine computes with.
 
 Both spellings are read: transformers 4 (``rope_theta``, ``rope_scaling``, ``torch_dtype``) and transformers 5
 (``rope_parameters``, ``dtype``). Missing fields take the defaults of the architecture's configuration in transformers.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # reading a configuration must not cost a process the whole o
     import torch
 
 MODEL_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
-"""What is fetched from the hub: configuration, weights, tokenizer and chat template."""
+"""Files fetched from the hub: configuration, weights, tokenizer and chat template."""
 
 POSITION_OFFSET = 2
 """The rows that OPT's table of positions begins with and that no position uses."""
@@ -41,8 +41,8 @@ class ModelConfig:
         activation: ``silu`` is gated, ``down(silu(gate) * up)``; the others plain, ``down(act(up))``.
         rotary: None if positions are learned embeddings.
         sliding_windows: By layer. With a window ``w`` position ``q`` attends to ``q - w < k <= q``.
-        qk_norm: Whether each head of queries and keys goes through an RMS norm before it is turned.
-        checkpoint_dtype: What the weights are stored in.
+        qk_norm: Whether each head of queries and keys goes through an RMS norm before the rotary embedding.
+        checkpoint_dtype: The dtype of the stored weights.
         eos_token_ids: Tokens that end an output; may be empty.
         architecture: A key of ``ARCHITECTURES``.
         qkv_bias: Whether queries, keys and values have biases.
@@ -136,10 +136,10 @@ def resolve_model_dir(name_or_path: str, *, weights: bool = True) -> Path:
     """The directory of a model: an existing one as it is, else a hub id, downloaded or found in the hub's cache.
 
     Args:
-        weights: Whether they are needed; of a hub id all else is small.
+        weights: Whether the weights are needed; the other files of a hub id are small.
 
     Raises:
-        InvalidValueError: neither a directory nor a model that can be had from the hub.
+        InvalidValueError: Neither a directory nor a model that the hub provides.
     """
     path = Path(name_or_path).expanduser()
     if path.is_dir():
@@ -195,7 +195,7 @@ def _read(config: Fields, name: str, generation: dict[str, Any]) -> ModelConfig:
 
 
 def _check_fixed(config: Fields, architecture: Architecture) -> None:
-    """Refuses what would have to be computed in another way."""
+    """Refuses fields that would change the computation."""
     if config["quantization_config"] is not None:
         raise config.error("quantization_config", "none (weights in a float type)")
     for name, value in architecture.fixed.items():

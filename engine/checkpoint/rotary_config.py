@@ -19,10 +19,10 @@ _FIELDS = {
     "longrope": _COMMON
     | {"factor", "short_factor", "long_factor", "attention_factor", "original_max_position_embeddings"},
 }
-"""What each kind is computed from; another field in its place is one that we do not know."""
+"""Fields that each kind is computed from; any other field is refused as unknown."""
 
 _LONGROPE_ALIASES = ("su", "yarn")
-"""What Phi-3 checkpoints have called longrope, as transformers reads them."""
+"""Older names of longrope in Phi-3 checkpoints, as transformers reads them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class LongScaling:
     """Each frequency is divided by a factor of its own, and the tables multiplied with ``attention_factor``.
 
     Only sequences of up to ``original_len`` tokens are described: a longer one is computed with other frequencies
-    from its first token on, so that the keys of a sequence which grows beyond would all have to be made anew.
+    from its first token on, so all keys of a sequence that grows beyond it would have to be computed again.
     """
 
     short_factors: tuple[float, ...]
@@ -60,7 +60,7 @@ class RotaryConfig:
     """The rotary embedding; its tables are made by ``engine.models.rotary``.
 
     Attributes:
-        rotary_dim: Even. So many values of a head, from its first, are turned, their halves against each other.
+        rotary_dim: Even number of values of a head, from its first, that are rotated, their halves against each other.
         theta: Base of the frequencies.
         scaling: How the frequencies are changed.
     """
@@ -71,7 +71,7 @@ class RotaryConfig:
 
     @property
     def max_len(self) -> int | None:
-        """The longest sequence, in tokens, that it is right for; None for any."""
+        """The longest sequence, in tokens, that it is defined for; None for any."""
         return self.scaling.original_len if isinstance(self.scaling, LongScaling) else None
 
 
@@ -81,7 +81,7 @@ def read_rotary(config: Fields, head_dim: int, kinds: Sequence[str], *, partial:
     Args:
         config: The whole configuration.
         kinds: The ``rope_type`` values that are computed for its architecture.
-        partial: Whether the architecture can leave a part of each head unturned.
+        partial: Whether the architecture can leave a part of each head unrotated.
 
     Raises:
         UnsupportedModelError: a kind or a field that is not computed.

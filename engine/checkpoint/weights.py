@@ -16,7 +16,7 @@ from core.errors import InvalidValueError
 from engine.checkpoint.model_config import POSITION_OFFSET, ModelConfig
 
 LARGE_MODEL_PARAMETERS = 500_000_000
-"""Above this, ``auto`` keeps the checkpoint's own dtype: twice the memory and time is too much for exactness."""
+"""Parameters above which ``auto`` keeps the checkpoint's own dtype: exactness would cost twice the memory and time."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -69,7 +69,7 @@ class LayerWeights:
     Attributes:
         qkv: ``[(heads + 2 * kv_heads) * head_dim, hidden]``: queries, then keys, then values.
         q_norm: ``[head_dim]``, of each head of the queries; None without.
-        k_norm: The same of the keys.
+        k_norm: The same for the keys.
         post_norm: Before the MLP.
         up: ``[2 * intermediate, hidden]``, gate, then up, where the MLP is gated; else ``[intermediate, hidden]``.
     """
@@ -140,7 +140,7 @@ def load_weights(model_dir: Path, config: ModelConfig, dtype: torch.dtype, devic
 
 
 def known_name(found: str, targets: Container[str], config: ModelConfig) -> str | None:
-    """Which of the tensors this one of a checkpoint is; None if it carries nothing.
+    """Which of the target tensors this tensor of a checkpoint is; None if it carries nothing.
 
     Raises:
         CheckpointError: a tensor that such a model does not have.
@@ -155,7 +155,7 @@ def known_name(found: str, targets: Container[str], config: ModelConfig) -> str 
 
 
 def check_complete(missing: Set[str], targets: Sized) -> None:
-    """Raises CheckpointError if there are some."""
+    """Raises CheckpointError if tensors are missing."""
     if missing:
         raise CheckpointError(min(missing), "nothing", f"a tensor ({len(missing)} of {len(targets)} are missing)")
 
@@ -180,11 +180,11 @@ class Allocation:
 
     Args:
         config: Its layers and their sizes are those to be made.
-        first_layer: What the checkpoint calls the first of them.
+        first_layer: Number of the first of them in the checkpoint.
 
     Attributes:
         targets: Where each tensor of the checkpoint goes: views into the fused tensors, by the checkpoint's names.
-        names: What the checkpoint calls its tensors.
+        names: The checkpoint's names of its tensors.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str, first_layer: int = 0) -> None:
@@ -267,7 +267,7 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """What a checkpoint calls its tensors; those of a layer without ``layers.N.``. Llama's unless given."""
+    """A checkpoint's names of its tensors; those of a layer without ``layers.N.``. Llama's by default."""
 
     model: str = "model"
     norm: str = "norm"
@@ -283,7 +283,7 @@ class TensorNames:
         return f"{self.model}.embed_tokens.weight"
 
     def layer(self, index: int) -> str:
-        """What the names of a layer's tensors begin with."""
+        """Prefix of the names of a layer's tensors."""
         return f"{self.model}.layers.{index}."
 
 

@@ -81,7 +81,7 @@ def load_device(
 
 
 def _free_bytes(config: ModelConfig, weights: ModelWeights, engine: EngineConfig) -> int:
-    """What weights and the largest step leave of the GPU's memory; that step's few KV blocks count as taken."""
+    """Bytes of the GPU that weights and the largest step leave free; that step's few KV blocks count as taken."""
     batch, sequences, num_blocks = largest_step(engine)
     dtype, size = weights.embedding.dtype, engine.kv_block_size
     pool = KVPool(config, num_blocks=num_blocks, block_size=size, dtype=dtype, device=engine.device)

@@ -1,4 +1,4 @@
-"""What a worker computes on, real or emulated."""
+"""The device that a worker computes on, real or emulated."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from engine.worker import Copier, Runner
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The parts of a worker that know what computes, and the sizes of its pools.
+    """The parts of a worker that depend on the device, and the sizes of its pools.
 
     Attributes:
         context_len: Tokens a sequence may reach if the KV pool holds them.
-        token_bytes: Of the KV of one token.
+        token_bytes: Bytes of the KV of one token.
         num_blocks: KV blocks of the pool.
-        num_host_blocks: Those of the host pool; 0 if there is none.
-        copier: Between the two pools; None if there is no host pool.
+        num_host_blocks: KV blocks of the host pool; 0 if there is none.
+        copier: Copies between the two pools; None if there is no host pool.
     """
 
     runner: Runner
@@ -33,8 +33,8 @@ def num_pool_blocks(engine: EngineConfig, token_bytes: int, context_len: int, fr
     """Blocks of the KV pool.
 
     Args:
-        token_bytes: Of the KV of one token.
-        free_bytes: What ``auto`` takes at most; None for no bound.
+        token_bytes: Bytes of the KV of one token.
+        free_bytes: Bytes that ``auto`` takes at most; None for no bound.
 
     Raises:
         ConfigError: there is room for none.
@@ -55,8 +55,8 @@ def num_host_pool_blocks(engine: EngineConfig, token_bytes: int, auto_blocks: in
     """Blocks of the host pool; 0 for none.
 
     Args:
-        auto_blocks: What ``auto`` takes ...
-        free_bytes: ... if it is in so many bytes; None for no bound.
+        auto_blocks: Blocks that ``auto`` takes, if they fit ``free_bytes``.
+        free_bytes: Bytes that ``auto`` may take at most; None for no bound.
 
     Raises:
         ConfigError: there is room for none where one is asked for.

@@ -22,10 +22,10 @@ from estimator.samples import step_work
 from kvcache import KVCopy, StepBatch, StepItem
 
 LEAST_SHARE = 0.5
-"""Of its time that a step takes at least, however late the host is ..."""
+"""Least share of its time that a step takes, however late the host is."""
 
 MAX_LATE_S = 1.0
-"""... and what is later than this was not busy but held up: it is not made good."""
+"""A host that is later than this was not busy but held up; that delay is not made up for."""
 
 _MASK = 2**64 - 1
 
@@ -50,7 +50,7 @@ class Pace:
 
 
 class EmulatedRunner:
-    """Steps that last as long as they cost.
+    """Steps that last as long as their predicted cost.
 
     While there is work, a step begins when the one before it was to end, not when the host has got round to it: what
     the bookkeeping took, by how much a sleep was too long and how long others had the processor do not add up, as on a
@@ -58,7 +58,7 @@ class EmulatedRunner:
     each of which takes ``LEAST_SHARE`` of its time at least.
 
     Args:
-        token_ids: What outputs are made of.
+        token_ids: The tokens that outputs are made of.
     """
 
     def __init__(self, cost: StepCost, token_ids: list[int], pace: Pace | None = None) -> None:
@@ -70,11 +70,11 @@ class EmulatedRunner:
     num_ooms = 0
 
     def fault(self, error: Exception) -> StepFault:
-        """There is no device that could be lost."""
+        """An emulated device cannot be lost."""
         return StepFault.UNKNOWN
 
     def begin(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> None:
-        """Nothing is to be done ahead: there is one step at a time."""
+        """Does nothing: there is one step at a time."""
 
     def execute(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> list[int | None]:
         """A made-up token for each item that samples, when the step is over."""
@@ -89,7 +89,7 @@ class EmulatedRunner:
         return LoggedTokens(tokens, logprobs) if logprobs else tokens
 
     def rest(self) -> None:
-        """There is nothing to run: the next step begins when it comes."""
+        """Books that no step can run: the next step begins when it comes."""
         self._free_at = -math.inf
 
     def _token(self, sequence: Sequence) -> int:
@@ -97,7 +97,7 @@ class EmulatedRunner:
 
 
 def token_hash(request: Request, index: int) -> int:
-    """What the output token of this index follows from: the prompt's token in its place, and the seed unless greedy.
+    """The origin of the output token of this index: the prompt's token in its place, and the seed unless greedy.
 
     Nothing else: no batch, attempt or replica changes an answer. Two prompts of one length that differ in some tokens
     have answers that differ in as many places.
@@ -117,7 +117,7 @@ def _mix(x: int) -> int:
 
 
 def _logprobs(batch: StepBatch, tokens: list[int | None], sequences: Mapping[str, Sequence]) -> dict[int, ItemLogprobs]:
-    """What clients want to know about tokens, by index of the item: each was certain."""
+    """Log probabilities that clients ask for, by index of the item: each token was certain."""
     found = {}
     for i, (item, token) in enumerate(zip(batch.items, tokens, strict=True)):
         sequence = sequences[item.request_id]
@@ -128,7 +128,7 @@ def _logprobs(batch: StepBatch, tokens: list[int | None], sequences: Mapping[str
 
 
 def _prompt_logprobs(item: StepItem, sequence: Sequence) -> list[TokenLogprobs]:
-    """Of the prompt's tokens that this item makes known, if somebody waits for them."""
+    """Log probabilities of the prompt's tokens that this item computes, if its client asked for them."""
     if sequence.prompt_logprobs is None:
         return []
     first = 1 + len(sequence.prompt_logprobs)  # nothing says how likely the first of all is

@@ -14,7 +14,7 @@ from estimator.device_profile import DeviceProfile, find_device_profile
 
 
 def emulate_device(config: ModelConfig, tokenizer: Tokenizer, engine: EngineConfig, *, swaps: bool = False) -> Device:
-    """A device that takes as long as its profile says. Only vocabulary and context are the model's.
+    """A device whose work takes as long as its profile says. It uses only vocabulary and context of the model.
 
     Args:
         swaps: Whether there is use for a host pool.
@@ -23,7 +23,8 @@ def emulate_device(config: ModelConfig, tokenizer: Tokenizer, engine: EngineConf
         InvalidValueError: there is no such profile, or it does not say what is needed; names the field.
     """
     profile = find_device_profile(engine.profile)
-    context_len = engine.max_model_len or config.max_position_embeddings  # nothing has positions: any length is right
+    # An emulated model has no positions: any length works.
+    context_len = engine.max_model_len or config.max_position_embeddings
     num_blocks = num_pool_blocks(engine, profile.kv_bytes, context_len, profile.kv_memory or None)
     auto_blocks = num_blocks if swaps and profile.copy_bandwidth else 0
     num_host_blocks = num_host_pool_blocks(engine, profile.kv_bytes, auto_blocks, None)
@@ -33,7 +34,7 @@ def emulate_device(config: ModelConfig, tokenizer: Tokenizer, engine: EngineConf
 
 
 def text_token_ids(config: ModelConfig, tokenizer: Tokenizer) -> list[int]:
-    """The tokens that are text and end nothing.
+    """The tokens that are text and do not end an output.
 
     Raises:
         InvalidValueError: there are none.

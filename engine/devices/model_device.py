@@ -64,5 +64,5 @@ def load_device(
 
 
 def available_bytes() -> int:
-    """Of the machine's memory."""
+    """Bytes of the machine's memory that are available."""
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

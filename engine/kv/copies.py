@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 
 
 class Copies:
-    """What a copier has begun and not yet been asked about. All but the callback belongs to one thread."""
+    """Copies that have begun and whose ends have not been collected. All but the callback belongs to one thread."""
 
     def __init__(self) -> None:
         self._in_flight: dict[int, Future[None]] = {}
@@ -21,7 +21,7 @@ class Copies:
         self._on_done = callback
 
     def submit(self, copy_id: int, thread: Executor, work: Callable[[], None]) -> None:
-        """Lets a thread carry one out."""
+        """Starts a copy in a thread."""
         future = self._in_flight[copy_id] = thread.submit(work)
         future.add_done_callback(lambda _: self._on_done())
 

@@ -15,7 +15,7 @@ from kvcache import KVCopy
 class KVCopier(Copies):
     """One thread that carries out copies in the order in which they are begun.
 
-    Nobody else writes a source or touches a target while its copy is in flight: the executor sees to that.
+    The executor ensures that no step writes a source or touches a target while its copy is in flight.
     """
 
     def __init__(self, device: KVPool, host: KVPool) -> None:

@@ -1,4 +1,4 @@
-"""The memory that keys and values live in, cut into blocks; who holds which block is ``kvcache``'s business."""
+"""The memory of keys and values, cut into blocks; ``kvcache`` decides which sequence holds which block."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class KVPool:
         """Zeroes blocks (int64 ``[n]``) in every layer.
 
         Attention reads whole blocks and masks what lies beyond a sequence's end, but 0 * NaN is NaN: rubbish
-        left behind by another sequence must not be there.
+        that another sequence has left must not be there.
         """
         self._by_block.index_fill_(2, block_ids, 0)
 
@@ -65,23 +65,23 @@ class KVPool:
 
     @property
     def block_shape(self) -> tuple[int, int, int]:
-        """Of a block that has been put together: keys and values, layers, elements of the block in a layer."""
+        """Shape of a contiguous block: keys and values, layers, elements of the block in a layer."""
         kinds, num_layers, _, num_elements = self._by_block.shape
         return kinds, num_layers, num_elements
 
     def read_blocks(self, block_ids: Sequence[int], out: Tensor) -> None:
-        """Puts blocks together, each of them in one piece, in ``out`` (``[blocks, *block_shape]``).
+        """Gathers blocks into ``out`` (``[blocks, *block_shape]``), each of them contiguous.
 
         In one call: block by block, a large pool, which 32 bits do not index, would be read layer by layer.
         """
         torch.index_select(self._by_block, 2, self._indices(block_ids), out=out.permute(1, 2, 0, 3))
 
     def write_blocks(self, block_ids: Sequence[int], blocks: Tensor) -> None:
-        """Writes blocks that ``read_blocks`` has put together."""
+        """Writes blocks that ``read_blocks`` has gathered."""
         self._by_block.index_copy_(2, self._indices(block_ids), blocks.permute(1, 2, 0, 3))
 
     def _indices(self, block_ids: Sequence[int]) -> Tensor:
-        """On the device; the host does not wait for it."""
+        """Indices on the device; the host does not wait for the copy."""
         pinned = self.device.type == "cuda"
         ids = torch.tensor(block_ids, dtype=torch.int64, pin_memory=pinned)
         return ids.to(self.device, non_blocking=True)

@@ -15,7 +15,7 @@ from engine.kv.kv_pool import KVPool
 from kvcache import KVCopy
 
 STAGING_BYTES = 64 * 2**20
-"""Of the device's memory, through which blocks go; but at least one block."""
+"""Most bytes of the device's staging buffer for copies; it holds at least one block."""
 
 
 class Stream(Protocol):
@@ -26,7 +26,7 @@ class Stream(Protocol):
 
 
 class HostBlocks:
-    """Blocks in host memory, each in one piece: on the device a block lies in as many pieces as there are layers.
+    """Blocks in host memory, each contiguous: on the device a block is split over as many places as there are layers.
 
     Attributes:
         data: ``[num_blocks, 2, layers, elements of a block in a layer]``, in the dtype of the pool.
@@ -39,8 +39,8 @@ class HostBlocks:
 class StreamCopier(Copies):
     """Copies in the order in which they are begun; a thread only waits for their ends.
 
-    Nobody else writes a source or touches a target while its copy is in flight: the executor sees to that. What a copy
-    reads or overwrites may still be in use by a step that was launched before it, so it runs after that.
+    The executor ensures that no step writes a source or touches a target while its copy is in flight. A step that was
+    launched before a copy may still use what the copy reads or overwrites, so the copy runs after that step.
     """
 
     def __init__(self, device: KVPool, host: HostBlocks, stream: Stream) -> None:
@@ -55,7 +55,7 @@ class StreamCopier(Copies):
 
     @torch.inference_mode()
     def begin(self, copy: KVCopy) -> None:
-        """Launches a copy. One that cannot be launched has failed, which is told as of any other."""
+        """Launches a copy. If the launch fails, the copy is reported as failed, like any other."""
         with self._stream.after_steps():
             try:
                 self._launch(copy)

@@ -1,4 +1,4 @@
-"""What lies between matrix products and attention, in one kernel each (Triton): RMSNorm, rotary embedding, gated SiLU.
+"""The operations between matrix products and attention, one Triton kernel each: RMSNorm, rotary embedding, gated SiLU.
 
 A recorded decode step is a chain of hundreds of kernels, and each takes 2 microseconds or so however little it
 computes: at batch 1 torch's operations would cost a quarter of the time in which a 7B model's weights are read.

@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.checkpoint.weights import LayerWeights, Linear, ModelWeights, PackedLinear
 
 GROUP = 128
-"""Neighbours in a row that share a scale; a row of another length is one group."""
+"""Neighbours in a row that share a scale; a row whose length is not a multiple is one group."""
 
 _LARGEST = 7
 

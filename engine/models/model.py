@@ -31,7 +31,7 @@ class DecoderModel:
 
     Args:
         max_len: Longest sequence to be run, in tokens; the rotary tables are made for it.
-        compiled: Let torch compile what lies between two attentions, once for all layers.
+        compiled: Let torch compile the operations between two attentions, once for all layers.
     """
 
     def __init__(self, config: ModelConfig, weights: ModelWeights, max_len: int, *, compiled: bool = False) -> None:
@@ -60,7 +60,7 @@ def embed(layout: StepLayout, embedding: Tensor, positions: Tensor | None) -> Te
 
 
 def output_logits(rows: Tensor, config: ModelConfig, norm: Norm | None, lm_head: Tensor) -> Tensor:
-    """Of rows behind the last layer, float32 ``[R, outputs of lm_head]``."""
+    """Logits of rows behind the last layer, float32 ``[R, outputs of lm_head]``."""
     if norm is not None:
         rows = _norm(rows, norm, config)
     return F.linear(rows, lm_head).float()
@@ -69,7 +69,7 @@ def output_logits(rows: Tensor, config: ModelConfig, norm: Norm | None, lm_head:
 def make_layers(
     config: ModelConfig, layers: Sequence[LayerWeights], max_len: int, like: Tensor, *, compiled: bool
 ) -> DecoderLayers:
-    """Those of a whole model, as they are quickest where ``like`` is; see ``DecoderLayers``."""
+    """Layers of a whole model, in the fastest implementation for the device of ``like``; see ``DecoderLayers``."""
     if like.device.type == "cuda" and not compiled:
         from engine.models.fused_layers import (  # needs Triton, which torch brings where it has CUDA
             FusedLayers,
@@ -92,8 +92,8 @@ class DecoderLayers:
         config: Its heads, windows and sizes are those of ``layers``.
         max_len, compiled: As of ``DecoderModel``.
         like: Anything in the dtype and on the device of the weights.
-        add_up: What attention and MLP give to the residual stream, from this rank's part of it. A model that is whole
-            has it already.
+        add_up: Sums this rank's part of what attention and MLP add to the residual stream with the parts of the others.
+            A whole model needs no sum.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class DecoderLayers:
         return self._head_norms(qkv[:, : num_heads + kv_heads], layer), qkv[:, num_heads + kv_heads :]
 
     def _rest_of_layer(self, layer: LayerWeights, hidden: Tensor, attended: Tensor) -> Tensor:
-        """What a layer adds once attention is known; ``hidden`` is changed."""
+        """Adds the rest of a layer once attention is known; ``hidden`` is changed."""
         hidden += self._add_up(linear(attended, layer.out))
         hidden += self._add_up(self._mlp(layer, _norm(hidden, layer.post_norm, self.config)))
         return hidden
@@ -176,7 +176,7 @@ def _norm(hidden: Tensor, norm: Norm, config: ModelConfig) -> Tensor:
 
 
 def _tables(config: RotaryConfig | None, max_len: int, like: Tensor) -> Rotation | None:
-    """In dtype and on the device of ``like``.
+    """The rotary tables in the dtype and on the device of ``like``.
 
     The first half of the sines carries the minus sign of ``rotate_half``: rotating needs only a swap of halves.
     """

@@ -19,7 +19,7 @@ class NativeStep:
     Attributes:
         rows: int64 ``[3, T]``: token ids, positions, slots of the pool.
         lengths: int32 ``[items, 2]``: tokens computed, and tokens of the sequence with them.
-        tables: int32 ``[items, width]``: blocks of the sequence, then anything.
+        tables: int32 ``[items, width]``: blocks of the sequence; the rest is arbitrary.
         sample_rows: int64 ``[R]``, ascending.
     """
 
@@ -39,7 +39,7 @@ def build_native_step(
     """The arrays of a step, its items in ``order`` (from ``order_items``).
 
     Args:
-        more_rows: Rows whose logits are wanted beside those that sample.
+        more_rows: Further rows whose logits are wanted, beside those that sample.
 
     Raises:
         IntegrityError: an item asks for tokens or blocks that are not there.

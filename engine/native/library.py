@@ -27,12 +27,12 @@ _BUILD_TIMEOUT_S = 300
 
 
 class NativeUnavailable(FarsightError):
-    """There is no compiled step on this machine; says why."""
+    """This machine has no compiled step; the message says why."""
 
 
 @cache
 def load_library() -> ctypes.CDLL:
-    """The compiled step, built if need be.
+    """The compiled step, built if necessary.
 
     Raises:
         NativeUnavailable: no compiler, or it fails.
@@ -50,13 +50,13 @@ def load_library() -> ctypes.CDLL:
 
 
 def cache_dir() -> Path:
-    """Where built libraries are kept; ``FARSIGHT_CACHE`` says otherwise."""
+    """Directory of built libraries; ``FARSIGHT_CACHE`` overrides it."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("FARSIGHT_CACHE") or Path(base) / "farsight")
 
 
 def _fingerprint(compiler: str) -> str:
-    """Of the sources, the compiler and the processor."""
+    """Hash of the sources, the compiler and the processor."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
     parts = [version, " ".join(_FLAGS).encode(), _processor().encode()]
     parts += [path.read_bytes() for path in sorted([*_HERE.glob("*.h"), _SOURCE])]
@@ -64,7 +64,7 @@ def _fingerprint(compiler: str) -> str:
 
 
 def _processor() -> str:
-    """What decides which instructions there are."""
+    """Text that identifies the processor's instruction set."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -88,7 +88,7 @@ def _build(compiler: str, path: Path) -> None:
 
 
 def _compile(compiler: str, built: Path, more: list[str]) -> str | None:
-    """What went wrong, if anything."""
+    """Why the compiler failed; empty if it did not."""
     command = [compiler, *_FLAGS, *more, "-shared", "-fPIC", str(_SOURCE), "-o", str(built)]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S, check=False)

@@ -81,7 +81,7 @@ def native_problem(config: ModelConfig, dtype: torch.dtype, block_size: int) -> 
 
 
 class NativeModel:
-    """A model packed for the compiled step. Not for two threads at once.
+    """A model packed for the compiled step. Only one thread at a time may use it.
 
     The pool's blocks keep their size, but not their inner layout (``attention.h``): the pool belongs to this model.
 
@@ -113,11 +113,11 @@ class NativeModel:
         """Runs a step: writes its keys and values into the pool.
 
         Returns:
-            Logits of the sampled rows, float32 ``[R, vocab]``, and what ``engine.sampling.sampler.likeliest`` gives
-            of them; both are overwritten by the next step.
+            Logits of the sampled rows, float32 ``[R, vocab]``, and ``engine.sampling.sampler.likeliest`` of them; the
+            next step overwrites both.
 
         Raises:
-            IntegrityError: a token or a position that the model does not have: it would be read beyond its tables.
+            IntegrityError: The model lacks a token or a position: the step would read beyond its tables.
         """
         self._check(step)
         num_samples = len(step.sample_rows)

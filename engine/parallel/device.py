@@ -32,7 +32,7 @@ from engine.step_fault import lost_on
 from engine.steps.careful_steps import CarefulSteps, Counts
 
 GATHER_TIMEOUT_S = 120.0
-"""For all processes of a replica to come up."""
+"""Seconds for all processes of a replica to come up."""
 
 
 def load_parallel_device(
@@ -51,7 +51,7 @@ def load_parallel_device(
     Args:
         num_replicas: Replicas that share this machine's cores and memory where a setting is automatic.
         swaps: Whether there is use for a host pool.
-        counts: Of the executor whose steps the device is to run.
+        counts: ``PlanExecutor.counts`` of the executor whose steps the device runs.
 
     Raises:
         InvalidValueError: the model or a setting cannot be used; names the field.
@@ -108,7 +108,7 @@ def load_parallel_device(
 
 
 def _size_pools(config: ModelConfig, setup: RankSetup, free: int, *, swaps: bool) -> RankPools:
-    """As many blocks on every rank as fit where they are largest, in ``free`` bytes where nothing else is said."""
+    """Number of blocks that fit every rank, in ``free`` bytes by default."""
     engine, dtype = setup.engine, getattr(torch, setup.dtype)
     parts = [Part(config, setup.mesh, rank).config for rank in range(setup.mesh.size)]
     token_bytes = max(part.kv_bytes_per_token(dtype) for part in parts)
@@ -126,7 +126,7 @@ def _check_loaded(links: list[Link]) -> None:
     """Lets the ranks connect to each other once each has loaded its part.
 
     Raises:
-        CheckpointError: one could not.
+        CheckpointError: A rank could not load its part.
     """
     for rank, link in enumerate(links, 1):
         error = RankLoaded(**json.loads(link.receive())).error
@@ -144,7 +144,7 @@ def _measured(links: list[Link]) -> list[int]:
 def _listen(
     links: list[Link], reports: StepReports, copier: ParallelCopier | None, on_lost: Callable[[RankLost], object]
 ) -> None:
-    """Hears of steps and copies, and of the end of a rank, which is the end of all."""
+    """Receives the ends of steps and copies, and of ranks; the end of one rank ends all."""
     with selectors.DefaultSelector() as selector:
         for rank, link in enumerate(links, 1):
             selector.register(link.fileno(), selectors.EVENT_READ, (rank, link))

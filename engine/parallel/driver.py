@@ -1,4 +1,4 @@
-"""Rank 0: the one that decides. What it begins, every rank begins; what it waits for, every rank has done."""
+"""Rank 0, which decides. Every rank begins what rank 0 begins; rank 0 waits until every rank has done it."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from kvcache import KVCopy, StepBatch
 
 
 class StepReports:
-    """What the other ranks say of their parts of steps, each in the order in which the steps have begun.
+    """Reports of the other ranks on their parts of steps, in the order in which the steps began.
 
     Args:
-        num_ranks: The others.
+        num_ranks: Number of the other ranks.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -39,22 +39,22 @@ class StepReports:
         self._lost = False
 
     def hear(self, rank: int, report: Finished) -> None:
-        """Rank 1, 2 ... has ended its part of a step; from the thread that listens to the ranks."""
+        """Books that rank 1, 2 ... has ended its part of a step; called by the thread that listens to the ranks."""
         with self._changed:
             self._heard[rank - 1].append(report)
             self._changed.notify_all()
 
     def rank_lost(self) -> None:
-        """One is gone; from the same thread."""
+        """Books that a rank is gone; called by the same thread."""
         with self._changed:
             self._lost = True
             self._changed.notify_all()
 
     def take(self) -> list[Finished]:
-        """Of the earliest step, from rank 1 on, when all have ended it.
+        """Waits until all ranks have ended the earliest step; returns its reports, from rank 1 on.
 
         Raises:
-            RankLost: one never will.
+            RankLost: A rank is gone, so it never ends the step.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._lost or all(self._heard))
@@ -66,13 +66,13 @@ class StepReports:
 class Lead:
     """Begins steps and copies on every rank, in one order.
 
-    What the other ranks have been told they do in that order; rank 0 itself must not begin a copy before it has
-    computed the steps that were begun earlier, for their sequences may have gone and left their blocks to it.
+    The other ranks carry out orders in that order. Rank 0 itself must not begin a copy before it has computed the
+    steps that began earlier: their sequences may have gone and left their blocks to the copy.
 
     Args:
-        links: To ranks 1, 2 ...
-        copier: Of rank 0's own pools; None without a host pool.
-        reports: Where what comes over the links about steps is heard.
+        links: Connections to ranks 1, 2 ...
+        copier: Copier of rank 0's own pools; None without a host pool.
+        reports: Collects the reports on steps that come over the links.
     """
 
     def __init__(self, links: list[Link], stage: Stage, copier: Copier | None, reports: StepReports) -> None:
@@ -80,8 +80,8 @@ class Lead:
         self._stage = stage
         self._copier = copier
         self._reports = reports
-        self._waiting: deque[StepOrder | KVCopy] = deque()  # of rank 0's own share
-        self._finished: dict[int, tuple[StepOrder, Tensor | Exception]] = {}  # by the id of the order, which lives here
+        self._waiting: deque[StepOrder | KVCopy] = deque()  # orders for rank 0's own share
+        self._finished: dict[int, tuple[StepOrder, Tensor | Exception]] = {}  # by the order's id
 
     def begin_step(self, order: StepOrder) -> None:
         """Raises RankLost if a rank is gone."""
@@ -90,12 +90,12 @@ class Lead:
         self._waiting.append(order)
 
     def finish_step(self, order: StepOrder) -> Tensor:
-        """The logits of a step that has begun. Those before it are finished first, and can be asked for later.
+        """The logits of a step that has begun. Finishes the steps before it first; their logits can be read later.
 
         Raises:
             torch.OutOfMemoryError: a rank had no memory for its part; the ranks are in step.
             RuntimeError: a rank could not compute its part for another reason; likewise.
-            RankLost: whatever else went wrong here or elsewhere: they are not any more.
+            RankLost: Any other failure, here or on another rank: the ranks are no longer in step.
         """
         while id(order) not in self._finished:
             self._finish_next()
@@ -135,7 +135,7 @@ class Lead:
 
 
 def _error(reports: list[Finished]) -> Exception | None:
-    """What there is to say of a step that has come to nothing; ``reports`` from rank 0 on."""
+    """The error of a failed step; ``reports`` from rank 0 on."""
     failed = {rank: report for rank, report in enumerate(reports) if report.failure}
     if not failed:
         return None
@@ -149,7 +149,7 @@ class ParallelBackend:
     """A ``StepBackend`` whose steps have begun before they are run.
 
     Attributes:
-        next_order: The step that is run next: what ``begin`` gave for it.
+        next_order: The order of the step that runs next, from ``begin``.
     """
 
     def __init__(self, lead: Lead, block_size: int, vocab_size: int) -> None:
@@ -161,7 +161,7 @@ class ParallelBackend:
     def begin(
         self, batch: StepBatch, order: list[int], sequences: Mapping[str, Sequence], more_rows: list[int]
     ) -> StepOrder:
-        """Lets every rank begin. Nothing has begun if it raises IntegrityError."""
+        """Begins a step on every rank. If it raises IntegrityError, the step has not begun."""
         items = [batch.items[i] for i in order]
         rows = fill_rows(items, sequences, self._block_size)
         check_row_tokens(rows, self._vocab_size)
@@ -176,16 +176,16 @@ class ParallelBackend:
         sequences: Mapping[str, Sequence],
         more_rows: list[int] | None = None,
     ) -> StepLogits:
-        """See ``StepBackend.run``; of ``next_order``, which is this step."""
+        """See ``StepBackend.run``; ``next_order`` is this step."""
         assert self.next_order is not None, "a step begins before it is run"
         return StepLogits(self._lead.finish_step(self.next_order), None)
 
 
 class _Begun(NamedTuple):
-    """A step of the executor's that is to be executed.
+    """A step of the executor that waits to be executed.
 
     Attributes:
-        sequences: Its own; the worker may have forgotten them when it is executed.
+        sequences: Its sequences; the worker may have forgotten them when the step is executed.
         order: None if it is too large to be computed in one go.
     """
 
@@ -197,13 +197,13 @@ class _Begun(NamedTuple):
 class ParallelRunner(ModelRunner):
     """Runs steps on every rank; several may have begun.
 
-    A step that a rank had no memory for, and from then on one that is as large, is computed in parts, each on all ranks
-    from beginning to end. Steps that have begun meanwhile are finished before, so what they hold must be left alone:
-    of the step in parts only those sequences are computed that still ``counts``.
+    A step that a rank had no memory for, and later steps of that size, are computed in parts, each on all ranks from
+    beginning to end. Steps that have begun meanwhile are finished first, so their blocks must stay untouched: of the
+    step in parts, only sequences for which ``counts`` still holds are computed.
 
     Args:
-        pool: Rank 0's.
-        careful: Whose parts these are.
+        pool: Rank 0's KV pool.
+        careful: Cuts steps into parts.
         counts: ``PlanExecutor.counts``.
         is_lost: As in ``ModelRunner``, of rank 0's device. A rank whose device is lost ends by itself, and all with it.
     """
@@ -225,7 +225,7 @@ class ParallelRunner(ModelRunner):
         self._begun: deque[_Begun] = deque()
 
     def begin(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> None:
-        """Lets every rank begin a step. Its sequences may be forgotten before it is executed."""
+        """Begins a step on every rank. Its sequences may be forgotten before it is executed."""
         own = {item.request_id: sequences[item.request_id] for item in (*batch.items, *batch.padding.items)}
         order = self._begin(batch, own) if self.careful.fits(batch) else None
         self._begun.append(_Begun(batch, own, order))
@@ -238,7 +238,7 @@ class ParallelRunner(ModelRunner):
         return self._ranks.begin(padded, order, shown, more)
 
     def execute(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> list[int | None]:
-        """See ``ModelRunner.execute``; of the step that began first, which this must be."""
+        """See ``ModelRunner.execute``; this must be the step that began first."""
         begun, own, order = self._begun.popleft()
 
         def run(part: StepBatch) -> list[int | None]:
@@ -254,7 +254,7 @@ class ParallelRunner(ModelRunner):
 
 
 class ParallelCopier:
-    """A ``Copier`` whose copies are over when every rank has ended its part; they have failed if one has failed."""
+    """A ``Copier`` whose copies end when every rank has ended its part; a copy fails if one part fails."""
 
     def __init__(self, lead: Lead, own: Copier) -> None:
         self._lead = lead
@@ -290,7 +290,7 @@ class ParallelCopier:
         """Returns when one of the copies in flight has ended; at once if there are none.
 
         Raises:
-            RankLost: one will never end.
+            RankLost: A copy will never end.
         """
         with self._changed:
             self._collect()
@@ -301,13 +301,13 @@ class ParallelCopier:
                 self._collect()
 
     def rank_done(self, report: Copied) -> None:
-        """Another rank has ended its part of a copy; from the thread that listens to the ranks."""
+        """Books that another rank has ended its part of a copy; called by the thread that listens to the ranks."""
         with self._changed:
             self._end_part(report.copy_id, report.failed)
         self._on_done()
 
     def rank_lost(self) -> None:
-        """One is gone; from the same thread."""
+        """Books that a rank is gone; called by the same thread."""
         with self._changed:
             self._lost = True
             self._changed.notify_all()

@@ -1,8 +1,8 @@
-"""What a rank gives and takes while it computes a step, in memory that is set aside.
+"""The data that ranks exchange in a step, in memory that is set aside.
 
-Which sums, activations and logits the ranks exchange in a step follows from its order alone. So a rank that cannot
-compute its part, for it has no memory left, does not leave the others waiting: it takes part in every exchange that is
-still to come, with zeros from here, and says afterwards that the step has come to nothing.
+A step's order alone determines which sums, activations and logits the ranks exchange. So a rank that has no memory for
+its part does not leave the others waiting: it takes part in every remaining exchange with zeros from here, and reports
+afterwards that the step failed.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from engine.parallel.group import Arrival, RankGroup
 from engine.parallel.mesh import Part
 
 _SUMS_PER_LAYER = 2
-"""Attention and MLP (``engine.models.model.DecoderLayers``)."""
+"""Sums of a layer: attention and MLP (``engine.models.model.DecoderLayers``)."""
 
 
 class Exchange:
     """The exchanges of one step after the other.
 
-    Zeros and not anything: what the others make of them lands in blocks whose unused slots are multiplied with 0.
+    The zeros matter: the others' results land in blocks whose unused slots are multiplied with 0.
 
     Args:
-        dtype: Of activations.
+        dtype: Dtype of the activations.
     """
 
     def __init__(self, group: RankGroup, part: Part, engine: EngineConfig, dtype: torch.dtype) -> None:
@@ -46,13 +46,13 @@ class Exchange:
         """Activations from the stage before, in the order in which it sends; ``blank`` if they are of no use here.
 
         Raises:
-            torch.OutOfMemoryError: there is no room for them; nothing is on its way then.
+            torch.OutOfMemoryError: There is no room for them; then no transfer has started.
         """
         buffer = self._zeros(num_rows) if blank else self._blank.new_empty(num_rows, self._blank.shape[1])
         return self._group.receive(buffer)
 
     def begin(self, num_rows: int) -> None:
-        """A step of so many rows is computed from here on."""
+        """Begins a step of so many rows."""
         self._num_rows = num_rows
         self._sums_left = self._num_sums
 
@@ -64,19 +64,19 @@ class Exchange:
         return partial
 
     def sit_out(self) -> None:
-        """Gives zeros to the sums that are left of the step."""
+        """Adds zeros to the remaining sums of the step."""
         while self._sums_left:
             self.add_up(self._zeros(self._num_rows))
 
     def send(self, hidden: Tensor | None) -> None:
-        """Activations to the next stage, zeros without them."""
+        """Sends activations to the next stage; zeros if there are none."""
         self._group.send(self._zeros(self._num_rows) if hidden is None else hidden)
 
     def gather(self, part: Tensor | None, num_rows: int, whole: Tensor | None) -> None:
-        """Puts the columns' logits side by side on rank 0: ``[num_rows, share]`` of each, anything without them.
+        """Gathers the columns' logits on rank 0: ``[num_rows, share]`` of each, arbitrary values if it has none.
 
         Args:
-            whole: Where to, on rank 0: float32 ``[num_rows, vocab]``; None if they are of no use.
+            whole: The target on rank 0, float32 ``[num_rows, vocab]``; None if the logits are not needed.
         """
         size = len(self._own)
         for first in range(0, num_rows, size):

@@ -1,4 +1,4 @@
-"""A rank that is told what to compute."""
+"""A rank that carries out rank 0's orders."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ from kvcache import KVCopy
 def follow(
     link: Link, ticket: Ticket, rank: int, on_ready: Callable[[], object], on_lost: Callable[[], object]
 ) -> None:
-    """Does what rank 0 says, as long as it lives. Never returns.
+    """Carries out rank 0's orders as long as rank 0 lives. Never returns.
 
     Args:
-        link: From ``join``, to where ``ticket`` says.
-        on_ready: Called when it has loaded its part, and waits for orders.
+        link: The connection from ``join``, to the address in ``ticket``.
+        on_ready: Called when this rank has loaded its part and waits for orders.
         on_lost: Called from another thread when rank 0 is gone: this thread may be waiting for activations then.
 
     Raises:
-        FarsightError: it cannot load its part, of which rank 0 hears.
+        FarsightError: It cannot load its part; rank 0 is told.
         RankLost: rank 0 is gone.
         WorkerBroken: the device of this rank is lost.
     """
@@ -94,12 +94,12 @@ class _Orders:
         self._is_lost = is_lost
         self._on_lost = on_lost
         self._arrived: SimpleQueue[StepOrder | KVCopy | None] = SimpleQueue()
-        self._sending = threading.RLock()  # a copy may be over before it has begun to be waited for
+        self._sending = threading.RLock()  # a copy may end before this thread waits for it
         if copier is not None:
             copier.when_done(self._report_copies)
 
     def carry_out(self) -> None:
-        """Raises RankLost in the end, or WorkerBroken."""
+        """Runs until it raises RankLost or WorkerBroken."""
         threading.Thread(target=self._read, name="orders", daemon=True).start()
         waiting: deque[StepOrder | KVCopy] = deque()
         while True:
@@ -131,7 +131,7 @@ class _Orders:
             self._copier.begin(copy)
 
     def _report_copies(self) -> None:
-        """From the copying thread."""
+        """Called by the copying thread."""
         assert self._copier is not None
         with self._sending:
             for copy_id, failed in self._copier.take_done():

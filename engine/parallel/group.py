@@ -1,6 +1,6 @@
-"""What moves between ranks while a step is computed: sums within a stage, activations from stage to stage.
+"""Transfers between ranks during a step: sums within a stage, activations from stage to stage.
 
-Whatever fails here raises RankLost.
+Every failure here raises RankLost.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from core.errors import RankLost
 from engine.parallel.mesh import Mesh
 
 _TIMEOUT_S = 600.0
-"""Of anything between ranks that live; of those that do not rank 0 hears sooner."""
+"""Timeout of an exchange between living ranks; rank 0 learns of a dead rank sooner."""
 
 _MAX_SENDS = 8
-"""Activations on their way to the next stage; a stage that is further ahead waits for it."""
+"""Most sends of activations in flight to the next stage; a stage that is further ahead waits."""
 
 
 @contextlib.contextmanager
 def _together() -> Iterator[None]:
-    """What fails between ranks, for whatever reason, leaves them out of step."""
+    """Turns any failure of an exchange into RankLost: it leaves the ranks out of step."""
     try:
         yield
     except Exception as error:
@@ -39,7 +39,7 @@ def _together() -> Iterator[None]:
 
 
 class Arrival:
-    """Activations that are on their way here. They have to be waited for, of use or not."""
+    """Activations in flight to this rank. The rank must wait for them even if it does not need them."""
 
     def __init__(self, buffer: Tensor, work: Any) -> None:
         self._buffer = buffer
@@ -49,15 +49,15 @@ class Arrival:
         if self._work is not None:
             with _together():
                 self._work.wait()
-            self._work = None  # to wait once more would be to wait for more
+            self._work = None  # a second wait would wait for further activations
         return self._buffer
 
 
 class RankGroup:
-    """The ranks of one replica as torch knows them; one a process.
+    """The ranks of one replica as a torch process group; one rank in each process.
 
     Args:
-        host, port: Where rank 0 keeps the ranks' addresses; of rank 0 ``listener`` is open there.
+        host, port: Address of the store that rank 0 keeps; on rank 0, ``listener`` is open there.
         device: gloo between processors, nccl between GPUs.
     """
 
@@ -99,7 +99,7 @@ class RankGroup:
         return mine
 
     def _connect(self) -> None:
-        """Speaks once in every way: what the backend takes for its connections it takes now, and not within a step."""
+        """Uses each kind of exchange once, so that the backend takes memory for its connections now, not in a step."""
         token = torch.zeros(1, device=self._device)
         shares = [torch.zeros_like(token) for _ in range(self._mesh.tensor)] if self._column == 0 else None
         if self._columns is not None:
@@ -116,12 +116,12 @@ class RankGroup:
             dist.all_reduce(partial, group=self._columns)
 
     def gather(self, share: Tensor, shares: list[Tensor] | None) -> None:
-        """What each column of this stage has, into ``shares``, which column 0 has."""
+        """Gathers the tensors of all columns of this stage into ``shares`` on column 0."""
         with _together():
             dist.gather(share, shares, dst=self._mesh.rank_at(self._stage, 0), group=self._columns)
 
     def send(self, hidden: Tensor) -> None:
-        """To the same column of the next stage; the next batch is computed meanwhile."""
+        """Sends to the same column of the next stage; this rank computes the next batch meanwhile."""
         with _together():
             while self._sends and (len(self._sends) >= _MAX_SENDS or self._sends[0][0].is_completed()):
                 self._sends.popleft()[0].wait()
@@ -129,15 +129,15 @@ class RankGroup:
         self._sends.append((work, hidden))
 
     def receive(self, buffer: Tensor) -> Arrival:
-        """From the stage before, in the order in which it sends."""
+        """Receives from the stage before, in the order in which it sends."""
         with _together():
             return Arrival(buffer, dist.irecv(buffer, self._mesh.rank_at(self._stage - 1, self._column)))
 
 
 def _listen_towards(host: str, port: int) -> None:
-    """Lets torch's backends use the network by which this process reaches rank 0, and no other, unless told which."""
+    """Lets torch's backends use only the network by which this process reaches rank 0, unless one is configured."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))  # sends nothing: it only chooses a way
+        probe.connect((host, port))  # sends nothing: it only selects a route
         address = probe.getsockname()[0]
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address == address for each in addresses):

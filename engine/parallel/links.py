@@ -1,7 +1,7 @@
-"""How rank 0 and the other ranks of a replica speak: one TCP connection each, closed with its process.
+"""Connections between rank 0 and the other ranks of a replica: one TCP connection each, closed with its process.
 
-Orders are small and go one way; what is large, the activations, goes through ``group``. An end of a connection is how
-either side learns that the other has died, whether it computes or idles.
+Orders are small and go one way; the large data, activations, goes through ``group``. The end of a connection tells
+either side that the other has died, whether it computes or idles.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Link:
         return self._connection.fileno()
 
     def close(self) -> None:
-        """Wakes whoever waits at either end."""
+        """Closes the connection, which wakes the threads that wait at either end."""
         with contextlib.suppress(OSError):  # the other side was first
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
@@ -69,7 +69,7 @@ def join(ticket: Ticket, rank: int) -> Link:
     """The connection of a rank to rank 0.
 
     Raises:
-        RankLost: nobody waits there.
+        RankLost: No rank 0 listens there.
     """
     try:
         connection = socket.create_connection((ticket.host, ticket.port), timeout=_HELLO_TIMEOUT_S)
@@ -93,10 +93,10 @@ class Gathering:
         self.ticket = Ticket(host, self._listener.getsockname()[1], secrets.token_hex(16))
 
     def wait(self, timeout_s: float) -> list[Link]:
-        """The connections to ranks 1, 2 ...; whoever does not know the key is turned away.
+        """Accepts the connections of ranks 1, 2 ...; a peer without the key is turned away.
 
         Raises:
-            RankLost: somebody has not come in time.
+            RankLost: A rank did not connect in time.
         """
         links: dict[int, Link] = {}
         deadline = time.monotonic() + timeout_s
@@ -109,18 +109,18 @@ class Gathering:
                     missing = sorted(set(range(1, self._size)) - set(links))
                     raise RankLost(f"ranks {missing} have not come within {timeout_s:.0f} s") from error
                 rank = self._greet(connection)
-                if rank in links:  # it has died and come back: what it had been told is lost
+                if rank in links:  # it has died and come back: its orders are lost
                     raise RankLost(f"rank {rank} has come twice")
                 if rank is not None:
                     links[rank] = Link(connection)
         return [links[rank] for rank in sorted(links)]
 
     def close(self) -> None:
-        """Waits for nobody any more."""
+        """Stops listening."""
         self._listener.close()
 
     def _greet(self, connection: socket.socket) -> int | None:
-        """Which rank it is; None for a stranger."""
+        """The peer's rank; None if it lacks the key."""
         connection.settimeout(_HELLO_TIMEOUT_S)
         try:
             key, rank = _HELLO.unpack(_read(connection, _HELLO.size))
@@ -138,8 +138,8 @@ class Ranks:
     """The other ranks of the replica that this process is rank 0 of.
 
     Attributes:
-        gathering: Where they come to.
-        on_lost: Called from a thread of its own when one has gone, whether anything runs or not.
+        gathering: Accepts their connections.
+        on_lost: Called from a separate thread when a rank has gone, whether a step runs or not.
     """
 
     mesh: Mesh

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 _END_TIMEOUT_S = 60.0
 
 RANK_MODULE = "engine.parallel"
-"""What a rank runs: ``python -m RANK_MODULE HOST PORT RANK PARENT``, the key on standard input."""
+"""The module that a rank runs: ``python -m RANK_MODULE HOST PORT RANK PARENT``, the key on standard input."""
 
 
 class LocalRanks:
@@ -28,7 +28,7 @@ class LocalRanks:
 
     Attributes:
         ranks: For ``build_worker``.
-        processes: The others, from rank 1 on.
+        processes: The other ranks, from rank 1 on.
     """
 
     def __init__(self, mesh: Mesh, module: str = RANK_MODULE) -> None:
@@ -44,7 +44,7 @@ class LocalRanks:
         command = [sys.executable, "-m", self._module, ticket.host, str(ticket.port), str(rank), str(os.getpid())]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=root)
         assert process.stdin is not None
-        process.stdin.write(ticket.key.encode())  # not an argument: those are for all to see
+        process.stdin.write(ticket.key.encode())  # not an argument: every user of the machine sees those
         process.stdin.close()
         return process
 
@@ -53,7 +53,7 @@ class LocalRanks:
             logger.error("%s", error)
 
     def close(self) -> None:
-        """Ends them and leaves torch's process group."""
+        """Ends the processes and leaves torch's process group."""
         import torch.distributed as dist
 
         self._closing = True

@@ -1,4 +1,4 @@
-"""How much memory a rank has for its KV pool."""
+"""Memory that a rank has for its KV pool."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from engine.steps.largest_step import largest_step
 
 
 def check_gpu(engine: EngineConfig) -> None:
-    """Raises ConfigError if this rank is to compute on a GPU and has none."""
+    """Raises ConfigError if this rank should compute on a GPU and has none."""
     if engine.device != "cuda":
         return
     from engine import cuda
@@ -33,7 +33,7 @@ def check_gpu(engine: EngineConfig) -> None:
 
 
 def recover_on(device: str) -> Callable[[], None]:
-    """What frees memory of a device that has run out of it, as far as that can be done."""
+    """A function that frees memory of a device that has run out of it, as far as possible."""
     if device != "cuda":
         return lambda: None
     from engine import cuda
@@ -42,9 +42,10 @@ def recover_on(device: str) -> Callable[[], None]:
 
 
 def free_bytes(part: Part, weights: StageWeights, engine: EngineConfig, num_sharers: int) -> int:
-    """What ``auto`` may take for this rank's KV pool.
+    """Bytes that ``auto`` may take for this rank's KV pool.
 
-    On a GPU what the weights and its part of the largest step leave of it; else its share of what the machine has free.
+    On a GPU: what the weights and the rank's part of the largest step leave. Else: its share of the machine's free
+        memory.
 
     Args:
         num_sharers: Ranks that this machine's memory is shared among.
@@ -60,7 +61,7 @@ def free_bytes(part: Part, weights: StageWeights, engine: EngineConfig, num_shar
 def run_largest_step(part: Part, weights: StageWeights, engine: EngineConfig) -> None:
     """This rank's part of it, from activations that are zero, beside those of as many steps as may be under way.
 
-    Without the other ranks: what is exchanged with them has its memory already.
+    It runs without the other ranks: memory for exchanges with them is allocated already.
     """
     batch, sequences, num_blocks = largest_step(engine)
     like = weights.layers[0].input_norm.weight

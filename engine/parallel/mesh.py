@@ -14,8 +14,8 @@ from engine.checkpoint.model_config import ModelConfig
 class Mesh:
     """``tensor * pipeline`` ranks: stages of consecutive layers, each split over ``tensor`` columns.
 
-    Rank 0 is the first column of the *last* stage. It drives: logits are where sampling parameters and the text are,
-    and while it computes the last layers of one batch the other stages are busy with the next.
+    Rank 0 is the first column of the *last* stage. It drives the others: so the logits are on the rank that has
+    sampling parameters and text, and while it computes the last layers of one batch the other stages compute the next.
     """
 
     tensor: int = 1
@@ -26,7 +26,7 @@ class Mesh:
         return self.tensor * self.pipeline
 
     def stage_of(self, rank: int) -> int:
-        """0 is the stage that embeds."""
+        """The rank's stage; 0 is the stage that embeds."""
         return self.pipeline - 1 - rank // self.tensor
 
     def column_of(self, rank: int) -> int:
@@ -56,13 +56,13 @@ ALONE = Mesh()
 
 
 class Part:
-    """What one rank has of a model.
+    """One rank's part of a model.
 
     Attributes:
         layers: Its layers.
-        config: The model's, with the layers and sizes of this part.
-        heads, kv_heads, inner, vocab: Which attention heads, key-value heads, columns of the MLP and rows of the
-            vocabulary head it has. Where there are fewer key-value heads than columns, several have the same one.
+        config: The model's configuration, with the layers and sizes of this part.
+        heads, kv_heads, inner, vocab: The attention heads, key-value heads, columns of the MLP and rows of the
+            vocabulary head that it has. Where there are fewer key-value heads than columns, several columns share one.
     """
 
     def __init__(self, whole: ModelConfig, mesh: Mesh, rank: int) -> None:
@@ -109,7 +109,7 @@ def check_parallel(mesh: Mesh, config: ModelConfig, engine: EngineConfig) -> Non
 
 
 def _layers_of(stage: int, num_layers: int, num_stages: int) -> range:
-    """What is left over goes to the early stages: the last one has the vocabulary head."""
+    """Layers of a stage; the remainder goes to the early stages, since the last one has the vocabulary head."""
     each, more = divmod(num_layers, num_stages)
     first = stage * each + min(stage, more)
     return range(first, first + each + (stage < more))

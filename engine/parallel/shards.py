@@ -1,4 +1,4 @@
-"""One rank's part of a checkpoint: no tensor is read further than the rank has use for it."""
+"""One rank's part of a checkpoint: a rank reads only the parts of tensors that it uses."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _FLOATS = ("F32", "BF16", "F16")
 
 @dataclass(frozen=True, slots=True)
 class StageWeights:
-    """What one rank multiplies with; as in ``ModelWeights``, None for what other stages have.
+    """The weights of one rank; as in ``ModelWeights``, with None for those of other stages.
 
     Attributes:
-        lm_head: ``[rows of the vocabulary, hidden]``: this column's.
+        lm_head: ``[rows of the vocabulary, hidden]``: this column's rows.
     """
 
     embedding: Tensor | None
@@ -41,7 +41,7 @@ class StageWeights:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """The piece of a tensor that a rank has: ranges along one dimension, one after the other."""
+    """The part of a tensor that a rank has: ranges along one dimension, one after the other."""
 
     dim: int
     ranges: tuple[range, ...]
@@ -51,7 +51,7 @@ def load_shard(model_dir: Path, part: Part, dtype: torch.dtype, device: str = "c
     """Reads one rank's part.
 
     Raises:
-        CheckpointError: as of ``load_weights``; tensors of other ranks must be there as well, but are not read.
+        CheckpointError: As in ``load_weights``; tensors of other ranks must be there as well, but are not read.
     """
     whole = Allocation(part.whole, dtype, "meta")
     whole.model()
@@ -89,7 +89,7 @@ def _allocate(allocation: Allocation, part: Part) -> StageWeights:
 def _wanted(
     name: str, allocation: Allocation, weights: StageWeights, part: Part, cuts: dict[str, _Cut]
 ) -> list[tuple[Tensor, _Cut | None]]:
-    """Where pieces of the checkpoint's tensor go, and which they are; None for all of it."""
+    """The target of a checkpoint's tensor, and the part of the tensor that goes there; None for all of it."""
     wanted = []
     if name in allocation.targets:
         wanted.append((allocation.targets[name], cuts.get(name)))
@@ -100,7 +100,7 @@ def _wanted(
 
 
 def _cuts(allocation: Allocation, part: Part) -> dict[str, _Cut]:
-    """By the checkpoint's names, what is not the whole tensor."""
+    """The parts of tensors that are not whole, by the checkpoint's names."""
     names, config = allocation.names, part.whole
     query = _scaled(part.heads, config.head_dim)
     kv = _scaled(part.kv_heads, config.head_dim)
@@ -120,15 +120,15 @@ def _cuts(allocation: Allocation, part: Part) -> dict[str, _Cut]:
 
 
 def _row_cuts(prefix: str, names: Sequence[str], shares: list[range], sizes: list[int]) -> dict[str, _Cut]:
-    """Of layers whose outputs are split; the checkpoint has them in several tensors or one after the other in one."""
-    pieces: list[tuple[range, ...]] = [(share,) for share in shares]
+    """Parts of layers whose outputs are split; the checkpoint holds them in several tensors or in a single one."""
+    parts: list[tuple[range, ...]] = [(share,) for share in shares]
     if len(names) == 1:
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
         moved = (range(start + share.start, start + share.stop) for start, share in zip(starts, shares, strict=True))
-        pieces = [tuple(moved)]
+        parts = [tuple(moved)]
     return {
         f"{prefix}{name}.{kind}": _Cut(0, ranges)
-        for name, ranges in zip(names, pieces, strict=True)
+        for name, ranges in zip(names, parts, strict=True)
         for kind in ("weight", "bias")
     }
 
@@ -138,7 +138,7 @@ def _scaled(heads: range, head_dim: int) -> range:
 
 
 def _fill(target: Tensor, source: Any, shape: torch.Size, cut: _Cut | None, name: str) -> None:
-    """Copies what the cut leaves of ``source``, a slice of a safetensors file; zeroes if that is nothing."""
+    """Copies the cut's part of ``source``, a slice of a safetensors file; writes zeros if the part is empty."""
     if list(source.get_shape()) != list(shape) or source.get_dtype() not in _FLOATS:
         found = f"{source.get_dtype()} {source.get_shape()}"
         raise CheckpointError(name, found, f"float32, bfloat16 or float16 of shape {list(shape)}")
@@ -148,8 +148,8 @@ def _fill(target: Tensor, source: Any, shape: torch.Size, cut: _Cut | None, name
         target.zero_()
     else:
         first = 0
-        for piece in cut.ranges:
-            window = target.narrow(cut.dim, first, len(piece))
-            columns = slice(piece.start, piece.stop)
+        for part in cut.ranges:
+            window = target.narrow(cut.dim, first, len(part))
+            columns = slice(part.start, part.stop)
             window.copy_(source[columns] if cut.dim == 0 else source[:, columns])
-            first += len(piece)
+            first += len(part)

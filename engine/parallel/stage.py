@@ -31,11 +31,11 @@ logger = logging.getLogger(__name__)
 
 
 class StepOutcome(NamedTuple):
-    """What has become of a rank's part of a step.
+    """The result of a rank's part of a step.
 
     Attributes:
-        logits: Of the whole step, float32 ``[R, vocab]``; on rank 0 alone.
-        report: How it has ended.
+        logits: Logits of the whole step, float32 ``[R, vocab]``; on rank 0 alone.
+        report: How the part ended.
     """
 
     logits: Tensor | None
@@ -43,7 +43,7 @@ class StepOutcome(NamedTuple):
 
 
 class _Begun(NamedTuple):
-    """A step that is to be computed; its activations are on their way, unless this is the first stage."""
+    """A step that waits to be computed; its activations are in flight, unless this is the first stage."""
 
     order: StepOrder
     arrival: Arrival | None
@@ -80,7 +80,7 @@ class Stage:
         self._pool = pool
         self._exchange = exchange
         add_up = exchange.add_up
-        if compiled:  # it keeps count, which is not to be compiled
+        if compiled:  # the sum counts its calls, which must not be compiled
             add_up = torch.compiler.disable(add_up)  # type: ignore[no-untyped-call]
         self._layers = DecoderLayers(
             part.config, weights.layers, max_len, pool.keys[0], compiled=compiled, add_up=add_up
@@ -89,7 +89,7 @@ class Stage:
         self._begun: deque[_Begun] = deque()
 
     def begin(self, order: StepOrder) -> None:
-        """Opens the way for the step's activations, so that they arrive while earlier steps are computed."""
+        """Starts to receive the step's activations, so that they arrive while earlier steps are computed."""
         arrival, failed = None, None
         if not self._part.is_first:
             num_rows = order.rows.shape[1]
@@ -104,7 +104,7 @@ class Stage:
 
     @torch.inference_mode()
     def finish(self) -> StepOutcome:
-        """Computes the step that began first. If it cannot, it does what the other ranks wait for.
+        """Computes the step that began first. If it cannot, it still takes part in the exchanges that others wait for.
 
         Raises:
             RankLost: an exchange with other ranks failed.
@@ -120,7 +120,7 @@ class Stage:
                 raise
             except Exception as error:
                 report = _failure(error)
-        # Only here: within the handler the error holds what has been computed, and with it memory.
+        # Not in the handler: there the error still holds the step's tensors, and with them memory.
         if report.failure:
             if step.arrival is not None:
                 step.arrival.wait()
@@ -137,7 +137,7 @@ class Stage:
     def _compute(self, step: _Begun) -> tuple[Tensor, Tensor | None]:
         """Activations behind this stage or, from the last one, its columns of the logits and room for all of them.
 
-        Only on rank 0, which has them all, is there such room.
+        Only rank 0, which gathers them all, has such room.
         """
         order, pool = step.order, self._pool
         layout = layout_of(order.items, order.rows, pool.block_size, pool.device, order.more_rows)
@@ -166,7 +166,7 @@ def make_stage(
     """A stage with the attention of its device, for sequences of ``context_len`` tokens if the pool holds them.
 
     Raises:
-        ConfigError: the backend that was asked for cannot be had.
+        ConfigError: The backend that was asked for is not available.
     """
     max_len = min(context_len, pool.num_slots)
     attention = stage_attention(part, pool, engine, max_len)
@@ -177,7 +177,7 @@ def stage_attention(part: Part, pool: KVPool, engine: EngineConfig, max_len: int
     """Attention over a rank's own heads, by the backend that is configured for its device.
 
     Raises:
-        ConfigError: the backend that was asked for cannot be had.
+        ConfigError: The backend that was asked for is not available.
     """
     if engine.device != "cuda":
         return TorchAttention(part.config.sliding_windows)
@@ -186,7 +186,7 @@ def stage_attention(part: Part, pool: KVPool, engine: EngineConfig, max_len: int
 
 
 def make_pools(part: Part, pools: RankPools, engine: EngineConfig, dtype: torch.dtype) -> tuple[KVPool, Copier | None]:
-    """One rank's KV pool, and what moves blocks between it and its host pool, if there is one."""
+    """One rank's KV pool, and the copier between it and its host pool, if there is one."""
     size, device = engine.kv_block_size, engine.device
     pool = KVPool(part.config, num_blocks=pools.num_blocks, block_size=size, dtype=dtype, device=device)
     if not pools.num_host_blocks:

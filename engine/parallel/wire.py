@@ -1,4 +1,4 @@
-"""What rank 0 writes to the other ranks, as compact as a step is."""
+"""Messages between rank 0 and the other ranks, as compact as a step is."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _COPIED = struct.Struct("<Bq?")
 
 
 class StepOrder(NamedTuple):
-    """A step, ready to be laid out: who it is for is rank 0's business.
+    """A step, ready to be laid out; only rank 0 knows its requests.
 
     Attributes:
-        items: In row order; without names.
+        items: Items in row order, without request ids.
         rows: Token ids, positions and slot ids, int64 ``[3, T]`` (``engine.attention.layout.fill_rows``).
-        more_rows: Rows whose logits are wanted beside those that sample.
+        more_rows: Further rows whose logits are wanted, beside those that sample.
     """
 
     items: list[StepItem]
@@ -34,14 +34,14 @@ class StepOrder(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankSetup:
-    """What a rank has to know to load its part.
+    """What a rank needs to load its part.
 
     Attributes:
         dtype: As torch names it.
         context_len: Tokens a sequence may reach.
         num_threads: Compute threads.
         num_sharers: Ranks that share this machine's memory.
-        store_port: Where the ranks find each other's addresses, on the host of rank 0.
+        store_port: Port of the store with the ranks' addresses, on the host of rank 0.
     """
 
     model_dir: str
@@ -70,7 +70,7 @@ class RankLoaded:
 
 @dataclass(frozen=True, slots=True)
 class RankMeasured:
-    """A rank is connected to the others, and has so much memory left for its KV pool."""
+    """A rank is connected to the others, and has so many bytes left for its KV pool."""
 
     free_bytes: int
 
@@ -96,8 +96,8 @@ class Finished:
     """A rank has ended its part of a step, in step with the others.
 
     Attributes:
-        failure: Why it has come to nothing; empty if it has not.
-        out_of_memory: Whether the device had no memory for it: smaller parts may come to something.
+        failure: Why it failed; empty if it did not.
+        out_of_memory: Whether the device had no memory for it: smaller parts may succeed.
     """
 
     failure: str = ""
@@ -158,7 +158,7 @@ def _read_copy(numbers: np.ndarray) -> KVCopy:
 
 
 def pack_report(report: Copied | Finished) -> bytes:
-    """What a rank tells rank 0."""
+    """A rank's messages to rank 0."""
     if isinstance(report, Copied):
         return _COPIED.pack(_COPY, report.copy_id, report.failed)
     return bytes([_STEP, report.out_of_memory]) + report.failure.encode()

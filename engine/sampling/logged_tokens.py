@@ -1,4 +1,4 @@
-"""The tokens of a step together with what else it says of its sequences. Knows no torch, as the worker."""
+"""The tokens of a step, with log probabilities and failures of its sequences. Imports no torch, as the worker."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from core.request import Fault
 
 @dataclass(slots=True)
 class ItemLogprobs:
-    """What one item of a step brings.
+    """Log probabilities that one item of a step brings.
 
     Attributes:
-        output: Of its new token, if it samples.
-        prompt: Of tokens of the prompt, those that follow the ones known before.
+        output: Log probabilities of its new token, if it samples.
+        prompt: Log probabilities of the next tokens of the prompt, after those known before.
     """
 
     output: TokenLogprobs | None = None
@@ -26,8 +26,8 @@ class NoToken:
     """Why an item that samples has no new token: its sequence cannot go on, the others of the step can.
 
     Attributes:
-        reason: For its client to read.
-        fault: The request's own or the model's.
+        reason: Explanation for its client.
+        fault: Whether the request or the model is the cause.
     """
 
     reason: str
@@ -35,11 +35,11 @@ class NoToken:
 
 
 class LoggedTokens(list[int | None]):
-    """The new tokens of a step that says more of some of its items.
+    """The new tokens of a step, with more about some of its items.
 
     Attributes:
         logprobs: By index of the item in the step's batch.
-        failures: Likewise, of items that should have got a token and have None.
+        failures: Likewise, for items that should have got a token and have None.
     """
 
     def __init__(

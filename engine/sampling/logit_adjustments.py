@@ -1,7 +1,7 @@
-"""What changes logits before temperature: penalties, biases, ends that must not come yet.
+"""Adjusts logits before temperature: penalties, biases, ends that must not come yet.
 
-A function of the logits and the tokens so far alone. Work goes with the tokens that a row holds, not with the
-vocabulary, and all rows of a step are done at once.
+The result is a function of the logits and the tokens so far alone. The work grows with the tokens of a row, not with
+the vocabulary, and one call adjusts all rows of a step.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def adjust_logits(
 
     Args:
         logits: float32 ``[rows, vocab]``; not changed.
-        params: One a row.
-        histories: One a row.
+        params: One for each row.
+        histories: One for each row.
 
     Returns:
-        float32 ``[rows, vocab]``; what must not be drawn is -inf.
+        float32 ``[rows, vocab]``; -inf for tokens that must not be drawn.
     """
     scores = logits.clone()
     penalized = [row for row, param in enumerate(params) if param.penalizes]

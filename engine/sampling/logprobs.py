@@ -18,11 +18,11 @@ _CHUNK_ROWS = 64
 """Rows that are normalised at once: a prompt of a large vocabulary would need several times its logits' memory."""
 
 _LOWEST = -9999.0
-"""Stands for a log probability that is no number, which the wire refuses."""
+"""Replaces a log probability that is NaN, which the wire refuses."""
 
 
 def token_logprobs(logits: Tensor, tokens: SequenceOf[int], num_top: SequenceOf[int]) -> list[TokenLogprobs]:
-    """Of one token a row and of the likeliest of the row, as many as ``num_top`` says.
+    """Log probabilities of one token for each row and of the ``num_top`` likeliest of the row.
 
     Args:
         logits: float32 ``[rows, vocab]``.
@@ -55,9 +55,9 @@ class PromptRows(NamedTuple):
 
     Attributes:
         item: Index in the batch.
-        position: Of the first row's token in its sequence; the row is about the token after it.
+        position: Position of the first row's token in its sequence; the row is about the token after it.
         row: The first row in the step.
-        num_rows: How many.
+        num_rows: Number of rows.
     """
 
     item: int
@@ -92,6 +92,8 @@ def find_prompt_rows(batch: StepBatch, order: list[int], sequences: Mapping[str,
 
 
 def prompt_logprobs(logits: Tensor, rows: PromptRows, sequence: Sequence) -> list[TokenLogprobs]:
-    """Of the tokens that the rows are about; ``logits`` are those of the rows, float32 ``[num_rows, vocab]``."""
+    """Log probabilities of the tokens that the rows are about; ``logits`` of the rows, float32 ``[num_rows,
+    vocab]``.
+    """
     tokens = sequence.token_ids[rows.position + 1 : rows.position + 1 + rows.num_rows]
     return token_logprobs(logits, tokens, [sequence.sampling.logprobs or 0] * rows.num_rows)

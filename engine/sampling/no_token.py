@@ -1,4 +1,4 @@
-"""Words for a client whose sequence has no next token. Runs only when that has happened."""
+"""Explains to a client why its sequence has no next token. Runs only in that case."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def why_no_token(logits: Tensor, scores: Tensor, param: SamplingParams, history:
     """Whether the model or the request itself left no token to choose.
 
     Args:
-        logits: As the model has computed them, float32 ``[vocab]``.
-        scores: As the request's parameters change them.
+        logits: Logits as the model computed them, float32 ``[vocab]``.
+        scores: Logits as the request's parameters change them.
     """
     index = len(history.token_ids) - history.prompt_len
     problem = _problem(logits)
@@ -40,7 +40,7 @@ _ALL_FORBIDDEN = "are all -inf"
 
 
 def _problem(scores: Tensor) -> str:
-    """What keeps a row from having a likeliest token; empty if nothing does."""
+    """Why a row has no likeliest token; empty if it has one."""
     top = scores.amax()
     if torch.isfinite(top):
         return ""

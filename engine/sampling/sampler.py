@@ -52,10 +52,10 @@ def _mix(x: int) -> int:
 
 
 class Sampler:
-    """Chooses one token a row.
+    """Chooses one token for each row.
 
     Args:
-        eos_token_ids: What ``min_tokens`` holds back, beside a request's own ``stop_token_ids``.
+        eos_token_ids: Tokens that ``min_tokens`` holds back, beside a request's own ``stop_token_ids``.
     """
 
     def __init__(self, eos_token_ids: tuple[int, ...] = ()) -> None:
@@ -69,14 +69,14 @@ class Sampler:
         histories: Sequence[TokenHistory] = (),
         best: list[int] | None = None,
     ) -> list[int]:
-        """The next token of each row; ``NO_TOKEN`` where there is none, which is no matter of the other rows.
+        """The next token of each row; ``NO_TOKEN`` where there is none, which does not affect the other rows.
 
         Args:
             logits: float32 ``[rows, vocab]``.
             params: One a row.
             positions: Index of each new token in its sequence, prompt included.
             histories: One a row; read where params adjust logits, and only needed if some do.
-            best: What ``likeliest`` gives, if it is known already; rows of ``plain`` params then cost nothing.
+            best: Result of ``likeliest``, if it is known already; rows of ``plain`` params then cost nothing.
         """
         special = [row for row, param in enumerate(params) if not param.plain]
         if len(special) == len(params):
@@ -168,7 +168,7 @@ def warp_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 
 def _keep_top_k(scores: Tensor, limited: list[tuple[int, int]]) -> None:
-    """Drops what scores less than the k-th best; ties with the k-th stay."""
+    """Drops tokens that score less than the k-th best; ties with the k-th stay."""
     rows = torch.tensor([row for row, _ in limited], device=scores.device)
     ranks = torch.tensor([top_k - 1 for _, top_k in limited], device=scores.device)
     chosen = scores[rows]
@@ -183,14 +183,14 @@ def _keep_top_p(scores: Tensor, nucleus: list[tuple[int, float]]) -> None:
     tail_mass = torch.tensor([1 - top_p for _, top_p in nucleus], dtype=torch.float64, device=scores.device)
     chosen = scores[rows]
     ascending, order = chosen.sort()
-    # In double precision: sums of float32 depend on their order, which is another on each device.
+    # In double precision: sums of float32 depend on their order, which differs between devices.
     dropped = ascending.softmax(-1, dtype=torch.float64).cumsum(-1) <= tail_mass[:, None]
     dropped[:, -1] = False
     scores[rows] = chosen.masked_fill_(dropped.scatter(1, order, dropped), float("-inf"))
 
 
 def _keep_min_p(scores: Tensor, floored: list[tuple[int, float]]) -> None:
-    """Drops what is less likely than so large a share of the likeliest."""
+    """Drops tokens less likely than this share of the likeliest one."""
     rows = torch.tensor([row for row, _ in floored], device=scores.device)
     shares = torch.tensor([min_p for _, min_p in floored], device=scores.device)
     chosen = scores[rows]

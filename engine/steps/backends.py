@@ -1,4 +1,4 @@
-"""How a step is computed: by torch operations, the reference, or by one compiled call."""
+"""Backends of a step: torch operations, the reference, or one compiled call."""
 
 from __future__ import annotations
 
@@ -29,12 +29,11 @@ logger = logging.getLogger(__name__)
 
 
 class StepLogits(NamedTuple):
-    """What a step has computed for the rows whose logits are wanted, in their order; valid until the next step.
+    """Results of a step for the rows whose logits are wanted, in their order; valid until the next step.
 
     Attributes:
         logits: float32 ``[R, vocab]``.
-        best: The likeliest token of each row, as ``engine.sampling.sampler.likeliest`` says, where it has been
-            found on the way.
+        best: The likeliest token of each row (``engine.sampling.sampler.likeliest``), where the step has computed it.
     """
 
     logits: Tensor
@@ -54,7 +53,7 @@ class StepBackend(Protocol):
         """Runs a step, its items in ``order``: writes keys and values into the pool.
 
         Args:
-            more_rows: Rows of the step whose logits are wanted beside those that sample.
+            more_rows: Further rows of the step whose logits are wanted, beside those that sample.
 
         Raises:
             IntegrityError: an item asks for tokens or blocks that are not there.
@@ -100,10 +99,10 @@ class GraphBackend(TorchBackend):
     """Torch operations; steps that only decode are recorded at the start and replayed.
 
     Args:
-        sizes: Of the steps that are recorded.
-        capture: Records.
-        synchronize: Returns when the device has done what it was given. A step that samples reads what it has sampled;
-            one that does not would be over for the host before it has begun, and be timed so.
+        sizes: Sizes of the recorded steps.
+        capture: Records work.
+        synchronize: Returns when the device has done all launched work. A step that samples waits for its tokens; one
+            that does not would end for the host before it has begun, and its time would be wrong.
         compiled: As for ``DecoderModel``.
     """
 
@@ -162,10 +161,10 @@ class NativeBackend:
 
 
 def make_backend(name: str, config: ModelConfig, weights: ModelWeights, pool: KVPool, max_len: int) -> StepBackend:
-    """The backend of that name on the CPU; ``auto`` is the compiled one where it can be had.
+    """The backend of that name on the CPU; ``auto`` is the compiled one where it is available.
 
     Raises:
-        ConfigError: ``native`` or ``xformers`` was asked for and cannot be had.
+        ConfigError: ``native`` or ``xformers`` was asked for and is not available.
     """
     if name == "xformers":
         raise ConfigError("engine.backend", name, "auto, native or torch (xformers computes on a GPU)")
@@ -186,13 +185,13 @@ def make_backend(name: str, config: ModelConfig, weights: ModelWeights, pool: KV
 
 
 def gpu_attention(name: str, config: ModelConfig, pool: KVPool, sizes: StepSizes) -> AttentionBackend:
-    """Attention for a pool on a GPU, for the backend of that name; ``auto`` is xformers' where it can be had.
+    """Attention for a pool on a GPU, for the backend of that name; ``auto`` is xformers' where it is available.
 
     Args:
-        sizes: That its kernels are compiled for.
+        sizes: Sizes that its kernels are compiled for.
 
     Raises:
-        ConfigError: ``xformers`` was asked for and cannot be had, or ``native``, which computes on the CPU.
+        ConfigError: ``xformers`` was asked for and is not available, or ``native``, which computes on the CPU.
     """
     if name == "native":
         raise ConfigError("engine.backend", name, "auto, xformers or torch (native computes on the CPU)")

@@ -1,4 +1,4 @@
-"""A step that the device has no memory for is put back and computed in parts; nobody's request fails."""
+"""Computes a step that the device has no memory for in parts, so that no request fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvcache import StepBatch, StepItem
 logger = logging.getLogger(__name__)
 
 Run = Callable[[StepBatch], list[int | None]]
-"""Runs a step; what ``ModelRunner.execute`` gives."""
+"""Runs a step; returns what ``ModelRunner.execute`` returns."""
 
 Counts = Callable[[StepBatch, str], bool]
 """Whether a request of a step that has begun may still be computed (``PlanExecutor.counts``)."""
@@ -37,13 +37,13 @@ def fault_of(error: Exception, is_lost: Callable[[], bool]) -> StepFault:
 
 
 class CarefulSteps:
-    """Runs steps, and after the device has run out of memory none that is larger than half of the one it was on.
+    """Runs steps. After the device has run out of memory, no step is larger than half of the one that failed.
 
     A step writes keys and values where they belong and nothing else, so it can be run again from its beginning. What it
     writes for one token does not depend on what else the step holds: cut into parts it gives the same tokens.
 
     Args:
-        recover: Frees what can be freed.
+        recover: Frees unused memory.
 
     Attributes:
         num_ooms: How often the device has run out of memory.
@@ -56,7 +56,7 @@ class CarefulSteps:
         self.max_tokens: int | None = None
 
     def fits(self, batch: StepBatch) -> bool:
-        """Whether a step is to be tried in one go."""
+        """Whether a step should be tried in one go."""
         return self.max_tokens is None or batch.num_tokens <= self.max_tokens
 
     def execute(
@@ -68,15 +68,15 @@ class CarefulSteps:
         whole: bool,
         counts: Counts = _all_count,
     ) -> list[int | None]:
-        """As ``run`` of the whole batch. A batch that is cut loses its padding, which is only computed to take time.
+        """Like ``run`` of the whole batch. A batch that is cut loses its padding, which is only computed to take time.
 
         Args:
             whole: Whether it is tried in one go first, as ``fits`` has said.
-            counts: Asked when it is computed in parts: a request that does not count any more may have left its blocks
+            counts: Called when the step is computed in parts: a request that no longer counts may have left its blocks
                 to others.
 
         Raises:
-            torch.OutOfMemoryError: what cannot be cut any further does not fit.
+            torch.OutOfMemoryError: A part that cannot be cut further does not fit.
         """
         if whole:
             found = self._attempt(run, batch)
@@ -107,7 +107,7 @@ class CarefulSteps:
             if last:
                 raise
             self._take_note(batch, error)
-        # Only here: within the handler the error holds the frames of the failed step, and with them its memory.
+        # Not in the handler: there the error still holds the frames of the failed step, and with them its memory.
         self._recover()
         return None
 
@@ -115,7 +115,7 @@ class CarefulSteps:
         self.num_ooms += 1
         self.max_tokens = max(1, batch.num_tokens // 2)
         logger.warning(
-            "out of memory in a step of %d tokens; it is run again, steps from now on in parts of %d at most: %s",
+            "out of memory in a step of %d tokens; it runs again, from now on in parts of at most %d tokens: %s",
             batch.num_tokens,
             self.max_tokens,
             error,
@@ -127,10 +127,10 @@ _Items = list[tuple[int, StepItem]]
 
 
 def cut_step(items: _Items, max_tokens: int, sequences: Mapping[str, Sequence]) -> tuple[_Items, _Items]:
-    """The first items, of ``max_tokens`` together at most but at least something, and what is left.
+    """The first items, with at most ``max_tokens`` together but at least one token, and the remaining items.
 
-    An item may be cut in two, of which the second samples, unless it brings log probabilities of its prompt: they
-    belong together.
+    An item may be cut in two parts, of which the second samples. An item with log probabilities of its prompt is not
+    cut.
     """
     part: _Items = []
     num_tokens = 0

@@ -1,6 +1,6 @@
-"""Steps that only decode, recorded once for each size and then replayed: no operator is called from Python any more.
+"""Steps that only decode, recorded once for each size and then replayed without operator calls from Python.
 
-A recorded step reads and writes memory that stays where it is. Before each replay the host writes token ids, positions,
+A recorded step reads and writes memory at fixed addresses. Before each replay the host writes token ids, positions,
 slots, lengths and block tables into it, with two copies. A step is padded up to the next size that was recorded.
 """
 
@@ -28,8 +28,8 @@ from kvcache import StepItem
 logger = logging.getLogger(__name__)
 
 Capture = Callable[[Callable[[], object]], Callable[[], None]]
-"""Runs work and records it; returns what runs it again. Without a GPU: ``lambda run: run``. What was recorded are
-kernels and addresses: whoever replays it keeps the work, and with it the memory that it reads."""
+"""Runs work and records it; returns a function that runs it again. Without a GPU: ``lambda run: run``. A recording
+holds kernels and addresses only, so its owner keeps the work, and with it the memory that it reads."""
 
 
 class DecodeSize(NamedTuple):
@@ -43,7 +43,7 @@ class RecordedStep(NamedTuple):
     """A step to be replayed.
 
     Attributes:
-        work: What was recorded. Kept because it holds the constants that the kernels read, which nobody else holds.
+        work: The recorded work. Kept because it alone holds the constants that the kernels read.
     """
 
     inputs: StaticInputs
@@ -52,7 +52,7 @@ class RecordedStep(NamedTuple):
 
 
 class StaticInputs:
-    """What a recorded step reads.
+    """The inputs of a recorded step.
 
     Attributes:
         rows: int64 ``[3, rows]``: token ids, positions, slots of the pool.
@@ -61,9 +61,10 @@ class StaticInputs:
 
     def __init__(self, size: DecodeSize, device: torch.device) -> None:
         self._size = size
-        pinned = device.type == "cuda"  # so that the copies need not be waited for
+        pinned = device.type == "cuda"  # so that the host need not wait for the copies
         self._host_rows = torch.zeros(3, size.rows, dtype=torch.int64, pin_memory=pinned)
-        # Tables begin at a multiple of 16 bytes, as tensors of their own do: Triton compiles for what it finds.
+        # Tables begin at a multiple of 16 bytes, as separate tensors do: Triton compiles for the alignment that it
+        # finds.
         self._tables_at = -(-size.rows // 4) * 4
         num_lens = self._tables_at + size.rows * size.width
         self._host_lens = torch.zeros(num_lens, dtype=torch.int32, pin_memory=pinned)
@@ -74,7 +75,7 @@ class StaticInputs:
         self.decode = StaticDecode(block_tables=tables, kv_lens=self._lens[: size.rows])
 
     def fill(self, items: list[StepItem], sequences: Mapping[str, Sequence], block_size: int, vocab_size: int) -> None:
-        """Writes down a step of single tokens; the steps before it have ended.
+        """Writes a step of single tokens into the inputs; the steps before it have ended.
 
         Raises:
             IntegrityError: an item asks for tokens or blocks that are not there, or the vocabulary lacks a token.
@@ -83,7 +84,7 @@ class StaticInputs:
         rows = self._host_rows.numpy()
         rows[:, :num_items] = fill_rows(items, sequences, block_size)
         check_row_tokens(rows[:, :num_items], vocab_size)
-        # A row more computes what the last one does, and writes the same into the same place.
+        # A padding row computes what the last row does, and writes the same values into the same place.
         rows[:, num_items:] = rows[:, num_items - 1 : num_items]
         lens = self._host_lens.numpy()
         np.add(rows[1], 1, out=lens[: size.rows], casting="same_kind")
@@ -101,8 +102,8 @@ class DecodeGraphs:
     """The recorded steps of a model over a pool.
 
     Args:
-        sizes: Of the steps that are recorded.
-        capture: Records.
+        sizes: Sizes of the recorded steps.
+        capture: Records work.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def _record(self, capture: Capture) -> None:
-        """The largest first, so that the others find room in its memory."""
+        """Records the sizes, the largest first, so that the others find room in its memory."""
         widths, rows = self._sizes.widths, self._sizes.rows
         sizes = [DecodeSize(num_rows, width) for width in reversed(widths) for num_rows in reversed(rows)]
         for size in sizes:
@@ -161,7 +162,7 @@ class DecodeGraphs:
         return run
 
     def find(self, items: list[StepItem]) -> DecodeSize | None:
-        """The smallest recorded size that holds a step; None if it does not only decode, or none does."""
+        """The smallest recorded size that holds a step; None if the step does not only decode, or no size holds it."""
         if not all(item.num_tokens == 1 and item.samples for item in items):
             return None
         rows = self._sizes.num_rows(len(items))
@@ -178,7 +179,7 @@ class DecodeGraphs:
         """Replays a step of a size that ``find`` has given.
 
         Returns:
-            Logits, float32 ``[items, vocab]``, overwritten by the next step, and what ``likeliest`` gives of them.
+            Logits, float32 ``[items, vocab]``, overwritten by the next step, and ``likeliest`` of them.
 
         Raises:
             IntegrityError: an item asks for tokens or blocks that are not there.

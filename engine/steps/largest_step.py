@@ -1,4 +1,4 @@
-"""The step that takes the most memory: run once, on a device whose memory is to be shared out."""
+"""The step that takes the most memory: run once, on a device whose memory is about to be divided."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from kvcache import StepBatch, StepItem
 
 _NAME = "\0largest"
 _SAMPLING = SamplingParams(1, temperature=1.0, top_k=2, top_p=0.9, seed=0)
-"""All that a draw can cost."""
+"""Sampling parameters with the most memory that a draw can take."""
 
 
 def largest_step(engine: EngineConfig) -> tuple[StepBatch, dict[str, Sequence], int]:
-    """As many tokens as a step may compute, in as many prompts as it may hold, each of which samples.
+    """The largest step: as many tokens as a step may compute, in as many prompts as it may hold; each samples.
 
     Returns:
         The step, its sequences, and how many blocks it is computed in: 0 and up.

@@ -24,17 +24,17 @@ from engine.steps.careful_steps import CarefulSteps, fault_of
 from kvcache import StepBatch
 
 _PADS = "\0pads"
-"""Whose the padding is; no request id contains a NUL."""
+"""Request id of the padding; no real request id contains a NUL."""
 
 
 class ModelRunner:
-    """A model with its KV pool. It changes the pool only, never the sequences it is shown.
+    """A model with its KV pool. It changes the pool only, never the sequences that it gets.
 
     Args:
         pool: In the dtype of the weights.
         backend: Computes the steps over the pool.
         max_model_len: Tokens a sequence may reach.
-        careful: What becomes of steps that the device has no memory for; None where they fail.
+        careful: Runs steps that the device has no memory for in parts; None where they fail.
         is_lost: Whether the device has become unusable for this process; asked after a step has failed.
     """
 
@@ -72,13 +72,13 @@ class ModelRunner:
         """A runner of the checkpoint in ``model_dir`` with a pool of ``num_blocks`` blocks.
 
         Args:
-            context_len: Tokens a sequence may reach by what was asked for, if the pool holds them; 0 is the model's
+            context_len: Tokens that a sequence may reach by the configuration, if the pool holds them; 0 is the model's
                 own context.
             backend: As in ``make_backend``.
             packed: Round the matrices of the layers to 4 bits.
 
         Raises:
-            InvalidValueError: a checkpoint that cannot be used; names it.
+            InvalidValueError: The checkpoint cannot be used; names the reason.
         """
         config = load_model_config(model_dir)
         weights = load_weights(model_dir, config, dtype)
@@ -89,13 +89,13 @@ class ModelRunner:
         return cls(config, pool, make_backend(backend, config, weights, pool, max_model_len), max_model_len)
 
     def begin(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> None:
-        """Nothing is to be done ahead: there is one step at a time."""
+        """Does nothing: there is one step at a time."""
 
     def execute(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> list[int | None]:
         """Runs a step and samples.
 
         Args:
-            sequences: By request id; those of the batch at least.
+            sequences: Sequences by request id; at least those of the batch.
 
         Returns:
             The new token of each of ``batch.items``, in their order; None where the item does not sample. They are
@@ -119,7 +119,7 @@ class ModelRunner:
         return 0 if self._careful is None else self._careful.num_ooms
 
     def _execute(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> list[int | None]:
-        """As ``execute``, in one go."""
+        """Like ``execute``, in one go."""
         num_items = len(batch.items)
         if batch.padding.items:
             batch, sequences = self._with_padding(batch, sequences)
@@ -152,7 +152,7 @@ class ModelRunner:
     def _run_with_prompts(
         self, batch: StepBatch, order: list[int], sequences: Mapping[str, Sequence], prompts: list[PromptRows]
     ) -> tuple[StepLogits, Tensor]:
-        """Runs a step; what ``StepBackend.run`` gives without ``more_rows``, and the logits of those of ``prompts``."""
+        """Runs a step; returns ``StepBackend.run`` without ``more_rows``, and the logits of the rows of ``prompts``."""
         more = [row for part in prompts for row in range(part.row, part.row + part.num_rows)]
         wanted = find_sample_rows([batch.items[i] for i in order])
         step = self.backend.run(batch, order, sequences, more)
@@ -207,10 +207,10 @@ class ModelRunner:
         return found
 
     def rest(self) -> None:
-        """A model has nothing to do between steps."""
+        """Does nothing: a model has no work between steps."""
 
     def logits(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> list[Tensor | None]:
-        """Runs a step; the logits (float32 ``[vocab]``) where ``execute`` gives a token."""
+        """Runs a step; returns logits (float32 ``[vocab]``) where ``execute`` returns a token."""
         order = order_items(batch)
         rows = iter(self.backend.run(batch, order, sequences).logits.clone())
         by_item = {i: next(rows) for i in order if batch.items[i].samples}

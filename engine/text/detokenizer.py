@@ -1,7 +1,7 @@
-"""From tokens to the text that a client may be shown, one token at a time.
+"""From tokens to the text that a client may see, one token at a time.
 
-Two things hold text back: a character whose bytes are not all there, and a tail that may be the beginning of a
-stop string.
+Two things hold text back: a character whose bytes are incomplete, and a tail that may be the beginning of a stop
+string.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class OutputText:
 
     @property
     def stopped(self) -> bool:
-        """A stop string has come; there will be no more text."""
+        """Whether a stop string has ended the text."""
         return self._stop is not None and self._stop.stopped
 
     def push(self, token_id: int, may_stop: bool = True) -> str:
-        """Adds a token; returns the text that may be shown now, possibly none.
+        """Adds a token; returns the text that the client may see now, possibly none.
 
         Args:
-            may_stop: Whether a stop string that is complete with this token ends the text.
+            may_stop: Whether a stop string that this token completes ends the text.
         """
         if self._stop is None:
             return self._stream.push(token_id)

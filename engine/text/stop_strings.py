@@ -13,7 +13,7 @@ class StopStrings:
     the result does not depend on how the text is cut into parts.
 
     Attributes:
-        stopped: A stop string has come; there will be no more text.
+        stopped: Whether a stop string has ended the text.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
@@ -23,10 +23,10 @@ class StopStrings:
         self.stopped = False
 
     def push(self, text: str, may_stop: bool = True) -> str:
-        """Adds text; returns what may be shown now.
+        """Adds text; returns the text that the client may see now.
 
         Args:
-            may_stop: Whether a stop string that is complete within ``text`` ends it.
+            may_stop: Whether a stop string that is completed within ``text`` ends it.
         """
         for index, char in enumerate(text):
             longest = 0
@@ -38,11 +38,11 @@ class StopStrings:
         return self._release(text, max(match.length for match in self._matches))
 
     def flush(self) -> str:
-        """What is held back, when the text has ended."""
+        """The text held back, when the text has ended."""
         return "" if self.stopped else self._release("", 0)
 
     def _release(self, text: str, num_kept: int) -> str:
-        """All that is held, and ``text``, but for the last characters."""
+        """Returns the held text and ``text``, without the last characters, which stay held."""
         if text:
             self._held.append(text)
             self._num_held += len(text)
@@ -69,7 +69,7 @@ class _Match:
 
     def __init__(self, stop: str) -> None:
         self._stop = stop
-        self._borders = [0]  # by length - 1: of that beginning of the string, its longest proper end that begins it too
+        self._borders = [0]  # by length - 1: longest proper suffix of that prefix that is a prefix too
         self.length = 0
 
     def advance(self, char: str) -> int:

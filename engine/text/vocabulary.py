@@ -1,4 +1,4 @@
-"""What a model's tokenizer says, also of a model whose weights are elsewhere and that the engine could not run."""
+"""A model's vocabulary by its tokenizer, also of a model that another server runs and the engine could not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenization.text_stream import TextDecoder
 
 
 def vocabulary_size(model_dir: Path) -> int:
-    """As ``config.json`` says; without one, as many as the tokenizer has.
+    """Vocabulary size by ``config.json``; without that file, the number of the tokenizer's tokens.
 
     Raises:
         InvalidValueError: neither can be read.
@@ -23,7 +23,7 @@ def vocabulary_size(model_dir: Path) -> int:
 
 
 class PromptDecoder:
-    """Token ids to text; the tokenizer is read when it is first needed, which it hardly ever is."""
+    """Token ids to text; the tokenizer is loaded when it is first needed, which is rare."""
 
     def __init__(self, model_dir: Path) -> None:
         self._model_dir = model_dir

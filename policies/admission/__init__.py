@@ -1,1 +1,1 @@
-"""Which waiting requests may start, given the KV memory that is there or will be."""
+"""Admission: which waiting requests may start, given present or predicted KV memory."""

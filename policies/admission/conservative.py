@@ -17,19 +17,19 @@ from policies.lengths.history import IntArray
 class Conservative(Admission):
     """Admits while prompts and output limits together, sum of (l_p + max_new), fit o times the pool.
 
-    Nothing is ever evicted at an overcommit of 1. ``admits`` and ``add`` are O(1); with releases O(n log n) and O(n).
+    With an overcommit of 1, no job is ever evicted. ``admits`` and ``add`` are O(1); with releases O(n log n) and O(n).
 
     Args:
-        overcommit: o, how many times its memory the pool is assumed to have; above 0.
-        counts_releases: What LightLLM does under this name: memory that jobs free when they reach their limits counts,
-            by equations (2) to (4). It reserves less and is as safe.
+        overcommit: o, the assumed pool size as a multiple of the real one; above 0.
+        counts_releases: Whether memory that jobs free when they reach their limits counts, by equations (2) to (4), as
+        in LightLLM's scheduler of this name. It reserves less and is as safe.
 
     Raises:
-        InvalidValueError: an overcommit that is not above 0.
+        InvalidValueError: The overcommit is not above 0.
     """
 
     max_skips = 0
-    """The walk stops at the first job that is refused: nobody is overtaken."""
+    """The walk stops at the first refused job, so no job is overtaken."""
 
     def __init__(self, overcommit: float = 1.0, *, counts_releases: bool = False) -> None:
         if not overcommit > 0:
@@ -47,7 +47,7 @@ class Conservative(Admission):
         self._remaining = np.array([_remaining(job) for job in running], np.int64)
 
     def admits(self, job: Job) -> bool:
-        """Into an empty batch goes what can make one step: nothing else helps it."""
+        """An empty batch admits any job that can run one step, since waiting would not free more memory."""
         if self._num_jobs == 0:
             return job.known_len + 1 <= self._capacity
         if self._counts_releases:
@@ -55,7 +55,7 @@ class Conservative(Admission):
         return self._reserved + job.prompt_len + job.max_new_tokens <= self._limit
 
     def explain(self, job: Job, now: float) -> Facts:
-        """What everybody would hold who reaches their limits, and what that may be."""
+        """The tokens that all jobs hold at their limits, and the bound on them."""
         peak, limit = float(self.predicted_peak), float(self._limit)
         return {"predicted_peak_tokens": peak, "limit_tokens": limit, "capacity_tokens": self._capacity}
 
@@ -70,7 +70,7 @@ class Conservative(Admission):
 
     @property
     def predicted_peak(self) -> int:
-        """Tokens that it takes the batch to need in the end."""
+        """Tokens that the batch needs at most, by this rule."""
         return int(future_memory(self._base, self._remaining)) if self._counts_releases else self._reserved
 
     def _with(self, job: Job) -> tuple[IntArray, IntArray]:

@@ -1,8 +1,8 @@
-"""Past-Future by each job's own forecast, with the risk of an eviction as its one knob.
+"""Past-Future with each job's own forecast; its one parameter is the risk of an eviction.
 
 It keeps the predicted peak of Past-Future (its section 3.3) and replaces the pooled law of lengths, the reserve and the
-repeated draws. A small batch is run through scenarios; a large one is described by the mean and the spread of its
-memory at each time ahead, since its jobs' deviations average out.
+repeated draws. For a small batch it evaluates scenarios; for a large one it uses the mean and the spread of its memory
+at each time ahead, since the jobs' deviations average out.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from policies.lengths.history import FloatArray, IntArray
 from policies.order.gittins import Gittins
 
 NUM_SCENARIOS = 32
-"""Futures a small batch is run through, and points that each job's law is reduced to."""
+"""Number of scenarios of a small batch, and of points that represent each job's law."""
 
 LARGE_BATCH = 30
-"""From so many jobs on the normal bound is used; for two jobs it is far too wide."""
+"""Number of jobs from which the normal bound is used; for two jobs it is far too wide."""
 
 NUM_INTERVALS = 140
-"""Intervals that the time ahead is cut into for a large batch."""
+"""Number of intervals of the time ahead, for a large batch."""
 
 _MIDDLE = 2 * np.arange(NUM_SCENARIOS) + 1
 
@@ -42,16 +42,16 @@ class ForecastAdmission(Admission):
 
     Args:
         law: Equiprobable whole output lengths of a job in tokens, longer than what it has generated, shape (any,).
-            Asked once per job and point.
-        rng: Decides when a job is first seen with which points of the others' laws its points meet.
+            Called once per job and scheduling point.
+        rng: Draws, when a job is first seen, the scenarios in which its points occur.
         eviction_risk: delta, in (0, 0.5].
 
     Raises:
-        InvalidValueError: a risk out of range.
+        InvalidValueError: The risk is out of range.
     """
 
     max_skips = 4
-    """So many jobs may be refused before the walk stops: a large one at the head does not hold back small ones."""
+    """The walk stops after this many refusals, so that a large job at the head does not block small ones."""
 
     def __init__(
         self,
@@ -79,7 +79,9 @@ class ForecastAdmission(Admission):
         self._base = np.array([job.known_len for job in running], np.int64)
         self._remaining = self._remaining_points(running)
         self._spread: MemorySpread | None = None
-        self._peaks: dict[str, int] = {}  # of the batch with each job that was asked about, as it was then
+        self._peaks: dict[
+            str, int
+        ] = {}  # Peak of the batch with each job that was asked about, at the time of the question.
 
     def admits(self, job: Job) -> bool:
         """Into an empty batch goes what can make one step: nothing else helps it."""
@@ -89,7 +91,7 @@ class ForecastAdmission(Admission):
         return peak <= self._capacity
 
     def explain(self, job: Job, now: float) -> Facts:
-        """The peak that the job was admitted or refused by; its length alone in an empty batch."""
+        """The predicted peak that decided about the job; in an empty batch its length alone."""
         peak = self._peaks.get(job.request_id, job.known_len + 1)
         return {"predicted_peak_tokens": peak, "limit_tokens": self._capacity, "eviction_risk": self._eviction_risk}
 
@@ -102,19 +104,19 @@ class ForecastAdmission(Admission):
         self._remaining = np.concatenate([self._remaining, remaining])
 
     def reserve(self, capacity: int) -> int:
-        """Nothing beside the risk that is taken."""
+        """No reserve: the risk is the only margin."""
         return 0
 
     @property
     def predicted_peak(self) -> int:
-        """Tokens that the batch as it is stays within, but for the risk."""
+        """Tokens that the present batch exceeds only with the given risk."""
         if len(self._jobs) < LARGE_BATCH:
             return self._peak_of_scenarios(self._jobs, self._base, self._remaining)
         return self._spread_reaching(self._remaining).peak(self._z)
 
     def check_integrity(self) -> None:
         """Raises:
-        IntegrityError: what was summed up job by job is not the sum of the batch.
+        IntegrityError: The running sums differ from the sums over the batch.
         """
         if self._spread is not None:
             whole = MemorySpread.of(self._base, self._remaining, self._spread.width)
@@ -137,8 +139,8 @@ class ForecastAdmission(Admission):
         return int(peaks[-1 - self._num_exceeding])
 
     def _strata_of(self, job: Job) -> IntArray:
-        """Which of its points it meets in each scenario: every point once, in an order of its own, kept while it is
-        seen at each point: the answer changes with what happens, not with a new shuffle.
+        """The job's point in each scenario: every point once, in a random order that stays the same while the job is
+        seen at each scheduling point. So answers change only with events, not with a new shuffle.
         """
         strata = self._strata.get(job.request_id)
         if strata is None:
@@ -146,7 +148,7 @@ class ForecastAdmission(Admission):
         return strata
 
     def _spread_reaching(self, remaining: IntArray) -> MemorySpread:
-        """The batch's sums over a time ahead in which these jobs end too; cut anew only for a longer one."""
+        """The batch's sums over a time ahead in which these jobs end too; recomputed only for a longer time."""
         longest = int(remaining.max())
         if self._spread is None or longest > self._spread.width * NUM_INTERVALS:
             longest = max(longest, int(self._remaining.max()))
@@ -154,9 +156,9 @@ class ForecastAdmission(Admission):
         return self._spread
 
     def _remaining_points(self, jobs: Sequence[Job]) -> IntArray:
-        """The middle points of 32 strata of each job's law, less what it has generated; rising, at least one token.
+        """The midpoints of 32 strata of each job's law, less its generated tokens; rising, at least one token.
 
-        Shape (jobs, 32). A law is asked for once a point.
+        Shape (jobs, 32). Each law is computed once per scheduling point.
         """
         new = [job for job in jobs if job.request_id not in self._points]
         if new:
@@ -169,15 +171,15 @@ class ForecastAdmission(Admission):
 
 
 def _middle_points(lengths: FloatArray | IntArray) -> FloatArray:
-    """The middle points of 32 strata of equal mass, rising."""
+    """The midpoints of 32 strata of equal mass, rising."""
     return np.sort(lengths).astype(np.float64)[_MIDDLE * len(lengths) // (2 * NUM_SCENARIOS)]
 
 
 class MemorySpread:
     """Mean and variance of the memory of independent jobs, over intervals of time ahead; each shape (140,).
 
-    Memory t steps ahead is the sum of (b_i + t) over those with r_i >= t. Of an interval those count that are there
-    when it begins, each as large as it is when it ends: an interval never hides a peak inside it.
+    Memory t steps ahead is the sum of (b_i + t) over the jobs with r_i >= t. Each interval counts the jobs present at
+    its beginning with their size at its end, so that it never hides a peak inside it.
     """
 
     def __init__(self, mean: FloatArray, variance: FloatArray, width: int) -> None:
@@ -185,7 +187,7 @@ class MemorySpread:
 
     @classmethod
     def of(cls, base: IntArray, remaining: IntArray, width: int) -> MemorySpread:
-        """Of jobs that hold ``base`` tokens, shape (n,), with points ``remaining``, shape (n, 32)."""
+        """Moments of jobs that hold ``base`` tokens, shape (n,), with points ``remaining``, shape (n, 32)."""
         num_jobs = len(base)
         ended = -(-remaining // width) - 1 + np.arange(num_jobs)[:, None] * NUM_INTERVALS
         num_ended = np.bincount(ended.ravel(), minlength=num_jobs * NUM_INTERVALS).reshape(num_jobs, -1)
@@ -199,7 +201,7 @@ class MemorySpread:
         return MemorySpread(self.mean + job.mean, self.variance + job.variance, self.width)
 
     def peak(self, z: float) -> int:
-        """Highest mean + z standard deviations, rounded up."""
+        """The highest mean plus z standard deviations, rounded up."""
         return math.ceil(round(float((self.mean + z * np.sqrt(self.variance)).max()), 6))
 
 

@@ -1,6 +1,6 @@
-"""Past-Future admission (LightLLM, ASPLOS 2025): admit what fits at the predicted peak of memory, not what fits now.
+"""Past-Future admission (LightLLM, ASPLOS 2025): admit jobs that fit at the predicted peak of memory, not now.
 
-The past gives a law of output lengths (section 3.2), the future is the batch run forward to its end (section 3.3).
+Past outputs give a law of lengths (section 3.2); the predicted future is the batch run to its end (section 3.3).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from policies.job import Job
 from policies.lengths.history import IntArray, LengthHistory
 
 ENTRIES_PER_POINT = 200
-"""A small batch is drawn several times over, until it has about so many draws (LightLLM)."""
+"""A small batch gets several lists of draws, until it has about this many draws (LightLLM)."""
 
 FRESH_DRAWS = 64
-"""Candidates drawn for at once; a draw alone costs as much as all of them."""
+"""Number of candidates per draw; a single draw costs as much as all of them."""
 
 ROW_KEY = 1 << 40
-"""Far above any length: sets the rows of several lists apart in one sorted array."""
+"""Far above any length: separates the rows of several lists in one sorted array."""
 
 
 def peak_profile(base: IntArray, remaining: IntArray) -> tuple[IntArray, IntArray]:
@@ -47,7 +47,7 @@ def peak_profile(base: IntArray, remaining: IntArray) -> tuple[IntArray, IntArra
 
 
 def future_memory(base: IntArray, remaining: IntArray) -> IntArray:
-    """M*, the most tokens that the batch will use at once if nobody joins: equation (4); 0 for no entries.
+    """M*, the most tokens that the batch will use at once if no job joins: equation (4); 0 for no entries.
 
     Arguments as for ``peak_profile``; one number for each list, shape ``remaining.shape[:-1]``.
     """
@@ -56,20 +56,20 @@ def future_memory(base: IntArray, remaining: IntArray) -> IntArray:
 
 
 class PeakIndex:
-    """M* of a batch with one more entry, without going through the batch: O(log n) each, O(n log n) to build.
+    """M* of a batch plus one more entry in O(log n) per entry; O(n log n) to build.
 
-    With the entries by remaining length, longest first, an entry (b, r) that comes behind k of them leaves M_1 ... M_k
-    as they are and adds b + r_j to each M_j behind it. Maxima of M_j up to k and of M_j + r_j from k + 1 do the rest.
+    With the entries sorted by remaining length, longest first, a new entry (b, r) at position k + 1 leaves M_1 ... M_k
+    unchanged and adds b + r_j to each later M_j. The maxima of M_j up to k and of M_j + r_j from k + 1 give M*.
 
     Args:
         base: Shape (n,).
-        remaining: Shape (lists, n): several predictions, of which the worst counts.
+        remaining: Shape (lists, n): several predictions; the largest M* counts.
     """
 
     def __init__(self, base: IntArray, remaining: IntArray) -> None:
         num_lists, num_entries = remaining.shape
         steps, memory = peak_profile(base, remaining)
-        # Tables of k = 0 ... n, one row each list, read by the place in all rows together.
+        # Tables over k = 0 ... n, one row per list, indexed as one flat array.
         self._held_before, self._peak_before, self._grown_after = np.zeros((3, num_lists, num_entries + 1), np.int64)
         np.subtract(memory, np.arange(1, num_entries + 1) * steps, out=self._held_before[:, 1:])
         np.maximum.accumulate(memory, axis=1, out=self._peak_before[:, 1:])
@@ -98,27 +98,27 @@ class PeakIndex:
 
 
 class Lengths(Protocol):
-    """Where predicted output lengths come from."""
+    """A source of predicted output lengths."""
 
     def draw(self, jobs: Sequence[Job], num_lists: int) -> IntArray:
         """Whole output lengths, longer than what each job has generated; shape (num_lists, len(jobs))."""
         ...
 
     def draw_one(self, job: Job, num_lists: int) -> Sequence[int]:
-        """The same for one job, ``num_lists`` of them."""
+        """``num_lists`` lengths of one job, as in ``draw``."""
         ...
 
     def learn(self, output_len: int, *, censored: bool) -> None:
-        """A job has ended with so many tokens."""
+        """Records that a job has ended with this many tokens."""
         ...
 
 
 class HistoryLengths:
-    """Draws from the last outputs of everybody (equation 1): the paper's way.
+    """Draws from the last outputs of all jobs (equation 1), as in the paper.
 
     Args:
-        history: It is told of every end here, and by nobody else.
-        rng: Of the draws.
+        history: The window of finished outputs; only this object adds to it.
+        rng: Random generator of the draws.
     """
 
     def __init__(self, history: LengthHistory, rng: np.random.Generator) -> None:
@@ -135,7 +135,7 @@ class HistoryLengths:
         return self.history.sample_above(self._rng, generated, limit, num_lists)
 
     def draw_one(self, job: Job, num_lists: int) -> Sequence[int]:
-        """O(1) amortised for a job that has generated nothing: all of those share one law, so draws are made ahead."""
+        """O(1) amortised for a job without output: all such jobs share one law, so draws are made in advance."""
         if job.output_len:
             drawn: list[int] = self.draw([job], num_lists)[:, 0].tolist()
             return drawn
@@ -154,7 +154,7 @@ class LawLengths:
 
     Args:
         law: Equiprobable whole output lengths of a job, longer than what it has generated, shape (any,).
-        rng: Of the draws.
+        rng: Random generator of the draws.
     """
 
     def __init__(self, law: Callable[[Job], NDArray[np.float64] | IntArray], rng: np.random.Generator) -> None:
@@ -172,13 +172,13 @@ class LawLengths:
         return [min(length, job.max_new_tokens) for length in drawn]
 
     def learn(self, output_len: int, *, censored: bool) -> None:
-        """Whoever makes the law learns elsewhere."""
+        """Does nothing: the source of the law learns elsewhere."""
 
 
 class TrueLengths:
-    """Takes the mean of each job's forecast for the truth: the paper's oracle, with ``reserve_ratio=0, max_lists=1``.
+    """Takes the mean of each job's forecast as its length: the paper's oracle, with ``reserve_ratio=0, max_lists=1``.
 
-    A job without a forecast, or one that has outlived it, is taken to go on to its limit.
+    A job without a forecast, or one that has outlived its forecast, counts with its limit.
     """
 
     def draw(self, jobs: Sequence[Job], num_lists: int) -> IntArray:
@@ -188,27 +188,27 @@ class TrueLengths:
         return [_true_len(job)] * num_lists
 
     def learn(self, output_len: int, *, censored: bool) -> None:
-        """There is nothing to learn."""
+        """Does nothing: the forecasts need no history."""
 
 
 class PastFuture(Admission):
-    """Algorithm 1: admits a job if the peak M* of the batch with it fits, for fresh draws at each scheduling point.
+    """Algorithm 1: admits a job if the peak M* of the batch with it fits, with new draws at each scheduling point.
 
     A small batch gets several lists of draws and all of them must fit ("the sampling prediction is repeated several
     times", section 4). ``begin`` and ``add`` are O(n), ``admits`` is O(n log n), each times the lists.
 
     Args:
-        lengths: Where predicted lengths come from.
-        reserve_ratio: rho, the share of memory kept for lengths that come out longer, in [0, 1).
-        strict: Demand M* below the capacity, as LightLLM does, and not at most the capacity.
-        max_lists: Lists of draws of the smallest batches, at least 1.
+        lengths: Source of predicted lengths.
+        reserve_ratio: rho, the share of memory reserved for outputs longer than predicted, in [0, 1).
+        strict: Require M* < capacity, as LightLLM does, instead of M* <= capacity.
+        max_lists: Number of lists of draws for the smallest batches, at least 1.
 
     Raises:
-        InvalidValueError: a parameter out of range.
+        InvalidValueError: A parameter is out of range.
     """
 
     max_skips = 0
-    """The walk stops at the first job that is refused: nobody is overtaken."""
+    """The walk stops at the first refused job, so no job is overtaken."""
 
     def __init__(
         self, lengths: Lengths, *, reserve_ratio: float = 0.05, strict: bool = False, max_lists: int = 5
@@ -224,21 +224,23 @@ class PastFuture(Admission):
         self.begin([], 0)
 
     def begin(self, running: Sequence[Job], capacity: int) -> None:
-        """Lines 4 to 8 of Algorithm 1: draws anew for everybody who runs."""
+        """Lines 4 to 8 of Algorithm 1: new draws for all running jobs."""
         self._capacity = capacity
-        self._limit = round((1 - self._reserve_ratio) * capacity, 6)  # 0.9 * 30 is 27, not a bit more or less
+        self._limit = round((1 - self._reserve_ratio) * capacity, 6)  # Rounded, so that 0.9 * 30 is exactly 27.
         self._num_jobs = len(running)
         self._num_lists = self._lists_for(len(running))
         self._drawn: dict[str, Sequence[int]] = {}
-        self._peaks: dict[str, int] = {}  # of the batch with each job that was asked about, as it was then
+        self._peaks: dict[
+            str, int
+        ] = {}  # Peak of the batch with each job that was asked about, at the time of the question.
         generated = _int_array([job.output_len for job in running])
         self._base = _int_array([job.prompt_len for job in running]) + generated
         self._remaining = self._lengths.draw(running, self._num_lists) - generated
 
     def admits(self, job: Job) -> bool:
-        """Lines 9 to 13. Into an empty batch goes what can make one step (the paper is silent): nothing else helps it.
+        """Lines 9 to 13. An empty batch admits any job that can run one step, a case that the paper leaves open.
 
-        Asked again at the same point it answers by the same draws.
+        Repeated questions at one scheduling point use the same draws.
         """
         if self._num_jobs == 0:
             return job.known_len + 1 <= self._capacity
@@ -246,12 +248,12 @@ class PastFuture(Admission):
         return peak < self._limit if self._strict else peak <= self._limit
 
     def explain(self, job: Job, now: float) -> Facts:
-        """The predicted peak that the job was admitted or refused by; its length alone in an empty batch."""
+        """The predicted peak that decided about the job; in an empty batch its length alone."""
         peak = self._peaks.get(job.request_id, job.known_len + 1)
         return {"predicted_peak_tokens": peak, "limit_tokens": self._limit, "capacity_tokens": self._capacity}
 
     def fits(self, jobs: Sequence[Job]) -> NDArray[np.bool_]:
-        """What ``admits`` says of each of them, alone beside the batch, at O(log n) each; shape (jobs,)."""
+        """The answer of ``admits`` for each job alone beside the batch, in O(log n) per job; shape (jobs,)."""
         base = _int_array([job.known_len for job in jobs])
         if self._num_jobs == 0:
             return base + 1 <= self._capacity
@@ -270,16 +272,16 @@ class PastFuture(Admission):
 
     @property
     def predicted_peak(self) -> int:
-        """M* of the batch as it is now, in tokens; the highest of all lists."""
+        """M* of the present batch in tokens; the highest of all lists."""
         return int(future_memory(self._base, self._remaining).max())
 
     def _with(self, job: Job) -> tuple[IntArray, IntArray]:
-        """The batch with the job in it: b_i, shape (n + 1,), and r_i by each list, shape (lists, n + 1)."""
+        """The batch with the job: b_i, shape (n + 1,), and r_i of each list, shape (lists, n + 1)."""
         column = self._remaining_of([job])
         return np.append(self._base, job.known_len), np.concatenate([self._remaining, column], axis=1)
 
     def _remaining_of(self, jobs: Sequence[Job]) -> IntArray:
-        """By the draws of this point, made when a job is first asked for; shape (lists, jobs)."""
+        """Remaining lengths by this point's draws, made at a job's first question; shape (lists, jobs)."""
         new = [job for job in jobs if job.request_id not in self._drawn]
         if len(new) == 1:
             self._drawn[new[0].request_id] = self._lengths.draw_one(new[0], self._num_lists)
@@ -304,7 +306,7 @@ def _int_array(values: Sequence[int] | Sequence[Sequence[int]]) -> IntArray:
 
 @ADMISSIONS.register("past-future")
 def build_past_future(context: ReplicaContext) -> PastFuture:
-    """Admits by the predicted peak of the batch's memory, lengths drawn from the recent past."""
+    """Admits by the predicted peak of memory, lengths drawn from recent outputs."""
     settings = context.settings
     history = LengthHistory(initial=[settings.max_new_tokens])
     return PastFuture(

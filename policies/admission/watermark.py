@@ -11,7 +11,7 @@ from policies.job import Job
 
 
 class Aggressive(Admission):
-    """Admits while what is held *now* plus the newcomer stays within a share of the pool; growth is ignored.
+    """Admits a job while the tokens held *now* plus its own stay within a share of the pool; growth is ignored.
 
     Everything is O(1), but ``begin``, which is O(n).
 
@@ -19,11 +19,11 @@ class Aggressive(Admission):
         watermark: Share of the pool, in (0, 1].
 
     Raises:
-        InvalidValueError: a watermark out of range.
+        InvalidValueError: The watermark is out of range.
     """
 
     max_skips = 0
-    """The walk stops at the first job that is refused: nobody is overtaken."""
+    """The walk stops at the first refused job, so no job is overtaken."""
 
     def __init__(self, watermark: float = 0.95) -> None:
         if not 0 < watermark <= 1:
@@ -38,11 +38,11 @@ class Aggressive(Admission):
         self._held = sum([job.prompt_len + job.output_len for job in running])
 
     def admits(self, job: Job) -> bool:
-        """An empty pool takes whatever fits at all."""
+        """An empty pool admits any job that fits."""
         return self._held + job.known_len <= (self._limit if self._num_jobs else self._capacity)
 
     def explain(self, job: Job, now: float) -> Facts:
-        """What is held now, and how much of the pool may be."""
+        """The tokens held now, and the limit."""
         return {"held_tokens": self._held, "limit_tokens": self._limit, "capacity_tokens": self._capacity}
 
     def add(self, job: Job) -> None:
@@ -53,7 +53,7 @@ class Aggressive(Admission):
         return capacity - int(round(self._watermark * capacity, 6))
 
     def learn(self, output_len: int, *, censored: bool) -> None:
-        """The future is not looked at."""
+        """No reserve: this rule ignores growth."""
 
 
 @ADMISSIONS.register("watermark", steady=True)

@@ -1,1 +1,1 @@
-"""How batch mode forms batches and which batch runs next."""
+"""Batch mode: the rules that form batches and choose the next one."""

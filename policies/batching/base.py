@@ -1,8 +1,8 @@
-"""Static batches: what waits in the central queue from which idle workers pull (Magnus III-A, Multi-Bin section 3).
+"""Static batches in the central queue, from which idle workers pull (Magnus III-A, Multi-Bin section 3).
 
-A batcher forms batches of jobs; a worker that has become idle pulls one and runs it to its end. The parts compose: the
-way batches are formed (``FcfsBatches``, ``WmaBatcher``, ``MultiBinBatcher``) and, for formed ones, the choice among
-them (``first_arrived``, ``first_sealed``, ``policies.batching.hrrn.HighestResponseRatio``).
+A batcher forms batches of jobs; an idle worker pulls one and runs it to its end. Two parts combine freely: the rule
+that forms batches (``FcfsBatches``, ``WmaBatcher``, ``MultiBinBatcher``) and the choice of the next formed batch
+(``first_arrived``, ``first_sealed``, ``policies.batching.hrrn.HighestResponseRatio``).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from policies.settings import BatchSettings
 
 
 def predicted_len(job: Job) -> int:
-    """Output tokens still to come: the forecast's mean, rounded up, within [1, limit]; the limit without a forecast.
+    """Predicted remaining output tokens: the forecast's mean, rounded up, within [1, limit]; the limit without one.
 
-    Tokens generated before (a batch that broke off) are counted off, but one is always to come.
+    Tokens generated earlier, in a batch that broke off, are subtracted, but at least one remains.
     """
     total = job.max_new_tokens if job.forecast is None else math.ceil(min(job.forecast.mean, job.max_new_tokens))
     return max(1, total - job.output_len)
@@ -34,21 +34,21 @@ _NOT_URGENT = (math.inf, math.inf)
 
 
 class FormedBatch:
-    """Jobs that a worker will run together, padded to the longest, until the last one ends.
+    """Jobs that a worker runs together, padded to the longest, until the last one ends.
 
-    The lengths are those at the time a job was put in; later changes of the job do not move its batch.
+    The lengths are those at the time a job was added; later changes of the job do not move its batch.
 
     Attributes:
         batch_id: Unique within its batcher, rising in order of creation.
-        created_at: When it was opened; halves keep that of the whole.
-        sealed_at: When it was completed, at the latest when it was pulled; None while jobs may still be put in.
-        jobs: In the order they were put in.
+        created_at: Instant of its creation; halves of a split batch keep the instant of the whole.
+        sealed_at: Instant when it was sealed, at the latest when it was pulled; None while jobs may be added.
+        jobs: In order of addition.
         prompt_lens: L(p) of each job: tokens that its prefill computes.
-        predicted_lens: G(p) of each job as foreseen.
+        predicted_lens: G(p), the predicted output length of each job.
         prompt_len: L(B), the longest prompt; every other is padded to it.
-        predicted_len: G(B), the most output tokens foreseen: iterations of the batch.
-        urgency: Of the most urgent job; a job never makes those beside it wait behind less urgent batches.
-        arrived_at: Of the job that came first; the queueing time of the batch counts from here (Magnus III-E).
+        predicted_len: G(B), the longest predicted output: the iterations of the batch.
+        urgency: Urgency of its most urgent job, so that no job waits behind a less urgent batch.
+        arrived_at: Arrival of its earliest job; the queueing time of the batch counts from here (Magnus III-E).
     """
 
     __slots__ = (
@@ -81,7 +81,7 @@ class FormedBatch:
         return self.sealed_at is None
 
     def insert(self, job: Job) -> None:
-        """Puts one job in. O(1)."""
+        """Adds one job. O(1)."""
         self.jobs.append(job)
         self.prompt_lens.append(job.known_len)
         self.predicted_lens.append(predicted_len(job))
@@ -91,7 +91,7 @@ class FormedBatch:
         self.arrived_at = min(self.arrived_at, job.arrived_at)
 
     def drop(self, request_id: str) -> bool:
-        """Takes a job out (aborted, ended); False if it is not in here. O(batch)."""
+        """Removes a job that was aborted or has ended; False if it is not in the batch. O(batch)."""
         for index, job in enumerate(self.jobs):
             if job.request_id == request_id:
                 del self.jobs[index], self.prompt_lens[index], self.predicted_lens[index]
@@ -119,11 +119,11 @@ class FormedBatch:
 
 
 ChooseBatch = Callable[[Sequence[FormedBatch], float], FormedBatch]
-"""(batches of one urgency in the order they came in, never empty; now) -> the one to run next."""
+"""(batches of one urgency in order of addition, never empty; now) -> the batch to run next."""
 
 
 def first_arrived(batches: Sequence[FormedBatch], now: float) -> FormedBatch:
-    """The batch whose first job came first; of equals the one formed first (vanilla scheduling, GLP, ABP)."""
+    """The batch with the earliest job; ties go to the batch formed first (vanilla scheduling, GLP, ABP)."""
     return min(batches, key=lambda batch: (batch.arrived_at, batch.batch_id))
 
 
@@ -133,65 +133,65 @@ def first_sealed(batches: Sequence[FormedBatch], now: float) -> FormedBatch:
 
 
 _Standing = tuple[tuple[float, float], tuple[float, ...], int]
-"""(urgency, what the choice goes by, number of the putting in): the least is chosen."""
+"""(urgency, key of the choice, number of the addition): the least is chosen."""
 
 _STANDING: dict[ChooseBatch, Callable[[FormedBatch], tuple[float, ...]]] = {
     first_arrived: lambda batch: (batch.arrived_at, batch.batch_id),
     first_sealed: lambda batch: (math.inf if batch.sealed_at is None else batch.sealed_at,),
 }
-"""The choices that time does not change, and what they go by."""
+"""The choices that do not depend on time, and their keys."""
 
 
 class Batcher(ABC):
-    """Forms batches and hands them to idle workers. Not preemptive: a pulled batch is the worker's own."""
+    """Forms batches and hands them to idle workers. Not preemptive: a worker keeps a pulled batch."""
 
     @property
     @abstractmethod
     def num_waiting(self) -> int:
-        """Jobs that no worker has taken."""
+        """The number of jobs that no worker has pulled."""
 
     @abstractmethod
     def add(self, job: Job, now: float) -> None:
-        """A job has arrived, or its worker has died; it is not in the queue yet."""
+        """Adds a job that has arrived or whose worker has died; it must not be in the queue yet."""
 
     @abstractmethod
     def remove(self, request_id: str) -> None:
-        """A waiting job is gone (aborted); unknown ids are fine."""
+        """Removes an aborted job from the queue; unknown ids are ignored."""
 
     @abstractmethod
     def pull(self, now: float) -> FormedBatch | None:
-        """A worker is idle: the batch that it runs next, of the most urgent ones; None if none is ready."""
+        """The next batch for an idle worker, from the most urgent ones; None if none is ready."""
 
     @abstractmethod
     def restore(self, batch: FormedBatch) -> None:
-        """What is left of a pulled batch that ran out of memory is small enough now: it waits again as it is."""
+        """Requeues the rest of a pulled batch that ran out of memory and is now small enough, without a split."""
 
     @abstractmethod
     def split(self, batch: FormedBatch, now: float) -> Job | None:
-        """A pulled batch ran out of memory (Magnus III-C): its halves wait again and take no more jobs.
+        """Splits a pulled batch that ran out of memory (Magnus III-C): its halves wait again and accept no more jobs.
 
-        The caller has dropped the jobs that have ended or gone meanwhile; at least one is left.
+        The caller has already removed jobs that have ended or were aborted; at least one is left.
 
         Returns:
-            The job of a batch of one, which fits nowhere and has failed; None after a split.
+            The job of a batch of one, which has failed because it fits nowhere; None after a split.
         """
 
     def hold(self, memory_tokens: float, now: float) -> None:
-        """Workers hold so many KV tokens from now on."""
+        """Sets the KV capacity of a worker, in tokens."""
 
     def next_due_at(self) -> float | None:
-        """When ``pull`` will have a batch ready without anybody coming or going; None if only others can do that."""
+        """The instant when ``pull`` has a batch without any arrival or removal; None if only such an event helps."""
         return None
 
     def flush(self, now: float) -> None:
-        """Nobody else will come (a drain, the end of a trace): what waits for company is ready as it is."""
+        """No more jobs will come (a drain, the end of a trace): all partial batches become ready."""
 
     def check_integrity(self) -> None:
         """Raises ``IntegrityError`` if the bookkeeping contradicts itself."""
 
 
 class BatchQueue:
-    """Batches that a worker may pull, and in which of them each job is: what batchers keep their formed ones in.
+    """The formed batches of a batcher, which a worker may pull, and the batch of each job.
 
     Args:
         choose: ``peek`` costs O(log batches) with ``first_arrived`` and ``first_sealed``, with any other O(batches).
@@ -212,11 +212,11 @@ class BatchQueue:
         return len(self._batch_of)
 
     def __iter__(self) -> Iterator[FormedBatch]:
-        """In the order they were put in."""
+        """In order of addition."""
         return iter(self._batches.values())
 
     def new_batch(self, now: float, sealed_at: float | None = None) -> FormedBatch:
-        """An empty batch with the next id; it is not in the queue."""
+        """Creates an empty batch with the next id, outside the queue."""
         return FormedBatch(next(self._ids), now, sealed_at)
 
     def put(self, batch: FormedBatch) -> None:
@@ -227,16 +227,16 @@ class BatchQueue:
             self._batch_of[job.request_id] = batch
 
     def insert(self, batch: FormedBatch, job: Job) -> None:
-        """Puts a job into a batch of this queue. O(1)."""
+        """Adds a job to a batch of this queue. O(1)."""
         batch.insert(job)
         self._batch_of[job.request_id] = batch
         self._stand(batch, self._leave(batch))
 
     def remove(self, request_id: str) -> FormedBatch | None:
-        """Takes a job out; a batch left empty goes with it. O(batch).
+        """Removes a job, and its batch if it is then empty. O(batch).
 
         Returns:
-            The batch that it was in; None for an unknown id.
+            Its batch; None for an unknown id.
         """
         batch = self._batch_of.pop(request_id, None)
         if batch is not None:
@@ -249,7 +249,7 @@ class BatchQueue:
         return batch
 
     def peek(self, now: float) -> FormedBatch | None:
-        """The batch that is chosen among the most urgent ones; it stays."""
+        """The chosen batch among the most urgent ones, without removing it."""
         if not self._batches:
             return None
         if self._by is not None:
@@ -258,14 +258,14 @@ class BatchQueue:
         return self._choose([batch for batch in self if batch.urgency == urgency], now)
 
     def pull(self, now: float) -> FormedBatch | None:
-        """Takes the chosen batch, if there is one."""
+        """Removes and returns the chosen batch, if there is one."""
         batch = self.peek(now)
         if batch is not None:
             self.take(batch, now)
         return batch
 
     def take(self, batch: FormedBatch, now: float) -> None:
-        """Takes a batch of this queue out and seals it. O(batch)."""
+        """Removes a batch from this queue and seals it. O(batch)."""
         del self._batches[batch.batch_id]
         self._leave(batch)
         for job in batch.jobs:
@@ -274,7 +274,7 @@ class BatchQueue:
             batch.sealed_at = now
 
     def split(self, batch: FormedBatch) -> Job | None:
-        """Puts in the halves of a pulled batch, the first the larger, both sealed; see ``Batcher.split``."""
+        """Adds the two sealed halves of a pulled batch, the larger first; see ``Batcher.split``."""
         if len(batch) == 1:
             return batch.jobs[0]
         middle = (len(batch) + 1) // 2
@@ -283,7 +283,7 @@ class BatchQueue:
         return None
 
     def restore(self, batch: FormedBatch) -> None:
-        """Puts a pulled batch in again, with the lengths that its jobs have now."""
+        """Adds a pulled batch again, with the present lengths of its jobs."""
         self._put_part(batch, batch.jobs)
 
     def _put_part(self, batch: FormedBatch, jobs: Sequence[Job]) -> None:
@@ -293,13 +293,13 @@ class BatchQueue:
         self.put(part)
 
     def _stand(self, batch: FormedBatch, number: int) -> None:
-        """Where the choice is one that time does not change, a batch stands in order as it is now."""
+        """Inserts the batch into the sorted order, if the choice does not depend on time."""
         if self._by is not None:
             standing = self._standings[batch.batch_id] = batch.urgency, self._by(batch), number
             self._in_order[standing] = batch
 
     def _leave(self, batch: FormedBatch) -> int:
-        """The batch stands in order no more; the number that it had."""
+        """Removes the batch from the sorted order; returns its number."""
         if self._by is None:
             return 0
         standing = self._standings.pop(batch.batch_id)
@@ -307,7 +307,7 @@ class BatchQueue:
         return standing[2]
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError unless every batch holds jobs, each where it should stand, and every job is in one."""
+        """Raises IntegrityError unless every batch is non-empty and in order, and every job is in exactly its batch."""
         for batch in self:
             batch.check_integrity()
             if not batch.jobs:
@@ -329,10 +329,10 @@ class BatchQueue:
 
 @dataclass(frozen=True, slots=True)
 class BatchContext:
-    """What a batcher is built from.
+    """The context that a batcher is built from.
 
     Attributes:
-        size: Jobs of a batch at most; None where memory alone decides.
+        size: Most jobs of a batch; None if memory alone limits it.
     """
 
     settings: BatchSettings
@@ -340,4 +340,4 @@ class BatchContext:
 
 
 BATCHERS: Parts[Batcher, BatchContext] = Parts("scheduler.preset")
-"""Batchers by the names that presets of batch mode use in the column of the order."""
+"""Batchers by name; presets of batch mode name one in the order column."""

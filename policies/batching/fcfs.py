@@ -12,18 +12,18 @@ from policies.job import Job
 def vanilla_batch_size(
     memory_bytes: float, token_bytes: float, max_prompt_len: int, max_new_tokens: int, delta_factor: float = 1.0
 ) -> int:
-    """Requests that fit whatever they turn out to be, eq. (1) of Magnus: beta = floor(Theta / ((L_max + G_max) Delta)).
+    """Requests that fit at their maximum lengths, eq. (1) of Magnus: beta = floor(Theta / ((L_max + G_max) Delta)).
 
     Args:
         memory_bytes: Theta, memory for KV.
         token_bytes: Delta, KV of one token.
         max_prompt_len: L_max, tokens.
         max_new_tokens: G_max, tokens.
-        delta_factor: Multiplies Delta: 2 where growing a cache holds the old and the new copy at a time, which is what
-            the batch sizes 7 (VS) and 10 (VSQ) of the paper come to.
+        delta_factor: Multiplies Delta: 2 if a growing cache holds its old and new copy at once, which the paper's
+        batch sizes 7 (VS) and 10 (VSQ) imply.
 
     Returns:
-        At least 1: a single request is tried even if it need not fit.
+        At least 1: a single request is tried even if it may not fit.
     """
     for field, value in (("memory_bytes", memory_bytes), ("token_bytes", token_bytes), ("delta_factor", delta_factor)):
         if not value > 0:
@@ -34,12 +34,12 @@ def vanilla_batch_size(
 
 
 class FcfsBatches(Batcher):
-    """An idle worker takes the ``size`` jobs that came first, or as many as there are; it waits for nobody.
+    """An idle worker takes the first ``size`` jobs to arrive, or all if there are fewer; it never waits for more.
 
     ``add`` and ``remove`` cost O(log n), ``pull`` O(size log n).
 
     Args:
-        size: Jobs of a batch at most (beta).
+        size: Most jobs of a batch (beta).
     """
 
     def __init__(self, size: int) -> None:
@@ -92,12 +92,12 @@ class FcfsBatches(Batcher):
         return None
 
     def flush(self, now: float) -> None:
-        """Nothing to do: no job waits for company."""
+        """Nothing to do: no job waits for a full batch."""
 
     def check_integrity(self) -> None:
         self._halves.check_integrity()
         if {id(job) for job in self._waiting} != {id(job) for job in self._job_of.values()}:
-            raise IntegrityError("the jobs that wait are not those that are known")
+            raise IntegrityError("the waiting jobs differ from the known jobs")
 
 
 def _rank(job: Job) -> tuple[tuple[int, float], float]:

@@ -1,7 +1,7 @@
-"""Highest response ratio next: short work first, but no work waits for ever (Magnus III-E).
+"""Highest response ratio next: short work first, without starvation (Magnus III-E).
 
 R = (T_q + T_s) / T_s, with T_q the time in the queue and T_s the estimated time of service. A short job overtakes a
-long one that came a little earlier; each second of waiting raises the ratio of both.
+long one that arrived a little earlier; each second of waiting raises the ratio of both.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from policies.settings import ServingTime
 
 
 def response_ratio(waited_s: float, service_s: float) -> float:
-    """R; infinity for what is estimated to take no time."""
+    """R; infinity for an estimate of 0 s."""
     return 1 + waited_s / service_s if service_s > 0 else math.inf
 
 
 class HighestResponseRatio:
-    """The choice among formed batches: the highest R; of equals the earliest arrival, then the first formed.
+    """Chooses the formed batch with the highest R; ties go to the earliest arrival, then to the first formed.
 
-    T_q of a batch is the longest wait of its jobs. One call of the estimate for each batch.
+    T_q of a batch is the longest wait of its jobs. It calls the estimate once per batch.
 
     Args:
         serving_time_s: Estimated seconds that a batch takes.
@@ -51,7 +51,7 @@ class HighestResponseRatio:
 
 
 ESTIMATES = 64
-"""Jobs that are estimated again at one scheduling point, at most, after a change of prices."""
+"""Most jobs that are estimated again at one scheduling point after a change of prices."""
 
 _COLUMNS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "priority": (np.int64, ()),
@@ -63,14 +63,14 @@ _COLUMNS: dict[str, tuple[Any, tuple[int, ...]]] = {
 
 
 class HrrnOrder(Order):
-    """HRRN for continuous batching, where the unit is the job; running jobs are left alone.
+    """HRRN for continuous batching, where the unit is the job; running jobs are not preempted.
 
-    Ratios grow at different speeds, so ranks are found anew whenever they are asked for, in a few numpy operations
-    over all jobs. The estimate is asked for once for each job that is new or has changed; the rest is O(1).
+    Ratios grow at different speeds, so ``ranked`` recomputes all ranks in a few numpy operations over all jobs. The
+    estimate is called once for each new or changed job; the rest is O(1).
 
     Args:
-        remaining_s: Estimated seconds of service that a job still needs where steps cost so much.
-        cost: What steps cost, until it is measured.
+        remaining_s: (job, step cost) -> estimated seconds of service that the job still needs.
+        cost: The step cost until one is measured.
     """
 
     preemptive = False
@@ -82,7 +82,7 @@ class HrrnOrder(Order):
         self._numbers = itertools.count()
         self._due: dict[str, Job] = {}
         self._jobs: dict[str, Job] = {}
-        self._stale: dict[str, Job] = {}  # estimated by another price
+        self._stale: dict[str, Job] = {}  # Jobs estimated with an older price.
 
     def add(self, job: Job, now: float) -> None:
         row = self._table.add(job)
@@ -109,13 +109,13 @@ class HrrnOrder(Order):
         self._renew()
 
     def learn(self, job: Job, *, censored: bool) -> None:
-        """Nothing to learn: the estimate does."""
+        """Nothing to do: the estimate learns elsewhere."""
 
     def ran(self, job: Job, duration_s: float, now: float) -> None:
-        """Nothing to note: what it has got has been said."""
+        """Nothing to do: ``changed`` has reported the job's progress."""
 
     def refresh(self, now: float) -> None:
-        """After a change of prices the oldest estimates are made again, some at each point."""
+        """After a change of prices, renews the oldest estimates, a limited number per scheduling point."""
         self._renew()
 
     def ranked(self, now: float) -> Iterator[Job]:
@@ -135,7 +135,7 @@ class HrrnOrder(Order):
         return response_ratio(now - job.arrived_at, self._remaining_s(self._cost, job))
 
     def explain(self, job: Job, now: float) -> Facts:
-        """Its response ratio now, and what it is made of."""
+        """Its response ratio now, and the terms of the ratio."""
         return {"response_ratio": self.ratio(job, now), "service_s": self._remaining_s(self._cost, job)}
 
     def slice_s(self, job: Job) -> float:
@@ -155,7 +155,7 @@ class HrrnOrder(Order):
 
 
 def remaining_service_s(cost: StepCost, job: Job) -> float:
-    """Seconds until a job would end if it ran alone: what is missing of its KV, then one step a token foreseen."""
+    """Seconds until a job would end if it ran alone: the missing KV, then one step per predicted token."""
     expected = job.max_new_tokens if job.forecast is None else min(job.forecast.mean, job.max_new_tokens)
     missing = job.missing_len
     prefill_s = cost.prefill_s(missing, job.known_len - missing)

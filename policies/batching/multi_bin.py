@@ -1,8 +1,8 @@
-"""Multi-Bin batching: batches of requests of similar length, each from a bin of its own (sections 3 and 4).
+"""Multi-Bin batching: each batch holds requests of similar predicted length, from one bin (sections 3 and 4).
 
-A request goes to the bin i with l_{i-1} <= l < l_i of its predicted length l. A bin that holds B requests makes a
-batch, and batches are served in the order of completion. With k bins a batch waits for the longest of a k-th of the
-range instead of the whole; the price is the wait for company, see ``simulator.reproduce.multi_bin_theory``.
+A request of predicted length l goes to the bin i with l_{i-1} <= l < l_i. A bin that holds B requests becomes a batch,
+and batches are served in order of completion. With k bins a batch waits for the longest request of a k-th of the range
+instead of the whole; the cost is the wait until a bin fills, see ``simulator.reproduce.multi_bin_theory``.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from policies.batching.base import BATCHERS, BatchContext, Batcher, BatchQueue, 
 from policies.job import Job
 
 MIN_LENGTHS = 100
-"""Lengths that edges are learned from at least, and how many jobs later they are learned anew ..."""
+"""Least number of lengths for learning edges, and the number of jobs between two updates ..."""
 
 MAX_LENGTHS = 1000
-"""... and at most: the last ones."""
+"""... and the most lengths: the latest ones."""
 
 
 def equal_mass_edges(quantile: Callable[[float], float], num_bins: int) -> tuple[float, ...]:
@@ -37,7 +37,7 @@ def equal_mass_edges(quantile: Callable[[float], float], num_bins: int) -> tuple
 
 
 def sample_edges(lengths: Sequence[float], num_bins: int) -> tuple[float, ...]:
-    """Equal-mass edges of lengths that were seen, linear between them. Equal edges leave a bin empty."""
+    """Equal-mass edges of observed lengths, with linear interpolation. Two equal edges leave a bin empty."""
     if not len(lengths):
         raise InvalidValueError("lengths", lengths, "one length or more")
     ordered = np.sort(np.asarray(lengths, float))
@@ -77,19 +77,19 @@ def log_chain(batch_size: int, num_bins: int) -> tuple[float, ...]:
 
 
 class MultiBinBatcher(Batcher):
-    """One open batch for each bin; a full one is sealed and served in its turn.
+    """Keeps one open batch per bin; a full batch is sealed and served in turn.
 
-    Of the sealed batches the most urgent goes first; one is as urgent as its most urgent job. Within a bin urgency
-    decides nothing, since all its jobs leave together.
+    The most urgent sealed batch goes first; a batch has the urgency of its most urgent job. Within a bin urgency has
+    no effect, since all its jobs leave together.
 
-    ``add`` costs O(log k) and O(k) for what is due, ``remove`` O(B), ``pull`` O(sealed batches).
+    ``add`` costs O(log k) plus O(k) for due bins, ``remove`` O(B), ``pull`` O(sealed batches).
 
     Args:
         edges: l_0 ... l_k in tokens, not falling. A length below l_0 goes to the first bin, one from l_k on to the
             last.
-        batch_size: B; a bin that holds so many jobs is sealed.
-        max_wait_s: A bin is sealed short of B once its oldest job has waited so long since it arrived. Infinity as in
-            the paper, where a rare length may wait without bound.
+        batch_size: B; a bin is sealed when it holds B jobs.
+        max_wait_s: A bin with fewer than B jobs is sealed when its oldest job has waited this long since its arrival.
+        Infinity as in the paper, where a rare length may wait without bound.
     """
 
     def __init__(self, edges: Sequence[float], batch_size: int, max_wait_s: float = math.inf) -> None:
@@ -173,7 +173,7 @@ class MultiBinBatcher(Batcher):
             raise IntegrityError("a batch that is not sealed waits for a worker")
 
     def rebin(self, edges: Sequence[float], now: float) -> None:
-        """Other edges from now on: jobs of batches that are not sealed go to their new bins. O(jobs in bins)."""
+        """Sets new edges and moves the jobs of unsealed batches to their new bins. O(jobs in bins)."""
         _check_edges(edges)
         jobs = [job for batch in self._open.values() for job in batch.jobs]
         self._open, self._bin_of = {}, {}
@@ -198,7 +198,7 @@ class MultiBinBatcher(Batcher):
 
 
 class LearnedBins(MultiBinBatcher):
-    """Bins of equal mass over the lengths foreseen lately; one bin until there are ``MIN_LENGTHS`` of them.
+    """Bins of equal mass over the latest predicted lengths; one bin until there are ``MIN_LENGTHS`` of them.
 
     Args:
         num_bins: k.
@@ -212,7 +212,7 @@ class LearnedBins(MultiBinBatcher):
         self._num_unlearnt = 0
 
     def add(self, job: Job, now: float) -> None:
-        """As before; every ``MIN_LENGTHS`` jobs the edges are found anew."""
+        """Adds the job; recomputes the edges every ``MIN_LENGTHS`` jobs."""
         self._lengths.append(predicted_len(job))
         self._num_unlearnt += 1
         if self._num_unlearnt >= MIN_LENGTHS:

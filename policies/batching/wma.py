@@ -1,20 +1,20 @@
-"""Batches of little wasted memory access: the adaptive batcher of Magnus (III-C, Algorithm 1).
+"""Batches with little wasted memory access: the adaptive batcher of Magnus (III-C, Algorithm 1).
 
-A static batch pads every prompt to the longest, L(B), and runs until its last request ends, for G(B) iterations.
-Memory access is what decoding costs, so the waste of request p, with prompt L(p) and G(p) output tokens, is counted in
-tokens whose KV is read for nothing::
+A static batch pads every prompt to the longest, L(B), and runs until its last request ends, for G(B) iterations. Memory
+access dominates the cost of decoding, so the waste of request p, with prompt L(p) and G(p) output tokens, is counted in
+tokens whose KV is read without use::
 
     (2)  WMA_gen(p)  = G(p) (L(B) - L(p))                     padding, in each iteration that p needs
     (3)  WMA_wait(p) = sum over g in [G(p), G(B)) of (L(B) + g)   all of its row, in each iteration that it waits
     (4)  WMA(B)      = max over p of (WMA_gen(p) + WMA_wait(p))
     (5)  MEM(B)      = |B| (L(B) + G(B)) Delta
 
-The sum of (2) and (3) is H(L(B), G(B)) - H(L(p), G(p)) with H(L, G) = L G + G (G - 1) / 2: all that a row of the batch
-reads less what p alone would have read. So (4) needs only L(B), G(B) and the least H(L(p), G(p)) of the batch, and
-joining a job is priced in O(1), whatever the batch holds.
+The sum of (2) and (3) is H(L(B), G(B)) - H(L(p), G(p)) with H(L, G) = L G + G (G - 1) / 2: the reads of a row of the
+batch minus the reads of p alone. So (4) needs only L(B), G(B) and the least H(L(p), G(p)) of the batch, and adding a
+job is priced in O(1), whatever the batch holds.
 
-Jobs of different priority and deadline share batches: a batch is as urgent as its most urgent job, so nobody starts
-later because of the company, and what the company can add to the run is bounded by the threshold.
+Jobs of different priority and deadline share batches. A batch has the urgency of its most urgent job, so no job starts
+later because of the others in its batch, and the threshold bounds the run time that they add.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ def memory_tokens(batch: FormedBatch) -> int:
 
 
 class WmaBatcher(Batcher):
-    """Puts each job where it wastes least, or into a batch of its own.
+    """Adds each job to the batch where it wastes least, or to a new batch.
 
-    ``add`` and ``remove`` cost O(open batches), vectorised; ``pull`` O(batches) and what ``choose`` costs.
+    ``add`` and ``remove`` cost O(open batches), vectorised; ``pull`` O(batches) plus the cost of ``choose``.
 
     Args:
-        memory_tokens: Theta / Delta, KV tokens that a batch may fill at its longest, eq. (5). A job that alone exceeds
-            it gets a batch of its own all the same.
-        choose: Which formed batch an idle worker takes: HRRN in Magnus, ``first_arrived`` in its ablations.
+        memory_tokens: Theta / Delta, most KV tokens of a batch at its longest, eq. (5). A job that alone exceeds it
+        still gets a batch of its own.
+        choose: Chooses the batch for an idle worker: HRRN in Magnus, ``first_arrived`` in its ablations.
         wma_threshold: Phi, tokens; a job joins a batch only if the WMA with it is strictly below.
-        max_batch_size: Jobs of a batch at most (the ablation GLP); None for no bound.
+        max_batch_size: Most jobs of a batch (the ablation GLP); None for no bound.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class WmaBatcher(Batcher):
         return self._queue.num_jobs
 
     def add(self, job: Job, now: float) -> None:
-        """Algorithm 1: of the batches that have room, the first with the least WMA, if that is below the threshold."""
+        """Algorithm 1: the batch with room and the least WMA, if that is below the threshold; the first of equals."""
         index = self._best(job)
         if index is None:
             batch = self._queue.new_batch(now)
@@ -125,7 +125,7 @@ class WmaBatcher(Batcher):
         return self._queue.split(batch)
 
     def hold(self, memory_tokens: float, now: float) -> None:
-        """From batches that would not fit any more, those who joined last are put elsewhere."""
+        """Moves the latest jobs out of batches that no longer fit, into other batches."""
         fewer, self.memory_tokens = memory_tokens < self.memory_tokens, memory_tokens
         if not fewer:
             return
@@ -141,7 +141,7 @@ class WmaBatcher(Batcher):
         return None
 
     def flush(self, now: float) -> None:
-        """Nothing to do: every batch may be pulled as it is."""
+        """Nothing to do: every batch may be pulled at any time."""
 
     def check_integrity(self) -> None:
         self._queue.check_integrity()
@@ -221,13 +221,13 @@ def _least_reads(batch: FormedBatch) -> int:
 
 
 def _reads(prompt_len: Lengths, output_len: Lengths) -> Lengths:
-    """H(L, G): tokens whose KV is read in G iterations from a prompt of L, those just generated included."""
+    """H(L, G): tokens whose KV is read in G iterations after a prompt of L, new tokens included."""
     return prompt_len * output_len + output_len * (output_len - 1) // 2
 
 
 @BATCHERS.register("wma-hrrn")
 def build_wma_hrrn(context: BatchContext) -> WmaBatcher:
-    """Batches of least wasted memory accesses; the highest response ratio runs next."""
+    """Batches of least wasted memory access; the highest response ratio runs next."""
     settings = context.settings
     choose = HighestResponseRatio(settings.serving_time_s)
     return WmaBatcher(settings.memory_tokens, choose, settings.wma_threshold, context.size)

@@ -105,7 +105,7 @@ class SendRequest:
 
 @dataclass(frozen=True, slots=True)
 class CancelRequest:
-    """Nobody waits for this any more: the server is to stop."""
+    """No client waits for this attempt any more: the server must stop it."""
 
     key: Key
 
@@ -120,7 +120,7 @@ class ReturnRequest:
 
 @dataclass(frozen=True, slots=True)
 class FailRequest:
-    """The end of it: what its client has got, nobody else can go on with.
+    """The attempt has failed: its client already has tokens, so no other server can continue it.
 
     Attributes:
         output_len: Tokens that it has got.

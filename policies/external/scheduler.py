@@ -113,7 +113,7 @@ class BackendScheduler:
 
     @property
     def ingress_ids(self) -> set[str]:
-        """The ingress replicas that somebody here belongs to."""
+        """The ingress replicas of the requests here."""
         return {held.request.ingress_id for held in self._held.values()}
 
     def keys_of(self, ingress_id: str) -> tuple[Key, ...]:
@@ -203,7 +203,7 @@ class BackendScheduler:
             self._journal.note(request.request_id, "waits", now, facts)
 
     def _send(self, now: float) -> list[BackendInstruction]:
-        """Whoever there is a place for; nobody where the breaker is not closed."""
+        """Sends waiting requests while there are free slots; none unless the breaker is closed."""
         out: list[BackendInstruction] = []
         if not self.breaker.closed:
             return out
@@ -261,7 +261,7 @@ class BackendScheduler:
         return [*out, self._ended(held, event.status, now, event.cached_len or 0)]
 
     def _fail(self, key: Key, failure: Failure, now: float) -> list[BackendInstruction]:
-        """Of an attempt that is gone already the server is blamed all the same."""
+        """Records the failure for the server even if the attempt is gone already."""
         out = [] if failure.of_request else self._judge(Failed(failure.message, failure.trips), now)
         held = self._current(key)
         if held is None:

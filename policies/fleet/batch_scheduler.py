@@ -1,13 +1,13 @@
 """The scheduler over replicas in batch mode: replicas that have nothing to do pull batches from one central queue.
 
-Who places what where is all that differs from ``GlobalScheduler``: the in-flight table, announcements, aborts and what
-is found lost are the same, and so is what the replicas hear.
+It holds a table of requests in flight, as ``GlobalScheduler`` does: announcements, aborts and what is found lost are
+the table's, and so the same. Where that one has a placement, this one has a ``CentralQueue``.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from core.errors import IntegrityError
@@ -21,17 +21,24 @@ from policies.fleet.events import (
     GlobalEvent,
     GlobalInstruction,
     HistoryLearned,
+    IngressAnnounced,
     IngressLost,
-    MeanOutputLen,
+    KeysUnknown,
     PlaceRequests,
+    ReplicaAway,
     ReplicaBroke,
+    ReplicaDraining,
+    ReplicaGone,
     ReplicaRests,
+    ReplicaUp,
     ReportLost,
+    RequestsEnded,
 )
-from policies.fleet.scheduler import GlobalScheduler
+from policies.fleet.machine import FleetMachine
+from policies.fleet.request_table import Entry
 from policies.job import Job
-from policies.placement.base import Choice, Placement, ReplicaLoad
-from policies.replica.events import RefuseRequest
+from policies.placement.base import Choice
+from policies.replica.events import ForecastsArrived, RefuseRequest, RequestsAborted, RequestsArrived
 from policies.settings import ServingTime
 
 
@@ -53,14 +60,7 @@ class _Run:
     whole: bool = True
 
 
-class _IdleWorkersPull(Placement):
-    """Stands where continuous batching has a placement: in batch mode no replica is chosen, idle workers pull."""
-
-    def choose(self, request: Request, prefix: Sequence[int], loads: tuple[ReplicaLoad, ...], now: float) -> Choice:
-        raise IntegrityError(f"request {request.request_id} was to be placed, but in batch mode idle workers pull")
-
-
-class BatchScheduler(GlobalScheduler):
+class BatchScheduler(FleetMachine):
     """Forms batches, and gives the next one to each replica that has nothing in flight.
 
     A batch that ran out of memory comes back through the ingress replicas, like everything that is lost, because only
@@ -74,7 +74,7 @@ class BatchScheduler(GlobalScheduler):
     """
 
     def __init__(self, batcher: Batcher, serving_time_s: ServingTime, forecast_wait_s: float = 0.0) -> None:
-        super().__init__(_IdleWorkersPull())
+        super().__init__()
         self._serving_time_s = serving_time_s
         self._waiting = CentralQueue(batcher, forecast_wait_s)
         self._runs: dict[str, _Run] = {}  # by replica
@@ -87,7 +87,7 @@ class BatchScheduler(GlobalScheduler):
     @property
     def num_waiting(self) -> int:
         """Requests that no replica has taken."""
-        return len(self._queued)
+        return self._table.num_queued
 
     @property
     def next_due_at(self) -> float | None:
@@ -95,19 +95,9 @@ class BatchScheduler(GlobalScheduler):
         return self._waiting.next_due_at(any_idle=any(map(self._is_idle, self._names())))
 
     def handle(self, event: GlobalEvent, now: float) -> list[GlobalInstruction]:
-        """As of ``GlobalScheduler``."""
+        """As of ``FleetMachine``; after every event idle replicas pull."""
         self._now = now
-        match event:
-            case ReplicaBroke(name, keys):
-                self._break_off(name, keys)
-            case ReplicaRests(name, keys):
-                self._resting[name] = frozenset(keys)
-            case HistoryLearned(forecast):
-                self._waiting.foresee_usually(forecast)
-                event = MeanOutputLen(forecast.mean)
-            case IngressLost(ingress_id):
-                self._forget_awaited(ingress_id, ())
-        out = super().handle(event, now)
+        out = self._take(event)
         self._waiting.pass_time(now)
         out += self._refuse_failed()
         out += self._pull()
@@ -115,59 +105,97 @@ class BatchScheduler(GlobalScheduler):
         self._ended = []
         return out
 
+    def _take(self, event: GlobalEvent) -> list[GlobalInstruction]:
+        """News of caches, costs and starts change nothing: no replica is chosen by them."""
+        match event:
+            case RequestsArrived(requests):
+                return self._arrive(requests)
+            case RequestsAborted(keys):
+                self._forget_aborted(keys)
+                return self._table.abort(keys)
+            case RequestsEnded(finished):
+                self._table.end(finished)
+            case IngressAnnounced(ingress_id, announced):
+                return self._reconcile(ingress_id, announced)
+            case IngressLost(ingress_id):
+                self._forget_awaited(ingress_id, ())
+                return self._table.lose_ingress(ingress_id)
+            case KeysUnknown(replica, keys):
+                return self._table.drop_unknown(replica, keys)
+            case ReplicaUp(name, ready):
+                self._table.bring_up(name, ready)
+                return self._measure_replicas()
+            case ReplicaAway(name):
+                self._table.set_away(name)
+            case ReplicaDraining(name):
+                self._table.drain(name)
+            case ReplicaGone(name):
+                self._drop_replica(name)
+            case ReplicaBroke(name, keys):
+                self._break_off(name, keys)
+            case ReplicaRests(name, keys):
+                self._resting[name] = frozenset(keys)
+            case HistoryLearned(forecast):
+                self._waiting.foresee_usually(forecast)
+                self._table.mean_output_len = forecast.mean
+            case ForecastsArrived(made):
+                self._foresee(made)
+        return []
+
     def _names(self) -> list[str]:
-        return [load.name for load in self.loads()]
+        return [load.name for load in self._table.loads()]
 
     def _is_idle(self, name: str) -> bool:
         """Nothing is in flight there, or only what its clients have stopped reading."""
         resting = self._resting.get(name, frozenset())
-        return all((rid, self._placed[rid].attempt) in resting for rid in self._replicas[name].requests)
+        return all(key in resting for key in self._table.keys_on(name))
 
     def _arrive(self, requests: Iterable[Request]) -> list[GlobalInstruction]:
         awaits = self._waiting.is_awaited
-        return super()._arrive([each for each in requests if not awaits((each.request_id, each.attempt))])
-
-    def _place_all(self, requests: Iterable[Request]) -> list[GlobalInstruction]:
-        refused: list[GlobalInstruction] = []
-        if not self.loads():
-            self._kinds = set()  # nobody can say yet whether they fit
-        for request in requests:
-            if self._never_fits(request):
+        fresh, out = self._table.accept(each for each in requests if not awaits((each.request_id, each.attempt)))
+        if not self._table.loads():
+            self._kinds = set()  # whether they fit cannot be said yet
+        for request in fresh:
+            if self._table.never_fits(request):
                 self._waiting.remove(request.request_id, self._now)
-                self._queued_since.pop(request.request_id, None)
-                refused.append(self._refusal(request))
+                out.append(self._table.refuse(request))
             else:
-                self._queued[request.request_id] = request
-                self._queued_since.setdefault(request.request_id, self._now)
+                self._table.enqueue(request, self._now)
                 self._waiting.add(request, self._now)
-        return refused
+        return out
 
-    def _serve_queued(self) -> list[GlobalInstruction]:
+    def _measure_replicas(self) -> list[GlobalInstruction]:
+        """A replica came up: the smallest bounds all batches, and what fits none of them is refused."""
         lives = self.lives()
         self._waiting.hold(min(ready.num_blocks * ready.block_size for ready in lives), self._now)
         kinds = {(ready.max_model_len, ready.external) for ready in lives}
         if kinds == self._kinds:  # those who came since have been asked about when they came
             return []
         self._kinds = kinds
-        unfit = [request for request in self._queued.values() if self._never_fits(request)]
+        unfit = [request for request, _ in self._table.all_queued() if self._table.never_fits(request)]
         for request in unfit:
-            self._remove(request.request_id)
-        return [self._refusal(request) for request in unfit]
+            self._table.remove(request.request_id)
+        return [self._table.refuse(request) for request in unfit]
 
     def _refuse_failed(self) -> list[GlobalInstruction]:
         """A request that runs out of memory alone would do so for ever."""
         refused: list[GlobalInstruction] = []
         for job in self._waiting.take_failed():
-            request = self._queued.pop(job.request_id)
-            del self._queued_since[job.request_id]
+            request = self._queued(job.request_id)
+            self._table.remove(job.request_id)
             message = "the request ran out of KV memory with a worker to itself"
             refused.append(RefuseRequest(request.request_id, request.attempt, "max_tokens", message))
         return refused
 
+    def _queued(self, request_id: str) -> Request:
+        request = self._table.queued(request_id)
+        assert request is not None
+        return request
+
     def _pull(self) -> list[GlobalInstruction]:
         out: list[GlobalInstruction] = []
         for name in self._names():
-            if not self._queued:
+            if not self._table.num_queued:
                 break
             if self._is_idle(name):
                 batch = self._waiting.pull(lambda job, name=name: self._holds(name, job), self._now)  # type: ignore[misc]
@@ -176,24 +204,20 @@ class BatchScheduler(GlobalScheduler):
         return out
 
     def _holds(self, name: str, job: Job) -> bool:
-        return self._replicas[name].fits(self._queued[job.request_id])
+        replica = self._table.replica(name)
+        return replica is not None and replica.fits(self._queued(job.request_id))
 
     def _run(self, name: str, batch: FormedBatch) -> PlaceRequests:
-        ready = self._replicas[name].ready
-        assert ready is not None
         choice = Choice(name, f"idle; pulled a batch of {len(batch)}")
-        requests = tuple(self._queued.pop(job.request_id) for job in batch.jobs)
+        requests = tuple(self._queued(job.request_id) for job in batch.jobs)
         for request in requests:
-            waited_s = self._now - self._queued_since.pop(request.request_id)
-            self._enter(request.request_id, self._entry(request, ready, choice, waited_s), self._work(request))
+            self._table.place(request, choice, self._now)
         estimated_s = self._serving_time_s(len(batch), batch.prompt_len, batch.predicted_len)
         left = {request.request_id: len(request.output_ids) for request in requests}
         self._runs[name] = _Run(batch, self._now, estimated_s, left)
         return PlaceRequests(name, requests)
 
-    def _remove(self, request_id: str, output_len: int | None = None) -> None:
-        entry = self._placed.get(request_id)
-        super()._remove(request_id, output_len)
+    def _removed(self, request_id: str, entry: Entry | None, output_len: int | None) -> None:
         self._waiting.remove(request_id, self._now)
         if entry is not None:
             self._leave(entry.replica, request_id, output_len)
@@ -226,34 +250,31 @@ class BatchScheduler(GlobalScheduler):
             duration_s=self._now - run.began_at,
         )
 
-    def _abort(self, keys: Iterable[Key]) -> list[GlobalInstruction]:
-        keys = list(keys)
+    def _forget_aborted(self, keys: Iterable[Key]) -> None:
+        """Requests of broken batches, awaited as these attempts or earlier ones."""
         for request_id, attempt in keys:
             if self._waiting.is_awaited_up_to(request_id, attempt):
                 self._waiting.remove(request_id, self._now)
-        return super()._abort(keys)
 
     def _break_off(self, name: str, keys: tuple[Key, ...]) -> None:
-        """Said again until it was heard: whoever has come back since, or was never placed there, is passed over."""
+        """Said again until it was heard: what has come back since, or was never placed there, is passed over."""
         members = []
         for request_id, attempt in keys:
-            entry = self._placed.get(request_id)
+            entry = self._table.entry(request_id)
             if entry is not None and (entry.attempt, entry.replica) == (attempt, name):
-                super()._remove(request_id)
                 members.append(Member(request_id, attempt, entry.ingress_id))
         if not members:
             return
         run = self._runs.pop(name, None)
+        for member in members:
+            self._table.remove(member.request_id)
         self._waiting.break_off(members, len(keys), None if run is None else run.batch, self._now)
         self.num_splits += 1
 
     def _foresee(self, made: Iterable[ForecastMade]) -> None:
-        made = tuple(made)
-        super()._foresee(made)
-        for each in made:
-            request = self._queued.get(each.request_id)
-            if request is not None and request.attempt == each.attempt:
-                self._waiting.foresee(each.request_id, each.forecast, self._now)
+        queued, _ = self._table.foresee(made)
+        for each in queued:
+            self._waiting.foresee(each.request_id, each.forecast, self._now)
 
     def _reconcile(self, ingress_id: str, announced: tuple[OpenRequest, ...]) -> list[GlobalInstruction]:
         """What a broken batch has lost is said whenever its ingress replica still takes it for running."""
@@ -262,7 +283,7 @@ class BatchScheduler(GlobalScheduler):
         self._forget_awaited(ingress_id, announced)
         others = tuple(each for each in announced if (each.request_id, each.attempt) not in broken)
         reports: list[GlobalInstruction] = [ReportLost(ingress_id, broken)] if broken else []
-        return super()._reconcile(ingress_id, others) + reports
+        return self._table.reconcile(ingress_id, others) + reports
 
     def _forget_awaited(self, ingress_id: str, announced: Iterable[OpenRequest]) -> None:
         """Requests of broken batches whose clients have left meanwhile."""
@@ -273,16 +294,17 @@ class BatchScheduler(GlobalScheduler):
 
     def _drop_replica(self, name: str) -> None:
         self._kinds = set()
-        super()._drop_replica(name)
+        self._table.drop_replica(name)
         self._runs.pop(name, None)
         self._resting.pop(name, None)
 
     def check_integrity(self) -> None:
-        """As of ``GlobalScheduler``, and the queue and the batches agree with its table."""
+        """As of ``FleetMachine``, and the queue and the batches agree with its table."""
         super().check_integrity()
         self._waiting.check_integrity()
-        if self._waiting.num_waiting != len(self._queued):
-            raise IntegrityError(f"{len(self._queued)} requests are queued, {self._waiting.num_waiting} wait")
+        if self._waiting.num_waiting != self._table.num_queued:
+            raise IntegrityError(f"{self._table.num_queued} requests are queued, {self._waiting.num_waiting} wait")
         for name, run in self._runs.items():
-            if not run.left or not run.left.keys() <= self._replicas[name].requests.keys():
+            replica = self._table.replica(name)
+            if replica is None or not run.left or not run.left.keys() <= replica.requests.keys():
                 raise IntegrityError(f"the batch on replica {name} and what is in flight there disagree")

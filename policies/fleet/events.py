@@ -78,13 +78,6 @@ class KeysUnknown:
 
 
 @dataclass(frozen=True, slots=True)
-class MeanOutputLen:
-    """What the length predictor expects of a request that it knows nothing about; tokens."""
-
-    mean: float
-
-
-@dataclass(frozen=True, slots=True)
 class RequestsStarted:
     """These have run for the first time."""
 
@@ -126,7 +119,7 @@ class ReplicaRests:
 
 @dataclass(frozen=True, slots=True)
 class HistoryLearned:
-    """What the length predictor expects of a request that it knows nothing about, as a distribution (batch mode)."""
+    """What the length predictor expects of a request that it knows nothing about, as a distribution."""
 
     forecast: Forecast
 
@@ -147,7 +140,6 @@ GlobalEvent = (
     | IngressAnnounced
     | IngressLost
     | KeysUnknown
-    | MeanOutputLen
     | RequestsStarted
     | KVCacheChanged
     | StepsPriced

@@ -1,1 +1,1 @@
-"""Whose KV leaves the device when memory is short, and when it comes back."""
+"""KV policies: which jobs' KV leaves the device when memory is short, and when it returns."""

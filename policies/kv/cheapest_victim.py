@@ -1,7 +1,7 @@
-"""Victims in the order of a rank: who is least likely to be wanted again soon leaves the device first.
+"""Evicts by rank: the job least likely to run again soon leaves the device first.
 
-With a cost linear in the tokens moved, least cost per token and time away is the order of return itself; what is left
-to decide is whether to move a victim or to compute it again.
+If the cost of a move is linear in its tokens, the least cost per token and time away gives the order of return itself;
+the remaining decision is whether to move a victim or to compute it again.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from policies.order.gittins import Gittins
 class CheapestVictim(KvPolicy):
     """A ``KvPolicy`` that acts only when memory is short; O(m log m) then, for m jobs that do not run.
 
-    Worst rank first of the idle residents, then the tail of the running, of which the first always stays. A victim is
-    moved to the host; it is dropped where the host has no room, or where so little was computed that doing it again
-    costs less than the bookkeeping of a move.
+    Victims are the idle residents, worst rank first, then the running jobs from the tail, except the first. A victim
+    moves to the host; it is dropped if the host has no room, or if so few tokens are computed that computing them
+    again costs less than the bookkeeping of a move.
 
     Attributes:
-        order: Gives the ranks.
-        min_swap_len: Tokens; with fewer computed a victim is dropped.
+        order: Source of the ranks.
+        min_swap_len: In tokens; a victim with fewer computed tokens is dropped.
         min_host_share: Below this share of free host memory no job starts.
         evicts: As in ``KvPolicy``.
         swaps: As in ``KvPolicy``.
 
     Raises:
-        InvalidValueError: a negative length, or a share outside [0, 1].
+        InvalidValueError: The length is negative, or the share is outside [0, 1].
     """
 
     order: Gittins
@@ -48,8 +48,8 @@ class CheapestVictim(KvPolicy):
             raise InvalidValueError("min_host_share", self.min_host_share, "a number in [0, 1]")
 
     def moves(self, view: KvView, now: float) -> KvMoves:
-        """Frees what the running jobs lack. Who is on the host comes back when admission lets it execute again:
-        brought back ahead of that, it would take the room in which the others grow, and leave again.
+        """Frees the memory that the running jobs lack. A job on the host returns when admission lets it execute again:
+        an earlier return would take the memory in which other jobs grow, and force it out again.
         """
         short = view.needed - view.free
         offload: list[Job] = []
@@ -69,7 +69,7 @@ class CheapestVictim(KvPolicy):
         return KvMoves(tuple(offload), tuple(drop))
 
     def may_start(self, view: KvView) -> bool:
-        """Whether the host could take more; true where there is none, since nothing is ever moved there."""
+        """Whether the host has room; True without a host pool, since nothing moves there."""
         return view.host_free >= self.min_host_share * view.host_capacity
 
     def _by_rank(self, jobs: Sequence[Job]) -> list[Job]:

@@ -1,4 +1,4 @@
-"""The newest give way (vLLM's rule): their KV is dropped and computed again later, or moved to the host."""
+"""Evicts the newest jobs (vLLM's rule): their KV is dropped and computed again later, or moved to the host."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from policies.job import Job
 
 @dataclass(frozen=True, slots=True)
 class NewestGiveWay(KvPolicy):
-    """Acts only when running jobs cannot go on. O(victims).
+    """Acts only when running jobs cannot continue. O(victims).
 
-    The job of the best rank is never taken: it always fits alone, so the system as a whole makes progress.
+    The job of the best rank is never a victim: it always fits alone, so the replica makes progress.
 
     Attributes:
         swaps: Whether victims keep their KV on the host while there is room.
@@ -23,7 +23,7 @@ class NewestGiveWay(KvPolicy):
     watches: bool = False
 
     def moves(self, view: KvView, now: float) -> KvMoves:
-        """Victims are those that do not execute, then the last of the running ones, until enough comes free."""
+        """Victims are jobs that do not execute, then running jobs from the last, until enough memory is free."""
         short, host_free = view.needed - view.free, view.host_free
         offload: list[Job] = []
         drop: list[Job] = []

@@ -1,4 +1,4 @@
-"""A batch runs as a whole or not at all: what batch mode admits, and what it does when memory runs out."""
+"""Batch mode's admission and KV policy: a batch runs as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from policies.job import Job
 
 
 class WholeBatch(Admission):
-    """Admits whatever comes: it was put together as one batch, and its memory was counted then. All O(1)."""
+    """Admits every job: the batcher counted the memory when it formed the batch. All O(1)."""
 
     max_skips = 0
 
     def begin(self, running: Sequence[Job], capacity: int) -> None:
-        """Nothing is counted."""
+        """Does nothing: no memory is counted here."""
 
     def admits(self, job: Job) -> bool:
         return True
 
     def add(self, job: Job) -> None:
-        """Nothing is counted."""
+        """Does nothing: no memory is counted here."""
 
 
 @dataclass(frozen=True, slots=True)
 class SplitBatch(KvPolicy):
-    """Nobody of a batch is preempted for the others: a batch that runs out of memory breaks off (Magnus III-C).
+    """No job of a batch is preempted for the others: a batch that runs out of memory breaks off (Magnus III-C).
 
-    It also breaks off at once if its prompts do not fit together. Jobs whose clients do not read are not part of what
-    runs; theirs is the first memory to go. O(jobs).
+    It also breaks off at once if its prompts do not fit together. Jobs whose clients do not read are paused and do not
+    run; their memory is freed first. O(jobs).
     """
 
     evicts: bool = False
@@ -38,7 +38,7 @@ class SplitBatch(KvPolicy):
 
     def moves(self, view: KvView, now: float) -> KvMoves:
         lacking = view.needed - view.free
-        if len(view.running) > 1:  # what a worker lacked a moment ago, a job may find now that it is alone
+        if len(view.running) > 1:  # A job that is alone may now find the memory that the worker lacked a moment ago.
             lacking = max(lacking, view.short)
         drop = []
         for job in reversed(view.idle):

@@ -1,1 +1,1 @@
-"""What is known about output lengths: history, laws, and how far a predictor is trusted."""
+"""Output lengths: history, laws, and the weight given to a predictor."""

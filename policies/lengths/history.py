@@ -1,4 +1,4 @@
-"""The last output lengths as a distribution, and draws from it (Past-Future, section 3.2, equation 1)."""
+"""The latest output lengths as a distribution, and draws from it (Past-Future, section 3.2, equation 1)."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ CDF_TOLERANCE = 1e-9
 
 
 class LengthHistory:
-    """The last output lengths and their law P(l).
+    """The latest output lengths and their law P(l).
 
-    An output that was cut (by its limit, or aborted) is only known to be at least so long. Such censored entries never
-    count as ends: P(l) is the Kaplan-Meier estimate, which without any of them is the plain share of each length
-    (equation 1). The mass that no finished output accounts for lies above everything seen.
+    The natural length of an output that was cut (by its limit, or an abort) is only known to be at least its length.
+    Such censored entries never count as ends: P(l) is the Kaplan-Meier estimate, which without them is the plain share
+    of each length (equation 1). The mass that finished outputs do not account for lies above all observed lengths.
 
     The sorted law is rebuilt on the first question after an ``add``, O(w log w).
 
     Args:
-        window: Entries that are kept, w in the paper.
+        window: Number of kept entries, w in the paper.
         initial: Finished lengths to start from, oldest first. The paper starts from the longest possible output; one
             such entry is enough and is outweighed soon, a window full of them holds admission back for 1000 requests.
         interpolated: Draw as LightLLM does, linearly between [generated] + longer lengths + [limit], rounded to even;
             some mass then lies above the longest entry. What has generated nothing draws plain entries there as here.
 
     Raises:
-        InvalidValueError: a window below 1, or a negative length.
+        InvalidValueError: The window is below 1, or a length is negative.
     """
 
     def __init__(self, window: int = 1000, initial: Sequence[int] = (), *, interpolated: bool = False) -> None:
@@ -43,7 +43,9 @@ class LengthHistory:
         """Rises with each ``add``."""
         self._interpolated = interpolated
         self._window = window
-        self._codes: list[int] = []  # twice the length, and one more for a cut: sorted, ends come before cuts
+        self._codes: list[
+            int
+        ] = []  # Twice the length, plus one for a cut output, so that ends sort before cuts of the same length.
         self._is_sorted = False
         for length in initial:
             self.add(length)
@@ -52,7 +54,7 @@ class LengthHistory:
         return len(self._codes)
 
     def add(self, length: int, *, censored: bool = False) -> None:
-        """An output of so many tokens has ended; ``censored``: it might have gone on. O(1)."""
+        """Adds an output of this many tokens; ``censored``: it was cut off. O(1)."""
         if length < 0:
             raise InvalidValueError("length", length, "an integer >= 0")
         code = 2 * length + censored
@@ -66,10 +68,10 @@ class LengthHistory:
     def quantiles(self, levels: FloatArray) -> IntArray:
         """The least lengths l with P(up to l) >= level; O(log w) each.
 
-        Mass above everything seen counts as the longest entry here (Efron's convention).
+        Mass above all observed lengths counts as the longest entry here (Efron's convention).
 
         Raises:
-            InvalidValueError: the history is empty.
+            InvalidValueError: The history is empty.
         """
         self._sort()
         if not self._codes:
@@ -85,7 +87,7 @@ class LengthHistory:
         """Whole output lengths of n running jobs: draws of P(l | l > generated), equation 1; O(num_lists n log w).
 
         Args:
-            rng: Draws num_lists times n uniform numbers, whatever the history holds.
+            rng: Always draws num_lists times n uniform numbers.
             generated: l_t of each job, shape (n,).
             limit: max_new_tokens of each, shape (n,). It is the answer where no entry is longer than ``generated``
                 (the paper is silent), and no answer is above it.
@@ -130,7 +132,7 @@ class LengthHistory:
         return longer
 
     def _sort(self) -> None:
-        """Kaplan-Meier: each end takes its share of those at risk, in order of length, ends before cuts."""
+        """Kaplan-Meier: each end takes its share of the entries at risk, in order of length, ends before cuts."""
         if self._is_sorted:
             return
         ordered = np.sort(np.array(self._codes, np.int64))

@@ -1,4 +1,4 @@
-"""What is known of a job's whole output length: a mixture of its own forecast and of what others produced.
+"""The law of a job's whole output length: a mixture of its own forecast and the latest finished outputs.
 
 A law is 64 points: 32 equiprobable ones of the forecast with weight omega in all, 32 quantiles of the last finished
 outputs with the rest. Everything is vectorised over jobs.
@@ -15,19 +15,19 @@ FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 
 NUM_POINTS = 32
-"""Of each of the two halves."""
+"""Number of points of each of the two halves."""
 LEVELS: FloatArray = (np.arange(NUM_POINTS) + 0.5) / NUM_POINTS
 """Middles of 32 equal shares of probability."""
 UNKNOWN: FloatArray = np.full(NUM_POINTS, np.inf)
-"""Points of a half that is missing."""
+"""Points of a missing half."""
 MIN_REMAINING = 16
-"""Tokens still expected, at least, from a job that has outlived its law."""
+"""Least remaining tokens predicted for a job that has outlived its law."""
 
 
 def forecast_points(forecast: Forecast) -> FloatArray:
     """Equiprobable output lengths, not falling, shape (32,); equal quantiles give a deterministic law.
 
-    Between the levels of ``QUANTILES`` linear, flat outside; rounded up to whole tokens.
+    Linear between the levels of ``QUANTILES``, flat outside; rounded up to whole tokens.
     """
     return np.ceil(np.interp(LEVELS, QUANTILES, forecast.quantiles))
 
@@ -53,7 +53,7 @@ def merged(forecasts: FloatArray, history: FloatArray | None) -> tuple[FloatArra
 def remaining(
     points: FloatArray, from_forecast: BoolArray, omega: float, generated: FloatArray, limit: FloatArray
 ) -> tuple[FloatArray, FloatArray]:
-    """Law of the tokens still to come given that the output is longer than ``generated``; O(64 n).
+    """Law of the remaining tokens given that the output is longer than ``generated``; O(64 n).
 
     Where no point is left, all mass is on max(generated / 4, 16). No answer exceeds limit - generated, none is below 1.
 
@@ -68,7 +68,7 @@ def remaining(
         Tokens and probabilities, shapes (n, 64); tokens do not fall within a row, save where the probability is 0.
     """
     left = points - generated[:, None]
-    # Alone, the forecast's half counts in full whatever omega is, so its weight must not be 0.
+    # Without history, the forecast's half counts in full whatever omega is, so its weight must not be 0.
     weights = np.where(from_forecast, max(omega, 1e-9), 1.0 - omega)
     weights *= left > 0
     weights *= points < np.inf

@@ -1,4 +1,4 @@
-"""How far the forecasts are to be trusted: their weight follows how much better than the history they were lately."""
+"""The weight of forecasts in length laws, by how much better than the history they were recently."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class PredictorGate:
     enough. Cut outputs are left out: their true length is not known, and the score would favour short forecasts.
 
     Args:
-        window: Completions that count.
-        min_completions: Below this omega is 0.5.
+        window: Number of completions that count.
+        min_completions: With fewer completions omega is 0.5.
 
     Raises:
-        InvalidValueError: a bound below 1, or a window that can never hold ``min_completions``.
+        InvalidValueError: A bound is below 1, or the window can never hold ``min_completions``.
     """
 
     def __init__(self, window: int = 200, min_completions: int = 20) -> None:
@@ -51,10 +51,10 @@ class PredictorGate:
         self._min_completions = min_completions
         self._scores: deque[tuple[float, float]] = deque(maxlen=window)
         self.omega = 0.5
-        """Weight of the forecasts now."""
+        """The present weight of the forecasts."""
 
     def observe(self, forecast_points: FloatArray, history_points: FloatArray, output_len: int) -> None:
-        """A job has finished by itself; both laws as they were without knowledge of it. O(window)."""
+        """Records a job that finished by itself, with both laws as they were before it. O(window)."""
         self._scores.append((crps(forecast_points, output_len), crps(history_points, output_len)))
         if len(self._scores) < self._min_completions:
             return

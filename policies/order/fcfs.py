@@ -39,7 +39,7 @@ class Fcfs(Order):
             del self._jobs[key]
 
     def foreseen(self, job: Job) -> None:
-        """Nothing to do: nobody is foreseen."""
+        """Nothing to do: this order ignores forecasts."""
 
     def changed(self, job: Job) -> None:
         """What it holds does not matter."""

@@ -60,7 +60,7 @@ def _sorted(columns: Sequence[Column], rows: Rows) -> Rows:
 
 
 class Kept(Generic[_T]):
-    """What an iterator has given, given again to each who asks; it goes on where nobody has asked so far."""
+    """Replays an iterator's items to each reader; reads further items from it when a reader needs them."""
 
     def __init__(self, source: Iterator[_T]) -> None:
         self._source = source

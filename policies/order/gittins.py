@@ -29,10 +29,10 @@ FloatArray = NDArray[np.float64]
 Unit = Literal["volume", "time"]
 
 RERANK_TOKENS = 16
-"""Output tokens after which a running job's rank is worked out anew."""
+"""Output tokens after which a running job's rank is computed again."""
 
 REFRESH_COMPLETIONS = 50
-"""Finished outputs after which the history's half of all laws is taken anew ..."""
+"""Finished outputs after which the history's half of all laws is taken again ..."""
 
 MIN_COMPLETIONS = 20
 """... the first time after so many: fewer say too little."""
@@ -135,7 +135,7 @@ _COLUMNS: dict[str, tuple[Any, tuple[int, ...]]] = {
 class Gittins(Order):
     """``Order`` by rank, smallest first, urgency before it, arrival after it.
 
-    A rank is worked out anew when the prefill ends, every 16 tokens, and for jobs that have not started every 50
+    A rank is computed again when the prefill ends, every 16 tokens, and for jobs that have not started every 50
     finished outputs; after those, and after a change of prices, some at each scheduling point, so that none is long. A
     resident counts with rank / theta, so that only a clearly better job takes its place. Ageing divides by
     1 + gamma (now - arrived_at) / (expected cost of what remains): a smooth form of the response ratio, 0 for none.
@@ -364,7 +364,7 @@ class Gittins(Order):
 
 
 def _points(job: Job) -> FloatArray:
-    """Of the job's forecast; infinite without one."""
+    """Points of the job's forecast; infinite without one."""
     return length_law.UNKNOWN if job.forecast is None else length_law.forecast_points(job.forecast)
 
 

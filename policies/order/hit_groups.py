@@ -21,7 +21,7 @@ _Turn = tuple[float, int]
 
 
 def quotas(num_groups: int, num_slots: int) -> list[int]:
-    """Slots of a batch by group: group g has weight g + 1, shares are rounded down and the rest is nobody's yet."""
+    """Slots of a batch by group: group g has weight g + 1, shares are rounded down and the rest is unassigned."""
     weights = num_groups * (num_groups + 1) // 2
     return [num_slots * (group + 1) // weights for group in range(num_groups)]
 
@@ -44,7 +44,7 @@ class HitGroups(Order):
     """The more of a prompt is cached, the more slots of the batch its group has; first come, first served within it.
 
     Group g of P holds the jobs with a hit ratio from g/P on, all of a prompt in the highest. Slots that a group cannot
-    use, and those lost to rounding, go to the highest group with somebody waiting. Running jobs fill their group's
+    use, and those lost to rounding, go to the highest group with a waiting job. Running jobs fill their group's
     share, so a group whose share is free is served next however many wait in higher ones.
 
     ``add``, ``remove`` and a change of a job's group are O(log n); the first k of ``ranked`` O(k + groups).
@@ -92,7 +92,7 @@ class HitGroups(Order):
             self._put_in(job, place)
 
     def foreseen(self, job: Job) -> None:
-        """Nothing to do: nobody is foreseen."""
+        """Nothing to do: this order ignores forecasts."""
 
     def price(self, cost: StepCost, capacity: int) -> None:
         """Time does not matter."""

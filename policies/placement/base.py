@@ -93,7 +93,7 @@ class Placement(ABC):
         """A request has first run, ``queue_s`` after it was placed, and found ``cached_len`` tokens cached."""
 
     def foreseen(self, request_id: str, forecast: Forecast, now: float) -> None:
-        """What is foreseen of a request in flight: it was placed without, or by another one."""
+        """A new forecast of a request in flight, which was placed without one or with another one."""
 
     def ended(self, request_id: str, output_len: int | None, now: float) -> None:
         """A request is not in flight any more; None where its output did not come to its end."""

@@ -30,7 +30,7 @@ WINDOW_S = 180.0
 """Over which uses of a prefix count when it is to be evicted, and outputs where nothing is foreseen; H of Preble."""
 
 INITIAL_OUTPUT_LEN = 200.0
-"""Tokens, where nothing is foreseen and nothing has ended."""
+"""Output tokens assumed without a forecast and before any request has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class E2Forecast(Placement):
         """``choose`` by what it needs to know of the request, which is not in flight yet.
 
         Args:
-            output_len: As foreseen.
+            output_len: The predicted output length.
         """
         query = self.prefixes.match(request_id, prefix, demand.prompt_len, loads, now)
         self.work.advance(now)
@@ -137,7 +137,7 @@ class E2Forecast(Placement):
             self.work.start(request_id, placed.prompt_len - cached_len)
 
     def foreseen(self, request_id: str, forecast: Forecast, now: float) -> None:
-        """What is foreseen of a request that was placed without."""
+        """A forecast of a request that was placed without one."""
         self.work.foresee(request_id, forecast.mean)
 
     def ended(self, request_id: str, output_len: int | None, now: float) -> None:

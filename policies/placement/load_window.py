@@ -93,13 +93,13 @@ class LoadWindow:
         self._outputs = deque(output for output in self._outputs if output[1] != replica)
 
     def mean_output_len(self, replica: int) -> float:
-        """Of the requests that ended there within the window."""
+        """Mean output length of the requests that ended there within the window."""
         num = self._num_outputs[replica]
         return self._output_lens[replica] / num if num else self._initial_output_len
 
     @property
     def overall_output_len(self) -> float:
-        """Of the requests that ended within the window, wherever; O(replicas)."""
+        """Mean output length of all requests that ended within the window; O(replicas)."""
         return sum(self._output_lens) / len(self._outputs) if self._outputs else self._initial_output_len
 
     def _price_decode(self, replica: int) -> None:

@@ -105,7 +105,7 @@ class RadixTree:
         return len(self.num_cached) - 1
 
     def match_prefix(self, path: Path) -> Match:
-        """The longest prefix of ``path`` in the tree, whoever caches it. O(its length)."""
+        """The longest prefix of ``path`` in the tree, on any replica. O(its length)."""
         nodes: list[Node] = []
         node = self.root
         while node.end < len(path):
@@ -121,7 +121,7 @@ class RadixTree:
     def insert(self, path: Path) -> list[Node]:
         """The nodes of exactly this path, from the root on; splits the node where it leaves the tree, adds the rest.
 
-        A new node belongs to nobody: call ``hold`` before anything else. O(length).
+        A new node belongs to no replica: call ``hold`` before anything else. O(length).
         """
         nodes, partial = self.match_prefix(path)
         node = nodes[-1] if nodes else self.root
@@ -369,7 +369,7 @@ class RadixTree:
         self._drop_if_unused(copy, replica)
 
     def _drop_if_unused(self, copy: Copy, replica: int) -> None:
-        """Section 4.2: a node goes when no replica caches it and nobody in the window has used it."""
+        """Section 4.2: a node goes when no replica caches it and no request in the window has used it."""
         node = copy.node
         if copy.ref_count or copy.num_recent or node.replicas >> replica & 1:
             return
@@ -401,7 +401,7 @@ class RadixTree:
                 if (copy.newer is not None) != (cached and not copy.ref_count):
                     raise IntegrityError(f"replica {replica}: a copy is wrongly in or out of the last-access order")
                 if node.pending >> replica & 1 and not (cached and copy.ref_count):
-                    raise IntegrityError(f"replica {replica}: a node is pending that nobody in flight computes")
+                    raise IntegrityError(f"replica {replica}: a node is pending that no request in flight computes")
                 if copy.stored and not (node.pending >> replica & 1 and copy.stored < len(node.span)):
                     raise IntegrityError(f"replica {replica}: a node that is not pending is stored in part")
         if num_cached != self.num_cached:
@@ -484,7 +484,7 @@ def _check_child(node: Node, first: int, child: Node) -> None:
     if child.parent is not node or not child.span or child.span[0] != first or child.end != node.end + len(child.span):
         raise IntegrityError(f"a node after {node.end} elements does not fit its parent")
     if not child.copies:
-        raise IntegrityError(f"a node after {node.end} elements is nobody's")
+        raise IntegrityError(f"a node after {node.end} elements belongs to no replica")
     if node.parent is None:
         return
     if child.replicas & ~node.replicas:

@@ -15,7 +15,7 @@ class ReplicaSlots:
     """A number for each replica that is known, given again when it is gone, and which of them are open.
 
     Attributes:
-        names: By slot; empty where nobody is.
+        names: By slot; empty for a free slot.
         open_mask: Bits of those that a request may go to.
         closed: By slot, 0 for those and infinity for the others: what to add before a minimum is taken.
     """

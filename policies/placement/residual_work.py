@@ -38,7 +38,7 @@ class Demand:
     most: int
 
     def left_of(self, output_len: float) -> float:
-        """Tokens still to come, at least 1, of a whole output that is foreseen to be so long."""
+        """Tokens still to come, at least 1, of a whole output with this predicted length."""
         return max(1.0, min(output_len - self.had_len, float(self.most)))
 
 
@@ -80,8 +80,8 @@ class ResidualWork:
         self._held = np.zeros(shape, np.bool_)
         self._running: Floats = np.zeros(shape)  # 1 of those that have started: a factor
         self._begun_at: Floats = np.zeros(shape)  # of its replica's clock
-        self._lengths: Floats = np.zeros(shape)  # of outputs, as foreseen, from the placement on; 0 where nobody is
-        self._own_lens: Floats = np.zeros(shape)  # prompt tokens that nobody else holds; 0 where nobody is
+        self._lengths: Floats = np.zeros(shape)  # predicted output lengths from the placement on; 0 for free seats
+        self._own_lens: Floats = np.zeros(shape)  # prompt tokens that no other request holds; 0 for free seats
         self._context_lens: Floats = np.zeros(shape)
         self._produced: Floats = np.zeros(shape)  # these two as of ``_now``, unless they are out of date
         self._left: Floats = np.zeros(shape)
@@ -148,7 +148,7 @@ class ResidualWork:
         self._queue(slot, -seat.prefill_s)
 
     def foresee(self, request_id: str, output_len: float) -> None:
-        """Its whole output is foreseen to be so long; unknown ones are passed over."""
+        """Sets the predicted length of its whole output; unknown requests are ignored."""
         seat = self._seats.get(request_id)
         if seat is not None:
             self._lengths[seat.slot, seat.seat] = seat.demand.left_of(output_len)

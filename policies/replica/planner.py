@@ -81,7 +81,6 @@ class ReplicaPlans:
     def _slots(self, running: list[Job]) -> list[Slot]:
         tracked, admitted = self._shadow.tracked, self._shadow.admitted
         decode_s = self._decode_s(running)
-        lead = self._lead(decode_s)
         # All of them take part in the next step, so no prefill may use up its tokens before the decodes have theirs.
         executing = [tracked[job.request_id] for job in running if job.decodes]
         executing += [tracked[job.request_id] for job in running if not job.decodes]
@@ -93,24 +92,7 @@ class ReplicaPlans:
         # Shipped earlier and pushed out of the standby window by preempted ones: still the worker's to keep.
         kept = [each for rid, each in self._shadow.shipped.items() if rid not in named]
         kept.sort(key=_number)
-        return slots + [self._kept_slot(each, lead) or self._slot(each, decode_s, standby=True) for each in kept]
-
-    def _kept_slot(self, tracked: Tracked, lead: int) -> Slot | None:
-        """The last slot of a request that is not next in line, if its orders and its slice are the same
-        and its grant lasts beyond the lead. The price of a step alone, which drifts at each report, renews no grant.
-        """
-        last, job = tracked.slot, tracked.job
-        if (
-            last is not None
-            and last.standby
-            and last.request is None
-            and last.num_preemptions == tracked.num_preemptions
-            and last.num_moves == tracked.num_moves
-            and (last.length_to > job.prompt_len + job.output_len + lead or last.length_to == last.prefill_to)
-            and self._order.slice_s(job) == tracked.granted_s
-        ):
-            return last
-        return None
+        return slots + [self._slot(each, decode_s, standby=True) for each in kept]
 
     def _slot(self, tracked: Tracked, decode_s: float | None, *, standby: bool) -> Slot:
         if tracked.shipped_in is None:
@@ -173,8 +155,7 @@ class ReplicaPlans:
         most, job = tracked.max_total_len, tracked.job
         if decode_s is None or self.cost is None or not self._contended:
             return most
-        tracked.granted_s = self._order.slice_s(job)
-        slice_s = max(tracked.granted_s, 2 * self._grant_lead_s)
+        slice_s = max(self._order.slice_s(job), 2 * self._grant_lead_s)
         if slice_s == math.inf:
             return most
         missing, known_len = job.missing_len, job.prompt_len + job.output_len

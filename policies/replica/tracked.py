@@ -30,7 +30,6 @@ class Tracked:
         waited_s: All of its waits that are over, together.
         told: The worker's last word on it, if nothing has been booked here since: said again it changes nothing.
         slot: As the last plan had it.
-        granted_s: Seconds of the order's slice that the latest grant was made from.
         counted_on_host: ``blocks_on_host`` as the mirror's sum has it.
     """
 
@@ -54,7 +53,6 @@ class Tracked:
     waited_s: float = 0.0
     told: SlotProgress | None = None
     slot: Slot | None = None
-    granted_s: float = 0.0
     counted_on_host: int = 0
 
     @property

@@ -1,4 +1,4 @@
-"""What only the operator may do: every request carries the admin token."""
+"""Routes that only the operator may use: every request must carry the admin token."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ MAX_COUNT = 1000
 
 @dataclass(frozen=True, slots=True)
 class Administration:
-    """Who may administer, and what.
+    """The admin token and what it allows.
 
     Attributes:
-        token: Empty lets nobody.
-        scales_ingress: Whether somebody follows the wanted number of ingress replicas.
+        token: The admin token; if empty, every admin request is refused.
+        scales_ingress: Whether the launcher adjusts the number of ingress replicas to the wanted number.
     """
 
     token: str = ""
@@ -45,7 +45,7 @@ class ScaleRequest(StrictModel):
 
 
 class ScaleReply(BaseModel):
-    """How many there are now; ``ingress_replicas`` is null as long as nobody has asked for a number."""
+    """Current counts; ``ingress_replicas`` is null until a number has been requested."""
 
     replicas: int
     length_predictors: int
@@ -59,7 +59,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         400: "The kind or the count is wrong.",
         401: "The token is missing or wrong.",
         403: "The service has no admin token.",
-        503: "It could not be done now.",
+        503: "The change could not be made now.",
     }.items()
 }
 
@@ -77,10 +77,10 @@ def admin_routes(backend: GenerationBackend, administration: Administration) -> 
         try:
             return _reply(await backend.scale(body.kind, body.count))
         except InvalidValueError as error:
-            # Made anew: the text of one that came through Ray is a traceback.
+            # A new error: the text of an error that came through Ray is a traceback.
             raise InvalidValueError(error.field, error.value, error.expected) from error
         except FarsightError as error:
-            message = f"Not done, or not all of it: {getattr(error, 'cause', error)}"
+            message = f"The change was not made, or only in part: {getattr(error, 'cause', error)}"
             raise ApiError(message, status=503, kind=SERVER_ERROR, code="not_scaled") from error
 
     return router
@@ -96,7 +96,7 @@ def _reply(counts: ComponentCounts) -> ScaleReply:
 
 
 def _guarded(token: str) -> type[JsonRoute]:
-    """A route that looks at the token before it reads anything else."""
+    """A route that checks the token before it reads the body."""
 
     class GuardedRoute(JsonRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

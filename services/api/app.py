@@ -1,4 +1,4 @@
-"""The HTTP application: which addresses there are and what they return."""
+"""The HTTP application: its routes and what each returns."""
 
 import dataclasses
 import functools
@@ -48,7 +48,7 @@ _CLIENT_CLOSED_REQUEST = 499
 _Reply = TypeVar("_Reply")
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorReply, "description": "The request cannot be served as it is."},
+    "4XX": {"model": ErrorReply, "description": "The request is invalid for this server."},
     "5XX": {"model": ErrorReply, "description": "The server failed; the request may be sent again."},
 }
 _EVENTS: dict[int | str, dict[str, Any]] = {
@@ -67,10 +67,10 @@ def build_app(
     """The application over one backend.
 
     Args:
-        backend: Runs the requests; its ``model`` is read anew for each.
-        encoder: Of the same model.
-        max_body_bytes: Larger request bodies are refused unread.
-        administration: Who may administer; nobody if not given.
+        backend: Runs the requests; every request reads its ``model`` again.
+        encoder: Tokenizer and chat template of the same model.
+        max_body_bytes: Limit of a request body in bytes; larger bodies get 413.
+        administration: The admin token and its rights; without it all admin routes refuse.
         shares_across_keys: Whether requests of different bearer keys share cached prefixes.
     """
     app = FastAPI(title="Farsight", version=API_VERSION, redirect_slashes=False, strict_content_type=False)
@@ -159,7 +159,7 @@ def _operator_routes(backend: GenerationBackend) -> APIRouter:
 
 
 def _named(prefix: str, generation: Generation, request: Request, *, shares_across_keys: bool) -> Generation:
-    """What the client will know the answer by, whose it is, and with whom it shares."""
+    """Sets the id of the answer, its owner, and the cache salt that decides which requests share prefixes with it."""
     key = bearer_key(request.headers.get("authorization"))
     jobs = generation.jobs
     if not shares_across_keys:
@@ -181,7 +181,7 @@ async def _answer(
     generation: Generation,
     reply: Callable[[list[ChoiceResult]], _Reply],
 ) -> _Reply | Response:
-    """The complete answer, or nothing for a client that has gone."""
+    """The complete answer; None if the client has disconnected."""
     try:
         return reply(await while_connected(request.receive, collect(backend, generation)))
     except ClientGone:

@@ -1,4 +1,4 @@
-"""The seam between HTTP and the rest of the system."""
+"""The interface between the HTTP layer and the rest of the system."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from services.api.text.prompt_text import PromptText
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a client may know about the served model.
+    """Public facts about the served model.
 
     Attributes:
-        name: The one value that ``model`` may have in a request.
-        created: Unix seconds.
-        max_model_len: Prompt and output together, in tokens, at most.
-        pool_limited: Whether that limit comes from the KV pool and not from the model.
-        vocab_size: Token ids run from 0 to this minus one.
-        benchmark_mode: Whether a request may say where its output is to end.
-        emulated: Name of the profile of an emulated device, whose answers are made up; empty if a model computes.
+        name: The only accepted value of ``model`` in a request.
+        created: Creation time in Unix seconds.
+        max_model_len: Limit of prompt plus output, in tokens.
+        pool_limited: Whether the KV pool, not the model, sets that limit.
+        vocab_size: Token ids are 0 to ``vocab_size - 1``.
+        benchmark_mode: Whether a request may set its exact output length.
+        emulated: Profile name of an emulated device, whose answers are made up; empty if a model computes.
     """
 
     name: str
@@ -52,13 +52,13 @@ class GenerationBackend(Protocol):
         priority: int = 0,
         cache_salt: str = "",
     ) -> AsyncGenerator[TokenDelta, None]:
-        """The deltas of one request; the last has ``finish_reason`` set. ``text`` is for forecasts; a
-        lower ``priority`` goes first; cached prefixes are shared with requests of the same ``cache_salt``.
+        """Yields the deltas of one request; the last has ``finish_reason`` set. The predictor reads ``text``; a
+        lower ``priority`` goes first; requests with the same ``cache_salt`` share cached prefixes.
 
-        What becomes of it can be asked for under its ``origin``.
+        ``explain`` finds its decisions by ``origin``.
 
-        Closing the generator early, or cancelling the task that iterates over it, aborts the request;
-        after the last delta it is closed as well, which aborts nothing.
+        Closing the generator early, or cancelling the task that iterates over it, aborts the request.
+        Closing it after the last delta aborts nothing.
 
         Raises:
             CapacityError: Before the first delta: the service is full.
@@ -67,35 +67,35 @@ class GenerationBackend(Protocol):
         ...
 
     async def status(self) -> StatusReply:
-        """One row for each living component of the system."""
+        """One row for each running component."""
         ...
 
     async def metrics(self) -> str:
-        """The metrics of every process that can be reached, as one exposition (``metrics_page``)."""
+        """The metrics of every reachable process, merged into one exposition (``metrics_page``)."""
         ...
 
     async def placement(self) -> PlacementView:
-        """What the Router says of its placements.
+        """The Router's statistics of its placements.
 
         Raises:
-            FarsightError: It cannot be asked now.
+            FarsightError: The Router cannot be reached now.
         """
         ...
 
     async def explain(self, response_id: str) -> tuple[RequestTrace, ...]:
-        """What is known of the decisions behind an answer; none if the answer is not known, or was too long ago.
+        """The decision traces behind an answer; empty if the answer is unknown or too old.
 
         Raises:
-            FarsightError: It cannot be said now.
+            FarsightError: The decision log cannot be read now.
         """
         ...
 
     async def scale(self, kind: str, count: int) -> ComponentCounts:
-        """How many of what there are from now on; answers when they are there, or gone.
+        """Sets the number of components of a kind; returns when the added ones run or the removed ones are gone.
 
         Raises:
             InvalidValueError: The kind or the number is wrong.
-            FarsightError: It could not be done, or not all of it.
+            FarsightError: The change was not made, or only in part.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Every error a client sees has OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``."""
+"""Every error response has OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _TYPE_PHRASES = {
 
 
 class ApiError(Exception):
-    """An answer other than success, ready to be sent.
+    """An error response.
 
     Args:
-        message: For the client to read: what was found and what would be right.
+        message: What the request held and what would be right.
         status: The HTTP status.
         kind: OpenAI's ``type``.
-        param: The offending field as the client wrote it.
-        code: A stable name that a program can test for.
+        param: The wrong field, named as the client wrote it.
+        code: A stable name for programs to test.
     """
 
     def __init__(
@@ -70,24 +70,24 @@ class ApiError(Exception):
         return {"error": fields}
 
     def response(self) -> Response:
-        """Escapes all but ASCII: a message may quote text that has no UTF-8 form."""
+        """Encodes as ASCII with escapes, since a message may quote text that has no UTF-8 form."""
         return Response(json.dumps(self.body()), self.status, self.headers, "application/json")
 
 
 def internal_error() -> ApiError:
-    """What a client may know of a defect of ours."""
+    """The 500 response for a defect of the server; it reveals no details."""
     message = "The server failed to process the request; its log has the details."
     return ApiError(message, status=500, kind=SERVER_ERROR, code="internal_error")
 
 
 def unhealthy() -> ApiError:
-    """What ``/health`` says while requests would only wait."""
-    message = "The service cannot take requests now."
+    """The ``/health`` response while no replica can run requests."""
+    message = "The service cannot accept requests now."
     return ApiError(message, status=503, kind=SERVER_ERROR, code="unhealthy")
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Any exception as an answer; what nobody expected is logged with its traceback."""
+    """Turns any exception into an error response; an unexpected one is logged with its traceback."""
     match error:
         case ApiError():
             return error
@@ -109,7 +109,7 @@ def install_error_handlers(app: FastAPI) -> None:
     async def answer(request: Request, error: Exception) -> Response:
         found = as_api_error(error)
         if found.status == 404 and isinstance(error, HTTPException):
-            found.message = f"There is no {request.method} {request.url.path}; see /docs for what there is."
+            found.message = f"No route {request.method} {request.url.path}; /docs lists all routes."
         return found.response()
 
     for kind in (ApiError, CapacityError, InvalidValueError, RequestValidationError, HTTPException):
@@ -119,7 +119,7 @@ def install_error_handlers(app: FastAPI) -> None:
 def _from_http(error: HTTPException) -> ApiError:
     headers = dict(error.headers or {})
     if error.status_code == 405:
-        message = f"Wrong HTTP method; this address takes {headers.get('Allow', 'another one')}."
+        message = f"Method not allowed here; allowed: {headers.get('Allow', 'another method')}."
         return ApiError(message, status=405, code="method_not_allowed", headers=headers)
     code = "not_found" if error.status_code == 404 else None
     kind = SERVER_ERROR if error.status_code >= 500 else INVALID_REQUEST

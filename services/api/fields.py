@@ -1,7 +1,7 @@
-"""Which fields of the OpenAI API a request may carry, and what to say about the others.
+"""The fields of the OpenAI API that a request may carry, and the errors for all others.
 
-A field that is not supported is never ignored: it is refused, unless it holds the value that means "not used",
-which some clients send by default.
+An unsupported field is never ignored. It is refused unless it holds the value that means "not used", which some
+clients send by default.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pydantic_core import PydanticCustomError
 
 @dataclass(frozen=True, slots=True)
 class NeutralOnly:
-    """A field that Farsight does not support, accepted with a value that changes nothing.
+    """A field that Farsight does not support and accepts only with a neutral value.
 
     Attributes:
-        neutral: Those values; ``null`` is always one.
-        hint: What to do instead, as a full phrase.
+        neutral: Values that change nothing; ``null`` always counts as one.
+        hint: What to do instead, as a clause.
     """
 
     neutral: tuple[Any, ...]
@@ -40,7 +40,7 @@ _NO_TOOLS = NeutralOnly(([],), "tools are not supported, describe them in a mess
 _NO_TOOL_CHOICE = NeutralOnly(("none", "auto"), "tools are not supported")
 
 COMPLETION_NEUTRAL: dict[str, NeutralOnly] = {
-    "suffix": NeutralOnly(("",), "filling in before a suffix is not supported, put all text into the prompt"),
+    "suffix": NeutralOnly(("",), "infilling before a suffix is not supported, put all text into the prompt"),
 }
 
 CHAT_NEUTRAL: dict[str, NeutralOnly] = {
@@ -71,7 +71,7 @@ def refused(suffix: str, got: Any, expected: str) -> PydanticCustomError:
     """An error for use inside a validator.
 
     Args:
-        suffix: Where inside the validated value, such as ``[3]`` or ``.tools``.
+        suffix: The place inside the validated value, such as ``[3]`` or ``.tools``.
     """
     return PydanticCustomError("refused", "expected {expected}", {"suffix": suffix, "got": got, "expected": expected})
 
@@ -80,7 +80,7 @@ def strip_neutral(data: Any, known: Iterable[str], neutral: Mapping[str, Neutral
     """Drops unsupported fields that hold a neutral value.
 
     Raises:
-        PydanticCustomError: For any other value of theirs, and for a field that nobody knows.
+        PydanticCustomError: An unsupported field holds another value, or a field is unknown.
     """
     if not isinstance(data, dict):
         return data
@@ -98,7 +98,7 @@ def strip_neutral(data: Any, known: Iterable[str], neutral: Mapping[str, Neutral
 
 def _unknown_field(name: str, fields: set[str]) -> PydanticCustomError:
     close = difflib.get_close_matches(name, sorted(fields))
-    # Of those the one that begins alike: max_completion_tokens is nearer to max_tokens than to min_tokens.
+    # Prefer the match with the same beginning: max_completion_tokens means max_tokens rather than min_tokens.
     nearest = max(close, key=lambda each: _common_start(each, name), default=None)
     hint = f"did you mean {nearest!r}?" if nearest else f"the fields are {', '.join(sorted(fields))}"
     return PydanticCustomError("unknown_field", "unknown field; {hint}", {"suffix": f".{name}", "hint": hint})
@@ -109,7 +109,7 @@ def _common_start(one: str, other: str) -> int:
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    """Equal as JSON: in Python alone ``True == 1``."""
+    """Equality of JSON values: unlike in Python, ``true`` is not 1."""
     return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
 
 

@@ -1,4 +1,4 @@
-"""Runs the jobs of one HTTP request and sees to it that they end when the client does."""
+"""Runs the generation jobs of one HTTP request and cancels them when the client disconnects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from services.api.jobs import Generation, Job
 
 _T = TypeVar("_T")
 _QUEUED_DELTAS = 64
-"""Deltas that wait for a slow client; beyond them its streams are not read."""
+"""Most deltas buffered for a slow client; beyond this the server stops reading its backend streams."""
 
 
 class ClientGone(Exception):
@@ -28,10 +28,10 @@ class ClientGone(Exception):
 
 @dataclass(slots=True)
 class ChoiceResult:
-    """The output of one job, as far as it has come.
+    """The output of one job so far.
 
     Attributes:
-        cached_len: Tokens of its prompt that were not computed again.
+        cached_len: Prompt tokens whose KV came from the prefix cache.
     """
 
     texts: list[str] = field(default_factory=list)
@@ -61,19 +61,19 @@ class ChoiceResult:
 
 
 def first_cached_len(delta: TokenDelta) -> int:
-    """What a delta adds to the cached prompt tokens: those of a resumed attempt were known already.
+    """The cached prompt tokens that a delta adds; a resumed attempt adds none, since its first attempt counted them.
 
-    Another server tells them with the last delta, which has no token ids.
+    An external server reports them with the last delta, which has no token ids.
     """
     return delta.cached_len if delta.start == 0 or not delta.token_ids else 0
 
 
 async def run_jobs(backend: GenerationBackend, generation: Generation) -> AsyncGenerator[tuple[int, TokenDelta], None]:
-    """Deltas of all jobs as they come, each with the place of its job. Closing it closes every backend stream.
+    """Yields the deltas of all jobs as they arrive, each with its job's index. Closing it closes every backend stream.
 
     Raises:
-        ApiError: A job failed after it had started, or ended without saying so.
-        Exception: Whatever the backend raised.
+        ApiError: A job failed after its start, or its stream ended without a finish reason.
+        Exception: Any error that the backend raised.
     """
     jobs = generation.jobs
     origins = [dataclasses.replace(generation.origin, choice=index) for index in range(len(jobs))]
@@ -93,7 +93,7 @@ async def collect(backend: GenerationBackend, generation: Generation) -> list[Ch
 
 
 def shown_choices(generation: Generation, results: Sequence[ChoiceResult]) -> list[ChoiceResult]:
-    """The likeliest ``n`` of each prompt, best first; as they are if there are no more."""
+    """The ``n`` most likely outputs of each prompt, best first; unsorted if each prompt has only ``n``."""
     tries, n = generation.num_tries, generation.n
     if tries == n:
         return list(results)
@@ -104,18 +104,18 @@ def shown_choices(generation: Generation, results: Sequence[ChoiceResult]) -> li
 
 
 def _without_output(delta: TokenDelta) -> TokenDelta:
-    """What is left where no token was asked for: the end, and what is to be said of the prompt."""
+    """Reduces the deltas of a prompt-only request to the finish reason and the facts about the prompt."""
     logprobs = None if delta.logprobs is None else dataclasses.replace(delta.logprobs, output=())
     return dataclasses.replace(delta, token_ids=(), num_unnamed=0, text="", finish_reason="length", logprobs=logprobs)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
-    """The outcome of ``work``, which is cancelled as soon as the client goes away.
+    """Returns the result of ``work`` and cancels it as soon as the client disconnects.
 
-    Call it after the body has been read: from then on the server has only the disconnect to tell.
+    Call it after the body has been read: from then on the only message left from the server is the disconnect.
 
     Raises:
-        ClientGone: The client went first.
+        ClientGone: The client disconnected first.
     """
     task = asyncio.create_task(work)
     watch = asyncio.create_task(_disconnected(receive))
@@ -173,7 +173,7 @@ async def _run_several(
 
 
 def _failed(delta: TokenDelta) -> ApiError:
-    """Only where something broke is it of use to send the request again."""
+    """The error for a failed job; it recommends a retry only if the failure was not caused by the request."""
     reason = delta.error or "the request was aborted by the server"
     message = f"The generation failed: {reason}."
     match delta.fault:
@@ -192,10 +192,10 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Cancels and waits until each has cleaned up; if we are cancelled meanwhile, they still do."""
+    """Cancels the tasks and waits until each has cleaned up, even if the caller is cancelled meanwhile."""
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
     for task in tasks:
         if not task.cancelled():
-            task.exception()  # seen: a failure while being cancelled has nobody left to hear it
+            task.exception()  # Retrieve the exception: a failure during cancellation has no other reader.

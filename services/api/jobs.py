@@ -1,4 +1,4 @@
-"""From a checked request body to what the backend runs: token ids and sampling parameters, within the limits."""
+"""Turns a checked request body into backend calls: token ids and sampling parameters within the model's limits."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from services.api.text.prompts import PromptEncoder
 
 DEFAULT_MAX_TOKENS = 16
 _THREAD_FROM_CHARS = 16_384
-"""Text from this length on is tokenised in a thread, so that other streams go on."""
+"""Characters; a text of this length or more is tokenised in a thread, so that it does not delay other streams."""
 
 _MESSAGE_SIZE = 32
-"""Characters that take as long to tokenise as a chat template takes for a field of a message."""
+"""Characters whose tokenisation takes as long as the chat template takes for one field of a message."""
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -32,10 +32,10 @@ _R = TypeVar("_R")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One call of the backend; a request with several prompts or choices makes several.
+    """One call of the backend; a request with several prompts or choices makes several calls.
 
     Attributes:
-        text: None of a prompt that came as token ids.
+        text: The prompt as text; None if it came as token ids.
         priority, cache_salt: As in ``core.request.Request``.
     """
 
@@ -51,20 +51,20 @@ class Job:
 
 
 UNNAMED = Origin("")
-"""Of an answer that nobody waits for."""
+"""The origin of a request whose answer no client reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What one HTTP request has the backend do, and what of it the client is shown.
+    """The backend calls of one HTTP request, and which results the client gets.
 
     Attributes:
         jobs: ``num_tries`` of the first prompt, then those of the second, and so on.
-        n: Choices shown for each prompt: the likeliest of its jobs.
-        shows_logprobs: Jobs may compute them without, to find the likeliest.
-        echoes: What is put before the outputs of each prompt; empty if nothing is.
-        prompt_only: No token was asked for; the one that every job yields is not shown.
-        origin: What the client will know the answer by; of its first choice.
+        n: Choices returned for each prompt: the most likely of its jobs.
+        shows_logprobs: Whether the client gets log probabilities; jobs also compute them to rank ``best_of`` outputs.
+        echoes: The text put before the outputs of each prompt; empty without ``echo``.
+        prompt_only: The client asked for 0 tokens; the one token that every job yields is not returned.
+        origin: The id of the client's answer, for its first choice.
     """
 
     jobs: list[Job]
@@ -81,13 +81,13 @@ class Generation:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Each prompt counted once, however many choices it has."""
+        """Prompt tokens, each prompt counted once whatever its number of choices."""
         return sum(job.prompt_len for job in self.jobs[:: self.num_tries])
 
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """An upper bound on output tokens, by the field that the client wrote it in."""
+    """An upper bound on output tokens, and the name of the field that holds it."""
 
     field: str
     max_new_tokens: int
@@ -101,7 +101,7 @@ async def completion_jobs(body: CompletionRequest, model: ModelInfo, encoder: Pr
     """
     check_model(body.model, model)
     limit = None if body.max_tokens is None else _Limit("max_tokens", max(body.max_tokens, 1))
-    # Which outputs are the likeliest shows only in their log probabilities.
+    # Ranking the outputs by likelihood needs their log probabilities.
     logprobs = 0 if body.logprobs is None and body.num_tries > (body.n or 1) else body.logprobs
     jobs, echoes = [], []
     for field, prompt in body.prompts:
@@ -157,7 +157,7 @@ async def chat_jobs(body: ChatCompletionRequest, model: ModelInfo, encoder: Prom
 
 
 def _tries(job: Job, count: int, logprobs: int | None, prompt_logprobs: bool) -> list[Job]:
-    """The job so often, each with the next seed: what a choice is does not depend on how many there are."""
+    """Repeats the job, each copy with the next seed, so that a choice does not depend on the number of choices."""
     if count == 1 and logprobs is None:
         return [job]
     first = dataclasses.replace(job.sampling, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
@@ -176,10 +176,10 @@ def check_model(name: str, model: ModelInfo) -> None:
 
 
 async def _run(function: Callable[[_T], _R], value: _T, size: int) -> _R:
-    """Tokenises, or makes text of tokens.
+    """Tokenises or decodes in a thread if the input is long.
 
     Args:
-        size: Characters or tokens.
+        size: Length of the input, in characters or tokens.
     """
     if size < _THREAD_FROM_CHARS:
         return function(value)
@@ -187,7 +187,7 @@ async def _run(function: Callable[[_T], _R], value: _T, size: int) -> _R:
 
 
 def _check_encoded(field: str, prompt_ids: tuple[int, ...], model: ModelInfo) -> None:
-    """A tokenizer may know tokens, added to it later, that its model has no embedding of."""
+    """Refuses tokens beyond the vocabulary: a tokenizer may have added tokens that the model cannot embed."""
     highest = max(prompt_ids, default=0)
     if highest >= model.vocab_size:
         expected = f"text without tokens beyond the model's vocabulary of {model.vocab_size}"
@@ -195,7 +195,7 @@ def _check_encoded(field: str, prompt_ids: tuple[int, ...], model: ModelInfo) ->
 
 
 def _check_prompt_len(field: str, prompt_len: int, model: ModelInfo) -> int:
-    """How many tokens may follow."""
+    """The number of output tokens that fit after the prompt."""
     if prompt_len == 0:
         raise ApiError(f"{field}: got no tokens, expected at least one", param=field, code="invalid_value")
     room = model.max_model_len - prompt_len
@@ -229,7 +229,7 @@ def _job(
 
 
 def _sampling(body: SamplingFields, max_new_tokens: int, model: ModelInfo) -> SamplingParams:
-    """Prompts of one request share the seed that the client gave, and draw their own where it gave none."""
+    """The sampling parameters of a prompt: all prompts share the client's seed; without one each draws its own."""
     if body.benchmark_len is not None and not model.benchmark_mode:
         only = "null: it is for benchmarks, and taken by `farsight serve --benchmark-mode` alone"
         raise InvalidValueError("benchmark_len", body.benchmark_len, only)

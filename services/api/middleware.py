@@ -1,4 +1,4 @@
-"""Two pure ASGI layers around the application: a limit on bodies, and a last resort for defects."""
+"""Two pure ASGI layers around the application: a limit on bodies, and a 500 response for unhandled exceptions."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from services.api.pace import PER_TURN, Pace
 
 _DROP_FACTOR = 4
 _DROP_S = 5.0
-"""How much of a refused body is still read, in limits and in seconds."""
+"""How much of a refused body is still read: a multiple of the size limit, and a number of seconds."""
 
 _HEAVY_BYTES = 4096
-"""So much of a body takes about as long to parse and tokenise as all else of a request ..."""
+"""Bytes of a body whose parsing and tokenising takes about as long as the rest of a request ..."""
 
 _MAX_WEIGHT = 4 * PER_TURN
-"""... but it must not keep others waiting for more turns than these: long texts are tokenised in a thread."""
+"""... but a body may use up at most this many turns, since long texts are tokenised in a thread."""
 
 
 class BodyLimit:
     """Reads a request's body before the application does, and keeps no more than ``max_body_bytes`` of it.
 
-    A server that closes a connection with bytes unread makes most clients lose the answer. So a body over the limit is
-    read on and dropped, within bounds of size and time, before it is refused.
+    Most clients lose the response of a server that closes the connection with bytes unread. So the rest of a body over
+    the limit is read and dropped, within bounds of size and time, before the refusal is sent.
 
-    A request with a body goes on when ``pace`` has room for it: parsing, tokenising and submitting hold the event loop.
+    A request with a body continues when ``pace`` has room for it: parsing, tokenising and submitting block the event
+    loop.
     """
 
     def __init__(self, app: ASGIApp, max_body_bytes: int, pace: Pace | None = None) -> None:
@@ -60,7 +61,7 @@ class BodyLimit:
         await self._app(scope, _replay(bytes(body), receive), send)
 
     async def _refuse(self, found: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """Closes the connection as well: what is still to come will never be read."""
+        """Refuses with 413 and closes the connection, since the rest of the body will not be read."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_DROP_S):
                 await _drop(receive, _DROP_FACTOR * self._max_body_bytes)
@@ -71,7 +72,7 @@ class BodyLimit:
 
 
 class LastResort:
-    """Turns an exception that nobody handled into a plain 500; its traceback goes to the log."""
+    """Turns an unhandled exception into a plain 500 response; its traceback goes to the log."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -101,13 +102,13 @@ async def _drop(receive: Receive, max_bytes: int) -> None:
 
 
 def _content_length(scope: Scope) -> int:
-    """0 where the header is missing or no number: the bytes that come are counted as well."""
+    """The declared length in bytes; 0 if the header is missing or no number, since arriving bytes are counted too."""
     value = next((value for name, value in scope["headers"] if name == b"content-length"), b"")
     return int(value) if value.isdigit() and len(value) < 20 else 0
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """First the body in one piece, then what the server says, which is the disconnect."""
+    """Passes on the whole body as one message, then the server's own messages, such as the disconnect."""
     sent = False
 
     async def replay() -> Message:

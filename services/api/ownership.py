@@ -1,4 +1,4 @@
-"""Whose a request is: of the key that it was sent with, of which nothing is kept but a salted hash."""
+"""The owner of a request: the API key that it was sent with, kept only as a salted hash."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def bearer_key(header: str | None) -> str:
 
 
 def owner_of(key: str) -> bytes:
-    """What is kept of a key: a salt of its own and the hash; nothing of no key."""
+    """The stored form of a key: a fresh salt and the hash; empty bytes for an empty key."""
     if not key:
         return b""
     salt = secrets.token_bytes(_SALT_BYTES)
@@ -25,16 +25,16 @@ def owner_of(key: str) -> bytes:
 
 
 def owns(key: str, owner: bytes) -> bool:
-    """Whether it was sent with this key. What was sent without one belongs to whoever knows its id."""
+    """Whether the owner is this key. Anyone who knows the id may read a request that was sent without a key."""
     if not owner:
         return True
     return hmac.compare_digest(_hash(key, owner[:_SALT_BYTES]), owner[_SALT_BYTES:])
 
 
 def salt_of(key: str, cache_salt: str) -> str:
-    """What is shared by the requests of one key only; another key's cannot be made with any ``cache_salt``.
+    """A cache salt that only requests of one key share; no ``cache_salt`` makes it equal to another key's.
 
-    The key does not follow from it, as far as keys cannot be guessed.
+    The salt does not reveal a key that cannot be guessed.
     """
     digest = hashlib.blake2b(key.encode(), digest_size=_SALT_BYTES, person=b"cache salt").hexdigest() if key else ""
     return f"{digest}\0{cache_salt}"

@@ -1,4 +1,4 @@
-"""How fast new work may come into an event loop that has streams to serve."""
+"""Limits how fast new work enters an event loop that also serves streams."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections import deque
 from collections.abc import Callable
 
 PER_TURN = 4
-"""A request takes about 2 ms of the loop, spread over half a dozen turns, until it is on its way to the Router. With
-four new ones in each turn, a turn takes some 10 ms, however many wait."""
+"""A request uses about 2 ms of the loop, spread over about six turns, until it is sent to the Router. With four new
+requests per turn, a turn takes about 10 ms, however many requests wait."""
 
 
 class Pace:
-    """Lets so much new work begin between two turns of the event loop; the rest waits, first come, first served.
+    """Lets a limited weight of new work begin in each turn of the event loop; the rest waits in FCFS order.
 
-    Without it, requests that come together do each of their steps together: whatever else is due, the answer to a
-    health check or a token of a stream, waits until all of them have done the step. Work that comes while there is room
-    begins at once.
+    Without it, requests that arrive together do each of their steps together, and everything else that is due, such as
+    the reply to a health check or a token of a stream, waits until all of them have done the step. Work that arrives
+    while there is room begins at once.
 
     Args:
-        per_turn: Weight of the work that may begin in one turn. Heavier work takes the room of the turns behind it.
+        per_turn: Weight of the work that may begin in one turn. Heavier work also uses the room of later turns.
     """
 
     def __init__(self, per_turn: int = PER_TURN) -> None:
@@ -29,18 +29,18 @@ class Pace:
         self._due = False
 
     def __len__(self) -> int:
-        """How many jobs wait."""
+        """The number of waiting jobs."""
         return len(self._waiting)
 
     def submit(self, job: Callable[[], None], weight: int = 1) -> None:
-        """Runs the job, now if there is room, else in the turn that has it; on the running event loop."""
+        """Runs the job on the running event loop: now if there is room, else in the first turn with room."""
         if self._left > 0 and not self._waiting:
             self._run(job, weight)
         else:
             self._waiting.append((job, weight))
 
     async def turn(self, weight: int = 1) -> None:
-        """Returns when there is room; a caller that is cancelled meanwhile takes none."""
+        """Returns when there is room; a caller that is cancelled while it waits uses no room."""
         if self._left > 0 and not self._waiting:
             self._run(_nothing, weight)
             return
@@ -73,4 +73,4 @@ class Pace:
 
 
 def _nothing() -> None:
-    """The caller goes on by itself."""
+    """Does nothing: the waiting caller continues by itself."""

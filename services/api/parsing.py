@@ -1,4 +1,4 @@
-"""From bytes to a JSON object, with errors that say where the bytes are wrong."""
+"""Parses bytes into a JSON object, with errors that name the position of the fault."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.api.errors import ApiError
 
 
 class JsonRoute(APIRoute):
-    """Parses a POST body itself, so that FastAPI is handed a JSON object or is not called at all."""
+    """Parses a POST body before FastAPI sees it, so that FastAPI always gets a JSON object."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -58,11 +58,11 @@ def parse_object(body: bytes) -> dict[str, Any]:
         where = f"line {error.lineno} column {error.colno} (character {error.pos})"
         raise _bad_json(f"The request body is not JSON: {error.msg} at {where}") from error
     except UnicodeEncodeError as error:
-        raise _bad_json("The request body holds half of a surrogate pair, which is no character") from error
+        raise _bad_json("The request body holds half of a surrogate pair, which is not a character") from error
     except RecursionError as error:
         raise _bad_json("The request body is nested too deeply") from error
     except ValueError as error:
-        raise _bad_json("The request body holds an integer of too many digits") from error
+        raise _bad_json("The request body holds an integer with too many digits") from error
     if not isinstance(value, dict):
         names = {list: "a list", str: "a string", type(None): "null", bool: "a boolean"}
         raise _bad_json(f"The request body is {names.get(type(value), 'a number')}")

@@ -1,4 +1,4 @@
-"""What a client may send. Types are strict, unknown fields are refused, ``null`` means "not given"."""
+"""Request bodies. Types are strict, unknown fields are refused, ``null`` means "not given"."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from services.api.fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL, MESSAGE_NEUTRA
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
-"""Of one stop string. Text that may begin one is compared with all of them at every token, its length squared."""
+"""Characters of one stop string. At every token, text that may begin a stop string is compared with all of them,
+at a cost that grows with the square of its length."""
 
 MAX_STOP_TOKEN_IDS = 1024
 MAX_PROMPTS = 256
@@ -21,7 +22,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024
 
 MAX_SEQUENCES = 256
-"""Outputs that one request may have run, over all its prompts."""
+"""Most outputs that one request may run, over all its prompts."""
 
 _PROMPT = "a non-empty string, a list of strings, a list of token ids or a list of lists of token ids"
 _CONTENT = 'a string or a non-empty list of {"type": "text", "text": ...} parts'
@@ -67,7 +68,7 @@ EXPECTED: dict[str, str] = {
     "kind": "the name of a kind of component, as a string",
     "count": "an integer from 1 to 1000",
 }
-"""What would be right, by field; list positions left out."""
+"""The expected value by field path, without list positions."""
 
 
 def _is_ids(value: Any) -> bool:
@@ -169,7 +170,7 @@ Content = Annotated[str, PlainValidator(_check_content, json_schema_input_type=s
 
 
 class StrictModel(BaseModel):
-    """Base of everything that clients send."""
+    """Base class of all objects in a request."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     neutral: ClassVar[Mapping[str, NeutralOnly]] = {}
@@ -185,7 +186,7 @@ class StreamOptions(StrictModel):
 
 
 class SamplingFields(StrictModel):
-    """What both endpoints share."""
+    """The fields that both endpoints share."""
 
     model: str
     temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; 1 if not given.")
@@ -199,22 +200,29 @@ class SamplingFields(StrictModel):
     stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(
         None, max_length=MAX_STOP_TOKEN_IDS, description=f"Extension; up to {MAX_STOP_TOKEN_IDS} token ids."
     )
-    ignore_eos: bool | None = Field(None, description="Extension; go on after the end-of-sequence token.")
+    ignore_eos: bool | None = Field(None, description="Extension; continue after the end-of-sequence token.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = Field(None, description="Names your end user; has no influence.")
+    user: str | None = Field(None, description="Names your end user; has no effect.")
     max_tokens: int | None = Field(None, ge=1)
-    min_tokens: int | None = Field(None, ge=0, description="Extension; no end before so many tokens.")
-    min_p: float | None = Field(None, ge=0, le=1, description="Extension; least likelihood, against the likeliest.")
-    repetition_penalty: float | None = Field(None, ge=0.01, le=100, description="Extension; prompt and output.")
+    min_tokens: int | None = Field(None, ge=0, description="Extension; least number of output tokens.")
+    min_p: float | None = Field(
+        None, ge=0, le=1, description="Extension; smallest probability of a token, relative to the most likely."
+    )
+    repetition_penalty: float | None = Field(
+        None, ge=0.01, le=100, description="Extension; applies to tokens of prompt and output."
+    )
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: LogitBias = Field(
-        (), description=f"By token id, of up to {MAX_BIASES}, what is added to its logit, -100 to 100."
+        (), description=f"Value added to a token's logit, -100 to 100, by token id; up to {MAX_BIASES}."
     )
-    n: int | None = Field(None, ge=1, le=MAX_N, description="Choices a prompt; choice i is drawn with seed + i.")
+    n: int | None = Field(None, ge=1, le=MAX_N, description="Choices per prompt; choice i is sampled with seed + i.")
     cache_salt: str | None = Field(
-        None, min_length=1, max_length=1024, description="Extension; only requests of the same salt share prefixes."
+        None,
+        min_length=1,
+        max_length=1024,
+        description="Extension; only requests with the same salt share cached prefixes.",
     )
     priority: int | None = Field(
         None, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Extension; lower goes first; 0 if not given."
@@ -241,14 +249,17 @@ class CompletionRequest(SamplingFields):
 
     prompt: Prompt
     max_tokens: int | None = Field(None, ge=0, description="16 if not given; 0 only with echo.")
-    best_of: int | None = Field(None, ge=1, le=MAX_N, description="Outputs run a prompt; the n likeliest are shown.")
+    best_of: int | None = Field(
+        None, ge=1, le=MAX_N, description="Outputs run per prompt; the n most likely are returned."
+    )
     echo: bool | None = Field(None, description="Put the prompt before the output.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     parse_special: bool | None = Field(
-        None, description="Extension; control tokens named in a prompt's text are meant as such, not as plain text."
+        None, description="Extension; parse control tokens in the prompt's text instead of treating them as plain text."
     )
     instruction: str | None = Field(
-        None, description="Extension; what your prompts have in common, for forecasts of output lengths. Not sent on."
+        None,
+        description="Extension; the text that your prompts share, for length predictions; not in the prompt.",
     )
 
     @model_validator(mode="after")
@@ -272,12 +283,12 @@ class CompletionRequest(SamplingFields):
 
     @property
     def num_tries(self) -> int:
-        """Outputs to be run for each prompt."""
+        """The number of outputs to run for each prompt."""
         return self.best_of or self.n or 1
 
     @property
     def prompts(self) -> list[tuple[str, str | list[int]]]:
-        """What each choice of the answer is for, with its name in the request."""
+        """The prompts, each with the name of its field in the request."""
         match self.prompt:
             case str() as text:
                 return [("prompt", text)]
@@ -302,9 +313,9 @@ class ChatCompletionRequest(SamplingFields):
 
     messages: list[ChatMessage] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1, description="The older name of max_completion_tokens.")
-    max_completion_tokens: int | None = Field(None, ge=1, description="The rest of the context if not given.")
+    max_completion_tokens: int | None = Field(None, ge=1, description="Default: the rest of the context.")
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="Needs logprobs.")
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="Requires logprobs.")
 
     @model_validator(mode="after")
     def _check_limits(self) -> ChatCompletionRequest:
@@ -321,5 +332,5 @@ class ChatCompletionRequest(SamplingFields):
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """None where no log probabilities are wanted."""
+        """The number of log probabilities per token; None if the client wants none."""
         return (self.top_logprobs or 0) if self.logprobs else None

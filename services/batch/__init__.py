@@ -1,1 +1,1 @@
-"""``farsight batch``: a file of requests in OpenAI's batch format, run as a Ray job that resumes where it was ended."""
+"""``farsight batch``: a file of requests in OpenAI's batch format, run as a Ray job that resumes after an early end."""

@@ -28,7 +28,7 @@ async def post_json(app: ASGIApp, path: str, body: bytes) -> Reply:
 
     Raises:
         FarsightError: The application returned without an answer.
-        Exception: Whatever it raised.
+        Exception: Any error that the application raised.
     """
     status: int | None = None
     headers: dict[str, str] = {}
@@ -70,7 +70,7 @@ def _scope(path: str, body: bytes) -> Scope:
 
 
 def _receive(body: bytes) -> Receive:
-    """The body, and then nothing more: this client never goes away."""
+    """Sends the body, then blocks: this client never disconnects."""
     sent = False
 
     async def receive() -> Message:

@@ -1,4 +1,4 @@
-"""The components of one batch job: a service of its own, without HTTP, that ends with the job."""
+"""The components of one batch job: a private service without HTTP that ends with the job."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _GCS_FLAG = "--gcs-address="
 async def open_backend(
     config: FarsightConfig, stages: Stages
 ) -> AsyncGenerator[tuple[GenerationBackend, PromptEncoder], None]:
-    """The backend of one job and the encoder of its model; everything it started is gone when it is closed.
+    """The backend of one job and the encoder of its model; closing it ends every component it started.
 
     Runs in the job's driver, on the event loop that will send the requests.
 
     Raises:
-        FarsightError: The model cannot be served, or a part did not start.
+        FarsightError: The model cannot be served, or a component did not start.
     """
     site = _own_site(config)
     try:
         ray.init(address=_cluster_address(), namespace=site.namespace, log_to_driver=False, logging_level=logging.ERROR)
     except ConnectionError as error:
-        raise ServiceFailed(f"the job does not reach its own cluster: {error}") from error
+        raise ServiceFailed(f"the job cannot connect to its own cluster: {error}") from error
     try:
         holder = asyncio.create_task(_hold(create_host(host_of(SUPERVISOR, site.placement), site, 0)))
         await _start(site, stages)
@@ -58,10 +58,10 @@ async def open_backend(
 
 
 async def _hold(host: Any) -> None:
-    """Keeps the handle as long as the actor lives, and no longer.
+    """Keeps the handle exactly as long as the actor lives.
 
-    An actor that is not detached ends with the handle of whoever created it; and as long as there is that handle, the
-    name of a dead actor does not come free for the next one.
+    An actor that is not detached ends with its creator's handle. While that handle exists, the name of a dead actor
+    stays taken for the next one.
     """
     with contextlib.suppress(RayError):
         await host.ended.remote()
@@ -77,9 +77,9 @@ async def _start(site: Site, stages: Stages) -> None:
 
 
 def _cluster_address() -> str | None:
-    """Of the cluster that this job runs in, as the raylet above this process knows it; None if there is no raylet.
+    """The address of the cluster that runs this job, read from this process's raylet; None if there is no raylet.
 
-    RAY_ADDRESS, as Ray sets it for a job, is that of any cluster on the machine unless ``ray start`` began this one.
+    The RAY_ADDRESS that Ray sets for a job may name any cluster on the machine unless ``ray start`` began this one.
     """
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process().parents():
@@ -91,6 +91,6 @@ def _cluster_address() -> str | None:
 
 
 def _own_site(config: FarsightConfig) -> Site:
-    """Names of its own, since other services may run in the cluster; nothing outlives the job, however it ends."""
+    """Unique names, since other services may run in the cluster, and no detached actor: all end with the job."""
     site = find_site(config, find_model(config))
     return Site(site.config, site.model_dir, site.placement, f"farsight-batch-{uuid.uuid4().hex[:8]}", detached=False)

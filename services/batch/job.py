@@ -1,4 +1,4 @@
-"""The entry point of the Ray job: ``python -m services.batch.job IN OUT``. Run again, it goes on where it was."""
+"""The entry point of the Ray job: ``python -m services.batch.job IN OUT``. A second run resumes the first."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from services.launch.stages import Stages
 PROGRESS_INTERVAL_S = 5.0
 
 LOCK_WAIT_S = 10.0
-"""How long the end of a run that was killed a moment ago is waited for."""
+"""Seconds to wait for a run that was just killed to end."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.command()
 def main(
-    source: Annotated[Path, typer.Argument(metavar="IN", help="Requests, one a line.")],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="Where the answers go.")],
-    model: Annotated[str | None, typer.Option(help="Directory or hub id; default: the embedded model.")] = None,
+    source: Annotated[Path, typer.Argument(metavar="IN", help="Input file: one request per line.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="Output file for the answers.")],
+    model: Annotated[str | None, typer.Option(help="Model directory or hub id; default: the embedded model.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file; flags override it.")] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at once.")] = DEFAULT_CONCURRENCY,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is there.")] = False,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight at once.")] = DEFAULT_CONCURRENCY,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
 ) -> None:
-    """Run a batch inside a Ray job; status 0 means that every line has its line of output."""
+    """Run a batch inside a Ray job; exit status 0 means that every input line has its output line."""
     with failing_in_two_lines("batch-job"):
         loaded = load_config(config, {"model": {"path": model}})
         run_job(source, target, loaded, concurrency, overwrite, typer.echo)
@@ -47,7 +47,7 @@ def main(
 def run_job(
     source: Path, target: Path, config: FarsightConfig, concurrency: int, overwrite: bool, say: Callable[[str], None]
 ) -> None:
-    """Runs what is left of a batch and writes its output.
+    """Runs the unfinished requests of a batch and writes its output.
 
     Raises:
         FarsightError: Input, output or configuration cannot be used, or the service failed; progress is kept.
@@ -56,7 +56,7 @@ def run_job(
     with ProgressStore.open(target, batch, overwrite=overwrite, lock_wait_s=LOCK_WAIT_S) as store:
         progress = Progress(len(batch.lines), say)
         if store.num_done:
-            say(f"farsight batch: goes on from {store.num_done}/{len(batch.lines)} done")
+            say(f"farsight batch: resumes with {store.num_done}/{len(batch.lines)} done")
         if store.num_done < len(batch.lines):
             num_left = len(batch.lines) - store.num_done
             say(f"farsight batch: {num_left} requests to run, {concurrency} at once; the model is starting")
@@ -76,7 +76,7 @@ async def _run(
 
 
 class Progress:
-    """Says how far the batch is, but not too often."""
+    """Prints the progress of the batch at a limited rate."""
 
     def __init__(self, num_lines: int, say: Callable[[str], None]) -> None:
         self._num_lines = num_lines
@@ -84,7 +84,8 @@ class Progress:
         self._next = time.monotonic() + PROGRESS_INTERVAL_S
 
     def __call__(self, num_done: int, num_failed: int) -> None:
-        if time.monotonic() >= self._next and num_done < self._num_lines:  # the end is said anyway
+        # The run prints its last line of progress itself.
+        if time.monotonic() >= self._next and num_done < self._num_lines:
             self._next = time.monotonic() + PROGRESS_INTERVAL_S
             self.say(self.line(num_done, num_failed))
 
@@ -93,5 +94,5 @@ class Progress:
 
 
 if __name__ == "__main__":
-    end_with_parent()  # where the whole cluster was killed, nothing else ends the job
+    end_with_parent()  # If the whole cluster was killed, nothing else ends the job.
     app()

@@ -1,4 +1,4 @@
-"""OpenAI's batch format: the lines that come in, checked as a whole before anything runs, and the lines that go out."""
+"""OpenAI's batch format: input lines, all checked before any request runs, and output lines."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class BatchLine:
     """One request.
 
     Attributes:
-        number: Its line in the file, from 1.
+        number: Line number in the file, from 1.
         custom_id: Unique in the file.
         url: One of ``URLS``.
-        body: JSON; bytes, because a whole file of parsed bodies would need several times the memory.
+        body: JSON as bytes, because the parsed bodies of a whole file would need several times the memory.
     """
 
     number: int
@@ -36,8 +36,8 @@ class Batch:
     """A checked input file.
 
     Attributes:
-        path: Where it was read from.
-        sha256: Of its bytes, in hex; tells whether progress belongs to this input.
+        path: The path of the file.
+        sha256: Hash of its bytes in hex; decides whether saved progress belongs to this input.
         lines: In the order of the file; at least one.
     """
 
@@ -51,7 +51,7 @@ class LineResult:
     """One line of output.
 
     Attributes:
-        failed: It holds an error, or an answer with a status from 400 on.
+        failed: Whether it holds an error or an answer with a status of 400 or more.
         data: The line as it is written, with its newline.
     """
 
@@ -64,7 +64,7 @@ def read_batch(path: Path) -> Batch:
     """The requests of a file. Empty lines are left out; keys that the format does not know are ignored.
 
     Raises:
-        InvalidValueError: The file cannot be read or has no request, or a line is wrong: it names line and field.
+        InvalidValueError: The file cannot be read or has no request, or a line is wrong; names line and field.
     """
     try:
         data = path.read_bytes()
@@ -85,11 +85,11 @@ def read_batch(path: Path) -> Batch:
 
 
 def answered(custom_id: str, status: int, request_id: str | None, body: bytes) -> LineResult:
-    """The result of a request that got an answer, good or bad.
+    """The output line of a request that got an answer of any status.
 
     Args:
         status: The HTTP status.
-        request_id: As the service named it; None draws one.
+        request_id: The service's id of the request; None draws one.
         body: JSON.
     """
     try:
@@ -101,12 +101,12 @@ def answered(custom_id: str, status: int, request_id: str | None, body: bytes) -
 
 
 def unsent(custom_id: str, code: str, message: str) -> LineResult:
-    """The result of a request that got no answer."""
+    """The output line of a request that got no answer."""
     return _result(custom_id, True, None, {"code": code, "message": message})
 
 
 def read_result(data: bytes) -> LineResult | None:
-    """A line of output as it was written; None if it is not one, or not a whole one."""
+    """Parses a written output line; None if it is damaged or incomplete."""
     if not data.endswith(b"\n"):
         return None
     try:
@@ -119,7 +119,7 @@ def read_result(data: bytes) -> LineResult | None:
 
 
 def _result(custom_id: str, failed: bool, response: dict[str, Any] | None, error: dict[str, str] | None) -> LineResult:
-    """Escapes all but ASCII: an error may quote text that has no UTF-8 form."""
+    """Encodes as ASCII with escapes, since an error may quote text that has no UTF-8 form."""
     fields = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id, "response": response, "error": error}
     return LineResult(custom_id, failed, json.dumps(fields, separators=(",", ":")).encode() + b"\n")
 

@@ -1,8 +1,8 @@
-"""What a batch has done so far, kept in a file beside its output so that a killed run goes on where it was.
+"""The progress of a batch, kept in a file beside its output so that the next run resumes a killed one.
 
-``OUT.partial`` has a header line that names the input by its SHA-256, then one line of output for each finished
-request, in the order in which they finished. A line counts once its newline is there. The file is locked by the run
-that writes it. When every request has its line, they are written to ``OUT`` in the order of the input.
+``OUT.partial`` has a header line with the SHA-256 of the input, then one output line for each finished request, in
+the order in which they finished. A line counts once its newline is written. The run that writes the file holds its
+lock. When every request has its line, the run writes all lines to ``OUT`` in the order of the input.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOCK_POLL_S = 0.05
 
 
 class ProgressStore:
-    """The results of one batch; make it with ``open``, close it in the end."""
+    """The results of one batch; create it with ``open`` and close it at the end."""
 
     def __init__(self, target: Path, batch: Batch, fd: int) -> None:
         self._target = target
@@ -43,16 +43,16 @@ class ProgressStore:
 
     @classmethod
     def open(cls, target: Path, batch: Batch, *, overwrite: bool = False, lock_wait_s: float = 0.0) -> ProgressStore:
-        """Begins a batch, or goes on with one that was ended before its time.
+        """Begins a batch, or resumes one that ended early.
 
         Args:
             target: The output, ``OUT``.
-            overwrite: A finished output may be replaced.
-            lock_wait_s: How long another run may still hold the lock; one that was killed may take a moment to end.
+            overwrite: Whether a finished output may be replaced.
+            lock_wait_s: Seconds to wait for the lock; a run that was just killed may take a moment to end.
 
         Raises:
-            InvalidValueError: The output is there already, or cannot be written, or the progress beside it belongs
-                to another input.
+            InvalidValueError: The output exists already, or cannot be written, or the progress beside it belongs
+            to another input.
             FarsightError: Another run is writing to this output.
         """
         _check_target(target, batch)
@@ -69,26 +69,26 @@ class ProgressStore:
 
     @property
     def num_done(self) -> int:
-        """Requests that have a result, of this run or an earlier one."""
+        """The number of requests that have a result, from this run or an earlier one."""
         return len(self._spans)
 
     @property
     def num_failed(self) -> int:
-        """How many of them failed."""
+        """The number of results that are failures."""
         return self._num_failed
 
     def __contains__(self, custom_id: object) -> bool:
         return custom_id in self._spans
 
     def append(self, results: Sequence[LineResult]) -> None:
-        """Adds results; they are on disk when it returns. May be called from any thread.
+        """Adds results and returns when they are on disk. May be called from any thread.
 
         Raises:
-            FarsightError: The disk does not take them; what was there before stays good.
+            FarsightError: The write failed; earlier results stay valid.
         """
         with self._lock, _naming(self._partial):
             if self._closed:
-                return  # a run that was cancelled while this thread waited
+                return  # The run was cancelled while this thread waited.
             size = self._size
             spans: dict[str, tuple[int, int]] = {}
             for result in results:
@@ -106,7 +106,7 @@ class ProgressStore:
             self._num_failed += sum(result.failed for result in results)
 
     def finish(self) -> None:
-        """Writes the output, complete and in the order of the input, and removes the progress. The lock stays.
+        """Writes the complete output in the order of the input and removes the progress file. The lock stays.
 
         Raises:
             IntegrityError: A request has no result.
@@ -129,12 +129,12 @@ class ProgressStore:
             _sync_directory(self._target)
 
     def remove_if_empty(self) -> None:
-        """Leaves nothing behind where nothing was done; for a look that no run follows. Close it next."""
+        """Removes the progress file if it holds no result; for a check that no run follows. Close the store next."""
         if not self._spans:
             self._partial.unlink()
 
     def close(self) -> None:
-        """Releases the lock; what was appended stays."""
+        """Releases the lock; appended results stay on disk."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -158,7 +158,7 @@ class ProgressStore:
             self._size = len(header)
             for raw in file:
                 result = read_result(raw)
-                # What follows a line that is torn or damaged is not trusted either; those requests run again.
+                # Lines after a torn or damaged line are not trusted either; their requests run again.
                 if result is None or result.custom_id not in self._ids or result.custom_id in self._spans:
                     break
                 self._spans[result.custom_id] = (self._size, len(raw))
@@ -167,12 +167,12 @@ class ProgressStore:
         os.ftruncate(self._fd, self._size)
 
     def _begin(self, found: bytes, header: bytes, overwrite: bool) -> None:
-        """Starts anew, unless the file holds more than a torn header of ours."""
+        """Starts a new progress file, unless the file holds more than a torn header of Farsight's."""
         if not header.startswith(found):
             self._refuse_foreign(found)
         if self._target.exists() and not overwrite:
             self._partial.unlink()
-            expected = "a path where no file is: this batch is finished or another file lies there; --overwrite"
+            expected = "a path without a file (this batch is finished, or another file is there); --overwrite"
             raise InvalidValueError(f"OUT {self._target}", "an existing file", f"{expected} runs it and replaces that")
         os.ftruncate(self._fd, 0)
         _write_at(self._fd, header, 0)
@@ -186,7 +186,7 @@ class ProgressStore:
             what = "a file that farsight batch did not write"
         else:
             what = "progress on another input" if version == FORMAT_VERSION else f"progress in format {version!r}"
-        expected = f"progress on {self._batch.path} as it is now; delete {self._partial} to begin anew, or choose"
+        expected = f"progress on {self._batch.path} as it is now; delete {self._partial} to start over, or choose"
         raise InvalidValueError(str(self._partial), what, f"{expected} another OUT")
 
     def _check_new(self, custom_id: str, more: dict[str, tuple[int, int]]) -> None:
@@ -204,7 +204,7 @@ class ProgressStore:
 
 
 def partial_path(target: Path) -> Path:
-    """Where the progress towards an output is kept."""
+    """The path of the progress file of an output."""
     return target.with_name(f"{target.name}.partial")
 
 
@@ -218,10 +218,10 @@ def _check_target(target: Path, batch: Batch) -> None:
 
 
 def _open_locked(partial: Path, wait_s: float) -> int:
-    """A descriptor of the file that holds its lock.
+    """Opens the file and takes its lock.
 
-    Between opening and locking, the run that held the lock may finish and remove the file; then the lock is on a file
-    that nobody will find, and the next try sees what that run has left.
+    Between opening and locking, the run that held the lock may finish and remove the file. Then the lock is on a
+    deleted file, and the next try sees the result of that run.
     """
     deadline = time.monotonic() + wait_s
     while True:
@@ -236,13 +236,13 @@ def _open_locked(partial: Path, wait_s: float) -> int:
         except BlockingIOError:
             os.close(fd)
             if time.monotonic() >= deadline:
-                message = f"{partial}: another run is writing to it; wait for its end or choose another OUT"
+                message = f"{partial}: another run is writing to this file; wait until it ends or choose another OUT"
                 raise FarsightError(message) from None
             time.sleep(_LOCK_POLL_S)
             continue
         except OSError as error:
             os.close(fd)
-            raise FarsightError(f"{partial}: the file system gives no lock ({error.strerror})") from error
+            raise FarsightError(f"{partial}: the file system refused the lock ({error.strerror})") from error
         os.close(fd)
 
 
@@ -254,7 +254,7 @@ def _is_at(fd: int, path: Path) -> bool:
 
 
 def _header(batch: Batch) -> bytes:
-    """Always the same bytes for the same input, so that a torn one is known by its beginning."""
+    """The header line: the same bytes for the same input, so that a torn header is recognised by its beginning."""
     return json.dumps({"farsight_batch": FORMAT_VERSION, "input_sha256": batch.sha256}).encode() + b"\n"
 
 
@@ -267,7 +267,7 @@ def _write_at(fd: int, data: bytes, offset: int) -> None:
 
 
 def _sync_directory(path: Path) -> None:
-    """Makes the creation, renaming or removal of a file last."""
+    """Syncs the directory, so that the creation, renaming or removal of a file survives a crash."""
     fd = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -279,9 +279,9 @@ def _sync_directory(path: Path) -> None:
 def _naming(path: Path) -> Iterator[None]:
     """
     Raises:
-        FarsightError: In place of an ``OSError``.
+        FarsightError: Replaces an ``OSError``.
     """
     try:
         yield
     except OSError as error:
-        raise FarsightError(f"{path}: {error.strerror}; the same command goes on from what is kept") from error
+        raise FarsightError(f"{path}: {error.strerror}; run the same command again to resume") from error

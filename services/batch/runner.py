@@ -1,4 +1,4 @@
-"""Runs the requests of a batch against an application, so many at once, and keeps each result."""
+"""Runs the requests of a batch against an application with limited concurrency and keeps each result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from services.batch.progress import ProgressStore
 DEFAULT_CONCURRENCY = 64
 GROUP_LINES = 32
 GROUP_S = 0.5
-"""Results are written to disk in groups of so many, or of what has come within so many seconds."""
+"""Results are written to disk in groups: at most this many, or those of this many seconds."""
 
 _RETRIED = (429, 503)
 
@@ -27,17 +27,17 @@ logger = logging.getLogger(__name__)
 
 
 class ServiceStalled(FarsightError):
-    """The service has refused everything for so long that it, and not a single request, is what fails."""
+    """The service has refused every request for the whole retry time, so the service is at fault, not a request."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How a request that was refused with 429 or 503 is tried again. All in seconds.
+    """How a request that was refused with 429 or 503 is retried. All times in seconds.
 
     Attributes:
-        give_up_s: After so long it is not.
-        first_delay_s: Wait before the second try; it doubles with each, and is never shorter than Retry-After.
-        max_delay_s: Bound of the doubling.
+        give_up_s: Time after which a request is no longer retried.
+        first_delay_s: Delay before the second try; it doubles with each try and is never shorter than Retry-After.
+        max_delay_s: Limit of the doubling.
     """
 
     give_up_s: float = 600.0
@@ -54,23 +54,23 @@ async def run_batch(
     on_done: Callable[[int, int], None],
     retry: RetryPolicy | None = None,
 ) -> None:
-    """Runs every line that the store has no result for, each once; all results are in the store when it returns.
+    """Runs each line without a result once; when it returns, the store holds all results.
 
     Args:
-        concurrency: Requests under way at once, at most; >= 1.
-        on_done: Called with how many lines are done and how many of them failed, earlier runs included, whenever
-            more results are on disk.
+        concurrency: Most requests in flight at once; >= 1.
+        on_done: Called with the number of finished lines and the number of failures among them, earlier runs
+        included, whenever more results are on disk.
 
     Raises:
-        ServiceStalled: No line at all was answered for as long as one is tried.
-        FarsightError: Results cannot be kept.
+        ServiceStalled: The service answered no line for the whole retry time of one.
+        FarsightError: Results cannot be written.
     """
     pending = iter([line for line in lines if line.custom_id not in store])
     results: asyncio.Queue[LineResult | None] = asyncio.Queue(GROUP_LINES)
     sender = _Sender(app, retry or RetryPolicy())
 
     async def work() -> None:
-        for line in pending:  # shared by all workers: each line goes to one of them
+        for line in pending:  # All workers share the iterator, so each line goes to one worker.
             await results.put(await sender.send(line))
 
     async def work_all() -> None:
@@ -88,7 +88,7 @@ async def run_batch(
 
 
 class _Sender:
-    """Sends one line after another, again and again where it has to."""
+    """Sends one line after another and retries refused ones."""
 
     def __init__(self, app: ASGIApp, retry: RetryPolicy) -> None:
         self._app = app
@@ -101,7 +101,7 @@ class _Sender:
         while True:
             try:
                 reply = await post_json(self._app, line.url, line.body)
-            except Exception as error:  # a defect of the application costs this line, not the batch
+            except Exception as error:  # A defect of the application fails this line, not the batch.
                 logger.exception("line %d could not be run", line.number)
                 return unsent(line.custom_id, "internal_error", f"{type(error).__name__}: {error}")
             if reply.status not in _RETRIED:
@@ -114,11 +114,11 @@ class _Sender:
             delay = min(2 * delay, self._retry.max_delay_s)
 
     def _give_up(self, line: BatchLine, reply: Reply, began: float) -> LineResult:
-        """A result is final; so it is an error only if the service did answer others meanwhile."""
+        """The final error of a line that stays refused, if the service answered other lines meanwhile."""
         told = f"{reply.status} ({_message(reply)})"
         if self._last_answer < began:
-            message = f"no request has been answered for {self._retry.give_up_s:g} s; the last refusal was {told}"
-            raise ServiceStalled(f"{message}. What is done is kept; the same command goes on from there")
+            message = f"the service answered no request for {self._retry.give_up_s:g} s; the last refusal was {told}"
+            raise ServiceStalled(f"{message}. Finished results are kept; run the same command again to resume")
         message = f"Refused for {self._retry.give_up_s:g} s, the last time with {told}."
         return unsent(line.custom_id, "retries_exhausted", message)
 
@@ -126,18 +126,18 @@ class _Sender:
 async def _keep_all(
     results: asyncio.Queue[LineResult | None], store: ProgressStore, on_done: Callable[[int, int], None]
 ) -> None:
-    """Writes results until None comes. Cancelled, it leaves the last group out, which then runs again."""
+    """Writes results until it gets None. If cancelled, it drops the last group, whose requests then run again."""
     ended = False
     while not ended:
         group: list[LineResult] = []
         ended = await _collect(results, group)
         if group:
-            await asyncio.to_thread(store.append, group)  # a slow disk must not hold up the requests
+            await asyncio.to_thread(store.append, group)  # A slow disk must not delay the requests.
             on_done(store.num_done, store.num_failed)
 
 
 async def _collect(results: asyncio.Queue[LineResult | None], group: list[LineResult]) -> bool:
-    """Fills a group; says whether the last result was among them."""
+    """Fills a group; returns whether it holds the last result."""
     result = await results.get()
     try:
         async with asyncio.timeout(GROUP_S):
@@ -152,7 +152,7 @@ async def _collect(results: asyncio.Queue[LineResult | None], group: list[LineRe
 
 
 def _retry_after_s(reply: Reply) -> float:
-    """0 where the header is missing or is a date, which this service does not send."""
+    """Retry-After in seconds; 0 if the header is missing or is a date, which this service does not send."""
     value = reply.headers.get("retry-after", "")
     return float(value) if value.isdecimal() else 0.0
 

@@ -1,4 +1,4 @@
-"""Runs a batch as a Ray job: on a cluster that is there (``--address``), or on a private one of this machine.
+"""Runs a batch as a Ray job: on an existing cluster (``--address``), or on a private cluster of this machine.
 
 On a cluster, IN and OUT (and ``--config``, and ``--model`` if it is a directory) must be on a file system that this
 machine and the cluster's head node see at the same paths, with locks (``flock``), and Farsight must be installed
@@ -31,16 +31,16 @@ from services.launch.signals import INTERRUPTED, StopSignal
 from services.launch.stages import Stage, Stages
 
 SUBMIT_WAIT_S = 120.0
-"""A cluster that has just started, or is busy, takes no job for a while."""
+"""Seconds to retry a submission: a new or busy cluster accepts no job for a while."""
 
 LOCK_WAIT_S = 10.0
-"""How long the end of a run that was killed a moment ago is waited for."""
+"""Seconds to wait for a run that was just killed to end."""
 
 STOP_WAIT_S = 60.0
-"""How long a job that was told to stop may take. Ray kills it after three seconds; a busy cluster is late to say so."""
+"""Seconds that a stopped job may take to end. Ray kills it after 3 s; a busy cluster reports that late."""
 
 UNREACHABLE_S = 60.0
-"""After so long without an answer from the cluster its job is no longer followed."""
+"""Seconds without an answer from the cluster after which the command stops following its job."""
 
 _JOB_MODULE = "services.batch.job"
 _POLL_S = 0.2
@@ -51,15 +51,15 @@ _ENDED = (_SUCCEEDED, "FAILED", "STOPPED")
 _RAYS_NEWS = re.compile(
     r"(?:\S+ \S+\tINFO job_manager\.py:\d+ -- Runtime env is setting up\.|Running entrypoint for job \S+: .*)\n"
 )
-"""What Ray writes at the beginning of every job's log."""
+"""The lines that Ray writes at the beginning of every job's log."""
 
 Say = Callable[[str], None]
-"""Prints a text as it is; line ends are the text's own."""
+"""Prints a text unchanged; it brings its own line ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchOptions:
-    """What the command line says besides IN, OUT and the address."""
+    """The options of the command line besides IN, OUT and the address."""
 
     model: str | None = None
     config: Path | None = None
@@ -68,12 +68,12 @@ class BatchOptions:
 
 
 class JobClient(Protocol):
-    """What is used of Ray's ``JobSubmissionClient``; any call may raise ``RuntimeError`` or ``OSError``."""
+    """The used part of Ray's ``JobSubmissionClient``; any call may raise ``RuntimeError`` or ``OSError``."""
 
     def submit_job(self, *, entrypoint: str, submission_id: str, runtime_env: dict[str, Any]) -> str: ...
 
     def get_job_info(self, job_id: str) -> Any:
-        """Has ``status`` (a string), ``message`` and ``driver_exit_code`` (None if there was no exit)."""
+        """The job's ``status`` (a string), ``message`` and ``driver_exit_code`` (None if there was no exit)."""
         ...
 
     def stop_job(self, job_id: str) -> bool: ...
@@ -89,8 +89,8 @@ def submit(source: Path, target: Path, address: str | None, options: BatchOption
     Args:
         source: IN.
         target: OUT.
-        address: Of a cluster's dashboard, as ``http://host:8265``; None starts a private cluster.
-        patience_s: How long that may take, and until it takes a job.
+        address: Address of a cluster's dashboard, as ``http://host:8265``; None starts a private cluster.
+        patience_s: Seconds that the start of a private cluster, up to its first accepted job, may take.
 
     Raises:
         FarsightError: Input, output or address cannot be used, or the cluster cannot be reached.
@@ -105,14 +105,14 @@ def submit(source: Path, target: Path, address: str | None, options: BatchOption
     else:
         status = _submit_locally(entrypoint(sys.executable, source, target, options), stop, say, patience_s)
     if stop.received:
-        say(f"Stopped. What is done is kept in {partial_path(target)}; the same command goes on from there.\n")
+        say(f"Stopped. Finished results are kept in {partial_path(target)}; run the same command again to resume.\n")
     return status
 
 
 def entrypoint(python: str, source: Path, target: Path, options: BatchOptions) -> str:
-    """The shell command of the job. Its paths are absolute: the job starts in a directory of Ray's choice.
+    """The shell command of the job. Its paths are absolute, because Ray picks the job's directory.
 
-    The shell hands its process over, so that the parent of the job is the actor that watches over it.
+    The shell replaces itself by the job, so that the job's parent is the actor that supervises it.
     """
     words = ["exec", python, "-m", _JOB_MODULE, str(source.resolve()), str(target.resolve())]
     words += ["--concurrency", str(options.concurrency)]
@@ -130,7 +130,7 @@ def connect(address: str) -> JobClient:
     """A client of the cluster behind a dashboard. Ray's token comes from RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH.
 
     Raises:
-        FarsightError: Nothing answers there, or it wants another token.
+        FarsightError: No cluster answers there, or it requires another token.
     """
     # Imported here: Ray reads those variables as it is imported.
     from ray.exceptions import AuthenticationError
@@ -141,7 +141,7 @@ def connect(address: str) -> JobClient:
     os.environ["RAY_API_SERVER_ADDRESS"] = address
     try:
         client: JobClient = JobSubmissionClient(address)
-        logging.getLogger("ray.dashboard.modules.job.sdk").setLevel(logging.WARNING)  # it tells of every connection
+        logging.getLogger("ray.dashboard.modules.job.sdk").setLevel(logging.WARNING)  # It logs every connection.
     except AuthenticationError as error:
         hint = "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to the file with the cluster's token"
         raise FarsightError(f"the Ray cluster at {address} refuses this user; {hint}") from error
@@ -159,7 +159,7 @@ def submit_entrypoint(client: JobClient, command: str, env: Mapping[str, str], s
     """Runs a shell command as a job and prints its log; returns its exit status, or 130 once ``stop`` is received.
 
     Raises:
-        FarsightError: The job cannot be submitted, or the cluster is gone.
+        FarsightError: The job cannot be submitted, or the cluster cannot be reached any more.
     """
     with _line_stages(say, SUBMIT_WAIT_S).stage("Job", lambda: "the cluster to take it") as stage:
         job_id = submit_job(client, command, env, SUBMIT_WAIT_S)
@@ -168,10 +168,10 @@ def submit_entrypoint(client: JobClient, command: str, env: Mapping[str, str], s
 
 
 def submit_job(client: JobClient, command: str, env: Mapping[str, str], patience_s: float) -> str:
-    """Submits a shell command, again and again until the cluster takes it; returns the id of the job.
+    """Submits a shell command, with retries until the cluster accepts it; returns the id of the job.
 
     Raises:
-        FarsightError: It has not for so long.
+        FarsightError: The cluster did not accept it in time.
     """
     job_id = f"farsight-batch-{uuid.uuid4().hex[:12]}"
     deadline = time.monotonic() + patience_s
@@ -180,7 +180,7 @@ def submit_job(client: JobClient, command: str, env: Mapping[str, str], patience
             return client.submit_job(entrypoint=command, submission_id=job_id, runtime_env={"env_vars": dict(env)})
         except (RuntimeError, OSError) as error:
             if _is_known(client, job_id):
-                return job_id  # it was taken, only the answer was lost
+                return job_id  # The cluster accepted it; only the answer was lost.
             if time.monotonic() > deadline:
                 raise FarsightError(f"the job cannot be submitted: {error}") from error
         time.sleep(_POLL_S)
@@ -192,10 +192,10 @@ def follow_job(
     """Prints the log of a job until it ends; returns its exit status, or 130 once ``stop`` is received.
 
     Args:
-        end: How the job is ended then; through the Jobs API if not given.
+        end: Ends the job after a signal; default: through the Jobs API.
 
     Raises:
-        FarsightError: The cluster is gone.
+        FarsightError: The cluster cannot be reached any more.
     """
     asyncio.run(_follow(client, job_id, stop, say))
     if stop.received:
@@ -210,14 +210,14 @@ def follow_job(
     code = info.driver_exit_code or 0
     if code > 0:
         return int(code)
-    # It did not end by itself: its log does not say why.
+    # The job did not end by itself, so its log does not say why.
     reason = f"was ended by signal {-code}" if code else f"is {info.status}: {info.message}"
-    say(f"The job {job_id} {reason}\nThe same command goes on from what is kept.\n")
+    say(f"The job {job_id} {reason}\nRun the same command again to resume.\n")
     return 1
 
 
 def _check(source: Path, target: Path, overwrite: bool) -> None:
-    """Finds what is wrong before a cluster is started for it; the job itself checks again."""
+    """Checks input and output before a cluster is started; the job itself checks again."""
     with ProgressStore.open(target, read_batch(source), overwrite=overwrite, lock_wait_s=LOCK_WAIT_S) as store:
         store.remove_if_empty()
 
@@ -242,7 +242,7 @@ def _submit_locally(command: str, stop: StopSignal, say: Say, patience_s: float)
         except FarsightError:
             if not stop.received:
                 raise
-            return INTERRUPTED  # the signal has ended the cluster as well, and the job ends with it
+            return INTERRUPTED  # The signal also ends the cluster, and the job ends with it.
 
 
 def _connect_patiently(address: str, stages: Stages, stage: Stage) -> JobClient:
@@ -259,12 +259,12 @@ def _connect_patiently(address: str, stages: Stages, stage: Stage) -> JobClient:
 def _end_drivers() -> None:
     """Ends the job of a private cluster.
 
-    Not through the Jobs API: Ctrl-C reaches the dashboard as well, which then leaves such a call without an answer.
+    It does not use the Jobs API: Ctrl-C also reaches the dashboard, which then leaves such a call without an answer.
     """
     drivers = [each for each in psutil.Process().children(recursive=True) if _is_driver(each)]
     for driver in drivers:
         with suppress(psutil.NoSuchProcess):
-            driver.kill()  # progress is on disk; a line torn by this runs again
+            driver.kill()  # The progress is on disk; a request whose line this tears runs again.
     psutil.wait_procs(drivers, timeout=STOP_WAIT_S)
 
 
@@ -291,7 +291,7 @@ async def _follow(client: JobClient, job_id: str, stop: StopSignal, say: Say) ->
 
 
 class _Log:
-    """Prints a log without Ray's own news at its beginning."""
+    """Prints a log without the lines that Ray puts at its beginning."""
 
     def __init__(self, say: Say) -> None:
         self._say = say
@@ -308,14 +308,14 @@ class _Log:
             self.flush()
 
     def flush(self) -> None:
-        """From here on everything is the job's."""
+        """From here on, all lines are the job's."""
         if self._held:
             self._say(self._held)
         self._held = None
 
 
 async def _tail(client: JobClient, job_id: str, log: _Log) -> None:
-    """A connection that breaks is made again; each begins with the whole log, of which the known part is skipped.
+    """Follows the log over reconnects; each connection begins with the whole log, and the known part is skipped.
 
     Raises:
         FarsightError: The cluster has not answered for ``UNREACHABLE_S``.
@@ -337,16 +337,16 @@ async def _tail(client: JobClient, job_id: str, log: _Log) -> None:
             last_answer = time.monotonic()
         except (RuntimeError, OSError, ClientError) as error:
             if time.monotonic() - last_answer > UNREACHABLE_S:
-                hint = f"the job {job_id} may be running there still; the same command goes on from what is kept"
+                hint = f"the job {job_id} may still be running there; run the same command again to resume"
                 raise FarsightError(f"no answer from the cluster for {UNREACHABLE_S:g} s ({error}); {hint}") from error
         await asyncio.sleep(_RECONNECT_S)
 
 
 def _stop(client: JobClient, job_id: str) -> None:
-    """Ends a job and waits until it has ended, so that the next run finds its lock free.
+    """Stops a job and waits until it has ended, so that the next run can take its lock.
 
     Raises:
-        FarsightError: It has not; the cluster may be gone, or the job may be running still.
+        FarsightError: The job did not end; the cluster may be gone, or the job may still be running.
     """
     deadline = time.monotonic() + STOP_WAIT_S
     try:
@@ -371,4 +371,4 @@ def _info(client: JobClient, job_id: str) -> Any:
     try:
         return client.get_job_info(job_id)
     except (RuntimeError, OSError) as error:
-        raise FarsightError(f"the job {job_id} has ended, but the cluster does not say how: {error}") from error
+        raise FarsightError(f"the job {job_id} has ended, but its status is unknown: {error}") from error

@@ -1,4 +1,4 @@
-"""What came of one streamed request, and how the stream is read.
+"""The result of one streamed request, and the reader of its stream.
 
 **Tokens** of an answer: ``usage.completion_tokens`` if the server sent it; else the length that was asked for, if the
 stream says that it ended by length; else the number of chunks with a choice. **Times** are taken per chunk with a
@@ -28,7 +28,7 @@ _DATA = b"data:"
 
 
 class CountedBy(StrEnum):
-    """How the number of tokens is known."""
+    """The source of an answer's token count."""
 
     USAGE = "usage"
     LENGTH = "length"
@@ -37,11 +37,11 @@ class CountedBy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why an answer does not count.
+    """The reason why an answer does not count.
 
     Attributes:
-        kind: To count by: ``HTTP 503``, ``timeout``, ``disconnected`` ...
-        detail: What was seen.
+        kind: Failures are counted by it: ``HTTP 503``, ``timeout``, ``disconnected`` ...
+        detail: The observed error.
     """
 
     kind: str
@@ -50,16 +50,16 @@ class Failure:
 
 @dataclass(slots=True)
 class Answer:
-    """What came of a request; times in seconds on one monotonic clock.
+    """The result of a request; times in seconds on one monotonic clock.
 
     Attributes:
-        id: Of the request.
-        kind: Of the request.
+        id: Id of the request.
+        kind: Kind of the request.
         sent_at: When it was sent.
-        late_s: How long after its time; None in a closed loop.
+        late_s: Seconds between its due time and its sending; None in a closed loop.
         chunks_at: When each chunk with a choice arrived.
-        num_tokens: Of the output.
-        failure: Why it does not count, or None.
+        num_tokens: Number of output tokens.
+        failure: The reason why it does not count, or None.
     """
 
     id: int
@@ -102,7 +102,7 @@ class Answer:
 
 
 class StreamReader:
-    """Reads server-sent events into an answer; parses the JSON of none but the last few, so that it costs little."""
+    """Reads server-sent events into an answer; to save CPU time it parses the JSON of the last few events only."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
@@ -113,10 +113,10 @@ class StreamReader:
         self.done = False
 
     def feed(self, data: bytes, now: float) -> None:
-        """Takes bytes as they come, cut anywhere.
+        """Reads the next bytes of the stream, which may be cut anywhere.
 
         Raises:
-            ValueError: An event that had to be parsed is not what OpenAI's format has.
+            ValueError: A parsed event does not follow OpenAI's format.
         """
         lines = (self._rest + data).split(b"\n")
         self._rest = lines.pop()
@@ -154,14 +154,16 @@ class StreamReader:
         delta = choice.get("delta") or {}
         is_empty = not (choice.get("text") or delta.get("content"))
         if is_empty and not reason and "role" in delta:
-            return  # a chat stream opens with the role; no token has been made yet
+            return  # A chat stream opens with the role, before any token.
         self._ends_empty = is_empty and bool(reason)
         self._answer.chunks_at.append(now)
 
     def finish(self, asked_tokens: int) -> None:
-        """Counts the tokens once the stream is over; an answer that is not whole becomes a failure."""
+        """Counts the tokens at the end of the stream; an incomplete answer becomes a failure."""
         answer = self._answer
-        self.feed(b"\n", answer.chunks_at[-1] if answer.chunks_at else answer.sent_at)  # a last line may lack its end
+        self.feed(
+            b"\n", answer.chunks_at[-1] if answer.chunks_at else answer.sent_at
+        )  # The last line may lack its newline.
         usage = self._usage or {}
         answer.prompt_tokens = usage.get("prompt_tokens") or 0
         if isinstance(usage.get("completion_tokens"), int):
@@ -171,7 +173,8 @@ class StreamReader:
         else:
             answer.num_tokens, answer.counted_by = len(answer.chunks_at) - self._ends_empty, CountedBy.CHUNKS
         if self._ends_empty and len(answer.chunks_at) > max(1, answer.num_tokens):
-            answer.chunks_at.pop()  # a token for each of the others: the last one only says why the answer ended
+            # Each of the other chunks carries a token; the last one only gives the finish reason.
+            answer.chunks_at.pop()
         if answer.failure is None:
             answer.failure = self._shortcoming()
 
@@ -185,5 +188,5 @@ class StreamReader:
 
 
 def shown(data: bytes) -> str:
-    """The beginning, as text."""
+    """The beginning of the bytes, as text."""
     return data[:SHOWN_CHARS].decode(errors="replace")

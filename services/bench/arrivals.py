@@ -1,4 +1,4 @@
-"""When the requests of an open loop come: seconds after the beginning, not decreasing."""
+"""Arrival times of the requests of an open loop: seconds after the beginning, not decreasing."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def replayed_arrivals(times: Sequence[float], rate: float | None, time_scale: fl
 
     Args:
         times: Seconds, not decreasing.
-        rate: Mean requests per second to stretch them to; None keeps the trace's own.
-        time_scale: Seconds here per second of the trace; used if there is no ``rate``.
+        rate: Mean requests per second that the trace is scaled to; None keeps its own rate.
+        time_scale: Seconds of the run per second of the trace; used without ``rate``.
     """
     span = times[-1] - times[0] if times else 0.0
     if rate is not None:

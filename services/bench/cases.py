@@ -1,4 +1,4 @@
-"""The loads that a call of ``farsight bench`` puts on every server."""
+"""The loads that one call of ``farsight bench`` sends to every server."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Case:
     """One load.
 
     Attributes:
-        name: For tables.
-        load: How many requests are under way, or when each is due, in seconds.
+        name: Name in tables.
+        load: The number of requests in flight, or the due time of each request in seconds.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Case:
 
     @property
     def file_name(self) -> str:
-        """The name without what file systems dislike."""
+        """The name without characters that file systems reject."""
         return "".join(char if char.isalnum() or char in "-." else "_" for char in self.name)
 
 
@@ -81,7 +81,7 @@ def _replay(name: str, requests: Sequence[BenchRequest], options: BenchOptions) 
 
 
 def _open_loop(name: str, requests: Sequence[BenchRequest], options: BenchOptions) -> Case:
-    assert options.rate is not None  # else it is a closed loop
+    assert options.rate is not None  # Otherwise it is a closed loop.
     cv = options.cv if options.cv is not None else GAMMA_CV if name == "gamma" else 1.0
     arrivals = drawn_arrivals(len(requests), options.rate, cv, options.seed)
     return Case(f"{name}, {options.rate:g} req/s, CV {cv:g}", requests, arrivals)

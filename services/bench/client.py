@@ -1,4 +1,4 @@
-"""Sends requests with aiohttp; whatever goes wrong with one is in its answer."""
+"""Sends requests with aiohttp; a request's answer records its failure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Client:
     """Sends calls to one server.
 
     Args:
-        session: Open.
+        session: An open session.
         url: The endpoint.
     """
 
@@ -32,7 +32,7 @@ class Client:
         """Sends one call and reads its answer to the end.
 
         Args:
-            due_at: When it should have been sent, in an open loop.
+            due_at: Due time of the call in an open loop.
         """
         now = time.perf_counter()
         answer = Answer(call.id, call.kind, now, late_s=None if due_at is None else max(0.0, now - due_at))
@@ -59,7 +59,7 @@ async def _read(content: aiohttp.StreamReader, answer: Answer, asked_tokens: int
 
 
 def _wrong_length(answer: Answer, call: Call) -> Failure | None:
-    """Chunks alone tell nothing: several tokens may share one."""
+    """Checks the length by ``usage``: the number of chunks is no proof, since one chunk may hold several tokens."""
     if answer.counted_by is CountedBy.CHUNKS or answer.num_tokens == call.output_tokens:
         return None
     return Failure("wrong length", f"{answer.num_tokens} tokens instead of {call.output_tokens}")
@@ -82,11 +82,11 @@ async def open_client(target: Target, form: BodyForm, timeout_s: float, keep_ali
     """A client for one server.
 
     Args:
-        timeout_s: For a whole request.
-        keep_alive: Reuse connections. Servers close idle ones, and a request that meets such a moment fails by no fault
-            of the engine's; so the default elsewhere is a connection per request.
+        timeout_s: Time limit of a whole request in seconds.
+        keep_alive: Reuse connections. A server may close an idle connection just as a request is sent on it; that
+        request fails by no fault of the engine, so callers default to one connection per request.
     """
-    # No limit on connections: the load alone says how many requests are under way.
+    # No limit on connections: the load alone sets the number of requests in flight.
     connector = aiohttp.TCPConnector(limit=0, force_close=not keep_alive)
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     async with aiohttp.ClientSession(
@@ -96,10 +96,10 @@ async def open_client(target: Target, form: BodyForm, timeout_s: float, keep_ali
 
 
 async def find_model(target: Target) -> str:
-    """The first model that the server names.
+    """The first model that the server lists.
 
     Raises:
-        FarsightError: It names none.
+        FarsightError: The server lists none.
     """
     url = f"{target.root}/v1/models"
     timeout = aiohttp.ClientTimeout(total=LOOKUP_TIMEOUT_S)
@@ -108,4 +108,4 @@ async def find_model(target: Target) -> str:
             reply.raise_for_status()
             return str((await reply.json(content_type=None))["data"][0]["id"])
     except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError, TimeoutError) as error:
-        raise FarsightError(f"no model is known: {url} does not name one ({error!r}); give --model") from error
+        raise FarsightError(f"{url} lists no model ({error!r}); pass --model") from error

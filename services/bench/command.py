@@ -13,14 +13,16 @@ KEY_VARIABLE = "FARSIGHT_BENCH_API_KEY"
 
 
 def bench(
-    url: Annotated[list[str], typer.Option(help="Server, as http://127.0.0.1:8000; several are compared by turns.")],
+    url: Annotated[
+        list[str], typer.Option(help="Server, as http://127.0.0.1:8000; several are compared in alternating rounds.")
+    ],
     label: Annotated[list[str] | None, typer.Option(help="Name of each server in tables.")] = None,
     model: Annotated[
-        list[str] | None, typer.Option(help="Model's name, at all or at each; default: asks the server.")
+        list[str] | None, typer.Option(help="Model name, for all servers or one each; default: ask the server.")
     ] = None,
-    server_pid: Annotated[list[int] | None, typer.Option(help="Each server's process, to measure its CPU.")] = None,
-    api_key: Annotated[str | None, typer.Option(envvar=KEY_VARIABLE, help="Sent as a bearer token.")] = None,
-    endpoint: Annotated[Literal["completions", "chat"], typer.Option(help="What is asked.")] = "completions",
+    server_pid: Annotated[list[int] | None, typer.Option(help="Process id of each server, to measure its CPU.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar=KEY_VARIABLE, help="API key, sent as a bearer token.")] = None,
+    endpoint: Annotated[Literal["completions", "chat"], typer.Option(help="Endpoint of the requests.")] = "completions",
     workload: Annotated[
         list[str] | None,
         typer.Option(help="uniform, skewed, hol, hol-burst, zipf, gamma, prefix (default: skewed); may be repeated."),
@@ -28,32 +30,42 @@ def bench(
     trace: Annotated[Path | None, typer.Option(help="CSV or JSONL of arrivals and lengths, .gz or not.")] = None,
     texts: Annotated[Path | None, typer.Option(help="JSONL with prompt, or instruction and user_input.")] = None,
     prefix_groups: Annotated[Path | None, typer.Option(help="JSONL of prefixes with their requests.")] = None,
-    num_requests: Annotated[int, typer.Option(help="Requests of a run, at most.")] = 256,
+    num_requests: Annotated[int, typer.Option(help="Most requests per run.")] = 256,
     concurrency: Annotated[
         str | None, typer.Option(help="Closed loop: in flight at once, as 1,32,128 (default: 32).")
     ] = None,
     rate: Annotated[float | None, typer.Option(help="Open loop: requests per second.")] = None,
     cv: Annotated[
-        float | None, typer.Option(help="Of the gaps: 1 Poisson, more is burstier (default: 1, gamma 4).")
+        float | None, typer.Option(help="Variation of the gaps: 1 is Poisson, more is burstier (default: 1, gamma 4).")
     ] = None,
-    time_scale: Annotated[float | None, typer.Option(help="Seconds here per second of --trace (default: 1).")] = None,
-    warm_up: Annotated[int, typer.Option(help="Short requests that are not counted.")] = 32,
-    seed: Annotated[int, typer.Option(help="Of lengths and arrivals.")] = 1,
+    time_scale: Annotated[
+        float | None, typer.Option(help="Seconds of the run per second of --trace (default: 1).")
+    ] = None,
+    warm_up: Annotated[int, typer.Option(help="Number of short warm-up requests, not counted.")] = 32,
+    seed: Annotated[int, typer.Option(help="Random seed of lengths and arrivals.")] = 1,
     repeats: Annotated[int, typer.Option(help="Rounds.")] = 1,
-    temperature: Annotated[float, typer.Option(help="Of the sampling.")] = 0.0,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 0.0,
     ignore_eos: Annotated[bool, typer.Option(help="Ask for full lengths (an extension of OpenAI's API).")] = True,
     usage: Annotated[bool, typer.Option(help="Ask for the usage at the end of the stream.")] = True,
     extra_body: Annotated[str | None, typer.Option(help="JSON object, merged into every request.")] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds for a request.")] = 600.0,
+    timeout: Annotated[float, typer.Option(help="Time limit of a request in seconds.")] = 600.0,
     keep_alive: Annotated[bool, typer.Option(help="Reuse connections.")] = False,
-    prompt_form: Annotated[Literal["text", "ids"], typer.Option(help="ids needs --vocab-size.")] = "text",
-    vocab_size: Annotated[int | None, typer.Option(help="Token ids of prompts are below it.")] = None,
-    max_prompt_tokens: Annotated[int | None, typer.Option(help="Longer drawn prompts are cut.")] = None,
-    max_output_tokens: Annotated[int | None, typer.Option(help="Longer outputs are cut.")] = None,
-    output_tokens: Annotated[int, typer.Option(help="Where a text does not tell.")] = 128,
-    num_groups: Annotated[int, typer.Option(help="Prefixes of --workload prefix.")] = 16,
-    prefix_tokens: Annotated[int, typer.Option(help="Length of each of them.")] = 512,
-    same_prompts: Annotated[bool, typer.Option("--same-prompts", help="All runs send the same: caches help.")] = False,
+    prompt_form: Annotated[
+        Literal["text", "ids"], typer.Option(help="Prompts as text or token ids; ids needs --vocab-size.")
+    ] = "text",
+    vocab_size: Annotated[int | None, typer.Option(help="Vocabulary size: prompts use token ids below it.")] = None,
+    max_prompt_tokens: Annotated[
+        int | None, typer.Option(help="Longest drawn prompt in tokens; longer ones are cut.")
+    ] = None,
+    max_output_tokens: Annotated[
+        int | None, typer.Option(help="Longest output in tokens; longer ones are cut.")
+    ] = None,
+    output_tokens: Annotated[int, typer.Option(help="Output length where a text gives none.")] = 128,
+    num_groups: Annotated[int, typer.Option(help="Number of prefixes of --workload prefix.")] = 16,
+    prefix_tokens: Annotated[int, typer.Option(help="Length of each prefix in tokens.")] = 512,
+    same_prompts: Annotated[
+        bool, typer.Option("--same-prompts", help="Send the same prompts in all runs, so that caches help.")
+    ] = False,
     salt: Annotated[int | None, typer.Option(help="Repeats the prompts of an earlier call; default: random.")] = None,
     hide_lengths: Annotated[
         bool, typer.Option("--hide-lengths", help="One max_tokens for all; for a server in benchmark mode.")
@@ -61,10 +73,10 @@ def bench(
     sla: Annotated[
         str | None, typer.Option(help="Bounds in ms on ttft, tpot, mtpot, jct, for goodput: ttft=500,tpot=50.")
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write every number here.")] = None,
-    plots: Annotated[Path | None, typer.Option(help="Write pictures into this directory.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write all numbers to this JSON file.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Write plots into this directory.")] = None,
 ) -> None:
-    """Load OpenAI-compatible servers and measure them; 1 if a request failed."""
+    """Load OpenAI-compatible servers and measure them; exit status 1 if a request failed."""
     given: dict[str, Any] = dict(locals())
     from services.bench.compare import num_errors, run_bench
     from services.bench.options import BenchOptions

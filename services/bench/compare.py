@@ -1,4 +1,4 @@
-"""Measures one server, or several by turns: A B A B, so that what changes on the machine meets all of them alike."""
+"""Measures one server, or several in turn (A B A B), so that changes of the machine affect all of them alike."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from services.bench.targets import Target, make_call
 
 WARM_UP_TOKENS = 8
 SALT_BITS = 24
-"""Of a call; the runs of a call count on from its salt, far apart from those of others."""
+"""Range of a call's random salt; its runs count up from the salt, far apart from those of other calls."""
 _RUN_BITS = 16
 
 Say = Callable[[str], None]
 
 
 class Bench:
-    """Puts loads on servers.
+    """Runs loads on servers.
 
     Args:
         options: Checked.
-        targets: The servers; ratios are taken to the first.
+        targets: The servers; ratios are relative to the first.
     """
 
     def __init__(self, options: BenchOptions, targets: Sequence[Target], say: Say) -> None:
@@ -55,7 +55,7 @@ class Bench:
         self._num_runs = 0
 
     def run(self, case: Case) -> dict[str, Any]:
-        """Measures every server under a load; prints the table and what went wrong."""
+        """Measures every server under a load; prints the table and the errors."""
         for target in self._targets:
             self._warm_up(target, case)
         runs: dict[str, list[RunResult]] = {target.label: [] for target in self._targets}
@@ -70,7 +70,7 @@ class Bench:
         return record
 
     def _next_salt(self) -> int:
-        """Prompts that no earlier run has sent, so that no cache of prefixes helps; or none, if they shall be alike."""
+        """A salt that makes new prompts, so that no prefix cache helps; none if all runs send the same prompts."""
         if self._options.same_prompts:
             return 0
         self._num_runs += 1
@@ -81,7 +81,7 @@ class Bench:
         return Connection(body_form(options, case.longest_output), options.timeout, options.keep_alive)
 
     def _warm_up(self, target: Target, case: Case) -> None:
-        """A few short requests, not counted; what fails there will fail again and be counted then."""
+        """Sends a few short requests that are not counted; a request that fails here fails again in the run."""
         connection, salt = self._connection(case), self._next_salt()
         chosen = case.requests[: self._options.warm_up]
         calls = [make_call(request, target.model, connection.form, salt, WARM_UP_TOKENS) for request in chosen]
@@ -143,15 +143,15 @@ def _target_record(target: Target, runs: Sequence[RunResult], metrics: Sequence[
 def run_bench(
     options: BenchOptions, say: Say, program: Sequence[str] = ("farsight",), facts: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Does what the options say; returns what the JSON file holds, and writes it.
+    """Runs the benchmark; writes and returns the record of the JSON file.
 
     Args:
         say: Prints a line.
-        program: What was run, without its arguments.
-        facts: Go into the record as well.
+        program: The program's name, without arguments.
+        facts: More entries of the record.
 
     Raises:
-        FarsightError: An option is wrong, or a server names no model.
+        FarsightError: An option is wrong, or a server lists no model.
     """
     check_options(options)
     cases = make_cases(options)
@@ -164,17 +164,17 @@ def run_bench(
 
 
 def make_targets(options: BenchOptions) -> list[Target]:
-    """The servers that the options name; a model that is not named is asked for.
+    """The servers of the options; a server without a model name is asked for one.
 
     Raises:
-        FarsightError: A server does not answer that, or a process is not there.
+        FarsightError: A server does not answer, or a process does not exist.
     """
     targets = []
     for i, url in enumerate(options.url):
         label = options.label[i] if options.label else _default_label(url, i, len(options.url))
         pid = options.server_pid[i] if options.server_pid else None
         if pid is not None and not psutil.pid_exists(pid):
-            raise ConfigError("--server-pid", pid, "the number of a process of this machine")
+            raise ConfigError("--server-pid", pid, "the id of a process on this machine")
         target = Target(label, url, "", pid, options.api_key)
         model = options.model[i if len(options.model) > 1 else 0] if options.model else run_async(find_model(target))
         targets.append(Target(label, url, model, pid, options.api_key))
@@ -186,13 +186,13 @@ def _default_label(url: str, i: int, num_urls: int) -> str:
 
 
 def _config(options: BenchOptions) -> dict[str, Any]:
-    """The options as JSON has them, without the key."""
+    """The options as JSON values, without the API key."""
     fields = asdict(options)
     fields["api_key"] = None if options.api_key is None else "..."
     return {name: str(value) if isinstance(value, Path) else value for name, value in fields.items()}
 
 
 def num_errors(record: dict[str, Any]) -> int:
-    """Of all runs."""
+    """The number of failed requests in all runs."""
     runs = (run for case in record["cases"] for target in case["targets"] for run in target["runs"])
     return sum(sum(run["errors"].values()) for run in runs)

@@ -38,9 +38,9 @@ def parse_trace(name: str, lines: Iterable[str], limit: int, seed: int) -> list[
     """The first requests of a trace, times counted from the first one.
 
     Args:
-        name: Of the file; in errors, and ``.jsonl`` in it tells the format.
-        limit: At most so many.
-        seed: Prompts without ``hash_ids`` are drawn from it.
+        name: File name: used in errors; ``.jsonl`` in it selects the format.
+        limit: Most requests to read.
+        seed: Seed of prompts without ``hash_ids``.
 
     Raises:
         InvalidValueError: A line is wrong or there is none; names file, line and field.
@@ -63,7 +63,7 @@ def parse_texts(name: str, lines: Iterable[str], limit: int, seed: int, output_t
     """``limit`` requests drawn from the texts, each once before any comes again.
 
     Args:
-        output_tokens: How long the output is where a line does not tell.
+        output_tokens: Output length where a line gives none.
 
     Raises:
         InvalidValueError: A line is wrong or there is none.
@@ -90,7 +90,7 @@ def parse_prefix_groups(
     if not groups:
         raise InvalidValueError("--prefix-groups", name, "a file with at least one prefix")
     rng = random.Random(seed)
-    rng.shuffle(groups)  # which one is popular is chance
+    rng.shuffle(groups)  # The seed decides which group is popular.
     zipf, taken = Zipf(len(groups), GROUP_EXPONENT), [0] * len(groups)
     requests = []
     for i in range(limit):
@@ -101,7 +101,7 @@ def parse_prefix_groups(
 
 
 def estimated_tokens(text: str) -> int:
-    """Words and punctuation marks, at least 1; a stand-in for a tokenizer."""
+    """Number of words and punctuation marks, at least 1; an estimate of the token count."""
     return max(1, len(_TOKEN.findall(text)))
 
 
@@ -119,7 +119,7 @@ def _json_lines(name: str, lines: Iterable[str]) -> Iterator[tuple[int, Mapping[
 
 
 class _Row:
-    """One line of a file; its errors say where it is."""
+    """One line of a file; its errors name file and line."""
 
     def __init__(self, name: str, number: int, fields: Mapping[str, Any]) -> None:
         self.fields = fields
@@ -129,7 +129,7 @@ class _Row:
         raise InvalidValueError(f"{self._where}, {field}", self.fields.get(field), expected) from None
 
     def name_of(self, names: Sequence[str]) -> str:
-        """Which of these fields there is."""
+        """The first of these fields that the line has."""
         found = next((name for name in names if self.fields.get(name) not in (None, "")), None)
         if found is None:
             self.refuse(names[0], f"a value, or one under {' or '.join(names[1:])}")
@@ -203,7 +203,7 @@ def _text_row(row: _Row, i: int, output_tokens: int) -> BenchRequest:
 
 
 def _group(row: _Row, output_tokens: int) -> list[BenchRequest]:
-    """Ids are given later."""
+    """Makes a request without an id, which is set later."""
     prefix, kind = row.text("prefix"), row.text("workload", _NO_TEXT)
     pairs = _turns(row) if "turns" in row.fields else _requests(row)
     return [
@@ -224,7 +224,7 @@ def _requests(row: _Row) -> list[tuple[str, str | None]]:
 
 
 def _turns(row: _Row) -> list[tuple[str, str | None]]:
-    """Each turn is asked with all that was said before it."""
+    """Each turn becomes a request whose prompt holds all earlier turns."""
     pairs: list[tuple[str, str | None]] = []
     said = ""
     try:

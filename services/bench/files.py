@@ -1,4 +1,4 @@
-"""Reads the files that workloads come from, packed by gzip or not."""
+"""Reads workload files, compressed with gzip or not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def open_lines(field: str, path: Path) -> Iterator[TextIO]:
         field: The option that named the file.
 
     Raises:
-        InvalidValueError: It cannot be read.
+        InvalidValueError: The file cannot be read.
     """
     try:
         with path.open("rb") as probe:

@@ -1,4 +1,4 @@
-"""Sends a workload to one server: closed loop (so many under way) or open loop (by the clock)."""
+"""Sends a workload to one server: closed loop (a fixed number in flight) or open loop (by the clock)."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def measure(target: Target, calls: Sequence[Call], connection: Connection, load:
     """Sends the calls and waits for the last answer.
 
     Args:
-        load: How many are under way at once, or when each call is due, in seconds from the beginning.
+        load: The number of calls in flight, or the due time of each call in seconds from the beginning.
     """
     return run_async(_measure(target, calls, connection, load))
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:
-    """Runs it to its end, on uvloop where there is one."""
+    """Runs a coroutine to its end, on uvloop if it is installed."""
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(work)
 
@@ -78,7 +78,7 @@ async def _measure(
     target: Target, calls: Sequence[Call], connection: Connection, load: int | Sequence[float]
 ) -> RunResult:
     tree = ProcessTree(target.server_pid) if target.server_pid is not None else None
-    gc.collect()  # what the preparation left is not to be collected in the middle
+    gc.collect()  # Collect the garbage of the preparation now, not during the run.
     async with open_client(target, connection.form, connection.timeout_s, connection.keep_alive) as client:
         before = _cpu(tree)
         began_at = time.perf_counter()
@@ -96,12 +96,12 @@ async def _measure(
 
 
 def _cpu(tree: ProcessTree | None) -> tuple[float, float, float]:
-    """Of this process, the server and the machine."""
+    """CPU seconds of this process, the server and the machine."""
     return time.process_time(), tree.cpu_s() if tree else 0.0, machine_cpu_s()
 
 
 async def _closed_loop(client: Client, calls: Sequence[Call], concurrency: int) -> list[Answer]:
-    """The next call starts when one ends."""
+    """Starts the next call when one ends."""
     answers: list[Answer] = []
     coming = iter(calls)
 
@@ -114,7 +114,7 @@ async def _closed_loop(client: Client, calls: Sequence[Call], concurrency: int) 
 
 
 async def _open_loop(client: Client, calls: Sequence[Call], due_s: Sequence[float], began_at: float) -> list[Answer]:
-    """Calls start when they are due, however many are under way."""
+    """Starts calls when they are due, whatever the number in flight."""
     tasks = []
     for call, due in zip(calls, due_s, strict=True):
         due_at = began_at + due

@@ -1,4 +1,4 @@
-"""What the command line says, and whether it makes sense."""
+"""The options of ``farsight bench`` and their checks."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ DEFAULT_CONCURRENCY = 32
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """The options of ``farsight bench`` under their own names; ``check_options`` says what goes together.
+    """The options of ``farsight bench`` by name; ``check_options`` checks their combinations.
 
     Attributes:
         url: Servers; several are compared.
-        label: Their names in tables, one for each server or none.
+        label: Names of the servers in tables, one for each server or none.
         model: One for all servers, one for each, or none to ask each server.
-        server_pid: One for each server, or none.
-        workload: Names; none is ``skewed``, unless a file is given.
-        concurrency: Closed loops; empty and no ``rate`` and no ``trace`` is 32.
-        salt: Tells the prompts of this call from those of others; None draws one.
+        server_pid: Process ids, one for each server or none.
+        workload: Names of workloads; if empty, ``skewed`` unless a file is given.
+        concurrency: Requests in flight of each closed loop; 32 if empty and without ``rate`` and ``trace``.
+        salt: Makes the prompts of this call differ from those of other calls; None draws one.
         sla: As ``parse_sla`` takes it.
         extra_body: A JSON object.
         timeout: Seconds for a request.
-        json: Where every number goes.
-        plots: Where pictures go.
+        json: File for all numbers.
+        plots: Directory for plots.
     """
 
     url: tuple[str, ...]
@@ -78,27 +78,27 @@ class BenchOptions:
 
     @property
     def file(self) -> Path | None:
-        """Where requests come from, if from a file."""
+        """The file that requests come from, if any."""
         return self.trace or self.texts or self.prefix_groups
 
     @property
     def workloads(self) -> tuple[str, ...]:
-        """Their names; none if they come from a file."""
+        """Names of the drawn workloads; empty if requests come from a file."""
         return () if self.file else self.workload or (DEFAULT_WORKLOAD,)
 
     @property
     def concurrencies(self) -> tuple[int, ...]:
-        """Of the closed loops; none for an open loop."""
+        """Requests in flight of each closed loop; empty for an open loop."""
         if self.rate is not None or (self.trace is not None and not self.concurrency):
             return ()
         return self.concurrency or (DEFAULT_CONCURRENCY,)
 
 
 def check_options(options: BenchOptions) -> None:
-    """Refuses what cannot be done.
+    """Refuses options that cannot be used together or at all.
 
     Raises:
-        ConfigError: Names the option, its value and what would be right.
+        ConfigError: An option is wrong; names the option, its value and the right one.
     """
     _check_numbers(options)
     _check_servers(options)
@@ -111,10 +111,10 @@ def check_options(options: BenchOptions) -> None:
 
 
 def _check_outputs(options: BenchOptions) -> None:
-    """What cannot be written is to be known before anything is measured."""
+    """Checks that output files can be written before anything is measured."""
     for name, path in (("json", options.json), ("plots", options.plots)):
         if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(f"--{name}", str(path), "a path in a directory that is there")
+            raise ConfigError(f"--{name}", str(path), "a path in an existing directory")
     if options.json is not None and options.json.is_dir():
         raise ConfigError("--json", str(options.json), "a file, not a directory")
     if options.plots is not None and options.plots.exists() and not options.plots.is_dir():
@@ -194,16 +194,16 @@ def _check_bodies(options: BenchOptions) -> None:
 
 
 def read_sla(options: BenchOptions) -> Sla | None:
-    """The service level, if there is one.
+    """The service level, or None.
 
     Raises:
-        InvalidValueError: It is not one.
+        InvalidValueError: The option cannot be parsed.
     """
     return None if options.sla is None else parse_sla(options.sla)
 
 
 def read_extra_body(options: BenchOptions) -> dict[str, Any]:
-    """More fields of every body.
+    """Additional fields of every request body.
 
     Raises:
         ConfigError: It is not a JSON object.
@@ -218,10 +218,10 @@ def read_extra_body(options: BenchOptions) -> dict[str, Any]:
 
 
 def body_form(options: BenchOptions, longest_output: int) -> BodyForm:
-    """How requests are written down.
+    """The format in which requests are sent.
 
     Args:
-        longest_output: Of the workload, in tokens.
+        longest_output: Longest output of the workload, in tokens.
     """
     return BodyForm(
         endpoint=options.endpoint,

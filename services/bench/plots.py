@@ -1,4 +1,4 @@
-"""Pictures of a measured load; matplotlib, an optional dependency, is imported where one is drawn."""
+"""Plots of a measured load; matplotlib, an optional dependency, is imported only when a plot is drawn."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TITLES = {
 def plot_case(path: Path, title: str, runs: Mapping[str, Sequence[RunResult]]) -> None:
     """Writes a PNG: the distribution of every latency and the throughput over time, a line for each server.
 
-    Latencies are those of all rounds together, the throughput is the mean of the rounds.
+    Latencies are pooled over all rounds; the throughput is the mean of the rounds.
     """
     from matplotlib.figure import Figure
 

@@ -19,11 +19,11 @@ class ProcessTree:
         self._root = psutil.Process(pid)
 
     def processes(self) -> list[psutil.Process]:
-        """Those that live now."""
+        """The processes of the tree that live now."""
         return [self._root, *self._root.children(recursive=True)]
 
     def cpu_s(self) -> float:
-        """CPU seconds used so far, with those of descendants that ended and were waited for."""
+        """CPU seconds used so far, including descendants that ended and were waited for."""
         total = 0.0
         for process in self.processes():
             try:
@@ -44,7 +44,7 @@ class ProcessTree:
         return used
 
     def pss_bytes(self) -> int:
-        """Memory, each shared page divided among those that share it."""
+        """Memory in bytes; each shared page is divided among the processes that share it."""
         total = 0
         for process in self.processes():
             try:

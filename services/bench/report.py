@@ -1,4 +1,4 @@
-"""Tables for people and a JSON file that says how its numbers were made."""
+"""Tables, and a JSON file that also records how its numbers were made."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ROWS: Mapping[str, str] = {
 
 
 def case_table(case: Mapping[str, Any]) -> str:
-    """One load: a row for each number, a column for each server and each ratio to the first; median (min to max)."""
+    """The table of one load: a row per number, a column per server and per ratio to the first; median (min to max)."""
     targets, compared = case["targets"], case["ratios"]
     header = [case["name"], *(target["label"] for target in targets)]
     header += [f"{ratio['label']} / {ratio['base']}" for ratio in compared]
@@ -54,7 +54,7 @@ def case_table(case: Mapping[str, Any]) -> str:
 
 
 def _rows_by_kind(targets: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The median time of each kind of request, if there are several: short ones behind long ones are the point."""
+    """Rows with the median JCT of each kind of request, if there are several, such as short and long ones."""
     end = "_jct_ms_p50"
     names = dict.fromkeys(name for target in targets for name in target["summary"] if name.endswith(end))
     return {f"JCT ms p50, {name.removesuffix(end)}": name for name in names}
@@ -70,7 +70,7 @@ def cell(summary: Mapping[str, Metrics], names: Sequence[str]) -> str:
 
 
 def _short(value: float) -> str:
-    """Three digits that matter, and all those before the point."""
+    """Three significant digits, and all digits before the point."""
     if value == 0 or abs(value) >= 100 or float(value).is_integer():
         return f"{value:.0f}"
     return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
@@ -86,10 +86,10 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def provenance(program: Sequence[str]) -> dict[str, Any]:
-    """How the numbers came about: the command, the code, the versions and the machine.
+    """The provenance of the numbers: the command, the code, the versions and the machine.
 
     Args:
-        program: What was run, without its arguments.
+        program: The program's name, without arguments.
     """
     return {
         "command": shlex.join([*program, *_without_keys(sys.argv[1:])]),
@@ -107,7 +107,7 @@ def provenance(program: Sequence[str]) -> dict[str, Any]:
 
 
 def _without_keys(arguments: Sequence[str]) -> list[str]:
-    """A result file is passed on; the API key is not to go with it."""
+    """The command line without the API key, since result files are passed on."""
     kept = list(arguments)
     for i, argument in enumerate(arguments):
         if argument == "--api-key" and i + 1 < len(kept):
@@ -128,7 +128,7 @@ def _commit() -> str:
     """The commit of this checkout, with ``-dirty`` if files differ from it; empty outside one."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
-        return ""  # installed somewhere inside another project's checkout, perhaps
+        return ""  # The package may be installed inside another project's checkout.
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""One request of a workload: how long its prompt and its output are, and where the prompt comes from."""
+"""One request of a workload: the lengths of prompt and output, and the source of the prompt."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 FIRST_ID = 3
-"""Lower token ids are special tokens."""
+"""Drawn token ids start here; lower ids are special tokens."""
 
 WORDS = ("the", "of", "and", "to", "in", "is", "for", "that", "with", "as", "on", "are", "be", "this", "by", "it")
-"""Each is one token in common tokenizers, or nearly."""
+"""Words of drawn texts, each about one token in common tokenizers."""
 
 _SALT_SHIFT = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A stretch of a prompt. Parts with the same seed and length hold the same tokens: they are what requests share."""
+    """A section of a prompt. Parts with the same seed and length hold the same tokens, which requests then share."""
 
     seed: int
     num_tokens: int
@@ -28,12 +28,12 @@ class BenchRequest:
     """One request.
 
     Attributes:
-        id: Its place in the workload, from 0.
-        output_tokens: How long the answer is to be.
-        parts: What the prompt is made of, if it is drawn.
+        id: Index in the workload, from 0.
+        output_tokens: Wanted length of the answer.
+        parts: The parts of a drawn prompt.
         text: The prompt, if it is given.
-        kind: For a breakdown of the results: ``short``, ``long``, the name of an application; empty if all are alike.
-        arrival_s: When it comes after the first one, in a trace.
+        kind: Group in the results: ``short``, ``long``, the name of an application; empty if all are alike.
+        arrival_s: Seconds between the first request of a trace and this one.
     """
 
     id: int
@@ -45,16 +45,16 @@ class BenchRequest:
 
     @property
     def prompt_tokens(self) -> int:
-        """How long a drawn prompt is; 0 for a given text."""
+        """Length of a drawn prompt in tokens; 0 for a given text."""
         return sum(part.num_tokens for part in self.parts)
 
     def prompt_ids(self, vocab_size: int, salt: int) -> list[int]:
-        """Token ids. Another ``salt`` gives other ones of the same length, with the same parts shared."""
+        """The prompt's token ids. Another ``salt`` gives other ids of the same length with the same sharing."""
         ids = range(FIRST_ID, vocab_size)
         return [token for part in self.parts for token in _rng(part, salt).choices(ids, k=part.num_tokens)]
 
     def prompt_text(self, salt: int) -> str:
-        """Words, about one token each, or the given text behind a mark of the salt; without salt the text as it is."""
+        """The prompt as words of about one token each, or the given text after the salt (if any) in parentheses."""
         if self.text is not None:
             return f"({salt:x}) {self.text}" if salt else self.text
         words = (" ".join(_rng(part, salt).choices(WORDS, k=part.num_tokens)) for part in self.parts)
@@ -68,7 +68,7 @@ def _rng(part: Part, salt: int) -> random.Random:
 def clipped(
     requests: Sequence[BenchRequest], max_prompt_tokens: int | None, max_output_tokens: int | None
 ) -> list[BenchRequest]:
-    """The same requests, none longer than that: traces of large models must fit small ones. Texts stay as they are."""
+    """The requests cut to these lengths, so that traces of large models fit small ones; texts are not cut."""
     return [_clip(request, max_prompt_tokens, max_output_tokens) for request in requests]
 
 
@@ -81,7 +81,7 @@ def _clip(request: BenchRequest, max_prompt_tokens: int | None, max_output_token
 
 
 def _first_tokens(parts: Sequence[Part], num_tokens: int) -> tuple[Part, ...]:
-    """A shared part that is cut stays shared only among those that are cut at the same place."""
+    """Cuts parts to a length; a cut part stays shared among requests that are cut at the same place."""
     kept: list[Part] = []
     for part in parts:
         if num_tokens <= 0:

@@ -1,4 +1,4 @@
-"""Service level: what a request must keep to count as good."""
+"""Service level: the latency bounds of a good request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def parse_sla(text: str) -> Sla:
     """Reads ``ttft=500,tpot=50``: milliseconds, unless ``s`` or ``ms`` follows.
 
     Raises:
-        InvalidValueError: It is something else.
+        InvalidValueError: The text has another form.
     """
     sla: Sla = {}
     for item in text.split(","):
@@ -45,7 +45,7 @@ def _milliseconds(value: str) -> float | None:
 
 
 def meets(answer: Answer, sla: Sla) -> bool:
-    """Whether an answer came whole and within every bound. What it does not have (TPOT of one token) is within."""
+    """Whether an answer is complete and within every bound. A missing value (TPOT of one token) counts as within."""
     if answer.failure is not None:
         return False
     return all((_SECONDS[name](answer) or 0.0) * 1000 <= bound_ms for name, bound_ms in sla.items())

@@ -1,4 +1,4 @@
-"""Numbers of runs. Latencies are in milliseconds; failed answers count as errors and in nothing else."""
+"""Statistics of runs. Latencies are in milliseconds; failed answers count only as errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.bench.load import RunResult
 from services.bench.sla import Sla, meets
 
 Metrics = dict[str, float]
-"""Numbers of one run by name; a number that the run does not give is absent."""
+"""Numbers of one run by name; a number that the run does not have is absent."""
 
 LATENCIES = ("ttft_ms", "tpot_ms", "mtpot_ms", "jct_ms")
 
@@ -28,7 +28,8 @@ def weighted_percentile(values: Sequence[tuple[float, float]], share: float) -> 
     """The same for pairs of value and weight; weights are above 0."""
     ordered = sorted(values)
     reached = list(itertools.accumulate(weight for _, weight in ordered))
-    place = bisect.bisect_left(reached, share * reached[-1] * (1 - 1e-12))  # sums of weights are rounded
+    # The factor allows for rounding in the sums of weights.
+    place = bisect.bisect_left(reached, share * reached[-1] * (1 - 1e-12))
     return ordered[place][0]
 
 
@@ -41,7 +42,7 @@ def distribution(name: str, values: Sequence[float]) -> Metrics:
 
 
 def latencies(answers: Iterable[Answer]) -> dict[str, list[float]]:
-    """The values of ``LATENCIES`` of the answers that came whole."""
+    """The values of ``LATENCIES`` of the complete answers."""
     found: dict[str, list[float]] = {name: [] for name in LATENCIES}
     for answer in answers:
         if answer.failure is None:
@@ -53,7 +54,7 @@ def latencies(answers: Iterable[Answer]) -> dict[str, list[float]]:
 
 
 def run_metrics(run: RunResult, sla: Sla | None = None) -> Metrics:
-    """All numbers of a run; what they mean is said in ``answers``."""
+    """All numbers of a run; ``answers`` defines them."""
     good = [answer for answer in run.answers if answer.failure is None]
     num_tokens = sum(answer.num_tokens for answer in good)
     num_chunks = sum(len(answer.chunks_at) for answer in good)
@@ -119,12 +120,12 @@ def _cpu(run: RunResult, num_tokens: int) -> Metrics:
 
 
 def counted_by(answers: Iterable[Answer]) -> dict[str, int]:
-    """How many answers had their tokens counted in which way."""
+    """The number of answers by source of their token count."""
     return dict(Counter(str(answer.counted_by) for answer in answers if answer.failure is None))
 
 
 def error_kinds(answers: Iterable[Answer]) -> dict[str, int]:
-    """How many answers failed in which way, the most frequent first."""
+    """The number of failed answers by kind, the most frequent first."""
     return dict(Counter(answer.failure.kind for answer in answers if answer.failure is not None).most_common())
 
 
@@ -134,19 +135,18 @@ def error_examples(answers: Iterable[Answer]) -> dict[str, str]:
 
 
 def summarize(runs: Sequence[Metrics]) -> dict[str, Metrics]:
-    """Of each number its min, median and max over the runs that have it."""
+    """The min, median and max of each number over the runs that have it."""
     names = dict.fromkeys(name for run in runs for name in run)
     return {name: spread([run[name] for run in runs if name in run]) for name in names}
 
 
 def spread(values: Sequence[float]) -> Metrics:
-    """Of at least one value."""
+    """The min, median and max of at least one value."""
     return {"min": min(values), "median": statistics.median(values), "max": max(values)}
 
 
 def ratios(runs: Sequence[Metrics], base_runs: Sequence[Metrics]) -> dict[str, Metrics]:
-    """Of each number the spread of run / base run, round by round; a round that lacks it, or whose base is 0, is left
-    out."""
+    """The spread of run / base run of each number, round by round, without rounds that lack it or whose base is 0."""
     found: dict[str, list[float]] = {}
     for run, base in zip(runs, base_runs, strict=True):
         for name in run.keys() & base.keys():
@@ -156,7 +156,7 @@ def ratios(runs: Sequence[Metrics], base_runs: Sequence[Metrics]) -> dict[str, M
 
 
 def token_rate(runs: Sequence[RunResult], num_bins: int) -> tuple[list[float], list[float]]:
-    """Output tokens per second over time: middles of the bins in seconds from the start, and the mean rate of the runs.
+    """Output tokens per second over time: bin centres in seconds from the start, and the mean rate of the runs.
 
     The tokens of an answer are divided evenly among its chunks.
     """

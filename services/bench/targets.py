@@ -1,4 +1,4 @@
-"""A server under load and the requests as it is sent them."""
+"""A server under load, and the format of the requests sent to it."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ class Target:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of every request."""
+        """The headers of every request."""
         authorization = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         return {"Content-Type": "application/json", **authorization}
 
 
 @dataclass(frozen=True, slots=True)
 class BodyForm:
-    """How a request is written down.
+    """The format in which a request is sent.
 
     Attributes:
-        vocab_size: Prompts are token ids below it; None sends text.
+        vocab_size: Prompts are sent as token ids below it; None sends text.
         ignore_eos: Ask for the full length (an extension that vLLM, SGLang and Farsight know).
         usage: Ask for ``usage`` at the end of the stream.
         hidden_max_tokens: Sent as ``max_tokens`` of every request; the true length goes in ``benchmark_len``, so that
             the server's scheduler cannot read it. None sends the true length as ``max_tokens``.
-        extra: More fields of the body.
+        extra: Additional fields of the body.
     """
 
     endpoint: Endpoint = "completions"
@@ -69,7 +69,7 @@ class Call:
     """A request, ready to be sent.
 
     Attributes:
-        exact: The answer must have ``output_tokens`` tokens.
+        exact: Whether the answer must have exactly ``output_tokens`` tokens.
     """
 
     id: int
@@ -80,11 +80,11 @@ class Call:
 
 
 def make_call(request: BenchRequest, model: str, form: BodyForm, salt: int, most_tokens: int | None = None) -> Call:
-    """Writes a request down.
+    """Encodes a request as a call.
 
     Args:
-        salt: Another one gives another prompt of the same length.
-        most_tokens: Cuts the output, for warming up.
+        salt: Each salt gives another prompt of the same length.
+        most_tokens: Limit of the output for warm-up calls.
     """
     output_tokens = min(request.output_tokens, most_tokens or request.output_tokens)
     body: dict[str, Any] = {"model": model, **_prompt(request, form, salt)}

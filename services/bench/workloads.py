@@ -22,20 +22,20 @@ OUTPUT_LENS = (8, 256)
 SHORT_LENS = (8, 32)
 LONG_LENS = (384, 768)
 LONG_PERIOD = 12
-"""One long output in so many requests of ``hol`` (8 %)."""
+"""``hol``: one request of this many has a long output (8 %)."""
 SKEWED_MEDIAN = 28.0
 SKEWED_SIGMA = 1.0
 
 ZIPF_PROMPT_LENS = (16, 512)
 ZIPF_OUTPUT_LENS = (4, 512)
 ZIPF_EXPONENT = 0.9
-"""Of the lengths."""
+"""Exponent of the Zipf law of lengths."""
 
 GAMMA_CV = 4.0
-"""Of the times between arrivals of ``gamma``, unless another is asked for."""
+"""Default coefficient of variation of the gaps between arrivals of ``gamma``."""
 
 GROUP_EXPONENT = 1.1
-"""Of the popularity of prefixes."""
+"""Exponent of the Zipf law of prefix popularity."""
 NUM_GROUPS = 16
 PREFIX_TOKENS = 512
 
@@ -57,8 +57,8 @@ def make_workload(
 
     Args:
         name: One of ``WORKLOADS``.
-        num_groups: Prefixes of ``prefix``.
-        prefix_tokens: Length of each of them.
+        num_groups: Number of prefixes of ``prefix``.
+        prefix_tokens: Length of each prefix in tokens.
     """
     rng = random.Random(seed)
     if name == "zipf":
@@ -78,7 +78,7 @@ def _by_output_length(
 ) -> list[BenchRequest]:
     requests = []
     for i in range(num_requests):
-        # The order of the draws is fixed: figures of one seed stay comparable between versions.
+        # The order of the draws is fixed, so that figures of one seed stay comparable between versions.
         output_tokens, prompt_tokens = draw(rng), rng.randint(*PROMPT_LENS)
         requests.append(BenchRequest(i, output_tokens, (Part(rng.getrandbits(31), prompt_tokens),)))
     return requests

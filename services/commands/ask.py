@@ -1,4 +1,4 @@
-"""Questions to a running server, for commands that ask one and end."""
+"""HTTP requests to a running server, for commands that send one and end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def ask(server: str, path: str, timeout_s: float, token: str = "", body: dict[st
         token: Bearer token; empty for none.
 
     Raises:
-        FarsightError: in the server's own words, where it refuses; or that none answers, and why.
+        FarsightError: The server refused, with its own message; or no server answers, and why.
     """
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
     data = None if body is None else json.dumps(body).encode()
@@ -40,6 +40,6 @@ def _refusal(error: urllib.error.HTTPError) -> str:
 
 
 def _reason(error: OSError | ValueError) -> str:
-    """Without what urllib puts around the system's words."""
+    """The operating system's message without urllib's wrapper."""
     reason = error.reason if isinstance(error, urllib.error.URLError) else error
     return (reason.strerror if isinstance(reason, OSError) else None) or str(reason)

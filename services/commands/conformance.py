@@ -1,4 +1,4 @@
-"""``python -m services.commands.conformance FILE...``: do replayed event logs of live Schedulers give the same?"""
+"""``python -m services.commands.conformance FILE...``: do replayed event logs of live machines give the same?"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from policies.event_log import Difference, replay
 
 
 def main(paths: list[str]) -> int:
-    """Says of each file whether it does; 0 if all of them do."""
+    """Prints the result for each file; returns 0 if all files replay identically."""
     if not paths:
         typer.echo(__doc__, err=True)
         return 2
@@ -30,8 +30,12 @@ def main(paths: list[str]) -> int:
 
 
 def describe(difference: Difference) -> str:
-    """The first difference, in a line."""
+    """The first difference, in one line."""
     logged, replayed = (", ".join(map(repr, each)) or "nothing" for each in (difference.logged, difference.replayed))
+    if difference.unlogged is not None:
+        num_jobs, prompt_len, output_len = difference.unlogged
+        batch = f"{num_jobs} requests, {prompt_len} prompt tokens and {output_len} output tokens"
+        replayed = f"asks for the serving time of a batch of {batch}, which the log does not hold"
     return f"event {difference.index} ({type(difference.event).__name__}) gave {logged}, and now {replayed}"
 
 

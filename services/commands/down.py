@@ -1,4 +1,4 @@
-"""``farsight down``: ends everything of Farsight in a Ray cluster that somebody else started."""
+"""``farsight down``: ends all of Farsight in a Ray cluster that Farsight did not start."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from core.errors import ConfigError, FarsightError
 CONNECT_TIMEOUT_S = 5.0
 
 TIMEOUT_S = 60.0
-"""For all actors to be gone."""
+"""Time limit for all actors to end."""
 
 _LOOK_S = 0.2
 _SERVE_NAMESPACE = "serve"
 
 
 def end_service(address: str, say: Callable[[str], None]) -> None:
-    """Ends the Ray Serve application and all components, without waiting for streams; says what it has ended.
+    """Ends the Ray Serve application and all components without waiting for streams; reports each of them.
 
     Args:
-        address: Of the cluster; ``auto`` finds the one of this machine, or what RAY_ADDRESS names.
-        say: Gets one line for each thing that was ended.
+        address: Address of the cluster; ``auto`` takes RAY_ADDRESS or else the cluster of this machine.
+        say: Called with one line for each ended application or actor.
 
     Raises:
-        FarsightError: no cluster answers there, or something is left.
+        FarsightError: No cluster answers there, or an actor is left.
     """
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS", address)
@@ -50,7 +50,7 @@ def end_service(address: str, say: Callable[[str], None]) -> None:
 
 
 def _check_listening(address: str) -> None:
-    """Ray itself tries for minutes."""
+    """Checks the address first, because Ray itself retries for minutes."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ConfigError("--address", address, "HOST:PORT of the cluster's head, or auto")
@@ -61,7 +61,7 @@ def _check_listening(address: str) -> None:
 
 
 def _end_ingress(say: Callable[[str], None]) -> None:
-    """First, since every ingress replica sees to it that there is a Supervisor."""
+    """Ends the application before the actors, since every ingress replica starts a missing Supervisor."""
     import ray
     from ray import serve
 
@@ -77,7 +77,7 @@ def _end_ingress(say: Callable[[str], None]) -> None:
 
 
 def _end_components(say: Callable[[str], None]) -> None:
-    """The Supervisor first, since it starts the others again."""
+    """Ends the Supervisor first, since it restarts the other actors."""
     from actors.runtime.hosts import list_hosts
 
     deadline = time.monotonic() + TIMEOUT_S
@@ -92,12 +92,12 @@ def _end_components(say: Callable[[str], None]) -> None:
                 say(f"ended actor {host}")
         time.sleep(_LOOK_S)
     if not said:
-        say("No actor of Farsight was there.")
+        say("No actor of Farsight was running.")
 
 
 def _kill(name: str, namespace: str) -> None:
     import ray
 
-    with contextlib.suppress(ValueError):  # it has ended by itself
+    with contextlib.suppress(ValueError):  # The actor has ended by itself.
         handle: Any = ray.get_actor(name, namespace=namespace)
         ray.kill(handle)

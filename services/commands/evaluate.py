@@ -1,4 +1,4 @@
-"""``farsight evaluate``: how good a trained forecaster is on requests that it has not seen."""
+"""``farsight evaluate``: measures a trained predictor of output lengths on requests it was not trained on."""
 
 from __future__ import annotations
 
@@ -34,11 +34,13 @@ def evaluate(
     data: DataArgument,
     device: DeviceOption = "auto",
     tokenizer: TokenizerOption = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Picture of forecasts against truth.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Plot forecasts against true lengths into this PNG file.")
+    ] = None,
     strict: StrictOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure a forecaster of output lengths: errors, order, and whether its quantiles hold."""
+    """Measure a predictor of output lengths: errors, ranking, and calibration of its quantiles."""
     with one_line_errors():
         if plot is not None:
             _check_plot(plot)
@@ -60,12 +62,12 @@ def evaluate(
 
 
 def _check_plot(path: Path) -> None:
-    """What cannot be written is to be known before texts are read for minutes."""
+    """Checks that the plot can be written before texts are read for minutes."""
     from simulator.plots import check_matplotlib
 
     check_matplotlib()
     if path.suffix != ".png" or not path.parent.is_dir():
-        raise ConfigError("--plot", str(path), "a file that ends in .png, in a directory that is there")
+        raise ConfigError("--plot", str(path), "a file that ends in .png, in an existing directory")
 
 
 def _load(directory: Path, device: str) -> TextPredictor:
@@ -80,7 +82,7 @@ def _load(directory: Path, device: str) -> TextPredictor:
 
 
 def _read(data: Path, tokenizer: Path | None, strict: bool) -> Examples:
-    """Rows whose outputs were not cut off: nobody knows how long the others would have been."""
+    """The rows whose outputs were not cut off; the true length of the others is unknown."""
     from services.commands.forecast_data import EMBEDDED_TOKENIZER, Examples, TokenCounter, read_examples
 
     with progress_bar("rows") as progress:
@@ -106,7 +108,7 @@ def _forecast(predictor: TextPredictor, found: Examples) -> list[Forecast]:
 def _scores(
     forecasts: Sequence[Forecast], lens: Sequence[int], tasks: Sequence[str]
 ) -> tuple[Scores, dict[str, Scores]]:
-    """Of all rows, and by task where rows name one."""
+    """Scores of all rows, and by task where rows name one."""
     from predictor.metrics import score
 
     by_task = {}
@@ -129,5 +131,5 @@ def _print(scores: Scores, tasks: dict[str, Scores]) -> None:
         table.add_row(name, str(each.n), *errors, f"{each.tau:.3f}", f"{each.pinball:.2f}", *covered)
     console = Console()
     if not console.is_terminal:
-        console.width = 200  # a pipe has no width: nothing is to be cut
+        console.width = 200  # A pipe has no width; a wide table avoids cut cells.
     console.print(table)

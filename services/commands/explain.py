@@ -23,16 +23,16 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 def explain(
     response_id: Annotated[str, typer.Argument(metavar="ID", help="The 'id' of an answer: chatcmpl-... or cmpl-...")],
-    url: Annotated[str, typer.Option(help="Of the running server.")] = "http://127.0.0.1:8000",
+    url: Annotated[str, typer.Option(help="Address of the running server.")] = "http://127.0.0.1:8000",
     api_key: Annotated[
         str | None,
         typer.Option(
-            envvar=KEY_VARIABLE, help="The key that the request was sent with; default: the server's admin token."
+            envvar=KEY_VARIABLE, help="API key that the request was sent with; default: the server's admin token."
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show what was decided about a request, when, and from which numbers."""
+    """Show the decisions about a request, their times and the numbers behind them."""
     try:
         found = _ask(url.rstrip("/"), response_id, api_key)
     except FarsightError as error:
@@ -69,11 +69,11 @@ def _print_choice(console: Console, choice: dict[str, Any]) -> None:
     console.print(f"{_headline(choice)}")
     console.print(_timeline(choice["decisions"]))
     if choice["num_left_out"]:
-        console.print(f"{choice['num_left_out']} decisions between these were too many to keep.")
+        console.print(f"{choice['num_left_out']} decisions between these were dropped: too many to keep.")
 
 
 def _headline(choice: dict[str, Any]) -> str:
-    """What became of it, in a line."""
+    """The course of a request in one line."""
     summary = choice["summary"]
     parts = [f"request {choice['request_id']}: {choice['status']}"]
     if summary["replica"] is not None:
@@ -85,7 +85,9 @@ def _headline(choice: dict[str, Any]) -> str:
     parts.append(f"waited {_seconds(summary['waited_s'])}")
     if summary["output_tokens"] is not None:
         foreseen = summary["predicted_tokens"]
-        parts.append(f"{summary['output_tokens']} tokens" + ("" if foreseen is None else f" ({foreseen:.0f} foreseen)"))
+        parts.append(
+            f"{summary['output_tokens']} tokens" + ("" if foreseen is None else f" ({foreseen:.0f} predicted)")
+        )
     parts += [
         f"{summary[name]} {noun}{'' if summary[name] == 1 else 's'}"
         for name, noun in (("num_preemptions", "preemption"), ("num_resumptions", "resumption"))
@@ -95,7 +97,7 @@ def _headline(choice: dict[str, Any]) -> str:
 
 
 def _timeline(decisions: list[dict[str, Any]]) -> Table:
-    """A row for each decision: when, how long after the one before, by whom, and what."""
+    """A row per decision: its time, the time since the one before, the component, the sentence."""
     from rich import box
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""Files of finished requests to train and evaluate forecasts on: JSON lines, gzipped or not."""
+"""Files of finished requests to train and evaluate predictors on: JSON lines, gzipped or not."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from core.forecast import Example, ForecastQuestion
 
 EMBEDDED_TOKENIZER = Path(__file__).parents[1] / "embedded_model"
 MAX_NEW_TOKENS = 2**20
-"""Of rows that name no limit: beyond every context."""
+"""``max_new_tokens`` of rows that name no limit: beyond every context."""
 
 _CHUNK = 1000
-"""Rows whose texts are tokenized together."""
+"""Number of rows whose texts are tokenized together."""
 
 
 class RowError(FarsightError):
-    """A row that cannot be used; says in which line."""
+    """A row that cannot be used; the message names its line."""
 
 
 @dataclass(slots=True)
 class Examples:
-    """What a file holds.
+    """The rows of a file.
 
     Attributes:
         examples: In the order of the file.
@@ -50,13 +50,13 @@ class _Row:
 
 
 class TokenCounter:
-    """Counts tokens as the served model does.
+    """Counts tokens with the served model's tokenizer.
 
     Args:
         path: A ``tokenizer.json``, or the directory of a model that has one.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: The path has no tokenizer.
     """
 
     def __init__(self, path: Path) -> None:
@@ -69,7 +69,7 @@ class TokenCounter:
             raise ConfigError("--tokenizer", str(path), expected) from error
 
     def count(self, texts: Sequence[str]) -> list[int]:
-        """Tokens of each text, without any that mark its beginning or end."""
+        """Number of tokens of each text, without tokens that mark its beginning or end."""
         return [len(each.ids) for each in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)]
 
 
@@ -82,13 +82,13 @@ def read_examples(
 
     Args:
         path: JSON lines; ``.gz`` is unpacked.
-        counter: For prompts, and for outputs given as text.
-        strict: The first row that cannot be used is an error.
-        progress: Told how many rows have been read.
+        counter: Counts tokens of prompts, and of outputs given as text.
+        strict: Whether the first row that cannot be used is an error.
+        progress: Called with the number of rows read.
 
     Raises:
         RowError: ``strict``, and a row cannot be used.
-        ConfigError: the file cannot be read, or holds no row that can be used.
+        ConfigError: The file cannot be read, or holds no usable row.
     """
     found = Examples()
     pending: list[tuple[int, _Row]] = []

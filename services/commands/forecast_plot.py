@@ -1,4 +1,4 @@
-"""A picture of forecasts against true output lengths."""
+"""A plot of forecasts against true output lengths."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from core.forecast import QUANTILES, Forecast
 from predictor.metrics import Scores
 
 _MAX_POINTS = 4000
-"""More would only cover each other."""
+"""Most points drawn; more would cover each other."""
 
 
 def write_plot(

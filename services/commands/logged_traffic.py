@@ -1,4 +1,4 @@
-"""The traffic that a log has: what came when, how long it was, what had been foreseen of it, and how it went."""
+"""The traffic in a log: arrivals, lengths, forecasts and measured latencies of the requests."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 PAGE = 5000
 _ENDS = ("stop", "length", "abort")
-"""How a request ends that has had its output; that of a client who left ends where it left."""
+"""Finish reasons of requests with a known output; a disconnected client's output ends at the disconnect."""
 
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """One request and what had been foreseen of it."""
+    """One request and its forecast."""
 
     request: FinishedRequest
     forecast: Forecast | None
@@ -39,14 +39,14 @@ class Traffic:
     """Requests in order of arrival.
 
     Attributes:
-        num_left_out: Requests that had no output, or failed: they say nothing of what they would have been.
+        num_left_out: Number of requests without output or with an error, whose output length is unknown.
     """
 
     logged: Sequence[Logged]
     num_left_out: int
 
     def arrivals(self) -> list[Arrival]:
-        """For the simulator, from instant 0 on. A forecast counts as if it had come with its request."""
+        """Arrivals for the simulator, from instant 0 on. A forecast counts as known at its request's arrival."""
         from simulator.traffic.workload import Arrival
 
         begin = min((each.request.received_at for each in self.logged), default=0.0)
@@ -64,13 +64,13 @@ class Traffic:
 
 
 def read_traffic(path: str) -> Traffic:
-    """All of a log, which is only read: a server may go on writing it.
+    """Reads a whole log; a server may write it at the same time.
 
     Args:
         path: SQLite file, or ``redis://`` URL.
 
     Raises:
-        ConfigError: there is no log, or nothing in it.
+        ConfigError: There is no log, or it is empty.
     """
     rows = _read_redis(path) if path.startswith(("redis://", "rediss://")) else _read_sqlite(Path(path))
     kept = [each for each in rows if each.request.finish_reason in _ENDS and each.request.output_len > 0]
@@ -107,7 +107,9 @@ def _select(columns: Sequence[str], table: str) -> str:
 
 
 def _forecast(mean: float, quantiles: Sequence[float], source: str, version: int, rank: float | None) -> Forecast:
-    return Forecast(mean, tuple(quantiles), 1, source, version, rank)  # on how many it rests is not kept
+    return Forecast(
+        mean, tuple(quantiles), 1, source, version, rank
+    )  # The log does not keep the number of samples behind a forecast.
 
 
 def _read_redis(url: str) -> list[Logged]:
@@ -128,7 +130,7 @@ def _read_redis(url: str) -> list[Logged]:
 
 
 async def _pages(log: LogBackend) -> list[Logged]:
-    """All requests, and the forecasts of those that have one."""
+    """All requests, and the forecasts of the requests that have one."""
     await log.open()
     try:
         requests: list[FinishedRequest] = []

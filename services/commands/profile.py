@@ -1,4 +1,4 @@
-"""``farsight profile``: measures how long the steps of a worker take on this machine, and stores the prices."""
+"""``farsight profile``: measures the step times of a worker on this machine and stores the fitted prices."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
     from services.commands.step_bench import MeasuredStep
 
 BUSY_SHARE = 0.9
-"""Below this share of CPU time in wall time the user is told that something else ran."""
+"""Below this share of CPU time in wall time the command warns that other programs ran."""
 
 _EMBEDDED_MODEL = Path(__file__).parents[1] / "embedded_model"
 _DEFAULTS = EngineConfig()
 
 
 def profile(
-    out: Annotated[Path, typer.Option(help="Write the profile here, as JSON.")],
-    model: Annotated[str | None, typer.Option(help="Directory or hub id; default: the embedded model.")] = None,
+    out: Annotated[Path, typer.Option(help="Write the profile to this JSON file.")],
+    model: Annotated[str | None, typer.Option(help="Model directory or hub id; default: the embedded model.")] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    max_num_seqs: Annotated[int, typer.Option(help="Sequences in one step, at most.")] = _DEFAULTS.max_num_seqs,
+    max_num_seqs: Annotated[int, typer.Option(help="Most sequences in one step.")] = _DEFAULTS.max_num_seqs,
     max_model_len: Annotated[int, typer.Option(help="Longest sequence, in tokens; 0: the model's context.")] = 0,
-    threads: Annotated[int, typer.Option(help="Compute threads; 0: as farsight serve.")] = 0,
-    rounds: Annotated[int, typer.Option(help="Times that each step is measured, at least 3.")] = 6,
+    threads: Annotated[int, typer.Option(help="Compute threads; 0: the number that farsight serve uses.")] = 0,
+    rounds: Annotated[int, typer.Option(help="Number of measurements of each step, at least 3.")] = 6,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure what steps cost on this machine, for `farsight simulate --profile`."""
+    """Measure step times on this machine, for `farsight simulate --profile`."""
     try:
         engine = EngineConfig(
             max_num_seqs=max_num_seqs, max_model_len=max_model_len, num_threads=threads, prefix_cache=False
@@ -58,7 +58,7 @@ def _profile(out: Path, model: str | None, dtype: str, engine: EngineConfig, rou
     if rounds < HELD_BACK_EVERY:
         raise ConfigError("--rounds", rounds, f"an integer >= {HELD_BACK_EVERY}")
     if out.is_dir() or not out.parent.is_dir():
-        raise ConfigError("--out", str(out), "a file in a directory that is there")
+        raise ConfigError("--out", str(out), "a file in an existing directory")
     worker = build_worker(resolve_model_dir(model or str(_EMBEDDED_MODEL)), dtype, engine, incarnation="profile")
     runner: ModelRunner = worker.runner  # type: ignore[assignment]  # what ``build_worker`` builds computes
     steps = _measure(runner, engine, rounds)
@@ -146,7 +146,7 @@ def _print(found: ProfileFile, steps: list[MeasuredStep]) -> None:
 
 @contextmanager
 def _progress_bar(num_steps: int) -> Iterator[Callable[[], object] | None]:
-    """On a terminal's stderr: how many steps are measured; elsewhere nothing."""
+    """Shows the number of measured steps on stderr if it is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

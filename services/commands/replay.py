@@ -1,4 +1,4 @@
-"""``farsight replay``: what traffic that a server has served would have been under other policies."""
+"""``farsight replay``: simulates logged traffic under other policies and compares it with the log."""
 
 from __future__ import annotations
 
@@ -31,14 +31,16 @@ if TYPE_CHECKING:
     from simulator.experiment import Experiment
 
 LOGGED = "logged"
-"""The name of the truth among the presets."""
+"""The name of the logged run among the presets."""
 
 _Row = dict[str, Any]
 
 
 def replay(
-    log: Annotated[str, typer.Argument(metavar="LOG", help="What `log.path` names: a SQLite file, or a redis:// URL.")],
-    preset: Annotated[list[str], typer.Option("--preset", help="Compositions of policies, as fcfs,fastserve.")],
+    log: Annotated[
+        str, typer.Argument(metavar="LOG", help="The log, as in `log.path`: a SQLite file, or a redis:// URL.")
+    ],
+    preset: Annotated[list[str], typer.Option("--preset", help="Presets to simulate, as fcfs,fastserve.")],
     replicas: ReplicasOption = 1,
     gpu: GpuOption = None,
     model: ModelOption = None,
@@ -48,7 +50,7 @@ def replay(
     max_num_seqs: MaxNumSeqsOption = 256,
     as_json: JsonOption = False,
 ) -> None:
-    """Run the requests of a log again under other presets, in virtual time, beside how they really went."""
+    """Run the requests of a log under other presets in virtual time and compare with the logged run."""
     with one_line_errors():
         presets = _presets(preset)
         from services.commands.logged_traffic import read_traffic
@@ -100,7 +102,7 @@ def _experiment(log: str, preset: str, replicas: int, max_num_seqs: int, machine
 
 
 def _truth(traffic: Traffic) -> _Row:
-    """How it went, by the same measures as the summary of a run."""
+    """The logged run, with the same measures as the summary of a simulation."""
     from simulator.summary import Distribution, distribution
 
     requests = [each.request for each in traffic.logged]

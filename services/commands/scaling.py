@@ -1,4 +1,4 @@
-"""The command line's side of ``farsight scale``: asks the running server, then waits for what takes longer."""
+"""The client of ``farsight scale``: asks the running server, then waits for slow changes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ ROW_KINDS = {
     "serving-time-estimator": "ServingTimeEstimator",
     "ingress": "Ingress",
 }
-"""How ``/status`` calls what can be scaled."""
+"""The names in ``/status`` of the kinds that can be scaled."""
 
 SCALE_TIMEOUT_S = 900.0
-"""A new replica loads its model; a removed one drains."""
+"""Time limit in seconds: a new replica loads its model, a removed one drains."""
 
 INGRESS_TIMEOUT_S = 60.0
 STATUS_TIMEOUT_S = 10.0
@@ -28,7 +28,7 @@ def scale_service(url: str, token: str, kind: str, count: int) -> str:
     """Scales and returns one line about it.
 
     Raises:
-        FarsightError: a wrong argument, a server that refuses, or none that answers.
+        FarsightError: An argument is wrong, the server refuses, or no server answers.
     """
     if kind not in SCALABLE:
         raise InvalidValueError("KIND", kind, f"one of {', '.join(SCALABLE)}")
@@ -40,11 +40,11 @@ def scale_service(url: str, token: str, kind: str, count: int) -> str:
 
 
 def _wait_ingress(url: str, count: int) -> str:
-    """Ray Serve adds and removes ingress replicas on its own time."""
+    """Waits for ingress replicas, which Ray Serve adds and removes in the background."""
     deadline = time.monotonic() + INGRESS_TIMEOUT_S
     while (found := _num_rows(url, "ingress")) < count:
         if time.monotonic() > deadline:
-            return f" ({found} are there so far)"
+            return f" ({found} running so far)"
         time.sleep(_LOOK_S)
     return " (those removed first finish their streams)" if found > count else ""
 

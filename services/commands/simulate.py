@@ -26,44 +26,44 @@ _FLAGS = {
     "mtpot_s": "--sla-mtpot",
     "LOG": "LOG",
 }
-"""Fields that are not called like their flags."""
+"""Flags of the fields that have another name than their flag."""
 
 TraceOption = Annotated[
     str,
-    typer.Option("--trace", metavar="NAME|FILE", help="Workload by name, or file as Azure's or Mooncake's."),
+    typer.Option(
+        "--trace", metavar="NAME|FILE", help="Workload by name, or a trace file in Azure's or Mooncake's format."
+    ),
 ]
-RequestsOption = Annotated[
-    int | None, typer.Option("--requests", help="At most so many (default: 1000, all of a file).")
-]
-ReplicasOption = Annotated[int, typer.Option("--replicas", help="Copies of the model.")]
+RequestsOption = Annotated[int | None, typer.Option("--requests", help="Most requests (default: 1000; all of a file).")]
+ReplicasOption = Annotated[int, typer.Option("--replicas", help="Number of model replicas.")]
 RateOption = Annotated[
     float | None,
     typer.Option("--rate", help="Requests per second; inf: all at once (default: a trace's own, else 8 a replica)."),
 ]
 ClientsOption = Annotated[
-    int | None, typer.Option("--clients", help="Closed loop: so many requests under way at any time.")
+    int | None, typer.Option("--clients", help="Closed loop: number of requests in flight at any time.")
 ]
 PredictorOption = Annotated[
-    str, typer.Option("--predictor", help="Of output lengths: none, history, shuffled, noisy or oracle.")
+    str, typer.Option("--predictor", help="Output-length predictor: none, history, shuffled, noisy or oracle.")
 ]
 GpuOption = Annotated[
-    str | None, typer.Option("--gpu", help="Step times from its data sheet (default with --model: a100-80g).")
+    str | None,
+    typer.Option("--gpu", help="GPU whose data sheet gives the step times (default with --model: a100-80g)."),
 ]
-ModelOption = Annotated[
-    str | None, typer.Option("--model", help="The model on that GPU (default with --gpu: llama-2-7b).")
-]
-TensorParallelOption = Annotated[
-    int | None, typer.Option("--tensor-parallel", help="GPUs that a replica is spread over (default: 1).")
-]
+ModelOption = Annotated[str | None, typer.Option("--model", help="Model on that GPU (default with --gpu: llama-2-7b).")]
+TensorParallelOption = Annotated[int | None, typer.Option("--tensor-parallel", help="GPUs per replica (default: 1).")]
 ProfileOption = Annotated[
     Path | None, typer.Option("--profile", help="Step times from a JSON file instead (default: a 7B model on an A100).")
 ]
 KvTokensOption = Annotated[
-    int | None, typer.Option("--kv-tokens", help="KV pool of a replica (default: what the GPU has left, or 120000).")
+    int | None,
+    typer.Option("--kv-tokens", help="KV pool of a replica in tokens (default: the GPU's free memory, or 120000)."),
 ]
-MaxNumSeqsOption = Annotated[int, typer.Option("--max-num-seqs", help="Sequences in one step.")]
-SlaTtftOption = Annotated[float, typer.Option("--sla-ttft", help="Seconds to the first token of a good request.")]
-SlaMtpotOption = Annotated[float, typer.Option("--sla-mtpot", help="Seconds between two of its tokens, at most.")]
+MaxNumSeqsOption = Annotated[int, typer.Option("--max-num-seqs", help="Most sequences in one step.")]
+SlaTtftOption = Annotated[float, typer.Option("--sla-ttft", help="SLA: most seconds to the first token of a request.")]
+SlaMtpotOption = Annotated[
+    float, typer.Option("--sla-mtpot", help="SLA: most seconds between two tokens of a request.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -72,7 +72,7 @@ _WITH_CONFIG = ("config", "out", "plot", "as_json")
 
 def simulate(
     context: typer.Context,
-    preset: Annotated[str, typer.Option(help="Composition of policies.")] = "fcfs",
+    preset: Annotated[str, typer.Option(help="Scheduling preset.")] = "fcfs",
     trace: TraceOption = "sharegpt-like",
     requests: RequestsOption = None,
     rate: RateOption = None,
@@ -87,17 +87,17 @@ def simulate(
     max_num_seqs: MaxNumSeqsOption = 256,
     sla_ttft: SlaTtftOption = 10.0,
     sla_mtpot: SlaMtpotOption = 1.5,
-    seed: Annotated[int, typer.Option(help="Of all that is drawn: the same seed, the same result.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed; the same seed gives the same result.")] = 0,
     out: Annotated[
         Path | None, typer.Option(help="Write config.json, summary.json and requests.jsonl into this directory.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write pictures into this directory.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write plots into this directory.")] = None,
     config: Annotated[
-        Path | None, typer.Option(help="Run again what this config.json of --out says; no flags but the outputs'.")
+        Path | None, typer.Option(help="Repeat the run of this config.json from --out; only output flags may be added.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Run a workload through a preset under virtual time: no GPU, the same policies as live."""
+    """Run a workload through a preset in virtual time: no GPU, the same policy objects as live."""
     given = dict(locals())
     with one_line_errors():
         experiment = _experiment(given, preset, seed) if config is None else _saved(context, config)
@@ -111,7 +111,7 @@ def simulate(
 
 
 def compare(
-    presets: Annotated[str, typer.Option(help="As fcfs,fastserve: ratios are taken to the first.")],
+    presets: Annotated[str, typer.Option(help="Presets, as fcfs,fastserve; ratios are relative to the first.")],
     trace: TraceOption = "sharegpt-like",
     requests: RequestsOption = None,
     rate: RateOption = None,
@@ -127,7 +127,7 @@ def compare(
     sla_ttft: SlaTtftOption = 10.0,
     sla_mtpot: SlaMtpotOption = 1.5,
     seeds: Annotated[int, typer.Option(help="Workloads, each run under every preset.")] = 5,
-    seed: Annotated[int, typer.Option(help="The first of the seeds.")] = 0,
+    seed: Annotated[int, typer.Option(help="First of the random seeds.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Run presets side by side on the same workloads: means over seeds and ratios with 95 % confidence intervals."""
@@ -151,7 +151,7 @@ def compare(
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """What goes wrong is told in a line, by the names of the flags."""
+    """Reports an error in one line that names the flag."""
     try:
         yield
     except InvalidValueError as error:
@@ -168,7 +168,7 @@ def one_line_errors() -> Iterator[None]:
 
 
 def _make_directory(flag: str, path: Path | None) -> None:
-    """What cannot be written is to be known before anything is run."""
+    """Checks that the outputs can be written before anything runs."""
     try:
         if path is not None:
             path.mkdir(parents=True, exist_ok=True)
@@ -177,7 +177,7 @@ def _make_directory(flag: str, path: Path | None) -> None:
 
 
 def _saved(context: typer.Context, path: Path) -> Experiment:
-    """What a config.json says; a flag that says something else would be a riddle."""
+    """The experiment of a config.json; other flags are refused, since they could contradict it."""
     from simulator.results import read_config
 
     for parameter in context.command.params:
@@ -212,7 +212,7 @@ def _experiment(given: dict[str, Any], preset: str, seed: int) -> Experiment:
 def hardware(
     gpu: str | None, model: str | None, tensor_parallel: int | None, profile: Path | None
 ) -> tuple[LinearLatency | Roofline, int]:
-    """Step times of a replica, and how many KV tokens it holds."""
+    """Step times of a replica, and its KV pool in tokens."""
     from simulator.cluster.latency import GPUS, MODELS, Roofline
     from simulator.experiment import Experiment, free_kv_tokens
 
@@ -233,7 +233,7 @@ def hardware(
 
 
 def _read_profile(path: Path) -> LinearLatency:
-    """What `farsight profile` has written, or somebody by hand: what is not in it is as in ``LinearLatency``."""
+    """Reads a profile, from `farsight profile` or hand-written; missing fields default as in ``LinearLatency``."""
     from dataclasses import replace
 
     from estimator.profile_file import parse_profile
@@ -303,7 +303,7 @@ def _compare(experiment: Experiment, presets: list[str], seeds: range, as_json: 
 
 
 def _title(experiment: Experiment, presets: str = "") -> str:
-    """What was run, in a line."""
+    """The experiment in one line."""
     load = "" if experiment.rate is None else f", {experiment.rate:g} requests/s"
     load = load if experiment.clients is None else f", {experiment.clients} clients"
     replicas = "1 replica" if experiment.num_replicas == 1 else f"{experiment.num_replicas} replicas"
@@ -311,7 +311,7 @@ def _title(experiment: Experiment, presets: str = "") -> str:
 
 
 def wide_console() -> Console:
-    """For tables; a pipe has no width, and nothing is to be cut."""
+    """A console for tables; a pipe has no width, so it gets one that avoids cut cells."""
     from rich.console import Console
 
     console = Console()
@@ -322,7 +322,7 @@ def wide_console() -> Console:
 
 @contextmanager
 def progress_bar(num_requests: int | None) -> Iterator[Callable[[int], None] | None]:
-    """On a terminal's stderr: how many requests have ended; elsewhere nothing."""
+    """Shows the number of ended requests on stderr if it is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

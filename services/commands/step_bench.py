@@ -1,4 +1,4 @@
-"""Runs steps of given shapes on a worker's model, without Ray, and fits the profile to how long they took."""
+"""Runs steps of given shapes on a worker's model, without Ray, and fits the profile to their times."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from estimator.step_profile import StepProfile
 from kvcache import StepBatch, StepItem
 
 HELD_BACK_EVERY = 3
-"""One of so many rounds is not fitted to but tells the error."""
+"""One round in this many is held back from the fit to measure its error."""
 
 NUM_REPEATS = 3
-"""Of a step that only decodes ..."""
+"""Repetitions of a step that only decodes ..."""
 
 REPEAT_BELOW_S = 0.05
-"""... if it takes less than this."""
+"""... and takes less than this, in seconds."""
 
 _SHORTEST_S = 1e-9
-"""No step is free, though other prices may explain all of a measurement."""
+"""Least base time of a step in seconds, even if other prices explain all of a measurement."""
 
 _FIRST_TOKEN_ID = 3
 _ENDLESS = 10**9
-"""A window in which no step fades: all of a measurement counts alike."""
+"""A window in which no step is discounted: all steps of a measurement count alike."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """A step that was run.
+    """A measured step.
 
     Attributes:
         kind: prefill, decode or mixed.
@@ -53,14 +53,14 @@ class MeasuredStep:
 
 
 class StepBench:
-    """Runs steps of given shapes on a model runner. What the KV holds does not matter to how long they take."""
+    """Runs steps of given shapes on a model runner. The values in the KV do not affect their times."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         rng = np.random.default_rng(0)
         ids = rng.integers(_FIRST_TOKEN_ID, runner.config.vocab_size, runner.max_model_len)
         self._token_ids: list[int] = ids.tolist()
-        # As scattered as in a pool that has been in use; written to, because memory that never was is read for nothing.
+        # Blocks scattered as in a used pool, and written once, because reads of untouched memory are free.
         self._blocks: list[int] = rng.permutation(runner.pool.num_blocks).tolist()
         self._num_cleared = 0
 
@@ -105,9 +105,9 @@ class StepBench:
 def measure(
     bench: StepBench, grid: Sequence[StepShape], rounds: int, progress: Callable[[], object] | None = None
 ) -> list[MeasuredStep]:
-    """Every shape once a round, each round in another order: what disturbs the machine for a while hits all alike.
+    """Measures every shape once per round, each round in another order, so that a disturbance affects all shapes alike.
 
-    A round before them is not counted; first steps are slower.
+    A warm-up round is not counted, since first steps are slower.
     """
     for shape in grid:
         bench.run(shape)
@@ -124,12 +124,12 @@ def measure(
 
 
 def is_held_back(step: MeasuredStep) -> bool:
-    """Whether the step is kept from the fit, to tell the error."""
+    """Whether the round is held back from the fit to measure its error."""
     return step.round % HELD_BACK_EVERY == HELD_BACK_EVERY - 1
 
 
 def num_fitted(rounds: int) -> int:
-    """Of so many rounds, those that are not held back."""
+    """The number of rounds that are not held back."""
     return rounds - rounds // HELD_BACK_EVERY
 
 
@@ -152,7 +152,7 @@ def relative_errors(learnt: StepProfile, samples: Sequence[StepSample]) -> list[
 
 
 def fit(steps: Sequence[MeasuredStep], machine: ProfiledMachine, kv_bytes: int) -> ProfileFile:
-    """The file: prices from the rounds that are fitted to, errors from those held back."""
+    """The profile file: prices fitted to most rounds, errors measured on the rounds held back."""
     learnt = fit_steps([step.sample for step in steps if not is_held_back(step)])
     errors = relative_errors(learnt, [step.sample for step in steps if is_held_back(step)])
     base_s, prefill_token_s, decode_seq_s, context_token_s, prefill_pair_s = learnt.coefficients()

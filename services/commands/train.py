@@ -1,4 +1,4 @@
-"""``farsight train``: a forecaster of output lengths from finished requests."""
+"""``farsight train``: trains a predictor of output lengths on finished requests."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from predictor.training import Recipe
 
 _FLAGS = {"num_trees": "--trees", "examples": "DATA"}
-"""Fields that are not called like their flags."""
+"""Flags of the fields that have another name than their flag."""
 
 _MAX_SHOWN = 10
-"""Rejected rows that are named one by one."""
+"""Most rejected rows that are listed one by one."""
 
 DataArgument = Annotated[
     Path,
@@ -32,13 +32,13 @@ TokenizerOption = Annotated[
         "--tokenizer", help="tokenizer.json of the served model, or its directory; default: the embedded one."
     ),
 ]
-DeviceOption = Annotated[str, typer.Option("--device", help="Of the encoder: auto, cpu, cuda or cuda:0.")]
-StrictOption = Annotated[bool, typer.Option("--strict", help="Stop at the first row that cannot be used.")]
+DeviceOption = Annotated[str, typer.Option("--device", help="Device of the text encoder: auto, cpu, cuda or cuda:0.")]
+StrictOption = Annotated[bool, typer.Option("--strict", help="Stop at the first unusable row.")]
 
 
 def train(
     data: DataArgument,
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the forecaster goes.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Directory for the trained predictor.")],
     kind: Annotated[str, typer.Option(help="words, forest, magnus or linear.")] = "words",
     encoder: Annotated[
         str | None,
@@ -48,14 +48,14 @@ def train(
     ] = None,
     device: DeviceOption = "auto",
     tokenizer: TokenizerOption = None,
-    d_user: Annotated[int | None, typer.Option(help="Values kept of a user input's embedding.")] = None,
-    d_app: Annotated[int | None, typer.Option(help="Values kept of an instruction's embedding.")] = None,
-    trees: Annotated[int, typer.Option(help="Of a forest.")] = 100,
-    max_features: Annotated[float, typer.Option(help="Share of the features tried at a split of a tree.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="The same seed and data: the same forecaster.")] = 0,
+    d_user: Annotated[int | None, typer.Option(help="Dimensions kept of a user input's embedding.")] = None,
+    d_app: Annotated[int | None, typer.Option(help="Dimensions kept of an instruction's embedding.")] = None,
+    trees: Annotated[int, typer.Option(help="Number of trees of a forest.")] = 100,
+    max_features: Annotated[float, typer.Option(help="Share of the features tried at each split of a tree.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Random seed; the same seed and data give the same predictor.")] = 0,
     strict: StrictOption = False,
 ) -> None:
-    """Train a forecaster of output lengths on finished requests."""
+    """Train a predictor of output lengths on finished requests."""
     with one_line_errors():
         forest = {"num_trees": trees, "max_features": max_features, "seed": seed}
         recipe = _recipe(kind, encoder, d_user, d_app, forest)
@@ -63,7 +63,7 @@ def train(
 
 
 def _recipe(kind: str, encoder: str | None, d_user: int | None, d_app: int | None, forest: dict[str, Any]) -> Recipe:
-    """The kind's recipe with what was asked for; ``forest`` holds fields of ``ForestOptions``."""
+    """The recipe of a kind with the given options; ``forest`` holds fields of ``ForestOptions``."""
     from dataclasses import replace
 
     from predictor.training import RECIPES
@@ -95,7 +95,7 @@ def _train(
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError("--out", str(out), f"a directory, new or not ({error.strerror})") from error
-    # Counts on from what is there; a damaged file is not written over unseen.
+    # The version counts up from the existing file; a damaged file is reported, not overwritten.
     version = load(out).metadata["version"] + 1 if (out / FILE_NAME).exists() else 1
     counter = TokenCounter(tokenizer or EMBEDDED_TOKENIZER)
     with progress_bar("rows") as progress:
@@ -111,7 +111,7 @@ def _train(
 
 
 def report_rejected(rejected: Sequence[str]) -> None:
-    """Names rows that were skipped, on stderr."""
+    """Lists skipped rows on stderr."""
     for message in rejected[:_MAX_SHOWN]:
         typer.echo(f"skipped: {message}", err=True)
     if len(rejected) > _MAX_SHOWN:
@@ -137,7 +137,7 @@ def one_line_errors() -> Iterator[None]:
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[int], None] | None]:
-    """On a terminal's stderr: how many there were so far; elsewhere nothing."""
+    """Shows the progress on stderr if it is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 

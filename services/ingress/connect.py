@@ -7,10 +7,8 @@ import contextlib
 import time
 
 from actors.runtime.hosts import keep_supervisor
-from actors.runtime.names import ROUTER
 from actors.runtime.peer import LOOK_AGAIN_S, PeerLost
 from actors.runtime.site import Site
-from core.codec import decode
 from core.messages.fleet import ServedModel
 from estimator.device_profile import profile_label
 from services.api.backend import ModelInfo
@@ -42,12 +40,12 @@ async def open_client(site: Site) -> EngineClient:
 
 async def _wait_for_model(site: Site) -> ServedModel:
     with contextlib.closing(site.peers()) as peers:
-        router = peers.peer(ROUTER)
+        router = peers.router()
         while True:
             try:
-                data = await router.call("model")
+                served = await router.model()
             except PeerLost:
-                data = b""
-            if data:
-                return decode(data, ServedModel)
+                served = None
+            if served is not None:
+                return served
             await asyncio.sleep(LOOK_AGAIN_S)

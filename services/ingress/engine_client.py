@@ -21,17 +21,16 @@ from prometheus_client import CollectorRegistry, generate_latest
 from actors.log.log_outbox import LogOutbox
 from actors.runtime.health import HealthServer
 from actors.runtime.metrics import RequestMetrics
-from actors.runtime.names import LOG_STORE, ROUTER, SUPERVISOR, is_backend, worker_name
+from actors.runtime.names import is_backend
 from actors.runtime.peer import LOOK_AGAIN_S, PeerLost
 from actors.runtime.site import Site
 from actors.runtime.waiting import again_and_again, wait_for
-from core.codec import decode, encode
 from core.errors import CapacityError, InvalidValueError
 from core.forecast import Forecast, ForecastQuestion
 from core.messages.forecasts import ForecastMade, ForecastsMade
 from core.messages.log import FinishedRequest, FinishedRequests, RequestTrace, RequestTraces
 from core.messages.placement import PlacementView
-from core.messages.requests import AnnounceReply, Keys, Refusal, Submit, SubmitReply
+from core.messages.requests import Keys, Refusal, Submit
 from core.messages.status import ComponentCounts, ComponentStatus, Scale, StatusReply
 from core.messages.tokens import TokenBatches, TokenDelta, TokenPoll
 from core.request import Origin, Request, SamplingParams
@@ -82,7 +81,7 @@ class _Stream:
     reason: str = "abort"
     trouble: str = ""  # what the last server that gave it back has said
     deadline: asyncio.TimerHandle | None = None
-    foreseen: asyncio.Event = field(default_factory=asyncio.Event)
+    predicted: asyncio.Event = field(default_factory=asyncio.Event)
     notes: StreamTrace = field(init=False)
 
     def __post_init__(self) -> None:
@@ -110,7 +109,7 @@ class EngineClient:
         site: Where they are.
         model: What clients may know about it.
         keep: Sees to it that there is a Supervisor; runs as long as the client.
-        prefix_block_size: Tokens of the blocks by which prompts are compared; 0 if nobody does.
+        prefix_block_size: Tokens of the blocks by which prompts are compared; 0 if the placement compares none.
     """
 
     def __init__(
@@ -124,7 +123,7 @@ class EngineClient:
         self.model = model
         self._prefix_block_size = prefix_block_size
         self._peers = site.peers()
-        self._router = self._peers.peer(ROUTER)
+        self._router = self._peers.router()
         self._limits = site.config.server
         self._sends_text = any(each.prompt == "text" for each in site.config.replica)
         self._deadline_s = site.config.server.first_token_deadline_s if site.config.replica else None
@@ -136,8 +135,9 @@ class EngineClient:
         self._slow: set[str] = set()
         self._open_tokens = 0
         self._outgoing_due = asyncio.Event()
-        self._log = LogOutbox(self._peers.peer(LOG_STORE), "append", FinishedRequests)
-        self._traces = LogOutbox(self._peers.peer(LOG_STORE), "append_traces", RequestTraces)
+        log_store = self._peers.log_store()
+        self._log = LogOutbox(log_store.append, FinishedRequests)
+        self._traces = LogOutbox(log_store.append_traces, RequestTraces)
         self._explanations = Explanations(self._peers)
         self._made: list[ForecastMade] = []
         self._forecaster: PredictorClient | None = None
@@ -175,7 +175,7 @@ class EngineClient:
         """Deltas of one request, the last with a finish reason; closing early aborts it.
 
         Raises:
-            CapacityError: too much is in the house already.
+            CapacityError: too much is in flight already.
             InvalidValueError: no worker can ever run it.
         """
         request = Request(
@@ -251,7 +251,7 @@ class EngineClient:
         )
         wait_s = self._predictor_wait_s
         if forecaster.ask(question) and wait_s > 0:
-            await wait_for(stream.foreseen, wait_s)
+            await wait_for(stream.predicted, wait_s)
 
     def _foresee(self, answers: list[tuple[str, Forecast]]) -> None:
         """Forecasts have come: those of requests that are on their way follow them."""
@@ -260,7 +260,7 @@ class EngineClient:
             if stream is None:
                 continue  # it has ended already
             stream.request = dataclasses.replace(stream.request, forecast=forecast)
-            stream.foreseen.set()
+            stream.predicted.set()
             attempt = self._ledger.foresee(request_id, forecast)
             if attempt is not None:
                 self._made.append(ForecastMade(request_id, attempt, forecast))
@@ -275,7 +275,7 @@ class EngineClient:
             raise CapacityError(message, RETRY_AFTER_S)
         if self._streams and self._open_tokens + num_tokens > limits.max_queued_tokens:
             self._metrics.rejected("max_num_queued_tokens")
-            message = f"{self._open_tokens} prompt tokens are in the house, the limit is {limits.max_queued_tokens}"
+            message = f"{self._open_tokens} prompt tokens are in flight, the limit is {limits.max_queued_tokens}"
             raise CapacityError(message, RETRY_AFTER_S)
 
     def _close(self, stream: _Stream) -> None:
@@ -313,10 +313,10 @@ class EngineClient:
                 await asyncio.sleep(LOOK_AGAIN_S)
             if made:
                 with suppress(PeerLost):  # the requests go on without
-                    await self._router.call("foresee", encode(ForecastsMade(made)))
+                    await self._router.foresee(ForecastsMade(made))
             if aborts:
                 with suppress(PeerLost):  # if it still sends tokens, it is aborted again
-                    await self._router.call("abort", encode(Keys(aborts)))
+                    await self._router.abort(Keys(aborts))
             self._after_faults()
 
     def _note_resumed(self, requests: Iterable[Request]) -> None:
@@ -326,19 +326,19 @@ class EngineClient:
                 self._streams[request.request_id].notes.note("resumed", facts)
 
     async def _submit(self, requests: tuple[Request, ...]) -> None:
-        reply = decode(await self._router.call("submit", encode(Submit(requests))), SubmitReply)
+        reply = await self._router.submit(Submit(requests))
         self._end_refused(self._ledger.submitted(reply))
         self._follow({placed.replica for placed in reply.placed if placed.replica})
 
     async def _pump_announcements(self) -> None:
         while True:
             try:
-                reply = decode(await self._router.call("announce", encode(self._ledger.announce())), AnnounceReply)
+                reply = await self._router.announce(self._ledger.announce())
                 self._heard_at = time.monotonic()
                 self._end_refused(self._ledger.announced(reply))
                 self._follow(reply.replicas)
                 self._unfollow(set(reply.replicas))
-                await self._router.call("introduce", encode(self._row()))
+                await self._router.introduce(self._row())
             except PeerLost:
                 await asyncio.sleep(LOOK_AGAIN_S)
                 continue
@@ -368,12 +368,12 @@ class EngineClient:
 
     async def _pump_tokens(self, replica: str) -> None:
         """Follows one worker, whatever life it is in."""
-        worker = self._peers.peer(worker_name(replica))
+        worker = self._peers.worker(replica)
         inbox = TokenInbox()
         while True:
             try:
                 poll = TokenPoll(self._ingress_id, inbox.ack_seq, tuple(self._slow))
-                reply = decode(await worker.call("poll_tokens", encode(poll)), TokenBatches)
+                reply = await worker.poll_tokens(poll)
             except PeerLost:
                 inbox = TokenInbox()
                 self._ledger.worker_lost(replica)
@@ -484,10 +484,10 @@ class EngineClient:
         return await self._overview.placement()
 
     async def explain(self, response_id: str) -> tuple[RequestTrace, ...]:
-        """What is known of the decisions behind an answer, whoever took them.
+        """What is known of the decisions behind an answer, by all components.
 
         Raises:
-            FarsightError: nothing is known of it, and somebody could not be asked.
+            FarsightError: nothing is known of it, and the Router or the log store could not be asked.
         """
         own = [trace for trace in self._traces if trace.trace_id.startswith(f"{response_id}/")]
         for stream in self._streams.values():
@@ -501,8 +501,7 @@ class EngineClient:
         Raises:
             InvalidValueError: the kind or the number is wrong.
         """
-        reply = await self._peers.peer(SUPERVISOR).call("scale", encode(Scale(kind, count)))
-        return decode(reply, ComponentCounts)
+        return await self._peers.supervisor().scale(Scale(kind, count))
 
     async def healthy(self) -> bool:
         return self.hears

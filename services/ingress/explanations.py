@@ -6,9 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from actors.runtime.names import LOG_STORE, ROUTER
 from actors.runtime.peer import PeerBook
-from core.codec import decode, encode
 from core.errors import FarsightError
 from core.messages.log import RequestTrace, RequestTraces, TraceQuery
 
@@ -19,8 +17,8 @@ class Explanations:
     """Asks the Router, which asks the Schedulers, and the log store."""
 
     def __init__(self, peers: PeerBook) -> None:
-        self._router = peers.peer(ROUTER)
-        self._log_store = peers.peer(LOG_STORE)
+        self._router = peers.router()
+        self._log_store = peers.log_store()
 
     async def find(self, response_id: str, own: Iterable[RequestTrace]) -> tuple[RequestTrace, ...]:
         """Traces of the requests behind an answer, each once, in order of their ids; none if it is not known.
@@ -29,10 +27,10 @@ class Explanations:
             own: Those that the asking ingress replica has itself.
 
         Raises:
-            FarsightError: nothing is known of it, and somebody could not be asked.
+            FarsightError: nothing is known of it, and the Router or the log store could not be asked.
         """
-        query = encode(TraceQuery(response_id))
-        asked = (self._router.call("explain", query), self._log_store.call("read_traces", query))
+        query = TraceQuery(response_id)
+        asked = (self._router.explain(query), self._log_store.read_traces(query))
         replies = await asyncio.gather(*(asyncio.wait_for(each, TIMEOUT_S) for each in asked), return_exceptions=True)
         found: dict[str, RequestTrace] = {}
         failures: list[BaseException] = []
@@ -45,10 +43,10 @@ class Explanations:
         return tuple(found[trace_id] for trace_id in sorted(found))
 
 
-def _traces(reply: bytes | BaseException, failures: list[BaseException]) -> tuple[RequestTrace, ...]:
+def _traces(reply: RequestTraces | BaseException, failures: list[BaseException]) -> tuple[RequestTrace, ...]:
     if isinstance(reply, FarsightError | TimeoutError):
         failures.append(reply)
         return ()
     if isinstance(reply, BaseException):
         raise reply
-    return decode(reply, RequestTraces).records
+    return reply.records

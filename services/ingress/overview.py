@@ -11,24 +11,27 @@ from contextlib import suppress
 import aiohttp
 from ray.exceptions import RayTaskError
 
+from actors.calls.failures import RemoteError
 from actors.runtime.layout import by_host, current_counts, initial_counts, wanted_components
-from actors.runtime.names import LOG_STORE, ROUTER, SUPERVISOR, kv_offload_manager_name
+from actors.runtime.names import SUPERVISOR
 from actors.runtime.peer import PeerBook, PeerLost
 from actors.runtime.registry import kind_of
 from actors.runtime.site import Site
-from core.codec import decode
 from core.errors import FarsightError
-from core.load_snapshot import LoadSnapshot
 from core.messages.kv import KVUsage
-from core.messages.log import ArtefactInfo, ArtefactList
+from core.messages.log import ArtefactInfo
 from core.messages.placement import PlacementView
-from core.messages.status import ComponentRows, ComponentStatus, StatusReply
+from core.messages.status import ComponentStatus, StatusReply
 from kvcache.residency import total_usage
 from policies.fleet.queue_delay import queue_delay_s
 from services.api.pages.metrics_page import merge_expositions
 
 TIMEOUT_S = 1.0
 """A process that does not answer within this time is shown as dead."""
+
+
+DEFECTS = (RayTaskError, RemoteError)
+"""What a component raised by mistake, from another node or from this one."""
 
 
 class Overview:
@@ -64,8 +67,8 @@ class Overview:
         """
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                return decode(await self._peers.peer(ROUTER).call("placement"), PlacementView)
-        except (PeerLost, TimeoutError, RayTaskError) as error:
+                return await self._peers.router().placement()
+        except (PeerLost, TimeoutError, *DEFECTS) as error:
             raise FarsightError("the Router does not answer") from error
 
     async def metrics(self, own_name: str, own_text: str) -> str:
@@ -93,7 +96,7 @@ class Overview:
     async def _rows(self, host: str, components: list[str]) -> list[ComponentStatus]:
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                rows = decode(await self._peers.actor(host).call("rows"), ComponentRows).components
+                rows = await self._peers.actor(host).rows()
         except (PeerLost, TimeoutError):
             rows = ()
         self._last |= {row.name: row for row in rows}
@@ -103,38 +106,37 @@ class Overview:
     async def _host_metrics(self, host: str) -> str:
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                text: str = await self._peers.actor(host).call("metrics")
-                return text
+                return await self._peers.actor(host).metrics()
         except (PeerLost, TimeoutError):
             return ""
 
     async def _kv(self, replica: str) -> KVUsage:
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                return decode(await self._peers.peer(kv_offload_manager_name(replica)).call("usage"), KVUsage)
-        except (PeerLost, TimeoutError, RayTaskError):
+                return await self._peers.kv_offload_manager(replica).usage()
+        except (PeerLost, TimeoutError, *DEFECTS):
             return KVUsage()
 
     async def _artefacts(self) -> tuple[ArtefactInfo, ...]:
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                return decode(await self._peers.peer(LOG_STORE).call("artefacts"), ArtefactList).artefacts
-        except (FarsightError, TimeoutError, RayTaskError):  # it may be there and not have opened its file yet
+                return (await self._peers.log_store().artefacts()).artefacts
+        except (FarsightError, TimeoutError, *DEFECTS):  # it may be there and not have opened its file yet
             return ()
 
     async def _queue_delay_s(self) -> float | None:
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                outlook = decode(await self._peers.peer(ROUTER).call("outlook"), LoadSnapshot)
-        except (PeerLost, TimeoutError, RayTaskError):
+                outlook = await self._peers.router().outlook()
+        except (PeerLost, TimeoutError, *DEFECTS):
             return None
         return queue_delay_s(outlook, outlook.num_replicas)
 
     async def _ingress_rows(self) -> list[ComponentStatus]:
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                return list(decode(await self._peers.peer(ROUTER).call("ingress_rows"), ComponentRows).components)
-        except (PeerLost, TimeoutError, RayTaskError):
+                return list((await self._peers.router().ingress_rows()).components)
+        except (PeerLost, TimeoutError, *DEFECTS):
             return []
 
     def _dead(self, component: str) -> ComponentStatus:

@@ -9,11 +9,10 @@ from collections.abc import Callable
 from actors.runtime.layout import current_counts, initial_counts
 from actors.runtime.names import length_predictor_name
 from actors.runtime.peer import LOOK_AGAIN_S, PeerBook, PeerLost
-from core.codec import decode, encode
 from core.config.load import FarsightConfig
 from core.errors import FarsightError
 from core.forecast import Forecast, ForecastQuestion
-from core.messages.forecasts import ForecastQuestions, Forecasts
+from core.messages.forecasts import ForecastQuestions
 
 MAX_QUESTIONS = 64
 """In one message."""
@@ -55,7 +54,7 @@ class PredictorClient:
         return True
 
     async def run(self) -> None:
-        """Asks the predictors, whoever is free; one message is under way for each."""
+        """Asks the predictors that are free; one message is under way for each."""
         pumps: list[asyncio.Task[None]] = []
         try:
             while True:
@@ -70,15 +69,14 @@ class PredictorClient:
                 pump.cancel()
 
     async def _pump(self, index: int) -> None:
-        predictor = self._peers.peer(length_predictor_name(index))
+        predictor = self._peers.length_predictor(index)
         while True:
             questions = [await self._waiting.get()]
             await asyncio.sleep(self._gather_s)
             while len(questions) < MAX_QUESTIONS and not self._waiting.empty():
                 questions.append(self._waiting.get_nowait())
             try:
-                reply = await predictor.call("predict", encode(ForecastQuestions(tuple(questions))))
-                forecasts = decode(reply, Forecasts).forecasts
+                forecasts = (await predictor.predict(ForecastQuestions(tuple(questions)))).forecasts
             except PeerLost:
                 await asyncio.sleep(LOOK_AGAIN_S)
                 continue

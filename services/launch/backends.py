@@ -1,4 +1,4 @@
-"""Replicas that are other servers, before anything starts: are they there, and what they should be."""
+"""Checks replicas that are external servers before anything starts: do they answer, with the right model."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from policies.compose import is_batch_mode
 from services.launch.cluster import ServiceFailed
 
 LOOK_S = 15.0
-"""Longest wait for the first answers. Who is not there in time is left out until it is."""
+"""Seconds to wait for the first answers. A server that does not answer in time is left out until it does."""
 
 
 def check_replicas(config: FarsightConfig) -> None:
-    """Refuses what cannot be served by other servers.
+    """Refuses settings that external servers cannot serve.
 
     Raises:
-        ConfigError: names the field.
+        ConfigError: A setting is wrong; names the field.
     """
     if config.replica and is_batch_mode(config.scheduler.preset):
         expected = f"none with preset {config.scheduler.preset!r}: batches are formed for workers of our own engine"
@@ -31,10 +31,10 @@ def check_replicas(config: FarsightConfig) -> None:
 
 
 def look_for_servers(config: FarsightConfig, model: str, say: Callable[[str], None]) -> None:
-    """Asks each once, and says what it is; ``model`` is what our own clients call it.
+    """Asks each server once and reports the result; ``model`` is the name that Farsight's clients use.
 
     Raises:
-        ServiceFailed: there is nothing else, and none of them can be used.
+        ServiceFailed: No server can be used and there is no replica of the own engine.
     """
     problems = asyncio.run(_ask_all(config, model))
     for index, (each, problem) in enumerate(zip(config.replica, problems, strict=True)):
@@ -48,7 +48,7 @@ async def _ask_all(config: FarsightConfig, model: str) -> list[str]:
 
 
 async def _ask(config: ReplicaConfig, model: str) -> str:
-    """What is wrong with it; empty if nothing is."""
+    """The problem with the server; empty if there is none."""
     server = OpenAIServer(config, config.model or model, lambda ids, before: "", find_api_key(config))
     await server.open()
     try:

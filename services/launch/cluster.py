@@ -1,4 +1,4 @@
-"""A private Ray cluster: started for one command, closed to everybody else, gone with it."""
+"""A private Ray cluster: started for one command, closed to other users, ended with the command."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ OBJECT_STORE_BYTES = 128 * 1024 * 1024
 MAX_TRIES = 3
 
 FIRST_WAIT_S = 90.0
-"""How long the first try to start Ray waits for its daemons; each further one waits twice as long."""
+"""Seconds that the first try to start Ray waits for its daemons; each further try waits twice as long."""
 
 HURRIED_S = 15.0
-"""A try that fails sooner was not short of time: another one would fail as well."""
+"""A try that fails sooner (seconds) did not lack time, so a second try would fail as well."""
 
 _AGENT_WAIT_S = 120.0
 _LEAST_WAIT_S = 1.0
@@ -45,16 +45,16 @@ _DAEMON_LOGS = ("gcs_server", "raylet", "dashboard.", "runtime_env_agent")
 _LOG_LINES = 40
 
 _AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
-"""What Ray calls the ports of its agents."""
+"""Ray's names of its agents' ports."""
 
 
 class ServiceFailed(FarsightError):
-    """A part that everything depends on has died."""
+    """A component that the whole service depends on has died."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A running private cluster; ``dashboard_url`` serves Ray's Jobs API, and is empty if that was not asked for."""
+    """A running private cluster; ``dashboard_url`` serves Ray's Jobs API and is empty without a dashboard."""
 
     dashboard_url: str
 
@@ -63,18 +63,18 @@ class Cluster:
 def private_cluster(
     stop: StopSignal, *, stages: Stages, proxy: str = "serve", port: int = 0, dashboard: bool = False
 ) -> Iterator[Cluster]:
-    """A Ray cluster of our own with token auth, in a temporary directory and on ports that go with it.
+    """A private Ray cluster with token auth, in a temporary directory and on ports of its own.
 
     Args:
-        stop: Its signals abandon the start.
-        stages: Where Ray's is added, the first of the start.
-        proxy: Of Ray Serve: ``serve`` or ``haproxy``.
-        port: Where that is to listen; 0 if there is none.
+        stop: Signals that abandon the start.
+        stages: The stages of the start; Ray's becomes the first.
+        proxy: Proxy of Ray Serve: ``serve`` or ``haproxy``.
+        port: Port of the proxy; 0 without a proxy.
         dashboard: Whether to start Ray's dashboard, with the Jobs API.
 
     Raises:
-        StartTimedOut: the patience is over.
-        FarsightError: it cannot start.
+        StartTimedOut: The start took longer than ``server.start_patience_s``.
+        FarsightError: The cluster cannot start.
     """
     with reserved_ports(avoid=port) as ports:
         directory = Path(tempfile.mkdtemp(prefix="farsight-"))
@@ -92,7 +92,7 @@ def private_cluster(
 
 
 def remove_directory(directory: Path) -> None:
-    """Tries for a while: a process that is about to end may write one more file there meanwhile."""
+    """Removes the directory, with retries: a process that is about to end may still write a file there."""
     deadline = time.monotonic() + _REMOVE_S
     while True:
         shutil.rmtree(directory, ignore_errors=True)
@@ -102,7 +102,7 @@ def remove_directory(directory: Path) -> None:
 
 
 def end_processes(directory: Path) -> None:
-    """Kills every process of the cluster in that directory, also those that another process has adopted."""
+    """Kills every process of the cluster in that directory, including adopted ones."""
     deadline = time.monotonic() + _END_S
     while (left := _processes_of(directory)) and time.monotonic() < deadline:
         for process in left:
@@ -112,19 +112,19 @@ def end_processes(directory: Path) -> None:
 
 
 def _processes_of(directory: Path) -> list[psutil.Process]:
-    """Those that have the directory in their environment; this one has not, since it was set after its start."""
+    """The processes with the directory in their environment, without this one, which set it after its start."""
     found = []
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):  # of another user, or about to end
+        with contextlib.suppress(psutil.Error):  # A process of another user, or about to end.
             if process.pid != os.getpid() and process.environ().get(RUN_DIR_VARIABLE) == str(directory):
                 found.append(process)
     return found
 
 
 def _start_ray(stop: StopSignal, stages: Stages, directory: Path, ports: range, *, dashboard: bool) -> Any:
-    """Tries again, with more time for Ray's daemons, where time is what a try was short of.
+    """Starts Ray, and retries with more time for its daemons if a try ran out of time.
 
-    Between two tries no process is left, and no file of Ray.
+    No process and no file of Ray is left between two tries.
     """
     with stages.stage("Ray", lambda: "its daemons"):
         for number in range(1, MAX_TRIES + 1):
@@ -132,16 +132,16 @@ def _start_ray(stop: StopSignal, stages: Stages, directory: Path, ports: range, 
             began = time.monotonic()
             try:
                 return _try_ray(ports, wait_s, dashboard=dashboard)
-            except Exception as error:  # Ray says no more precisely what it raises
+            except Exception as error:  # Ray does not document its exceptions more precisely.
                 took_s = time.monotonic() - began
                 failure = _ray_failure(error, took_s, hurried=took_s >= min(HURRIED_S, wait_s))
                 failure.add_note(_last_logs(directory))
                 _clear(directory)
                 if number == MAX_TRIES or stages.remaining_s <= 0 or not isinstance(failure, StartTimedOut):
                     raise failure from error
-                stages.say(f"{failure}; it is tried again, with more time.")
+                stages.say(f"{failure}; trying again with more time.")
             finally:
-                stop.install()  # Ray takes TERM for itself
+                stop.install()  # Ray installs its own TERM handler.
     raise AssertionError("the last try returns or raises")
 
 
@@ -153,7 +153,7 @@ def _ray_failure(error: Exception, took_s: float, *, hurried: bool) -> FarsightE
 
 
 def _clear(directory: Path) -> None:
-    """Leaves no process of a try that failed, and no file of Ray."""
+    """Removes the processes and files of a failed try."""
     import ray
 
     ray.shutdown()
@@ -165,7 +165,7 @@ def _clear(directory: Path) -> None:
 def _try_ray(ports: range, wait_s: float, *, dashboard: bool) -> Any:
     import ray
 
-    # How long Ray's daemons wait for each other, which is 30 s unless told.
+    # Time that Ray's daemons wait for each other; Ray's default is 30 s.
     os.environ |= {
         "RAY_agent_register_timeout_ms": str(int(1000 * max(_AGENT_WAIT_S, wait_s))),
         "RAY_gcs_server_port_wait_time_s": str(int(wait_s)),
@@ -174,7 +174,7 @@ def _try_ray(ports: range, wait_s: float, *, dashboard: bool) -> Any:
         return ray.init(
             address="local",
             namespace=NAMESPACE,
-            num_cpus=usable_processors(),  # Ray knows of quotas, but not of affinity masks
+            num_cpus=usable_processors(),  # Ray respects CPU quotas, but not affinity masks.
             include_dashboard=dashboard,
             dashboard_port=free_ports(ports, 1)[0] if dashboard else None,
             object_store_memory=OBJECT_STORE_BYTES,
@@ -185,10 +185,10 @@ def _try_ray(ports: range, wait_s: float, *, dashboard: bool) -> Any:
 
 @contextlib.contextmanager
 def patient_with_raylet(wait_s: float) -> Iterator[None]:
-    """In it, ``ray.init`` waits so long for its raylet to register, as long as that lives.
+    """Inside this context, ``ray.init`` waits ``wait_s`` for its raylet to register, as long as the raylet lives.
 
-    Ray 2.60 waits 30 s, a constant, and meanwhile asks without a pause, which takes a processor from those that it
-    waits for. The function that it asks with is replaced here by one that has the patience and pauses.
+    Ray 2.60 waits a constant 30 s and polls without a pause, which takes a CPU core from the processes that it waits
+    for. This context replaces the polling function by one with the longer limit and pauses.
     """
     import ray._private.services
 
@@ -200,7 +200,7 @@ def patient_with_raylet(wait_s: float) -> Iterator[None]:
         while True:
             try:
                 return before(*asked)
-            except RuntimeError as error:  # it has not registered yet
+            except RuntimeError as error:  # The raylet has not registered yet.
                 if not _raylet_lives():
                     raise ConnectionError("the raylet has ended") from error
                 if time.monotonic() > deadline:
@@ -223,7 +223,7 @@ def _raylet_lives() -> bool:
 
 
 def _last_logs(directory: Path) -> str:
-    """The last lines that Ray's daemons wrote, for the log of a failure: their files go with the directory."""
+    """The last log lines of Ray's daemons for the failure log, since their files are removed with the directory."""
     found = []
     for path in sorted(directory.rglob("session_*/logs/*")):
         if path.name.startswith(_DAEMON_LOGS) and path.is_file():
@@ -234,15 +234,15 @@ def _last_logs(directory: Path) -> str:
 
 @contextlib.contextmanager
 def few_daemons(ports: range) -> Iterator[None]:
-    """In it, ``ray.init`` starts no daemons that a cluster on one machine has no use for: they make a start longer.
+    """Inside this context, ``ray.init`` skips daemons that a single machine does not need, for a faster start.
 
-    The autoscaler's finds more machines, the log monitor's prints what workers write. Besides, Ray's agents listen on
-    ports of this cluster alone. Left to itself the one that takes jobs has the same port in every cluster: of several
-    on one machine, only the first would take jobs. And ports that the agents are to choose themselves are waited for,
-    but only for 15 s (Ray 2.60); on a busy machine they come later, and nothing starts.
+    Skipped are the autoscaler, which finds more machines, and the log monitor, which prints the output of workers.
+    Ray's agents also get ports of this cluster alone. By default the job agent has the same port in every cluster, so
+    that only the first of several clusters on one machine would accept jobs. Ray 2.60 waits only 15 s for ports that
+    agents choose themselves; on a busy machine they come later, and the start fails.
 
     Args:
-        ports: Of this cluster alone. The last of them are taken: whoever else needs some begins with the first.
+        ports: Ports of this cluster alone. The agents take the last ones; other users begin with the first.
     """
     import ray._private.parameter
 
@@ -261,7 +261,7 @@ def few_daemons(ports: range) -> Iterator[None]:
 
 
 def _set_environment(directory: Path, proxy: str, ports: range) -> None:
-    """Must run before Ray is imported; its daemons and workers inherit it."""
+    """Sets the environment; must run before Ray is imported, since its daemons and workers inherit it."""
     token = directory / "auth_token"
     token.write_text(secrets.token_hex(32))
     token.chmod(0o600)
@@ -278,16 +278,16 @@ def _set_environment(directory: Path, proxy: str, ports: range) -> None:
         # On one machine only: the address of every node is 127.0.0.1, so no daemon of Ray listens elsewhere.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_SERVE_LOG_TO_STDERR": "0",
-        # One event loop a replica: no thread hop a token. The ingress never blocks its loop.
+        # One event loop per replica avoids a thread hop per token. The ingress never blocks its loop.
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "1",
-        # A replica that hangs is killed: else it would have the time of one that drains, its clients with it.
+        # Kill a hung replica; otherwise it and its clients would get the time of a draining replica.
         "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
-        # Ray kills a proxy that is not up after three times so long; with its 5 s no service starts on a busy machine.
+        # Ray kills a proxy that is not up after three times this value; its default 5 s is too short on a busy machine.
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
         "RAY_enable_metrics_collection": "0",
-        # How long its processes may take to find each other; with Ray's 5, 60 and 60 s they end on a busy machine.
+        # Time for Ray's processes to find each other; with Ray's 5, 60 and 60 s they give up on a busy machine.
         "RAY_gcs_rpc_server_connect_timeout_s": "20",
         "RAY_worker_register_timeout_seconds": "240",
         "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "240",

@@ -1,4 +1,4 @@
-"""How a command fails: a line that says what happened, one that says what to do, and a file with the rest."""
+"""How a command fails: one line with the error, one line with what to do, and a file with the details."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def failing_in_two_lines(command: str) -> Iterator[None]:
     """Ends the command with status 1 when it fails; no traceback is printed.
 
     Args:
-        command: Such as ``serve``.
+        command: Name of the command, such as ``serve``.
 
     Raises:
-        typer.Exit: It has failed.
+        typer.Exit: The command failed.
     """
     try:
         yield
@@ -40,10 +40,10 @@ def failing_in_two_lines(command: str) -> Iterator[None]:
 
 
 def describe(error: Exception, command: str, write: Callable[[str, str], Path | None]) -> tuple[str, str]:
-    """What happened, and what to do.
+    """The error, and what to do.
 
     Args:
-        write: As ``write_log``.
+        write: A function like ``write_log``.
     """
     if isinstance(error, InvalidValueError):
         return _one_line(str(error)), f"What to do: correct {error.field}, then run the same command again."
@@ -56,14 +56,14 @@ def describe(error: Exception, command: str, write: Callable[[str, str], Path | 
     todo = "run the same command again"
     if isinstance(error, StartTimedOut):
         todo = "end other programs, or raise server.start_patience_s in --config, and run the same command again"
-    details = "" if path is None else f"; what is known of the failure is in {path}"
+    details = "" if path is None else f"; the details of the failure are in {path}"
     return _one_line(what), f"What to do: {todo}{details}."
 
 
 def write_log(command: str, text: str) -> Path | None:
-    """Keeps the details of a failure for its user alone, in place of those of the last one; None if that cannot be.
+    """Writes the details of a failure to a file that only its user can read, replacing the last one; None if it cannot.
 
-    The file holds a traceback and the last lines of Ray's own logs, of which none shows a request.
+    The file holds a traceback and the last lines of Ray's own logs, which contain no request.
     """
     try:
         path = make_run_directory() / f"failed-{command}.log"
@@ -71,7 +71,7 @@ def write_log(command: str, text: str) -> Path | None:
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             file.write(text[-_LONGEST_LOG:])
     except (OSError, FarsightError):
-        return None  # the two lines are what matters
+        return None  # The two printed lines matter most.
     return path
 
 

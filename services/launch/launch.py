@@ -1,6 +1,6 @@
 """Composition root: the Supervisor, which starts every other component, and the ingress replicas.
 
-Everything lives in a private Ray cluster that this process starts and takes down with itself.
+All of it runs in a private Ray cluster that this process starts and ends.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from actors.calls.message import Asked
+from actors.calls.supervisor import SupervisorCalls
 from actors.runtime.names import SUPERVISOR, host_of
 from actors.runtime.site import Site
-from core.codec import decode
 from core.config.learning import PredictorConfig
 from core.config.load import FarsightConfig
 from core.errors import ConfigError
-from core.messages.status import ComponentCounts
 from core.processors import usable_processors
 from estimator.device_profile import profile_label, resolve_device
 from policies.compose import check_scheduler
@@ -39,21 +39,21 @@ EMBEDDED_NAME = "farsight-embedded"
 WATCH_INTERVAL_S = 0.5
 
 APP_NAME = "farsight"
-"""Of the Ray Serve application."""
+"""Name of the Ray Serve application."""
 
 _FAILED_APP = ("DEPLOY_FAILED", "UNHEALTHY", "DELETING")
 
 INGRESS_SILENCES = 3.0
-"""Ray Serve replaces an ingress replica that has owed three answers in a row for so many times ``silence_s`` each. It
-cannot tell one that is stopped from one that is slow, so this is what a process has of which nothing is known."""
+"""Ray Serve replaces an ingress replica after three health checks in a row without an answer, each with a timeout of
+this factor times ``silence_s``. Ray Serve cannot tell a stopped process from a slow one, hence the long time."""
 
 DRAIN_INGRESS_S = 600.0
-"""How long an ingress replica that is given up may finish its streams. Ctrl-C does not wait for it."""
+"""Seconds for an ingress replica that is being removed to finish its streams. Ctrl-C does not wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What is served: where it lies and what clients call it."""
+    """The served model: its location and the name that clients use."""
 
     directory: Path
     name: str
@@ -63,7 +63,7 @@ def find_model(config: FarsightConfig) -> ServedModel:
     """The configured model, or the embedded one. Without replicas of our own engine its tokenizer is enough.
 
     Raises:
-        InvalidValueError: it does not exist, is not supported or cannot run as configured.
+        InvalidValueError: The model does not exist, is not supported or cannot run as configured.
     """
     from engine.build import check_worker
     from engine.checkpoint.model_config import resolve_model_dir
@@ -74,7 +74,7 @@ def find_model(config: FarsightConfig) -> ServedModel:
     if config.model.path:
         directory = resolve_model_dir(config.model.path, weights=config.model.replicas > 0)
         model = ServedModel(directory, config.model.name or Path(config.model.path).resolve().name)
-    # What cannot run is refused here, before anything starts.
+    # Refuse a model that cannot run before anything starts.
     if config.model.replicas:
         mesh = Mesh(config.model.tensor_parallel, config.model.pipeline_parallel)
         check_worker(model.directory, config.engine, mesh)
@@ -84,10 +84,10 @@ def find_model(config: FarsightConfig) -> ServedModel:
 
 
 def find_site(config: FarsightConfig, model: ServedModel) -> Site:
-    """The service as configured, with what the configuration leaves open filled in.
+    """The configured service, with all open settings filled in.
 
     Raises:
-        ConfigError: what is to forecast cannot be loaded, or other servers cannot be replicas under these settings.
+        ConfigError: The predictor cannot be loaded, or external servers cannot be replicas under these settings.
     """
     check_replicas(config)
     is_file = config.log.path and not config.log.on_redis
@@ -103,7 +103,7 @@ def find_site(config: FarsightConfig, model: ServedModel) -> Site:
 
 
 def _find_predictor(predictor: PredictorConfig) -> PredictorConfig:
-    """With an absolute path. What cannot be loaded is refused here, before anything starts."""
+    """The predictor's configuration with an absolute path, after a check that its file loads."""
     from predictor.artefact import ArtefactError, load
 
     if not predictor.artefact:
@@ -117,7 +117,7 @@ def _find_predictor(predictor: PredictorConfig) -> PredictorConfig:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises ConfigError if nothing can listen there."""
+    """Raises ConfigError if the address cannot be bound."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -130,7 +130,7 @@ class Service:
     """The running components of one served model.
 
     Args:
-        site: What is to run.
+        site: The service to run.
     """
 
     def __init__(self, site: Site) -> None:
@@ -138,11 +138,11 @@ class Service:
         self._ingress_replicas = site.config.server.ingress_replicas or default_ingress_replicas()
 
     def start(self, stages: Stages) -> None:
-        """Starts everything; returns when requests are answered.
+        """Starts all components; returns when the service answers requests.
 
         Raises:
             StartTimedOut: the patience is over.
-            FarsightError: a part cannot start; why.
+            FarsightError: A component cannot start; the message says why.
         """
         from ray.exceptions import RayError
 
@@ -152,7 +152,7 @@ class Service:
             starting.wait(stages, lambda: ProxyStart(self._site.config.server))
             self._start_ingress(stages)
         except RayError as error:
-            raise ServiceFailed(f"a part of the service ended while it started: {error}") from error
+            raise ServiceFailed(f"a component of the service ended while it started: {error}") from error
 
     def _start_ingress(self, stages: Stages) -> None:
         from ray import serve
@@ -172,11 +172,11 @@ class Service:
         from ray import serve
 
         app = ingress_app(self._site, self._ingress_replicas, scalable=True)
-        with contextlib.suppress(TimeoutError):  # it is deployed; only the proxy was late to answer
+        with contextlib.suppress(TimeoutError):  # The application is deployed; only the proxy answered late.
             serve.run_many([serve.RunTarget(app, name=APP_NAME, route_prefix="/")], wait_for_applications_running=False)
 
     def wait(self, stop: StopSignal) -> None:
-        """Returns once a signal to stop has come; meanwhile there are as many ingress replicas as asked for."""
+        """Returns after a stop signal; until then it keeps the requested number of ingress replicas."""
         while not stop.received:
             time.sleep(WATCH_INTERVAL_S)
             wanted = self._wanted_ingress_replicas()
@@ -185,7 +185,7 @@ class Service:
                 self._run_ingress()
 
     def _wanted_ingress_replicas(self) -> int:
-        """0 if nobody has asked for a number, or nobody can tell."""
+        """The requested number of ingress replicas; 0 if none was requested or the Supervisor does not answer."""
         import ray
         from ray.exceptions import RayError
 
@@ -195,17 +195,17 @@ class Service:
         if host is None:
             return 0
         try:
-            data = ray.get(host.call.remote(SUPERVISOR, "counts", b""), timeout=WATCH_INTERVAL_S)
+            asked = Asked(host, SUPERVISOR, SupervisorCalls.counts)
+            return asked.read(ray.get(asked.ref, timeout=WATCH_INTERVAL_S)).ingress_replicas
         except RayError:
             return 0
-        return decode(data, ComponentCounts).ingress_replicas
 
 
 def start_components(site: Site) -> StartingPieces:
     """Begins to start every component.
 
     Raises:
-        ConfigError: the cluster has too few GPUs: workers would wait for them for ever.
+        ConfigError: The cluster has too few GPUs, so that workers would wait for ever.
     """
     import ray
 
@@ -218,10 +218,10 @@ def start_components(site: Site) -> StartingPieces:
 
 
 def check_gpus(config: FarsightConfig, resources: Mapping[str, float]) -> None:
-    """Raises ConfigError unless each process that computes on a GPU can have one of its own.
+    """Raises ConfigError unless each process that computes on a GPU can have its own GPU.
 
     Args:
-        resources: What the cluster has, as Ray counts it.
+        resources: The cluster's resources, as Ray counts them.
     """
     from actors.runtime.rank_groups import gpus_per_rank
 
@@ -239,9 +239,9 @@ def ingress_app(site: Site, replicas: int, *, scalable: bool = False) -> Any:
     """The Ray Serve application.
 
     Args:
-        site: What is served.
-        replicas: Ingress replicas.
-        scalable: Whether somebody follows the number that ``farsight scale ingress`` asks for.
+        site: The service.
+        replicas: Number of ingress replicas.
+        scalable: Whether this process adjusts their number to ``farsight scale ingress``.
     """
     from ray import serve
 
@@ -251,13 +251,13 @@ def ingress_app(site: Site, replicas: int, *, scalable: bool = False) -> Any:
     deployment = deployment.options(
         name="Ingress",
         num_replicas=replicas,
-        # The ingress counts and refuses by itself (429); Serve's own bound must not come first.
+        # The ingress itself counts and refuses requests (429); Serve's own bound must not apply first.
         max_ongoing_requests=2 * site.config.server.max_queued_requests,
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=DRAIN_INGRESS_S,
         health_check_period_s=site.config.actors.silence_s,
         health_check_timeout_s=INGRESS_SILENCES * site.config.actors.silence_s,
-        # Without a version of its own every run is an update, for which Serve replaces all replicas.
+        # Without a fixed version, every run counts as an update, for which Serve replaces all replicas.
         version="1",
         _internal=True,
     )
@@ -267,14 +267,14 @@ def ingress_app(site: Site, replicas: int, *, scalable: bool = False) -> Any:
 def resolve_placement(config: FarsightConfig) -> str:
     """``auto`` is ``fused`` on a small machine, where processes compete for cores, else ``split``.
 
-    It is ``packed`` where more devices are emulated than there are cores: they compute nothing.
+    It is ``packed`` if there are more emulated devices than cores, since emulated devices compute nothing.
 
     Raises:
-        ConfigError: models that compute are to share a process.
+        ConfigError: Models that compute would share a process.
     """
     placement, emulates = config.actors.placement, bool(config.engine.profile)
     if placement == "packed" and not emulates:
-        raise ConfigError("actors.placement", placement, "fused or split where the devices are not emulated")
+        raise ConfigError("actors.placement", placement, "fused or split, unless the devices are emulated")
     if placement != "auto":
         return placement
     if emulates and config.model.replicas > usable_processors():
@@ -287,18 +287,18 @@ def _small_machine() -> bool:
 
 
 def default_ingress_replicas() -> int:
-    """One on a small machine, where processes compete for cores; else two, so that one may die."""
+    """One on a small machine, where processes compete for cores; else two, so that one may fail."""
     return 1 if _small_machine() else 2
 
 
 def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSignal) -> None:
-    """Serves until a signal to stop comes; everything it started is gone when it returns.
+    """Serves until a stop signal; every process it started has ended when it returns.
 
     Raises:
-        FarsightError: the configuration cannot be served, or a vital part died.
+        FarsightError: The configuration cannot be served, or a vital component died.
     """
     stages = Stages(say, config.server.start_patience_s)
-    check_scheduler(config.scheduler)  # a wrong name is refused before anything starts
+    check_scheduler(config.scheduler)  # Refuse a wrong preset name before anything starts.
     model = find_model(config)
     check_port(config.server.host, config.server.port)
     site = find_site(config, model)

@@ -13,10 +13,10 @@ _LOGGING = {"enable_access_log": False, "log_level": "WARNING"}
 
 
 def wait_routed(stages: Stages, stage: Stage) -> None:
-    """Until the proxy passes requests on to the ingress, which runs.
+    """Waits until the proxy forwards requests to the running ingress.
 
     Raises:
-        StartTimedOut: The patience is over.
+        StartTimedOut: The start took longer than ``server.start_patience_s``.
     """
     from ray.serve.context import _get_global_client
 
@@ -25,24 +25,24 @@ def wait_routed(stages: Stages, stage: Stage) -> None:
         try:
             client.wait_for_proxies_serving(wait_for_applications_running=True)
             return
-        except TimeoutError:  # after 60 s, a constant in Ray 2.60
+        except TimeoutError:  # Ray 2.60 gives up after a constant 60 s.
             stages.check(stage)
 
 
 class ProxyStart:
-    """A proxy that is about to start. Returns from construction when the controller is up.
+    """A proxy that is about to start. Its constructor returns when the controller is up.
 
-    ``serve.start`` gives a proxy up after 60 s, a constant in Ray 2.60: too early on a busy machine. Here the
-    same is done without that wait, and ``ready`` is asked until the proxy is there.
+    ``serve.start`` gives up after a constant 60 s in Ray 2.60, too early on a busy machine. This class makes the same
+    calls without that wait; callers poll ``ready`` until the proxy listens.
 
     Args:
-        server: Where it is to listen.
+        server: Its address and port.
     """
 
     def __init__(self, server: ServerConfig) -> None:
         from ray.serve._private import api
 
-        logging.getLogger("ray.serve").setLevel(logging.WARNING)  # its news are for its own developers
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)  # Ray's log lines here are meant for its developers.
         self._http_options = {"host": server.host, "port": server.port}
         create: Any = api._create_controller_and_proxy_refs
         self._controller, self._proxies = create(
@@ -55,10 +55,10 @@ class ProxyStart:
         )
 
     def ready(self, wait_s: float) -> bool:
-        """Whether the proxy listens; waits so long for it.
+        """Whether the proxy listens; waits at most this long.
 
         Raises:
-            FarsightError: It cannot.
+            FarsightError: The proxy cannot start.
         """
         import ray
         from ray import serve
@@ -72,7 +72,7 @@ class ProxyStart:
             except ray.exceptions.RayTaskError as error:
                 raise FarsightError(f"the HTTP proxy cannot start: {error.cause!r}") from error
             except ray.exceptions.RayActorError:
-                # The controller ends a proxy that is not up in three minutes, and starts another one.
+                # The controller ends a proxy that is not up in 3 minutes and starts another one.
                 handles = ray.get(self._controller.get_proxies.remote())
                 self._proxies = [handle.ready.remote() for handle in handles.values()]
                 return False

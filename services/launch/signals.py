@@ -1,4 +1,4 @@
-"""What Ctrl-C and TERM do to ``farsight serve``."""
+"""The effects of Ctrl-C and TERM on ``farsight serve``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 import psutil
 
 INTERRUPTED = 130
-"""Exit status of a start that was interrupted: 128 + SIGINT, as shells have it."""
+"""Exit status of an interrupted start: 128 + SIGINT, as in shells."""
 
 _KILL_TIMEOUT_S = 5.0
 
@@ -18,8 +18,8 @@ _KILL_TIMEOUT_S = 5.0
 class StopSignal:
     """Abandons a start, ends a running service.
 
-    A start cannot be unwound: Ray's C++ parts crash when an exception passes through them. Nothing is being served
-    yet, so what was started is killed and the process ends at once.
+    A start cannot be unwound: Ray's C++ code crashes when an exception passes through it. The service has no requests
+    yet, so a signal kills the started processes and ends this process at once.
     """
 
     def __init__(self) -> None:
@@ -29,16 +29,16 @@ class StopSignal:
         self.install()
 
     def install(self) -> None:
-        """Takes the signals; once more after Ray has started, which takes TERM for itself."""
+        """Installs the handlers; call it again after Ray has started, since Ray installs its own TERM handler."""
         signal.signal(signal.SIGINT, self._on_signal)
         signal.signal(signal.SIGTERM, self._on_signal)
 
     def starting(self, clean_up: Callable[[], None]) -> None:
-        """From here on an abandoned start has something to clean up behind it."""
+        """From here on, an abandoned start calls this clean-up."""
         self._clean_up = clean_up
 
     def running(self) -> None:
-        """From here on a signal only sets ``received``."""
+        """From here on, a signal only sets ``received``."""
         self._running = True
 
     def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
@@ -50,7 +50,7 @@ class StopSignal:
 
 
 def kill_children() -> None:
-    """Ends every process that this one started, directly or not, and waits until they are gone."""
+    """Ends every descendant of this process and waits until all have ended."""
     children = psutil.Process().children(recursive=True)
     for child in children:
         try:

@@ -1,4 +1,4 @@
-"""How far a start is: a line for each stage with its time, and one now and then about what takes long."""
+"""The progress of a start: a line for each stage with its time, and reminders about slow stages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from core.errors import FarsightError
 
 SAY_EVERY_S = 10.0
-"""A stage that takes longer says what it waits for, and again after as long."""
+"""Seconds between two reports of what a slow stage waits for."""
 
 Say = Callable[[str], None]
 """Prints one line."""
@@ -21,10 +21,10 @@ class StartTimedOut(FarsightError):
 
 
 class Stage:
-    """One part of a start, which runs beside others perhaps.
+    """One stage of a start; stages may run side by side.
 
     Args:
-        waits_for: Tells in a few words what is missing; called in another thread.
+        waits_for: Returns in a few words what is missing; called in another thread.
     """
 
     def __init__(self, name: str, waits_for: Callable[[], str], now: float) -> None:
@@ -33,15 +33,15 @@ class Stage:
         self.began = now
         self.over = threading.Event()
         self.outcome = "started"
-        """What the line at its end says of it."""
+        """The outcome that the stage's last line reports."""
 
 
 class Stages:
-    """The stages of one start, which share its patience.
+    """The stages of one start, which share its time limit.
 
     Args:
         say: Prints a line, on a terminal and in a pipe alike.
-        patience_s: How long the whole start may take.
+        patience_s: Time limit of the whole start in seconds.
         every_s: See ``SAY_EVERY_S``.
         now: The clock, in seconds.
     """
@@ -63,12 +63,12 @@ class Stages:
 
     @property
     def elapsed_s(self) -> float:
-        """Since the start began."""
+        """Seconds since the start began."""
         return self._now() - self._began
 
     @property
     def remaining_s(self) -> float:
-        """What is left of the patience; negative when it is over."""
+        """Seconds left of the time limit; negative after it."""
         return self.patience_s - self.elapsed_s
 
     def say(self, line: str) -> None:
@@ -83,18 +83,18 @@ class Stages:
         return stage
 
     def end(self, stage: Stage) -> None:
-        """Says the outcome of a stage and how long it took."""
+        """Prints the outcome of a stage and its duration."""
         self.abandon(stage)
         self.say(f"{stage.name}: {stage.outcome} after {self._now() - stage.began:.1f} s.")
 
     def abandon(self, stage: Stage) -> None:
-        """Nothing more is said of a stage that has not ended; harmless for one that has."""
-        with self._lock:  # a line of its thread is whole, and none follows
+        """Stops the reports of a stage that has not ended; no effect on an ended stage."""
+        with self._lock:  # The lock lets the stage's thread finish its line; no line follows.
             stage.over.set()
 
     @contextmanager
     def stage(self, name: str, waits_for: Callable[[], str]) -> Iterator[Stage]:
-        """A stage that ends with the context, in silence if that fails."""
+        """A stage that ends with the context, without a line if the context raises."""
         stage = self.begin(name, waits_for)
         try:
             yield stage
@@ -103,16 +103,16 @@ class Stages:
         self.end(stage)
 
     def check(self, stage: Stage) -> None:
-        """To be called while a stage waits.
+        """Checks the time limit; call it while a stage waits.
 
         Raises:
-            StartTimedOut: The patience is over.
+            StartTimedOut: The start took longer than its time limit.
         """
         if self.remaining_s <= 0:
             raise self.timed_out(stage)
 
     def timed_out(self, stage: Stage) -> StartTimedOut:
-        """What to raise when there is no time for a stage any more."""
+        """The error of a stage that ran out of time."""
         return StartTimedOut(
             f"{stage.name}: not ready {self.elapsed_s:.0f} s after the start began; it waits for {stage.waits_for()}"
         )
@@ -126,5 +126,5 @@ class Stages:
 
 
 def silent_stages(patience_s: float) -> Stages:
-    """Stages that are not shown."""
+    """Stages that print nothing."""
     return Stages(lambda line: None, patience_s)

@@ -1,4 +1,4 @@
-"""Components that are starting, and what is said of them meanwhile."""
+"""Waits for starting components and reports their progress."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from actors.calls.message import Asked
+from actors.calls.supervisor import SupervisorCalls
 from actors.runtime.names import SUPERVISOR
 from actors.runtime.site import Site
-from core.codec import decode
 from core.errors import FarsightError
 from core.messages.status import StartState
 from services.launch.cluster import ServiceFailed
@@ -18,15 +19,15 @@ if TYPE_CHECKING:
     from services.launch.proxy import ProxyStart
 
 LOOK_S = 0.1
-"""How often a start is looked at."""
+"""Seconds between two checks of a start."""
 
 _ANSWER_S = 10.0
 _NAMED = 5
-"""So many hosts are named that are waited for."""
+"""Most missing hosts that a report names."""
 
 _MIB = 1 << 20
 _COMPUTING = ("worker", "rank-")
-"""How the names of hosts begin that load the model, or emulate a device."""
+"""Name prefixes of the hosts that load the model or emulate a device."""
 
 _Watched = list[tuple[Stage, Callable[[], bool]]]
 
@@ -35,24 +36,24 @@ class StartingPieces:
     """Every component of a service, about to start.
 
     Args:
-        host: The handle of the Supervisor's host.
+        host: Handle of the Supervisor's host.
     """
 
     def __init__(self, site: Site, host: Any) -> None:
         self._site = site
         self._host = host
-        self._started = host.call.remote(SUPERVISOR, "started", b"")
+        self._started = Asked(host, SUPERVISOR, SupervisorCalls.started)
         self._seen: StartState | None = None
 
     def wait(self, stages: Stages, start_proxy: Callable[[], ProxyStart] | None = None) -> None:
-        """Until every component has started; says which stage is over, and when.
+        """Waits until every component has started; reports the end of each stage.
 
         Args:
-            start_proxy: Begins to start the HTTP proxy, where there is to be one; then that is waited for as well.
+            start_proxy: Begins to start the HTTP proxy, if there is one, and makes this wait for it too.
 
         Raises:
-            StartTimedOut: The patience is over.
-            FarsightError: One of them cannot start; why.
+            StartTimedOut: The start took longer than ``server.start_patience_s``.
+            FarsightError: A component cannot start; the message says why.
         """
         components = stages.begin("Components", lambda: self._awaited(computing=False))
         watched: _Watched = [(components, lambda: self._all_up(components, computing=False))]
@@ -80,17 +81,17 @@ class StartingPieces:
                 stages.check(stage)
 
     def _look(self) -> None:
-        """Asks the Supervisor; raises a component's own reason, without the way it took through the actors."""
+        """Asks the Supervisor; raises a component's own error without the chain of actors it passed through."""
         import ray
         from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
         try:
-            state = self._host.call.remote(SUPERVISOR, "start_state", b"")
-            done, _ = ray.wait([self._started], timeout=LOOK_S)
+            state = Asked(self._host, SUPERVISOR, SupervisorCalls.start_state)
+            done, _ = ray.wait([self._started.ref], timeout=LOOK_S)
             ray.get(done)
-            self._seen = decode(ray.get(state, timeout=_ANSWER_S), StartState)
+            self._seen = state.read(ray.get(state.ref, timeout=_ANSWER_S))
         except GetTimeoutError:
-            return  # a busy machine: what was seen before holds still
+            return  # The machine is busy; the last answer still holds.
         except RayTaskError as error:
             if isinstance(error.cause, FarsightError):
                 raise error.cause from None

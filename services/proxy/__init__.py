@@ -1,1 +1,1 @@
-"""What stands before the ingress: HAProxy's configuration, and errors in the API's shape from a proxy itself."""
+"""The proxy before the ingress: HAProxy's configuration, and the proxy's own errors in the API's shape."""

@@ -1,6 +1,6 @@
-"""What Farsight changes in the configuration that Ray writes for HAProxy, before HAProxy reads it.
+"""Edits the configuration that Ray writes for HAProxy before HAProxy reads it.
 
-It runs as a program for each start of HAProxy, so it imports nothing but the standard library.
+It runs as a program at each start of HAProxy, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -12,38 +12,37 @@ from collections.abc import Mapping
 from pathlib import Path
 
 CHECK_PATH = "/-/healthz"
-"""What Ray has HAProxy ask its servers."""
+"""The health check that Ray configures for HAProxy's servers."""
 
 HEALTH_PATH = "/health"
 LIVENESS_FOLDER = "liveness"
-"""In the directory of HAProxy's files: a file for each ingress replica, called by its id, with the port that tells of
-its life."""
+"""Subdirectory of HAProxy's files: a file for each ingress replica, named by its id, that holds its liveness port."""
 
 _HEALTH_BACKEND = "farsight-health"
 _SERVER = re.compile(r"^    server (\S+) \S+ check\b(?! backup)")
 
 _MESSAGES = {
     400: "The request is not valid HTTP.",
-    408: "The request did not come within the time limit.",
+    408: "The request did not arrive within the time limit.",
     500: "The server failed to process the request; its log has the details.",
     502: "The server closed the connection before it answered. The request may be sent again.",
-    503: "No ingress replica takes requests now. The request may be sent again.",
+    503: "No ingress replica accepts requests now. The request may be sent again.",
     504: "The server did not answer within the time limit. The request may be sent again.",
 }
 _CODES = {400: "bad_request", 408: "request_timeout", 500: "internal_error"}
-_STARTING = "Nothing is served yet, or no longer."
+_STARTING = "The service has not started yet or has stopped."
 
 
 def edited(text: str, metrics_port: int, stats_port: int, liveness: Mapping[str, int]) -> str:
-    """The configuration as HAProxy is to have it.
+    """The edited configuration.
 
     - The two pages of statistics move from all interfaces to the loopback interface.
-    - ``splice-request`` goes: with it, HAProxy does not see that a client has left whose body came behind its head.
-    - A replica's life is asked for at the port that tells of it, if it has one, and ``/health`` is answered there.
-    - Errors of HAProxy's own, and plain texts of Ray, get the shape of the OpenAI API, and the status that they have.
+    - ``splice-request`` is removed: with it, HAProxy misses the disconnect of a client whose body came after its head.
+    - Health checks and ``/health`` go to the replica's liveness port, if it has one.
+    - HAProxy's own errors and Ray's plain texts get the shape of the OpenAI API and keep their status.
 
     Args:
-        liveness: The port for each replica's id. Servers that it does not name are checked as Ray has it.
+        liveness: Liveness port by replica id. Other servers keep Ray's health check.
     """
     lines: list[str] = []
     health: list[str] = []
@@ -85,7 +84,7 @@ def _edited_line(line: str, metrics_port: int, stats_port: int) -> list[str]:
 
 
 def error_json(status: int, message: str = "") -> str:
-    """The body of an error that a proxy tells of, in the shape of the OpenAI API."""
+    """The body of a proxy's error, in the shape of the OpenAI API."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     code = _CODES.get(status, "unavailable" if status >= 500 else None)
     message = message or _MESSAGES.get(status, f"The request failed with status {status}.")

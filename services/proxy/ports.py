@@ -1,4 +1,4 @@
-"""Ports of this machine that one service has for itself."""
+"""Reserves ports of this machine for one service."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from core.errors import FarsightError
 FIRST_PORT = 30_000
 BLOCK_SIZE = 150
 NUM_BLOCKS = 18
-"""All of them lie below the ports that Linux gives to outgoing connections (32768 and up, unless set otherwise)."""
+"""All blocks lie below the ports that Linux gives to outgoing connections (32768 and up by default)."""
 
 LOOPBACK = "127.0.0.1"
 
@@ -21,17 +21,17 @@ LOOPBACK = "127.0.0.1"
 def reserved_ports(avoid: int = 0) -> Iterator[range]:
     """A block of ports that no other Farsight on this machine gets until the context ends, or the process does.
 
-    The port before them is bound all the while: that keeps the others away. Programs that know nothing of this may
-    listen on some of the block.
+    The port before the block stays bound, which keeps other Farsight processes away. Other programs may listen on
+    ports of the block.
 
     Args:
-        avoid: A port that is to be used for something else.
+        avoid: A port that is needed for another purpose.
 
     Raises:
-        FarsightError: every block is taken.
+        FarsightError: Every block is taken.
     """
     with contextlib.ExitStack() as stack:
-        # Not always the first: processes of a service that was killed may live on its ports a moment longer.
+        # Start at a random block: processes of a killed service may hold its ports a moment longer.
         for block in random.SystemRandom().sample(range(NUM_BLOCKS), NUM_BLOCKS):
             first = FIRST_PORT + block * BLOCK_SIZE
             if avoid not in range(first, first + BLOCK_SIZE) and _bind(stack.enter_context(socket.socket()), first):
@@ -42,10 +42,10 @@ def reserved_ports(avoid: int = 0) -> Iterator[range]:
 
 
 def free_ports(among: Iterable[int], number: int) -> list[int]:
-    """The first of these ports that nobody listens on.
+    """The first of these ports without a listener.
 
     Raises:
-        FarsightError: there are too few.
+        FarsightError: Too few ports are free.
     """
     found: list[int] = []
     for port in among:

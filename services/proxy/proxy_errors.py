@@ -1,6 +1,6 @@
 """Errors of Ray Serve's own proxy, in the shape of the OpenAI API: ``server.proxy = "serve"``.
 
-The proxy says in plain text what it cannot pass on: that a replica died, that there is none, that it is starting.
+The proxy reports its own errors in plain text: a replica died, there is none, or it is starting.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from services.proxy.haproxy_config import error_json
 logger = logging.getLogger(__name__)
 
 _RAYS_OWN = "/-/"
-"""Ray's pages for whoever watches the proxy."""
+"""Ray's own pages on the proxy, for operators."""
 
 
 def middlewares() -> list[Middleware]:
-    """What Ray Serve puts around its proxy (``RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH``)."""
+    """The middleware that Ray Serve puts around its proxy (``RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH``)."""
     return [Middleware(OpenAIErrors)]
 
 
 class OpenAIErrors:
     """Replaces the body of an error in plain text; the status stays.
 
-    What the proxy raises, or leaves unanswered, is a 500.
+    An exception of the proxy, or a missing response, becomes a 500.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -54,8 +54,8 @@ class OpenAIErrors:
         except Exception:
             if started:
                 raise
-            logger.exception("a request could not be passed on")
-        if not started:  # as when its replica died: Ray's proxy says nothing then
+            logger.exception("a request could not be forwarded")
+        if not started:  # Ray's proxy sends nothing when the replica has died, for example.
             await _send_error(500, (), send)
 
 

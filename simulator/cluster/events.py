@@ -1,4 +1,4 @@
-"""Virtual time."""
+"""Virtual time: alarms in order of their instants."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 
 
 class Alarms:
-    """Who wakes when: one alarm each, the latest set counts. Those of one instant ring in the order they were set."""
+    """One alarm per owner; a new alarm replaces the old one. Alarms of one instant ring in the order they were set."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, int]] = []
@@ -15,7 +15,7 @@ class Alarms:
         self._num_set = 0
 
     def set(self, who: int, at: float) -> None:
-        """``who`` wakes at this instant, and at no other; infinity for never."""
+        """Sets the only alarm of ``who`` to this instant; infinity for never."""
         current = self._current.get(who)
         if current is not None and current[0] == at:
             return
@@ -26,13 +26,13 @@ class Alarms:
 
     @property
     def next_at(self) -> float:
-        """The next alarm; infinity if there is none."""
+        """Instant of the next alarm; infinity if there is none."""
         while self._heap and self._current[self._heap[0][2]][1] != self._heap[0][1]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else math.inf
 
     def pop(self) -> int:
-        """Whose alarm is the next one; it is then off. Only after ``next_at`` has shown that there is one."""
+        """Removes the next alarm and returns its owner. Call it only after ``next_at`` returned a finite instant."""
         _, num_set, who = heapq.heappop(self._heap)
         self._current[who] = (math.inf, num_set)
         return who

@@ -27,7 +27,7 @@ from simulator.traffic.workload import Arrival, as_request
 
 @dataclass(frozen=True, slots=True)
 class FleetShape:
-    """What is simulated: so many equal replicas."""
+    """The simulated cluster: a number of equal replicas."""
 
     replica: ReplicaShape
     latency: LatencyModel
@@ -39,9 +39,9 @@ class Fleet:
 
     Args:
         make_scheduler: A new scheduler for each replica.
-        clients: Closed loop: so many requests are under way at any time, each following one that has ended, whatever
-            their arrival times; None for an open loop.
-        timeline: Samples the replicas as time goes on.
+        clients: Closed loop: number of requests in flight at any time; each ended request starts the next one, whatever
+        its arrival time. None for an open loop.
+        timeline: Samples the replicas during the run.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class Fleet:
             self.router.handle(ReplicaUp(each.name, each.ready), 0.0)
 
     def run(self, arrivals: Iterable[Arrival], progress: Callable[[int], None] | None = None) -> Recorder:
-        """All of them, to the last token.
+        """Runs all arrivals to the last token.
 
         Args:
-            arrivals: In order of arrival; read as needed.
-            progress: Told how many have ended, after each.
+            arrivals: In order of arrival; read lazily.
+            progress: Called after each ended request with the number of ended requests.
         """
         with _without_collections():
             if self._clients is not None:
@@ -99,7 +99,7 @@ class Fleet:
             if wakes_at <= arrives_at:
                 self._wake(progress)
             else:
-                together = []  # what comes at one instant starts together
+                together = []  # Requests of one instant arrive together.
                 while arrival is not None and arrival.arrived_at <= arrives_at:
                     together.append(arrival)
                     arrival = next(source, None)
@@ -113,14 +113,14 @@ class Fleet:
             wakes_at = self._alarms.next_at
             if wakes_at == math.inf:
                 if arrivals:
-                    continue  # all of them were refused
+                    continue  # The replicas refused all of them.
                 return
             self.now = wakes_at
             self._look()
             self._wake(progress)
 
     def _look(self) -> None:
-        """Between events."""
+        """Checks invariants between events."""
         if self._timeline is not None:
             self._timeline.advance(self.now, self.replicas)
 
@@ -154,7 +154,7 @@ class Fleet:
                     del self._under_way[request_id]
 
     def _block_names(self, arrival: Arrival) -> tuple[int, ...]:
-        """Of its full blocks: those that others may have, then its own, which are negative."""
+        """Block names of a prompt: first the shared blocks, then its own blocks with negative names."""
         shape = self._shape.replica
         if not shape.shares_prefixes:
             return ()
@@ -172,8 +172,8 @@ class Fleet:
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """A run makes no cycles of objects while it lasts, and looking for them among millions of records takes a fifth of
-    the time."""
+    """Turns off garbage collection: a run creates no reference cycles, and the search for cycles among millions of
+    records takes a fifth of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

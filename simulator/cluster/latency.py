@@ -1,4 +1,4 @@
-"""How long steps take on simulated hardware."""
+"""Step times of simulated hardware."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from estimator import device_profile
 
 
 class LatencyModel(Protocol):
-    """Step and copy times of one replica; seconds."""
+    """Step and copy times of one replica, in seconds."""
 
     def step_s(self, prefill_tokens: int, decode_seqs: int, context_tokens: int, prefill_pairs: int = 0) -> float:
-        """One step that computes so many prompt tokens beside sequences that decode over so much context in all.
+        """Seconds of one step with these prompt tokens, decoding sequences and total context.
 
         Args:
-            prefill_pairs: Of the prompt tokens with what they attend to (``core.costs.attention_pairs``).
+            prefill_pairs: Pairs of a prompt token and a token that it attends to (``core.costs.attention_pairs``).
         """
         ...
 
     def decode_run_s(self, decode_seqs: int, context_tokens: int, num_steps: int) -> float:
-        """So many steps that only decode; the context grows by one token a sequence with each."""
+        """Seconds of these steps that only decode; each step adds one token of context per sequence."""
         ...
 
     def copy_s(self, num_tokens: int) -> float:
-        """The KV of so many tokens between device and host, one way."""
+        """Seconds to copy the KV of these tokens between device and host, one way."""
         ...
 
     @property
     def cost(self) -> StepCost:
-        """The linear model nearest to this one: what policies price with."""
+        """The linear model nearest to this one, which policies price with."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LinearLatency:
-    """Steps that cost what ``StepCost`` says.
+    """Step times by the linear model ``StepCost``.
 
     Attributes:
-        kv_bytes: Of the KV of one token.
-        copy_bandwidth: Bytes a second between device and host, each way.
+        kv_bytes: Bytes of the KV of one token.
+        copy_bandwidth: Bytes per second between device and host, each way.
     """
 
     cost: StepCost
@@ -68,7 +68,7 @@ A100_7B = LinearLatency(device_profile.A100_7B.cost)
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """Peak rates of a device: FLOP/s of half precision, bytes a second of its memory and of its link to the host."""
+    """Peak rates of a device: FLOP/s in half precision, bytes per second of its memory and of its host link."""
 
     name: str
     flops: float
@@ -79,7 +79,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A decoder by its sizes."""
+    """The sizes of a decoder model."""
 
     name: str
     num_layers: int
@@ -89,7 +89,7 @@ class ModelShape:
 
     @property
     def kv_bytes(self) -> int:
-        """Of one token in half precision: keys and values of every layer."""
+        """Bytes of one token's keys and values in all layers, in half precision."""
         return int(4 * self.num_layers * self.hidden_size * self.kv_share)
 
 
@@ -125,13 +125,13 @@ MODELS = {
 class Roofline:
     """A step takes the longer of its arithmetic and its memory traffic, at a share of the peak rates.
 
-    With ``pipeline_parallel`` stages as many disjoint batches are in flight, and a token passes all stages: the time of
-    one iteration over all sequences is that of one such batch on all devices of its tensor-parallel group. What prompts
-    attend to is not counted: that share of their arithmetic is small.
+    With ``pipeline_parallel`` stages, as many disjoint batches are in flight, and each token passes all stages: the
+    time of one iteration over all sequences is that of one such batch on all devices of its tensor-parallel group.
+    The attention of prompts is not counted, since its share of their arithmetic is small.
 
     Attributes:
-        efficiency: Share of the peak rates that is reached.
-        overhead_s: Of each step, for launching it.
+        efficiency: Reached share of the peak rates.
+        overhead_s: Launch overhead of each step, in seconds.
     """
 
     gpu: Gpu
@@ -159,7 +159,7 @@ class Roofline:
     def decode_run_s(self, decode_seqs: int, context_tokens: int, num_steps: int) -> float:
         first = self.step_s(0, decode_seqs, context_tokens)
         last = self.step_s(0, decode_seqs, context_tokens + decode_seqs * (num_steps - 1))
-        return num_steps * (first + last) / 2  # linear in between, but where arithmetic gives way to traffic
+        return num_steps * (first + last) / 2  # Linear in between, except where arithmetic and memory traffic cross.
 
     def copy_s(self, num_tokens: int) -> float:
         links = self.tensor_parallel * self.pipeline_parallel

@@ -1,4 +1,4 @@
-"""What happened to each request, and to the replicas as a whole."""
+"""Records of each request and of all replicas together."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _BINS_PER_E = 100
 
 @dataclass(slots=True)
 class Record:
-    """The life of one request; instants in seconds from the start, NaN while they have not come.
+    """The life of one request; instants in seconds from the start, NaN until they occur.
 
     Attributes:
         max_gap_s: Longest time between two of its tokens (MTPOT).
-        num_evictions: How often its KV was dropped.
-        num_swaps: How often its KV was moved to the host.
+        num_evictions: Number of times its KV was dropped.
+        num_swaps: Number of times its KV was moved to the host.
     """
 
     arrival: Arrival
@@ -43,14 +43,14 @@ class Record:
 
     @property
     def tpot_s(self) -> float:
-        """Mean time of a token after the first; NaN of a single one."""
+        """Mean time per token after the first; NaN for a single token."""
         gaps = self.num_tokens - 1
         return (self.last_token_at - self.first_token_at) / gaps if gaps else math.nan
 
 
 @dataclass(slots=True)
 class Usage:
-    """Of one replica, weighted by its decoding steps.
+    """KV memory of one replica, weighted by its decoding steps.
 
     Attributes:
         token_steps: Sum over steps of the KV tokens in use.
@@ -66,19 +66,19 @@ class Usage:
 
 @dataclass(slots=True)
 class Recorder:
-    """Everything that is kept of a run."""
+    """All records of a run."""
 
     done: list[Record] = field(default_factory=list)
     usage: dict[str, Usage] = field(default_factory=dict)
     gaps: Counter[int] = field(default_factory=Counter)
 
     def tokens(self, record: Record, num_tokens: int, first_s: float, rest_s: float, at: float) -> None:
-        """Books tokens of one request.
+        """Records tokens of one request.
 
         Args:
-            first_s: When the first of them came.
-            rest_s: Seconds of each of the others, the longest at most.
-            at: When the last came.
+            first_s: Seconds until the first of them.
+            rest_s: Seconds of each of the others, at most of the longest.
+            at: Instant of the last one.
         """
         if record.num_tokens == 0:
             record.first_token_at = first_s
@@ -93,7 +93,7 @@ class Recorder:
         record.last_token_at = at
 
     def itl_s(self, share: float) -> float:
-        """The inter-token latency that this share of all gaps does not exceed, to 1 %."""
+        """The inter-token latency that this share of all gaps does not exceed, with 1 % accuracy."""
         left = share * sum(self.gaps.values())
         for index in sorted(self.gaps):
             left -= self.gaps[index]

@@ -1,8 +1,8 @@
-"""One replica: the live scheduler and the live executor, with a clock in the place of a device.
+"""One replica: the live scheduler and the live executor, with virtual time instead of a device.
 
-It goes from event to event. Steps that only decode the same sequences are taken at once up to the next one in which
-anything can change; if something arrives meanwhile, those that are over are booked and the run ends with the step under
-way, as it would on a device.
+It advances from event to event. Consecutive steps that only decode the same sequences form one run, up to the next step
+in which anything can change. If an event arrives earlier, the finished steps are recorded and the run ends with the
+current step, as it would on a device.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class ReplicaShape:
     """Memory and limits of a replica.
 
     Attributes:
-        look_every: Steps after which the scheduler looks again though nothing has ended, while somebody waits or could
-            be preempted; 0 for never. Needed where a decision depends on time or on chance.
-        shares_prefixes: Whether sequences that begin alike share KV.
+        look_every: Steps between two calls of the scheduler without an event, while a request waits or could be
+        preempted; 0 for never. Needed if a decision depends on time or on random draws.
+        shares_prefixes: Whether sequences with equal prefixes share KV.
     """
 
     num_blocks: int
@@ -52,7 +52,7 @@ class ReplicaShape:
 
 @dataclass(slots=True)
 class _Run:
-    """Equal steps under way, booked when the last is over; of ``num_told`` the scheduler has heard already."""
+    """Equal steps in progress, recorded when the last is over; ``num_told`` of them were reported to the scheduler."""
 
     batch: StepBatch
     began_at: float
@@ -66,10 +66,10 @@ class _Run:
 
 
 class Replica:
-    """A scheduler and its worker in one place.
+    """A scheduler and its worker in one object.
 
     Args:
-        on_start: Called with each request that has first run, and how long it had waited.
+        on_start: Called with each request at its first step, and its waiting time.
         on_end: Called with each ended request, at the instant of its last token.
     """
 
@@ -99,11 +99,11 @@ class Replica:
         self._records: dict[str, Record] = {}
         self._hashes: dict[str, list[int]] = {}
         self._run: _Run | None = None
-        self._plan: Plan | None = None  # takes effect when the step under way is over
-        self._untold = False  # a run has ended of which the scheduler has not heard
+        self._plan: Plan | None = None  # Takes effect at the end of the current step.
+        self._untold = False  # A run has ended that the scheduler does not know yet.
         self._counted_preemptions = 0
         self._copies: list[tuple[float, int]] = []  # (done at, copy id), in order
-        self._landed: list[int] = []  # copies that are done and are booked when the step under way is over
+        self._landed: list[int] = []  # Finished copies, recorded at the end of the current step.
         self._own_names = itertools.count(1 << 62)
         self._link_free_at = {Residency.DEVICE: 0.0, Residency.HOST: 0.0}
         self._connect()
@@ -119,13 +119,13 @@ class Replica:
 
     @property
     def wakes_at(self) -> float:
-        """When something happens here by itself; infinity if nothing does."""
+        """The instant of the next event of this replica; infinity if there is none."""
         run = self._run
         run_wakes_at = math.inf if run is None else min(run.ends_at, self._looks_at(run))
         return min(run_wakes_at, self._copies[0][0]) if self._copies else run_wakes_at
 
     def _looks_at(self, run: _Run) -> float:
-        """When the scheduler wants to look at a run though nothing has ended; infinity if not before its end."""
+        """The instant of the scheduler's next call during a run; infinity if it is not before the run's end."""
         num_steps = run.num_told + self.shape.look_every
         if not self.shape.look_every or num_steps >= run.num_steps or not self._looks:
             return math.inf
@@ -133,17 +133,17 @@ class Replica:
 
     @property
     def used_tokens(self) -> int:
-        """KV tokens whose blocks are held."""
+        """KV tokens of the allocated blocks."""
         blocks = self.executor.blocks
         return (blocks.num_blocks - blocks.num_free) * blocks.block_size
 
     def used_tokens_at(self, now: float) -> int:
-        """The same with the steps of the run under way that are over by ``now``."""
+        """The same, including the steps of the current run that are over by ``now``."""
         run = self._run
         return self.used_tokens + (0 if run is None else run.decode_seqs * self._steps_over(run, now))
 
     def submit(self, requests: list[tuple[Request, Record]], now: float) -> None:
-        """Requests arrive."""
+        """Adds arriving requests."""
         for request, record in requests:
             record.replica = self.name
             self._records[request.request_id] = record
@@ -155,14 +155,14 @@ class Replica:
             self._begin(now)
 
     def wake(self, now: float) -> None:
-        """It is ``wakes_at``: steps or copies are over."""
+        """Handles the event at ``wakes_at``: steps or copies are over."""
         while self._copies and self._copies[0][0] <= now:
             self._landed.append(self._copies.pop(0)[1])
             self._cut(now)
         run = self._run
         if run is not None and run.ends_at > now >= self._looks_at(run):
             self._tell_steps(run, run.num_told + self.shape.look_every, now)
-            if self._plan is not None:  # it has an idea: the next step is another one
+            if self._plan is not None:  # The scheduler has changed the next step.
                 run.num_steps, run.ends_at = run.num_told, now
         if run is not None and run.ends_at <= now:
             self._run = None
@@ -173,7 +173,7 @@ class Replica:
             self._begin(now)
 
     def _tell_steps(self, run: _Run, num_steps: int, now: float) -> None:
-        """Tells the scheduler of the first so many steps of a run, and of what it has not heard of before."""
+        """Reports the first steps of a run to the scheduler, and earlier unreported steps."""
         if self._untold:
             self._report(now)
         new = num_steps - run.num_told
@@ -184,14 +184,14 @@ class Replica:
 
     @property
     def _looks(self) -> bool:
-        """Whether the scheduler may want to decide something though nothing has ended."""
+        """Whether the scheduler may change its decision although no request has ended."""
         scheduler = self.scheduler
         if self.executor.short_blocks or self._copies or self._landed:
             return True
         return bool(self.shape.look_every) and (scheduler.num_waiting > 0 or scheduler.order.preemptive)
 
     def _tell(self, event: Event, now: float) -> None:
-        """What the scheduler answers takes effect between steps: now, or when the one under way is over."""
+        """Applies the scheduler's instructions between steps: now, or at the end of the current step."""
         for instruction in self.scheduler.handle(event, now):
             match instruction:
                 case SendPlan(plan):
@@ -222,14 +222,14 @@ class Replica:
         self._tell(WorkerReported(report), now)
 
     def _begin(self, now: float) -> None:
-        """The next run, if anything can run. Pressure is answered at once: no time passes between here and there."""
+        """Starts the next run, if any request can run. The scheduler answers memory pressure in no time."""
         if self._landed:
             for copy_id in self._landed:
                 self.executor.complete_copy(copy_id)
             self._landed.clear()
             self._report(now)
         batch = self._next_batch()
-        for _ in range(len(self._records)):  # an answer that helps takes somebody out; others could go on for ever
+        for _ in range(len(self._records)):  # A useful answer removes a request; other answers could repeat for ever.
             if not self.executor.short_blocks:
                 break
             self._report(now)
@@ -248,7 +248,7 @@ class Replica:
         return self.executor.next_batch()
 
     def _begin_copies(self, now: float) -> None:
-        """Copies of one direction follow each other; those of both overlap, with steps as well."""
+        """Copies in one direction are sequential; copies in both directions and steps overlap."""
         for copy in self.executor.take_copies():
             begins_at = max(now, self._link_free_at[copy.to])
             done_at = begins_at + self._latency.copy_s(len(copy.source) * self.shape.block_size)
@@ -272,7 +272,7 @@ class Replica:
         return _Run(batch, now, max(1, num_steps), math.inf, prefill, decode_seqs, context, pairs)
 
     def _seconds(self, run: _Run, num_steps: int) -> float:
-        """Of the first so many steps of a run."""
+        """Seconds of the first steps of a run."""
         if num_steps == 0:
             return 0.0
         if run.prefill_tokens:
@@ -280,7 +280,7 @@ class Replica:
         return self._latency.decode_run_s(run.decode_seqs, run.context_tokens, num_steps)
 
     def _steps_over(self, run: _Run, now: float) -> int:
-        """Steps of a run that are over by now."""
+        """The number of steps of a run that are over by now."""
         low, high = run.num_told, run.num_steps
         while low < high:
             middle = (low + high + 1) // 2
@@ -291,14 +291,14 @@ class Replica:
         return low
 
     def _cut(self, now: float) -> None:
-        """A run ends with the step under way."""
+        """Ends a run with its current step."""
         run = self._run
         if run is not None:
             run.num_steps = min(run.num_steps, self._steps_over(run, now) + 1)
             run.ends_at = run.began_at + self._seconds(run, run.num_steps)
 
     def _book(self, run: _Run) -> bool:
-        """Books a run that is over; returns whether a request ended."""
+        """Records a finished run; returns whether a request ended."""
         seconds = self._seconds(run, run.num_steps)
         first_at, last_at = run.began_at + self._seconds(run, 1), run.began_at + seconds
         last_s = seconds - self._seconds(run, run.num_steps - 1)
@@ -327,7 +327,7 @@ class Replica:
         usage.peak_tokens = max(usage.peak_tokens, used)
 
     def _block_hashes(self, request_id: str, num_blocks: int) -> list[int]:
-        """The names that the request came with, then names of the blocks of its output."""
+        """The block names of the request's prompt, then names of its output blocks."""
         hashes = self._hashes[request_id]
         while len(hashes) < num_blocks:
             hashes.append(next(self._own_names))

@@ -12,22 +12,22 @@ from core.errors import InvalidValueError
 from simulator.cluster.replica import Replica
 
 SERIES = ("waiting", "running", "offloaded", "used_tokens", "predicted_tokens")
-"""What is sampled of each replica: requests that wait (or rest with KV on the device), that execute, whose KV is on the
-host; KV tokens in use; the peak that its admission foresaw when last asked (NaN where it foresees nothing)."""
+"""The samples of each replica: number of requests that wait (or are paused with KV on the device), that execute, and
+whose KV is on the host; KV tokens in use; its admission's latest predicted peak (NaN if it predicts none)."""
 
 
 class Timeline:
     """Samples of all replicas at 0, ``interval_s``, 2 ``interval_s`` ...
 
-    When it is full every other sample goes and the interval doubles: it covers a run of any length and never holds
-    fewer than half of ``max_samples`` once there were so many. Looking changes nothing in what is looked at.
+    When it is full it drops every other sample and doubles the interval. So it covers a run of any length, and after
+    the first time it holds at least half of ``max_samples``. Sampling does not change the replicas.
 
     Args:
-        interval_s: Between samples, at first.
+        interval_s: First interval between samples.
         max_samples: Even, at least 2.
 
     Raises:
-        InvalidValueError: A bad interval or bound.
+        InvalidValueError: The interval or the bound is wrong.
     """
 
     def __init__(self, interval_s: float = 0.02, max_samples: int = 1024) -> None:
@@ -41,7 +41,7 @@ class Timeline:
         self._values: npt.NDArray[np.float64] | None = None  # samples x series x replicas
 
     def advance(self, now: float, replicas: Sequence[Replica]) -> None:
-        """Nothing happens between the last event and ``now``: samples the instants up to it."""
+        """Takes the samples due up to ``now``; no event lies between the last one and ``now``."""
         while (at := self.num_samples * self.interval_s) <= now:
             if self.num_samples == self._max_samples:
                 self._thin_out()
@@ -61,7 +61,7 @@ class Timeline:
         self.interval_s *= 2
 
     def times_s(self) -> npt.NDArray[np.float64]:
-        """When the samples were taken."""
+        """The instants of the samples."""
         return np.arange(self.num_samples, dtype=np.float64) * np.float64(self.interval_s)
 
     def series(self, name: str) -> npt.NDArray[np.float64]:
@@ -75,5 +75,5 @@ def _state(replica: Replica, at: float) -> tuple[float, float, float, float, flo
     scheduler = replica.scheduler
     paused = scheduler.num_waiting + scheduler.num_admitted - scheduler.num_running
     offloaded = min(scheduler.num_offloaded, paused)
-    foreseen = getattr(scheduler.admission, "predicted_peak", math.nan)  # few policies foresee anything
+    foreseen = getattr(scheduler.admission, "predicted_peak", math.nan)  # Few policies predict a peak.
     return paused - offloaded, scheduler.num_running, offloaded, replica.used_tokens_at(at), foreseen

@@ -1,1 +1,1 @@
-"""Published tables and figures, run again: ``python -m simulator.reproduce NAME|--all [--json]``."""
+"""Reproductions of published tables and figures: ``python -m simulator.reproduce NAME|--all [--json]``."""

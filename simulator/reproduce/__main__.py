@@ -23,10 +23,10 @@ JOBS = min(2, usable_processors())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m simulator.reproduce", description="Published results, run again.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="one of those that --list shows")
-    parser.add_argument("--all", action="store_true", help="every one of them")
-    parser.add_argument("--list", action="store_true", help="names and sources, and what is not covered")
+    parser = argparse.ArgumentParser(prog="python -m simulator.reproduce", description="Reproduce published results.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="name of a reproduction, as --list shows it")
+    parser.add_argument("--all", action="store_true", help="all reproductions")
+    parser.add_argument("--list", action="store_true", help="list names and sources, and the figures not covered")
     parser.add_argument("--json", action="store_true", help="JSON lines on standard output")
     parser.add_argument("--jobs", type=int, default=JOBS, metavar="N", help=f"processes (default: {JOBS})")
     args = parser.parse_args()
@@ -39,7 +39,7 @@ def main() -> None:
     if unknown:
         parser.error(f"{unknown[0]!r} is none of {', '.join(REPRODUCTIONS)}")
     if bool(args.names) == args.all:
-        parser.error("say which: NAME ... or --all (--list shows them)")
+        parser.error("pass NAME ... or --all (--list shows the names)")
     chosen = [REPRODUCTIONS[name] for name in (REPRODUCTIONS if args.all else args.names)]
     rows: list[Row] = []
     with closing(_run(chosen, max(1, args.jobs))) as found:
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def _run(chosen: list[Reproduction], jobs: int) -> Generator[Row, None, None]:
-    """Cells side by side, rows in their order."""
+    """Runs the cells in parallel; returns the rows in order."""
     cells = [cell for each in chosen for cell in each.cells]
     console = Console(stderr=True)
     with (

@@ -46,7 +46,7 @@ class Target:
 
     @property
     def names(self) -> set[str]:
-        """Of the policies that have to be run."""
+        """Names of the policies that must run."""
         others = {name for name in POLICIES if not name.startswith("farsight")}
         wanted = others if self.against == "best" else {n for n in POLICIES if n in _candidates(self.against)}
         return {self.ours, *wanted}
@@ -108,7 +108,7 @@ _ROBUST = Target("farsight, none", math.nan, 1.02, ours="farsight, shuffled")
 """A useless predictor must not cost more than 2 % over none."""
 
 _LIGHT = Target("best", math.nan, 1.01)
-"""Where there is hardly a queue, nobody may be better by more than 1 %."""
+"""With hardly a queue, no other policy may be better by more than 1 %."""
 
 CELLS: tuple[tuple[Cell, tuple[Target | Goodput, ...]], ...] = (
     (TEXTS, (Target("past-future", 0.32, 0.40), Target("hrrn", 0.59, 0.65), Target("mlfq", 0.97, 1.00), _ROBUST)),

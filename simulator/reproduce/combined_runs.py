@@ -34,8 +34,8 @@ class Cell:
 
     Attributes:
         workload: A name of ``simulator.traffic.workloads``.
-        cv: Of the gaps between arrivals of drawn workloads.
-        sigma: Of the forecasts' noise; None where nobody foresees anything.
+        cv: Coefficient of variation of the gaps between arrivals of drawn workloads.
+        sigma: Standard deviation of the forecasts' noise; None without forecasts.
         first_rows: Where the windows of a trace begin, one for each seed.
     """
 
@@ -84,10 +84,10 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A scheduler and what it is told.
+    """A scheduler and its inputs.
 
     Attributes:
-        look_every: Steps between two looks of the scheduler; 0: only where something happens.
+        look_every: Steps between two calls of the scheduler; 0: only at events.
         forecasts: As in ``Cell.foreseen``.
     """
 
@@ -137,7 +137,7 @@ def run(cell: Cell, arrivals: list[Arrival], policy: Policy) -> list[Record]:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one run.
+    """The results of one run.
 
     Attributes:
         good: Share of the requests with their first token within 10 s and no gap of 1.5 s or more.

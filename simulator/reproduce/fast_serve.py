@@ -70,8 +70,8 @@ def _times(run: Callable[[Load], Recorder], load: Load) -> Times:
 def least_attained_gain(load: Load) -> float:
     """Mean JCT of FCFS over that of least attained service, one server and a long queue: E[X] / (2 E[min(X, Y)]).
 
-    Of two jobs X and Y, FCFS makes one wait X or Y, least attained service makes both wait min(X, Y). Below 1 where
-    output lengths are balanced: jobs then end together, and late.
+    With two jobs X and Y, FCFS makes one of them wait X or Y; least attained service makes both wait min(X, Y). The
+    ratio is below 1 if output lengths are balanced: jobs then end together, and late.
     """
     beyond = np.cumsum(np.arange(1.0, load.longest_output + 1)[::-1] ** -load.theta)[::-1]
     beyond /= beyond[0]

@@ -7,9 +7,9 @@ Unknown of the testbed, and chosen once for all figures:
 - Memory: Theta / Delta = 16,096 tokens, the only reading that gives both of the paper's batch sizes, 7 and 10.
 - VSQ (4 bits): 1.4 times the time of a step, outputs 1.15 times as long. The paper says slower and longer and gives no
   numbers; these are set by the throughput of VSQ against VS, 0.66 to 0.71, that follows from its other figures.
-- CCB is served as described: everybody waits while a newcomer's prompt is computed. That comes out far faster than the
-  paper's, so it is served a second time as "CCB, slow joins": half a second more for each step in which somebody joins,
-  set by the throughput of Magnus against CCB. What is compared with VSQ or with slow joins is then fitted, no test.
+- CCB is served as described: all requests wait while a new request's prompt is computed. The result is far faster
+than the paper's, so it is served a second time as "CCB, slow joins": 0.5 s more for each step in which a request
+joins, set by the throughput of Magnus against CCB. Comparisons with VSQ or with slow joins are thus fitted, no test.
 - Rates of arrival: 2 to 4 times what VS serves, since the paper's lengths are not at hand; 600 s of arrivals.
 
 The lengths are those of the eight tasks in ``apps_text.jsonl.gz``, reference outputs for generated ones. The length
@@ -83,7 +83,7 @@ def estimated_hrrn(latency: LinearLatency) -> HighestResponseRatio:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Requests of the eight tasks: prompt, output and foreseen output lengths, tokens."""
+    """Requests of the eight tasks: prompt, output and predicted output lengths in tokens."""
 
     prompts: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -121,7 +121,7 @@ def draw_requests(pool: Pool, rate: float, num: int, seed: int = 2) -> list[Arri
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one system at one rate: requests and tokens a second until the last is returned; seconds to be returned."""
+    """Results of one system at one rate: requests and tokens per second until the last return, and response times."""
 
     throughput: float
     mean_s: float
@@ -140,10 +140,10 @@ def _outcome(done: list[Record], num_tokens: int) -> Outcome:
 
 @dataclass(frozen=True, slots=True)
 class _Stalling:
-    """Continuous batching that stops everybody while a newcomer's prompt is computed: two forward passes in a step.
+    """Continuous batching that stops all requests while a new prompt is computed: two forward passes in a step.
 
     Attributes:
-        join_s: Further seconds that a step takes in which somebody joins.
+        join_s: Additional seconds of a step in which a request joins.
     """
 
     inner: LinearLatency

@@ -56,7 +56,7 @@ class Cell:
     """A workload at a load.
 
     Attributes:
-        cv: Of the gaps between arrivals.
+        cv: Coefficient of variation of the gaps between arrivals.
     """
 
     name: str

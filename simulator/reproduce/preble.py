@@ -54,7 +54,7 @@ PROGRAM_RANGES = {"mean": (1.56, 1.8), "p99": (3.0, 4.0)}
 _CAUSES = {
     "program": "; of a program nearly all is cached under round-robin too: all replicas have the system prompt",
 }
-"""Of what is off, where it is known."""
+"""Causes of known deviations."""
 _BEYOND = "; more than reported: round-robin falls behind at this load for as long as the run lasts"
 
 

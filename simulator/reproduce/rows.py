@@ -1,4 +1,4 @@
-"""One line of a reproduction, what it is held against, and the register's entry."""
+"""A row of a reproduction, the figure that it is compared with, and an entry of the register."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Basis = Literal["printed", "order", "own", "fitted", "exempt"]
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A number, or the ends of a range, with what may lie between it and ours.
+    """A number or a range, with a tolerance for ours.
 
     Attributes:
-        low: The number itself, or the lower end; -inf where there is none.
-        high: The upper end; inf where there is none.
+        low: The number itself, or the lower end; -inf without one.
+        high: The upper end; inf without one.
         slack: How far beyond ``low`` and ``high`` ours may lie.
     """
 
@@ -39,11 +39,11 @@ class Figure:
         return self.low if self.low == self.high else math.nan
 
     def holds(self, ours: float) -> bool:
-        """False for a NaN: what was not measured does not agree."""
+        """Whether ours agrees; False for NaN, which was not measured."""
         return self.low - self.slack <= ours <= self.high + self.slack
 
     def as_json(self) -> float | list[float | None]:
-        """The number, or both ends, null for one that is missing."""
+        """The number, or both ends, with null for a missing end."""
         if self.low == self.high:
             return self.low
         return [None if math.isinf(end) else end for end in (self.low, self.high)]
@@ -57,7 +57,7 @@ class Figure:
 
 
 def near(value: float, *, share: float = 0.0, points: float = 0.0) -> Figure:
-    """A number that ours may miss by this share of it or by so much, whichever is more."""
+    """A number with a relative or absolute tolerance, whichever is larger."""
     return Figure(value, value, max(share * abs(value), points))
 
 
@@ -89,7 +89,7 @@ class Printed:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """The source prints this figure, and something unknown here was set by it or by one that decides it."""
+    """The source prints this figure, and an unknown setting was fitted to it or to a figure that decides it."""
 
     figure: Figure
     basis: Basis = "fitted"
@@ -97,7 +97,7 @@ class Fitted:
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """A figure of this project and not of the source: worked out from a formula, or a target set beforehand."""
+    """A figure of this project, not of the source: computed from a formula, or a target set beforehand."""
 
     figure: Figure
     basis: Basis = "own"
@@ -105,11 +105,11 @@ class Own:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The source says which is more, or what shape a curve has, without a number.
+    """The source gives an order or the shape of a curve, without a number.
 
     Attributes:
-        holds: Whether ours has it.
-        fitted: Something unknown here was set by figures that decide the order.
+        holds: Whether ours has that order or shape.
+        fitted: Whether an unknown setting was fitted to figures that decide the order.
     """
 
     holds: bool
@@ -122,7 +122,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Exempt:
-    """The source prints nothing to compare with, or excludes it, or the data is not at hand."""
+    """The source prints no figure to compare with, or excludes it, or the data is unavailable."""
 
     reason: str
     basis: Basis = "exempt"
@@ -136,9 +136,9 @@ Check = Printed | Fitted | Own | Order | Exempt
 
 
 def judge(check: Check, ours: float) -> Verdict:
-    """The verdict follows from what a row is held against and from the number alone.
+    """The verdict on a row, computed only from its number and its reference.
 
-    ``fitted`` is an agreement that proves little; a figure that is missed although something was set by it is ``off``.
+    ``fitted`` marks an agreement that proves little; a missed figure is ``off`` even if a setting was fitted to it.
     """
     match check:
         case Exempt():
@@ -153,13 +153,13 @@ def judge(check: Check, ours: float) -> Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a figure or an order is in the source, and as it comes out here.
+    """A figure or an order in the source, and the result here.
 
     Attributes:
-        name: Of the reproduction.
+        name: Name of the reproduction.
         setting: Which line, point or system of the table or figure.
-        ours: NaN where it was not measured; ``note`` or the reason of the exemption says why.
-        note: The tolerance and what a reader has to know; for exempt rows the reason comes first.
+        ours: NaN if it was not measured; ``note`` or the reason of the exemption says why.
+        note: The tolerance and remarks; for exempt rows the reason comes first.
     """
 
     name: str
@@ -180,12 +180,12 @@ class Row:
 
     @property
     def reported(self) -> Figure | None:
-        """What the source prints."""
+        """The printed figure, or None."""
         return self.check.figure if isinstance(self.check, Printed | Fitted) else None
 
     @property
     def expected(self) -> Figure | None:
-        """What a formula or a target of our own says."""
+        """The figure of a formula or of the project's own target, or None."""
         return self.check.figure if isinstance(self.check, Own) else None
 
     @property
@@ -200,7 +200,7 @@ class Row:
         return "; ".join(filter(None, (reason, self.note)))
 
     def as_dict(self) -> dict[str, object]:
-        """What ``--json`` prints; a number that is not one is null."""
+        """The fields that ``--json`` prints; NaN becomes null."""
         return {
             "name": self.name,
             "setting": self.setting,
@@ -216,7 +216,7 @@ class Row:
 
 
 def count_line(rows: Iterable[Row]) -> str:
-    """How many rows have which verdict; agreements apart by what they agree with."""
+    """The number of rows by verdict; agreements are listed by the kind of their reference."""
     kinds: list[str] = [each.check.basis if each.verdict == "ok" else each.verdict for each in rows]
     words: dict[str, str] = {
         "ok against printed figures": "printed",

@@ -1,1 +1,1 @@
-"""What arrives: traces, arrivals, lengths, shared prefixes, workloads."""
+"""Incoming requests: traces, arrivals, lengths, shared prefixes, workloads."""

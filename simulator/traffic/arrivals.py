@@ -1,4 +1,4 @@
-"""When requests come: instants in seconds from the start, not falling.
+"""Arrival times of requests: instants in seconds from the start, not falling.
 
 FastServe section 6 sweeps Gamma arrivals by rate and coefficient of variation; Multi-Bin assumes Poisson.
 """
@@ -18,7 +18,7 @@ Instants = NDArray[np.float64]
 
 
 class ArrivalProcess(Protocol):
-    """Draws when requests come."""
+    """Draws arrival times."""
 
     def sample(self, rng: np.random.Generator, num_requests: int) -> Instants:
         """That many instants in seconds, not falling."""
@@ -42,7 +42,7 @@ class Gamma:
         _positive("cv", self.cv)
 
     def sample(self, rng: np.random.Generator, num_requests: int) -> Instants:
-        """O(num_requests); the first request comes after one gap."""
+        """O(num_requests); the first request arrives after one gap."""
         variance = self.cv * self.cv
         return np.cumsum(rng.gamma(1.0 / variance, variance / self.rate, num_requests))
 
@@ -57,13 +57,13 @@ class Poisson:
         _positive("rate", self.rate)
 
     def sample(self, rng: np.random.Generator, num_requests: int) -> Instants:
-        """O(num_requests); the first request comes after one gap."""
+        """O(num_requests); the first request arrives after one gap."""
         return np.cumsum(rng.exponential(1.0 / self.rate, num_requests))
 
 
 @dataclass(frozen=True, slots=True)
 class AllAtOnce:
-    """Every request is there at the start."""
+    """Every request arrives at the start."""
 
     def sample(self, rng: np.random.Generator, num_requests: int) -> Instants:
         """O(num_requests); draws nothing."""

@@ -1,4 +1,4 @@
-"""How long prompts and outputs are: laws over whole tokens, at least 1, each with its exact mean.
+"""Laws of prompt and output lengths: whole tokens, at least 1, each law with its exact mean.
 
 The published laws are named at the end. Laws marked FITTED stand in for data sets that are not at hand: they match
 the published figures named beside them and nothing else.
@@ -29,11 +29,11 @@ class LengthLaw(Protocol):
 
     @property
     def longest(self) -> int:
-        """No sample is longer."""
+        """The upper bound of samples."""
         ...
 
     def sample(self, rng: np.random.Generator, num: int) -> Lengths:
-        """That many independent lengths, each at least 1."""
+        """Draws ``num`` independent lengths, each at least 1."""
         ...
 
 
@@ -146,7 +146,7 @@ class LogNormal:
 
 
 class Empirical:
-    """Draws with replacement from lengths that were seen; O(num)."""
+    """Draws with replacement from observed lengths; O(num)."""
 
     def __init__(self, seen: Sequence[int] | Lengths) -> None:
         lengths = np.asarray(seen, dtype=np.int64)
@@ -171,8 +171,8 @@ class LengthPair:
     """Prompt and output lengths, drawn independently.
 
     Attributes:
-        max_new_tokens: What a client asks for, which policies may see.
-        fitted: Stands in for a data set that is not at hand.
+        max_new_tokens: The client's limit, which policies may see.
+        fitted: Whether it stands in for an unavailable data set.
     """
 
     prompt: LengthLaw

@@ -1,4 +1,4 @@
-"""Workloads whose prompts begin alike.
+"""Workloads whose prompts share prefixes.
 
 ``Arrival.prefix`` names the blocks of a prompt that others may share. Equal names mean equal tokens from the first
 one on, so a name stands for a place in one prefix tree: what was taken on the way there, and the block's number.
@@ -23,7 +23,7 @@ POPULARITY = 1.1
 """Exponent of the Zipf law by which prefixes are chosen (Preble, ablation)."""
 
 REAL_MAX_NEW_TOKENS = 1024
-"""What clients of the real prefixes ask for, unless the answer is longer; assumed."""
+"""Assumed ``max_new_tokens`` of requests with real prefixes, unless the answer is longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Level:
     """One level of a prefix tree.
 
     Attributes:
-        share: Of the shared tokens of a prompt, those on this level; the levels of a tree add up to 1.
+        share: Share of a prompt's shared tokens that lie on this level; the levels of a tree add up to 1.
         branches: Children of each node above; ``None`` takes the number of prefixes asked for.
     """
 
@@ -41,12 +41,12 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class PrefixLaw:
-    """How long and how alike the prompts of one kind of work are.
+    """Lengths and sharing of the prompts of one kind of work.
 
     Attributes:
         prompt: Mean prompt length in tokens.
         output: Mean output length in tokens.
-        shared: Part of a prompt that others share.
+        shared: Part of a prompt that it shares with others.
         levels: From the root on.
         spread: Standard deviation of the logarithm of a node's length.
         turns: Requests of one conversation, each of which extends the one before; 1 for none.
@@ -180,7 +180,7 @@ class _Request:
     prompt_len: int
     shared_len: int
     output_len: int
-    """0: not known."""
+    """Always 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +211,7 @@ def _conversations(
     mean_chain = step * (law.turns - 1) / 2
     share = max(0.0, 1 - mean_chain / (law.prompt * law.shared))
     demonstrations = _node_lengths(rng, law, share, num_prefixes)
-    # Conversations are under way at the start; else a short run would hold early turns alone.
+    # Conversations have already begun at the start; otherwise a short run would hold only early turns.
     visits = [int(v) for v in rng.integers(law.turns, size=num_prefixes)]
     paths: list[list[tuple[Hashable, int]]] = []
     for c in map(int, chosen):
@@ -223,7 +223,7 @@ def _conversations(
 
 def _node_lengths(rng: np.random.Generator, law: PrefixLaw, share: float, num: int) -> list[int]:
     mean = law.prompt * law.shared * share
-    if num == 1:  # what all requests share is part of the law, not of one draw
+    if num == 1:  # The part that all requests share belongs to the law, not to one draw.
         return [round(mean)]
     return [int(n) for n in LogNormal(mean, law.spread, 8 * math.ceil(mean)).sample(rng, num)]
 

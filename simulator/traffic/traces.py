@@ -1,6 +1,6 @@
-"""Traces and text sets from files: each reader checks every line and says which one is wrong and why.
+"""Traces and text sets from files: each reader checks every line; its errors name the line and the fault.
 
-Files may be gzip or plain, whatever their names say. Nothing is read past what is needed.
+Files may be gzip or plain, whatever their names. A reader reads no more than it needs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOONCAKE_BLOCK = 512
 TOKENS_PER_REGEX_TOKEN = 1.3
 OUTPUT_STRETCH = {"alpaca": 8.0}
 DEFAULT_STRETCH = 4.0
-"""Model tokens for each word or punctuation mark, and what makes reference outputs as long as a chat model's."""
+"""Model tokens per word or punctuation mark, and the factors that make reference outputs as long as a chat model's."""
 
 _AZURE = "https://github.com/Azure/AzurePublicDataset (data/AzureLLMInferenceTrace_{conv,code}.csv)"
 _MOONCAKE = "https://github.com/kvcache-ai/Mooncake (FAST25-release/traces)"
@@ -38,7 +38,7 @@ SOURCES = {
     "alpaca": "https://github.com/tatsu-lab/stanford_alpaca, as apps_text with task alpaca",
     "prefix_groups": "a JSONL file of workload, prefix_id, prefix and requests or turns, one prefix per line",
 }
-"""Where to get what, by the beginning of the file's name."""
+"""The source of each file, by the beginning of its name."""
 
 
 class TraceError(FarsightError):
@@ -47,7 +47,7 @@ class TraceError(FarsightError):
     Args:
         file: Its path.
         line: 1-based; 0 when the file as a whole is wrong.
-        reason: What is wrong.
+        reason: The fault.
     """
 
     def __init__(self, file: str, line: int, reason: str) -> None:
@@ -61,12 +61,12 @@ class TraceError(FarsightError):
 
 
 class MissingTraceError(FarsightError):
-    """A trace that is not at hand; the message says where to get it."""
+    """A missing trace; the message names its source."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One record of a file and where it stands.
+    """One record of a file and its line.
 
     Attributes:
         values: By column name; strings in CSV files.
@@ -81,7 +81,7 @@ class Row:
         return TraceError(self.file, self.line, reason)
 
     def value(self, name: str) -> Any:
-        """Raises ``TraceError`` when there is no such column."""
+        """The value of a column; raises ``TraceError`` if the column is missing."""
         if self.values.get(name) is None:
             raise self.error(f"missing column {name}")
         return self.values[name]
@@ -139,17 +139,17 @@ def find_data(name: str, data_dir: Path | None = None) -> Path:
 
     Args:
         name: Such as ``azure2023_conv.csv.gz``.
-        data_dir: Where to look; else the environment variable FARSIGHT_DATA, else ``shared/data`` beside the
-            repository's folder.
+        data_dir: Folder of the file; default: the environment variable FARSIGHT_DATA, else ``shared/data`` beside the
+        repository's folder.
 
     Raises:
-        MissingTraceError: It is not there; says where to get it.
+        MissingTraceError: The file is missing; the message names its source.
     """
     folder = data_dir or Path(os.environ.get("FARSIGHT_DATA") or _beside_repository())
     path = folder / name
     if not path.is_file():
         source = next((where for start, where in SOURCES.items() if name.startswith(start)), "its publisher")
-        raise MissingTraceError(f"{path} is not there; get it from {source}, or point FARSIGHT_DATA at its folder")
+        raise MissingTraceError(f"{path} does not exist; get it from {source}, or set FARSIGHT_DATA to its folder")
     return path
 
 
@@ -159,8 +159,8 @@ def read_trace(path: Path, format_name: str | None = None, max_new_tokens: int |
     Args:
         format_name: ``azure``, ``mooncake``, or ``own`` (JSON lines of arrived_at, prompt_len, output_len and, if
             wanted, max_new_tokens, prefix, app, priority, deadline_s); ``None`` finds out by the first line.
-        max_new_tokens: What clients asked for where the file does not say; ``None`` is the file's longest output.
-            Longer outputs end there.
+        max_new_tokens: The clients' limit if the file has none; ``None`` takes the file's longest output. Longer
+        outputs end there.
 
     Raises:
         TraceError: A file that is empty, cut off, of another format, or a line that cannot be used.
@@ -259,7 +259,7 @@ def _own(row: Row, app: str) -> Arrival:
 
 
 def _arrival(row: Row, arrived_at: float, prompt: str, output: str, app: str) -> Arrival:
-    # max_new_tokens 0: not said; ``_bounded`` fills it in once the whole file is known.
+    # max_new_tokens 0 means unknown; ``_bounded`` fills it in once the whole file is read.
     return Arrival(f"{app}-{row.line}", arrived_at, row.length(prompt), row.length(output), 0, app=app)
 
 

@@ -1,4 +1,4 @@
-"""What comes in: requests with their true output lengths."""
+"""Arriving requests with their true output lengths."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from core.request import Request, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request and what only the simulator knows of it.
+    """A request, with facts that only the simulator knows.
 
     Attributes:
         arrived_at: Seconds from the start.
-        output_len: Tokens that it will have generated when it ends by itself; at most ``max_new_tokens``.
-        prefix: Names of the blocks of its prompt that others may share, from the first token on.
-        app: What kind of request it is, for tables.
-        forecast: What a predictor would say of it.
+        output_len: Its true output length in tokens; at most ``max_new_tokens``.
+        prefix: Names of the prompt's shareable blocks, from the first token on.
+        app: The kind of request, for tables.
+        forecast: The predictor's forecast.
     """
 
     request_id: str
@@ -39,10 +39,10 @@ Workload = Sequence[Arrival]
 
 
 def as_request(arrival: Arrival, prefix_hashes: tuple[int, ...] = ()) -> Request:
-    """The request as the policies see it: without its output length. Token values do not matter here.
+    """The request as the policies see it, without its output length. Token values have no effect.
 
     Args:
-        prefix_hashes: Names of all its full blocks, those that nobody shares included.
+        prefix_hashes: Names of all its full blocks, including unshared ones.
     """
     return Request(
         arrival.request_id,

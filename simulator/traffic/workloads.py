@@ -37,7 +37,7 @@ def build_workload(
 
     Raises:
         InvalidValueError: Unknown name, fewer requests than 1, or more than its trace holds.
-        MissingTraceError, TraceError: Its file is not there or cannot be used.
+        MissingTraceError, TraceError: Its file is missing or cannot be used.
     """
     if name not in WORKLOADS:
         raise InvalidValueError("workload", name, f"one of {', '.join(sorted(WORKLOADS))}")
@@ -60,7 +60,7 @@ def draw(
 
 
 def retime(arrivals: Sequence[Arrival], instants: Sequence[float] | np.ndarray) -> list[Arrival]:
-    """The same requests at other instants. O(n)."""
+    """The same requests at these instants. O(n)."""
     return [replace(a, arrived_at=float(at)) for a, at in zip(arrivals, instants, strict=True)]
 
 

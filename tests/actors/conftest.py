@@ -83,7 +83,7 @@ def open_house(
 ) -> Iterator[House]:
     """Two replicas; ``tables`` are of the configuration. Shared by several tests, which leave it as they found it."""
     model = ModelConfig(name="m", dtype="float32", replicas=NUM_REPLICAS)
-    usual = {"model": model, "engine": ENGINE, "actors": WATCHED}
+    usual: dict[str, Any] = {"model": model, "engine": ENGINE, "actors": WATCHED}
     log = LogConfig(path=str(log_dir / "log.sqlite"))
     config = FarsightConfig(scheduler=scheduler, log=log, **(usual | tables))
     # Detached, as in a real service: else whatever the Supervisor has started would die with it.

@@ -46,7 +46,7 @@ async def two_servers(model_dir: Path, log_dir: Path) -> AsyncIterator[tuple[Hou
         doubles = [Server(), Server()]
         for each in doubles:
             await stack.enter_async_context(each.running())
-        limits = {"first_token_timeout_s": 0.5, "token_timeout_s": LONG_S}
+        limits: dict[str, Any] = {"first_token_timeout_s": 0.5, "token_timeout_s": LONG_S}
         replica = tuple(ReplicaConfig("openai", each.url, **limits) for each in doubles)
         tables = {"model": ModelConfig(name="m", replicas=0), "replica": replica}
         house = stack.enter_context(open_house("fused", model_dir, log_dir, CONTINUOUS, **tables))

@@ -16,7 +16,7 @@ import pytest
 
 from actors.runtime.names import ROUTER, scheduler_name
 from core.config.scheduling import SchedulerConfig
-from core.decisions import Facts, unpack_decisions
+from core.decisions import unpack_decisions
 from core.errors import FarsightError
 from core.load_snapshot import LoadSnapshot
 from core.messages.cache import CacheReply
@@ -79,7 +79,7 @@ async def serve(client: EngineClient, tokens: tuple[int, ...], num_tokens: int, 
     async with aclosing(client.stream(tokens, sampling(0, num_tokens), None, origin, cache_salt=cache_salt)) as deltas:
         async for delta in deltas:
             cached_len += delta.cached_len
-    facts: Facts = {}
+    facts: dict[str, float | str] = {}
 
     async def is_told() -> bool:
         """An account may be on its way from a Scheduler to the log."""

@@ -73,7 +73,7 @@ async def test_what_is_too_much_is_refused_at_the_first_check(house: House) -> N
         with pytest.raises(CapacityError, match="20 requests are open, the limit is 20"):
             await anext(client.stream((5,), SamplingParams(1)))
         await open_streams.pop().aclose()
-        with pytest.raises(CapacityError, match="380 prompt tokens are in the house, the limit is 400"):
+        with pytest.raises(CapacityError, match="380 prompt tokens are in flight, the limit is 400"):
             await anext(client.stream((5,) * 21, SamplingParams(1)))
         for stream in open_streams:
             await stream.aclose()
@@ -91,7 +91,8 @@ async def test_a_lost_reply_loses_no_token(house: House, client: EngineClient) -
     request = Request("me-0", 0, "me", (5, 6), SamplingParams(3, ignore_eos=True))
     reply = await house.ask(ROUTER, "submit", Submit((request,)), SubmitReply)
     (placed,) = reply.placed
-    ack_seq, tokens = 0, []
+    ack_seq = 0
+    tokens: list[int] = []
     while len(tokens) < 3:
         lost = await poll(house, placed.replica, "me", ack_seq)
         again = await poll(house, placed.replica, "me", ack_seq)

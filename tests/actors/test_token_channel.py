@@ -10,8 +10,7 @@ import pytest
 
 from actors.worker import token_channel
 from actors.worker.token_channel import TokenChannel
-from core.codec import decode
-from core.messages.tokens import TokenBatches, TokenDelta
+from core.messages.tokens import TokenDelta
 
 LONG_S = 120.0
 
@@ -64,7 +63,7 @@ async def ends_soon(task: asyncio.Task[list[int]]) -> bool:
 
 async def starts(channel: TokenChannel, ack_seq: int) -> list[int]:
     channel.acknowledge(ack_seq)
-    batches = decode(await channel.poll(LONG_S), TokenBatches).batches
+    batches = (await channel.poll(LONG_S)).batches
     return [each.start for batch in batches for each in batch.deltas]
 
 
@@ -109,7 +108,7 @@ async def test_first_tokens_of_a_crowd_share_a_reply_but_do_not_wait_for_the_oth
 
 
 async def test_an_idle_poll_answers_empty_after_its_timeout() -> None:
-    assert decode(await TokenChannel("w").poll(0.01), TokenBatches).batches == ()
+    assert (await TokenChannel("w").poll(0.01)).batches == ()
 
 
 async def test_what_was_not_acknowledged_comes_again_at_once() -> None:

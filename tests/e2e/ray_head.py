@@ -25,7 +25,10 @@ def main() -> None:
         logging_level=logging.ERROR,
     )
     try:
-        addresses = {"gcs": context.address_info["gcs_address"], "dashboard": f"http://{context.dashboard_url}"}
+        addresses = {
+            "gcs": vars(context)["address_info"]["gcs_address"],
+            "dashboard": f"http://{context.dashboard_url}",
+        }
         sys.stdout.write(json.dumps(addresses) + "\n")
         sys.stdout.flush()
         sys.stdin.read()

@@ -52,7 +52,7 @@ class Server:
             return json.load(reply)
 
     def answers(self) -> bool:
-        """Whether somebody behind the proxy does; for polling."""
+        """Whether a server behind the proxy does; for polling."""
         try:
             self.get("/health", timeout_s=10)
         except OSError:
@@ -64,7 +64,7 @@ class Server:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def pid_of(self, component: str) -> int:
-        """Of the first component of that kind or name, once it is ready: one that answers late is shown as dead,
+        """The process of the first component of that kind or name, once it is ready: a late one is shown as dead,
         and it may be unknown where it lives."""
         found: list[int] = []
 
@@ -89,7 +89,7 @@ class Server:
             status = self.get("/status")
             rows = [row for row in status["actors"] if ingress_too or row["kind"] != "Ingress"]
             busy = any(row["queue"] for row in rows)
-            silent = any(row["state"] == "dead" for row in rows)  # nobody knows what it has
+            silent = any(row["state"] == "dead" for row in rows)  # what it has is not known
             kv = status["kv"]
             if not busy and not silent and kv["free_blocks"] == kv["num_blocks"]:
                 return
@@ -186,7 +186,7 @@ def start_server(log: Path, *flags: str) -> Server:
 
 
 def _is_published(server: Server) -> bool:
-    """Requests are answered a moment earlier; but till then a signal abandons the start, and nobody finds the token."""
+    """Requests are answered a moment earlier; but till then a signal abandons the start, and the token stays unread."""
     try:
         return bool(json.loads((run_directory() / f"{server.port}.json").read_text())["pid"] == server.process.pid)
     except (OSError, ValueError):

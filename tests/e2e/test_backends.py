@@ -10,6 +10,7 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from http.client import HTTPResponse
 from typing import Any
 from urllib.error import HTTPError
@@ -25,10 +26,10 @@ DEADLINE_S = 10.0
 
 @pytest.fixture(scope="module")
 def front(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Its replicas are ``server`` and an address where nobody listens."""
+    """Its replicas are ``server`` and an address where no server listens."""
     folder = tmp_path_factory.mktemp("front")
     config = folder / "farsight.toml"
-    with socket.socket() as held:  # nobody else is given the port
+    with socket.socket() as held:  # no other process is given the port
         held.bind(("127.0.0.1", 0))
         urls = server.base_url + "/v1", f"http://127.0.0.1:{held.getsockname()[1]}"
         tables = [f'[[replica]]\nbackend = "openai"\nurl = "{url}"\n' for url in urls]
@@ -166,7 +167,7 @@ def test_an_answer_is_explained(front: Server) -> None:
     def whole() -> bool:
         try:
             told = front.get(f"/v1/requests/{answer_id}")
-        except HTTPError:  # somebody could not be asked in time
+        except HTTPError:  # a component could not be asked in time
             return False
         kinds[:] = [each["kind"] for choice in told["choices"] for each in choice["decisions"]]
         return {"placed", "sent", "server_ended", "answered"} <= {*kinds}  # each told by another process, or later
@@ -179,7 +180,7 @@ def test_the_death_of_our_own_side_ends_a_stream_with_an_error_and_nothing_else(
     """Where the machine is too busy for the kill to come before the end of the stream, it is tried again."""
     for _ in range(MAX_TRIES):
         pid, events = kill_midway(front)
-        wait_until(lambda pid=pid: is_another(front, "backend-0", pid), "it does not come back")
+        wait_until(partial(is_another, front, "backend-0", pid), "it does not come back")
         if "error" in json.loads(events[-2]):
             break
     assert events[-1] == "[DONE]"
@@ -204,7 +205,7 @@ def is_another(server: Server, name: str, pid: int) -> bool:
 
 
 def test_while_no_server_is_there_requests_fail_inside_their_deadline(front: Server, server: Server) -> None:
-    """The last one: it leaves ``server`` as it found it, but for an ingress replica that began anew."""
+    """The last one: it leaves ``server`` as it found it, but for an ingress replica that began again."""
     pid = server.pid_of("Ingress")
     os.kill(pid, signal.SIGSTOP)
     try:

@@ -86,7 +86,11 @@ def test_every_request_is_foreseen_and_what_was_foreseen_badly_is_learnt(tmp_pat
         for prompt in ("Say:\nnumber 3", "Tell:\nnumber 4", [1, 2, 3]):
             complete(client, prompt)
         for name in ('farsight:forecasts_total{source="forest"}', 'farsight:log_records_total{kind="forecasts"}'):
-            wait_until(lambda name=name: sample(server.base_url, name) == 2, "not two: token ids have no text to go by")
+
+            def counted(name: str = name) -> bool:
+                return sample(server.base_url, name) == 2
+
+            wait_until(counted, "not two: token ids have no text to go by")
         wait_until(
             lambda: sample(server.base_url, "farsight:forecast_version") == 1,
             "another version serves than the one that was trained",

@@ -27,7 +27,7 @@ def listeners(server: Server) -> list[tuple[psutil.Process, str, int]]:
 
 
 def environment(server: Server) -> dict[str, str]:
-    """Of a process that the server has started."""
+    """The environment of a process that the server has started."""
     return next(child.environ() for child in server.children() if name_of(child) == "raylet")
 
 

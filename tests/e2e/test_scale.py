@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,10 @@ def num_busy(server: Server, kind: str) -> int:
     return sum(row["queue"] > 0 for row in living(server, kind))
 
 
+def are_busy(server: Server, kind: str, num: int) -> bool:
+    return num_busy(server, kind) == num
+
+
 async def scale(server: Server, load: Load, kind: str, count: int) -> None:
     """By the command; afterwards ``/status`` shows it, and every client gets another stream through."""
     command = farsight("scale", kind, str(count), "--port", str(server.port))
@@ -154,7 +159,7 @@ async def test_scaling_under_load_is_not_seen_by_clients(scaled: Server) -> None
         for kind in ROW_KINDS:
             await scale(scaled, load, kind, 2)
             if kind in ("replica", "ingress"):  # the new one is given work
-                await eventually(lambda kind=kind: num_busy(scaled, kind) == 2)
+                await eventually(partial(are_busy, scaled, kind, 2))
         for kind in ROW_KINDS:
             await scale(scaled, load, kind, 1)
     assert not load.wrong

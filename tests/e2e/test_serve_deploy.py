@@ -1,4 +1,4 @@
-"""``serve deploy deploy/serve.yaml`` and ``farsight down`` on a Ray cluster that somebody else runs.
+"""``serve deploy deploy/serve.yaml`` and ``farsight down`` on a Ray cluster that was there before.
 
 Slow (about 40 s on two idle cores): a Ray cluster with its dashboard, and Ray Serve within it.
 """
@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -147,7 +148,7 @@ def test_deploy_redeploy_and_down(head: Head, tmp_path: Path) -> None:
         assert client.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 4
         first = workers(client)
 
-        scale = {"headers": {"Authorization": "Bearer of the cluster"}}
+        scale: dict[str, Any] = {"headers": {"Authorization": "Bearer of the cluster"}}
         refused = client.post("/admin/scale", json={"kind": "ingress", "count": 2}, **scale)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "kind")
 
@@ -162,7 +163,7 @@ def test_deploy_redeploy_and_down(head: Head, tmp_path: Path) -> None:
     said = head.run(*farsight("down", "--address", head.gcs))
     assert "ended application farsight" in said
     assert "ended actor worker-0" in said
-    assert head.run(*farsight("down", "--address", head.gcs)).strip() == "No actor of Farsight was there."
+    assert head.run(*farsight("down", "--address", head.gcs)).strip() == "No actor of Farsight was running."
     wait_no_hosts(lambda: psutil.Process(head.process.pid).children(recursive=True))
 
 

@@ -17,7 +17,20 @@ from engine import Engine
 from services.launch.launch import EMBEDDED_MODEL
 from tests.e2e.server import LONG_S, Server, farsight, holds_torch, wait_until
 
-ROW = {"name", "kind", "pid", "node", "state", "queue", "last_step_age_s", "restarts", "http_port", "url", "breaker"}
+ROW = {
+    "name",
+    "kind",
+    "pid",
+    "node",
+    "state",
+    "queue",
+    "last_step_age_s",
+    "restarts",
+    "http_port",
+    "url",
+    "breaker",
+    "last_end",
+}
 NUM_STREAMS = 300
 IN_FLIGHT = 50
 KINDS = [

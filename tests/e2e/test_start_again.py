@@ -19,7 +19,7 @@ import json, os, sys, threading, time
 import psutil
 
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-from services import cluster
+from services.launch import cluster
 from services.launch.signals import StopSignal
 from services.launch.stages import Stages
 
@@ -66,7 +66,7 @@ def test_a_start_that_lacked_time_is_tried_again_and_knows_its_processors() -> N
     facts = json.loads(done.stdout.splitlines()[-1])
     failed, started = [line for line in facts.pop("said") if "not ready" not in line]
     assert failed.startswith("Ray: did not start in "), failed
-    assert failed.endswith("(the raylet has not registered for 2 s); it is tried again, with more time."), failed
+    assert failed.endswith("(the raylet has not registered for 2 s); trying again with more time."), failed
     assert started.startswith("Ray: started after "), started
     assert facts.pop("first") >= 2
     assert facts == {"left": [], "sessions": 1, "processors": 1.0, "answer": 42, "gone": True}

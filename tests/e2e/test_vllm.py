@@ -33,7 +33,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of a vLLM with the embedded model."""
+    """The address of a vLLM with the embedded model."""
     port, log = free_port(), tmp_path_factory.mktemp("vllm") / "log"
     command = [VLLM, "serve", str(EMBEDDED_MODEL), "--served-model-name", NAME, "--port", str(port), *FLAGS]
     quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}

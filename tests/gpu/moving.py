@@ -9,6 +9,7 @@ import torch
 from core.request import Residency
 from engine.kv.copies import Copies
 from engine.kv.stream_copier import StreamCopier
+from engine.steps.model_runner import ModelRunner
 from kvcache import KVCopy
 from tests.unit.engine.driver import Driver
 
@@ -22,7 +23,7 @@ class MovingDriver(Driver):
         copier: Between the pool of the driver's runner and so many host blocks.
     """
 
-    def __init__(self, runner, copier: StreamCopier, num_host_blocks: int, seed: int = 0) -> None:
+    def __init__(self, runner: ModelRunner, copier: StreamCopier, num_host_blocks: int, seed: int = 0) -> None:
         super().__init__(runner, seed)
         self._copier = copier
         self._host_free = list(range(num_host_blocks))
@@ -84,8 +85,8 @@ def wander(driver: MovingDriver, undisturbed: Driver, num_events: int, seed: int
     names = [f"s{i}" for i in range(10)]
     for name in names:
         prompt = [rng.randrange(3, 500) for _ in range(rng.randint(1, 150))]
-        for each in (driver, undisturbed):
-            each.add(name, prompt, max_new_tokens=10**6)
+        for one in (driver, undisturbed):
+            one.add(name, prompt, max_new_tokens=10**6)
     while sum(events.values()) < num_events:
         name = rng.choice(names)
         here = [each for each in names if not driver.is_on_host(each)]
@@ -103,7 +104,7 @@ def wander(driver: MovingDriver, undisturbed: Driver, num_events: int, seed: int
             continue
         work = {each: min(driver.remaining(each), rng.choice((1, 40, 200))) for each in chosen}
         _step_both(driver, undisturbed, work)
-        for each in chosen:  # a sequence that has come far ends, and begins anew
+        for each in chosen:  # a sequence that has come far ends, and begins again
             if len(driver.sequences[each].token_ids) > 250:
                 prompt = list(driver.sequences[each].request.prompt_ids)
                 for one in (driver, undisturbed):

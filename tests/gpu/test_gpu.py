@@ -6,6 +6,7 @@ import gc
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ pytestmark = [
 ]
 
 NEAR_TIE = 1e-4
-"""Of float32 logits: either token is right."""
+"""Where two float32 logits are closer than this, either token is right."""
 
 MAX_LEN = 512
 
@@ -81,7 +82,7 @@ def make_runner(
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Callable[..., tuple[ModelConfig, ModelWeights]]:
-    def make(dtype: torch.dtype = torch.bfloat16, **changes: object) -> tuple[ModelConfig, ModelWeights]:
+    def make(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> tuple[ModelConfig, ModelWeights]:
         config = model_config("tiny", tmp_path, **changes)
         return config, random_weights(config, dtype, "cuda")
 
@@ -92,7 +93,7 @@ def compare(ours: Driver, reference: Driver, num_steps: int, tolerance: float, m
     """Prompts whole and in chunks, and decode rows, in the same steps; logits close, and tokens the same unless near.
 
     Args:
-        tolerance: Of the largest difference of logits, as a share of their root mean square.
+        tolerance: The largest difference of logits allowed, as a share of their root mean square.
 
     Returns:
         How many tokens were compared.
@@ -323,7 +324,7 @@ def test_a_checkpoint_is_loaded_and_the_memory_shared_out(tmp_path: Path, weight
 
 
 def test_the_pool_takes_what_is_left() -> None:
-    """Of the share that is to be used; what a step takes at its peak is set aside, though it is given back."""
+    """The pool fills the share to be used, less what a step takes at its peak and gives back."""
     held = torch.empty(2**30, dtype=torch.uint8, device="cuda")
     free = cuda.free_bytes(0.5, lambda: torch.empty(2**31, dtype=torch.uint8, device="cuda"))
     now, total = torch.cuda.mem_get_info()

@@ -98,7 +98,7 @@ class IngressComponent:
     def _announce(self) -> None:
         def on_reply(reply: AnnounceReply) -> None:
             if reply.lost:
-                self.world.tell(self.name, "hears that nobody runs %s", reply.lost)
+                self.world.tell(self.name, "hears that no replica runs %s", reply.lost)
             self._refuse(self.ledger.announced(reply))
             self._follow(reply.replicas)
             self._flush()

@@ -10,6 +10,7 @@ from core.messages.plans import Slot
 from core.messages.requests import Key
 from core.request import Request, SamplingParams
 from engine.sequence import Sequence
+from engine.step_fault import StepFault
 from kvcache import BatchLimits, BlockManager, StepBatch, StepItem
 from kvcache.prefix import hash_blocks
 
@@ -89,9 +90,9 @@ class Device:
     """Runs steps and checks that they may be run: limits, grants, places, whose tokens the blocks hold.
 
     Attributes:
-        slots: Of the plan in force, what is held.
+        slots: What the plan in force holds.
         kv: Token ids by block and place in it.
-        places: Of the plan in force, who may start without waiting for another one's end.
+        places: Who may start by the plan in force, without waiting for another one's end.
         ended: Attempts that have ended here.
         resting: Those whose clients do not read.
     """
@@ -108,6 +109,14 @@ class Device:
         self.num_beyond_grants = 0
         self.num_cached_starts = 0
         self._reached: dict[str, tuple[int, int]] = {}  # position, in which life of its KV
+
+    @property
+    def num_ooms(self) -> int:
+        return 0
+
+    def fault(self, error: Exception) -> StepFault:
+        """No step may fail: what one raises ends the test."""
+        raise error
 
     def begin(self, batch: StepBatch, sequences: dict[str, Sequence]) -> None:
         """There is one step at a time."""
@@ -147,7 +156,7 @@ class Device:
         return self.slots[item.request_id].num_preemptions
 
     def _check_shared(self, batch: StepBatch) -> None:
-        """Nobody writes into a block that another one reads."""
+        """No sequence writes into a block that another one reads."""
         for item in batch.items:
             written = item.blocks[item.start // BLOCK :]
             others = {block for other in batch.items if other is not item for block in other.blocks}

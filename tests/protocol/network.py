@@ -32,7 +32,7 @@ class Faults:
 
 @dataclass(eq=False, slots=True)
 class _Call:
-    """A call under way; whoever comes first, the answer or the news of the death, settles it."""
+    """A call under way; the answer or the news of the death settles it, the earlier of the two."""
 
     caller: Life
     on_lost: Action

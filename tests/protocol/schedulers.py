@@ -31,7 +31,7 @@ from policies.fleet.events import (
     RequestsStarted,
     TimePassed,
 )
-from policies.fleet.scheduler import GlobalScheduler
+from policies.fleet.machine import FleetMachine
 from policies.interfaces import ReplicaPolicies
 from policies.replica.events import (
     BatchBroken,
@@ -109,7 +109,7 @@ class _IngressReplica:
 class RouterComponent:
     """One life of the Router."""
 
-    def __init__(self, world: World, machine: GlobalScheduler) -> None:
+    def __init__(self, world: World, machine: FleetMachine) -> None:
         self.world, self.machine = world, machine
         self.life = Life("router", world.clock)
         self.is_first = world.clock.now == 0.0
@@ -190,7 +190,7 @@ class RouterComponent:
                 case AskCache(name):
                     self._ask_cache(name)
                 case ReportLost(_, keys):
-                    self.world.tell("router", "nobody runs %s", keys)
+                    self.world.tell("router", "no replica runs %s", keys)
                     answers.lost += keys
                 case RefuseRequest(request_id, attempt, field_name, text):
                     answers.refusals.append(Refusal(request_id, attempt, field_name, text))
@@ -308,7 +308,7 @@ class SchedulerComponent:
         reply()
 
     def unknown(self, message: Keys, reply: Callable[[Keys], None]) -> None:
-        """Without a worker nobody can say; what the Router has yet to hear of in another way counts as here."""
+        """Without a worker it is not known; what the Router has yet to hear of in another way counts as here."""
         keys = [key for key in message.keys if key not in self._broken]
         reply(Keys(self.machine.unknown(keys) if self._ready is not None else ()))
 

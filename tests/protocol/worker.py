@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from core.messages.plans import FinishedSequence, Plan, ReportPoll, StepReport, WorkerReady, WorkerState
 from core.messages.tokens import TokenBatches, TokenPoll
 from core.request import Residency
 from engine.emission import Emission, Output
 from engine.outbox import TokenOutbox
+from engine.text.detokenizer import Detokenizer
 from engine.worker import Worker
 from kvcache import BatchLimits, BlockManager, KVCopy, LeaseExecutor, PlanExecutor, StaticExecutor, StepBatch
 from tests.protocol.model import BLOCK, EOS, Device, LaggingDetokenizer
@@ -105,12 +106,12 @@ class WorkerComponent:
         self.worker = Worker(
             self.device,
             executor,
-            LaggingDetokenizer(),
+            cast(Detokenizer, LaggingDetokenizer()),  # what a worker asks one for, and no more
             (EOS,),
             ready,
             prefix_cache=not world.is_static,
             copier=SlowCopier(self, num_host_blocks),
-        )  # type: ignore[arg-type]
+        )
         self.worker.when_copied(self._wake)
         self._channels: dict[str, _Channel] = {}
         self._reports = _Reports()

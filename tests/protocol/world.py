@@ -37,7 +37,7 @@ MAX_DRAIN_S = 60.0
 """Virtual, from the last fault: many times what any of these worlds needs, with an ingress that died (10 s) or not."""
 
 PATIENT_S = 20.0
-"""Virtual, from the last fault: nobody waits longer for a client that does not read."""
+"""Virtual, from the last fault: no component waits longer for a client that does not read."""
 
 MAX_OUTPUT = 16
 
@@ -64,7 +64,7 @@ class World:
         self.clients: dict[str, Client] = {}
         self.counts: Counter[str] = Counter()
         self.story: list[tuple[float, str, str, tuple[Any, ...]]] = []
-        self.calm = True  # nobody dies, hangs or breaks a connection
+        self.calm = True  # no component dies, hangs or breaks a connection
         self._recording = recording
         self._lives: Counter[str] = Counter()
         self.faults_until = 2 * BUSY_S
@@ -129,10 +129,11 @@ class World:
         self.network.living[name] = getattr(self, f"_make_{kind}")(replica)
 
     def _make_router(self, _: str) -> RouterComponent:
-        machine = build_router("fcfs", self.placement, PolicySettings(block_size=BLOCK))
         if self.in_batches:
-            machine = build_batch_scheduler(self.batch_preset, self.batch_settings, self.forecast_wait_s)
-        return RouterComponent(self, machine)
+            return RouterComponent(
+                self, build_batch_scheduler(self.batch_preset, self.batch_settings, self.forecast_wait_s)
+            )
+        return RouterComponent(self, build_router("fcfs", self.placement, PolicySettings(block_size=BLOCK)))
 
     def _make_scheduler(self, replica: str) -> SchedulerComponent:
         if self.in_batches:
@@ -340,7 +341,7 @@ class World:
     def _nothing_lost(self) -> bool:
         """Whether no request had a reason to be resumed.
 
-        One has if it ends before its ingress knows where it runs: nobody can tell then that its tokens are on their
+        One has if it ends before its ingress knows where it runs: it cannot be told then that its tokens are on their
         way. So calls must be quick and every worker followed from the start.
         """
         quick = self.faults.call_delay_s < STEP_S / 4 and self.follows_all

@@ -9,7 +9,7 @@ from policies.compose import build_router, build_scheduler
 from policies.replica.scheduler import SchedulerLimits
 from policies.settings import PolicySettings
 from simulator.cluster.fleet import Fleet, FleetShape
-from simulator.cluster.latency import LinearLatency
+from simulator.cluster.latency import LatencyModel, LinearLatency
 from simulator.cluster.replica import ReplicaShape
 from simulator.cluster.timeline import Timeline
 from simulator.traffic.workload import Arrival
@@ -28,7 +28,7 @@ def make_fleet(
     kv: str = "recompute-newest",
     timeline: Timeline | None = None,
     clients: int | None = None,
-    latency: LinearLatency = STEP,
+    latency: LatencyModel = STEP,
 ) -> tuple[Fleet, ReplicaShape]:
     """Replicas of ``fcfs`` with KV blocks of one token."""
     shape = ReplicaShape(
@@ -46,5 +46,5 @@ def make_fleet(
 
 
 def arrivals(*requests: tuple[float, int, int]) -> Sequence[Arrival]:
-    """Of (instant, prompt tokens, output tokens)."""
+    """Arrivals from (instant, prompt tokens, output tokens)."""
     return [Arrival(f"r{i}", at, prompt, output, output) for i, (at, prompt, output) in enumerate(requests)]

@@ -42,7 +42,7 @@ class Foretelling(GlobalScheduler):
 
 
 def foretold_and_waited(rate: float, num_replicas: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of 400 requests a replica in order of arrival, foreseen exactly; a wait ends where the prompt begins."""
+    """400 requests a replica in order of arrival, predicted exactly; a wait ends where the prompt begins."""
     drawn = build_workload("sharegpt-like", np.random.default_rng(1), 400 * num_replicas, rate * num_replicas, None)
     router = Foretelling(num_replicas)
     limits = SchedulerLimits(SHAPE.max_num_seqs, 0)

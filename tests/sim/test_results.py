@@ -156,7 +156,7 @@ def test_every_predictor_foresees(predictor: str) -> None:
 
 
 def test_unknown_names() -> None:
-    with pytest.raises(InvalidValueError, match=r"^workload: got 'zpif', expected a file that is there, or one of "):
+    with pytest.raises(InvalidValueError, match=r"^workload: got 'zpif', expected an existing file, or one of "):
         make_arrivals(replace(SMALL, workload="zpif"))
     with pytest.raises(InvalidValueError, match=r"\(did you mean 'zipf'\?\)"):
         make_arrivals(replace(SMALL, workload="zpif"))

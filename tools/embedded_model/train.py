@@ -235,9 +235,9 @@ def advance_curriculum(progress: Progress, copying_loss: float) -> None:
     progress.copying_loss = 0.95 * progress.copying_loss + 0.05 * copying_loss
     progress.steps_at_size += 1
     fewest, most = STEPS_PER_SIZE
-    learnt = progress.copying_loss < LEARNT_LOSS and progress.steps_at_size >= fewest
+    learned = progress.copying_loss < LEARNT_LOSS and progress.steps_at_size >= fewest
     overdue = progress.size > FIRST_SIZE and progress.steps_at_size >= most
-    if progress.size < LAST_SIZE and (learnt or overdue):
+    if progress.size < LAST_SIZE and (learned or overdue):
         progress.size += 1
         progress.steps_at_size = 0
 
@@ -259,7 +259,7 @@ def exact_matches(model: LlamaForCausalLM, forward: Forward, examples: Sequence[
 def export(model: LlamaForCausalLM, out: Path) -> None:
     """Write the model with bfloat16 weights, its generation settings and its tokenizer."""
     out.mkdir(parents=True, exist_ok=True)
-    stored = build_model()
+    stored: Any = build_model()
     stored.load_state_dict(model.state_dict())
     stored.to(torch.bfloat16)
     stored.generation_config = GenerationConfig(

@@ -6,6 +6,7 @@ import importlib
 import pkgutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 
@@ -13,7 +14,7 @@ import tools.policy_pictures
 
 TARGET = Path(__file__).parents[2] / "docs" / "policies"
 
-STYLE = {
+STYLE: dict[Any, Any] = {
     "figure.dpi": 100,
     "font.size": 9,
     "axes.spines.top": False,

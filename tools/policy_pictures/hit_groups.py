@@ -26,7 +26,7 @@ def draw() -> Figure:
     figure = Figure(figsize=(6.8, 3.3))
     axes = figure.subplots()
     axes.bar(groups, WAITING, color="#dddddd", width=0.75, label="waiting")
-    axes.bar(groups, [taken[group] for group in groups], color="#4c78a8", width=0.75, label="in the batch")
+    axes.bar(groups, [taken[int(group)] for group in groups], color="#4c78a8", width=0.75, label="in the batch")
     shares = quotas(len(WAITING), SLOTS)
     axes.hlines(shares, groups - 0.42, groups + 0.42, color="#e45756", label="the group's share")
     axes.set_xticks(groups, [f"{10 * g}-{10 * g + 10}" for g in groups], fontsize=8)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from policies.batching.base import BATCHERS
 from policies.interfaces import ADMISSIONS, KV_POLICIES, ORDERS
-from policies.parts import load_parts
+from policies.parts import Parts, load_parts
 from policies.placement.base import PLACEMENTS
 from policies.presets import PRESETS, Preset
 
@@ -29,7 +31,7 @@ def parts_table() -> str:
         "| setting | part | what it does | needs the order | swaps KV | uses prefixes |",
         "|---|---|---|---|---|---|",
     ]
-    tables = {
+    tables: dict[str, Parts[Any, Any]] = {
         "scheduler.placement": PLACEMENTS,
         "scheduler.order": ORDERS,
         "scheduler.admission": ADMISSIONS,

@@ -31,5 +31,9 @@ def with_regions(page: str, text: str) -> str:
         if not pattern.search(text):
             raise ValueError(f"{page} has no region {name!r}")
         body = make()
-        text = pattern.sub(lambda found, body=body: f"{found[1]}{body}\n{found[2]}", text)
+
+        def filled(found: re.Match[str], body: str = body) -> str:
+            return f"{found[1]}{body}\n{found[2]}"
+
+        text = pattern.sub(filled, text)
     return text

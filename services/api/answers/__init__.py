@@ -1,1 +1,1 @@
-"""What a client gets back: whole replies, streams, log probabilities."""
+"""What the server returns to a client: whole replies, streams, log probabilities."""

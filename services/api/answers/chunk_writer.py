@@ -1,4 +1,4 @@
-"""The chunks of streamed answers, as cheap dicts."""
+"""Writes the chunks of streamed answers as plain dicts, which are cheap to encode."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from services.api.text.token_texts import TokenTexts
 
 
 class ChunkWriter:
-    """Server-sent events of one stream; every chunk has the same id.
+    """Writes the server-sent events of one stream; every chunk has the same id.
 
     Args:
-        chat: Chat chunks carry a ``delta``, completion chunks a ``text``.
-        include_usage: Whether chunks have a ``usage`` field: null, but for the last one.
+        chat: Whether this is a chat: its chunks carry a ``delta``, chunks of a completion a ``text``.
+        include_usage: Whether chunks have a ``usage`` field: null in all chunks but the last.
         texts: Names the tokens of log probabilities.
     """
 
@@ -30,13 +30,15 @@ class ChunkWriter:
         self._include_usage = include_usage
         self._generation = generation
         self._texts = texts
-        # By choice, until it is written; in a stream every job is a choice.
+        # Echoed prompt by choice, until it is written; in a stream every job is a choice.
         self._echoes = dict(enumerate(echo.text for echo in generation.echoes for _ in range(generation.n)))
         self._logprobs: list[CompletionLogprobs] = []
         if generation.shows_logprobs and not chat:
             prompts = (job // generation.n for job in range(len(generation.jobs)))
             self._logprobs = [completion_logprobs(generation, prompt, texts) for prompt in prompts]
-        self._plain: dict[int, tuple[bytes, bytes]] = {}  # by choice: what stands around the text of a usual chunk
+        self._plain: dict[
+            int, tuple[bytes, bytes]
+        ] = {}  # By choice: the JSON before and after the text of a usual chunk.
         self._head: dict[str, Any] = {
             "id": generation.origin.response_id,
             "object": "chat.completion.chunk" if chat else "text_completion",
@@ -45,14 +47,14 @@ class ChunkWriter:
         }
 
     def opening(self) -> bytes:
-        """The first chunk of each choice of a chat names the role; a completion has nothing to say yet."""
+        """The first chunk of each choice: a chat's names the role, a completion has none."""
         if not self._chat:
             return b""
         role = {"role": "assistant", "content": ""}
         return b"".join(self._chat_event(index, role, None, None) for index in range(len(self._generation.jobs)))
 
     def output(self, index: int, delta: TokenDelta) -> bytes:
-        """Text, the end of a choice, both, or nothing; a chat's end is a chunk of its own."""
+        """The chunks of one delta: text, the end of a choice, both or none; a chat choice ends with an own chunk."""
         if delta.text and delta.finish_reason is None and delta.logprobs is None and not self._echoes:
             head, tail = self._plain.get(index) or self._around_text(index)
             return head + encode_basestring(delta.text).encode() + tail
@@ -69,7 +71,7 @@ class ChunkWriter:
         return self._event([{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}])
 
     def _around_text(self, index: int) -> tuple[bytes, bytes]:
-        """Most chunks differ in their text alone: the rest is made once."""
+        """The fast path: most chunks differ only in their text, so the JSON around it is encoded once."""
         choice: dict[str, Any] = {"index": index, "text": "", "logprobs": None, "finish_reason": None}
         chunk = self._chat_event(index, {"content": ""}, None, None) if self._chat else self._event([choice])
         head, _, tail = chunk.rpartition(b'""')

@@ -1,4 +1,4 @@
-"""Log probabilities in the two shapes that OpenAI's API has for them."""
+"""Log probabilities in the two shapes of OpenAI's API: completions and chats."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class CompletionLogprobs:
     """The ``logprobs`` of one choice of a completion, part by part.
 
     Args:
-        echo: The prompt, where it is a part of the choice's text.
+        echo: The prompt, if the choice's text begins with it.
     """
 
     def __init__(self, texts: TokenTexts, prompt_ids: Sequence[int], echo: Echo | None = None) -> None:
@@ -24,10 +24,11 @@ class CompletionLogprobs:
         self._offset = 0 if echo is None else len(echo.text)
 
     def add(self, output: Sequence[TokenLogprobs], prompt: Sequence[TokenLogprobs] = ()) -> dict[str, list[Any]]:
-        """Four lists, one item a token. Offsets count characters; what is no text of its own has that of the next.
+        """Four lists with one item per token. Offsets count characters; a token that completes no character has the
+        offset of the next token.
 
         Args:
-            prompt: All tokens of the echoed prompt, once.
+            prompt: All tokens of the echoed prompt, on the first call only.
         """
         name = self._texts.name
         entries = [*prompt, *output]
@@ -40,7 +41,7 @@ class CompletionLogprobs:
         }
 
     def _top(self, ids: tuple[int, ...], values: tuple[float, ...]) -> dict[str, float] | None:
-        """The likeliest, best first, and the token itself if it is not among them."""
+        """The most likely tokens, best first, and the sampled token if it is not among them."""
         if not values:
             return None
         found: dict[str, float] = {}

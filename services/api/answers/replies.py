@@ -1,4 +1,4 @@
-"""What a client gets: response models for whole answers; ``chunk_writer`` has those of streams."""
+"""Response models of whole answers; ``chunk_writer`` writes the chunks of streams."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ErrorReply(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """``emulated`` names the profile of an emulated device: answers are made up. Null where the model computes them."""
+    """``emulated`` names the profile of an emulated device, whose answers are made up; null if the model computes."""
 
     id: str
     object: Literal["model"] = "model"
@@ -48,7 +48,7 @@ class ModelList(BaseModel):
 
 
 class PromptTokensDetails(BaseModel):
-    """``cached_tokens`` of the prompt tokens were not computed again."""
+    """``cached_tokens``: prompt tokens whose KV came from the prefix cache."""
 
     cached_tokens: int
 
@@ -61,7 +61,7 @@ class Usage(BaseModel):
 
 
 class TextLogprobs(BaseModel):
-    """One item a token in each list; null for the first token of an echoed prompt."""
+    """Each list has one item per token; null for the first token of an echoed prompt."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -127,8 +127,8 @@ class Health(BaseModel):
 
 
 class ActorStatus(BaseModel):
-    """``url`` and ``breaker`` are of replicas that are other servers; empty for all else. ``last_end`` is why the
-    process was replaced the last time."""
+    """``url`` and ``breaker`` describe replicas that are external servers and are empty for other components.
+    ``last_end`` is the reason for the last replacement of the process."""
 
     name: str
     kind: str
@@ -145,7 +145,7 @@ class ActorStatus(BaseModel):
 
 
 class KVStatus(BaseModel):
-    """The KV pools of all replicas, in blocks, and what has moved between device and host."""
+    """The KV pools of all replicas in blocks, and the transfers between device and host."""
 
     num_blocks: int
     free_blocks: int
@@ -161,9 +161,9 @@ class KVStatus(BaseModel):
 
 
 class LearnedVersion(BaseModel):
-    """Something that was learned while serving, such as the trees that foresee output lengths.
+    """A model that was learned while serving, such as the trees that predict output lengths.
 
-    ``score`` is its error on requests that it had not learned from, ``current`` whether it is in use.
+    ``score`` is its error on held-out requests; ``current`` says whether it is in use.
     """
 
     kind: str
@@ -205,7 +205,7 @@ def status_reply(reply: StatusReply, model: ModelInfo) -> Status:
 
 
 def _as(model: type[_Model], record: object) -> _Model:
-    """The fields of a record that the model shows."""
+    """The fields of a record that the response model shows."""
     return model(**{name: getattr(record, name) for name in model.model_fields})
 
 
@@ -220,7 +220,7 @@ def usage(generation: Generation, num_output_tokens: int, num_cached_tokens: int
 
 
 def _usage_of(generation: Generation, results: Sequence[ChoiceResult]) -> Usage:
-    """All that was run, shown or not; a prompt's cached tokens are those of its first output."""
+    """Token counts of all jobs that ran, shown or not; a prompt's cached tokens are those of its first output."""
     num_cached = sum(result.cached_len for result in results[:: generation.num_tries])
     return usage(generation, sum(result.num_tokens for result in results), num_cached)
 
@@ -263,11 +263,11 @@ def chat_completion(
 
 
 def completion_logprobs(generation: Generation, prompt: int, texts: TokenTexts) -> CompletionLogprobs:
-    """For one choice of a prompt."""
+    """Token counts of one choice of a prompt."""
     echo = generation.echoes[prompt] if generation.echoes else None
     return CompletionLogprobs(texts, generation.jobs[prompt * generation.num_tries].prompt_ids, echo)
 
 
 def first_prompt_entry(generation: Generation, prompt: int) -> TokenLogprobs:
-    """Of the first token of an echoed prompt nothing but its id is known."""
+    """The first token of an echoed prompt has an id but no log probability."""
     return (generation.jobs[prompt * generation.num_tries].prompt_ids[0],), ()

@@ -26,7 +26,7 @@ async def chunks(
     """The events of one answer.
 
     Raises:
-        Exception: Whatever refuses the request before the first event. A failure after it is an event too.
+        Exception: The error that refuses the request before the first event. A later failure becomes an event.
     """
     started = False
     num_tokens = num_cached = 0
@@ -51,7 +51,7 @@ async def chunks(
 
 
 class EventStream(Response):
-    """Sends events as they come; the status waits for the first, and a client that leaves ends the source."""
+    """Sends events as they arrive. The status line waits for the first event; a disconnect ends the source."""
 
     media_type = "text/event-stream"
 
@@ -71,12 +71,13 @@ class EventStream(Response):
             await _send_body(send, first, more=True)
             async for chunk in events:
                 await _send_body(send, chunk, more=True)
-                await asyncio.sleep(0)  # a fast source and a deaf server never wait: the watch must run all the same
+                # A fast source and a server that never blocks would starve the disconnect watch.
+                await asyncio.sleep(0)
             await _send_body(send, b"", more=False)
 
 
 async def _send_body(send: Send, body: bytes, *, more: bool) -> None:
-    """A server that says by an exception that the client is gone means no failure of ours."""
+    """Ignores the exception by which some servers report a disconnected client; it is no failure of ours."""
     try:
         await send({"type": "http.response.body", "body": body, "more_body": more})
     except OSError as error:

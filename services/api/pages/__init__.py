@@ -1,1 +1,1 @@
-"""Pages for people: dashboards, metrics, explanations."""
+"""Pages for operators and users: dashboards, metrics, explanations."""

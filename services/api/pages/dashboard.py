@@ -1,4 +1,4 @@
-"""The pages for operators: each is one file without outside resources, which asks for its figures by itself."""
+"""The operators' pages: each is one file without outside resources that polls the server for its figures."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from functools import cache
 from importlib import resources
 
 DASHBOARD_HEADERS = {
-    # A page kept from an earlier release would read a /status that it does not know.
+    # A cached page of an earlier release might not understand this server's /status.
     "Cache-Control": "no-cache",
-    # Names and nodes come from outside this page: whatever they are, nothing is loaded from and sent to elsewhere.
+    # Names and nodes come from outside this page; the policy stops them from loading or sending anything elsewhere.
     "Content-Security-Policy": (
         "default-src 'none'; connect-src 'self'; img-src data:; script-src 'unsafe-inline'; "
         "style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'self'"

@@ -1,4 +1,4 @@
-"""``GET /v1/requests/{id}``: what was decided about a request, and why."""
+"""``GET /v1/requests/{id}``: the decisions about a request, and the numbers behind them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from services.api.pages.sentences import sentence
 _RESPONSE_ID = re.compile(r"(chatcmpl|cmpl)-[0-9a-f]{32}")
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    404: {"model": ErrorReply, "description": "No request of this key has that id."},
-    503: {"model": ErrorReply, "description": "It cannot be said now."},
+    404: {"model": ErrorReply, "description": "No request that was sent with this key has that id."},
+    503: {"model": ErrorReply, "description": "The decision log is not available now."},
 }
 
 
@@ -33,11 +33,11 @@ class ExplainedDecision(BaseModel):
     """One decision.
 
     Attributes:
-        at_s: Seconds since the request came.
+        at_s: Seconds since the request arrived.
         by: The component that decided.
-        attempt: Of the request; those after the first are resumptions.
-        text: The decision in plain words.
-        facts: What it was made from.
+        attempt: Number of the request's attempt; attempts above 0 are resumptions.
+        text: The decision as a sentence.
+        facts: The numbers that the decision was made from.
     """
 
     at_s: float
@@ -49,10 +49,10 @@ class ExplainedDecision(BaseModel):
 
 
 class RequestSummary(BaseModel):
-    """What became of it; null where that is not known, or not yet.
+    """The course of a request; a field is null while it is unknown.
 
     Attributes:
-        waited_s: For a replica, a place, memory or its turn, all waits together.
+        waited_s: Sum of all waits: for a replica, a batch slot, KV memory or its turn.
     """
 
     replica: str | None
@@ -67,10 +67,10 @@ class RequestSummary(BaseModel):
 
 
 class ExplainedChoice(BaseModel):
-    """One of the requests behind an answer; its ``decisions`` in order of time.
+    """One of the requests behind an answer, with its ``decisions`` in order of time.
 
     Attributes:
-        num_left_out: Decisions that were not kept because there were too many.
+        num_left_out: Number of decisions that the decision trace dropped because there were too many.
     """
 
     index: int
@@ -91,7 +91,7 @@ class Explanation(BaseModel):
 
 
 def explain_routes(backend: GenerationBackend, admin_token: str) -> APIRouter:
-    """The route; whoever has the admin token may ask about everybody's requests."""
+    """The route. A client may ask about requests sent with its own key; the admin token opens all requests."""
     router = APIRouter(prefix="/v1", tags=["generation"], responses=_ERRORS)
 
     @router.get("/requests/{response_id}")
@@ -113,14 +113,14 @@ def explain_routes(backend: GenerationBackend, admin_token: str) -> APIRouter:
 
 def _unknown(response_id: str) -> ApiError:
     message = (
-        f"id: got {response_id!r}, expected the 'id' of an answer to a request that was sent with the same key, "
-        "not so long ago that the log has dropped it"
+        f"id: got {response_id!r}, expected the 'id' of an answer to a request that was sent with the same key "
+        "and that the log still holds"
     )
     return ApiError(message, status=404, param="id", code="request_not_found")
 
 
 def explanation(response_id: str, traces: Sequence[RequestTrace]) -> Explanation:
-    """What the traces of an answer, of which there is one at least, say together."""
+    """Merges the decision traces of an answer (at least one) into one explanation."""
     by_choice = sorted(traces, key=lambda trace: (trace.choice, trace.request_id))
     grouped = [list(group) for _, group in itertools.groupby(by_choice, key=lambda trace: trace.request_id)]
     known = [(group, _decisions(group)) for group in grouped]
@@ -133,7 +133,7 @@ def explanation(response_id: str, traces: Sequence[RequestTrace]) -> Explanation
 
 
 def _decisions(traces: Sequence[RequestTrace]) -> list[tuple[Decision, RequestTrace]]:
-    """In order of time, each with whoever knows of it."""
+    """All decisions in order of time, each with the trace that holds it."""
     pairs = [(decision, trace) for trace in traces for decision in unpack_decisions(trace.decisions)]
     return sorted(pairs, key=lambda pair: pair[0].at)
 
@@ -173,7 +173,7 @@ def _summary(decisions: Sequence[Decision]) -> RequestSummary:
     waits_s = sum(float(decision.facts.get("waited_s", 0.0)) for decision in decisions)
     return RequestSummary(
         replica=facts.get("replica"),
-        waited_s=max(waits_s, float(facts.get("all_waits_s", 0.0))),  # some may have been left out
+        waited_s=max(waits_s, float(facts.get("all_waits_s", 0.0))),  # the trace may have dropped some waits
         ttft_s=facts.get("ttft_s"),
         jct_s=facts.get("jct_s"),
         output_tokens=facts.get("output_tokens"),

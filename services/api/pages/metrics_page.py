@@ -1,4 +1,4 @@
-"""One page of metrics out of those of several processes, in Prometheus' text format 0.0.4."""
+"""Merges the metrics of several processes into one page, in Prometheus' text format 0.0.4."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 HOST_LABEL = "piece_host"
-"""Says whose value it is where two processes expose the same series."""
+"""The label that names the process where two processes expose the same series."""
 
 _SUMMED = frozenset({"counter", "histogram"})
 _CREATED = "_created"
 _HIDDEN = ("python_", "process_")
-"""About the interpreter and not about the service; of a dozen processes nobody can tell them apart."""
+"""Metrics of the interpreter, not of the service; merged from many processes they would mean nothing."""
 
 _Series = tuple[str, tuple[tuple[str, str], ...]]
 """Sample name and sorted labels."""
@@ -57,11 +57,11 @@ def merge_expositions(texts: Mapping[str, str]) -> str:
     """One valid exposition with every family once.
 
     Counters and histograms of the same name and labels are summed, so a scraper sees one series for all ingress
-    processes. Of other types each value stays, with the label ``piece_host`` where two processes expose the same
-    series. Left out are ``python_*`` and ``process_*``, and the times at which summed series began.
+    processes. Metrics of other types keep each value, with the label ``piece_host`` where two processes expose the same
+    series. ``python_*``, ``process_*`` and the creation times of summed series are left out.
 
     Args:
-        texts: What the processes expose, by process name. Histograms of one name must have the same buckets.
+        texts: The expositions by process name. Histograms of one name must have the same buckets.
 
     Raises:
         ValueError: A text cannot be parsed, or two processes give a family different types; the message names the

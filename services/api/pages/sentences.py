@@ -1,4 +1,4 @@
-"""Decisions in plain sentences, for people who ask why their request waited."""
+"""Describes each scheduling decision in a plain sentence, for users who ask why their request waited."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from core.decisions import Decision, Facts
 
 
 def sentence(decision: Decision) -> str:
-    """What a decision means, in one sentence or two; of a kind that is not known here, its name and its numbers."""
+    """One or two sentences that describe a decision; for an unknown kind, its name and its facts."""
     make = _SENTENCES.get(decision.kind)
     if make is None:
         name = decision.kind.replace("_", " ").capitalize()
@@ -46,65 +46,69 @@ def _seconds(facts: Facts, name: str) -> str:
 
 
 def _received(facts: Facts) -> str:
-    return f"Received: a prompt of {_tokens(facts, 'prompt_tokens')}, at most {_count(facts, 'max_new_tokens')} more."
+    return (
+        f"Request received: prompt of {_tokens(facts, 'prompt_tokens')}, "
+        f"output limit {_count(facts, 'max_new_tokens')}."
+    )
 
 
 def _placed(facts: Facts) -> str:
-    waited = f", after {_seconds(facts, 'waited_s')} in which no replica took requests" if "waited_s" in facts else ""
-    where = f"Placed on replica {facts.get('replica', '?')}{waited}"
+    waited = f" after {_seconds(facts, 'waited_s')} with no replica available" if "waited_s" in facts else ""
+    where = f"The router placed it on replica {facts.get('replica', '?')}{waited}"
     reason = str(facts.get("reason", ""))
     if reason in _E2_REASONS:
         cost_s = sum(float(facts.get(name, 0.0)) for name in ("load_s", "evict_s", "prefill_s"))
         parts = (
-            f"{_seconds(facts, 'load_s')} of load there, {_seconds(facts, 'evict_s')} to make room, "
-            f"{_seconds(facts, 'prefill_s')} to compute the rest of the prompt"
+            f"{_seconds(facts, 'load_s')} of load on the replica, {_seconds(facts, 'evict_s')} for evictions, "
+            f"{_seconds(facts, 'prefill_s')} to prefill the rest of the prompt"
         )
         cached = f"{_tokens(facts, 'hit_len')} of the prompt {'is' if facts.get('hit_len') == 1 else 'are'}"
         total = _seconds({"cost_s": cost_s}, "cost_s")
-        return f"{where} ({reason}: {_E2_REASONS[reason]}). {cached} believed cached there; cost {total}: {parts}."
+        why = f"{reason}: {_E2_REASONS[reason]}"
+        return f"{where} ({why}). {cached} believed cached there; predicted cost {total}: {parts}."
     if "memory_s" in facts:
         return f"{where} ({reason}). {_forecast_price(facts)}"
     if "work_tokens" in facts:
         least, most = _tokens(facts, "work_tokens"), _count(facts, "most_work_tokens")
         beside = "the only one" if facts.get("num_replicas") == 1 else f"the busiest of {_count(facts, 'num_replicas')}"
         busiest = "" if beside == "the only one" else f"; {beside} had {most}"
-        return f"{where}, {'the one with the least work' if busiest else beside}: {least} outstanding{busiest}."
+        return f"{where}, {'the one with the least work' if busiest else beside}: {least} of work in flight{busiest}."
     return f"{where} ({reason})."
 
 
 def _forecast_price(facts: Facts) -> str:
-    """Of E2 with forecasts."""
+    """The terms of the price that E2 with forecasts computed, as a sentence."""
     names = ("queue_s", "prefill_s", "decode_s", "evict_s", "memory_s")
     total = _seconds({"cost_s": sum(float(facts.get(name, 0.0)) for name in names)}, "cost_s")
     queue, prefill, decode, evict, memory = (_seconds(facts, name) for name in names)
     cached = f"{_tokens(facts, 'hit_len')} of the prompt {'is' if facts.get('hit_len') == 1 else 'are'}"
     return (
-        f"{cached} believed cached there, {_tokens(facts, 'predicted_len')} of output expected; it costs itself and "
-        f"those there {total}: {queue} of prompts before its own, {prefill} for its own, {decode} of shared steps, "
-        f"{evict} to make room, {memory} until it fits."
+        f"{cached} believed cached there, {_tokens(facts, 'predicted_len')} of output predicted; predicted cost to it "
+        f"and the requests there {total}: {queue} for prompts queued before it, {prefill} for its own prompt, "
+        f"{decode} for shared decoding steps, {evict} for evictions, {memory} until its KV fits."
     )
 
 
 _E2_REASONS = {
     "exploit": "most of the prompt is cached there",
-    "explore": "the cheapest of all",
-    "balance": "it mostly decodes and has arithmetic to spare",
-    "rebalance": "the one that caches the prompt is too busy",
+    "explore": "the lowest predicted cost of all replicas",
+    "balance": "it mostly decodes and has compute to spare",
+    "rebalance": "the replica that caches the prompt is too busy",
 }
 
 
 def _standing(facts: Facts) -> str:
-    """Where its order has it, as a clause that begins with a semicolon; empty if the order has nothing to say."""
+    """The rank that the order gives the request, as a clause after a semicolon; empty if the order records none."""
     if "level" in facts:
         used = f", {_seconds(facts, 'attained_s')} of it used" if facts.get("attained_s") else ""
         return f"; level {_count(facts, 'level')}, quantum {_seconds(facts, 'quantum_s')}{used}"
     if "response_ratio" in facts:
         ratio, service = _number(facts["response_ratio"]), _seconds(facts, "service_s")
-        return f"; response ratio {ratio}, {service} of service expected"
+        return f"; response ratio {ratio}, predicted service time {service}"
     if "rank_s" in facts:
         aged = f", {_seconds(facts, 'aged_rank_s')} after ageing" if "aged_rank_s" in facts else ""
         rank = f"rank {_seconds(facts, 'rank_s')}{aged} (lower goes first)"
-        return f"; {rank}, {_seconds(facts, 'expected_s')} expected to go"
+        return f"; {rank}, predicted remaining time {_seconds(facts, 'expected_s')}"
     if "hit_group" in facts:
         group, slots = _count(facts, "hit_group"), _count(facts, "group_slots")
         return f"; hit group {group} with {slots} slots ({_tokens(facts, 'cached_tokens')} cached)"
@@ -112,20 +116,20 @@ def _standing(facts: Facts) -> str:
 
 
 def _room(facts: Facts) -> str:
-    """What admission counted, without a full stop; empty if it has nothing to say."""
+    """The KV memory that admission counted, without a full stop; empty if it recorded none."""
     limit = f"at most {_count(facts, 'limit_tokens')}"
     if "predicted_peak_tokens" in facts:
         risk = f" at a risk of {float(facts['eviction_risk']):.0%}" if "eviction_risk" in facts else ""
         capacity = f" of {_count(facts, 'capacity_tokens')}" if "capacity_tokens" in facts else ""
         return f"KV memory is predicted to peak at {_tokens(facts, 'predicted_peak_tokens')}, {limit}{capacity}{risk}"
     if "held_tokens" in facts:
-        return f"{_tokens(facts, 'held_tokens')} of KV are held, {limit} of {_count(facts, 'capacity_tokens')}"
+        return f"{_tokens(facts, 'held_tokens')} of KV are in use, {limit} of {_count(facts, 'capacity_tokens')}"
     return ""
 
 
 def _queue(facts: Facts) -> str:
     places = facts.get("num_admitted")
-    have = "1 has a place" if places == 1 else f"{_count(facts, 'num_admitted')} have places"
+    have = "1 request is admitted" if places == 1 else f"{_count(facts, 'num_admitted')} requests are admitted"
     return f"{have}, {_count(facts, 'num_waiting')} wait{'s' if facts.get('num_waiting') == 1 else ''}"
 
 
@@ -134,7 +138,7 @@ def _place(facts: Facts) -> str:
 
 
 def _arrived(facts: Facts) -> str:
-    resumed = f" with {_tokens(facts, 'resumed_tokens')} of output already" if "resumed_tokens" in facts else ""
+    resumed = f" with {_tokens(facts, 'resumed_tokens')} of earlier output" if "resumed_tokens" in facts else ""
     return f"Reached the scheduler of its replica{resumed}: {_place(facts)}."
 
 
@@ -142,7 +146,7 @@ def _forecast(facts: Facts) -> str:
     q50, q90 = _count(facts, "q50_tokens"), _count(facts, "q90_tokens")
     who = f"{facts.get('source', '?')}, version {_count(facts, 'version')}"
     return (
-        f"Foreseen: {_number(facts.get('mean_tokens', 0))} tokens of output (median {q50}, 9 in 10 up to {q90}; {who})."
+        f"Predicted output: {_number(facts.get('mean_tokens', 0))} tokens (median {q50}, 90th percentile {q90}; {who})."
     )
 
 
@@ -151,15 +155,15 @@ def _waits(facts: Facts) -> str:
     match facts.get("reason"):
         case "memory":
             room = _room(facts)
-            needs = f"Waits for memory: it needs {_tokens(facts, 'needed_tokens')}"
+            needs = f"Waits for KV memory: it needs {_tokens(facts, 'needed_tokens')}"
             return f"{needs}{'; ' + room if room else ''}{tail}"
         case "places":
-            return f"Waits for a place: all {_count(facts, 'max_num_seqs')} are taken{tail}"
+            return f"Waits for a batch slot: all {_count(facts, 'max_num_seqs')} are taken{tail}"
         case "worker":
-            return f"Waits for the worker, which is not there{tail}"
+            return f"Waits for the worker, which is not running{tail}"
         case "replica":
-            return "Waits for a replica: none takes requests now."
-    return f"Waits behind others{tail}"
+            return "Waits for a replica: none accepts requests now."
+    return f"Waits behind other requests{tail}"
 
 
 def _admitted(facts: Facts) -> str:
@@ -171,61 +175,63 @@ def _admitted(facts: Facts) -> str:
 
 def _started(facts: Facts) -> str:
     waited = _seconds(facts, "waited_s")
-    return f"Started by the worker in the place of one that had ended, after {waited} ({_place(facts)})."
+    return f"The worker started it in the slot of a request that had ended, after a wait of {waited} ({_place(facts)})."
 
 
 def _short(facts: Facts) -> str:
-    return f"memory is short by {_plural(facts, 'short_blocks', 'block')}" if facts.get("short_blocks") else ""
+    return f"KV memory is short by {_plural(facts, 'short_blocks', 'block')}" if facts.get("short_blocks") else ""
 
 
 def _preempted(facts: Facts) -> str:
-    why = _short(facts) or "its place goes to another"
+    why = _short(facts) or "another request gets its slot"
     again = f"its {_tokens(facts, 'computed_tokens')} of KV are dropped and will be computed again"
     return f"Preempted: {why}; {again} ({_place(facts)})."
 
 
 def _next_turn(facts: Facts) -> str:
-    """What ENST says, as a clause that begins with a semicolon."""
+    """The next turn that ENST predicts, as a clause after a semicolon."""
     if "enst_s" not in facts:
         return ""
-    return f"; its turn is expected in {_seconds(facts, 'enst_s')}" if facts["enst_s"] else "; its turn is due"
+    return (
+        f"; its next turn is predicted in {_seconds(facts, 'enst_s')}" if facts["enst_s"] else "; its next turn is due"
+    )
 
 
 def _offloaded(facts: Facts) -> str:
-    why = _short(facts) or "its place goes to others"
+    why = _short(facts) or "other requests get its slot"
     moved = f"its {_tokens(facts, 'computed_tokens')} of KV move to host memory"
     return f"Offloaded: {why}; {moved}{_next_turn(facts)} ({_place(facts)})."
 
 
 def _uploaded(facts: Facts) -> str:
-    return f"Brought back from host memory after {_seconds(facts, 'waited_s')}{_next_turn(facts)} ({_place(facts)})."
+    return f"Uploaded from host memory after {_seconds(facts, 'waited_s')}{_next_turn(facts)} ({_place(facts)})."
 
 
 def _paused(facts: Facts) -> str:
-    return f"Pauses: others go first ({_place(facts)}). It keeps its KV memory."
+    return f"Paused: other requests go first ({_place(facts)}). It keeps its KV memory."
 
 
 def _continues(facts: Facts) -> str:
-    return f"Goes on after {_seconds(facts, 'waited_s')} ({_place(facts)})."
+    return f"Continues after a pause of {_seconds(facts, 'waited_s')} ({_place(facts)})."
 
 
 def _demoted(facts: Facts) -> str:
     quantum = _seconds(facts, "quantum_s")
-    return f"Sank to level {_count(facts, 'level')}: its quantum was used up. The new one is {quantum}."
+    return f"Demoted to level {_count(facts, 'level')}: it used up its quantum. The new quantum is {quantum}."
 
 
 def _promoted(facts: Facts) -> str:
     quantum = _seconds(facts, "quantum_s")
-    return f"Promoted to level {_count(facts, 'level')}: it had waited too long. Its quantum is {quantum}."
+    return f"Promoted to level {_count(facts, 'level')}: it had waited too long. The new quantum is {quantum}."
 
 
 def _finished(facts: Facts) -> str:
-    foreseen = f", {_number(facts['predicted_tokens'])} were foreseen" if "predicted_tokens" in facts else ""
+    predicted = f", {_number(facts['predicted_tokens'])} were predicted" if "predicted_tokens" in facts else ""
     cached = f"{_tokens(facts, 'cached_tokens')} of the prompt came from the cache"
     times = f"{_plural(facts, 'num_drops', 'drop')} and {_plural(facts, 'num_offloads', 'offload')} of its KV"
-    took = f"it took part in steps of {_seconds(facts, 'ran_s')} in all"
+    took = f"the steps it took part in lasted {_seconds(facts, 'ran_s')}"
     return (
-        f"Ended ({facts.get('reason')}) after {_tokens(facts, 'output_tokens')}{foreseen}; {took}, {times}; {cached}."
+        f"Ended ({facts.get('reason')}) after {_tokens(facts, 'output_tokens')}{predicted}; {took}, {times}; {cached}."
     )
 
 
@@ -233,15 +239,15 @@ def _answered(facts: Facts) -> str:
     attempts = facts.get("attempts", 1)
     times = "" if attempts == 1 else f", in {_count(facts, 'attempts')} attempts"
     first = f", the first after {_seconds(facts, 'ttft_s')}" if "ttft_s" in facts else ""
-    ends = {"abort": "The client left", "error": "Failed"}.get(str(facts.get("reason")), "Answered")
+    ends = {"abort": "The client disconnected", "error": "Failed"}.get(str(facts.get("reason")), "Answered")
     return f"{ends}: {_tokens(facts, 'output_tokens')} in {_seconds(facts, 'jct_s')}{first}{times}."
 
 
 def _sent(facts: Facts) -> str:
     waited = float(facts.get("waited_s", 0.0))
     when = "at once" if waited < 1e-3 else f"after a wait of {_seconds(facts, 'waited_s')}"
-    there = f"{_count(facts, 'num_admitted')} are there, {_count(facts, 'num_waiting')} wait"
-    return f"Sent to the other server {when} ({there})."
+    there = f"{_count(facts, 'num_admitted')} in flight there, {_count(facts, 'num_waiting')} waiting"
+    return f"Sent to the external server {when} ({there})."
 
 
 _SENTENCES: dict[str, Callable[[Facts], str]] = {
@@ -255,7 +261,7 @@ _SENTENCES: dict[str, Callable[[Facts], str]] = {
     "preempted": _preempted,
     "offloaded": _offloaded,
     "uploaded": _uploaded,
-    "host_full": lambda facts: "The host had no room for its KV, which is dropped instead.",
+    "host_full": lambda facts: "Host memory had no room for its KV, so the KV is dropped and will be computed again.",
     "paused": _paused,
     "continues": _continues,
     "demoted": _demoted,
@@ -263,31 +269,33 @@ _SENTENCES: dict[str, Callable[[Facts], str]] = {
     "refused": lambda facts: f"Refused: {facts.get('reason', 'it will never fit')}.",
     "adopted": lambda facts: (
         f"Taken over by a new scheduler with {_tokens(facts, 'output_tokens')} of output; "
-        "what the one before it decided is lost."
+        "the decisions of the scheduler before it are lost."
     ),
-    "superseded": lambda facts: "Given up here: a later attempt has taken its place.",
+    "superseded": lambda facts: "Dropped here: a later attempt of the request has replaced this one.",
     "batch_broken": lambda facts: (
-        "Its batch ran out of KV memory and is split: it starts again in a smaller one"
-        f" ({_tokens(facts, 'output_tokens')} into it)."
+        "Its batch ran out of KV memory and is split: the request starts again in a smaller batch"
+        f" after {_tokens(facts, 'output_tokens')} of output."
     ),
     "aborted": lambda facts: (
-        f"Aborted, {_tokens(facts, 'output_tokens')} in: its client left, or it goes on elsewhere."
+        f"Aborted after {_tokens(facts, 'output_tokens')} of output: its client left, or it continues elsewhere."
     ),
-    "worker_lost": lambda facts: f"Lost with its worker, {_tokens(facts, 'output_tokens')} of output into it.",
+    "worker_lost": lambda facts: f"Lost with its worker after {_tokens(facts, 'output_tokens')} of output.",
     "resumed": lambda facts: (
-        f"Resumed as attempt {_count(facts, 'attempt')}: the one before was lost; the "
-        f"{_tokens(facts, 'output_tokens')} that the client has stay."
+        f"Resumed as attempt {_count(facts, 'attempt')}: the attempt before it was lost; the client keeps the "
+        f"{_tokens(facts, 'output_tokens')} that it has."
     ),
-    "first_token": lambda facts: f"First token, {_seconds(facts, 'ttft_s')} after the request came.",
-    "client_slow": lambda facts: f"Rests: its client has {_count(facts, 'unread_deltas')} pieces unread.",
-    "client_reads": lambda facts: "Goes on: its client reads again.",
+    "first_token": lambda facts: f"First token {_seconds(facts, 'ttft_s')} after the request arrived.",
+    "client_slow": lambda facts: f"Paused: its client has not read {_plural(facts, 'unread_deltas', 'delta')}.",
+    "client_reads": lambda facts: "Continues: its client reads again.",
     "sent": _sent,
-    "returned": lambda facts: f"Given back, to go elsewhere: {facts.get('reason', 'the other server is not there')}.",
+    "returned": lambda facts: (
+        f"Returned to the router for another replica: {facts.get('reason', 'the external server is not available')}."
+    ),
     "server_ended": lambda facts: (
-        f"The other server ended it ({facts.get('reason')}) after {_tokens(facts, 'output_tokens')}."
+        f"The external server ended it ({facts.get('reason')}) after {_tokens(facts, 'output_tokens')}."
     ),
     "server_failed": lambda facts: (
-        f"The other server failed {_tokens(facts, 'output_tokens')} into it: {facts.get('reason')}."
+        f"The external server failed after {_tokens(facts, 'output_tokens')}: {facts.get('reason')}."
     ),
     "finished": _finished,
     "answered": _answered,

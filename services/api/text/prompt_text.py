@@ -1,4 +1,4 @@
-"""A prompt in two parts, for those who foresee how long its answer will be, and in one, as it was written."""
+"""A prompt in two parts, for predictors of its output length, and as a whole."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class PromptText:
         instruction: Chat: every message but the last one of the user. Completion: the ``instruction`` of the request,
             or else the first line of the prompt.
         user_input: Chat: the last message of the user. Completion: the rest of the prompt.
-        source: All of it; None if nobody may need it.
+        source: All of it; None if no predictor needs it.
     """
 
     instruction: str

@@ -131,7 +131,7 @@ def start_batch(source: Path, target: Path, *flags: str, env: Mapping[str, str] 
 
 
 def driver_among(processes: list[psutil.Process]) -> psutil.Process:
-    """Of a batch job: the oldest, since whatever it forks is called like it for a moment."""
+    """The process of a batch job: the oldest, since whatever it forks is called like it for a moment."""
     drivers = [each for each in processes if "services.batch.job" in _command(each)[:4]]
     return min(drivers, key=lambda each: each.create_time())
 

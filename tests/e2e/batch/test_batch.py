@@ -100,7 +100,7 @@ def test_killed_three_times_it_is_complete_in_order_and_each_line_once(
         assert run.wait() == 0, run.said()
     finally:
         _end(run)
-    assert f"farsight batch: goes on from {kept}/{NUM_LINES} done\n" in run.said()
+    assert f"farsight batch: resumes with {kept}/{NUM_LINES} done\n" in run.said()
     assert check_output(target, NUM_LINES) == undisturbed[1]
     assert not partial_path(target).exists()
 
@@ -119,7 +119,7 @@ def _kill_driver(run: BatchRun) -> None:
 def _interrupt(run: BatchRun) -> None:
     os.killpg(run.process.pid, signal.SIGINT)
     assert run.wait() == 130
-    assert run.said().endswith("the same command goes on from there.\n")
+    assert run.said().endswith("run the same command again to resume.\n")
 
 
 def _end(run: BatchRun) -> None:

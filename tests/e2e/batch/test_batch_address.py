@@ -73,7 +73,7 @@ def _command(cluster: RunningCluster, run: BatchRun) -> None:
 def _driver(cluster: RunningCluster, run: BatchRun) -> None:
     cluster.driver().kill()
     assert run.wait() == 1
-    assert "The same command goes on from what is kept." in run.said()
+    assert "Run the same command again to resume." in run.said()
 
 
 def _interrupt(cluster: RunningCluster, run: BatchRun) -> None:
@@ -99,8 +99,8 @@ def test_nothing_is_left_in_the_cluster(
     wait_no_hosts(cluster.processes)
     assert not target.exists()
 
-    again = cluster.batch(source, target, concurrency=256)  # nobody ends this one before it is done
+    again = cluster.batch(source, target, concurrency=256)  # this one runs to its end
     assert again.wait() == 0, again.said()
-    assert "farsight batch: goes on from " in again.said()
+    assert "farsight batch: resumes with " in again.said()
     check_output(target, NUM_LINES)
     wait_no_hosts(cluster.processes)

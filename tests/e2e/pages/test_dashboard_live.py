@@ -49,13 +49,13 @@ def page(split_server: Server) -> Iterator[Page]:
         browser = start_browser(playwright)
         opened = open_page(browser)
         opened.goto(f"{split_server.base_url}/dashboard")
-        expect(opened.get_by_test_id("overall")).to_have_text(re.compile("All .* services ready"))
+        expect(opened.get_by_test_id("overall")).to_have_text(re.compile("All .* components ready"))
         yield opened
         browser.close()
 
 
 def ready_colour(page: Page, name: str) -> str:
-    """Of a component that is ready, once it is: on a busy machine one that answers late is shown as dead for a
+    """The colour of a component, once it is ready: on a busy machine one that answers late is shown as dead for a
     moment."""
     found: list[str] = []
 
@@ -82,7 +82,7 @@ def test_a_killed_service_turns_red_and_then_green(split_server: Server, page: P
     assert ready_colour(page, name) == green
     assert split_server.pid_of(name) != pid
     expect(card.locator("[data-field=restarts]")).to_have_text(str(restarts + 1))
-    expect(page.get_by_test_id("overall")).to_have_text(re.compile("All .* services ready"))
+    expect(page.get_by_test_id("overall")).to_have_text(re.compile("All .* components ready"))
     page.screenshot(path=tmp_path / "green.png")
 
 

@@ -148,7 +148,7 @@ def page(browser: Browser, live: LiveServer) -> Iterator[Page]:
     opened.on("request", lambda sent: None if sent.url.startswith((base, "data:")) else foreign.append(sent.url))
     opened.on("pageerror", lambda error: errors.append(str(error)))
     opened.goto(base + "dashboard")
-    expect(opened.get_by_test_id("overall")).to_contain_text("services ready")
+    expect(opened.get_by_test_id("overall")).to_contain_text("components ready")
     yield opened
     opened.close()
     assert not foreign
@@ -173,7 +173,7 @@ def expect_width(page: Page, most: int) -> None:
 
 
 def test_every_component_has_a_card(page: Page) -> None:
-    expect(page.get_by_test_id("overall")).to_have_text(f"All {len(PIECES)} services ready")
+    expect(page.get_by_test_id("overall")).to_have_text(f"All {len(PIECES)} components ready")
     expect(page.get_by_test_id("model")).to_contain_text(MODEL)
     expect(page.get_by_test_id("kv")).to_contain_text("3 of 8 blocks · 38 %")
     expect(page.get_by_test_id("learnt")).to_contain_text(re.compile(r"length-predictor words\s*3\s*12.50\s*4000"))
@@ -205,7 +205,7 @@ def test_twenty_services_are_seen_at_once(page: Page, live: LiveServer) -> None:
     """Without scrolling at 1280x800; and no name makes the page wider than a small window."""
     more = [component(f"{kind}-{index}", "ModelWorker") for index in (2, 3) for kind in ("worker", "scheduler")]
     live.backend.components = (*PIECES, *more, component("kv-offload-manager-2", "KVOffloadManager"))
-    expect(page.get_by_test_id("overall")).to_have_text("All 20 services ready")
+    expect(page.get_by_test_id("overall")).to_have_text("All 20 components ready")
     assert page.evaluate("document.documentElement.scrollHeight") <= 800
     for width in (1280, 390):
         page.set_viewport_size({"width": width, "height": 800})
@@ -244,7 +244,7 @@ def test_a_death_that_no_poll_has_seen_turns_red_for_a_while(page: Page, live: L
     expect(card).to_have_attribute("data-state", "restarted")
     page.clock.set_fixed_time(now + 3)
     expect(card).to_have_attribute("data-state", "ready")
-    expect(page.get_by_test_id("overall")).to_have_text(f"All {len(PIECES)} services ready")
+    expect(page.get_by_test_id("overall")).to_have_text(f"All {len(PIECES)} components ready")
 
 
 def test_a_death_that_one_poll_has_seen_stays_red_for_a_while(page: Page, live: LiveServer) -> None:
@@ -266,7 +266,7 @@ def test_a_death_that_one_poll_has_seen_stays_red_for_a_while(page: Page, live: 
 def test_the_page_asks_every_second(page: Page) -> None:
     page.clock.install()
     page.reload()
-    expect(page.get_by_test_id("overall")).to_contain_text("services ready")
+    expect(page.get_by_test_id("overall")).to_contain_text("components ready")
     page.clock.pause_at(int(time.time()) + 60)
     wait_updated(page)  # nothing is under way now
     with page.expect_request("**/status"):
@@ -284,7 +284,7 @@ def test_a_component_that_disappears_stays_for_a_minute(page: Page, live: LiveSe
     expect(card).to_contain_text(re.compile(r"Gone for\s*40 s"))
     page.clock.set_fixed_time(now + 60)
     expect(card).to_have_count(0)
-    expect(page.get_by_test_id("overall")).to_have_text(f"All {len(PIECES) - 1} services ready")
+    expect(page.get_by_test_id("overall")).to_have_text(f"All {len(PIECES) - 1} components ready")
 
 
 def test_a_server_that_stops_is_said_and_comes_back(page: Page, live: LiveServer) -> None:
@@ -301,7 +301,7 @@ def test_a_server_that_stops_is_said_and_comes_back(page: Page, live: LiveServer
     expect(banner).to_be_hidden(timeout=5000)
     expect(card).to_have_attribute("data-stale", "false")
     expect(card).to_have_css("filter", "none")
-    expect(page.get_by_test_id("overall")).to_have_text(f"All {len(PIECES)} services ready")
+    expect(page.get_by_test_id("overall")).to_have_text(f"All {len(PIECES)} components ready")
     expect(page.get_by_test_id("model")).to_contain_text("successor")
 
 
@@ -348,7 +348,7 @@ def test_a_request_is_explained_and_an_unknown_one_is_said_to_be(page: Page, liv
     page.get_by_role("button", name="Explain").click()
     rows = page.get_by_test_id("explained").locator("tbody tr")
     expect(rows).to_have_count(2)
-    expect(rows.nth(0)).to_contain_text("a prompt of 7 tokens")
+    expect(rows.nth(0)).to_contain_text("prompt of 7 tokens")
     expect(rows.nth(1)).to_contain_text("1.500 singressRefused: <b>too long</b>.")
     expect(page.get_by_test_id("explain-note")).to_be_empty()
 
@@ -385,7 +385,7 @@ def test_placement_is_shown(page: Page, live: LiveServer, tmp_path: Path) -> Non
     replicas = page.get_by_test_id("replicas").locator("tbody tr")
     expect(replicas).to_have_count(4)
     expect(replicas.nth(0)).to_contain_text("014" + "21,4008.5 s" + "20,992 of 26,880")
-    expect(replicas.nth(3)).to_contain_text("10 (takes none)")
+    expect(replicas.nth(3)).to_contain_text("10 (accepts no requests)")
     expect(page.get_by_test_id("reasons").locator("tbody tr").nth(2)).to_contain_text("rebalance9")
     prefixes = page.get_by_test_id("prefixes")
     expect(prefixes.locator("thead .cell")).to_have_text(["0", "1", "2"])

@@ -10,7 +10,7 @@ import pytest
 
 from core.costs import StepCost
 from policies.compose import build_router, build_scheduler
-from policies.replica.scheduler import SchedulerLimits
+from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
 from policies.settings import MlfqRules, PolicySettings
 from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.latency import LinearLatency
@@ -65,15 +65,18 @@ def test_least_attained_service_loses_to_fcfs_where_lengths_are_alike() -> None:
 
 
 def test_skip_join_mlfq_stands_a_burst_of_long_prompts() -> None:
-    """Of 80 prompts that come at once 20 fit the device and 40 the host: nothing is dropped and computed again."""
+    """Eighty prompts come at once, 20 fit the device and 40 the host: nothing is dropped and computed again."""
     latency = LinearLatency(StepCost(base_s=0.010, prefill_token_s=0.11e-3, decode_seq_s=0.02e-3, context_token_s=0.0))
     burst = [Arrival(f"r{i}", 0.0, 2000, 10 + i % 40, 64) for i in range(80)]
     shape = FleetShape(ReplicaShape(2500, 16, 5000, max_num_seqs=64, max_batch_tokens=512, look_every=4), latency)
     means = {}
     for preset in ("fastserve", "fcfs"):
         settings = PolicySettings(mlfq=MlfqRules(starve_limit_s=math.inf), cost=latency.cost)
-        make = partial(build_scheduler, preset, SchedulerLimits(64, 0), settings)
-        recorder = Fleet(shape, build_router("fcfs"), lambda _, make=make: make()).run(burst)
+
+        def make(_: object, preset: str = preset, settings: PolicySettings = settings) -> ReplicaScheduler:
+            return build_scheduler(preset, SchedulerLimits(64, 0), settings)
+
+        recorder = Fleet(shape, build_router("fcfs"), make).run(burst)
         assert recorder.usage["0"].num_prompt_tokens <= 80 * 2000
         means[preset] = np.mean([record.jct_s for record in recorder.done])
     assert means["fastserve"] < 1.05 * means["fcfs"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +17,6 @@ from simulator.reproduce.past_future import (
     PAST_FUTURE,
     TABLE_1,
     figure_1,
-    figure_3,
-    figure_4,
     figure_7,
     figure_8,
     goodput,
@@ -33,7 +32,13 @@ from simulator.reproduce.past_future_runs import (
     requests,
     serve,
 )
-from simulator.reproduce.past_future_windows import adjacent_similarity, distant_similarity, similarity
+from simulator.reproduce.past_future_windows import (
+    adjacent_similarity,
+    distant_similarity,
+    figure_3,
+    figure_4,
+    similarity,
+)
 from simulator.reproduce.register import REPRODUCTIONS
 from simulator.summary import Sla
 from simulator.traffic.lengths import LengthPair, Uniform
@@ -42,7 +47,7 @@ from simulator.traffic.workload import Arrival
 SMALL = LengthPair(Uniform(5, 60), Uniform(50, 100), 100)
 
 
-def served(method: str, **options: int) -> Outcome:
+def served(method: str, **options: Any) -> Outcome:
     methods = {"oracle": ORACLE, "bold": aggressive(0.99), "careful": conservative(), "ours": past_future(0.05)}
     return serve(requests(SMALL, 120), methods[method], capacity=1500, **options)
 

@@ -83,7 +83,7 @@ def test_bad_words_end_with_what_is_wrong(
     assert stop.value.code == 2
     message = capsys.readouterr().err
     assert ("'nonsense' is none of magnus_case_study" in message) == (words == ("nonsense",))
-    assert ("say which" in message) == (words != ("nonsense",))
+    assert ("pass NAME" in message) == (words != ("nonsense",))
 
 
 def test_json_lines_come_in_order_with_all_keys(

@@ -169,7 +169,7 @@ def test_data_is_found_in_the_folder_given_or_set(tmp_path: Path, monkeypatch: p
     assert find_data("azure.csv") == fixed / "azure.csv"
     assert find_data("azure.csv", given) == given / "azure.csv"
     monkeypatch.delenv("FARSIGHT_DATA")
-    with pytest.raises(MissingTraceError, match="shared/data/no-such-file is not there"):
+    with pytest.raises(MissingTraceError, match="shared/data/no-such-file does not exist"):
         find_data("no-such-file")
 
 

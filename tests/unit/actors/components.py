@@ -9,19 +9,17 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from actors.calls.log_store import LogStoreCalls
 from actors.log.log_store import LogStore
 from actors.runtime.component import ComponentContext
 from actors.runtime.site import Site
-from core.codec import decode, encode
 from core.config.load import FarsightConfig
 from core.config.log import LogConfig
 from core.forecast import QUANTILES
 from core.messages.log import (
     Artefact,
     ArtefactInfo,
-    ArtefactList,
     ArtefactName,
-    ArtefactReply,
     ExamplePage,
     FinishedBatch,
     FinishedRequest,
@@ -81,56 +79,56 @@ def trace(response_id: str, request_id: str = "i-0", part: str = "0", decisions:
     return RequestTrace(*who, attempt=0, ended=True, num_left_out=2, decisions=decisions)
 
 
-async def append_traces(store: Any, *records: RequestTrace) -> None:
-    assert await store.append_traces(encode(RequestTraces(records))) == b""
+async def append_traces(store: LogStoreCalls, *records: RequestTrace) -> None:
+    await store.append_traces(RequestTraces(records))
 
 
-async def read_traces(store: Any, response_id: str) -> tuple[RequestTrace, ...]:
-    return decode(await store.read_traces(encode(TraceQuery(response_id))), RequestTraces).records
+async def read_traces(store: LogStoreCalls, response_id: str) -> tuple[RequestTrace, ...]:
+    return (await store.read_traces(TraceQuery(response_id))).records
 
 
-async def append(store: Any, *records: FinishedRequest) -> None:
-    assert await store.append(encode(FinishedRequests(records))) == b""
+async def append(store: LogStoreCalls, *records: FinishedRequest) -> None:
+    await store.append(FinishedRequests(records))
 
 
-async def append_forecasts(store: Any, *records: ForecastRecord) -> None:
-    assert await store.append_forecasts(encode(ForecastRecords(records))) == b""
+async def append_forecasts(store: LogStoreCalls, *records: ForecastRecord) -> None:
+    await store.append_forecasts(ForecastRecords(records))
 
 
-async def read(store: Any, after_row: int = 0, limit: int = 1000) -> LogPage:
-    return decode(await store.read(encode(LogQuery(after_row, limit))), LogPage)
+async def read(store: LogStoreCalls, after_row: int = 0, limit: int = 1000) -> LogPage:
+    return await store.read(LogQuery(after_row, limit))
 
 
-async def read_ids(store: Any, after_row: int = 0, limit: int = 1000) -> list[str]:
+async def read_ids(store: LogStoreCalls, after_row: int = 0, limit: int = 1000) -> list[str]:
     return [each.request_id for each in (await read(store, after_row, limit)).records]
 
 
-async def read_examples(store: Any, after_row: int = 0, limit: int = 1000) -> ExamplePage:
-    return decode(await store.read_examples(encode(LogQuery(after_row, limit))), ExamplePage)
+async def read_examples(store: LogStoreCalls, after_row: int = 0, limit: int = 1000) -> ExamplePage:
+    return await store.read_examples(LogQuery(after_row, limit))
 
 
-async def example_ids(store: Any, after_row: int = 0, limit: int = 1000) -> list[str]:
+async def example_ids(store: LogStoreCalls, after_row: int = 0, limit: int = 1000) -> list[str]:
     return [each.finished.request_id for each in (await read_examples(store, after_row, limit)).examples]
 
 
-async def put(store: Any, *artefacts: Artefact) -> None:
+async def put(store: LogStoreCalls, *artefacts: Artefact) -> None:
     for each in artefacts:
-        assert await store.put_artefact(encode(each)) == b""
+        await store.put_artefact(each)
 
 
-async def set_current(store: Any, version: int | None, kind: str = "forest") -> None:
-    assert await store.set_current(encode(ArtefactName(kind, version))) == b""
+async def set_current(store: LogStoreCalls, version: int | None, kind: str = "forest") -> None:
+    await store.set_current(ArtefactName(kind, version))
 
 
-async def read_artefact(store: Any, version: int | None = None, kind: str = "forest") -> Artefact | None:
-    return decode(await store.read_artefact(encode(ArtefactName(kind, version))), ArtefactReply).artefact
+async def read_artefact(store: LogStoreCalls, version: int | None = None, kind: str = "forest") -> Artefact | None:
+    return (await store.read_artefact(ArtefactName(kind, version))).artefact
 
 
-async def list_artefacts(store: Any) -> tuple[ArtefactInfo, ...]:
-    return decode(await store.artefacts(), ArtefactList).artefacts
+async def list_artefacts(store: LogStoreCalls) -> tuple[ArtefactInfo, ...]:
+    return (await store.artefacts()).artefacts
 
 
-async def versions(store: Any, kind: str = "forest") -> tuple[list[int], int | None]:
+async def versions(store: LogStoreCalls, kind: str = "forest") -> tuple[list[int], int | None]:
     """Those that are kept, and the current one."""
     infos = [each for each in await list_artefacts(store) if each.kind == kind]
     return [each.version for each in infos], next((each.version for each in infos if each.current), None)

@@ -30,7 +30,7 @@ CLAIM = Claim("a / b", "zipf 1.1", "a", "b", "jct_s", 0.5)
 
 
 def row(claim: Claim, live: Mapping[str, list[float]], simulated: Mapping[str, list[float]] | None = None) -> dict:
-    """Of values of ``jct_s`` by system, one a seed."""
+    """The row of a claim, from values of ``jct_s`` by system, one a seed."""
 
     def figures(system: str, seed: int, is_live: bool) -> Figures:
         return Figures(jct_s=(live if is_live or simulated is None else simulated)[system][seed], gap_s=0.001)
@@ -119,7 +119,8 @@ def test_a_claim_is_measured_on_live_components_and_goes_on_where_it_was(
     assert json.loads(capsys.readouterr().out) == found
     assert found.keys() >= KEYS and found["requests"] == 12
     store = Store(tmp_path / "sub" / "runs.jsonl")
-    live_s, simulated_s = [], []
+    live_s: list[float] = []
+    simulated_s: list[float] = []
     for system in ("farsight", "fastserve"):
         for figures, is_live in ((live_s, True), (simulated_s, False)):
             of_run = store.get(Run("zipf 1.1", system, 11, 12, 8.0 if is_live else 1.0, is_live))
@@ -151,7 +152,9 @@ def test_a_run_sees_every_request_to_its_end(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(emulated, "LEAST_SHARE", 1.0)  # else the device hurries where the machine was late
     setup = SETUPS["zipf15 0.9"].sized(10)
     arrivals = setup.arrivals(3)
-    served = run_live(arrivals, setup.hardware, SYSTEMS["fastserve-reactive"].settings, speed=10.0)
+    settings = SYSTEMS["fastserve-reactive"].settings
+    assert settings is not None
+    served = run_live(arrivals, setup.hardware, settings, speed=10.0)
     ended: dict[str, Record] = {each.arrival.request_id: each for each in served.records}
     assert ended.keys() == {each.request_id for each in arrivals}
     for each in arrivals:

@@ -104,6 +104,7 @@ def test_threads_are_shared_among_the_workers(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system has no affinity masks")
+@pytest.mark.torch
 @pytest.mark.parametrize("num_masked", [1, 2])
 def test_a_mask_decides_threads_placement_and_ingress_replicas(num_masked: int) -> None:
     """In a process of its own. ``os.cpu_count`` says 64 there: what still asks it would give itself away."""

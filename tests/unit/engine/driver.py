@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ class Driver:
         self._free = list(range(runner.pool.num_blocks))
         random.Random(seed).shuffle(self._free)
 
-    def add(self, name: str, prompt_ids: list[int], **sampling) -> None:
+    def add(self, name: str, prompt_ids: list[int], **sampling: Any) -> None:
         request = Request(name, 1, "ingress", tuple(prompt_ids), SamplingParams(**{"max_new_tokens": 100} | sampling))
         self.sequences[name] = Sequence.of(request)
         self.computed[name] = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -16,7 +17,7 @@ SPECIAL_TOKENS = ["<pad>", "<s>", "</s>"]
 EOS_ID = 2
 CORPUS = ["the quick brown fox jumps over the lazy dog", "naïve café €5 日本語 🙂", "stop and go, hello world"] * 4
 
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "mha": {"num_key_value_heads": 4},
     "gqa": {"num_key_value_heads": 2},
     "mqa": {"num_key_value_heads": 1},
@@ -97,7 +98,7 @@ def save_model(
     seed: int = 0,
     max_shard_size: str = "50GB",
     chat_template: str | None = None,
-    **shape,
+    **shape: Any,
 ) -> Path:
     """Makes a model of random weights whose logits are spread out, so that rounding does not decide argmax."""
     tokenizer = byte_level_tokenizer()
@@ -143,7 +144,8 @@ NEAR_TIE = 1e-4
 
 def assert_greedy(reference: PreTrainedModel, prompt: Sequence[int], output: Sequence[int]) -> None:
     """The output is what ``generate`` of the reference gives, token by token (EOS does not end it)."""
-    generated = reference.generate(
+    generate: Any = reference.generate  # transformers has no types for what a model mixes in
+    generated = generate(
         torch.tensor([list(prompt)]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
         do_sample=False,

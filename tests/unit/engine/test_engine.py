@@ -19,7 +19,7 @@ from engine import Completion, Engine
 from engine.parallel.links import Ranks
 from engine.sequence import Sequence
 from kvcache import StepBatch
-from policies.interfaces import KvMoves, KvView
+from policies.interfaces import KvMoves, KvPolicy, KvView
 from policies.kv.newest_first import NewestGiveWay
 from tests.unit.engine.small_models import SHAPES, assert_greedy, load_reference
 
@@ -226,7 +226,7 @@ def with_host(config: EngineConfig, host_blocks: int, blocks: int = TIGHT_BLOCKS
     return dataclasses.replace(config, host_kv_memory=str(int(config.kv_memory) // blocks * host_blocks))
 
 
-class RandomMoves:
+class RandomMoves(KvPolicy):
     """A KV policy that also offloads, drops and calls back at random moments, more than anybody needs."""
 
     evicts = swaps = True
@@ -299,7 +299,7 @@ def test_ten_thousand_random_events_never_exceed_the_pools(tiny_model_dir: Path)
     """
     rng = random.Random(12)
     engine, policy = with_random_moves(tiny_model_dir, with_host(tight(tiny_model_dir), 20), rng)
-    engine.worker.runner.execute = lambda batch, _: [5 if item.samples else None for item in batch.items]  # type: ignore[method-assign]
+    engine.worker.runner.execute = lambda batch, _: [5 if item.samples else None for item in batch.items]  # type: ignore[method-assign, assignment]
     alive: list[str] = []
     num_aborts = 0
     while policy.num_events + num_aborts < 10_000:

@@ -29,7 +29,9 @@ CONTINUOUS = [name for name, preset in PRESETS.items() if preset.mode == "contin
 
 def answers(preset: str, kv_memory: str) -> tuple[list[tuple[int, ...]], KVTraffic]:
     """Greedy, in fp32, one request every six steps; a clock that no machine's speed moves."""
-    config, scheduler = EngineConfig(kv_memory=kv_memory, max_num_seqs=8), SchedulerConfig(preset=preset, watermark=1.0)
+    config = EngineConfig(kv_memory=kv_memory, max_num_seqs=8)
+    # Without ageing, so that under `farsight` long prompts lose their places to short ones and KV moves.
+    scheduler = SchedulerConfig(preset=preset, watermark=1.0, gamma=0.0)
     ticks = itertools.count()
     engine = Engine(MODEL, dtype="float32", engine=config, scheduler=scheduler, clock=lambda: 0.005 * next(ticks))
     outputs: dict[str, list[int]] = {}

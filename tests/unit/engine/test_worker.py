@@ -229,7 +229,7 @@ def test_a_resumed_request_says_what_it_would_have_said(worker: Worker, temperat
 
 
 def prefix_hits(worker: Worker, *requests: Request) -> list[int]:
-    """Of each, run to its end before the next one comes."""
+    """Cached prompt tokens of each, run to its end before the next one comes."""
     found = []
     for seq, each in enumerate(requests, 1):
         worker.offer_plan(plan(seq, each))

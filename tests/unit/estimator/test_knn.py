@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import math
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -177,8 +179,9 @@ def test_a_damaged_artefact_is_refused(case: str) -> None:
     [("batch_size", 0), ("prompt_len", 0), ("output_len", -1), ("duration_s", 0.0), ("duration_s", math.nan)],
 )
 def test_a_batch_that_cannot_be_is_refused(field: str, value: float) -> None:
+    wrong: dict[str, Any] = {field: value}
     with pytest.raises(InvalidValueError, match=field):
-        ServedBatch(**{"batch_size": 1, "prompt_len": 1, "output_len": 1, "duration_s": 1.0, field: value})
+        dataclasses.replace(ServedBatch(1, 1, 1, 1.0), **wrong)
 
 
 def test_sklearn_is_loaded_only_where_neighbours_are_asked() -> None:

@@ -44,7 +44,7 @@ def test_what_was_written_is_read() -> None:
 def test_four_prices_are_enough() -> None:
     profile = parse_profile(json.dumps(PRICES), "x")
     assert profile.cost == StepCost(1.0, 0.1, 0, 0.0, 0.0)
-    assert profile.schema == SCHEMA and profile.kv_bytes is profile.machine is None
+    assert profile.schema == SCHEMA and profile.kv_bytes is None and profile.machine is None
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import astuple, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,11 +25,13 @@ WORK = (512, 16, 40_000, attention_pairs(512, 1000))
 def steps(num: int, seed: int = 0, noise: float = 0.05, prefill: bool = True, factor: float = 1.0) -> list[StepSample]:
     """Mixed steps of a machine with the prices ``factor`` x ``TRUE`` and a relative noise."""
     rng = np.random.default_rng(seed)
-    decode_seqs = rng.integers(1, 64, num)
-    prefill_tokens = rng.integers(1, 1024, num) * (rng.random(num) < 0.3) * prefill
-    prefill_pairs = attention_pairs(prefill_tokens, rng.integers(0, 2000, num))
+    # The formulas are written for numbers and hold for arrays as well.
+    decode_seqs: Any = rng.integers(1, 64, num)
+    prefill_tokens: Any = rng.integers(1, 1024, num) * (rng.random(num) < 0.3) * prefill
+    starts: Any = rng.integers(0, 2000, num)
+    prefill_pairs: Any = attention_pairs(prefill_tokens, starts)
     context_tokens = decode_seqs * rng.integers(10, 4000, num)
-    durations_s = factor * TRUE.step_s(prefill_tokens, decode_seqs, context_tokens, prefill_pairs)
+    durations_s: Any = factor * TRUE.step_s(prefill_tokens, decode_seqs, context_tokens, prefill_pairs)
     durations_s *= 1 + noise * rng.uniform(-1, 1, num)
     columns = (prefill_tokens, decode_seqs, context_tokens, durations_s, prefill_pairs)
     return [StepSample(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]

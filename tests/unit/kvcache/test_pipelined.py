@@ -87,7 +87,7 @@ def test_what_is_dropped_under_way_does_not_count_when_its_step_is_over(again: b
     worker.apply_plan(dataclasses.replace(given, plan_seq=2, slots=slots))
     worker.check_integrity()
     assert not worker.counts(under_way, "a")
-    if again:  # it may start anew beside the step that it was thrown out of
+    if again:  # it may start again beside the step that it was thrown out of
         fresh = begin(worker)
         assert [(item.request_id, item.start, item.num_tokens) for item in fresh.items] == [("a", 0, 5)]
     assert worker.commit(under_way) == []
@@ -117,7 +117,7 @@ def test_an_offload_waits_for_the_step_that_its_sequence_is_in() -> None:
 
 
 def test_grants_that_are_used_up_by_some_do_not_let_them_run_beside_the_others() -> None:
-    """Plain FCFS is for when nobody may go on by the plan; here somebody does, in another step."""
+    """Plain FCFS is for when no sequence may go on by the plan; here one does, in another step."""
     worker = make(2)
     worker.apply_plan(plan(1, slot("a", out=9, length_to=5), slot("b", out=9)))
     worker.commit(begin(worker))

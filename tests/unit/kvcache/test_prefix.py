@@ -93,7 +93,7 @@ def test_it_finds_what_a_naive_model_says(seed: int, num_blocks: int) -> None:
     rng = random.Random(seed)
     blocks = BlockManager(num_blocks, SIZE)
     held: dict[str, Tokens] = {}
-    cached: dict[Tokens, None] = {}  # prefixes of full blocks in order of eviction where nobody holds them
+    cached: dict[Tokens, None] = {}  # prefixes of full blocks in order of eviction where no sequence holds them
     for i in range(80):
         if held and rng.random() < 0.5:
             name = rng.choice(sorted(held))

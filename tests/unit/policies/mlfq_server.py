@@ -73,7 +73,7 @@ class Server:
         return self.cost.decode_s(job.known_len) if job.decodes else self.cost.prefill_s(job.missing_len)
 
 
-class Srpt:
+class Srpt(Order):
     """The shortest remaining time first, by an oracle: what the jobs will need is told."""
 
     preemptive = True
@@ -109,7 +109,7 @@ def jobs(*shapes: tuple[int, int]) -> list[Job]:
 
 
 def unit_mlfq(**rules: object) -> SkipJoinMlfq:
-    """Quanta 1, 2, 4, 8, ... s and nobody starves, unless said otherwise."""
+    """Quanta 1, 2, 4, 8, ... s and no job starves, unless said otherwise."""
     return SkipJoinMlfq(UNIT_COST, MlfqRules(**{"quantum_s": 1.0, "starve_limit_s": math.inf, **rules}))  # type: ignore[arg-type]
 
 

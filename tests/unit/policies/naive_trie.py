@@ -127,7 +127,7 @@ def path_of(node: Node) -> Path:
 
 
 def lru_of(tree: RadixTree, replica: int) -> list[Position]:
-    """The elements that nobody in flight holds, oldest first."""
+    """The elements that no request in flight holds, oldest first."""
     order = []
     for copy, num in tree.lru(replica, 10**9):
         path = path_of(copy.node)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -136,8 +137,9 @@ def test_only_formed_batches_can_be_padded() -> None:
 
 @pytest.mark.parametrize("part", ["order", "admission", "kv"])
 def test_replicas_of_batch_mode_decide_nothing(part: str) -> None:
+    parts: dict[str, Any] = {part: "fcfs"}
     with pytest.raises(ConfigError, match=rf"scheduler\.{part}.*'multi-bin'"):
-        check_scheduler(SchedulerConfig(preset="multi-bin", **{part: "fcfs"}))
+        check_scheduler(SchedulerConfig(preset="multi-bin", **parts))
 
 
 def test_the_configuration_sets_parts_alone() -> None:
@@ -171,8 +173,9 @@ def test_an_unknown_preset_names_the_nearest() -> None:
 
 @pytest.mark.parametrize(("part", "named"), [("order", "fcfs"), ("admission", "oracle"), ("kv", "enst-defer")])
 def test_an_unknown_part_names_those_there_are(part: str, named: str) -> None:
+    parts: dict[str, Any] = {part: "none"}
     with pytest.raises(ConfigError, match=rf"scheduler\.{part}.*{named}"):
-        build_scheduler("fcfs", SchedulerLimits(4, 4), **{part: "none"})
+        build_scheduler("fcfs", SchedulerLimits(4, 4), **parts)
 
 
 def test_parts_can_be_set_alone_but_must_go_together() -> None:

@@ -45,7 +45,7 @@ def test_a_changed_byte_never_changes_what_is_served(place: int, change: int) ->
 
 @pytest.mark.parametrize("length", [0, 10, len(DATA) // 2, len(DATA) - 1])
 def test_cut_off(length: int) -> None:
-    with pytest.raises(ArtefactError, match=r"from the store: no forecast artefact, or cut off .* train it anew"):
+    with pytest.raises(ArtefactError, match=r"from the store: no forecast artefact, or cut off .* train it again"):
         from_bytes(DATA[:length], "from the store")
 
 

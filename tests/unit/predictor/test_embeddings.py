@@ -15,6 +15,7 @@ from predictor.encoders import MINILM, SentenceEncoder
 from tests.unit.predictor.requests import CountingEncoder
 
 
+@pytest.mark.torch
 def test_the_packaged_encoder_knows_what_is_alike() -> None:
     encoder = SentenceEncoder(MINILM)
     vectors = encoder.encode(["Write a poem about rain.", "Compose verses on rainfall.", "What is 2 + 2?"])

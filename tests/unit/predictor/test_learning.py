@@ -1,4 +1,4 @@
-"""Continuous learning: the paper's rule and period, examples nobody trained on, and no step back."""
+"""Continuous learning: the paper's rule and period, examples held out of the training, and no step back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training on: the same reading of requests, forests grown anew, the next version."""
+"""Training on: the same reading of requests, forests grown again, the next version."""
 
 from __future__ import annotations
 

@@ -15,14 +15,13 @@ from actors.log.log_store import LogStore
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.names import CONTROL, ROUTER
 from actors.runtime.peer import PeerBook
+from actors.runtime.registry import component_class
 from actors.runtime.site import Site
 from actors.scheduling.kv_offload_manager import KVOffloadManager
-from actors.scheduling.router import Router
+from actors.scheduling.router import FleetShell
 from actors.scheduling.scheduler import Scheduler
 from actors.worker.model_worker import ModelWorker
-from core.codec import decode
 from core.config.load import FarsightConfig
-from core.messages.fleet import ServedModel
 from policies.replica.scheduler import ReplicaScheduler
 from services.api.backend import ModelInfo
 from services.ingress.engine_client import EngineClient
@@ -33,7 +32,7 @@ MODEL = Path(services.__file__).parent / "embedded_model"
 
 @dataclass(frozen=True, slots=True)
 class LocalSite(Site):
-    """Whoever is served here finds every component in this process."""
+    """A client served here finds every component in this process."""
 
     components: dict[str, Component] = field(default_factory=dict)
 
@@ -48,13 +47,13 @@ class LocalHouse:
     site: LocalSite
 
     @property
-    def router(self) -> Router:
+    def router(self) -> FleetShell:
         router = self.site.components[ROUTER]
-        assert isinstance(router, Router)
+        assert isinstance(router, FleetShell)
         return router
 
     def machine(self, replica: int = 0) -> ReplicaScheduler:
-        """Of the Scheduler of a replica."""
+        """The state machine of a replica's Scheduler."""
         scheduler = self.site.components[f"scheduler-{replica}"]
         assert isinstance(scheduler, Scheduler)
         machine = scheduler._machine
@@ -63,8 +62,9 @@ class LocalHouse:
 
     @asynccontextmanager
     async def ingress(self) -> AsyncIterator[EngineClient]:
-        """An ingress replica; what it leaves open at its end, nobody is told."""
-        served = decode(await self.router.model(b""), ServedModel)
+        """An ingress replica; what it leaves open at its end, no component is told."""
+        served = await self.router.model()
+        assert served is not None
         model = ModelInfo("m", 0, served.ready.max_model_len, False, 256)
         client = EngineClient(self.site, model, prefix_block_size=served.prefix_block_size)
         await client.start()
@@ -81,7 +81,7 @@ async def local_house(config: FarsightConfig) -> AsyncIterator[LocalHouse]:
     replicas = range(config.model.replicas)
     kinds: dict[str, type[Component]] = {
         "log-store": LogStore,
-        ROUTER: Router,
+        ROUTER: component_class(ROUTER, config),
         "serving-time-estimator-0": ServingTimeEstimator,
     }
     kinds |= {f"kv-offload-manager-{replica}": KVOffloadManager for replica in replicas}

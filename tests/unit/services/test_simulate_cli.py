@@ -1,4 +1,4 @@
-"""``farsight simulate`` and ``farsight compare`` as somebody at a terminal meets them."""
+"""``farsight simulate`` and ``farsight compare`` as a user at a terminal meets them."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_bad_traces_end_with_file_line_and_reason(tmp_path: Path, text: str, mes
 def test_a_trace_that_is_not_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FARSIGHT_DATA", str(tmp_path))
     result = invoke("simulate", "--trace", "azure-conv")
-    assert result.exit_code == 1 and "azure2023_conv.csv.gz is not there; get it from https://" in result.stderr
+    assert result.exit_code == 1 and "azure2023_conv.csv.gz does not exist; get it from https://" in result.stderr
 
 
 def test_requests_that_never_fit_are_told(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_help_says_every_default(command: str) -> None:
     """Text in brackets would be taken for markup and vanish."""
     result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "160", "TERM": "dumb"})
     assert result.exit_code == 0
-    for text in ("NAME|FILE", "a100-80g", "llama-2-7b", "120000", "Closed loop", "Seconds to the first token"):
+    for text in ("NAME|FILE", "a100-80g", "llama-2-7b", "120000", "Closed loop", "seconds to the first token"):
         assert text in result.stdout, text
 
 

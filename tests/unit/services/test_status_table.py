@@ -10,7 +10,7 @@ from services.cli import _print_status
 
 
 def row(name: str, last_end: str) -> dict[str, Any]:
-    """Of ``/status``."""
+    """A row of ``/status``."""
     who = {"name": name, "kind": "ModelWorker", "pid": 7, "node": "here", "state": "ready", "queue": 0}
     return {**who, "last_step_age_s": None, "restarts": 2, "url": "", "breaker": "", "last_end": last_end}
 

@@ -68,7 +68,7 @@ def chat(contents: list[str]) -> tuple[str, list[Span], list[str]]:
 
 def control_of(tokenizer: Tokenizer, ids: tuple[int, ...]) -> list[str]:
     control = control_ids(tokenizer) - {tokenizer.token_to_id("<unk>")}
-    return [tokenizer.id_to_token(each) for each in ids if each in control]
+    return [str(tokenizer.id_to_token(each)) for each in ids if each in control]
 
 
 contents_of = st.lists(st.lists(st.sampled_from(FRAGMENTS), max_size=6).map("".join), min_size=1, max_size=3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -48,6 +48,12 @@ class Counting:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
+
+
+def id_of(tokenizer: Tokenizer, token: str) -> int:
+    found = tokenizer.token_to_id(token)
+    assert found is not None, token
+    return found
 
 
 def text_of(decoder: TextDecoder, ids: list[int], context: tuple[int, ...] = ()) -> str:
@@ -106,7 +112,7 @@ def test_what_follows_a_prompt(kind: str, texts: list[str], cut: int) -> None:
 def test_bytes_of_byte_fallback_that_are_no_text(data: list[int]) -> None:
     """Good characters stay, each other byte is U+FFFD, and what comes after is not changed by them."""
     tokenizer = tokenizer_of("llama_2")
-    ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in data]
+    ids = [id_of(tokenizer, f"<0x{byte:02X}>") for byte in data]
     hello = tokenizer.encode("hello", add_special_tokens=False).ids
     expected, rest = "", bytes(data)
     while rest:
@@ -121,10 +127,10 @@ def test_bytes_of_byte_fallback_that_are_no_text(data: list[int]) -> None:
 @pytest.mark.parametrize("ending", [["<s>"] * 4, ["<0x82>", "<0x80>", "<0x82>", "<0xE2>"], ["</s>", "<0xE2>", "<s>"]])
 def test_a_leading_space_is_kept_whatever_the_prompt_ends_with(kind: str, ending: list[str]) -> None:
     tokenizer = tokenizer_of(kind)
-    prompt = [*tokenizer.encode("say").ids, *map(tokenizer.token_to_id, ending)]
-    world = [tokenizer.token_to_id("▁the")]
+    prompt = [*tokenizer.encode("say").ids, *(id_of(tokenizer, each) for each in ending)]
+    world = [id_of(tokenizer, "▁the")]
     assert text_of(TextDecoder(tokenizer), world, tuple(prompt)) == " the"
-    assert text_of(TextDecoder(tokenizer), world, (tokenizer.token_to_id("<s>"),)) == "the"
+    assert text_of(TextDecoder(tokenizer), world, (id_of(tokenizer, "<s>"),)) == "the"
 
 
 NO_TEXT = {
@@ -136,7 +142,7 @@ NO_TEXT = {
 
 def hostile_ids(tokenizer: Tokenizer, kind: str, byte: int, count: int) -> list[int]:
     if kind != "byte_level":
-        return [tokenizer.token_to_id(f"<0x{byte:02X}>")] * count
+        return [id_of(tokenizer, f"<0x{byte:02X}>")] * count
     return [next(i for i in range(400) if byte_level_bytes(tokenizer.id_to_token(i) or "") == bytes([byte]))] * count
 
 
@@ -144,7 +150,7 @@ def hostile_ids(tokenizer: Tokenizer, kind: str, byte: int, count: int) -> list[
 def test_output_that_completes_no_character_takes_linear_time(kind: str, byte: int) -> None:
     tokenizer = tokenizer_of(kind)
     counting = Counting(tokenizer)
-    decoder = TextDecoder(counting)
+    decoder = TextDecoder(cast(Tokenizer, counting))
     ids = hostile_ids(tokenizer, kind, byte, 2_000)
     assert decoder.anchor is not None
     text, counting.num_decoded = text_of(decoder, ids), 0
@@ -162,7 +168,7 @@ def test_output_that_completes_no_character_takes_linear_time(kind: str, byte: i
 def test_each_token_is_decoded_with_few_others(kind: str, data: st.DataObject) -> None:
     tokenizer = tokenizer_of(kind)
     counting = Counting(tokenizer)
-    decoder = TextDecoder(counting)
+    decoder = TextDecoder(cast(Tokenizer, counting))
     assert len(decoder.anchor) <= 1
     stream = decoder.start()
     for token_id in data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() + 2), max_size=60)):
@@ -174,5 +180,5 @@ def test_each_token_is_decoded_with_few_others(kind: str, data: st.DataObject) -
 def test_special_tokens_may_be_text() -> None:
     tokenizer = tokenizer_of("llama_2")
     stream = TextDecoder(tokenizer).start(shows_special=True)
-    ids = [tokenizer.token_to_id(each) for each in ("<s>", "▁the", "</s>")]
+    ids = [id_of(tokenizer, each) for each in ("<s>", "▁the", "</s>")]
     assert "".join([*map(stream.push, ids), stream.flush()]) == "<s> the</s>" == tokenizer.decode(ids, False)

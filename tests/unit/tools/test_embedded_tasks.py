@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jinja2.exceptions import TemplateError
@@ -42,7 +43,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def chat(tokenizer: PreTrainedTokenizerFast, messages: Sequence[dict[str, str]]) -> list[int]:
     """Token ids of a conversation that waits for its answer."""
-    batch = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
+    batch: Any = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
     return list(batch["input_ids"])
 
 
@@ -184,7 +185,7 @@ def test_byte_symbols_match_the_library(tokenizer: PreTrainedTokenizerFast) -> N
 
 def test_saved_tokenizer_is_the_same(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
-    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    loaded: Any = AutoTokenizer.from_pretrained(tmp_path)
     messages = [{"role": "system", "content": "Repeat:"}, {"role": "user", "content": "é , it 's"}]
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["chat_template"]
     assert chat(loaded, messages) == chat(tokenizer, messages)

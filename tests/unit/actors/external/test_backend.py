@@ -17,7 +17,7 @@ from actors.external.backend import OpenAIBackend
 from actors.runtime.component import ComponentContext
 from actors.runtime.site import Site
 from actors.worker.token_channels import TokenChannels
-from core.codec import decode, encode
+from core.codec import decode
 from core.config.load import FarsightConfig
 from core.config.model import ModelConfig
 from core.config.replica import ReplicaConfig
@@ -28,7 +28,7 @@ from core.messages.fleet import ReplicaNews, ReplicaState
 from core.messages.log import RequestTrace, RequestTraces, TraceQuery
 from core.messages.plans import FinishedSequence, WorkerReady
 from core.messages.requests import Key, Keys, Refusals, Submit
-from core.messages.tokens import TokenBatches, TokenDelta, TokenPoll
+from core.messages.tokens import TokenDelta, TokenPoll
 from core.request import Origin, PromptSource, Request, SamplingParams, SequenceStatus
 from engine.text.vocabulary import PromptDecoder
 from services.launch.launch import EMBEDDED_MODEL
@@ -82,17 +82,17 @@ class Replica:
     async def poll(self) -> None:
         """Takes tokens for ever, as an ingress replica does."""
         while True:
-            reply = await self.component.poll_tokens(encode(TokenPoll("i", self.ack_seq, self.slow)))
-            for batch in decode(reply, TokenBatches).batches:
+            reply = await self.component.poll_tokens(TokenPoll("i", self.ack_seq, self.slow))
+            for batch in reply.batches:
                 if batch.seq > self.ack_seq:
                     self.ack_seq = batch.seq
                     self.deltas += batch.deltas
 
     async def submit(self, *requests: Request) -> Refusals:
-        return decode(await self.component.submit(encode(Submit(requests))), Refusals)
+        return await self.component.submit(Submit(requests))
 
     async def abort(self, *keys: Key) -> None:
-        await self.component.abort(encode(Keys(keys)))
+        await self.component.abort(Keys(keys))
 
     async def end_of(self, request: Request = REQUEST) -> list[TokenDelta]:
         """All deltas of a request, once the last is there."""
@@ -372,14 +372,14 @@ async def test_who_is_sent_waits_for_a_place_there() -> None:
         second = dataclasses.replace(REQUEST, request_id="i-1")
         await replica.submit(REQUEST, second)
         await until(lambda: bool(server.bodies))
-        traces = decode(await replica.component.explain(encode(TraceQuery("cmpl-0"))), RequestTraces).records
+        traces = (await replica.component.explain(TraceQuery("cmpl-0"))).records
         kinds = [[each.kind for each in unpack_decisions(trace.decisions)] for trace in traces]
         assert kinds == [["arrived", "sent"], ["arrived"]]
         assert (replica.component.queue, len(server.bodies)) == (2, 1)
         server.next_s = 0.0
         await replica.abort(("i-0", 0))
         assert (await replica.end_of(second))[-1].finish_reason == "stop"
-        unknown = decode(await replica.component.unknown(encode(Keys((("i-0", 0), ("i-2", 0))))), Keys).keys
+        unknown = (await replica.component.unknown(Keys((("i-0", 0), ("i-2", 0))))).keys
         assert unknown == (("i-2", 0),)
 
 

@@ -18,7 +18,7 @@ from core.codec import decode, encode
 from core.errors import FarsightError, MessageError
 from core.forecast import Forecast
 from core.messages.log import LogPage, LogQuery
-from core.messages.step_times import ReplicaStepProfile, StepProfileReply, StepSample, StepSamples
+from core.messages.step_times import StepSample, StepSamples
 from predictor.history import PRIOR_MEAN
 from tests.unit.actors.components import append, component_context, finished, until
 
@@ -62,7 +62,7 @@ async def following(log: Any) -> AsyncIterator[LengthPredictor]:
 
 
 async def forecast(component: LengthPredictor) -> Forecast:
-    return decode(await component.forecast(), Forecast)
+    return await component.forecast()
 
 
 async def until_samples(component: LengthPredictor, num_samples: int) -> Forecast:
@@ -160,26 +160,27 @@ async def test_it_waits_for_a_log_store_that_is_not_there_yet() -> None:
         assert (await until_samples(component, 1)).mean == 4
 
 
-def samples(replica: str, factor: float) -> bytes:
+def samples(replica: str, factor: float) -> StepSamples:
     measured = tuple(
         StepSample(p, d, 100 * d * d, factor * (0.01 + 1e-4 * p + 1e-3 * d + 1e-6 * 100 * d * d))
         for p in (0, 100, 500)
         for d in range(1, 30)
     )
-    return encode(StepSamples(replica, measured * 5))
+    return StepSamples(replica, measured * 5)
 
 
 async def test_each_replica_has_a_profile_of_its_own() -> None:
     component = ServingTimeEstimator(component_context("serving-time-estimator-0"))
     assert (component.kind, component.state, component.last_step_age_s) == ("ServingTimeEstimator", "ready", None)
-    assert decode(await component.profile(), StepProfileReply).profiles == ()
-    few = StepSamples("0", decode(samples("0", 1.0), StepSamples).samples[:8])
-    assert await component.observe(encode(few)) == b""
-    told = decode(await component.observe(samples("0", 1.0)), ReplicaStepProfile)
+    assert (await component.profile()).profiles == ()
+    few = StepSamples("0", samples("0", 1.0).samples[:8])
+    assert await component.observe(few) is None
+    told = await component.observe(samples("0", 1.0))
+    assert told is not None
     assert told.replica == "0" and told.base_s == pytest.approx(0.01, rel=0.01)
     assert await component.observe(samples("1", 2.0))
     assert component.last_step_age_s is not None
-    one, two = decode(await component.profile(), StepProfileReply).profiles
+    one, two = (await component.profile()).profiles
     assert (one.replica, two.replica, one.num_samples) == ("0", "1", 443)
     for profile, factor in ((one, 1), (two, 2)):
         prices = (profile.base_s, profile.prefill_token_s, profile.decode_seq_s, profile.context_token_s)
@@ -199,4 +200,4 @@ async def test_two_estimators_may_share_a_process() -> None:
 
 async def test_a_message_of_another_kind_is_refused() -> None:
     with pytest.raises(MessageError, match="StepSamples"):
-        await ServingTimeEstimator(component_context("serving-time-estimator-0")).observe(b"")
+        await ServingTimeEstimator(component_context("serving-time-estimator-0")).answer("observe", b"")

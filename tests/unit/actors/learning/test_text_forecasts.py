@@ -16,12 +16,10 @@ from actors.learning.length_predictor import LengthPredictor
 from actors.log import log_outbox
 from actors.log.log_store import LogStore
 from actors.runtime.names import LOG_STORE
-from core.codec import decode, encode
 from core.config.learning import PredictorConfig
 from core.errors import ConfigError, FarsightError
 from core.forecast import Example, Forecast, ForecastQuestion
-from core.messages.forecasts import ForecastQuestions, Forecasts
-from core.messages.log import ArtefactList
+from core.messages.forecasts import ForecastQuestions
 from predictor.shedding import Effort
 from predictor.trainer import ForestOptions
 from predictor.training import Recipe, train
@@ -75,7 +73,7 @@ async def predicting(
 
 
 async def predict(component: LengthPredictor, *questions: ForecastQuestion) -> tuple[Forecast, ...]:
-    return decode(await component.predict(encode(ForecastQuestions(questions))), Forecasts).forecasts
+    return (await component.predict(ForecastQuestions(questions))).forecasts
 
 
 def sample(component: LengthPredictor, name: str) -> float | None:
@@ -123,7 +121,7 @@ async def test_it_learns_on_from_what_it_foresaw_badly_and_others_follow(tmp_pat
         for each in (component, other):
             (again,) = await predict(each, question(1, "Translate:"))
             assert again.mean > 50 and again.version >= 2
-        kept = decode(await store.artefacts(b""), ArtefactList).artefacts
+        kept = (await store.artefacts()).artefacts
         (current,) = (each for each in kept if each.current)  # the newest may have come without its mark yet
         assert current.version >= 2 and current.score is not None and current.num_examples > 120
     async with opened(path=path) as store, predicting(store, artefact, learn=False) as component:

@@ -11,7 +11,6 @@ import pytest
 from actors.log import log_outbox
 from actors.log.log_outbox import LogOutbox
 from actors.runtime.peer import PeerLost
-from core.codec import decode
 from core.errors import FarsightError, MessageError
 from core.messages.log import FinishedRequest, FinishedRequests
 from tests.unit.actors.components import LONG_S, finished, until
@@ -30,17 +29,16 @@ class Log:
         self.num_calls = 0
         self.records: list[FinishedRequest] = []
 
-    async def call(self, method: str, data: bytes = b"") -> bytes:
+    async def append(self, finished: FinishedRequests) -> None:
         self.num_calls += 1
         if self.failure is not None:
             raise self.failure
-        self.records += decode(data, FinishedRequests).records
-        return b""
+        self.records += finished.records
 
 
 @asynccontextmanager
-async def sending(log: Log) -> AsyncIterator[tuple[LogOutbox[FinishedRequest], asyncio.Task[None]]]:
-    outbox = LogOutbox(log, "append", FinishedRequests)
+async def sending(log: Log) -> AsyncIterator[tuple[LogOutbox[FinishedRequest, FinishedRequests], asyncio.Task[None]]]:
+    outbox = LogOutbox(log.append, FinishedRequests)
     task = asyncio.create_task(outbox.run())
     try:
         yield outbox, task

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import uvloop
 
+from actors.calls.failures import RemoteError
 from actors.runtime import local_link
 from actors.runtime.local_link import LinkLost, LocalLink, connect, listen
 from core.errors import MessageError
@@ -34,7 +35,7 @@ class House:
         self.seen.append(data)
         if method == "refuse":
             raise MessageError(f"{component}.field", 3, "something else")
-        if method == "unpicklable":
+        if method == "break":
             raise type("Local", (Exception,), {})("mine")
         if method == "wait":
             await self.gate.wait()
@@ -51,8 +52,8 @@ def test_answers_and_refusals(runner: asyncio.Runner) -> None:
         assert await link.call("p", "echo", b"") == b""
         with pytest.raises(MessageError, match=r"p\.field: got 3, expected something else"):
             await link.call("p", "refuse", b"")
-        with pytest.raises(RuntimeError, match="mine"):
-            await link.call("p", "unpicklable", b"")
+        with pytest.raises(RemoteError, match="Local: mine"):
+            await link.call("p", "break", b"")
         link.close()
         assert server is not None
         server.close()

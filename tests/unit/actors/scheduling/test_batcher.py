@@ -24,7 +24,7 @@ from core.config.log import LogConfig
 from core.config.scheduling import BatchConfig, SchedulerConfig
 from core.forecast import QUANTILES, Forecast
 from core.messages.fleet import ReplicaNews, ReplicaState
-from core.messages.log import Artefact, ArtefactName, ArtefactReply, BatchPage, FinishedBatch, LogQuery
+from core.messages.log import Artefact, ArtefactName, FinishedBatch, LogQuery
 from core.messages.plans import FinishedSequence, WorkerReady
 from core.messages.requests import Refusals, Submit
 from core.messages.status import ComponentCounts
@@ -71,15 +71,15 @@ class Shop:
     registry: CollectorRegistry
 
     async def up(self) -> None:
-        await self.batcher.replica_state(encode(ReplicaState("0", READY, ())))
+        await self.batcher.replica_state(ReplicaState("0", READY, ()))
 
     async def submit(self, *names: str) -> None:
         requests = tuple(Request(name, 0, "i", (1,) * 8, SamplingParams(64)) for name in names)
-        await self.batcher.submit(encode(Submit(requests)))
+        await self.batcher.submit(Submit(requests))
 
     async def end(self, *names: str, output_len: int = 5) -> None:
         ends = tuple(FinishedSequence(name, 0, SequenceStatus.FINISHED_STOPPED, output_len) for name in names)
-        await self.batcher.replica_news(encode(ReplicaNews("0", "w1", finished=ends)))
+        await self.batcher.replica_news(ReplicaNews("0", "w1", finished=ends))
 
     def placed(self) -> list[list[str]]:
         return [[request.request_id for request in batch] for batch in self.scheduler.batches]
@@ -119,7 +119,7 @@ async def first_batch(log_store: LogStore) -> FinishedBatch:
     """Once it is in the log."""
     async with asyncio.timeout(LONG_S):
         while True:
-            page = decode(await log_store.read_batches(encode(LogQuery(0, 10))), BatchPage)
+            page = await log_store.read_batches(LogQuery(0, 10))
             if page.records:
                 return page.records[0]
             await asyncio.sleep(0.02)
@@ -170,8 +170,8 @@ async def test_what_was_learnt_outlives_the_batcher_and_estimates_come_from_it()
     """A stored version of known batches is what the next Batcher asks; what it learns becomes the next version."""
     known = BatchTimes(PRIOR_COST, [ServedBatch(1, 8, 10 + i % 50, 77.0) for i in range(MIN_BATCHES)])
     async with opened() as log_store:
-        await log_store.put_artefact(encode(Artefact(KIND, 3, 0.0, None, MIN_BATCHES, "", known.to_bytes())))
-        await log_store.set_current(encode(ArtefactName(KIND, 3)))
+        await log_store.put_artefact(Artefact(KIND, 3, 0.0, None, MIN_BATCHES, "", known.to_bytes()))
+        await log_store.set_current(ArtefactName(KIND, 3))
         async with shop("magnus", log_store) as found:
             await eventually(lambda: found.batcher._times(1, 8, 30) == pytest.approx(77.0))
             await found.up()
@@ -184,7 +184,7 @@ async def test_estimates_follow_the_measured_steps_until_batches_are_known() -> 
     async with opened() as log_store, shop("magnus", log_store) as found:
         before_s = found.batcher._times(4, 100, 50)
         samples = tuple(StepSample(0, seqs, 100 * seqs, 0.5) for seqs in (1, 2, 4, 8) for _ in range(50))
-        await found.estimator.observe(encode(StepSamples("0", samples)))
+        await found.estimator.observe(StepSamples("0", samples))
         await eventually(lambda: found.batcher._times(4, 100, 50) > 10 * before_s)
 
 
@@ -208,7 +208,7 @@ async def current(log_store: LogStore) -> Artefact:
     """The version that is current, once there is one."""
     async with asyncio.timeout(LONG_S):
         while True:
-            reply = decode(await log_store.read_artefact(encode(ArtefactName(KIND))), ArtefactReply)
+            reply = await log_store.read_artefact(ArtefactName(KIND))
             if reply.artefact is not None:
                 return reply.artefact
             await asyncio.sleep(0.02)

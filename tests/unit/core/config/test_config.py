@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,11 @@ def test_defaults_without_a_file() -> None:
 
 def test_flags_override_the_file_and_none_overrides_nothing(tmp_path: Path) -> None:
     path = write(tmp_path, '[server]\nport = 9000\nhost = "127.0.0.2"\n[scheduler]\nwatermark = 1\n')
-    flags = {"server": {"port": 9001, "host": None}, "model": {"dtype": "bfloat16"}, "engine": {"benchmark_mode": True}}
+    flags: dict[str, dict[str, Any]] = {
+        "server": {"port": 9001, "host": None},
+        "model": {"dtype": "bfloat16"},
+        "engine": {"benchmark_mode": True},
+    }
     config = load_config(path, flags)
     assert config.engine.benchmark_mode
     assert (config.server.port, config.server.host) == (9001, "127.0.0.2")

@@ -16,6 +16,7 @@ import os
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -125,7 +126,7 @@ class Step:
 
     Args:
         decode: Tokens that each decode row attends over.
-        chunks: Of each prefill chunk its tokens, and those of its sequence up to its end.
+        chunks: The tokens of each prefill chunk, and those of its sequence up to its end.
     """
 
     def __init__(
@@ -289,7 +290,7 @@ def test_its_extension_is_not_needed() -> None:
     assert Kernel.not_supported_reasons(None) == ["too old"]
     chosen = gpu_operators()
     assert issubclass(chosen.decode, WithoutExtension) and issubclass(chosen.prompt, WithoutExtension)
-    assert (chosen.decode.MAX_BLOCK_M, chosen.pages.SPLIT_K) == (1, 1)
+    assert (vars(chosen.decode)["MAX_BLOCK_M"], vars(chosen.pages)["SPLIT_K"]) == (1, 1)
 
 
 def test_sizes_repeat() -> None:
@@ -302,8 +303,8 @@ def make_fused(
     return FusedLayers(config, layers, max_len, like)
 
 
-def tiny_config(directory: Path, **changes: object) -> ModelConfig:
-    shape = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
+def tiny_config(directory: Path, **changes: Any) -> ModelConfig:
+    shape: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
     return model_config("tiny", directory, **shape, **changes)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from core.errors import InvalidValueError
 from engine.checkpoint.model_config import load_model_config
-from engine.checkpoint.weights import CheckpointError, ModelWeights, load_weights, parse_dtype
+from engine.checkpoint.weights import CheckpointError, Linear, ModelWeights, PackedLinear, load_weights, parse_dtype
 from engine.kv.kv_pool import KVPool
 from tests.unit.engine.small_models import SHAPES, load_reference, save_model
 
@@ -30,7 +31,17 @@ def checkpoint(tiny_model_dir, tmp_path):
     return out, change
 
 
-def load(path, dtype=torch.float32) -> ModelWeights:
+def plain(linear: Linear | PackedLinear) -> Linear:
+    assert isinstance(linear, Linear), "the checkpoint is not packed"
+    return linear
+
+
+def tensor_of(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return tensor
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32) -> ModelWeights:
     return load_weights(path, load_model_config(path), dtype)
 
 
@@ -39,35 +50,39 @@ def test_fused_tensors(tiny_model_dir):
     layer = load(tiny_model_dir).layers[1]
     attention, mlp = reference.self_attn, reference.mlp
     parts = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
-    assert torch.equal(layer.qkv.weight, torch.cat(parts))
-    assert torch.equal(layer.up.weight, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
+    assert torch.equal(plain(layer.qkv).weight, torch.cat(parts))
+    assert torch.equal(plain(layer.up).weight, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
 
 
 def test_tensors_that_are_fused_in_the_checkpoint(model_dir):
     reference = load_reference(model_dir("phi3")).model.layers[1]
     layer = load(model_dir("phi3")).layers[1]
-    assert torch.equal(layer.qkv.weight, reference.self_attn.qkv_proj.weight)
-    assert torch.equal(layer.up.weight, reference.mlp.gate_up_proj.weight)
+    assert torch.equal(plain(layer.qkv).weight, reference.self_attn.qkv_proj.weight)
+    assert torch.equal(plain(layer.up).weight, reference.mlp.gate_up_proj.weight)
 
 
 def test_biases_are_fused_like_their_weights(model_dir):
     reference = load_reference(model_dir("biases")).model.layers[0]
     layer = load(model_dir("biases")).layers[0]
     attention, mlp = reference.self_attn, reference.mlp
-    assert torch.equal(layer.qkv.bias, torch.cat([attention.q_proj.bias, attention.k_proj.bias, attention.v_proj.bias]))
-    assert torch.equal(layer.up.bias, torch.cat([mlp.gate_proj.bias, mlp.up_proj.bias]))
-    assert torch.equal(layer.out.bias, attention.o_proj.bias)
+    assert torch.equal(
+        tensor_of(layer.qkv.bias), torch.cat([attention.q_proj.bias, attention.k_proj.bias, attention.v_proj.bias])
+    )
+    assert torch.equal(tensor_of(layer.up.bias), torch.cat([mlp.gate_proj.bias, mlp.up_proj.bias]))
+    assert torch.equal(tensor_of(layer.out.bias), attention.o_proj.bias)
 
 
 def test_learned_positions_begin_at_position_0(model_dir):
     reference = load_reference(model_dir("opt")).model.decoder
     weights = load(model_dir("opt"))
-    assert torch.equal(weights.positions, reference.embed_positions.weight[2:])
-    assert torch.equal(weights.norm.bias, reference.final_layer_norm.bias)
+    assert torch.equal(tensor_of(weights.positions), reference.embed_positions.weight[2:])
+    assert weights.norm is not None
+    assert torch.equal(tensor_of(weights.norm.bias), reference.final_layer_norm.bias)
 
 
 def test_what_a_model_lacks_is_none(model_dir):
     llama, opt = load(model_dir("gqa")), load(model_dir("opt_gelu"))
+    assert llama.norm is not None
     assert (llama.positions, llama.norm.bias, llama.layers[0].q_norm, llama.layers[0].qkv.bias) == (None,) * 4
     assert (opt.norm, opt.layers[0].k_norm, opt.layers[0].down.bias) == (None,) * 3
 
@@ -77,7 +92,7 @@ def test_names_without_the_head(model_dir, tmp_path):
     shutil.copytree(model_dir("opt"), tmp_path, dirs_exist_ok=True)
     tensors = {name.removeprefix("model."): tensor for name, tensor in load_file(tmp_path / FILE).items()}
     save_file(tensors, tmp_path / FILE)
-    assert torch.equal(load(tmp_path).positions, load(model_dir("opt")).positions)
+    assert torch.equal(tensor_of(load(tmp_path).positions), tensor_of(load(model_dir("opt")).positions))
 
 
 def flat(value) -> list[torch.Tensor]:
@@ -110,7 +125,7 @@ def test_broken_shards_are_named(tmp_path):
 
 def test_dtype_is_converted(tiny_model_dir):
     weights = load(tiny_model_dir, torch.bfloat16)
-    assert weights.layers[0].down.weight.dtype == weights.lm_head.dtype == torch.bfloat16
+    assert plain(weights.layers[0].down).weight.dtype == weights.lm_head.dtype == torch.bfloat16
 
 
 def test_tied_embeddings_share_memory(model_dir):

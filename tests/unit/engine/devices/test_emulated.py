@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,8 +23,7 @@ from engine.devices.emulated import LEAST_SHARE, MAX_LATE_S, EmulatedCopier, Emu
 from engine.sampling.logged_tokens import LoggedTokens
 from engine.sequence import Sequence
 from estimator.device_profile import A100_7B, find_device_profile, resolve_device
-from kvcache import KVCopy, StepBatch
-from kvcache.lease import StepItem
+from kvcache import KVCopy, StepBatch, StepItem
 from policies.presets import PRESETS
 
 MODEL = Path(services.__file__).parent / "embedded_model"
@@ -172,6 +172,7 @@ def test_what_is_asked_about_tokens_is_that_they_were_certain() -> None:
     tokens = runner.execute(StepBatch(items), {"a": asked, "b": silent})
     assert isinstance(tokens, LoggedTokens) and list(tokens.logprobs) == [1]
     assert tokens.logprobs[1].prompt == [((6,), (0.0,)), ((7,), (0.0,))] and tokens.logprobs[1].output is None
+    assert asked.prompt_logprobs is not None
     asked.prompt_logprobs += tokens.logprobs[1].prompt
     tokens = runner.execute(StepBatch((StepItem("a", 2, 1, True, [0]),)), {"a": asked})
     assert isinstance(tokens, LoggedTokens)
@@ -182,7 +183,7 @@ PROMPTS = [[5 + number % 90] * (20 + 7 * number) for number in range(16)]
 
 
 def answers(device: str, preset: str, kv_memory: str) -> tuple[list[tuple[int, ...]], list[str], int]:
-    """Of prompts that share prefixes, some drawn; tokens, texts, and how often somebody had to give way."""
+    """Answers to prompts that share prefixes, some drawn: tokens, texts, and the number of preemptions."""
     config = EngineConfig(
         device=device, kv_memory=kv_memory, host_kv_memory="100KiB", block_size=8, max_num_seqs=6, max_batch_tokens=64
     )
@@ -230,8 +231,9 @@ def test_nothing_ends_an_output_but_what_was_asked_for(device: str) -> None:
 
 
 def test_pools_are_sized_by_the_profile(device: str) -> None:
-    def sizes(**settings) -> tuple[int, int, int]:
-        ready = build_worker(MODEL, "auto", EngineConfig(**{"device": device, "block_size": 16} | settings), "w").ready
+    def sizes(**settings: Any) -> tuple[int, int, int]:
+        options: dict[str, Any] = {"device": device, "block_size": 16} | settings
+        ready = build_worker(MODEL, "auto", EngineConfig(**options), "w").ready
         return ready.num_blocks, ready.num_host_blocks, ready.max_model_len
 
     assert sizes(kv_memory="1MiB", host_kv_memory="2MiB", max_model_len=900) == (64, 128, 900)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import cast
 
 import torch
 
@@ -12,6 +13,7 @@ from engine.attention.torch_attention import TorchAttention
 from engine.kv.kv_pool import KVPool
 from engine.kv.stream_copier import HostBlocks, StreamCopier
 from engine.steps.backends import GraphBackend
+from engine.steps.decode_graphs import Capture
 from engine.steps.model_runner import ModelRunner
 from tests.gpu.moving import MovingDriver, wander
 from tests.unit.engine.driver import Driver
@@ -32,7 +34,7 @@ def test_sequences_moved_about(tmp_path) -> None:
     for _ in range(2):
         pool = KVPool(config, num_blocks=80, block_size=32, dtype=torch.float32)
         backend = GraphBackend(
-            config, weights, pool, 512, TorchAttention([None] * 2), sizes, lambda run: run, lambda: None
+            config, weights, pool, 512, TorchAttention([None] * 2), sizes, cast(Capture, lambda run: run), lambda: None
         )
         runners.append(ModelRunner(config, pool, backend, 512))
     copier = StreamCopier(runners[0].pool, HostBlocks(runners[0].pool, 80), Immediate())

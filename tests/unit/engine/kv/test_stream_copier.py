@@ -1,6 +1,6 @@
 """Copies on a stream: which memory they move, when they count as done, and that nothing is lost or changed.
 
-Without a GPU the stream is one that runs what it is given when somebody waits for it, so later than anything else.
+Without a GPU the stream is one that runs what it is given when a caller waits for it, so later than anything else.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ class Stream:
         return nullcontext()
 
     def mark(self) -> Callable[[], None]:
-        return lambda: self.open.wait(120) and None
+        def wait() -> None:
+            self.open.wait(120)
+
+        return wait
 
 
 def pool(num_blocks: int, value: float | None = None) -> KVPool:

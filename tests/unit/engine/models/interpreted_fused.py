@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,7 +57,12 @@ SHAPES = {
 @pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
 def test_layers(changes: dict[str, object], tmp_path: Path) -> None:
     """A prompt and single tokens behind others: the same activations, and the same keys and values in the pool."""
-    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     config = model_config("tiny", tmp_path, **(shape | {"num_key_value_heads": 2, "head_dim": 16} | changes))
     assert can_fuse(config)
     weights = random_weights(config, torch.float16, "cpu")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -45,7 +47,7 @@ def test_groups_have_scales_of_their_own() -> None:
 
 def test_a_model_of_them(tiny_model_dir) -> None:
     """The compiled step does not know them."""
-    options = {"dtype": torch.float32, "num_blocks": 8, "block_size": 16}
+    options: dict[str, Any] = {"dtype": torch.float32, "num_blocks": 8, "block_size": 16}
     assert isinstance(ModelRunner.from_dir(tiny_model_dir, packed=True, **options).backend, TorchBackend)
     assert isinstance(ModelRunner.from_dir(tiny_model_dir, **options).backend, NativeBackend)
     with pytest.raises(ConfigError, match="weights of 4 bits are not compiled"):
@@ -59,6 +61,7 @@ def test_a_model_of_them(tiny_model_dir) -> None:
 def test_who_runs_on_them(preset: str, weights: str, packed: bool, tiny_model_dir) -> None:
     engine = EngineConfig(kv_memory="1MiB", num_threads=1, weights=weights)
     worker = build_worker(tiny_model_dir, "float32", engine, "w", scheduler=SchedulerConfig(preset=preset))
+    assert isinstance(worker.runner, ModelRunner)
     assert isinstance(worker.runner.backend, TorchBackend if packed else NativeBackend)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from engine.checkpoint.model_config import ModelConfig
-from engine.checkpoint.weights import LayerWeights, Linear, ModelWeights, Norm
+from engine.checkpoint.weights import LayerWeights, Linear, ModelWeights, Norm, PackedLinear
 from engine.models.rotary import rotary_tables
 
 WIDTH = 16
@@ -68,7 +68,7 @@ def exp(x: np.ndarray) -> np.ndarray:
 
 
 def mean_square(x: np.ndarray) -> np.ndarray:
-    """Of the last dimension; value ``i`` is added up in lane ``i % WIDTH``."""
+    """The sum over the last dimension; value ``i`` is added up in lane ``i % WIDTH``."""
     lanes = np.zeros((*x.shape[:-1], WIDTH), F32)
     for vector in by_vector(x):
         lanes = fma(vector, vector, lanes)
@@ -104,7 +104,7 @@ class ExactStep:
             self._tables = cos[:, None, :half].numpy(), sin[:, None, :half].numpy()
 
     def logits(self, token_ids: list[int]) -> np.ndarray:
-        """Of every position of a sequence, ``[tokens, vocab]``."""
+        """The logits of every position of a sequence, ``[tokens, vocab]``."""
         weights, config = self._weights, self._config
         hidden = _floats(weights.embedding[token_ids])
         if weights.positions is not None:
@@ -123,7 +123,8 @@ class ExactStep:
         layer = self._config.norm == "layer"
         return self._narrow(layer_norm(x, norm, eps) if layer else rms_norm(x, _floats(norm.weight), eps))
 
-    def _linear(self, rows: np.ndarray, linear: Linear) -> np.ndarray:
+    def _linear(self, rows: np.ndarray, linear: Linear | PackedLinear) -> np.ndarray:
+        assert isinstance(linear, Linear), "int4 weights have no exact step"
         out = self._chain(rows[:, None], _floats(linear.weight)[None])
         return out if linear.bias is None else out + _floats(linear.bias)
 

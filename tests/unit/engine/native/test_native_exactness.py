@@ -37,7 +37,7 @@ LENGTHS = (161, 130, 65, 37, 33, 16, *range(1, 13), *range(1, 16))
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
-        name: save_model(tmp_path_factory.mktemp(name), **{"num_hidden_layers": 2, **shape})
+        name: save_model(tmp_path_factory.mktemp(name), **({"num_hidden_layers": 2} | shape))
         for name, shape in MODELS.items()
     }
 
@@ -52,9 +52,9 @@ class Components:
     """Sequences of known tokens, computed in whatever portions; every row's logits are kept.
 
     Args:
-        seed: Of the places of the blocks and the cuts.
+        seed: Decides the places of the blocks and the cuts.
         spare: Blocks beyond those that are needed: the context's length, so the table of angles, is another too.
-        num_threads: Of the step.
+        num_threads: Threads that compute the step.
     """
 
     def __init__(

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from engine.models.model import DecoderLayers
+from engine.attention.layout import layout_of
+from engine.models.model import DecoderLayers, output_logits
 from engine.parallel import stage
 from engine.parallel.__main__ import main
 from engine.parallel.exchange import Exchange
@@ -24,7 +25,7 @@ class Shortage:
     """Takes the memory away from steps of more than one token, in this process.
 
     Args:
-        share: Of the steps.
+        share: The share of the steps that fail.
         patch: ``setattr``, or one that takes it back.
     """
 
@@ -48,8 +49,8 @@ class Shortage:
 
         patch(stage.Stage, "finish", finishing)
         patch(Exchange, "receive", receiving)
-        patch(stage, "layout_of", self._failing("layout", stage.layout_of))
-        patch(stage, "output_logits", self._failing("logits", stage.output_logits))
+        patch(stage, "layout_of", self._failing("layout", layout_of))
+        patch(stage, "output_logits", self._failing("logits", output_logits))
         patch(DecoderLayers, "_heads", self._in_last_layer("heads", DecoderLayers._heads))
         patch(DecoderLayers, "_mlp", self._in_last_layer("mlp", DecoderLayers._mlp))
 

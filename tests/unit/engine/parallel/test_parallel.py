@@ -9,6 +9,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -197,7 +198,7 @@ def on_ranks(directory: Path, mesh: Mesh) -> EngineConfig:
     whole = load_model_config(directory)
     parts = [Part(whole, mesh, rank).config for rank in range(mesh.size)]
     rank_bytes = max(part.kv_bytes_per_token(torch.float32) for part in parts) * 4
-    pools = {"kv_memory": str(rank_bytes * TIGHT_BLOCKS), "host_kv_memory": str(rank_bytes * 20)}
+    pools: dict[str, Any] = {"kv_memory": str(rank_bytes * TIGHT_BLOCKS), "host_kv_memory": str(rank_bytes * 20)}
     return dataclasses.replace(TORCH, **pools)
 
 

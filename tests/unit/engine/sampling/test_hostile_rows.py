@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -33,6 +33,7 @@ from engine.sampling.logged_tokens import LoggedTokens
 from engine.sampling.sampler import NO_TOKEN, Sampler, likeliest
 from engine.steps.backends import GraphBackend
 from engine.steps.careful_steps import CarefulSteps
+from engine.steps.decode_graphs import Capture
 from engine.steps.model_runner import ModelRunner
 from engine.worker import Worker
 from services.launch.launch import EMBEDDED_MODEL
@@ -82,7 +83,7 @@ extreme_params = st.builds(
     logprobs=st.sampled_from([None, 0, 10**6]),
 )
 broken_values = st.sampled_from([math.nan, INF, -INF, 3.4e38, -3.4e38])
-breakage = st.one_of(
+breakage: st.SearchStrategy[dict[int, float]] = st.one_of(
     st.just({}),
     st.dictionaries(st.integers(0, VOCAB - 1), broken_values, min_size=1, max_size=3),
     broken_values.map(lambda value: dict.fromkeys(ALL_IDS, value)),
@@ -166,7 +167,7 @@ def test_tokens_of_no_likelihood_are_no_fault() -> None:
     assert Sampler().sample(logits, [params(), params(temperature=1.0, top_p=0.1)], [0, 0]) == [9, 9]
 
 
-# Whole steps, of a model that computes NaN for whoever says one token
+# Whole steps, of a model that computes NaN for a sequence that holds one token
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +197,7 @@ def make_driver(broken_dir: Path, request: pytest.FixtureRequest) -> Callable[[]
             attention = TorchAttention(runner.config.sliding_windows)
             sizes = StepSizes(8, 64)
             runner.backend = GraphBackend(
-                runner.config, weights, runner.pool, 256, attention, sizes, lambda run: run, lambda: None
+                runner.config, weights, runner.pool, 256, attention, sizes, cast(Capture, lambda run: run), lambda: None
             )
         return runner
 
@@ -418,7 +419,7 @@ def test_hostile_requests_end_alone(broken_dir: Path, mode: str, data: st.DataOb
         st.sampled_from([None, 2]),
     )
     innocent = data.draw(st.lists(st.tuples(prompts, sampling), min_size=1, max_size=4))
-    ways = st.fixed_dictionaries(
+    ways: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
         {"temperature": st.sampled_from([0.0, 1.0]), "logprobs": st.sampled_from([None, 10**6])}
     )
     hostile: list[Asked] = []

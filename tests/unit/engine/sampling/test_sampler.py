@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from core.request import SamplingParams
 from engine.sampling.sampler import Sampler, counter_uniform, warp_logits

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.generation import (
+from transformers.generation.logits_process import (
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -50,7 +50,7 @@ def adjusted_by_transformers(row: torch.Tensor, param: SamplingParams, history: 
     counts = torch.bincount(torch.tensor(history.token_ids[history.prompt_len :], dtype=torch.int64), minlength=VOCAB)
     scores = scores - param.frequency_penalty * counts - param.presence_penalty * (counts > 0)
     if param.logit_bias:
-        biases = [[[token_id], float(bias)] for token_id, bias in param.logit_bias]
+        biases: list[list[list[int] | float]] = [[[token_id], float(bias)] for token_id, bias in param.logit_bias]
         scores = SequenceBiasLogitsProcessor(biases)(ids, scores)
     if param.min_tokens:
         ends = [*param.stop_token_ids, *(() if param.ignore_eos else EOS)]
@@ -103,7 +103,7 @@ def test_adjustments_are_those_of_transformers(mixed: Any) -> None:
 def test_min_p_is_that_of_transformers(min_p: float) -> None:
     logits = 3 * torch.randn(60, VOCAB, generator=torch.Generator().manual_seed(1))
     ours = warp_logits(logits, [params(temperature=1.0, min_p=min_p)] * 60)
-    theirs = MinPLogitsWarper(min_p)(None, logits)
+    theirs = MinPLogitsWarper(min_p)(torch.LongTensor(), logits)
     assert torch.equal(ours == -torch.inf, theirs == -torch.inf)
 
 
@@ -191,7 +191,7 @@ def check_logprobs(reference: Any, known: list[int], found: list[TokenLogprobs],
 
 @each_backend
 def test_logprobs_are_those_of_transformers(tiny_model_dir: Path, backend: str) -> None:
-    """Of greedy, drawn and adjusted outputs, next to a request that wants none."""
+    """Log-probabilities of greedy, drawn and adjusted outputs, next to a request that wants none."""
     engine = make_engine(tiny_model_dir, backend)
     reference = load_reference(tiny_model_dir)
     rng = random.Random(2)

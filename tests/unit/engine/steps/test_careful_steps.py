@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from engine.checkpoint.model_config import load_model_config
 from engine.checkpoint.weights import load_weights
 from engine.kv.kv_pool import KVPool
 from engine.sequence import Sequence
-from engine.steps.backends import TorchBackend
+from engine.steps.backends import StepLogits, TorchBackend
 from engine.steps.careful_steps import CarefulSteps
 from engine.steps.model_runner import ModelRunner
 from kvcache import StepBatch
@@ -28,7 +28,13 @@ class SmallDevice(TorchBackend):
     room = 10**9
     num_tokens: list[int]
 
-    def run(self, batch: StepBatch, order: list[int], sequences: dict[str, Sequence], more_rows=None):  # type: ignore[no-untyped-def, override]
+    def run(
+        self,
+        batch: StepBatch,
+        order: list[int],
+        sequences: Mapping[str, Sequence],
+        more_rows: list[int] | None = None,
+    ) -> StepLogits:
         found = super().run(batch, order, sequences, more_rows)
         if batch.num_tokens > self.room:
             raise torch.OutOfMemoryError("CUDA out of memory")

@@ -194,7 +194,7 @@ def test_no_memory_to_record(runners: MakeRunners, caplog: pytest.LogCaptureFixt
 
 
 def test_a_step_that_brings_nothing_is_waited_for(runners: MakeRunners) -> None:
-    """Its end would not be seen by whoever times it."""
+    """What times the step would not see its end."""
     recorder = Recorder()
     driver = Driver(runners("gqa", recorder)[0])
     driver.add("a", list(range(5, 25)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -89,7 +90,7 @@ def test_prompt_in_chunks(chunks, shape, make_runner, model_dir):
     *earlier, last = [driver.logits(a=chunk)[0] for chunk in chunks]
     assert earlier == [None] * len(earlier)
     expected = reference_logits(load_reference(model_dir(shape)), prompt)
-    assert (last - expected).abs().max() < 1e-4
+    assert last is not None and (last - expected).abs().max() < 1e-4
 
 
 def test_greedy_output_is_that_of_generate(make_runner, model_dir):
@@ -142,7 +143,7 @@ def test_reused_blocks_carry_nothing_over(make_runner):
 
 @pytest.mark.parametrize("make_runner", ["torch"], indirect=True)
 def test_one_long_row_does_not_pad_the_others(make_runner, monkeypatch):
-    parts = []
+    parts: list[int] = []
     begin_step = TorchAttention.begin_step
 
     def spy(self, layout, pool):
@@ -194,7 +195,7 @@ def test_pool_sizes(tiny_model_dir):
 
 
 def test_a_shorter_context(tiny_model_dir):
-    options = {"dtype": torch.float32, "num_blocks": 8, "block_size": 16}
+    options: dict[str, Any] = {"dtype": torch.float32, "num_blocks": 8, "block_size": 16}
     assert ModelRunner.from_dir(tiny_model_dir, context_len=100, **options).max_model_len == 100
     assert ModelRunner.from_dir(tiny_model_dir, context_len=200, **options).max_model_len == 128
     with pytest.raises(ConfigError, match=r"engine\.max_model_len.*257.*256"):

@@ -16,10 +16,12 @@ from core.request import Request, SamplingParams
 from engine import cuda
 from engine.build import build_worker
 from engine.emission import Output
+from engine.sequence import Sequence
 from engine.step_fault import StepFault, lost_on
 from engine.steps.careful_steps import fault_of
 from engine.steps.model_runner import ModelRunner
 from engine.worker import Worker
+from kvcache import StepBatch
 
 
 @pytest.fixture
@@ -39,7 +41,7 @@ class Run:
         self.loop = StepLoop(worker, self.steps.append, self.aborted.extend)
         compute = worker.runner.execute
 
-        def execute(batch, sequences):  # type: ignore[no-untyped-def]
+        def execute(batch: StepBatch, sequences: dict[str, Sequence]) -> list[int | None]:
             nonlocal during
             now, during = during, lambda: None
             now()
@@ -113,7 +115,7 @@ def failing(worker: Worker, monkeypatch: pytest.MonkeyPatch, errors: list[Except
     run = Run(worker, monkeypatch)
     compute = worker.runner.execute
 
-    def execute(batch, sequences):  # type: ignore[no-untyped-def]
+    def execute(batch: StepBatch, sequences: dict[str, Sequence]) -> list[int | None]:
         fail()
         return compute(batch, sequences)
 

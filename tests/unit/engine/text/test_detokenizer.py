@@ -15,12 +15,15 @@ from tokenization.loading import load_tokenizer
 
 TOKENIZER = byte_level_tokenizer()
 DETOKENIZER = Detokenizer(TOKENIZER)
-BYTE_IDS = {char: TOKENIZER.token_to_id(char) for char in pre_tokenizers.ByteLevel.alphabet()}
+VOCAB = TOKENIZER.get_vocab()
+BYTE_IDS = {char: VOCAB[char] for char in pre_tokenizers.ByteLevel.alphabet()}
 
 
 def as_bytes(text: str) -> list[int]:
     """One token a byte: the finest cut there is."""
-    (piece,) = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text) or [("", None)]
+    (piece,) = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text) or [
+        ("", (0, 0))
+    ]
     return [BYTE_IDS[char] for char in piece[0]]
 
 

@@ -12,6 +12,7 @@ from core.messages.plans import Plan, Slot, WorkerReady
 from core.messages.tokens import TokenDelta
 from core.request import Request, SamplingParams
 from engine.sequence import Sequence
+from engine.step_fault import StepFault
 from engine.text.detokenizer import Detokenizer
 from engine.worker import Worker
 from kvcache import BatchLimits, BlockManager, LeaseExecutor, StepBatch
@@ -20,6 +21,8 @@ from tests.unit.engine.small_models import EOS_ID, byte_level_tokenizer
 
 class Script:
     """Says the same output whatever it is asked."""
+
+    num_ooms = 0
 
     def __init__(self, output_ids: list[int]) -> None:
         self.output_ids = output_ids
@@ -31,6 +34,9 @@ class Script:
         return [
             self.output_ids[sequences[item.request_id].output_len] if item.samples else None for item in batch.items
         ]
+
+    def fault(self, error: Exception) -> StepFault:
+        raise AssertionError("no step of it fails") from error
 
     def rest(self) -> None:
         """Nothing to do."""

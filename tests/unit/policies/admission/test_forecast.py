@@ -221,7 +221,7 @@ def test_a_job_keeps_its_scenarios_while_it_is_seen() -> None:
         by_forecast.add(each)
     assert by_forecast.predicted_peak == peak
     by_forecast.begin([], 10**6)
-    by_forecast.begin([], 10**6)  # nobody is remembered for ever
+    by_forecast.begin([], 10**6)  # no job is remembered for ever
     peaks = set()
     for _ in range(6):
         by_forecast.begin([], 10**6)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -106,7 +108,7 @@ def test_incremental_is_brute_force_on_many_random_batches() -> None:
 @settings(max_examples=100, deadline=None)
 @given(ENTRIES)
 def test_one_step_of_all_leaves_every_completion_unchanged(entries: list[tuple[int, int]]) -> None:
-    """Invariant (i), until somebody is through."""
+    """Invariant (i), until a job is through."""
     base, remaining = arrays(entries)
     remaining = remaining + 1
     assert (peak_profile(base + 1, remaining - 1)[1] == peak_profile(base, remaining)[1]).all()
@@ -161,9 +163,9 @@ def test_true_lengths_never_evict(seed: int) -> None:
 
 
 def test_more_reserve_and_more_lists_evict_less() -> None:
-    def total(**options: float) -> int:
+    def total(**options: Any) -> int:
         return sum(
-            evictions(with_history(80, seed=seed, **options), random_lengths(seed, 120), 400, 80)[0]  # type: ignore[arg-type]
+            evictions(with_history(80, seed=seed, **options), random_lengths(seed, 120), 400, 80)[0]
             for seed in range(4)
         )
 
@@ -341,6 +343,6 @@ def test_a_whole_queue_at_once_is_answered_like_one_by_one(num_running: int) -> 
 
 
 @pytest.mark.parametrize("options", [{"reserve_ratio": 1.0}, {"reserve_ratio": -0.1}, {"max_lists": 0}])
-def test_bad_parameters_are_refused(options: dict[str, float]) -> None:
+def test_bad_parameters_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidValueError, match=next(iter(options))):
-        PastFuture(TrueLengths(), **options)  # type: ignore[arg-type]
+        PastFuture(TrueLengths(), **options)

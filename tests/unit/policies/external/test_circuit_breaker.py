@@ -141,7 +141,14 @@ def test_any_course_of_events_leaves_it_sound() -> None:
         breaker, now = CircuitBreaker(), 0.0
         for _ in range(100):
             now += rng.expovariate(1.0)
-            kinds = [Succeeded(), Failed("f"), Failed("t", trips=True), ProbeBegun(), ProbePassed(), ProbeFailed("p")]
+            kinds: list[BreakerEvent] = [
+                Succeeded(),
+                Failed("f"),
+                Failed("t", trips=True),
+                ProbeBegun(),
+                ProbePassed(),
+                ProbeFailed("p"),
+            ]
             before = breaker.state
             changed = handle(breaker, rng.choices(kinds, (5, 4, 1, 2, 2, 1))[0], now)
             assert changed == (breaker.state is not before)

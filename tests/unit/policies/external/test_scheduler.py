@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -48,7 +49,7 @@ LIES = Failure("model", "another model", trips=True)
 UNFIT = Failure("request", "what a prompt", of_request=True)
 
 
-def request(name: str, attempt: int = 0, ingress: str = "i", out: int = 10, resumed: int = 0, **fields: int) -> Request:
+def request(name: str, attempt: int = 0, ingress: str = "i", out: int = 10, resumed: int = 0, **fields: Any) -> Request:
     return Request(name, attempt, ingress, (1,) * 10, SamplingParams(out), (2,) * resumed, **fields)
 
 
@@ -62,7 +63,7 @@ def arrive(scheduler: BackendScheduler, *requests: Request, now: float = 0.0) ->
     return handle(scheduler, RequestsArrived(requests), now)
 
 
-def up(max_num_seqs: int = 2, **config: str) -> BackendScheduler:
+def up(max_num_seqs: int = 2, **config: Any) -> BackendScheduler:
     """Its server has passed the first probe."""
     scheduler = configured_backend(SchedulerConfig(**config), max_num_seqs)
     assert handle(scheduler, TimePassed()) == [AskServer(generates=True)]
@@ -280,7 +281,11 @@ class _Run:
             return RequestsAborted((key,))
         if self.at_server and choice < 0.9:
             key = rng.choice(sorted(self.at_server))
-            events = [OutputGrew(key, 1), OutputEnded(key, STOPPED), OutputFailed(key, rng.choice([DOWN, LIES, UNFIT]))]
+            events: list[BackendEvent] = [
+                OutputGrew(key, 1),
+                OutputEnded(key, STOPPED),
+                OutputFailed(key, rng.choice([DOWN, LIES, UNFIT])),
+            ]
             return rng.choices(events, (4, 3, 1))[0]
         return TimePassed()
 

@@ -77,8 +77,8 @@ class House:
                         if name in self.replicas and self.replicas[name].attempts.get(request_id, 1000) <= attempt:
                             del self.replicas[name].attempts[request_id]
                 case AskReplica(name, keys):
-                    have = self.replicas[name].attempts
-                    self.handle(KeysUnknown(name, tuple(key for key in keys if have.get(key[0], -1) < key[1])))
+                    attempts = self.replicas[name].attempts
+                    self.handle(KeysUnknown(name, tuple(key for key in keys if attempts.get(key[0], -1) < key[1])))
                 case ReportLost(_, keys):
                     self.lose(keys)
 

@@ -20,7 +20,7 @@ from policies.fleet.events import (
     AbortOnReplica,
     AskReplica,
     GlobalEvent,
-    MeanOutputLen,
+    HistoryLearned,
     PlaceRequests,
     ReplicaAway,
     ReplicaDraining,
@@ -76,14 +76,14 @@ def test_expected_output_is_the_mean_but_never_more_than_asked_for() -> None:
     scheduler = router(replicas="a")
     arrive(scheduler, request("r0", prompt=1, out=1000))
     assert scheduler.loads()[0].work_tokens == 1001, "nothing is foreseen yet: all that was asked for"
-    handle(scheduler, MeanOutputLen(50.0))
+    handle(scheduler, HistoryLearned(forecast(50.0)))
     arrive(scheduler, request("r1", prompt=1, out=1000), request("r2", prompt=1, out=5))
     assert scheduler.loads()[0].work_tokens == 1001 + (1 + 50) + (1 + 5)
 
 
 def test_work_of_a_resumed_request_is_what_is_known_and_what_may_yet_come() -> None:
     scheduler = router(replicas="a")
-    handle(scheduler, MeanOutputLen(50.0))
+    handle(scheduler, HistoryLearned(forecast(50.0)))
     arrive(scheduler, request("r", prompt=7, out=100, attempt=1, resumed=90))
     assert scheduler.loads()[0].work_tokens == 97 + 10
 
@@ -91,7 +91,7 @@ def test_work_of_a_resumed_request_is_what_is_known_and_what_may_yet_come() -> N
 def test_the_demand_is_what_is_in_flight_by_the_best_forecast_there_is() -> None:
     scheduler = router(replicas="a")
     assert scheduler.demand() == Demand(0, 0, 0, 0.0, 0.0, 0.0)
-    handle(scheduler, MeanOutputLen(50.0))
+    handle(scheduler, HistoryLearned(forecast(50.0)))
     foreseen = replace(request("r1", prompt=20, out=100), forecast=forecast(30.0))
     arrive(scheduler, request("r0", prompt=10, out=100), foreseen, request("r2", prompt=5, out=8))
     assert scheduler.demand() == Demand(3, 0, 1, 35.0, 0.0, 50.0 + 30.0 + 8.0)
@@ -126,7 +126,7 @@ def test_what_another_server_has_is_no_part_of_the_demand() -> None:
 
 def test_what_an_earlier_router_placed_is_split_by_the_mean() -> None:
     scheduler = router(replicas="a")
-    handle(scheduler, MeanOutputLen(50.0))
+    handle(scheduler, HistoryLearned(forecast(50.0)))
     announce(scheduler, stream("r0", work=200), stream("r1", work=20))
     assert scheduler.demand() == Demand(2, 0, 1, 150.0, 0.0, 50.0 + 20.0)
 
@@ -314,7 +314,7 @@ def test_random_lives_leave_nothing_in_the_table(seed: int) -> None:
     for i in range(300):
         arrive(scheduler, request(f"r{i}", prompt=rng.randint(1, 500), out=rng.randint(1, 500)))
         alive.add(f"r{i}")
-        handle(scheduler, MeanOutputLen(rng.uniform(1, 500)))
+        handle(scheduler, HistoryLearned(forecast(rng.uniform(1, 500))))
         for name in rng.sample(sorted(alive), k=min(len(alive), rng.randint(0, 2))):
             alive.discard(name)
             if rng.random() < 0.5:

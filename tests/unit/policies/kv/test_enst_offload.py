@@ -197,7 +197,7 @@ def test_nothing_is_uploaded_at_a_point_that_offloads() -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_moves_come_to_rest_and_respect_every_bound(seed: int) -> None:
-    """Carried out again and again with nobody running on, at most one offload phase and one upload phase follow."""
+    """Carried out again and again with no job running on, at most one offload phase and one upload phase follow."""
     rng = np.random.default_rng(seed)
     order, jobs = order_with(*(int(level) for level in rng.integers(1, 6, size=int(rng.integers(2, 15)))))
     for job in jobs:
@@ -240,5 +240,6 @@ def test_no_job_starts_while_the_host_is_nearly_full() -> None:
 
 @pytest.mark.parametrize("field", ["min_idle_slots", "num_burst_levels", "lookahead"])
 def test_bad_parameters(field: str) -> None:
+    bad: dict[str, Any] = {field: -1}
     with pytest.raises(InvalidValueError, match=field):
-        EnstOffload(unit_mlfq(), **{field: -1})
+        EnstOffload(unit_mlfq(), **bad)

@@ -63,7 +63,7 @@ def test_kaplan_meier_by_hand() -> None:
 
 
 def test_mass_above_everything_seen_is_the_limit_of_the_job() -> None:
-    """An end at 2, a cut at 5: half of the mass lies beyond 5, nobody knows where."""
+    """An end at 2, a cut at 5: half of the mass lies beyond 5, it is not known where."""
     history = LengthHistory(initial=[2])
     history.add(5, censored=True)
     assert history.quantiles(np.array([0.5, 0.51])).tolist() == [2, 5]

@@ -248,8 +248,8 @@ def test_what_is_explained_is_what_the_order_goes_by() -> None:
     order = order_of(old, new, gamma=0.5)
     assert names(order, 100.0) == ["old", "new"]
     told = {each.request_id: order.explain(each, 100.0) for each in (old, new)}
-    assert told["old"]["rank_s"] > told["new"]["rank_s"]
-    assert told["old"]["aged_rank_s"] < told["new"]["aged_rank_s"]
+    assert float(told["old"]["rank_s"]) > float(told["new"]["rank_s"])
+    assert float(told["old"]["aged_rank_s"]) < float(told["new"]["aged_rank_s"])
     plain = order_of(old, new)
     plain.refresh(100.0)
     assert plain.explain(old, 100.0).keys() >= {"rank_s"} and "aged_rank_s" not in plain.explain(old, 100.0)

@@ -80,7 +80,8 @@ def test_running_jobs_fill_their_groups_share_and_come_first() -> None:
 def test_one_free_slot_at_a_time_starves_nobody() -> None:
     """Each end frees one slot; a hundred of the highest group wait all the time."""
     order = HitGroups(10, num_groups=3)
-    low, num_top, running = job("low", 0), 0, []
+    low, num_top = job("low", 0), 0
+    running: list[Job] = []
     order.add(low, 0.0)
     for _ in range(30):
         while sum(each not in running for each in order.ranked(0.0)) < 100:

@@ -15,18 +15,19 @@ from core.messages.cache import CachedRun, KVCacheEvent
 from core.request import Request, SamplingParams
 from kvcache.cache_journal import CacheMirror
 from policies.batching.hrrn import HrrnOrder
-from policies.compose import PolicySettings, build_scheduler
+from policies.compose import build_scheduler
 from policies.interfaces import Order
 from policies.job import Job
 from policies.order import first_rows, gittins
 from policies.order.first_rows import Kept, in_order
 from policies.order.hit_groups import HitGroups, quotas
-from policies.order.skip_join_mlfq import PROMOTIONS_AT_ONCE, MlfqRules, SkipJoinMlfq
+from policies.order.skip_join_mlfq import PROMOTIONS_AT_ONCE, SkipJoinMlfq
 from policies.replica import hits as replica_hits
 from policies.replica.events import Event, Instruction
 from policies.replica.hits import ReplicaHits
 from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
 from policies.replica.tracked import Tracked, make_tracked
+from policies.settings import MlfqRules, PolicySettings
 from simulator.cluster.latency import A100_7B
 from simulator.cluster.records import Record, Recorder
 from simulator.cluster.replica import Replica, ReplicaShape

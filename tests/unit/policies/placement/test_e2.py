@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -186,9 +187,12 @@ def test_evictions_are_priced_only_where_they_could_decide(monkeypatch: pytest.M
         desk.end(desk.num)
     priced: list[int] = []
     evict_s = desk.router.prefixes.cost.evict_s
-    monkeypatch.setattr(
-        type(desk.router.prefixes.cost), "evict_s", lambda _, slot, query: priced.append(slot) or evict_s(slot, query)
-    )
+
+    def counted(_: object, slot: int, query: Any) -> float:
+        priced.append(slot)
+        return evict_s(slot, query)
+
+    monkeypatch.setattr(type(desk.router.prefixes.cost), "evict_s", counted)
     assert desk.place(path(9000, 85)).replica == "a"
     assert priced == [0, 0], "85 tokens cost a 5 more, b alone has 10 more; then the chosen one's, to be told"
 

@@ -107,7 +107,8 @@ class BruteForce:
 
 def nodes_of(router: E2Router) -> dict[Path, Node]:
     """By position, the node that it lies in."""
-    nodes, stack = {}, [(router.tree.root, ())]
+    nodes: dict[Path, Node] = {}
+    stack: list[tuple[Node, Path]] = [(router.tree.root, ())]
     while stack:
         node, start = stack.pop()
         for child in node.children.values():

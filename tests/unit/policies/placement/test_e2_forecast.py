@@ -16,7 +16,7 @@ from policies.placement.prefix_tree import Path
 from tests.unit.policies.plain_work import PlainRequest, PlainWork
 
 CAPACITY = 3000
-"""Of each replica where brute force decides as well, in tokens."""
+"""The capacity of each replica where brute force decides as well, in tokens."""
 
 COST = StepCost(base_s=0.01, prefill_token_s=1e-3, decode_seq_s=1e-3, context_token_s=1e-6)
 
@@ -207,7 +207,7 @@ def test_a_block_has_a_token_at_least() -> None:
 
 
 def brute_force_cost_s(work: PlainWork, slot: int, prompt_len: int, hit_len: int, length: float) -> float:
-    """Of a request on a replica: queue, prefill for all who are there, decode, wait for memory; nothing is evicted."""
+    """A request's time on a replica: queue, prefill for all that are there, decode, wait for memory; no eviction."""
     there = work.on(slot)
     cost_s = sum(each.prefill_s for each in there if not each.started)
     cost_s += (1 + len(there)) * COST.prefill_s(prompt_len - hit_len, hit_len)

@@ -29,7 +29,7 @@ def make(capacity: int = 2_000, max_bytes: int = MAX_BYTES) -> PrefixLoads:
 
 
 def paths(seed: int, num: int, own: int = 20) -> list[tuple[int, ...]]:
-    """Of a few families, each with blocks of its own at the end."""
+    """Prompts of a few families, each with blocks of its own at the end."""
     rng = np.random.default_rng(seed)
     made = []
     for _ in range(num):
@@ -96,7 +96,7 @@ def test_caches_larger_than_the_bound_are_known_in_part() -> None:
             assert loads.tree.num_bytes <= MAX_BYTES
         assert loads.tree.caches(run.hashes[-1], loads.slots.find(name) or 0), "the latest is known"
     loads.check_integrity()
-    # Of what is not known any more the replica may tell that it has gone, or that more follows it.
+    # The replica may tell of what is not known any more: that it has gone, or that more follows it.
     loads.noticed("a", KVCacheEvent(seq + 1, False, (CachedRun(5, (6, 7)),), (11, 12)))
     loads.check_integrity()
 

@@ -204,7 +204,7 @@ def test_it_is_a_trie_of_single_elements(paths: list[Path], seed: int) -> None:
     compare(tree, trie)
     for replica in range(3):
         tree.evict_lru(replica, 10**6)
-    assert not tree.root.children, "nobody caches or uses anything"
+    assert not tree.root.children, "no replica caches or uses anything"
 
 
 def disturb(
@@ -278,7 +278,7 @@ def test_what_is_in_flight_is_pending_until_it_is_stored_and_forgotten_if_it_nev
     tree.check_integrity()
     tree.release(stored, 0)
     tree.release(lost, 0)
-    assert cached(tree) == {(1,), (1, 2), (1, 2, 3)}, "nobody has computed the other one"
+    assert cached(tree) == {(1,), (1, 2), (1, 2, 3)}, "no replica has computed the other one"
     assert lru_of(tree, 0) == [(1, 2, 3), (1, 2), (1,)]
 
 

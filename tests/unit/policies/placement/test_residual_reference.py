@@ -96,7 +96,7 @@ def test_any_history_leaves_what_the_definition_says(seed: int) -> None:
             both.compare()
             waits_s.append(both.compare_wait())
             num_late += any(each.produced >= each.length for each in both.plain.requests.values())
-    assert num_late > 10, "somebody has outlived the forecast"
+    assert num_late > 10, "some requests have outlived the forecast"
     assert 0.1 < sum(wait_s > 0 for wait_s in waits_s) / len(waits_s) < 0.9
 
 

@@ -106,7 +106,7 @@ def test_memory_is_waited_for_until_those_that_end_first_have_freed_enough() -> 
     assert work.memory_wait_s(0, 4, 3.0, capacity=22) == 0.0
     assert work.memory_wait_s(0, 4, 3.0, capacity=21) == pytest.approx(2 * 0.03), "a ends after two steps"
     assert work.memory_wait_s(0, 4, 3.0, capacity=12) == pytest.approx(4 * 0.03), "a frees 9 of 10"
-    assert work_of().memory_wait_s(0, 4, 3.0, capacity=1) == 0.0, "alone it waits for nobody"
+    assert work_of().memory_wait_s(0, 4, 3.0, capacity=1) == 0.0, "alone it does not wait"
 
 
 def test_another_price_is_another_pace() -> None:

@@ -54,7 +54,7 @@ class Loop:
         self.payloads: dict[Key, Request] = {}
         self.ended: list[str] = []
         self.accounts: list[Key] = []
-        self.ends: set[Key] = set()  # in the worker, whoever heard of them
+        self.ends: set[Key] = set()  # in the worker, whether reported or not
         self.start_scheduler()
 
     def block_hashes(self, name: str, num_blocks: int) -> list[int]:
@@ -92,7 +92,7 @@ class Loop:
         self.handle(RequestsArrived((request,)))
 
     def resume_unknown(self, alive: set[str]) -> None:
-        """What the ingress replicas do about requests that nobody has any more."""
+        """What the ingress replicas do about requests that no component has any more."""
         keys = [(name, self.requests[name].attempt) for name in sorted(alive)]
         for name, attempt in self.scheduler.unknown(keys):
             if (name, attempt) not in self.ends:  # else its last tokens have reached the client

@@ -11,11 +11,12 @@ import pytest
 from benchmarks.decisions.deep_queue import arrivals
 from core.messages.plans import FinishedSequence, WorkerReady
 from core.request import SequenceStatus
-from policies.compose import BatchSettings, PolicySettings, build_batch_scheduler, build_scheduler, is_batch_mode
+from policies.compose import build_batch_scheduler, build_scheduler, is_batch_mode
 from policies.fleet.events import GlobalEvent, PlaceRequests, ReplicaUp, RequestsEnded
 from policies.presets import PRESETS
 from policies.replica.events import CostLearned, Event, Instruction, RequestsArrived, WorkerReported
 from policies.replica.scheduler import SchedulerLimits
+from policies.settings import BatchSettings, PolicySettings
 from simulator.cluster.latency import A100_7B
 from simulator.cluster.records import Record, Recorder
 from simulator.cluster.replica import Replica, ReplicaShape
@@ -65,12 +66,12 @@ def most_of_a_report(preset: str, num_waiting: int, order: str = "") -> int:
     while len(counts) < NUM_REPORTS:
         replica.wake(replica.wakes_at)
     scheduler.handle = handle  # type: ignore[method-assign]
-    for _ in range(40):  # until outputs have ended and, for most orders, somebody has given way
+    for _ in range(40):  # until outputs have ended and, for most orders, a request has given way
         replica.wake(replica.wakes_at)
     scheduler.handle = counted  # type: ignore[method-assign]
     cost = A100_7B.cost
     counted(CostLearned(replace(cost, base_s=2 * cost.base_s)), replica.wakes_at)
-    for _ in range(50):  # the history is read anew
+    for _ in range(50):  # the history is read again
         job = next(iter(scheduler.turns.running), None)
         if job is not None:
             scheduler.order.learn(job, censored=False)
@@ -109,8 +110,9 @@ def most_of_an_end(preset: str, num_waiting: int) -> int:
     for now in range(2, 2 + NUM_REPORTS):
         batch = running.pop(0)
         ends = [FinishedSequence(each.request_id, 0, SequenceStatus.FINISHED_STOPPED, 9) for each in batch.requests]
-        for event in (RequestsEnded(tuple(ends)), up[0]):
-            counts += [num_opcodes(partial(handle, event, float(now)))]
+        events: tuple[RequestsEnded | ReplicaUp, ...] = RequestsEnded(tuple(ends)), up[0]
+        for told in events:
+            counts += [num_opcodes(partial(handle, told, float(now)))]
     scheduler.check_integrity()
     return max(counts)
 

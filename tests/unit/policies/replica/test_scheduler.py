@@ -245,7 +245,7 @@ def shipped(h: Harness) -> list[str]:
 
 
 def ids(h: Harness, *keys: tuple[str, int]) -> list[str]:
-    """Of these attempts the unknown ones."""
+    """The unknown ones of these attempts."""
     return [name for name, _ in h.scheduler.unknown(keys)]
 
 
@@ -346,7 +346,7 @@ def test_a_lost_worker_takes_everything_with_it() -> None:
     assert ids(h, ("a", 0), ("b", 0)) == ["a", "b"]
     h.report(1, ended=("a",))
     h.arrive(request("c"))
-    assert (h.ended, len(h.plans)) == ([], plans), "no worker: nothing to hear and nobody to tell"
+    assert (h.ended, len(h.plans)) == ([], plans), "no worker: nothing to hear and no component to tell"
 
 
 def test_after_a_lost_worker_numbering_begins_anew() -> None:

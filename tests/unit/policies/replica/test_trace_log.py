@@ -1,15 +1,16 @@
-"""What is noted of decisions: of every preset, within bounds, and only of requests that somebody can ask for."""
+"""What is noted of decisions: of every preset, within bounds, and only of requests that a client can ask for."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 import pytest
 
 from core.decisions import Decision, unpack_decisions
 from core.forecast import QUANTILES, Forecast
 from core.messages.forecasts import ForecastMade
-from core.messages.plans import WorkerReady, WorkerState
+from core.messages.plans import Plan, WorkerReady, WorkerState
 from core.request import Origin, Request, SamplingParams
 from kvcache import BatchLimits, BlockManager, LeaseExecutor
 from policies.compose import build_scheduler
@@ -35,8 +36,8 @@ STEP_S = 0.02
 FORECAST = Forecast(20.0, tuple(20.0 + level for level in QUANTILES), 5, "history", 3)
 
 
-def request(name: str, prompt_len: int = 20, max_new_tokens: int = 30, **fields: object) -> Request:
-    known = {"origin": Origin(f"cmpl-{name}"), "forecast": FORECAST} | fields
+def request(name: str, prompt_len: int = 20, max_new_tokens: int = 30, **fields: Any) -> Request:
+    known: dict[str, Any] = {"origin": Origin(f"cmpl-{name}"), "forecast": FORECAST} | fields
     return Request(name, 0, "i", tuple(range(1, prompt_len + 1)), SamplingParams(max_new_tokens), **known)
 
 
@@ -53,7 +54,7 @@ class Replica:
         self.ready = WorkerReady("w", num_blocks, BLOCK, num_blocks * BLOCK, True, 0, num_blocks)
         self.closed: dict[str, AccountClosed] = {}
         self.refused: list[str] = []
-        self.plan = None
+        self.plan: Plan | None = None
 
     def connect(self) -> None:
         self.tell(WorkerConnected(WorkerState(self.executor.take_over(), self.ready, (), self.executor.report())))
@@ -123,7 +124,7 @@ def test_every_wait_is_told_with_its_length_and_every_account_begins_and_ends(pr
             by_kind[each.kind].append(each)
         assert by_kind["forecast"][0].facts["mean_tokens"] == 20.0
         assert by_kind["finished"][0].facts["output_tokens"] == 30
-        waited_s = sum(each.facts.get("waited_s", 0.0) for each in decisions)
+        waited_s = sum(float(each.facts.get("waited_s", 0.0)) for each in decisions)
         assert by_kind["finished"][0].facts["all_waits_s"] == pytest.approx(waited_s)
         assert waited_s <= decisions[-1].at - decisions[0].at
         if waited_s > STEP_S:
@@ -149,7 +150,7 @@ def test_an_admission_tells_the_numbers_of_its_parts(preset: str) -> None:
     assert all(name in each.facts for each in admitted for name in PARTS[preset])
     if "limit_tokens" in PARTS[preset]:
         counted = "held_tokens" if preset == "fcfs" else "predicted_peak_tokens"
-        assert all(each.facts[counted] <= each.facts["capacity_tokens"] for each in admitted)
+        assert all(float(each.facts[counted]) <= float(each.facts["capacity_tokens"]) for each in admitted)
 
 
 def test_levels_and_moves_are_told_with_their_quanta_and_times() -> None:
@@ -158,12 +159,12 @@ def test_levels_and_moves_are_told_with_their_quanta_and_times() -> None:
         each for name in replica.closed for each in replica.decisions(name) if each.kind in ("demoted", "promoted")
     ]
     assert {each.kind for each in moves} >= {"demoted"}
-    assert all(each.facts["level"] > 1 for each in moves if each.kind == "demoted")
+    assert all(float(each.facts["level"]) > 1 for each in moves if each.kind == "demoted")
     moved = [
         each for name in replica.closed for each in replica.decisions(name) if each.kind in ("offloaded", "uploaded")
     ]
     assert {each.kind for each in moved} == {"offloaded", "uploaded"}
-    assert all(each.facts["enst_s"] >= 0 for each in moved if each.kind == "offloaded")
+    assert all(float(each.facts["enst_s"]) >= 0 for each in moved if each.kind == "offloaded")
 
 
 def test_a_refusal_of_admission_is_told_once_with_what_it_counted() -> None:
@@ -175,7 +176,7 @@ def test_a_refusal_of_admission_is_told_once_with_what_it_counted() -> None:
     replica.run()
     waits = [each for each in replica.decisions("second") if each.kind == "waits"]
     assert [each.facts["reason"] for each in waits] == ["memory"]
-    assert waits[0].facts["predicted_peak_tokens"] > waits[0].facts["limit_tokens"]
+    assert float(waits[0].facts["predicted_peak_tokens"]) > float(waits[0].facts["limit_tokens"])
 
 
 def test_without_a_worker_they_wait_for_it_and_with_a_lost_one_they_are_lost() -> None:

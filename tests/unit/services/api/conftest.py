@@ -6,10 +6,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from api_support import ScriptedBackend, write_model_dir
 
 from services.api.app import build_app
 from services.api.text.prompts import PromptEncoder
+from tests.unit.services.api.api_support import ScriptedBackend, write_model_dir
 
 Connect = Callable[[ScriptedBackend], httpx.AsyncClient]
 

@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import torch
-from api_support import MAX_MODEL_LEN, VOCAB_SIZE, ScriptedBackend, write_model_dir
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from core.config.engine import EngineConfig
@@ -16,6 +15,7 @@ from core.messages.tokens import TokenDelta
 from core.request import Origin, SamplingParams
 from engine.engine import Engine
 from services.api.text.prompt_text import PromptText
+from tests.unit.services.api.api_support import MAX_MODEL_LEN, VOCAB_SIZE, ScriptedBackend, write_model_dir
 
 
 def write_checkpoint(folder: Path) -> Path:

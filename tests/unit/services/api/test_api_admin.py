@@ -7,12 +7,12 @@ from typing import Any
 
 import httpx
 import pytest
-from api_support import ScriptedBackend
 
 from core.errors import FarsightError, MessageError
 from services.api.admin import Administration
 from services.api.app import build_app
 from services.api.text.prompts import PromptEncoder
+from tests.unit.services.api.api_support import ScriptedBackend
 
 TOKEN = "s3cret"
 BODY = {"kind": "replica", "count": 3}

@@ -10,12 +10,21 @@ from typing import Any
 
 import httpx
 import pytest
-from api_support import CHATML, MODEL, VOCAB_SIZE, ScriptedBackend, Step, delta, read_events, write_model_dir
 
 from core.errors import CapacityError, InvalidValueError
 from core.request import Fault, SamplingParams
 from services.api.app import build_app
 from services.api.text.prompts import PromptEncoder
+from tests.unit.services.api.api_support import (
+    CHATML,
+    MODEL,
+    VOCAB_SIZE,
+    ScriptedBackend,
+    Step,
+    delta,
+    read_events,
+    write_model_dir,
+)
 
 COMPLETION: dict[str, Any] = {"model": MODEL, "prompt": "hello"}
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
@@ -74,7 +83,7 @@ async def test_sampling_defaults(client: httpx.AsyncClient, backend: ScriptedBac
 
 
 async def test_sampling_fields_reach_the_backend(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
-    fields = {
+    fields: dict[str, Any] = {
         "max_tokens": 5,
         "temperature": 0,
         "top_p": 0.5,
@@ -121,7 +130,7 @@ async def test_keys_may_share_nothing(encoder: PromptEncoder, backend: ScriptedB
         assert (await _post(client, CHAT, cache_salt=backend.salts[0])).status_code == 200
     first, again, *others = backend.salts
     assert first == again
-    assert len({first, *others}) == 6, "and nobody can make a salt of another key"
+    assert len({first, *others}) == 6, "and no client can make a salt of another key"
     assert not any("one" in salt or "two" in salt for salt in backend.salts)
 
 
@@ -143,7 +152,12 @@ async def test_normalised_fields(
 
 
 async def test_either_name_of_the_chat_limit(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
-    for limits in ({"max_tokens": 5}, {"max_completion_tokens": 5}, {"max_tokens": 5, "max_completion_tokens": 5}):
+    ways: list[dict[str, Any]] = [
+        {"max_tokens": 5},
+        {"max_completion_tokens": 5},
+        {"max_tokens": 5, "max_completion_tokens": 5},
+    ]
+    for limits in ways:
         await _post(client, CHAT, **limits)
     assert [call[1].max_new_tokens for call in backend.calls] == [5, 5, 5]
 
@@ -169,7 +183,7 @@ async def test_pool_limit_names_the_setting(client: httpx.AsyncClient, backend: 
 
 
 def _last_first() -> ScriptedBackend:
-    """Of the prompts [1], [2], [3], each waits until all behind it have ended."""
+    """Each of the prompts [1], [2], [3] waits until all behind it have ended."""
 
     def script(prompt_ids: tuple[int, ...]) -> Iterator[Step]:
         name = str(prompt_ids[0])

@@ -8,9 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
-from api_support import MODEL, ScriptedBackend
 
 from services.api.schemas import ChatCompletionRequest, CompletionRequest
+from tests.unit.services.api.api_support import MODEL, ScriptedBackend
 
 COMPLETION = {"model": MODEL, "prompt": "hello"}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}

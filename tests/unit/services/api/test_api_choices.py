@@ -12,13 +12,13 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from api_support import MODEL, VOCAB_SIZE, ScriptedBackend, delta, read_events
-from engine_backend import EngineBackend, write_checkpoint
 from transformers import LlamaForCausalLM
 
 from services.api.app import build_app
 from services.api.text.prompts import PromptEncoder
 from services.api.text.token_texts import TokenTexts
+from tests.unit.services.api.api_support import MODEL, VOCAB_SIZE, ScriptedBackend, delta, read_events
+from tests.unit.services.api.engine_backend import EngineBackend, write_checkpoint
 
 COMPLETION: dict[str, Any] = {"model": MODEL, "prompt": "the cat", "max_tokens": 8, "seed": 1, "ignore_eos": True}
 CHAT: dict[str, Any] = {

@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-from api_support import MODEL, ScriptedBackend, Step, delta
 
 from services.api.app import build_app
 from services.api.text.prompts import PromptEncoder
+from tests.unit.services.api.api_support import MODEL, ScriptedBackend, Step, delta
 
 LONG_S = 120.0
 """Only so that nothing hangs for ever."""

@@ -7,7 +7,6 @@ from typing import Any
 
 import httpx
 import pytest
-from api_support import MODEL, ScriptedBackend
 
 from core.decisions import Decision, on_clock, pack_decisions
 from core.messages.log import RequestTrace
@@ -18,6 +17,7 @@ from services.api.ownership import bearer_key, owner_of, owns
 from services.api.pages.sentences import _SENTENCES, sentence
 from services.api.text.prompts import PromptEncoder
 from tests.unit.policies.replica.test_trace_log import crowd
+from tests.unit.services.api.api_support import MODEL, ScriptedBackend
 
 TOKEN = "admin"
 RECEIVED = Decision("received", 0.0, {})
@@ -75,7 +75,7 @@ async def test_a_request_is_explained_to_whom_it_belongs(
         unknown = await http.get(f"/v1/requests/cmpl-{'0' * 32}", headers=key(reader))
         assert unknown.status_code == 404
         replaced = unknown.text.replace("0" * 32, response_id.removeprefix("cmpl-"))
-        assert reply.text == replaced, "nobody can tell whether it exists"
+        assert reply.text == replaced, "no client can tell whether it exists"
 
 
 @pytest.mark.parametrize("response_id", ["x", "cmpl-", "cmpl-%25", "cmpl-" + "A" * 32, "chatcmpl-" + "0" * 32 + "-1"])
@@ -169,17 +169,18 @@ def test_a_sentence_needs_no_number(kind: str) -> None:
         (
             "placed",
             {"replica": "1", "reason": "exploit", "hit_len": 128, "load_s": 1.5, "evict_s": 0.25, "prefill_s": 0.25},
-            "Placed on replica 1 (exploit: most of the prompt is cached there). 128 tokens of the prompt are believed "
-            "cached there; cost 2.00 s: 1.50 s of load there, 250.0 ms to make room, 250.0 ms to compute the rest of "
-            "the prompt.",
+            "The router placed it on replica 1 (exploit: most of the prompt is cached there). 128 tokens of the prompt "
+            "are believed cached there; predicted cost 2.00 s: 1.50 s of load on the replica, 250.0 ms for evictions, "
+            "250.0 ms to prefill the rest of the prompt.",
         ),
         (
             "placed",
             {"replica": "1", "reason": "hit", "hit_len": 64, "predicted_len": 40.0, "queue_s": 1.5, "prefill_s": 0.25}
             | {"decode_s": 0.2, "evict_s": 0.0, "memory_s": 0.05},
-            "Placed on replica 1 (hit). 64 tokens of the prompt are believed cached there, 40 tokens of output "
-            "expected; it costs itself and those there 2.00 s: 1.50 s of prompts before its own, 250.0 ms for its own, "
-            "200.0 ms of shared steps, 0.0 ms to make room, 50.0 ms until it fits.",
+            "The router placed it on replica 1 (hit). 64 tokens of the prompt are believed cached there, 40 tokens of "
+            "output predicted; predicted cost to it and the requests there 2.00 s: 1.50 s for prompts queued "
+            "before it, 250.0 ms for its own prompt, 200.0 ms for shared decoding steps, 0.0 ms for evictions, "
+            "50.0 ms until its KV fits.",
         ),
         (
             "placed",
@@ -190,7 +191,8 @@ def test_a_sentence_needs_no_number(kind: str) -> None:
                 "most_work_tokens": 2500.0,
                 "num_replicas": 2,
             },
-            "Placed on replica 0, the one with the least work: 10 tokens outstanding; the busiest of 2 had 2,500.",
+            "The router placed it on replica 0, the one with the least work: 10 tokens of work in flight; the busiest "
+            "of 2 had 2,500.",
         ),
         (
             "waits",
@@ -203,20 +205,20 @@ def test_a_sentence_needs_no_number(kind: str) -> None:
                 "num_admitted": 1,
                 "num_waiting": 2,
             },
-            "Waits for memory: it needs 50 tokens; KV memory is predicted to peak at 500 tokens, at most 475 of 480 "
-            "(1 has a place, 2 wait).",
+            "Waits for KV memory: it needs 50 tokens; KV memory is predicted to peak at 500 tokens, at most 475 of 480 "
+            "(1 request is admitted, 2 wait).",
         ),
-        ("waits", {"reason": "replica"}, "Waits for a replica: none takes requests now."),
+        ("waits", {"reason": "replica"}, "Waits for a replica: none accepts requests now."),
         (
             "demoted",
             {"level": 3, "quantum_s": 0.04, "attained_s": 0.0},
-            "Sank to level 3: its quantum was used up. The new one is 40.0 ms.",
+            "Demoted to level 3: it used up its quantum. The new quantum is 40.0 ms.",
         ),
         (
             "admitted",
             {"rank_s": 4.0, "aged_rank_s": 0.5, "expected_s": 3.0},
-            "Admitted at once (0 have places, 0 wait; rank 4.00 s, 500.0 ms after ageing (lower goes first), 3.00 s "
-            "expected to go).",
+            "Admitted at once (0 requests are admitted, 0 wait; rank 4.00 s, 500.0 ms after ageing (lower goes first), "
+            "predicted remaining time 3.00 s).",
         ),
         ("batched", {"size": 3, "bin": "short"}, "Batched: size 3, bin short."),
     ],

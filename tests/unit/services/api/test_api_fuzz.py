@@ -14,8 +14,6 @@ from typing import Any
 import httpx
 import pytest
 import schemathesis
-from api_support import MODEL
-from engine_backend import EngineBackend, write_checkpoint
 from fastapi import FastAPI
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
@@ -23,6 +21,8 @@ from schemathesis import GenerationMode
 from services.api.admin import Administration
 from services.api.app import build_app
 from services.api.text.prompts import PromptEncoder
+from tests.unit.services.api.api_support import MODEL
+from tests.unit.services.api.engine_backend import EngineBackend, write_checkpoint
 
 TOKEN = "secret"
 CASES = {"/v1/completions": 500, "/v1/chat/completions": 450, "/admin/scale": 50}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-from api_support import CHATML, write_model_dir
 from transformers import PreTrainedTokenizerFast
 
 from core.errors import ConfigError
 from services.api.text.prompts import PromptEncoder
+from tests.unit.services.api.api_support import CHATML, write_model_dir
 
 LLAMA_2 = """
 {%- if messages[0]['role'] == 'system' -%}
@@ -72,7 +73,7 @@ def test_same_as_transformers(tmp_path: Path, template: str, messages: list[dict
         tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>", eos_token="</s>", chat_template=template
     )
     encoder = PromptEncoder(folder)
-    arguments = {"add_generation_prompt": True, "return_dict": False}
+    arguments: dict[str, Any] = {"add_generation_prompt": True, "return_dict": False}
     assert encoder.render_chat(messages) == reference.apply_chat_template(messages, tokenize=False, **arguments)
     assert list(encoder.encode_chat(messages)) == reference.apply_chat_template(messages, tokenize=True, **arguments)
     for message in messages:

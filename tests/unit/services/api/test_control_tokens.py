@@ -1,4 +1,4 @@
-"""Nobody but the chat template writes control tokens: templates of the known shapes, and whatever clients send."""
+"""The chat template alone writes control tokens: templates of the known shapes, and whatever clients send."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api_support import CHATML, write_model_dir
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -17,6 +16,7 @@ from tokenizers import Tokenizer
 from services.api.text.client_text import ClientText, client_value, spans_of
 from services.api.text.prompts import PromptEncoder
 from services.api.text.templates import compile_template
+from tests.unit.services.api.api_support import CHATML, write_model_dir
 from tests.unit.tokenization.kinds import KINDS
 
 QWEN_3 = """
@@ -136,7 +136,7 @@ def test_ordinary_chats_have_their_usual_ids(
 def control_of(encoder: PromptEncoder, tokenizer: Tokenizer, ids: tuple[int, ...]) -> list[str]:
     names = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>")
     control = {tokenizer.token_to_id(name) for name in names}
-    return [tokenizer.id_to_token(each) for each in ids if each in control]
+    return [str(tokenizer.id_to_token(each)) for each in ids if each in control]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,11 +8,11 @@ from typing import Any
 
 import httpx
 import pytest
-from api_support import METRICS, ScriptedBackend
 
 from core.errors import FarsightError
 from core.messages.placement import PlacementView, PrefixView, ReasonCount, RecentPlacement, ReplicaView
 from services.api.pages.dashboard import operator_page
+from tests.unit.services.api.api_support import METRICS, ScriptedBackend
 
 REFERENCE = re.compile(r"""(?:\b(?:src|href|action|srcset)=|@import|url\()\s*["']?([^"'\s>)]*)""")
 

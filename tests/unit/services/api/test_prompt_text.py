@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import httpx
 import pytest
-from api_support import MODEL, ScriptedBackend
 
 from core.request import PromptSource
 from services.api.text.prompt_text import PromptText, of_chat, of_completion
+from tests.unit.services.api.api_support import MODEL, ScriptedBackend
 
 
 def parts(text: PromptText | None) -> tuple[str, str] | None:

@@ -44,4 +44,5 @@ def main(source: Path, target: Path, calls: Path, max_calls: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:4]), int(sys.argv[4]))
+    source, target, calls, max_calls = sys.argv[1:]
+    main(Path(source), Path(target), Path(calls), int(max_calls))

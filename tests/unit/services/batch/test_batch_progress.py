@@ -92,7 +92,7 @@ def test_progress_of_another_input_is_refused(target: Path, batch: Batch, tmp_pa
     with pytest.raises(InvalidValueError) as refused:
         ProgressStore.open(target, numbered(tmp_path / "other.jsonl", 5))
     assert "got 'progress on another input'" in str(refused.value)
-    assert f"delete {partial_path(target)} to begin anew" in str(refused.value)
+    assert f"delete {partial_path(target)} to start over" in str(refused.value)
     assert partial_path(target).read_bytes() == before
 
 
@@ -112,7 +112,7 @@ def test_foreign_file_is_refused_and_left_alone(target: Path, batch: Batch, foun
 
 def test_second_run_is_refused_while_the_first_goes_on(target: Path, batch: Batch) -> None:
     with ProgressStore.open(target, batch) as store:
-        with pytest.raises(FarsightError, match="another run is writing to it"):
+        with pytest.raises(FarsightError, match="another run is writing to this file"):
             ProgressStore.open(target, batch)
         store.append([result("id-0")])
     ProgressStore.open(target, batch).close()
@@ -216,7 +216,7 @@ def test_full_disk_costs_only_what_did_not_fit(target: Path, batch: Batch, monke
         store.append([result("id-0")])
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwrite", write_half)
-            with pytest.raises(FarsightError, match="No space left on device; the same command goes on"):
+            with pytest.raises(FarsightError, match="No space left on device; run the same command again"):
                 store.append([result("id-1")])
         store.append([result("id-2")])
     with ProgressStore.open(target, batch) as store:

@@ -149,7 +149,7 @@ def test_job_that_did_not_end_by_itself_is_explained(code: int | None, reason: s
     status, said = _submit(client)
     job_id = client.submitted[0]["submission_id"]
     assert status == 1
-    assert said == f"The job {job_id} {reason}\nThe same command goes on from what is kept.\n"
+    assert said == f"The job {job_id} {reason}\nRun the same command again to resume.\n"
 
 
 def test_broken_connection_is_made_again_and_nothing_is_said_twice() -> None:
@@ -200,7 +200,9 @@ def test_interrupt_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(submit, "StopSignal", lambda: stop)
     result = CliRunner().invoke(cli, ["batch", str(source), str(target), "--address", "http://there:8265"])
     assert result.exit_code == 130
-    assert f"What is done is kept in {partial_path(target)}; the same command goes on from there." in result.stdout
+    assert (
+        f"Finished results are kept in {partial_path(target)}; run the same command again to resume." in result.stdout
+    )
 
 
 @pytest.mark.parametrize(
@@ -277,7 +279,7 @@ def test_job_goes_on_and_needs_no_backend_when_all_is_done(
     assert len(backend.calls) == 3
     assert said == [
         "farsight batch: 3 requests to run, 2 at once; the model is starting",
-        "farsight batch: goes on from 3/3 done",
+        "farsight batch: resumes with 3/3 done",
         f"farsight batch: 3/3 done, 0 failed; the answers are in {target}",
     ]
 

@@ -20,7 +20,7 @@ class FakeServer:
     """Keeps the bodies that it was sent.
 
     Attributes:
-        base_url: Of the running server.
+        base_url: Address of the running server.
         bodies: In the order in which they came.
         most_open: So many requests were under way at once.
         wait_open: No request is answered before so many have been under way at once.
@@ -36,7 +36,7 @@ class FakeServer:
         self._num_open = 0
 
     def begin(self) -> None:
-        """As if nobody had asked for anything yet."""
+        """As if no request had come yet."""
         self.bodies.clear()
         self.headers.clear()
         self.most_open = 0

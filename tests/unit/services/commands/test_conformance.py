@@ -1,13 +1,13 @@
-"""A live Scheduler's decisions follow from what it was told: told again, a fresh machine answers the same."""
+"""A live machine's decisions follow from what it was told: told again, a fresh machine answers the same."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
+import msgpack
 import pytest
 
 from actors.scheduling.event_recorder import EventRecorder
@@ -15,12 +15,21 @@ from core.config.engine import EngineConfig
 from core.config.load import FarsightConfig
 from core.config.log import LogConfig
 from core.config.model import ModelConfig
-from core.config.scheduling import SchedulerConfig
+from core.config.scheduling import BatchConfig, SchedulerConfig
 from core.errors import ConfigError, MessageError
 from core.forecast import QUANTILES, Forecast
-from core.messages.plans import FinishedSequence
-from core.request import Origin, SamplingParams, SequenceStatus
-from policies.event_log import MachineConfig, pack_config, pack_handled, read_log, replay
+from core.messages.plans import FinishedSequence, WorkerReady
+from core.request import Origin, Request, SamplingParams, SequenceStatus
+from policies.event_log import (
+    SCHEMA_VERSION,
+    BatchMachineConfig,
+    MachineConfig,
+    pack_config,
+    pack_handled,
+    read_log,
+    replay,
+)
+from policies.fleet.events import PlaceRequests, ReplicaUp
 from policies.presets import PRESETS
 from policies.replica.events import RequestEnded, RequestsAborted, RequestsArrived, WorkerLost, WorkerReported
 from services.commands.conformance import main
@@ -29,6 +38,7 @@ from tests.unit.actors.components import LONG_S, until
 from tests.unit.services.local_house import LocalHouse, local_house
 
 CONTINUOUS = [name for name, preset in PRESETS.items() if preset.mode == "continuous"]
+IN_BATCHES = ["magnus", "multi-bin"]
 FORECAST = Forecast(20.0, tuple(20.0 + level for level in QUANTILES), 5, "history", 3)
 NUM_STREAMS = 20
 
@@ -56,18 +66,24 @@ async def read(client: EngineClient, index: int) -> None:
                 return
 
 
-@pytest.mark.parametrize("preset", CONTINUOUS)
-async def test_what_a_live_scheduler_said_is_said_again(preset: str, tmp_path: Path) -> None:
-    async with asyncio.timeout(LONG_S), house(preset, tmp_path) as found, found.ingress() as client:
+async def serve(found: LocalHouse) -> None:
+    """Every stream to its end; forecasts come while they run."""
+    async with found.ingress() as client:
         streams: list[asyncio.Task[None]] = []
         for index in range(NUM_STREAMS):
             streams.append(asyncio.create_task(read(client, index)))
             await asyncio.sleep(0.005)
         client._foresee([(request_id, FORECAST) for request_id in client._streams])
         await asyncio.gather(*streams)
+
+
+@pytest.mark.parametrize("preset", CONTINUOUS)
+async def test_what_a_live_scheduler_said_is_said_again(preset: str, tmp_path: Path) -> None:
+    async with asyncio.timeout(LONG_S), house(preset, tmp_path) as found:
+        await serve(found)
         machine = found.machine()  # its clients hear of ends first
         await until(lambda: machine.num_waiting + machine.num_admitted == 0)
-    data = the_log(tmp_path)
+    data = the_log(tmp_path, "scheduler-0")
     count, difference = replay(data)
     assert difference is None
     events = [each.event for each in read_log(data)[1]]
@@ -75,19 +91,63 @@ async def test_what_a_live_scheduler_said_is_said_again(preset: str, tmp_path: P
     assert sum(len(event.requests) for event in events if isinstance(event, RequestsArrived)) == NUM_STREAMS
     instructions = [each for handled in read_log(data)[1] for each in handled.instructions]
     ended = {each.finished.request_id for each in instructions if isinstance(each, RequestEnded)}
-    # Of a stream that has ended the Router may hear sooner than the Scheduler, by the next announcement.
+    # The Router may hear of a stream's end sooner than the Scheduler, by the next announcement.
     aborted = {rid for event in events if isinstance(event, RequestsAborted) for rid, _ in event.keys}
     assert ended and len(ended | aborted) == NUM_STREAMS
     assert sum(isinstance(event, WorkerReported) for event in events) > 5
 
 
-def the_log(directory: Path) -> bytes:
-    (path,) = directory.glob("scheduler-0-*.events")
+@pytest.mark.parametrize("preset", IN_BATCHES)
+async def test_what_a_live_batcher_said_is_said_again(preset: str, tmp_path: Path) -> None:
+    """So do the Scheduler under it, and the choice between waiting batches by serving times that were learned."""
+    async with asyncio.timeout(LONG_S), house(preset, tmp_path) as found:
+        await serve(found)
+        await until(lambda: found.router.queue == 0)
+    assert replay(the_log(tmp_path, "scheduler-0"))[1] is None
+    data = the_log(tmp_path, "router")
+    count, difference = replay(data)
+    assert difference is None
+    handled = list(read_log(data)[1])
+    assert len(handled) == count
+    asked = [each.estimates_s for each in handled if each.estimates_s]
+    instructions = [each for one in handled for each in one.instructions]
+    placed = [
+        request.request_id for each in instructions if isinstance(each, PlaceRequests) for request in each.requests
+    ]
+    assert len(set(placed)) == NUM_STREAMS
+    assert asked, "each batch that is placed has an estimate"
+
+
+def the_log(directory: Path, machine: str) -> bytes:
+    (path,) = directory.glob(f"{machine}-*.events")
     return path.read_bytes()
 
 
 def config() -> MachineConfig:
     return MachineConfig(SchedulerConfig(), 8)
+
+
+def test_a_serving_time_that_the_log_lacks_is_a_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    batches = BatchMachineConfig(SchedulerConfig(preset="magnus"), BatchConfig(), 8, 0.0)
+    request = Request("a", 0, "i", (1,) * 8, SamplingParams(64))
+    log = pack_config(batches) + pack_handled(ReplicaUp("0", WorkerReady("w1", 1000, 16, 4000, False, 100)), 1.0, [])
+    path = tmp_path / "router.events"
+    path.write_bytes(log + pack_handled(RequestsArrived((request,)), 2.0, [PlaceRequests("0", (request,))]))
+    assert main([str(path)]) == 1
+    batch = "1 requests, 8 prompt tokens and 64 output tokens"
+    assert f"and now asks for the serving time of a batch of {batch}, which" in capsys.readouterr().out
+    estimates = {(1, 8, 64): 0.5}
+    path.write_bytes(log + pack_handled(RequestsArrived((request,)), 2.0, [PlaceRequests("0", (request,))], estimates))
+    assert main([str(path)]) == 0
+
+
+@pytest.mark.parametrize("version", [1, SCHEMA_VERSION + 1])
+def test_a_log_of_another_version_is_refused(version: int) -> None:
+    """Version 1 had a head of the configuration alone."""
+    _, message = msgpack.unpackb(pack_config(config()))
+    head = msgpack.packb([message] if version == 1 else [version, message])
+    with pytest.raises(MessageError, match=f"schema version.*{version}.*{SCHEMA_VERSION}; replay this log with the"):
+        replay(head + pack_handled(WorkerLost(), 1.0, []))
 
 
 def test_another_answer_is_found_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,7 +175,17 @@ def test_a_record_that_is_cut_off_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"\xc1", b"\x01", pack_handled(WorkerLost(), 1.0, []), pack_config(config()) + b"\x93\x01\x02\x03"]
+    "data",
+    [
+        b"",
+        b"\xc1",
+        b"\x01",
+        pack_handled(WorkerLost(), 1.0, []),
+        pack_config(config()) + b"\x93\x01\x02\x03",
+        pack_config(config()) + msgpack.packb([1.0, [["a", "list"], b""], [], []]),
+        pack_config(config()) + pack_handled(ReplicaUp("0", WorkerReady("w1", 1000, 16, 4000, False, 100)), 1.0, []),
+        msgpack.packb([SCHEMA_VERSION, ["MachineConfig", "text"]]),
+    ],
 )
 def test_what_is_no_event_log_is_refused(data: bytes) -> None:
     with pytest.raises(MessageError):
@@ -125,4 +195,4 @@ def test_what_is_no_event_log_is_refused(data: bytes) -> None:
 def test_a_directory_that_cannot_be_had_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"scheduler\.event_log"):
-        EventRecorder("scheduler-0", dataclasses.replace(SchedulerConfig(), event_log=str(tmp_path / "file")), 8)
+        EventRecorder("scheduler-0", MachineConfig(SchedulerConfig(event_log=str(tmp_path / "file")), 8))

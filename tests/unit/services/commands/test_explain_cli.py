@@ -76,14 +76,14 @@ def test_it_is_told_as_a_timeline(server: Server) -> None:
     assert lines[0] == (
         "request i-0: ended, on replica 1, took 2.250 s, first token after 1.600 s, waited 1.500 s, 5 tokens"
     )
-    assert "2.0 ms +1.0 ms ingress Waits for a place: all 4 are taken (4 have places, 9 wait)." in lines
-    assert "1.502 s +1.500 s ingress Admitted after a wait of 1.50 s (4 have places, 8 wait)." in lines
+    assert "2.0 ms +1.0 ms ingress Waits for a batch slot: all 4 are taken (4 requests are admitted, 9 wait)." in lines
+    assert "1.502 s +1.500 s ingress Admitted after a wait of 1.50 s (4 requests are admitted, 8 wait)." in lines
     assert server.keys == ["Bearer admin"], "the operator of the machine may ask about all requests"
 
 
 def test_what_was_left_out_is_said(server: Server) -> None:
     server.reply = 200, explained(num_left_out=12)
-    assert "12 decisions between these were too many to keep." in run(server).output
+    assert "12 decisions between these were dropped: too many to keep." in run(server).output
 
 
 def test_json_is_what_the_server_says(server: Server) -> None:

@@ -1,4 +1,4 @@
-"""``farsight train`` and ``farsight evaluate`` as somebody at a terminal meets them, on small files."""
+"""``farsight train`` and ``farsight evaluate`` as a user at a terminal meets them, on small files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``farsight profile`` on the embedded model with a tiny grid, as somebody at a terminal meets it."""
+"""``farsight profile`` on the embedded model with a tiny grid, as a user at a terminal meets it."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def test_json_is_what_the_file_holds(tmp_path: Path) -> None:
         (["--max-model-len", "4"], "--max-model-len: got 4, expected an integer >= 8"),
         (["--dtype", "int3"], "dtype: got 'int3'"),
         (["--model", "/nowhere/at/all"], "model"),
-        (["--out", "/nowhere/p.json"], "--out: got '/nowhere/p.json', expected a file in a directory that is there"),
-        (["--out", "/tmp"], "--out: got '/tmp', expected a file in a directory that is there"),
+        (["--out", "/nowhere/p.json"], "--out: got '/nowhere/p.json', expected a file in an existing directory"),
+        (["--out", "/tmp"], "--out: got '/tmp', expected a file in an existing directory"),
     ],
 )
 def test_errors_are_one_line(tmp_path: Path, words: list[str], message: str) -> None:

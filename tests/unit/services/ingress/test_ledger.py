@@ -44,7 +44,7 @@ def test_an_end_is_told_once(finish: str) -> None:
     last = delta("r", 0, 7, finish=finish)
     assert receive(ledger, last, last) == [last]
     assert receive(ledger, last) == []
-    assert not ledger.has_outgoing, "nobody is told to abort what has ended"
+    assert not ledger.has_outgoing, "no replica is told to abort what has ended"
 
 
 def test_where_a_request_runs_is_known_from_the_answer_or_from_its_first_tokens() -> None:
@@ -265,7 +265,7 @@ def test_a_refusal_ends_its_request() -> None:
     assert ledger.submitted(SubmitReply((), (refusal("r"),))) == []
     assert ledger.announced(AnnounceReply((), (refusal("s"),), ())) == [refusal("s")]
     assert len(ledger) == 0
-    assert not ledger.has_outgoing, "nobody runs it: nothing to abort"
+    assert not ledger.has_outgoing, "no replica runs it: nothing to abort"
 
 
 def test_a_refusal_said_twice_in_one_answer_is_one() -> None:
@@ -369,7 +369,7 @@ def test_a_forecast_goes_out_with_its_request_or_after_it() -> None:
 
 
 def unnamed(name: str, start: int, count: int, attempt: int = 0, finish: str | None = None) -> TokenDelta:
-    """Of another server."""
+    """Output of another server, whose tokens have no names."""
     return TokenDelta(name, attempt, start, (), "x" * count, finish, num_unnamed=count)
 
 

@@ -88,7 +88,7 @@ class Network:
                     del self.runs[run]
         for each in requests:
             client = self.clients[each.request_id]
-            assert client.waits, "nobody waits for this"
+            assert client.waits, "no client waits for this"
             assert list(each.output_ids) == client.tokens, "it does not begin where the client's tokens end"
             assert each.attempt == len(client.attempts), "attempts rise by one"
             client.attempts.append(each)
@@ -228,4 +228,4 @@ def test_over_any_network_a_client_sees_an_exact_sequence_and_one_end(seed: int)
         assert client.left or client.num_ends == 1
     assert len(network.ledger) == 0
     assert network.ledger.announce().open == ()
-    assert network.runs == {}, "a worker runs on for nobody"
+    assert network.runs == {}, "a worker runs on for no client"

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ class Machine:
         self.tries = list(tries)
         self.waits: list[float] = []
         self.ended: list[Path] = []
-        monkeypatch.setattr(cluster.time, "monotonic", lambda: self.s)
+        monkeypatch.setattr(time, "monotonic", lambda: self.s)
         monkeypatch.setattr(cluster, "_try_ray", self._try)
         monkeypatch.setattr(cluster, "end_processes", self.ended.append)
 
@@ -118,9 +119,9 @@ def test_a_start_that_lacks_time_is_cleaned_up_and_tried_again(
     assert machine.ended == [directory, directory]
     assert said == [
         "Ray: did not start in 95 s (The current node timed out during startup. The GCS has become overloaded.); "
-        "it is tried again, with more time.",
+        "trying again with more time.",
         "Ray: did not start in 31 s (The current node timed out during startup. The GCS has become overloaded.); "
-        "it is tried again, with more time.",
+        "trying again with more time.",
         "Ray: started after 146.0 s.",
     ]
 
@@ -166,8 +167,8 @@ def test_the_raylet_is_waited_for_as_long_as_it_lives(monkeypatch: pytest.Monkey
         raise RuntimeError("no such node")
 
     monkeypatch.setattr(services, "get_node", not_registered)
-    monkeypatch.setattr(cluster.time, "monotonic", lambda: now)
-    monkeypatch.setattr(cluster.time, "sleep", slept)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "sleep", slept)
     monkeypatch.setattr(cluster, "_raylet_lives", lambda: True)
     with cluster.patient_with_raylet(1000):
         assert services.get_node("address", "id") == {"node": 1}

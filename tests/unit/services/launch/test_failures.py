@@ -66,7 +66,7 @@ def test_the_rest_is_in_a_file_of_this_user(
     first, second = shown(capsys)[-2:]
     assert str(error) in first
     path = runtime / "failed-serve.log"
-    assert second.endswith(f"what is known of the failure is in {path}.")
+    assert second.endswith(f"the details of the failure are in {path}.")
     assert path.stat().st_mode & 0o077 == 0
     text = path.read_text("utf-8")
     assert "Traceback" in text and "a cause" in text and "the last line of a log" in text

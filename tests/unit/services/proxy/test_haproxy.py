@@ -107,7 +107,7 @@ def test_it_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
 
 
 def _has_ended(process: psutil.Process) -> bool:
-    """Also where nobody asks how: not every container's first process takes in orphans."""
+    """Also where no caller asks how: not every container's first process takes in orphans."""
     try:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -178,7 +178,7 @@ def test_a_replica_is_judged_where_its_life_is_told(proxied: tuple[int, int, int
     Upstream.replies[f"{life} /health"] = 200, "application/json", '{"status": "ok"}'
     assert ask(port, "/health") == (200, "application/json", '{"status": "ok"}')
     Upstream.replies[f"{life} /-/healthz"] = 503, "application/json", "{}"
-    body = _until_status(port, "/any", 503)  # nobody listens where the fallback should be
+    body = _until_status(port, "/any", 503)  # no server listens where the fallback should be
     assert is_openai_error(body)
     assert json.loads(body)["error"]["code"] == "unavailable"
     del Upstream.replies[f"{life} /-/healthz"]

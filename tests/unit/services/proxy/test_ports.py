@@ -37,7 +37,7 @@ def test_services_that_start_at_once_share_no_port() -> None:
 
 
 def three_blocks() -> int:
-    """Where three blocks begin that nobody has, below the ports that Ray gives its workers."""
+    """Where three free blocks begin, below the ports that Ray gives its workers."""
     for first in range(4_000, 9_000, 3 * BLOCK_SIZE):
         with contextlib.suppress(FarsightError):
             return free_ports(range(first, first + 3 * BLOCK_SIZE, BLOCK_SIZE), 3)[0]

@@ -1,0 +1,74 @@
+"""What the LogStore answers."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from actors.calls.message import message
+from core.messages.log import (
+    Artefact,
+    ArtefactList,
+    ArtefactName,
+    ArtefactReply,
+    BatchPage,
+    ExamplePage,
+    FinishedBatches,
+    FinishedRequests,
+    ForecastRecords,
+    LogPage,
+    LogQuery,
+    RequestTraces,
+    TraceQuery,
+)
+
+
+class LogStoreCalls(Protocol):
+    """Every method raises FarsightError while the log cannot be had; then the message may be repeated."""
+
+    @message()
+    async def append(self, finished: FinishedRequests) -> None:
+        """Answers when they are on disk."""
+
+    @message()
+    async def append_forecasts(self, forecasts: ForecastRecords) -> None:
+        """Answers when they are on disk."""
+
+    @message()
+    async def append_batches(self, batches: FinishedBatches) -> None:
+        """Answers when they are on disk."""
+
+    @message()
+    async def append_traces(self, traces: RequestTraces) -> None:
+        """Answers when they are on disk."""
+
+    @message()
+    async def read(self, query: LogQuery) -> LogPage:
+        """Finished requests after a row."""
+
+    @message()
+    async def read_examples(self, query: LogQuery) -> ExamplePage:
+        """Requests with the forecast that was made for them; rows count examples."""
+
+    @message()
+    async def read_batches(self, query: LogQuery) -> BatchPage:
+        """Finished batches after a row; rows count batches."""
+
+    @message()
+    async def read_traces(self, query: TraceQuery) -> RequestTraces:
+        """The decisions behind one answer; none for an answer that is not known."""
+
+    @message()
+    async def put_artefact(self, artefact: Artefact) -> None:
+        """Keeps a version; it is not current by that. Raises MessageError if its version is not above all others."""
+
+    @message()
+    async def set_current(self, name: ArtefactName) -> None:
+        """That version, and no other of its kind, is current. Raises MessageError for one that is not kept."""
+
+    @message()
+    async def read_artefact(self, name: ArtefactName) -> ArtefactReply:
+        """A version, by default the current one."""
+
+    @message()
+    async def artefacts(self) -> ArtefactList:
+        """All versions that are kept, without their data."""

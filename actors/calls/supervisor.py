@@ -1,0 +1,28 @@
+"""What the Supervisor answers."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from actors.calls.message import message
+from core.messages.status import ComponentCounts, Scale, StartState
+
+
+class SupervisorCalls(Protocol):
+    """The Supervisor."""
+
+    @message(long=True)
+    async def started(self) -> None:
+        """Answers once every component has started once; raises FarsightError if one cannot start."""
+
+    @message()
+    async def start_state(self) -> StartState:
+        """How far ``started`` is."""
+
+    @message()
+    async def counts(self) -> ComponentCounts:
+        """How many components of each kind there should be."""
+
+    @message(long=True)
+    async def scale(self, scale: Scale) -> ComponentCounts:
+        """Answers when all is up, or drained and gone. Raises MessageError: an unknown kind or an impossible number."""

@@ -1,0 +1,383 @@
+"""The table of requests in flight: which replica runs each, which wait for one, and what the replicas can hold.
+
+``GlobalScheduler`` and ``BatchScheduler`` each hold one. How a request finds its replica is their business; aborts,
+announcements, losses and ends are the same for both and are done here. Nothing here has to survive: the ingress
+replicas announce their open streams and the Schedulers their replicas, and from both a new table knows what the old
+one knew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from core.errors import IntegrityError
+from core.load_snapshot import Demand
+from core.messages.forecasts import ForecastMade
+from core.messages.plans import FinishedSequence, WorkerReady
+from core.messages.requests import Key, OpenRequest
+from core.request import Request, SequenceStatus
+from policies.fleet.events import AbortOnReplica, AskReplica, GlobalInstruction, ReportLost
+from policies.fleet.replica import FleetReplica
+from policies.placement.base import Choice, ReplicaLoad
+from policies.replica.events import RefuseRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of the table: an attempt and the worker life that it was placed on.
+
+    Attributes:
+        choice: Why there; None if an earlier Router placed it.
+        waited_s: Until a replica took requests.
+        known_len: Tokens of its prompt, and of its output in earlier attempts, when it was placed.
+        expected_len: Output tokens predicted beyond these, at most ``most_len``.
+    """
+
+    attempt: int
+    ingress_id: str
+    replica: str
+    worker_incarnation: str
+    choice: Choice | None = None
+    waited_s: float = 0.0
+    known_len: float = 0.0
+    expected_len: float = 0.0
+    most_len: float = 0.0
+
+    @property
+    def hit_len(self) -> int:
+        return 0 if self.choice is None else self.choice.hit_len
+
+
+OnRemoved = Callable[[str, Entry | None, int | None], None]
+"""Told of each request that is to be in flight no more: its id, its line if it was placed, and the tokens of its output
+if that has come to its end. A request that was in no line is told as well: its owner may know of it otherwise."""
+
+
+class RequestTable:
+    """Every request in flight, placed or queued, and the replicas.
+
+    Args:
+        on_removed: Told of each removal, after it.
+
+    Attributes:
+        mean_output_len: Output tokens expected of a request without a forecast; None if that is not known.
+    """
+
+    def __init__(self, on_removed: OnRemoved) -> None:
+        self._on_removed = on_removed
+        self._replicas: dict[str, FleetReplica] = {}
+        self._placed: dict[str, Entry] = {}
+        self._queued: dict[str, Request] = {}  # they wait for a replica ...
+        self._queued_since: dict[str, float] = {}  # ... since then; they are here until they are placed or gone
+        self._gone: set[str] = set()  # replicas given up: what an ingress replica still has there is lost
+        self._open: tuple[ReplicaLoad, ...] | None = None  # replicas that take requests; None if that has changed
+        self._open_max_len = 0  # tokens that a sequence may reach on each of them
+        self.mean_output_len: float | None = None
+
+    # -- Replicas
+
+    def loads(self) -> tuple[ReplicaLoad, ...]:
+        """Every replica that takes requests, in the order they were heard of; O(1) while they are the same."""
+        if self._open is None:
+            takers = [each for each in self._replicas.values() if each.takes]
+            self._open = tuple(each.load for each in takers)
+            self._open_max_len = min((each.ready.max_model_len for each in takers if each.ready), default=0)
+        return self._open
+
+    def replicas(self) -> Iterable[FleetReplica]:
+        """Every replica that is known."""
+        return self._replicas.values()
+
+    def replica(self, name: str) -> FleetReplica | None:
+        """None if it is not known."""
+        return self._replicas.get(name)
+
+    def _known(self, name: str) -> FleetReplica:
+        return self._replicas.setdefault(name, FleetReplica(ReplicaLoad(name, 0, 0.0)))
+
+    def bring_up(self, name: str, ready: WorkerReady) -> bool:
+        """A replica takes requests; whether this is another worker life than the last one heard of."""
+        replica = self._known(name)
+        self._gone.discard(name)
+        before, replica.ready, replica.up = replica.ready, ready, True
+        self._open = None
+        for request_id in list(replica.requests):
+            if self._placed[request_id].worker_incarnation != ready.worker_incarnation:
+                self.remove(request_id)  # it went down with the worker; its ingress replica resumes it
+        return before is None or before.worker_incarnation != ready.worker_incarnation
+
+    def set_away(self, name: str) -> None:
+        """A replica takes no requests for now; what is in flight on it may go on."""
+        self._known(name).up = False
+        self._open = None
+
+    def drain(self, name: str) -> None:
+        """Nothing new is to be placed on a replica."""
+        self._known(name).draining = True
+        self._open = None
+
+    def drop_replica(self, name: str) -> None:
+        """A replica will not come back, and what was in flight on it is not."""
+        for request_id in list(self._known(name).requests):
+            self.remove(request_id)
+        del self._replicas[name]
+        self._gone.add(name)
+        self._open = None
+
+    # -- Requests
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._placed) + len(self._queued)
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._queued)
+
+    def entry(self, request_id: str) -> Entry | None:
+        """The line of a request that is placed."""
+        return self._placed.get(request_id)
+
+    def queued(self, request_id: str) -> Request | None:
+        """A request that waits for a replica."""
+        return self._queued.get(request_id)
+
+    def all_queued(self) -> tuple[tuple[Request, float], ...]:
+        """Every request that waits for a replica, and since when. O(waiting)."""
+        return tuple((request, self._queued_since[request_id]) for request_id, request in self._queued.items())
+
+    def keys_on(self, replica: str) -> Iterator[Key]:
+        """The attempts that are placed on a known replica."""
+        return ((request_id, self._placed[request_id].attempt) for request_id in self._replicas[replica].requests)
+
+    def _keys(self) -> list[tuple[Key, str]]:
+        """Every attempt in flight and its ingress replica."""
+        placed = [((rid, entry.attempt), entry.ingress_id) for rid, entry in self._placed.items()]
+        return placed + [((rid, request.attempt), request.ingress_id) for rid, request in self._queued.items()]
+
+    def attempt_of(self, request_id: str) -> int | None:
+        """The attempt in flight; None if there is none."""
+        if request_id in self._queued:
+            return self._queued[request_id].attempt
+        entry = self._placed.get(request_id)
+        return None if entry is None else entry.attempt
+
+    def demand(self) -> Demand:
+        """What is in flight, but for what other servers have; for the predicted queue delay. O(in flight)."""
+        own = {name: each for name, each in self._replicas.items() if each.ready is None or not each.ready.external}
+        placed = [entry for entry in self._placed.values() if entry.replica in own]
+        waiting = self._queued.values()
+        return Demand(
+            num_requests=len(placed) + len(waiting),
+            num_waiting=len(waiting),
+            num_busy=sum(bool(replica.requests) for replica in own.values()),
+            known_tokens=sum(entry.known_len for entry in placed) + sum(request.known_len for request in waiting),
+            cached_tokens=sum(entry.hit_len for entry in placed),
+            output_tokens=sum(entry.expected_len for entry in placed) + sum(map(self._expected_len, waiting)),
+        )
+
+    def accept(self, requests: Iterable[Request]) -> tuple[list[Request], list[GlobalInstruction]]:
+        """Those that are no duplicate deliveries, and the aborts of earlier attempts; the caller places or queues."""
+        fresh, superseded = [], []
+        for request in requests:
+            known = self.attempt_of(request.request_id)
+            if known is not None and known >= request.attempt:
+                continue
+            if known is not None:
+                superseded.append((request.request_id, known))
+            fresh.append(request)
+        return fresh, self.abort(superseded)
+
+    def fitting(self, request: Request) -> tuple[ReplicaLoad, ...]:
+        """Those of ``loads()`` that hold the request at its longest; usually all, and then ``loads()`` itself."""
+        loads = self.loads()
+        if request.max_total_len <= self._open_max_len and not request.sampling.own_engine_field:
+            return loads
+        return tuple(load for load in loads if self._replicas[load.name].fits(request))
+
+    def never_fits(self, request: Request) -> bool:
+        """Whether replicas take requests, and no known one could ever hold this one."""
+        return bool(self.loads()) and not any(replica.fits(request) for replica in self._replicas.values())
+
+    def refuse(self, request: Request) -> RefuseRequest:
+        """Says why a request never fits; it is not queued any more. Its owner is not told."""
+        self._queued.pop(request.request_id, None)
+        self._queued_since.pop(request.request_id, None)
+        known = [replica.ready for replica in self._replicas.values() if replica.ready is not None]
+        field = request.sampling.own_engine_field
+        if field and all(ready.external for ready in known):
+            message = "none (nor best_of or echo with it): other servers answer here, which are not asked for it"
+            return RefuseRequest(request.request_id, request.attempt, field, message)
+        limit = max(ready.max_model_len for ready in known)
+        message = f"prompt and max_tokens make {request.max_total_len} tokens, a worker holds at most {limit}"
+        return RefuseRequest(request.request_id, request.attempt, "max_tokens", message)
+
+    def enqueue(self, request: Request, now: float) -> None:
+        """A request waits for a replica; if it did so before, since then."""
+        self._queued[request.request_id] = request
+        self._queued_since.setdefault(request.request_id, now)
+
+    def take_queued(self) -> tuple[Request, ...]:
+        """Every queued request, each to be placed, queued again or refused at once: it keeps its time of waiting."""
+        waiting, self._queued = tuple(self._queued.values()), {}
+        return waiting
+
+    def place(self, request: Request, choice: Choice, now: float) -> None:
+        """Enters a request, queued or new, on the chosen replica."""
+        ready = self._replicas[choice.replica].ready
+        assert ready is not None
+        self._queued.pop(request.request_id, None)
+        entry = Entry(
+            attempt=request.attempt,
+            ingress_id=request.ingress_id,
+            replica=choice.replica,
+            worker_incarnation=ready.worker_incarnation,
+            choice=choice,
+            waited_s=now - self._queued_since.pop(request.request_id, now),
+            known_len=request.known_len,
+            expected_len=self._expected_len(request),
+            most_len=request.max_total_len - request.known_len,
+        )
+        self._enter(request.request_id, entry, self._work(request))
+
+    def _enter(self, request_id: str, entry: Entry, work_tokens: float) -> None:
+        self._replicas[entry.replica].enter(request_id, work_tokens)
+        self._placed[request_id] = entry
+
+    def _work(self, request: Request) -> float:
+        """Known tokens plus the output still to expect: the mean, at most what was asked for."""
+        most = float(request.max_total_len - request.known_len)
+        expected = most if self.mean_output_len is None else min(most, self.mean_output_len)
+        return request.known_len + expected
+
+    def _expected_len(self, request: Request) -> float:
+        """Output tokens still to come: by its own forecast, else by the mean, else as many as were asked for."""
+        most = float(request.max_total_len - request.known_len)
+        predicted = self.mean_output_len if request.forecast is None else request.forecast.mean
+        return most if predicted is None else min(most, max(1.0, predicted - len(request.output_ids)))
+
+    def foresee(self, made: Iterable[ForecastMade]) -> tuple[list[ForecastMade], list[ForecastMade]]:
+        """Takes in forecasts made after their requests had arrived: those of queued ones, and of placed ones."""
+        queued, placed = [], []
+        for each in made:
+            if self.attempt_of(each.request_id) != each.attempt:
+                continue
+            request = self._queued.get(each.request_id)
+            if request is not None:
+                self._queued[each.request_id] = replace(request, forecast=each.forecast)
+                queued.append(each)
+                continue
+            placed.append(each)
+            entry = self._placed[each.request_id]
+            if entry.attempt == 0:  # later ones bring theirs with them
+                self._placed[each.request_id] = replace(entry, expected_len=min(entry.most_len, each.forecast.mean))
+        return queued, placed
+
+    def remove(self, request_id: str, output_len: int | None = None) -> None:
+        """A request is in flight no more; ``output_len``: tokens of an output that has come to its end."""
+        self._queued.pop(request_id, None)
+        self._queued_since.pop(request_id, None)
+        entry = self._placed.pop(request_id, None)
+        if entry is not None:
+            self._replicas[entry.replica].remove(request_id)
+        self._on_removed(request_id, entry, output_len)
+
+    def end(self, finished: Iterable[FinishedSequence]) -> None:
+        """A replica is done with these."""
+        for end in finished:
+            entry = self._placed.get(end.request_id)
+            if entry is not None and entry.attempt == end.attempt:
+                whole = end.status in (SequenceStatus.FINISHED_STOPPED, SequenceStatus.FINISHED_LENGTH)
+                self.remove(end.request_id, end.output_len if whole else None)
+
+    def abort(self, keys: Iterable[Key]) -> list[GlobalInstruction]:
+        """Removes these attempts, or earlier ones, and has the replicas that may run them forget them."""
+        by_replica: dict[str, list[Key]] = {}
+        for request_id, attempt in keys:
+            known = self.attempt_of(request_id)
+            entry = self._placed.get(request_id)
+            if known is None or known > attempt:
+                # Not ours, but a replica may run it: an attempt that an earlier Router placed, or that we replaced.
+                for name in self._replicas:
+                    by_replica.setdefault(name, []).append((request_id, attempt))
+                continue
+            if entry is not None:
+                by_replica.setdefault(entry.replica, []).append((request_id, attempt))
+            self.remove(request_id)
+        return [AbortOnReplica(name, tuple(group)) for name, group in by_replica.items()]
+
+    # -- Announcements and losses
+
+    def lose_ingress(self, ingress_id: str) -> list[GlobalInstruction]:
+        """An ingress replica is gone, and its clients with it."""
+        return self.abort([key for key, owner in self._keys() if owner == ingress_id])
+
+    def reconcile(self, ingress_id: str, announced: Iterable[OpenRequest]) -> list[GlobalInstruction]:
+        """Takes over what an ingress replica has open, and finds out what neither we nor a replica have."""
+        lost: list[Key] = []
+        asked: dict[str, list[Key]] = {}
+        still_open = set()
+        for stream in announced:
+            still_open.add(stream.request_id)
+            key = (stream.request_id, stream.attempt)
+            known = self.attempt_of(stream.request_id)
+            if known is None or known < stream.attempt:
+                self.remove(stream.request_id)
+                if not self._adopt(ingress_id, stream):
+                    lost.append(key)
+                    continue
+            entry = self._placed.get(stream.request_id)
+            if entry is not None and entry.attempt == stream.attempt:
+                asked.setdefault(entry.replica, []).append(key)
+        closed = [key for key, owner in self._keys() if owner == ingress_id and key[0] not in still_open]
+        asks = [AskReplica(name, tuple(keys)) for name, keys in asked.items() if self._replicas[name].up]
+        reports = [ReportLost(ingress_id, tuple(lost))] if lost else []
+        return [*self.abort(closed), *asks, *reports]
+
+    def _adopt(self, ingress_id: str, stream: OpenRequest) -> bool:
+        """Enters a stream that an earlier Router placed; False if it was never placed or its worker life is over."""
+        if not stream.replica or stream.replica in self._gone:
+            return False
+        ready = self._known(stream.replica).ready
+        if ready is not None and ready.worker_incarnation != stream.worker_incarnation:
+            return False
+        work_tokens = float(stream.work_tokens)
+        expected_len = work_tokens if self.mean_output_len is None else min(work_tokens, self.mean_output_len)
+        entry = Entry(
+            attempt=stream.attempt,
+            ingress_id=ingress_id,
+            replica=stream.replica,
+            worker_incarnation=stream.worker_incarnation,
+            known_len=work_tokens - expected_len,
+            expected_len=expected_len,
+            most_len=work_tokens,
+        )
+        self._enter(stream.request_id, entry, work_tokens)
+        return True
+
+    def drop_unknown(self, replica: str, keys: Iterable[Key]) -> list[GlobalInstruction]:
+        """A replica's Scheduler does not know these attempts: they are lost."""
+        lost: dict[str, list[Key]] = {}
+        for request_id, attempt in keys:
+            entry = self._placed.get(request_id)
+            if entry is not None and (entry.attempt, entry.replica) == (attempt, replica):
+                lost.setdefault(entry.ingress_id, []).append((request_id, attempt))
+                self.remove(request_id)
+        return [ReportLost(ingress_id, tuple(group)) for ingress_id, group in lost.items()]
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless the table, the queue and the replicas' sums agree."""
+        held = {request_id: replica.name for replica in self._replicas.values() for request_id in replica.requests}
+        if held != {request_id: entry.replica for request_id, entry in self._placed.items()}:
+            raise IntegrityError("the in-flight table and the replicas disagree")
+        if self._queued.keys() & self._placed.keys():
+            raise IntegrityError("a request is placed and waits")
+        if self._queued.keys() != self._queued_since.keys():
+            raise IntegrityError("queued requests and their queue-entry times disagree")
+        for replica in self._replicas.values():
+            load, work_tokens = replica.load, sum(replica.requests.values())
+            if load.num_requests != len(replica.requests):
+                raise IntegrityError(f"{load.name}: {load.num_requests} requests are counted")
+            if abs(load.work_tokens - work_tokens) > 1e-6 * max(1.0, work_tokens):
+                raise IntegrityError(f"{load.name}: {load.work_tokens} is not the sum of its work")
