@@ -64,11 +64,13 @@ class Job:
     @property
     def missing_len(self) -> int:
         """Known tokens still to be computed before it decodes; KV on the host is uploaded, not computed."""
-        if self.is_resident or self.host_len:
-            return max(0, self.known_len - max(self.computed_len, self.host_len))
-        return self.known_len - min(self.cached_len, self.prompt_len)
+        known_len = self.prompt_len + self.output_len
+        if self.computed_len > 0 or self.host_len:
+            there_len = self.computed_len if self.computed_len > self.host_len else self.host_len
+            return known_len - there_len if there_len < known_len else 0
+        return known_len - (self.cached_len if self.cached_len < self.prompt_len else self.prompt_len)
 
     @property
     def decodes(self) -> bool:
         """Whether its next step only adds one token: all known tokens but the last are computed."""
-        return self.output_len > 0 and self.known_len - self.computed_len <= 1
+        return self.output_len > 0 and self.prompt_len + self.output_len - self.computed_len <= 1

@@ -35,7 +35,7 @@ class Aggressive(Admission):
         self._capacity = capacity
         self._limit = capacity - self.reserve(capacity)
         self._num_jobs = len(running)
-        self._held = sum(job.known_len for job in running)
+        self._held = sum([job.prompt_len + job.output_len for job in running])
 
     def admits(self, job: Job) -> bool:
         """An empty pool admits any job that fits."""

@@ -5,16 +5,20 @@ Whoever is scheduled last leaves the device first, ahead of need: newcomers find
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from core.decisions import Facts
 from core.errors import InvalidValueError
 from policies.interfaces import KV_POLICIES, KvMoves, KvPolicy, KvView, ReplicaContext
 from policies.job import Job
 from policies.order.skip_join_mlfq import Group, SkipJoinMlfq, Urgency
+
+_Turn = tuple[Urgency, float, int, float]
 
 MIN_HOST_SHARE = 0.1
 """Below this share of free host memory no job starts (FastServe's artifact)."""
@@ -30,22 +34,30 @@ def enst_s(order: SkipJoinMlfq, jobs: Iterable[Job], now: float) -> dict[str, fl
 
     O(q + m L) for m jobs, q queues that are not empty and L levels: cumulative sums instead of pairs.
     """
-    by_group: dict[Group, list[Job]] = {}
-    for job in jobs:
-        by_group.setdefault((job.urgency, order.level(job)), []).append(job)
+    return {job.request_id: time_s for (_, time_s, _, _), job in _keyed(order, jobs, now)}
+
+
+def _keyed(order: SkipJoinMlfq, jobs: Iterable[Job], now: float) -> list[tuple[_Turn, Job]]:
+    """Each job with (urgency, ENST in seconds, level, minus its arrival); queue by queue, the highest first."""
+    by_group: dict[Group, list[tuple[Job, float]]] = {}
+    for job, group, waits_since in order.standing(jobs):
+        by_group.setdefault(group, []).append((job, waits_since))
     ahead = _Ahead(order)
     sizes = order.groups()
     entry = next(sizes, None)
-    times: dict[str, float] = {}
+    starve_limit_s = order.rules.starve_limit_s
+    keyed: list[tuple[_Turn, Job]] = []
     for group in sorted(by_group):
         while entry is not None and entry[0] < group:
             ahead.add(*entry)
             entry = next(sizes, None)
         urgent_s, own_s = ahead.times_s(group)
-        for job in by_group[group]:
-            promote_s = max(0.0, order.rules.starve_limit_s - order.waited_s(job, now))
-            times[job.request_id] = urgent_s + min(promote_s, own_s)
-    return times
+        urgency, level = group
+        for job, waits_since in by_group[group]:
+            promote_s = max(0.0, starve_limit_s - (now - waits_since))
+            time_s = urgent_s + (promote_s if promote_s < own_s else own_s)
+            keyed.append(((urgency, time_s, level, -job.arrived_at), job))
+    return keyed
 
 
 class _Ahead:
@@ -93,10 +105,16 @@ def by_enst(order: SkipJoinMlfq, jobs: Sequence[Job], now: float, found: dict[st
     Args:
         found: Takes the times by request id.
     """
-    times = enst_s(order, jobs, now)
+    keyed = _keyed(order, jobs, now)
     if found is not None:
-        found.update(times)
-    return sorted(jobs, key=lambda job: (job.urgency, times[job.request_id], order.level(job), -job.arrived_at))
+        found.update((job.request_id, time_s) for (_, time_s, _, _), job in keyed)
+    keyed.sort(key=itemgetter(0))
+    return [job for _, job in keyed]
+
+
+def first_by_enst(order: SkipJoinMlfq, jobs: Sequence[Job], num: int, now: float) -> list[Job]:
+    """The first ``num`` of ``by_enst``; O(m + num log m) beyond the times."""
+    return [job for _, job in heapq.nsmallest(num, _keyed(order, jobs, now), key=itemgetter(0))]
 
 
 class Room:
@@ -198,7 +216,7 @@ class EnstOffload(KvPolicy):
         self._times.clear()
         target = self.idle_target(view)
         is_short = view.needed + target > view.free
-        victims = by_enst(self.order, view.idle, now, self._times)[::-1] if is_short else []
+        victims = by_enst(self.order, view.idle, now, self._times)[::-1] if is_short and view.idle else []
         room = make_room(view, victims, swaps=self.swaps)
         room.short += target
         room.take(victims, may_drop=False)
@@ -218,7 +236,9 @@ class EnstOffload(KvPolicy):
     def _uploads(self, view: KvView, spare: int, now: float) -> tuple[Job, ...]:
         """In ascending ENST while the idle target stays free, or the next point would offload them again."""
         uploads: list[Job] = []
-        for job in by_enst(self.order, view.offloaded, now, self._times)[: self.lookahead]:
+        if spare < view.block_size:
+            return ()
+        for job in first_by_enst(self.order, view.offloaded, self.lookahead, now):
             spare -= -(-job.known_len // view.block_size) * view.block_size
             if spare < 0:
                 break

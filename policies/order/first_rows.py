@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -68,10 +67,13 @@ class Kept(Generic[_T]):
         self._given: list[_T] = []
 
     def __iter__(self) -> Iterator[_T]:
-        for num in itertools.count():
-            if num == len(self._given):
-                following = next(self._source, None)
-                if following is None:
-                    return
-                self._given.append(following)
-            yield self._given[num]
+        given, num = self._given, 0
+        while num < len(given) or self._reads_on():
+            yield given[num]
+            num += 1
+
+    def _reads_on(self) -> bool:
+        for following in self._source:
+            self._given.append(following)
+            return True
+        return False

@@ -169,12 +169,15 @@ class Gittins(Order):
         self._ranking: Kept[int] | None = None  # rows as far as they have been asked for, at one instant
         self._ranked_at = 0.0
         self._generated: dict[str, int] = {}  # as the column has it: one number is read faster here
+        self._resident: dict[str, bool] = {}  # likewise
 
     def changed(self, job: Job) -> None:
-        row, is_resident = self._table.row(job), job.computed_len > 0
-        if row is not None and self._column("resident")[row] != is_resident:
-            self._column("resident")[row] = is_resident
-            self._ranking = None
+        is_resident = job.computed_len > 0
+        if self._resident.get(job.request_id, is_resident) == is_resident:
+            return
+        self._resident[job.request_id] = is_resident
+        self._column("resident")[self._known_row(job)] = is_resident
+        self._ranking = None
 
     def foreseen(self, job: Job) -> None:
         row = self._table.row(job)
@@ -197,12 +200,13 @@ class Gittins(Order):
         self._column("priority")[row] = job.priority
         self._column("deadline_at")[row] = job.deadline_at
         self._column("history")[row] = -1
-        self._column("resident")[row] = job.computed_len > 0
+        self._column("resident")[row] = self._resident[job.request_id] = job.computed_len > 0
         self._look_at([row])
 
     def remove(self, job: Job) -> None:
         self._table.remove(job)
         self._generated.pop(job.request_id, None)
+        self._resident.pop(job.request_id, None)
         self._ranking = None
 
     def learn(self, job: Job, *, censored: bool) -> None:
@@ -255,8 +259,9 @@ class Gittins(Order):
     def slice_s(self, job: Job) -> float:
         """Until its rank changes: what is missing and 16 tokens less those that it has had since the last one."""
         had = job.output_len - self._generated.get(job.request_id, job.output_len)
-        prefill_s = 0.0 if job.decodes else self._price.step.prefill_token_s * job.missing_len
-        return prefill_s + max(1.0, RERANK_TOKENS - had) * self._price.step.decode_s(job.known_len)
+        step = self._price.step
+        prefill_s = 0.0 if job.decodes else step.prefill_token_s * job.missing_len
+        return prefill_s + max(1.0, RERANK_TOKENS - had) * step.decode_s(job.prompt_len + job.output_len)
 
     def explain(self, job: Job, now: float) -> Facts:
         """Its rank as last worked out and after ageing, and how far its forecast is trusted beside the history."""

@@ -6,12 +6,11 @@ iteration, sinks when it has used its quantum up, and comes back to level 1 when
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from sortedcontainers import SortedDict
@@ -30,8 +29,8 @@ _Key = tuple[Urgency, bool, int, int]
 """(urgency, whether its prefill is beyond the budget, level, ticket)."""
 _MID_ITERATION = 0
 
-PROMOTIONS_AT_ONCE = 64
-"""Jobs promoted at one scheduling point at most: about 1 ms. The others follow at the next ones."""
+PROMOTIONS_AT_ONCE = 16
+"""Jobs promoted at one scheduling point at most: about 0.3 ms. The others follow at the next scheduling points."""
 
 
 @dataclass(slots=True, eq=False)
@@ -155,8 +154,7 @@ class SkipJoinMlfq(Order):
 
         A job that has lost its KV counts as one that decodes until its new prefill begins.
         """
-        decodes = ((place.key(), place.job) for place in self._decodes.values())
-        return (job for _, job in heapq.merge(self._budgeted(), decodes, key=_first))
+        return _merged(self._budgeted(), iter(self._decodes.items()))
 
     def among(self, jobs: Sequence[Job], now: float) -> list[Job]:
         """As of ``RanksSome``."""
@@ -205,6 +203,13 @@ class SkipJoinMlfq(Order):
         """Seconds since it ran, was promoted or came, whatever was last."""
         return now - self._places[job.request_id].waits_since
 
+    def standing(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Group, float]]:
+        """Each job with its queue, and since when ``waited_s`` counts."""
+        places = self._places
+        for job in jobs:
+            place = places[job.request_id]
+            yield job, (place.urgency, place.level), place.waits_since
+
     def explain(self, job: Job, now: float) -> Facts:
         """Where the job stands and what is left of its quantum."""
         place = self._places[job.request_id]
@@ -240,15 +245,15 @@ class SkipJoinMlfq(Order):
             if not each.is_mid_iteration and self._is_used_up(each):
                 raise IntegrityError(f"{each.job.request_id}: has used its quantum up and did not sink")
 
-    def _budgeted(self) -> Iterator[tuple[_Key, Job]]:
+    def _budgeted(self) -> Iterator[tuple[_Key, _Place]]:
         """Jobs that lack a prefill, ascending."""
         num_early = 0
         for place in self._early():
             num_early += 1
-            yield place.key(), place.job
+            yield place.key(), place
         for key in self._prefills.islice(num_early):
             place = self._prefills[key]
-            yield place.key(is_late=True), place.job
+            yield place.key(is_late=True), place
 
     def _early(self) -> Iterator[_Place]:
         """Of those that lack a prefill, those within ``max_prompt_tokens``, the first of them first."""
@@ -325,6 +330,22 @@ class SkipJoinMlfq(Order):
 
 def _has_prefill_left(job: Job) -> bool:
     return job.output_len == 0 or job.missing_len > 1
+
+
+def _merged(first: Iterator[tuple[_Key, _Place]], second: Iterator[tuple[_Key, _Place]]) -> Iterator[Job]:
+    """Jobs of both, which rise, in rising order; read as far as needed. ``heapq.merge`` takes three times as long."""
+    one, other = next(first, None), next(second, None)
+    while one is not None and other is not None:
+        if one[0] <= other[0]:
+            yield one[1].job
+            one = next(first, None)
+        else:
+            yield other[1].job
+            other = next(second, None)
+    for rest, source in ((one, first), (other, second)):
+        if rest is not None:
+            yield rest[1].job
+            yield from (place.job for _, place in source)
 
 
 def _first(item: tuple[_Key, object]) -> _Key:

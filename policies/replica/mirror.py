@@ -58,6 +58,8 @@ class WorkerMirror:
         self._undelivered: dict[str, Tracked] = {}  # shipped, and the worker may not have them yet
         self._recent: dict[Key, None] = {}  # ended lately, oldest first
         self._shared_blocks = 0  # as last reported
+        self._on_host = 0  # blocks of all in ``hosted``
+        self._leaving: set[str] = set()  # those in ``hosted`` that are on their way there
         self._applied_plan_seq = 0  # the worker's plan in force at the last report
         self._preempted_in = 0  # plan that carries the latest preemption: older pressure is already answered
 
@@ -73,7 +75,7 @@ class WorkerMirror:
     @property
     def is_answering(self) -> bool:
         """A preemption or an offload is on its way: what is short now will not be then."""
-        return not self.preemption_is_known or any(tracked.is_leaving for tracked in self.hosted.values())
+        return not self.preemption_is_known or bool(self._leaving)
 
     def resting(self) -> tuple[Key, ...]:
         """All that is here, if it all waits for clients that do not read: else nothing."""
@@ -104,6 +106,7 @@ class WorkerMirror:
 
     def remove(self, request_id: str) -> Tracked:
         tracked = self.tracked.pop(request_id)
+        self._count_host(tracked, 0, is_leaving=False)
         for table in (self.admitted, self.hosted, self.shipped, self._undelivered):
             table.pop(request_id, None)
         self._hits.remove(request_id)
@@ -130,7 +133,8 @@ class WorkerMirror:
         self.worker = None
         self.cache = CacheMirror()
         self._hits = ReplicaHits(self.cache, self._changed)
-        self._shared_blocks = self.short_blocks = 0
+        self._shared_blocks = self.short_blocks = self._on_host = 0
+        self._leaving.clear()
         self.plan_seq = self.report_seq = self._applied_plan_seq = self._preempted_in = 0
         for table in (self.tracked, self.admitted, self.hosted, self.shipped, self._undelivered):
             table.clear()
@@ -158,7 +162,8 @@ class WorkerMirror:
         ran_s = tracked.take(progress, self.worker.block_size)
         if tracked.num_blocks or tracked.job.cached_len != believed_len:
             self._hits.reported(tracked)
-        self.note_host(tracked)
+        if tracked.num_host_blocks or tracked.counted_on_host or tracked.residency is Residency.HOST:
+            self.note_host(tracked)
         self._changed(tracked.job)
         return ran_s
 
@@ -199,16 +204,28 @@ class WorkerMirror:
 
     def note_host(self, tracked: Tracked) -> None:
         """What it has on the host may have changed."""
-        if tracked.blocks_on_host:
+        num_blocks = tracked.blocks_on_host
+        if not num_blocks and not tracked.counted_on_host:
+            return
+        self._count_host(tracked, num_blocks, is_leaving=tracked.is_leaving)
+        if num_blocks:
             self.hosted[tracked.job.request_id] = tracked
         else:
             self.hosted.pop(tracked.job.request_id, None)
+
+    def _count_host(self, tracked: Tracked, num_blocks: int, *, is_leaving: bool) -> None:
+        self._on_host += num_blocks - tracked.counted_on_host
+        tracked.counted_on_host = num_blocks
+        if is_leaving:
+            self._leaving.add(tracked.job.request_id)
+        else:
+            self._leaving.discard(tracked.job.request_id)
 
     def capacity(self) -> int:
         """KV tokens that jobs may hold: the pool, with what they share counted for each, less unused ends of blocks."""
         assert self.worker is not None
         size = self.worker.block_size
-        ends = sum(-each.job.known_len % size for each in self.admitted.values())
+        ends = sum([-each.job.known_len % size for each in self.admitted.values()])
         return (self.worker.num_blocks + self._shared_blocks) * size - ends
 
     def view(self, running: list[Job]) -> KvView:
@@ -217,10 +234,9 @@ class WorkerMirror:
         assert worker is not None
         size = worker.block_size
         taken = {job.request_id for job in running}
-        held = sum(each.num_blocks for each in self.admitted.values()) - self._shared_blocks
+        held = sum([each.num_blocks for each in self.admitted.values()]) - self._shared_blocks
         starting = [job.known_len for job in running if self.tracked[job.request_id].num_blocks == 0]
         short = 0 if self.is_answering else self.short_blocks
-        on_host = sum(each.blocks_on_host for each in self.hosted.values())
         return KvView(
             running=running,
             idle=[each.job for rid, each in self.admitted.items() if rid not in taken],
@@ -229,7 +245,7 @@ class WorkerMirror:
             ],
             free=(worker.num_blocks - held) * size,
             needed=(sum(-(-known_len // size) for known_len in starting) + short) * size,
-            host_free=(worker.num_host_blocks - on_host) * size,
+            host_free=(worker.num_host_blocks - self._on_host) * size,
             host_capacity=worker.num_host_blocks * size,
             block_size=size,
             short=short * size,
@@ -242,6 +258,10 @@ class WorkerMirror:
             raise IntegrityError("what has been shipped and what is known to be disagree")
         if not self.admitted.keys() <= self.tracked.keys():
             raise IntegrityError(f"admitted {set(self.admitted)} are not all known: {set(self.tracked)}")
+        if self._on_host != sum(each.blocks_on_host for each in self.hosted.values()):
+            raise IntegrityError("the blocks on the host are counted wrong")
+        if self._leaving != {rid for rid, each in self.hosted.items() if each.is_leaving}:
+            raise IntegrityError("those on their way to the host are not those that are known to be")
         for request_id, tracked in self.tracked.items():
             if tracked.delivered and tracked.shipped_in is None:
                 raise IntegrityError(f"{request_id}: delivered but never shipped")

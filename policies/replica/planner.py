@@ -82,7 +82,8 @@ class ReplicaPlans:
         tracked, admitted = self._shadow.tracked, self._shadow.admitted
         decode_s = self._decode_s(running)
         # All of them take part in the next step, so no prefill may use up its tokens before the decodes have theirs.
-        executing = [tracked[job.request_id] for job in sorted(running, key=lambda job: not job.decodes)]
+        executing = [tracked[job.request_id] for job in running if job.decodes]
+        executing += [tracked[job.request_id] for job in running if not job.decodes]
         taken = set(self._sent)
         slots = [self._slot(each, decode_s, standby=False) for each in executing]
         slots += [self._slot(each, decode_s, standby=False) for rid, each in admitted.items() if rid not in taken]
@@ -90,14 +91,15 @@ class ReplicaPlans:
         named = {slot.request_id for slot in slots}
         # Shipped earlier and pushed out of the standby window by preempted ones: still the worker's to keep.
         kept = [each for rid, each in self._shadow.shipped.items() if rid not in named]
-        kept.sort(key=lambda each: each.number)
+        kept.sort(key=_number)
         return slots + [self._slot(each, decode_s, standby=True) for each in kept]
 
     def _slot(self, tracked: Tracked, decode_s: float | None, *, standby: bool) -> Slot:
-        self._shadow.ship(tracked)
-        last = tracked.slot
-        if last is not None and last.num_moves == tracked.num_moves and self._is_away(tracked, last):
-            return last  # it does not run there, whatever it is granted
+        if tracked.shipped_in is None:
+            self._shadow.ship(tracked)
+        if tracked.residency is Residency.HOST and self._is_away(tracked):
+            assert tracked.slot is not None
+            return tracked.slot  # it does not run there, whatever it is granted
         tracked.granted_len = self._grant(tracked, decode_s)
         tracked.slot = Slot(
             request_id=tracked.request.request_id,
@@ -113,10 +115,12 @@ class ReplicaPlans:
         return tracked.slot
 
     @staticmethod
-    def _is_away(tracked: Tracked, last: Slot) -> bool:
+    def _is_away(tracked: Tracked) -> bool:
         """Whether its KV is on the host, and the worker has the payload, now as when the last slot was written."""
-        away = tracked.residency is last.residency is Residency.HOST
-        return away and last.standby and last.request is None and last.num_preemptions == tracked.num_preemptions
+        last = tracked.slot
+        if last is None or last.residency is not Residency.HOST or last.num_moves != tracked.num_moves:
+            return False
+        return last.standby and last.request is None and last.num_preemptions == tracked.num_preemptions
 
     def _is_contended(self, running: list[Job]) -> bool:
         """Whether anybody else wants to execute."""
@@ -125,19 +129,22 @@ class ReplicaPlans:
     def _grants_are_used_up(self, running: list[Job]) -> bool:
         """Whether a job that is to execute has come near the end of what the latest plan grants it."""
         tracked = self._shadow.tracked
-        decode_s = self._decode_s(running)
-        lead = 0 if decode_s is None else math.ceil(self._grant_lead_s / decode_s)
-        return any(
-            job.known_len + lead >= each.granted_len < each.max_total_len
-            for job in running
-            for each in (tracked[job.request_id],)
-        )
+        lead = self._lead(self._decode_s(running))
+        for job in running:
+            each = tracked[job.request_id]
+            if job.prompt_len + job.output_len + lead >= each.granted_len < each.max_total_len:
+                return True
+        return False
+
+    def _lead(self, decode_s: float | None) -> int:
+        """Tokens that a job may generate before the next plan comes."""
+        return 0 if decode_s is None else math.ceil(self._grant_lead_s / decode_s)
 
     def _decode_s(self, running: list[Job]) -> float | None:
         """Seconds of a step of all that are to execute; None before anything has been measured."""
         if self.cost is None:
             return None
-        context_len = sum(job.known_len for job in running)
+        context_len = sum([job.prompt_len + job.output_len for job in running])
         return self.cost.step_s(0, max(1, len(running)), max(1, context_len))  # one price may be all there is
 
     def _grant(self, tracked: Tracked, decode_s: float | None) -> int:
@@ -151,7 +158,11 @@ class ReplicaPlans:
         slice_s = max(self._order.slice_s(job), 2 * self._grant_lead_s)
         if slice_s == math.inf:
             return most
-        missing, known_len = job.missing_len, job.known_len
+        missing, known_len = job.missing_len, job.prompt_len + job.output_len
         first_s = 0.0 if missing <= 1 else self.cost.prefill_s(missing, known_len - missing) - decode_s
         num_tokens = max(1, math.ceil((slice_s - first_s) / decode_s))
         return min(most, known_len + num_tokens)
+
+
+def _number(tracked: Tracked) -> int:
+    return tracked.number

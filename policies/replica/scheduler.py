@@ -238,8 +238,11 @@ class ReplicaScheduler:
         if not self._shadow.take_report(report):
             return []
         told: list[Instruction] = [CacheTold(notice) for notice in self._shadow.take_notices(report.cache)]
+        tracked_by_id = self._shadow.tracked
         for progress in report.progress:
-            told += self._take_progress(progress, now)
+            tracked = tracked_by_id.get(progress.request_id)
+            if tracked is not None and tracked.told != progress:
+                told += self._take_progress(tracked, progress, now)
         return told + [out for finished in report.finished for out in self._end(finished, now)]
 
     def _take_steps(self, event: StepsRan, now: float) -> None:
@@ -252,10 +255,9 @@ class ReplicaScheduler:
             tracked.job.last_ran_at = now
             self.order.ran(tracked.job, event.duration_s, now)
 
-    def _take_progress(self, progress: SlotProgress, now: float) -> list[Instruction]:
+    def _take_progress(self, tracked: Tracked, progress: SlotProgress, now: float) -> list[Instruction]:
         shadow = self._shadow
-        tracked = shadow.tracked.get(progress.request_id)
-        if tracked is None or tracked.request.attempt != progress.attempt or progress == tracked.told:
+        if tracked.request.attempt != progress.attempt:
             return []
         started: list[Instruction] = []
         if progress.ran_s > 0 and not tracked.started:

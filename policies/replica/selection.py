@@ -71,6 +71,11 @@ class Selector:
         for job in walk:
             if len(selection.running) >= self.max_num_seqs:
                 return selection
+            if job.request_id in admitted:  # most of those that the walk reads
+                passed.add(job.request_id)
+                if not may_move or self._keeps(job):
+                    selection.running.append(job)
+                continue
             if self._is_barred(job, admitted):
                 break
             passed.add(job.request_id)
@@ -87,7 +92,7 @@ class Selector:
 
     def _is_barred(self, job: Job, admitted: Collection[str]) -> bool:
         """Those that the host holds come before those without KV, or it stays full for ever."""
-        return job.computed_len == job.host_len == 0 and job.request_id not in admitted and not self._may_start()
+        return not (job.computed_len or job.host_len or job.request_id in admitted or self._may_start())
 
     def _take(self, job: Job, selection: Selection, admitted: Collection[str], may_move: bool) -> bool:
         """Takes the job if it has room; False if the walk ends with it."""
@@ -128,9 +133,10 @@ class Selector:
 
     def _keeps(self, job: Job) -> bool:
         """Of admitted jobs that may be moved out, those stay that fit with one token more each."""
-        if self._used + job.known_len + 1 > self.capacity and self._used:
+        used = self._used + job.prompt_len + job.output_len + 1
+        if used > self.capacity and self._used:
             return False
-        self._used += job.known_len + 1
+        self._used = used
         if self._untold is None:
             self.admission.add(job)
         else:

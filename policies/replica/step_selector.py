@@ -56,11 +56,11 @@ class StepSelector:
 
     def waiting(self, now: float) -> Iterator[Job]:
         """Who waits for a place and could use it, best first."""
-        shadow = self._shadow
+        admitted, tracked = self._shadow.admitted, self._shadow.tracked
         return (
             job
             for job in self.order.ranked(now)
-            if job.request_id not in shadow.admitted and not shadow.tracked[job.request_id].stalled
+            if job.request_id not in admitted and not tracked[job.request_id].stalled
         )
 
     def reserve_blocks(self) -> int:
@@ -85,7 +85,8 @@ class StepSelector:
         )
         fixed = None if self.kv.evicts else [each.job for each in admitted.values()]
         if self.order.preemptive:
-            ranked = (job for job in self.order.ranked(now) if not shadow.tracked[job.request_id].stalled)
+            tracked = shadow.tracked
+            ranked = (job for job in self.order.ranked(now) if not tracked[job.request_id].stalled)
             return selector.select(ranked, admitted, fixed, lambda: self._holders(now))
         return selector.select(itertools.chain(residents, self.waiting(now)), admitted, fixed)
 

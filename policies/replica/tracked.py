@@ -30,6 +30,7 @@ class Tracked:
         waited_s: All of its waits that are over, together.
         told: The worker's last word on it, if nothing has been booked here since: said again it changes nothing.
         slot: As the last plan had it.
+        counted_on_host: ``blocks_on_host`` as the mirror's sum has it.
     """
 
     request: Request
@@ -52,11 +53,14 @@ class Tracked:
     waited_s: float = 0.0
     told: SlotProgress | None = None
     slot: Slot | None = None
+    counted_on_host: int = 0
 
     @property
     def blocks_on_host(self) -> int:
         """Blocks of the host pool that it holds or is about to hold."""
-        return max(self.num_host_blocks, self.num_blocks if self.residency is Residency.HOST else 0)
+        if self.residency is Residency.HOST and self.num_blocks > self.num_host_blocks:
+            return self.num_blocks
+        return self.num_host_blocks
 
     @property
     def is_leaving(self) -> bool:
