@@ -9,14 +9,8 @@ from core.errors import ConfigError, InvalidValueError
 from core.units import parse_memory
 
 BACKENDS = ("auto", "native", "torch", "xformers")
-
-
 WEIGHTS = ("auto", "full", "int4")
-
-
 EXECUTIONS = ("ragged", "static")
-
-
 EMULATED = "emulated:"
 
 

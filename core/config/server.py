@@ -7,11 +7,7 @@ from dataclasses import dataclass
 from core.config.checks import require
 
 PROXIES = ("auto", "serve", "haproxy")
-
-
 HAPROXY_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0")
-
-
 PREFIX_SHARING = ("all", "key")
 
 
