@@ -57,6 +57,9 @@ def serve(
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest sequence, in tokens; default: the model's context.")
     ] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="Compute threads of a replica; default: the cores but one, shared by replicas.")
+    ] = None,
     prefix_cache: Annotated[
         bool | None,
         typer.Option("--prefix-cache/--no-prefix-cache", help="Share the KV of equal prompt prefixes."),
@@ -102,6 +105,7 @@ def serve(
             "device": device,
             "kv_memory": kv_memory,
             "max_model_len": max_model_len,
+            "num_threads": threads,
             "prefix_cache": prefix_cache,
             "benchmark_mode": benchmark_mode,
         },
