@@ -4,7 +4,7 @@ Starts both on the same model with the same number of compute threads, loads the
 works) and ends both. Ratios are Farsight / peer. Versions and flags go into the JSON file. Exits with 1 if a request
 failed or Farsight left a process behind.
 
-With ``--peer llama.cpp``, ``--peer-venv`` names the directory that holds ``llama-server``, and ``--peer-model`` the GGUF
+With ``--peer llama.cpp``, ``--peer-venv`` names the directory of ``llama-server``, and ``--peer-model`` the GGUF
 file. Pass that file as ``--model`` too, and the directory that it was made of as ``--vocab-from``: then both compute
 with the same weights.
 """
