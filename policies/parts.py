@@ -1,4 +1,4 @@
-"""Tables in which parts announce themselves: a name, what the part declares about itself, and how it is built.
+"""Tables in which parts register: a name, the part's declarations about itself, and the function that builds it.
 
 Every file of a folder of parts (``policies.order``, ``policies.admission``, ``policies.kv``, ``policies.placement``,
 ``policies.batching``) registers the parts that it holds. ``load_parts`` imports these files, and the modules that other

@@ -213,7 +213,7 @@ def test_known_is_what_is_here_or_has_ended_lately() -> None:
 def test_what_is_too_long_there_is_refused() -> None:
     scheduler = up()
     refused = arrive(scheduler, request("a", out=991))
-    message = "prompt and max_tokens make 1001 tokens, the server holds at most 1000"
+    message = "prompt and max_tokens together are 1001 tokens; the limit of the server is 1000"
     assert refused == [RefuseRequest("a", 0, "max_tokens", message)]
 
 
