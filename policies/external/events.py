@@ -22,7 +22,7 @@ expected; our key refused; one request refused by a server that is otherwise wel
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class ServerFailure:
     """Why the external server did not do what it was asked.
 
     Attributes:
@@ -46,7 +46,7 @@ class ProbeDone:
         max_model_len: Tokens that a sequence may reach on the server, if the probe passed.
     """
 
-    failure: Failure | None
+    failure: ServerFailure | None
     max_model_len: int = 0
 
 
@@ -76,11 +76,11 @@ class OutputFailed:
     """The output is incomplete, or never began."""
 
     key: Key
-    failure: Failure
+    failure: ServerFailure
 
 
 @dataclass(frozen=True, slots=True)
-class TimePassed:
+class ClockAdvanced:
     """Only time has passed since the last event."""
 
 
@@ -92,7 +92,7 @@ BackendEvent = (
     | OutputGrew
     | OutputEnded
     | OutputFailed
-    | TimePassed
+    | ClockAdvanced
 )
 
 

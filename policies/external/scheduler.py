@@ -33,15 +33,15 @@ from policies.external.events import (
     BackendInstruction,
     BreakerChanged,
     CancelRequest,
+    ClockAdvanced,
     FailRequest,
-    Failure,
     OutputEnded,
     OutputFailed,
     OutputGrew,
     ProbeDone,
     ReturnRequest,
     SendRequest,
-    TimePassed,
+    ServerFailure,
 )
 from policies.interfaces import Order
 from policies.job import Job
@@ -148,7 +148,7 @@ class BackendScheduler:
                 out += self._end(event, now)
             case OutputFailed(key, failure):
                 out += self._fail(key, failure, now)
-            case TimePassed():
+            case ClockAdvanced():
                 out += self._ask(now)
         out += self._send(now)
         out += [account_closed(account) for account in self._journal.take_closed()]
@@ -261,7 +261,7 @@ class BackendScheduler:
             out.append(RequestStarted(StartedRequest(*held.key, event.cached_len, queue_s)))
         return [*out, self._ended(held, event.status, now, event.cached_len or 0)]
 
-    def _fail(self, key: Key, failure: Failure, now: float) -> list[BackendInstruction]:
+    def _fail(self, key: Key, failure: ServerFailure, now: float) -> list[BackendInstruction]:
         """Records the failure for the server even if the attempt is gone already."""
         out = [] if failure.of_request else self._judge(Failed(failure.message, failure.trips), now)
         held = self._current(key)

@@ -106,7 +106,7 @@ def test_what_is_left_of_another_instant_is_noticed() -> None:
         both.step()
     both.compare()
     both.work.remaining()[0, 0] += 1.0
-    with pytest.raises(IntegrityError, match="as of now"):
+    with pytest.raises(IntegrityError, match="present instant"):
         both.work.check_integrity()
 
 
