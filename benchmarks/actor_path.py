@@ -31,7 +31,7 @@ from core.config.load import FarsightConfig
 from core.config.model import ModelConfig
 from core.config.scheduling import SchedulerConfig
 from core.request import SamplingParams
-from services.bench.requests import BenchRequest, Part
+from services.bench.requests import BenchRequest, PromptPart
 from services.bench.statistics import percentile
 
 PROMPT_LEN = 32
@@ -127,7 +127,7 @@ async def _one(client: Any, seed: int, max_tokens: int) -> tuple[float, int]:
 
 
 def _prompt(seed: int, vocab_size: int) -> tuple[int, ...]:
-    return tuple(BenchRequest(0, 1, (Part(seed, PROMPT_LEN),)).prompt_ids(vocab_size, salt=0))
+    return tuple(BenchRequest(0, 1, (PromptPart(seed, PROMPT_LEN),)).prompt_ids(vocab_size, salt=0))
 
 
 async def _snapshot(client: Any) -> dict[str, Any]:

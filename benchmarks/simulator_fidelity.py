@@ -26,7 +26,7 @@ from benchmarks.common.servers import RunningServer, farsight_command
 from core.config.engine import EngineConfig
 from estimator.device_profile import A100_7B
 from services.bench.load import Connection, measure
-from services.bench.targets import BodyForm, Call, Target
+from services.bench.targets import BenchTarget, BodyForm, Call
 from services.commands.logged_traffic import Traffic, read_traffic
 from simulator.experiment import Experiment
 from simulator.run import run
@@ -127,7 +127,7 @@ def _row(
 ) -> FidelityRow:
     arrivals = build_workload(name, np.random.default_rng(1), num_requests, rate)
     began_at = time.time()
-    target = Target(name, server.command.base_url, server.command.model_name)
+    target = BenchTarget(name, server.command.base_url, server.command.model_name)
     calls = [_call(i, each, server.command.model_name) for i, each in enumerate(arrivals)]
     result = measure(target, calls, Connection(BodyForm(), keep_alive=True), [each.arrived_at for each in arrivals])
     if errors := [answer.failure for answer in result.answers if answer.failure]:

@@ -10,7 +10,7 @@ from core.forecast import Forecast
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request as a replica's policies see it; its scheduler keeps it up to date, policies only read it.
+    """A request as a replica's policies see it. Its scheduler keeps it up to date; policies only read it.
 
     Lengths are in tokens, instants in seconds of the caller's clock.
 

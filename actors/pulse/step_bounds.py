@@ -1,4 +1,4 @@
-"""How long a step may take before its worker counts as hung."""
+"""Bounds the time that a step may take before its worker counts as hung."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from core.messages.step_times import StepSample
 from estimator.step_profile import StepProfile
 
 MOST_TIMES = 20.0
-"""So many times its price a step may take, and a fixed time on top."""
+"""A step may take so many times its predicted seconds, plus a fixed time."""
 
 FIRST_STEPS_S = 600.0
-"""What a step may take while nothing is known of prices: kernels may be compiled in the first ones."""
+"""Seconds that a step may take while step costs are unknown: the first steps may compile kernels."""
 
 
 MAX_SAMPLES = 64
-"""Steps that are remembered until the next one is to be bounded, which is when they are learned from."""
+"""Most measured steps that are kept until the next call of ``bound_s``, which learns from them."""
 
 
 class StepBounds:
-    """Learns what this worker's steps take, and bounds those to come.
+    """Learns the durations of this worker's steps, and bounds the next ones.
 
     Args:
-        stall_s: The fixed time.
+        stall_s: The fixed time in seconds.
     """
 
     def __init__(self, stall_s: float) -> None:
@@ -31,11 +31,14 @@ class StepBounds:
         self._samples: deque[StepSample] = deque(maxlen=MAX_SAMPLES)
 
     def add(self, sample: StepSample) -> None:
-        """A step has ended."""
+        """Adds a measured step."""
         self._samples.append(sample)
 
     def bound_s(self, step: StepSample | None) -> float:
-        """For a step with this work, whatever duration it says; None for what is done between two steps."""
+        """Bound in seconds of a step with this work; None for the work between two steps.
+
+        The duration in ``step`` is not used.
+        """
         if step is None:
             return self._stall_s
         self._profile.observe(self._samples)

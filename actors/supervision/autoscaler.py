@@ -1,4 +1,4 @@
-"""Autoscaler: looks at what waits, and has the Supervisor add and take away."""
+"""Autoscaler: watches queues and predicted delays, and has the Supervisor add or remove components."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from policies.fleet.queue_delay import queue_delay_s
 logger = logging.getLogger(__name__)
 
 Scaling = Callable[[str, int, int], Coroutine[None, None, None]]
-"""(kind, how many there are to be, how many there were): carried out unless the number has changed meanwhile."""
+"""(kind, wanted number, number as last seen) -> scales the kind, unless its number has changed meanwhile."""
 
 
 class Autoscaler:
-    """Follows the load within the bounds of the configuration; where these leave no choice, it looks at nothing.
+    """Follows the load within the configured bounds; a kind whose bounds leave no choice is not watched.
 
     Args:
-        counts: How many there should be now.
-        scale: Raises FarsightError if it cannot be done; then all is as before.
+        counts: Returns the desired numbers now.
+        scale: Changes a number; raises FarsightError if that fails, and then nothing has changed.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Autoscaler:
         self._scale = scale
 
     def tasks(self) -> list[Coroutine[None, None, None]]:
-        """What is to run for as long as there is a Supervisor."""
+        """Coroutines that run as long as the Supervisor."""
         actors, model = self._config.actors, self._config.model
         found = []
         if actors.max_length_predictors > actors.length_predictors:
@@ -48,13 +48,13 @@ class Autoscaler:
         return found
 
     async def _follow_delay(self, scaler: ReplicaScaler) -> None:
-        """Replicas, by the delay that the Router predicts."""
+        """Scales replicas by the queue delay that the Router predicts."""
         while True:
             await asyncio.sleep(LOOK_S)
             try:
                 outlook = await self._peers.router().outlook()
             except PeerLost:
-                continue  # it is started again first
+                continue  # the Router is down and is restarted first
             count = self._counts().replicas
             wanted = scaler.wanted(outlook, count, time.monotonic())
             if wanted != count:
@@ -64,12 +64,12 @@ class Autoscaler:
                 await self._carry_out("replica", wanted, count, f"{reason} (target {target_s:g} s)")
 
     async def _follow_questions(self, scaler: QueueScaler) -> None:
-        """Length predictors, by the questions in their hands."""
+        """Scales length predictors by their open questions."""
         while True:
             await asyncio.sleep(LOOK_S)
             queues = await self._predictor_queues()
             if queues is None:
-                continue  # one has died: it is started again first
+                continue  # a predictor has died and is restarted first
             wanted = scaler.wanted(queues, time.monotonic())
             if wanted != len(queues):
                 await self._carry_out("length-predictor", wanted, len(queues), f"their queues are {queues}")
@@ -82,7 +82,7 @@ class Autoscaler:
             logger.exception("%s: not scaled", kind)
 
     async def _predictor_queues(self) -> list[int] | None:
-        """Questions in the hands of each; None if one does not answer."""
+        """Open questions of each predictor; None if one does not answer."""
         num = self._counts().length_predictors
         queues = []
         for index in range(num):

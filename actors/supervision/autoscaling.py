@@ -1,5 +1,4 @@
-"""How many there should be: of a stateless component by what queues before it, of replicas by the predicted queue
-delay."""
+"""Decides the number of length predictors from their queues, and of replicas from the predicted queue delay."""
 
 from __future__ import annotations
 
@@ -10,27 +9,27 @@ from core.load_snapshot import LoadSnapshot
 from policies.fleet.queue_delay import queue_delay_s
 
 LOOK_S = 1.0
-"""How often the queues are looked at."""
+"""Seconds between two looks at the queues."""
 
 FULL_QUEUE = 32
-"""Questions in the hands of each on average, from which on one more is wanted ..."""
+"""One more component is wanted if each has at least so many open questions on average ..."""
 
 FULL_FOR_S = 3.0
-"""... if it is so each time for this long."""
+"""... at every look for so many seconds."""
 
 IDLE_FOR_S = 60.0
-"""After so long without any question, one fewer is wanted."""
+"""One fewer is wanted after so many seconds without any open question."""
 
 LATE_FOR_S = 3.0
-"""More replicas are wanted if at each look for this long a new request would have waited too long."""
+"""More replicas are wanted if, at every look for so many seconds, the predicted delay was above the target."""
 
 
 class QueueScaler:
-    """Adds one at a time while all have their hands full, and takes one away after a long idle time.
+    """Adds one component at a time while all are busy, and removes one after a long idle time.
 
     Args:
-        least: Never fewer.
-        most: Never more.
+        least: Fewest components.
+        most: Most components.
     """
 
     def __init__(self, least: int, most: int) -> None:
@@ -39,11 +38,11 @@ class QueueScaler:
         self._idle_since: float | None = None
 
     def wanted(self, queues: Sequence[int], now: float) -> int:
-        """How many there should be.
+        """The wanted number of components.
 
         Args:
-            queues: Questions in the hands of each of those there are now; not empty.
-            now: Seconds, not before that of the call before.
+            queues: Open questions of each present component; not empty.
+            now: Seconds, never less than in the previous call.
         """
         count = len(queues)
         self._full_since = _since(self._full_since, sum(queues) >= FULL_QUEUE * count, now)
@@ -55,14 +54,14 @@ class QueueScaler:
 
 
 class ReplicaScaler:
-    """Adds as many replicas as bring the predicted delay to its target, and takes one away after a calm time.
+    """Adds as many replicas as bring the predicted delay to its target, and removes one after a calm time.
 
-    A replica takes seconds to minutes to load its model, so those that are missing are wanted at once, but one that is
-    idle is given up only where the rest would have kept to half of the target all the while, at the highest load
-    that there was. Between the two nothing changes.
+    A replica takes seconds to minutes to load its model, so all missing replicas are wanted at once. One is removed
+    only if, at every look of the calm time, the others alone would have kept the predicted delay below half of the
+    target. Between the two nothing changes.
 
     Args:
-        bounds: How many at least and at most, the target and the calm time.
+        bounds: Fewest and most replicas, the target and the calm time.
     """
 
     def __init__(self, bounds: ModelConfig) -> None:
@@ -72,12 +71,12 @@ class ReplicaScaler:
         self._calm_since: float | None = None
 
     def wanted(self, outlook: LoadSnapshot, count: int, now: float) -> int:
-        """How many there should be.
+        """The wanted number of replicas.
 
         Args:
-            count: How many there should be so far. As long as others take requests, some are starting or leaving: that
-                is waited for.
-            now: Seconds, not before that of the call before.
+            count: The wanted number so far. While another number takes requests, replicas are starting or leaving, and
+                nothing changes.
+            now: Seconds, never less than in the previous call.
         """
         if count != self._count or outlook.num_replicas != count:
             self._count, self._late_since, self._calm_since = count, None, None
@@ -98,7 +97,7 @@ class ReplicaScaler:
 
 def _exceeds(outlook: LoadSnapshot, count: int, seconds: float) -> bool:
     delay_s = queue_delay_s(outlook, count)
-    assert delay_s is not None, "what is predicted for one number of replicas is for another one"
+    assert delay_s is not None, "a delay that is predicted for one number of replicas is predicted for every number"
     return delay_s > seconds
 
 

@@ -1,4 +1,4 @@
-"""What every placement policy sees and answers."""
+"""The interface of placement policies: replica loads in, a choice out."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class ReplicaLoad:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A replica and, in a few words, why.
+    """The chosen replica, and the reason in a few words.
 
     Attributes:
-        hit_len: Prompt tokens believed to be cached there when the request starts.
-        pending_len: Of those, tokens that requests placed before it are still to compute.
+        hit_len: Prompt tokens believed to be cached on the replica when the request starts.
+        pending_len: Tokens of ``hit_len`` that requests placed before it have yet to compute.
     """
 
     replica: str
@@ -44,7 +44,7 @@ class Choice:
     pending_len: int = 0
 
     def facts(self) -> Facts:
-        """Everything that is in it, by name."""
+        """All fields by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
@@ -53,9 +53,9 @@ class LoadChoice(Choice):
     """A choice by load.
 
     Attributes:
-        work_tokens: Outstanding on the chosen replica, without this request ...
-        most_work_tokens: ... and on the one with the most.
-        num_replicas: Between which was chosen.
+        work_tokens: Outstanding tokens on the chosen replica, without this request.
+        most_work_tokens: Outstanding tokens on the replica that has the most.
+        num_replicas: Number of replicas that could have been chosen.
     """
 
     work_tokens: float = 0.0
@@ -64,52 +64,53 @@ class LoadChoice(Choice):
 
 
 class Placement(ABC):
-    """Picks a replica for each request, and may learn from what becomes of it.
+    """Picks a replica for each request; may learn from later events of the request.
 
-    Who only picks says how in ``choose`` and inherits the rest, which does nothing.
+    A policy must define ``choose``. Every other method is an optional hook that does nothing by default.
 
     Attributes:
-        block_size: Tokens that each hash of ``prefix`` stands for; 0 where prefixes are not looked at.
+        block_size: Tokens that each hash of ``prefix`` stands for; 0 if the policy does not use prefixes.
     """
 
     block_size: int = 0
 
     @abstractmethod
     def choose(self, request: Request, prefix: Sequence[int], loads: tuple[ReplicaLoad, ...], now: float) -> Choice:
-        """One of ``loads``, never empty; the request is placed there and counts from now on.
+        """Picks one of ``loads``; the caller places the request there.
 
         Args:
-            prefix: Chained hashes of the full blocks of its known tokens; empty without a ``block_size``.
-            loads: The same object from call to call while the same replicas can take requests.
+            prefix: Chained hashes of the full blocks of the request's known tokens; empty if ``block_size`` is 0.
+            loads: The replicas that take requests, at least one. The same tuple object from call to call while these
+                replicas stay the same; its elements change in place.
         """
 
     def replica_up(self, name: str, capacity: int) -> None:
-        """A worker life begins that holds ``capacity`` KV tokens: what was known of this replica is void."""
+        """A life of the replica's worker begins, with room for ``capacity`` KV tokens; earlier knowledge is void."""
 
     def replica_gone(self, name: str) -> None:
-        """The replica will not come back; unknown ones are fine."""
+        """The replica will not come back. Unknown names are ignored."""
 
     def started(self, request_id: str, cached_len: int, queue_s: float, now: float) -> None:
-        """A request has first run, ``queue_s`` after it was placed, and found ``cached_len`` tokens cached."""
+        """A request has run for the first time, ``queue_s`` after its placement, with ``cached_len`` tokens cached."""
 
     def foreseen(self, request_id: str, forecast: Forecast, now: float) -> None:
         """A new forecast of a request in flight, which was placed without one or with another one."""
 
     def ended(self, request_id: str, output_len: int | None, now: float) -> None:
-        """A request is not in flight any more; None where its output did not come to its end."""
+        """A request is no longer in flight. ``output_len`` is None if its output is incomplete."""
 
     def noticed(self, replica: str, notice: KVCacheEvent) -> None:
-        """News of what the replica caches, in blocks of ``block_size``; the first one of a worker life is whole."""
+        """The replica's cached blocks, of ``block_size`` tokens, have changed; a worker life's first event is whole."""
 
     def priced(self, replica: str, cost: StepCost) -> None:
-        """What steps cost there, as measured by now."""
+        """The measured step cost of the replica is new or has changed."""
 
     def show(self, view: ReplicaView) -> ReplicaView:
-        """A replica with what this policy knows of it beside."""
+        """``view`` with this policy's own numbers about the replica added."""
         return view
 
     def busiest_prefixes(self, limit: int) -> tuple[PrefixView, ...]:
-        """The nodes of the prefix tree that most requests went through lately, each after the one above it."""
+        """The ``limit`` nodes of the prefix tree with the most recent requests, each after its parent."""
         return ()
 
 

@@ -28,7 +28,7 @@ from services.batch.lines import read_batch
 from services.batch.progress import ProgressStore, partial_path
 from services.batch.runner import DEFAULT_CONCURRENCY
 from services.launch.signals import INTERRUPTED, StopSignal
-from services.launch.stages import Stage, Stages
+from services.launch.stages import Stages, StartStage
 
 SUBMIT_WAIT_S = 120.0
 """Seconds to retry a submission: a new or busy cluster accepts no job for a while."""
@@ -245,7 +245,7 @@ def _submit_locally(command: str, stop: StopSignal, say: Say, patience_s: float)
             return INTERRUPTED  # The signal also ends the cluster, and the job ends with it.
 
 
-def _connect_patiently(address: str, stages: Stages, stage: Stage) -> JobClient:
+def _connect_patiently(address: str, stages: Stages, stage: StartStage) -> JobClient:
     """The dashboard of a cluster that has just started may not answer yet."""
     while True:
         try:

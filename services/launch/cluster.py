@@ -53,7 +53,7 @@ class ServiceFailed(FarsightError):
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class PrivateCluster:
     """A running private cluster; ``dashboard_url`` serves Ray's Jobs API and is empty without a dashboard."""
 
     dashboard_url: str
@@ -62,7 +62,7 @@ class Cluster:
 @contextlib.contextmanager
 def private_cluster(
     stop: StopSignal, *, stages: Stages, proxy: str = "serve", port: int = 0, dashboard: bool = False
-) -> Iterator[Cluster]:
+) -> Iterator[PrivateCluster]:
     """A private Ray cluster with token auth, in a temporary directory and on ports of its own.
 
     Args:
@@ -84,7 +84,7 @@ def private_cluster(
 
         try:
             context = _start_ray(stop, stages, directory, ports, dashboard=dashboard)
-            yield Cluster(f"http://{context.dashboard_url}" if dashboard else "")
+            yield PrivateCluster(f"http://{context.dashboard_url}" if dashboard else "")
         finally:
             ray.shutdown()
             end_processes(directory)

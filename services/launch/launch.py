@@ -30,7 +30,7 @@ from services.launch.cluster import ServiceFailed, private_cluster
 from services.launch.proxy import ProxyStart, wait_routed
 from services.launch.signals import StopSignal
 from services.launch.stages import Stages
-from services.launch.starting import LOOK_S, StartingPieces
+from services.launch.starting import LOOK_S, StartingComponents
 from services.proxy.haproxy import choose_proxy
 from services.run_file import ADMIN_TOKEN_VARIABLE, published
 
@@ -52,14 +52,14 @@ DRAIN_INGRESS_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
+class LocatedModel:
     """The served model: its location and the name that clients use."""
 
     directory: Path
     name: str
 
 
-def find_model(config: FarsightConfig) -> ServedModel:
+def find_model(config: FarsightConfig) -> LocatedModel:
     """The configured model, or the embedded one. Without replicas of our own engine its tokenizer is enough.
 
     Raises:
@@ -70,10 +70,10 @@ def find_model(config: FarsightConfig) -> ServedModel:
     from engine.parallel.mesh import Mesh
     from engine.text.vocabulary import vocabulary_size
 
-    model = ServedModel(EMBEDDED_MODEL, config.model.name or EMBEDDED_NAME)
+    model = LocatedModel(EMBEDDED_MODEL, config.model.name or EMBEDDED_NAME)
     if config.model.path:
         directory = resolve_model_dir(config.model.path, weights=config.model.replicas > 0)
-        model = ServedModel(directory, config.model.name or Path(config.model.path).resolve().name)
+        model = LocatedModel(directory, config.model.name or Path(config.model.path).resolve().name)
     # Refuse a model that cannot run before anything starts.
     if config.model.replicas:
         mesh = Mesh(config.model.tensor_parallel, config.model.pipeline_parallel)
@@ -83,7 +83,7 @@ def find_model(config: FarsightConfig) -> ServedModel:
     return model
 
 
-def find_site(config: FarsightConfig, model: ServedModel) -> Site:
+def find_site(config: FarsightConfig, model: LocatedModel) -> Site:
     """The configured service, with all open settings filled in.
 
     Raises:
@@ -201,7 +201,7 @@ class Service:
             return 0
 
 
-def start_components(site: Site) -> StartingPieces:
+def start_components(site: Site) -> StartingComponents:
     """Begins to start every component.
 
     Raises:
@@ -214,7 +214,7 @@ def start_components(site: Site) -> StartingPieces:
     check_gpus(site.config, ray.cluster_resources())  # type: ignore[no-untyped-call]
     host = create_host(host_of(SUPERVISOR, site.placement), site, 0)
     ray.get(host.add.remote([SUPERVISOR]))
-    return StartingPieces(site, host)
+    return StartingComponents(site, host)
 
 
 def check_gpus(config: FarsightConfig, resources: Mapping[str, float]) -> None:

@@ -96,7 +96,10 @@ def _json(status: int, message: str = "") -> str:
 
 
 def _with_health_rule(lines: list[str]) -> list[str]:
-    """Before all others, since the first that fits is taken; while no replica's life is told it is not."""
+    """Puts the rule for ``/health`` before all others, since HAProxy takes the first that matches.
+
+    The rule applies only while at least one replica's liveness port is up.
+    """
     first = next(number for number, line in enumerate(lines) if line.strip().startswith("use_backend "))
     rule = f"    use_backend {_HEALTH_BACKEND} if {{ path {HEALTH_PATH} }} {{ nbsrv({_HEALTH_BACKEND}) gt 0 }}"
     return [*lines[:first], rule, *lines[first:]]

@@ -168,9 +168,9 @@ async def test_requests_go_where_they_are_answered(actor_model_dir: Path, tmp_pa
             wrong: list[tuple[dict[str, Any], str]] = [
                 ({"status": 500}, "HTTP 500: as told"),
                 ({"first_s": math.inf}, "no first token within 0.5 s"),
-                ({"break_after": 0}, "the connection broke in the middle of the answer"),
-                ({"answers_as": "other"}, "it answers as model 'other'"),
-                ({"models": [{"id": "other"}]}, "it serves 'other', not 'm'"),
+                ({"break_after": 0}, "the connection broke during the answer"),
+                ({"answers_as": "other"}, "the server answers as model 'other'"),
+                ({"models": [{"id": "other"}]}, "the server serves 'other', expected 'm'"),
             ]
             for change, reason in wrong:
                 healthy = vars(OpenAIDouble())

@@ -114,7 +114,7 @@ async def test_a_batch_that_runs_out_of_memory_is_split_and_nobody_notices(cramp
     assert splits >= 1
 
 
-@pytest.fixture(scope="module", params=["magnus", "multi-bin"])
+@pytest.fixture(scope="module", params=["magnus", pytest.param("multi-bin", marks=pytest.mark.long)])
 def pulling(
     request: pytest.FixtureRequest, ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[House]:

@@ -113,6 +113,7 @@ def test_every_request_is_foreseen_and_what_was_foreseen_badly_is_learnt(tmp_pat
         server.stop()
 
 
+@pytest.mark.long  # trains with an encoder and waits for the start of a second one
 def test_another_predictor_comes_when_questions_queue(tmp_path: Path) -> None:
     """An encoder takes milliseconds a request, and may here take all the time it wants."""
     predictor = str(train(tmp_path, "--kind", "forest", "--encoder", "minilm"))

@@ -10,7 +10,7 @@ import pytest
 
 from core.errors import InvalidValueError
 from core.forecast import Example, ForecastQuestion
-from predictor.artefact import Artefact, from_bytes
+from predictor.artefact import TrainedModel, from_bytes
 from predictor.features import Floats
 from predictor.history import HistoryPredictor
 from predictor.retraining import (
@@ -42,7 +42,7 @@ def examples(scale: int = 1) -> list[Example]:
     return [Example(question(i), scale * (10 + 90 * (i % 2) + i % 5)) for i in range(80)]
 
 
-def forecast_of(artefact: Artefact, number: int, effort: Effort = Effort.FULL) -> float:
+def forecast_of(artefact: TrainedModel, number: int, effort: Effort = Effort.FULL) -> float:
     encoder = None if "words" in artefact.arrays else CountingEncoder()
     predictor = TextPredictor(artefact, encoder, HistoryPredictor())
     predictor.forecast([question(0), question(1)])  # both instructions are known from here on

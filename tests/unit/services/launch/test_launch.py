@@ -15,18 +15,18 @@ from core.config.log import LogConfig
 from core.config.model import ModelConfig
 from core.errors import ConfigError
 from core.messages.status import ComponentCounts
-from services.launch.launch import ServedModel, check_gpus, find_model, find_site, resolve_placement
+from services.launch.launch import LocatedModel, check_gpus, find_model, find_site, resolve_placement
 
 
 @pytest.mark.parametrize("path", ["", "redis://user:secret@127.0.0.1:6379/2", "rediss://host", "/var/log.sqlite"])
 def test_a_log_elsewhere_is_left_as_configured(path: str) -> None:
-    site = find_site(FarsightConfig(log=LogConfig(path, 7, 3)), ServedModel(Path("/model"), "tiny"))
+    site = find_site(FarsightConfig(log=LogConfig(path, 7, 3)), LocatedModel(Path("/model"), "tiny"))
     assert site.config.log == LogConfig(path, 7, 3)
 
 
 def test_a_log_file_is_the_same_for_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    site = find_site(FarsightConfig(log=LogConfig("log.sqlite")), ServedModel(Path("/model"), "tiny"))
+    site = find_site(FarsightConfig(log=LogConfig("log.sqlite")), LocatedModel(Path("/model"), "tiny"))
     assert site.config.log.path == str(tmp_path / "log.sqlite")
 
 
@@ -68,9 +68,9 @@ def test_each_replica_has_a_gpu() -> None:
     with pytest.raises(ConfigError, match=r"engine\.device: got 'cuda', expected cpu, or a cluster with 2 GPUs, not 1"):
         check_gpus(config, {"GPU": 1.0})
     check_gpus(FarsightConfig(), {})
-    site = find_site(config, ServedModel(Path("/model"), "tiny"))
+    site = find_site(config, LocatedModel(Path("/model"), "tiny"))
     assert [num_gpus(host, site) for host in ("worker-0", "control", "scheduler-0")] == [1, 0, 0]
-    assert num_gpus("worker-0", find_site(FarsightConfig(), ServedModel(Path("/model"), "tiny"))) == 0
+    assert num_gpus("worker-0", find_site(FarsightConfig(), LocatedModel(Path("/model"), "tiny"))) == 0
 
 
 def test_each_rank_of_a_replica_has_what_is_set_aside_for_it() -> None:
