@@ -7,7 +7,7 @@ tokens. After the G-th output token the batch holds size * (L + G) tokens of KV 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from core.errors import IntegrityError
@@ -152,6 +152,20 @@ class StaticExecutor(PlanExecutor):
         context_tokens = len(self._members) * padded_len - attended
         return StepBatch(tuple(items), Padding(tuple(invalid), context_tokens))
 
+    def horizon(self, batch: StepBatch) -> int:
+        """How many decoding steps may be committed at once, from this one on: all of the same size and price.
+
+        At least 1. As many as the longest output that goes on may still take, and as find blocks. The simulator asks,
+        so that it need not walk through a batch step by step. A batch that computes prompts is not repeated.
+        """
+        if self._prefills:
+            return 1
+        longest = max((self._members[item.request_id].held.tokens_left for item in batch.items), default=1)
+        blocks = self.blocks
+        table_len = len(blocks.table(next(iter(self._members))))  # that of all members
+        reach = (table_len + blocks.num_free // len(self._members)) * blocks.block_size
+        return max(1, min(longest, 1 + reach - self._reach))
+
     def commit(
         self,
         batch: StepBatch,
@@ -159,31 +173,46 @@ class StaticExecutor(PlanExecutor):
         failed: Collection[str] = (),
         *,
         duration_s: float = 0.0,
+        num_steps: int = 1,
+        stopped_after: Mapping[str, int] | None = None,
     ) -> list[FinishedSequence]:
-        """See ``PlanExecutor.commit``: all of them with the last one, but a failed one at once."""
-        self._count(batch, duration_s)
-        ended = set(stopped)
+        """See ``PlanExecutor.commit``: all of them with the last one, but a failed one at once.
+
+        Args:
+            num_steps: Number of steps, at most ``horizon``; ``stopped`` and ``duration_s`` cover all of them.
+            stopped_after: After how many of the steps an output stopped, for those that stopped before the last.
+        """
+        self._count(batch, duration_s, num_steps)
+        ended, after = set(stopped), stopped_after or {}
         finished = []
         for item in batch.items:
-            member = self._members[item.request_id]
+            request_id = item.request_id
+            member = self._members[request_id]
             held = member.held
-            self._advance(held, item.num_tokens)
-            if item.request_id in failed:
+            own_steps = min(after.get(request_id, num_steps), held.tokens_left)
+            self._advance(held, item.num_tokens * own_steps)
+            if request_id in failed:
                 finished.append(self._finish(held, SequenceStatus.FINISHED_FAILED))
                 continue
-            held.num_tokens += item.samples
-            if item.request_id in ended:
+            held.num_tokens += item.samples * own_steps
+            if request_id in ended or request_id in after:
                 member.ended_as = SequenceStatus.FINISHED_STOPPED
             elif held.num_tokens >= held.max_total_len:
                 member.ended_as = SequenceStatus.FINISHED_LENGTH
-        return finished + self.flush() if self._has_ended and not self._prefills else finished
+        if self._has_ended and not self._prefills:
+            return finished + self.flush()
+        if num_steps > 1:
+            for request_id in self._members:
+                self.blocks.grow(request_id, self._reach - 1)
+        return finished
 
-    def _count(self, batch: StepBatch, duration_s: float) -> None:
-        prefills = self._prefills
-        for item in batch.items + batch.padding.items:
-            if prefills:
+    def _count(self, batch: StepBatch, duration_s: float, num_steps: int) -> None:
+        """Books what is the same for all members: the padded positions, and the time."""
+        if self._prefills:
+            for item in batch.items + batch.padding.items:
                 self._members[item.request_id].prefilled += item.num_tokens
-        self._num_decoded += not prefills
+        else:
+            self._num_decoded += num_steps
         for request_id in {item.request_id for item in batch.items + batch.padding.items}:
             self._members[request_id].held.ran_s += duration_s
 
