@@ -106,6 +106,7 @@ class Replica:
         self._run: StepRun | None = None
         self._plan: Plan | None = None  # Takes effect at the end of the current step.
         self._untold = False  # A run has ended that the scheduler does not know yet.
+        self._broke_off = False  # A batch has, and the scheduler does not know yet that the worker has dropped it.
         self._counted_preemptions = 0
         self._copies: list[tuple[float, int]] = []  # (done at, copy id), in order
         self._landed: list[int] = []  # Finished copies, recorded at the end of the current step.
@@ -226,6 +227,7 @@ class Replica:
         for request_id, _ in keys:
             self._records.pop(request_id).num_evictions += 1
             self._hashes.pop(request_id, None)
+        self._broke_off = True
         self._on_broken(self.name, keys)
 
     def _report(self, now: float) -> None:
@@ -249,6 +251,9 @@ class Replica:
             if self._plan is None:
                 break
             batch = self._next_batch()
+        if self._broke_off:
+            self._broke_off = False
+            self._report(now)
         self._begin_copies(now)
         if batch is not None:
             self._run = run = StepRun(batch, step_work(batch), self._latency, now, 1)
