@@ -102,24 +102,33 @@ class StaticExecutor(PlanExecutor):
         self.short_blocks = 0
         if self._has_ended:
             return bool(self._members)  # the rest of it yields no token
-        if self._shortage > 0:  # the longest sequence may have left: pad only as far as the others need
+        if self._shortage() > 0:  # the longest sequence may have left: pad only as far as the others need
             self._prompt_len = max(member.known_len for member in self._members.values())
-        self.short_blocks = self._shortage
+        self.short_blocks = self._shortage()
         if self.short_blocks == 0:
-            for request_id in self._members:
-                self.blocks.grow(request_id, self._reach)
+            self._grow(self._reach)
         return self.short_blocks == 0
 
     @property
     def _reach(self) -> int:
-        """Padded length of each sequence with the token that the next step yields."""
+        """Padded length of each sequence with the token that the next step yields. O(batch)."""
         return self._prompt_len + (1 if self._prefills else self._num_decoded + 2)
 
     @property
+    def _table_len(self) -> int:
+        """Blocks that each sequence of the batch holds: all the same number."""
+        return len(self.blocks.table(next(iter(self._members))))
+
     def _shortage(self) -> int:
-        """Blocks that are missing for that."""
-        needed = sum(self.blocks.shortage(request_id, self._reach) for request_id in self._members)
-        return max(0, needed - self.blocks.num_free)
+        """Blocks that are missing for the next step. O(batch)."""
+        lacking = max(0, self.blocks.blocks_for(self._reach) - self._table_len)
+        return max(0, len(self._members) * lacking - self.blocks.num_free)
+
+    def _grow(self, num_tokens: int) -> None:
+        """Gives each sequence blocks for so many tokens, which are free."""
+        if self.blocks.blocks_for(num_tokens) > self._table_len:
+            for request_id in self._members:
+                self.blocks.grow(request_id, num_tokens)
 
     def _prefill_step(self) -> StepBatch:
         items, pads = [], []
@@ -161,9 +170,8 @@ class StaticExecutor(PlanExecutor):
         if self._prefills:
             return 1
         longest = max((self._members[item.request_id].held.tokens_left for item in batch.items), default=1)
-        blocks = self.blocks
-        table_len = len(blocks.table(next(iter(self._members))))  # that of all members
-        reach = (table_len + blocks.num_free // len(self._members)) * blocks.block_size
+        most_blocks = self._table_len + self.blocks.num_free // len(self._members)
+        reach = most_blocks * self.blocks.block_size
         return max(1, min(longest, 1 + reach - self._reach))
 
     def commit(
@@ -202,8 +210,7 @@ class StaticExecutor(PlanExecutor):
         if self._has_ended and not self._prefills:
             return finished + self.flush()
         if num_steps > 1:
-            for request_id in self._members:
-                self.blocks.grow(request_id, self._reach - 1)
+            self._grow(self._reach - 1)
         return finished
 
     def _count(self, batch: StepBatch, duration_s: float, num_steps: int) -> None:
