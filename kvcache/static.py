@@ -187,7 +187,8 @@ class StaticExecutor(PlanExecutor):
         """See ``PlanExecutor.commit``: all of them with the last one, but a failed one at once.
 
         Args:
-            num_steps: Number of steps, at most ``horizon``; ``stopped`` and ``duration_s`` cover all of them.
+            num_steps: Number of steps, at most ``horizon`` and no more than until the last output stopped;
+                ``stopped`` and ``duration_s`` cover all of them.
             stopped_after: After how many of the steps an output stopped, for those that stopped before the last.
         """
         self._count(batch, duration_s, num_steps)
