@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from core.config.scheduling import BatchConfig, SchedulerConfig
+from core.config.scheduling import SchedulerConfig
 from core.errors import IntegrityError
 from estimator.knn import padded_batch_s
 from policies.compose import (
@@ -119,10 +119,10 @@ def _continuous_fleet(
 
 
 def _batch_fleet(experiment: Experiment, shape: ReplicaShape, _: Workload, timeline: Timeline | None) -> Fleet:
-    """Batch mode with the defaults of a server (``[batch]``), but for its estimates of batches: these are exact."""
+    """Batch mode as on a server, but for its estimates of batches: from step costs, not learned from what ran."""
     machine = configured_batch_scheduler(
         SchedulerConfig(preset=experiment.preset),
-        BatchConfig(),
+        experiment.batch,
         experiment.max_num_seqs,
         partial(padded_batch_s, experiment.latency),
     )
