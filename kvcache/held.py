@@ -58,6 +58,11 @@ class Held:
     def output_len(self) -> int:
         return self.num_tokens - self.prompt_len
 
+    @property
+    def tokens_left(self) -> int:
+        """Output tokens until its limit of length."""
+        return self.max_total_len - self.num_tokens
+
 
 class PlanExecutor(ABC):
     """Executes plans over a block pool; one per worker life. It knows lengths only, no token values.

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from core.config.scheduling import BatchConfig
 from core.errors import InvalidValueError
 from policies.presets import find_preset
 from simulator import predictors
@@ -56,6 +57,7 @@ class Experiment:
         max_num_seqs: Most sequences in one step.
         max_batch_tokens: Most tokens computed in one step; longer prompts take several steps.
         watermark: Share of the KV pool that admission may fill, for presets with a watermark.
+        batch: How presets of batch mode form batches: ``[batch]`` of a server.
         seed: Random seed of all draws.
     """
 
@@ -73,6 +75,7 @@ class Experiment:
     max_num_seqs: int = 256
     max_batch_tokens: int = 2048
     watermark: float = 0.95
+    batch: BatchConfig = field(default_factory=BatchConfig)
     sla: Sla = field(default_factory=Sla)
     seed: int = 0
 

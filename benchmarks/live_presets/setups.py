@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.live_presets.live import Hardware
 from benchmarks.live_presets.study import System
-from core.config.scheduling import SchedulerConfig
+from core.config.scheduling import BatchConfig, SchedulerConfig
 from estimator.device_profile import A100_7B
 from policies.compose import build_scheduler, configured_settings
 from simulator import predictors
@@ -114,8 +114,15 @@ def _continuous(preset: str, look_every: int, setup: Setup, arrivals: list[Arriv
     return combined_runs.run(setup.cell, arrivals, policy)
 
 
-def _batches(preset: str, setup: Setup, arrivals: list[Arrival]) -> list[Record]:
-    experiment = Experiment(preset=preset, kv_tokens=setup.cell.kv_tokens, max_num_seqs=setup.cell.max_num_seqs)
+def _batches(preset: str, batch: BatchConfig, setup: Setup, arrivals: list[Arrival]) -> list[Record]:
+    cell = setup.cell
+    experiment = Experiment(
+        preset=preset,
+        kv_tokens=cell.kv_tokens,
+        max_num_seqs=cell.max_num_seqs,
+        max_batch_tokens=CHUNK + cell.max_num_seqs,
+        batch=batch,
+    )
     return run_experiment(experiment, arrivals).recorder.done
 
 
@@ -123,9 +130,9 @@ def _system(preset: str, look_every: int = 4) -> System:
     return System({"scheduler": {"preset": preset}}, partial(_continuous, preset, look_every))
 
 
-def _static(preset: str, simulated: bool = True, **batch: float) -> System:
+def _static(preset: str, **batch: Any) -> System:
     settings: dict[str, dict[str, Any]] = {"scheduler": {"preset": preset, "execution": "static"}}
-    return System(settings | ({"batch": batch} if batch else {}), partial(_batches, preset) if simulated else None)
+    return System(settings | ({"batch": batch} if batch else {}), partial(_batches, preset, BatchConfig(**batch)))
 
 
 SYSTEMS: dict[str, System] = {
@@ -140,5 +147,5 @@ SYSTEMS: dict[str, System] = {
     "magnus": _static("magnus"),
     "magnus-vs": _static("magnus-vs"),
     "multi-bin, 8 bins": _static("multi-bin", num_bins=8, max_wait_s=FILLED_S),
-    "multi-bin, 1 bin": _static("multi-bin", simulated=False, num_bins=1, max_wait_s=FILLED_S),
+    "multi-bin, 1 bin": _static("multi-bin", num_bins=1, max_wait_s=FILLED_S),
 }

@@ -92,7 +92,7 @@ class BatchScheduler(FleetMachine):
     @property
     def next_due_at(self) -> float | None:
         """When the next ``TimePassed`` is due; None if there is nothing to wait for."""
-        return self._waiting.next_due_at(any_idle=any(map(self._is_idle, self._names())))
+        return self._waiting.next_due_at(lambda: any(map(self._is_idle, self._names())))
 
     def handle(self, event: GlobalEvent, now: float) -> list[GlobalInstruction]:
         """As of ``FleetMachine``; after every event idle replicas pull."""
@@ -147,8 +147,10 @@ class BatchScheduler(FleetMachine):
 
     def _is_idle(self, name: str) -> bool:
         """Nothing is in flight there, or only what its clients have stopped reading."""
-        resting = self._resting.get(name, frozenset())
-        return all(key in resting for key in self._table.keys_on(name))
+        if not self.num_on(name):
+            return True
+        resting = self._resting.get(name)
+        return bool(resting) and all(key in resting for key in self._table.keys_on(name))
 
     def _arrive(self, requests: Iterable[Request]) -> list[GlobalInstruction]:
         awaits = self._waiting.is_awaited
@@ -194,13 +196,16 @@ class BatchScheduler(FleetMachine):
 
     def _pull(self) -> list[GlobalInstruction]:
         out: list[GlobalInstruction] = []
+        if not self._table.num_queued:
+            return out
         for name in self._names():
-            if not self._table.num_queued:
-                break
             if self._is_idle(name):
                 batch = self._waiting.pull(lambda job, name=name: self._holds(name, job), self._now)  # type: ignore[misc]
-                if batch is not None:
-                    out.append(self._run(name, batch))
+                if batch is None:
+                    continue
+                out.append(self._run(name, batch))
+                if not self._table.num_queued:
+                    break
         return out
 
     def _holds(self, name: str, job: Job) -> bool:

@@ -62,11 +62,15 @@ class CentralQueue:
     def num_waiting(self) -> int:
         return len(self._jobs)
 
-    def next_due_at(self, *, any_idle: bool) -> float | None:
-        """When something is to be done without anybody coming or going; ``any_idle``: whether a worker could pull."""
+    def next_due_at(self, any_idle: Callable[[], bool]) -> float | None:
+        """The instant at which something is due although no request comes or goes; None if nothing is.
+
+        Args:
+            any_idle: Whether a worker could pull; asked only where a batch becomes ready by waiting.
+        """
         due = [next(iter(self._unforeseen.values()))] if self._unforeseen else []
-        company_at = self._batcher.next_due_at() if any_idle else None
-        if company_at is not None:
+        company_at = self._batcher.next_due_at()
+        if company_at is not None and any_idle():
             due.append(company_at)
         return min(due, default=None)
 

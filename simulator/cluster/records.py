@@ -53,11 +53,13 @@ class Usage:
     """KV memory of one replica, weighted by its decoding steps.
 
     Attributes:
+        num_output_tokens: Output tokens computed, invalid ones of padded batches included.
         token_steps: Sum over steps of the KV tokens in use.
     """
 
     num_steps: int = 0
     num_sequence_steps: int = 0
+    num_output_tokens: int = 0
     token_steps: float = 0.0
     busy_s: float = 0.0
     num_prompt_tokens: int = 0

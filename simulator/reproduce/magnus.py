@@ -13,13 +13,12 @@ from itertools import pairwise
 
 from policies.batching.base import Batcher
 from policies.batching.fcfs import FcfsBatches
-from policies.batching.wma import WmaBatcher
-from simulator.cluster.batch_fleet import BatchFleet, StaticExecution
+from simulator.cluster.padded import padded_fleet
 from simulator.reproduce.magnus_systems import (
     DEVICE,
     LIMIT,
-    MEMORY_TOKENS,
     Outcome,
+    PaperBatcher,
     Pool,
     case_study_latency,
     certain,
@@ -60,20 +59,20 @@ def _case_study() -> list[Row]:
         ("Magnus", _magnus_batcher, [3, 18], Printed, 60.0),
     )
     for system, make, sizes, check, seconds in batchers:
-        fleet = BatchFleet(make(), StaticExecution(case_study_latency()))
+        fleet = padded_fleet(make(), case_study_latency())
         total = max(record.finished_at for record in fleet.run(_case_study_requests()).done)
-        ours = fleet.counts.sizes
+        ours = [batch.num_requests for batch in fleet.batches]
         for metric, count in (("batches", len), ("smallest batch", min), ("largest batch", max)):
             rows.append(Row(name, system, metric, check(near(count(sizes))), count(ours), "exact"))
         rows.append(Row(name, system, "total s", Fitted(near(seconds, points=0.5)), total, fitted))
-        bare = BatchFleet(make(), StaticExecution(DEVICE))
+        bare = padded_fleet(make(), DEVICE)
         total = max(record.finished_at for record in bare.run(_case_study_requests()).done)
         rows.append(Row(name, f"{system}, roofline", "total s", Printed(near(seconds, share=0.25)), total, plain))
     return rows
 
 
 def _magnus_batcher() -> Batcher:
-    return WmaBatcher(MEMORY_TOKENS, estimated_hrrn(case_study_latency()))
+    return PaperBatcher(estimated_hrrn(case_study_latency()))
 
 
 Lines = dict[tuple[str, float], Outcome]

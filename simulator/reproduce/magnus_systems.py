@@ -27,16 +27,17 @@ import numpy as np
 
 from core.costs import StepCost
 from core.forecast import QUANTILES, Forecast
-from policies.batching.base import Batcher, first_arrived
+from estimator.knn import padded_batch_s
+from policies.batching.base import Batcher, ChooseBatch, first_arrived
 from policies.batching.fcfs import FcfsBatches
 from policies.batching.hrrn import HighestResponseRatio
 from policies.batching.wma import WmaBatcher
 from policies.compose import build_router, build_scheduler
 from policies.replica.scheduler import SchedulerLimits
 from policies.settings import PolicySettings
-from simulator.cluster.batch_fleet import BatchFleet, StaticExecution
 from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.latency import GPUS, MODELS, LinearLatency, Roofline
+from simulator.cluster.padded import num_computed_tokens, padded_fleet
 from simulator.cluster.records import Record
 from simulator.cluster.replica import ReplicaShape
 from simulator.traffic.arrivals import Poisson
@@ -55,10 +56,6 @@ _CORRELATION = {"MT": 0.967, "GC": 0.981, "TD": 0.778, "CT": 0.996, "BF": 0.992,
 DEVICE = Roofline(GPUS["v100-32g"], MODELS["chatglm-6b"])
 
 
-def _batch_s(latency: LinearLatency, size: int, prompt_len: int, output_len: int) -> float:
-    return StaticExecution(latency).run([prompt_len] * size, [output_len] * size).seconds
-
-
 @cache
 def case_study_latency() -> LinearLatency:
     """Base and context time from 3 T(7, 1000, 1000) = 242 s and T(3, 1000, 1000) + T(18, 10, 10) = 60 s."""
@@ -66,11 +63,21 @@ def case_study_latency() -> LinearLatency:
     terms = [((7, 1000, 1000, 3),), ((3, 1000, 1000, 1), (18, 10, 10, 1))]
     units = [StepCost(1.0, 0.0, 0.0, 0.0), StepCost(0.0, 0.0, 0.0, 1.0), StepCost(0.0, prefill_s, 0.0, 0.0)]
     base, context, prefill = (
-        np.array([sum(times * _batch_s(LinearLatency(unit), *batch) for *batch, times in each) for each in terms])
+        np.array([sum(times * padded_batch_s(unit, *batch) for *batch, times in each) for each in terms])
         for unit in units
     )
     base_s, context_s = np.linalg.solve(np.stack([base, context], axis=1), np.array([242.0, 60.0]) - prefill)
     return LinearLatency(StepCost(float(base_s), prefill_s, 0.0, float(context_s)))
+
+
+class PaperBatcher(WmaBatcher):
+    """Batches for ``MEMORY_TOKENS``: the paper plans with a share of what a worker holds, and names no more."""
+
+    def __init__(self, choose: ChooseBatch, max_batch_size: int | None = None) -> None:
+        super().__init__(MEMORY_TOKENS, choose, max_batch_size=max_batch_size)
+
+    def hold(self, memory_tokens: float, now: float) -> None:
+        """Does nothing: the memory is given."""
 
 
 def certain(length: float) -> Forecast:
@@ -78,7 +85,7 @@ def certain(length: float) -> Forecast:
 
 
 def estimated_hrrn(latency: LinearLatency) -> HighestResponseRatio:
-    return HighestResponseRatio(cache(partial(_batch_s, latency)))
+    return HighestResponseRatio(cache(partial(padded_batch_s, latency)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,10 +193,9 @@ def _continuous(arrivals: list[Arrival], join_s: float) -> Outcome:
 
 
 def _static(batcher: Batcher, arrivals: list[Arrival], latency: LinearLatency) -> Outcome:
-    execution = StaticExecution(latency, _CAPACITY_TOKENS)
-    fleet = BatchFleet(batcher, execution, _NUM_WORKERS, reload_s=_RELOAD_S)
+    fleet = padded_fleet(batcher, latency, _NUM_WORKERS, kv_tokens=_CAPACITY_TOKENS, reload_s=_RELOAD_S)
     done = fleet.run(arrivals).done
-    return _outcome(done, fleet.counts.num_tokens)
+    return _outcome(done, num_computed_tokens(fleet))
 
 
 def serve(system: str, arrivals: list[Arrival]) -> Outcome:
@@ -208,9 +214,9 @@ def serve(system: str, arrivals: list[Arrival]) -> Outcome:
         case "VS":
             return _static(FcfsBatches(7), arrivals, latency)
         case "GLP":
-            return _static(WmaBatcher(MEMORY_TOKENS, first_arrived, max_batch_size=7), arrivals, latency)
+            return _static(PaperBatcher(first_arrived, max_batch_size=7), arrivals, latency)
         case "ABP":
-            return _static(WmaBatcher(MEMORY_TOKENS, first_arrived), arrivals, latency)
+            return _static(PaperBatcher(first_arrived), arrivals, latency)
         case "Magnus":
-            return _static(WmaBatcher(MEMORY_TOKENS, estimated_hrrn(latency)), arrivals, latency)
+            return _static(PaperBatcher(estimated_hrrn(latency)), arrivals, latency)
     raise ValueError(system)

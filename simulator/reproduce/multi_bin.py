@@ -13,7 +13,6 @@ import numpy as np
 
 from core.costs import StepCost
 from policies.batching.multi_bin import exponential_edges, sample_edges, uniform_edges
-from simulator.cluster.batch_fleet import StaticExecution
 from simulator.cluster.latency import LinearLatency
 from simulator.reproduce.multi_bin_runs import (
     ACCURACY,
@@ -91,7 +90,7 @@ def _theory() -> list[Row]:
 
 def _figure_1() -> list[Row]:
     lengths = np.array([1, 5, 2, 6])
-    second = StaticExecution(LinearLatency(StepCost(1.0, 0.0, 0.0, 0.0)))
+    second = LinearLatency(StepCost(1.0, 0.0, 0.0, 0.0))
     rows = []
     for name, edges, reported in (("first come", (1, 7), 11), ("bins [1, 3], [4, 6]", (1, 4, 7), 8)):
         total = 4 / serve(lengths, lengths, edges, 2, AllAtOnce(), second).throughput
@@ -164,7 +163,7 @@ def _figure_7() -> list[Row]:
     gains = {}
     for k in (1, 2, 4, 8, 16, 32):
         edges = sample_edges(lengths.tolist(), k)
-        gains[k] = serve(lengths, lengths, edges, 8, AllAtOnce(), StaticExecution(PHI), prompts=prompts).throughput
+        gains[k] = serve(lengths, lengths, edges, 8, AllAtOnce(), PHI, prompts=prompts).throughput
     name, base = "multibin_real", gains[1]
     gain = 100 * (gains[32] / base - 1)
     law = (

@@ -13,8 +13,8 @@ from rich.console import Console
 from core.costs import StepCost
 from core.errors import InvalidValueError
 from policies.batching.fcfs import FcfsBatches
-from simulator.cluster.batch_fleet import BatchFleet, StaticExecution
 from simulator.cluster.latency import GPUS, MODELS, LatencyModel, LinearLatency, Roofline
+from simulator.cluster.padded import num_computed_tokens, padded_fleet
 from simulator.cluster.records import Record, Recorder
 from simulator.summary import Distribution, Sla, Summary, alone_s, show, summarize, tables
 from simulator.traffic.workload import Arrival
@@ -121,9 +121,9 @@ def test_percentiles_are_by_nearest_rank() -> None:
 
 def test_padding_counts_among_all_tokens_only() -> None:
     """Static batches of 1 and 3 tokens: two are computed for no client; nothing is streamed."""
-    fleet = BatchFleet(FcfsBatches(2), StaticExecution(STEP))
+    fleet = padded_fleet(FcfsBatches(2), STEP)
     recorder = fleet.run(arrivals((0, 4, 1), (0, 4, 3)))
-    padding = fleet.counts.num_tokens - 4
+    padding = num_computed_tokens(fleet) - 4
     got = summarize(recorder, make_fleet()[1], STEP, Sla(), num_padding_tokens=padding)
     assert got.output_tokens_per_s == pytest.approx(4 / 3)
     assert got.total_tokens_per_s == pytest.approx((8 + 4 + 2) / 3)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from simulator.cluster.batch_fleet import StaticExecution
+from estimator.knn import padded_batch_s
 from simulator.reproduce.magnus import MAGNUS, ablation_rows, curves, overall_rows
 from simulator.reproduce.magnus_systems import Outcome, Pool, case_study_latency, draw_requests, load_pool, serve
 
@@ -41,8 +41,7 @@ def test_the_fitted_speed_is_one_that_a_device_can_have() -> None:
     cost = case_study_latency().cost
     assert 0 < cost.base_s < 0.1
     assert cost.context_token_s > 0
-    run = StaticExecution(case_study_latency()).run([1000] * 7, [1000] * 7)
-    assert 3 * run.seconds == pytest.approx(242)
+    assert 3 * padded_batch_s(case_study_latency(), 7, 1000, 1000) == pytest.approx(242)
 
 
 def test_orders_hold_on_a_small_workload() -> None:
