@@ -45,10 +45,10 @@ _OURS = tuple(f"{ROOT / room}/" for room in ROOMS)
 
 
 class FileTrace:
-    """Counts calls by file while it is open, in every thread that began after it was made."""
+    """Counts calls by file and function while it is open, in every thread that began after it was made."""
 
     def __init__(self) -> None:
-        self.calls: Counter[str] = Counter()
+        self._calls: Counter[tuple[str, str]] = Counter()
         self._is_open = False
         threading.setprofile(self._see)
 
@@ -62,17 +62,20 @@ class FileTrace:
         threading.setprofile(None)
 
     def _see(self, frame: FrameType, event: str, arg: object) -> None:
-        if self._is_open and event == "call" and frame.f_code.co_name != "<module>":
-            self.calls[frame.f_code.co_filename] += 1
+        code = frame.f_code
+        if self._is_open and event == "call" and code.co_filename.startswith(_OURS):
+            self._calls[code.co_filename, code.co_qualname] += 1
 
-    def files(self) -> dict[str, int]:
-        """Calls of each of our files, by its path below the root."""
-        ours = {name: count for name, count in self.calls.items() if name.startswith(_OURS)}
-        return {str(Path(name).relative_to(ROOT)): ours[name] for name in sorted(ours)}
+    def files(self) -> dict[str, Counter[str]]:
+        """Calls of each function of each of our files, by the file's path below the root."""
+        found: dict[str, Counter[str]] = {}
+        for (name, function), count in sorted(self._calls.items()):
+            found.setdefault(str(Path(name).relative_to(ROOT)), Counter())[function] = count
+        return found
 
 
-async def trace_request(preset: str, directory: Path) -> dict[str, int]:
-    """The files that ran between a request and its first token, and how many calls each had."""
+async def trace_request(preset: str, directory: Path) -> dict[str, Counter[str]]:
+    """The files that ran between a request and its first token, and how often each of their functions was called."""
     config = FarsightConfig(
         model=ModelConfig(name="m", dtype="float32"),
         engine=EngineConfig(kv_memory="16MiB", num_threads=1),
@@ -142,12 +145,15 @@ def main(argv: list[str] | None = None) -> int:
     """Prints the list."""
     parser = argparse.ArgumentParser(prog="python -m tools.request_path", description=__doc__)
     parser.add_argument("--preset", default="fcfs", help="the preset that decides (default: fcfs)")
+    parser.add_argument("--functions", action="store_true", help="name the functions that ran, not only their files")
     args = parser.parse_args(argv)
     ray.init = no_cluster  # Ray would start one to look for a component that is not served here
     with tempfile.TemporaryDirectory() as directory:
         files = asyncio.run(trace_request(args.preset, Path(directory)))
-    for name, count in files.items():
-        print(f"{count:7d}  {name}")
+    for name, calls in files.items():
+        print(f"{calls.total():7d}  {name}")
+        for function, count in calls.items() if args.functions else ():
+            print(f"{count:15d}  {function}")
     print(f"{len(files)} files")
     return 0
 
