@@ -15,7 +15,7 @@ from core.errors import IntegrityError
 from core.messages.plans import FinishedSequence
 from core.request import Residency, SequenceStatus
 from kvcache.block_manager import BlockManager
-from kvcache.held import Held, PlanExecutor
+from kvcache.executor import PlanExecutor, SequenceState
 from kvcache.prefix import BlockHashes
 from kvcache.step_batch import BatchLimits, KVCopy, StepBatch, StepItem
 
@@ -30,7 +30,7 @@ class Selection:
 
     tokens_left: int
     items: list[StepItem] = field(default_factory=list)
-    chosen: list[Held] = field(default_factory=list)
+    chosen: list[SequenceState] = field(default_factory=list)
     may_start: bool = True
     arising: set[int] = field(default_factory=set)
     num_seen: int = 0
@@ -44,7 +44,7 @@ class _Flight:
 
     to: Residency
     num_blocks: int
-    held: Held | None
+    held: SequenceState | None
 
 
 class LeaseExecutor(PlanExecutor):
@@ -60,14 +60,14 @@ class LeaseExecutor(PlanExecutor):
         self._copies: list[KVCopy] = []  # to begin
         self._in_flight: dict[int, _Flight] = {}
         self._num_copies = 0
-        self._running: list[Held] = []  # of the step that runs or has run last
+        self._running: list[SequenceState] = []  # of the step that runs or has run last
         self._busy: dict[str, StepBatch] = {}  # in a step that has begun, where another may begin beside it
 
     def share_prefixes(self, block_hashes: BlockHashes) -> None:
         """See ``PlanExecutor.share_prefixes``."""
         self._block_hashes = block_hashes
 
-    def _free(self, held: Held) -> None:
+    def _free(self, held: SequenceState) -> None:
         """Gives up the sequence's blocks; those of a copy in flight only when the copy is done."""
         if held.copy_id is None:
             super()._free(held)
@@ -82,7 +82,7 @@ class LeaseExecutor(PlanExecutor):
             if held.residency is Residency.HOST and held.copy_id is None and not self._is_offloaded(held):
                 self._offload(held, host)
 
-    def _offload(self, held: Held, host: BlockManager) -> None:
+    def _offload(self, held: SequenceState, host: BlockManager) -> None:
         """Orders the copy to the host. If there is no KV to move or no room there, it refuses and the sequence runs
         on.
         """
@@ -94,7 +94,7 @@ class LeaseExecutor(PlanExecutor):
         else:
             self._order_copy(held, Residency.HOST, table[: len(room)], room)
 
-    def _upload(self, held: Held, selection: Selection) -> None:
+    def _upload(self, held: SequenceState, selection: Selection) -> None:
         """Orders the copy back under the same conditions as a start."""
         assert self.host is not None
         if self._has_room(self.blocks.blocks_for(held.num_tokens), selection):
@@ -103,7 +103,7 @@ class LeaseExecutor(PlanExecutor):
             source = self.host.table(held.request_id)
             self._order_copy(held, Residency.DEVICE, source, table[: len(source)])
 
-    def _order_copy(self, held: Held, to: Residency, source: list[int], target: list[int]) -> None:
+    def _order_copy(self, held: SequenceState, to: Residency, source: list[int], target: list[int]) -> None:
         self._num_copies += 1
         held.copy_id = self._num_copies
         self._copies.append(KVCopy(self._num_copies, to, tuple(source), tuple(target)))
@@ -168,7 +168,7 @@ class LeaseExecutor(PlanExecutor):
             held.status = SequenceStatus.RUNNING
         return StepBatch(tuple(selection.items)) if selection.items else None
 
-    def _select(self, ranked: Iterable[Held], *, within_grants: bool) -> Selection:
+    def _select(self, ranked: Iterable[SequenceState], *, within_grants: bool) -> Selection:
         selection = Selection(tokens_left=self.limits.max_batch_tokens)
         credit = self._standby_credit()
         for held in ranked:
@@ -189,7 +189,7 @@ class LeaseExecutor(PlanExecutor):
                 credit -= held.slot.standby
         return selection
 
-    def _continue(self, held: Held, wanted: int, selection: Selection) -> None:
+    def _continue(self, held: SequenceState, wanted: int, selection: Selection) -> None:
         num_tokens = min(wanted, selection.tokens_left)
         reach = held.computed_len + num_tokens
         table = self.blocks.grow(held.request_id, reach)
@@ -199,7 +199,7 @@ class LeaseExecutor(PlanExecutor):
             selection.short_blocks += self.blocks.shortage(held.request_id, reach)
             selection.may_start = False
 
-    def _start(self, held: Held, wanted: int, selection: Selection) -> bool:
+    def _start(self, held: SequenceState, wanted: int, selection: Selection) -> bool:
         """Starts a sequence if all its known tokens fit at once, so that no half-prefilled prompts block each other."""
         if not selection.may_start:
             return False
@@ -225,7 +225,7 @@ class LeaseExecutor(PlanExecutor):
         selection.may_start = needed + (0 if alone else self._reserve_blocks) <= self.blocks.num_free
         return selection.may_start
 
-    def _cached_blocks(self, held: Held, wanted: int, selection: Selection) -> list[int] | None:
+    def _cached_blocks(self, held: SequenceState, wanted: int, selection: Selection) -> list[int] | None:
         """Cached blocks that a start may take over; None if the next one is being computed in this very step.
 
         At least one of the ``wanted`` tokens is left to compute, so that a start always yields a token. The sequence
@@ -253,7 +253,7 @@ class LeaseExecutor(PlanExecutor):
         selection.num_seen = len(selection.items)
         return selection.arising
 
-    def _begin_at(self, held: Held, cached_len: int) -> None:
+    def _begin_at(self, held: SequenceState, cached_len: int) -> None:
         """Starts a sequence whose first ``cached_len`` known tokens are cached, by others or by its own earlier
         start.
         """
@@ -264,13 +264,13 @@ class LeaseExecutor(PlanExecutor):
             self.prefix_queries += held.prompt_len
             self.prefix_hits += held.cached_len
 
-    def _add(self, held: Held, num_tokens: int, table: list[int], selection: Selection) -> None:
+    def _add(self, held: SequenceState, num_tokens: int, table: list[int], selection: Selection) -> None:
         samples = held.computed_len + num_tokens == held.num_tokens
         selection.items.append(StepItem(held.request_id, held.computed_len, num_tokens, samples, table))
         selection.chosen.append(held)
         selection.tokens_left -= num_tokens
 
-    def _runnable_tokens(self, held: Held, within_grants: bool) -> int:
+    def _runnable_tokens(self, held: SequenceState, within_grants: bool) -> int:
         """Known tokens that may be computed now; computing the last known one also yields a new token."""
         if not within_grants:
             return held.num_tokens - held.computed_len
@@ -279,10 +279,10 @@ class LeaseExecutor(PlanExecutor):
             reach -= 1
         return max(0, reach - held.computed_len)
 
-    def _is_resident(self, held: Held) -> bool:
+    def _is_resident(self, held: SequenceState) -> bool:
         return bool(self.blocks.table(held.request_id))
 
-    def _is_offloaded(self, held: Held) -> bool:
+    def _is_offloaded(self, held: SequenceState) -> bool:
         return self.host is not None and held.copy_id is None and bool(self.host.table(held.request_id))
 
     def _standby_credit(self) -> int:
@@ -305,7 +305,7 @@ class LeaseExecutor(PlanExecutor):
             steps //= 2
         return steps
 
-    def _blocks_for_steps(self, running: list[Held], num_steps: int) -> int:
+    def _blocks_for_steps(self, running: list[SequenceState], num_steps: int) -> int:
         """Blocks that these sequences lack for so many decoding steps."""
         return sum(self.blocks.shortage(held.request_id, held.computed_len + num_steps) for held in running)
 
@@ -345,7 +345,7 @@ class LeaseExecutor(PlanExecutor):
                 finished.append(self._finish(held, SequenceStatus.FINISHED_LENGTH))
         return finished
 
-    def _register(self, held: Held) -> None:
+    def _register(self, held: SequenceState) -> None:
         """Names the blocks that have become full, for others and for itself after a preemption."""
         size = self.blocks.block_size
         first, end = held.register_at // size - 1, held.computed_len // size
@@ -379,7 +379,7 @@ class LeaseExecutor(PlanExecutor):
             raise IntegrityError(f"{used} host blocks held by known sequences, {self.host.num_free} free")
 
 
-def _steps_granted(held: Held) -> int:
+def _steps_granted(held: SequenceState) -> int:
     """Decoding steps until the sequence or its grant is at the end."""
     reach = min(held.max_total_len, held.slot.length_to, held.slot.prefill_to + 1)
     return reach - held.num_tokens

@@ -14,7 +14,7 @@ from core.errors import IntegrityError
 from core.messages.plans import FinishedSequence
 from core.request import SequenceStatus
 from kvcache.block_manager import BlockManager
-from kvcache.held import Held, PlanExecutor
+from kvcache.executor import PlanExecutor, SequenceState
 from kvcache.prefix import BlockHashes
 from kvcache.step_batch import BatchLimits, KVCopy, Padding, StepBatch, StepItem
 
@@ -29,7 +29,7 @@ class _Member:
         ended_as: State in which its own output has ended; None while it goes on.
     """
 
-    held: Held
+    held: SequenceState
     known_len: int
     prefilled: int = 0
     ended_as: SequenceStatus | None = None
@@ -229,14 +229,14 @@ class StaticExecutor(PlanExecutor):
         members = list(self._members.values())
         return [self._finish(member.held, member.ended_as) for member in members if member.ended_as is not None]
 
-    def _free(self, held: Held) -> None:
+    def _free(self, held: SequenceState) -> None:
         """Frees its place in the batch as well; the others run on, padded as before while there is memory for it."""
         super()._free(held)
         member = self._members.get(held.request_id)
         if member is not None and member.held is held:
             del self._members[held.request_id]
 
-    def _drop_kv(self, held: Held) -> None:
+    def _drop_kv(self, held: SequenceState) -> None:
         """Computes it again in the next batch, unless its output is complete."""
         member = self._members.get(held.request_id)
         if member is None or member.ended_as is None:

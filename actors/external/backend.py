@@ -21,8 +21,7 @@ from actors.runtime.metrics import BackendMetrics, EngineMetrics
 from actors.runtime.peer import LOOK_AGAIN_S, PeerLost
 from actors.runtime.request_traces import request_trace
 from actors.runtime.waiting import wait_for
-from actors.worker.token_channel import TICK_S
-from actors.worker.token_channels import TokenChannels
+from actors.worker.token_channels import TICK_S, TokenChannels
 from core.messages.cache import StartedRequest
 from core.messages.fleet import ReplicaNews, ReplicaState
 from core.messages.forecasts import ForecastsMade

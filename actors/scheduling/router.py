@@ -58,9 +58,9 @@ from policies.fleet.events import (
     RequestsStarted,
     StepsPriced,
 )
-from policies.fleet.machine import FleetMachine
-from policies.fleet.placement_stats import PlacementStats
 from policies.fleet.queue_delay import queue_delay_s
+from policies.fleet.scheduler import FleetMachine
+from policies.placement.base import PlacementStats
 from policies.presets import max_running
 from policies.replica.events import ForecastsArrived, RefuseRequest, RequestsAborted, RequestsArrived
 from policies.settings import PolicySettings

@@ -30,15 +30,14 @@ from actors.runtime.component import Component, ComponentContext
 from actors.runtime.metrics import EngineMetrics
 from actors.runtime.waiting import wait_for
 from actors.worker.step_loop import Step, StepLoop
-from actors.worker.token_channel import TICK_S
-from actors.worker.token_channels import POLL_TIMEOUT_S, TokenChannels
+from actors.worker.token_channels import POLL_TIMEOUT_S, TICK_S, TokenChannels
 from core.errors import RankLost
 from core.messages.plans import Plan, ReportPoll, StepReport, WorkerState
 from core.messages.pulse import Work
 from core.messages.rank import RankTicket
 from core.messages.step_times import StepSample
 from core.messages.tokens import TokenBatches, TokenDelta, TokenPoll
-from estimator.samples import step_sample
+from kvcache.step_batch import step_sample
 
 if TYPE_CHECKING:
     from core.config.load import FarsightConfig

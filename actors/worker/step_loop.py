@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from core.errors import RankLost, WorkerBroken
 from core.messages.step_times import StepSample
 from engine.step_fault import StepFault
-from estimator.samples import step_sample
+from kvcache.step_batch import step_sample
 
 if TYPE_CHECKING:
     from engine.emission import Emission, Output

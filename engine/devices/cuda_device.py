@@ -13,8 +13,8 @@ from engine.checkpoint.model_config import ModelConfig, resolve_max_model_len
 from engine.checkpoint.weights import ModelWeights, load_weights, parse_dtype
 from engine.devices.device import Device, num_host_pool_blocks, num_pool_blocks
 from engine.devices.model_device import AUTO_SHARE, available_bytes
+from engine.kv.copiers import HostBlocks, StreamCopier
 from engine.kv.kv_pool import KVPool
-from engine.kv.stream_copier import HostBlocks, StreamCopier
 from engine.models.int4 import pack_weights
 from engine.steps.backends import GraphBackend, TorchBackend, gpu_attention
 from engine.steps.careful_steps import CarefulSteps

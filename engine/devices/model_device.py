@@ -12,7 +12,7 @@ from core.processors import compute_threads
 from engine.checkpoint.model_config import ModelConfig, resolve_max_model_len
 from engine.checkpoint.weights import parse_dtype
 from engine.devices.device import Device, num_host_pool_blocks, num_pool_blocks
-from engine.kv.kv_copier import KVCopier
+from engine.kv.copiers import KVCopier
 from engine.kv.kv_pool import KVPool
 from engine.steps.model_runner import ModelRunner
 

@@ -34,8 +34,8 @@ from policies.fleet.events import (
     ReportLost,
     RequestsEnded,
 )
-from policies.fleet.machine import FleetMachine
 from policies.fleet.request_table import Entry
+from policies.fleet.scheduler import FleetMachine
 from policies.job import Job
 from policies.placement.base import Choice
 from policies.replica.events import ForecastsArrived, RefuseRequest, RequestsAborted, RequestsArrived

@@ -1,8 +1,9 @@
-"""The interface of placement policies: replica loads in, a choice out."""
+"""The interface of placement policies, replica loads in and a choice out, and counts of what they chose."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -10,10 +11,13 @@ from core.costs import StepCost
 from core.decisions import Facts
 from core.forecast import Forecast
 from core.messages.cache import KVCacheEvent
-from core.messages.placement import PrefixView, ReplicaView
+from core.messages.placement import PrefixView, ReasonCount, RecentPlacement, ReplicaView
 from core.request import Request
 from policies.parts import Parts
 from policies.settings import PolicySettings
+
+NUM_RECENT = 20
+"""Placements that a dashboard shows one by one."""
 
 
 @dataclass(slots=True)
@@ -61,6 +65,29 @@ class LoadChoice(Choice):
     work_tokens: float = 0.0
     most_work_tokens: float = 0.0
     num_replicas: int = 1
+
+
+class PlacementStats:
+    """What a dashboard shows of placements: counts by reason, of which there are few, and the last ``NUM_RECENT``."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._recent: deque[RecentPlacement] = deque(maxlen=NUM_RECENT)
+
+    def add(self, request: Request, choice: Choice, placed_at: float) -> None:
+        """A request was placed, at so many seconds since the epoch."""
+        self._counts[choice.reason] += 1
+        self._recent.appendleft(
+            RecentPlacement(placed_at, choice.replica, choice.reason, request.known_len, choice.hit_len)
+        )
+
+    def reasons(self) -> tuple[ReasonCount, ...]:
+        """The commonest first."""
+        return tuple(ReasonCount(*each) for each in self._counts.most_common())
+
+    def recent(self) -> tuple[RecentPlacement, ...]:
+        """The newest first."""
+        return tuple(self._recent)
 
 
 class Placement(ABC):

@@ -15,9 +15,9 @@ from engine.sequence import Sequence as TokenSequence
 from engine.steps.model_runner import ModelRunner
 from estimator.grid import StepShape
 from estimator.profile_file import HeldBackErrors, ProfiledMachine, ProfiledRange, ProfileFile
-from estimator.samples import step_sample
 from estimator.step_profile import StepProfile
 from kvcache import StepBatch, StepItem
+from kvcache.step_batch import step_sample
 
 HELD_BACK_EVERY = 3
 """One round in this many is held back from the fit to measure its error."""

@@ -6,7 +6,7 @@ from core.messages.tokens import TokenBatches, TokenDelta
 
 
 class TokenInbox:
-    """Takes replies in whatever order and however often they come; the mirror of ``engine.outbox.TokenOutbox``.
+    """Takes replies in whatever order and however often they come; the mirror of the worker's ``TokenOutbox``.
 
     One for each connection to a worker: it belongs to the life that answers first and begins with the first batch
     that this one still has.

@@ -303,7 +303,7 @@ class Replica:
                 continue
             record = self._records[item.request_id]
             if record.num_tokens == 0:
-                record.cached_len = self.executor.cached_len(item.request_id)
+                record.cached_len = self.executor.sequences[item.request_id].cached_len or 0
                 self._on_start(record, run.began_at - record.arrival.arrived_at)
             self._recorder.tokens(record, num_steps, first_at, last_s, last_at)
             self._usage.num_output_tokens += num_steps

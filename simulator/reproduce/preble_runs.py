@@ -15,7 +15,7 @@ from policies.placement.base import Placement
 from policies.placement.e2 import E2Router
 from policies.placement.e2_profiles import from_step_cost
 from policies.placement.oracle_partition import OraclePartition
-from policies.placement.round_robin import RoundRobin
+from policies.placement.simple import RoundRobin
 from policies.replica.scheduler import SchedulerLimits
 from policies.settings import E2Config
 from simulator.cluster.fleet import Fleet, FleetShape

@@ -22,8 +22,8 @@ from engine.attention.xformers_attention import PAGE_SIZE, XformersAttention
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.weights import ModelWeights
 from engine.devices.cuda_device import load_device
+from engine.kv.copiers import HostBlocks, StreamCopier
 from engine.kv.kv_pool import KVPool
-from engine.kv.stream_copier import HostBlocks, StreamCopier
 from engine.sampling.sampler import NO_TOKEN, Sampler
 from engine.steps.backends import GraphBackend, TorchBackend, gpu_attention
 from engine.steps.careful_steps import CarefulSteps

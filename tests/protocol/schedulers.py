@@ -31,7 +31,7 @@ from policies.fleet.events import (
     RequestsStarted,
     TimePassed,
 )
-from policies.fleet.machine import FleetMachine
+from policies.fleet.scheduler import FleetMachine
 from policies.interfaces import ReplicaPolicies
 from policies.replica.events import (
     BatchBroken,

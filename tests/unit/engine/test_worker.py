@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from actors.worker.token_channels import TokenOutbox
 from core.config.engine import EngineConfig
 from core.messages.plans import Plan, Slot
 from core.messages.tokens import TokenDelta
 from core.request import Request, SamplingParams
 from engine.build import build_worker
-from engine.outbox import TokenOutbox
 from engine.worker import Worker
 from kvcache.prefix import hash_blocks, salted_root
 

@@ -12,9 +12,9 @@ import pytest
 from core.costs import CostModel, StepCost, attention_pairs
 from core.errors import InvalidValueError
 from core.messages.step_times import StepSample
-from estimator.samples import step_sample
 from estimator.step_profile import MIN_SAMPLES, OUTLIER_FACTOR, StepProfile
 from kvcache import StepBatch, StepItem
+from kvcache.step_batch import step_sample
 
 TRUE = StepCost(4e-3, 2e-5, 1e-4, 3e-8, 1e-8)
 """A step of 4 ms, 20 us a prefill token, 100 us a decoding sequence, 30 ns a context token, 10 ns a prefill pair."""

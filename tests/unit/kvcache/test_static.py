@@ -12,8 +12,8 @@ from core.costs import attention_pairs
 from core.messages.plans import FinishedSequence, Slot
 from core.messages.step_times import StepSample
 from core.request import SequenceStatus
-from estimator.samples import step_sample
 from kvcache import BatchLimits, BlockManager, StaticExecutor, StepBatch
+from kvcache.step_batch import step_sample
 from tests.unit.kvcache.plans import plan, slot, step
 
 BLOCK = 4

@@ -16,7 +16,7 @@ from policies.fleet.events import (
 )
 from policies.fleet.scheduler import GlobalScheduler
 from policies.placement.base import Placement
-from policies.placement.least_work import LeastWork
+from policies.placement.simple import LeastWork
 from policies.replica.events import RequestsArrived
 
 

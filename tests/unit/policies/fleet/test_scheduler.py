@@ -32,8 +32,7 @@ from policies.fleet.scheduler import GlobalScheduler
 from policies.placement.base import Choice, LoadChoice, ReplicaLoad
 from policies.placement.e2 import E2Choice, E2Router
 from policies.placement.e2_profiles import from_step_cost
-from policies.placement.least_work import LeastWork
-from policies.placement.round_robin import RoundRobin
+from policies.placement.simple import LeastWork, RoundRobin
 from policies.replica.events import ForecastsArrived, RefuseRequest, RequestsAborted, RequestsArrived
 from tests.unit.policies.global_table import (
     announce,

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from actors.worker.token_channels import TokenOutbox
 from core.messages.tokens import TokenBatches, TokenDelta
-from engine.outbox import TokenOutbox
 from services.ingress.token_inbox import TokenInbox
 
 

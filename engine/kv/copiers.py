@@ -1,4 +1,4 @@
-"""Moves blocks between a GPU's pool and pinned host memory, on a stream beside that of the steps."""
+"""Move blocks between the device pool and the host pool, beside the steps: in a thread, or on a stream of a GPU."""
 
 from __future__ import annotations
 
@@ -16,6 +16,29 @@ from kvcache import KVCopy
 
 STAGING_BYTES = 64 * 2**20
 """Most bytes of the device's staging buffer for copies; it holds at least one block."""
+
+
+class KVCopier(Copies):
+    """One thread that carries out copies in the order in which they are begun.
+
+    The executor ensures that no step writes a source or touches a target while its copy is in flight.
+    """
+
+    def __init__(self, device: KVPool, host: KVPool) -> None:
+        super().__init__()
+        self._device = device
+        self._host = host
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-copier")
+
+    def begin(self, copy: KVCopy) -> None:
+        self.submit(copy.copy_id, self._thread, lambda: self._run(copy))
+
+    @torch.inference_mode()
+    def _run(self, copy: KVCopy) -> None:
+        if copy.to is Residency.HOST:
+            self._host.copy_blocks(copy.target, self._device, copy.source)
+        else:
+            self._device.copy_blocks(copy.target, self._host, copy.source)
 
 
 class Stream(Protocol):

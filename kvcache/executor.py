@@ -7,26 +7,32 @@ start again: all this is the same however the steps are composed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from core.errors import IntegrityError
 from core.messages.kv import KVTraffic
 from core.messages.plans import FinishedSequence, Plan, Slot, SlotProgress, StepReport
 from core.messages.step_times import StepSample
-from core.request import Residency, SequenceStatus
+from core.request import Request, Residency, SequenceStatus
 from kvcache.block_manager import BlockManager
 from kvcache.cache_journal import CacheJournal
 from kvcache.prefix import BlockHashes
 from kvcache.step_batch import BatchLimits, KVCopy, StepBatch
 
 
-@dataclass(slots=True)
-class Held:
-    """A sequence the worker has; ``num_tokens`` counts prompt and output known so far.
+@dataclass(slots=True, eq=False)
+class SequenceState:
+    """A request while a worker has it: the one record of it there.
+
+    An engine, which keeps tokens and text as well, has a kind of its own (``engine.sequence``) and says so by
+    ``PlanExecutor.make_sequence``; the executor looks at lengths alone.
 
     Attributes:
+        num_tokens: Prompt and output known so far.
+        slot: As the plan in force has it.
+        arrival: Of those that came to this worker, in order.
         cached_len: Prompt tokens taken from the cache at its first start; None before.
         residency: Where its KV belongs by the order in force.
         copy_id: Id of the copy in flight, if there is one; meanwhile the sequence holds blocks in both pools and is
@@ -40,9 +46,9 @@ class Held:
     attempt: int
     prompt_len: int
     max_total_len: int
-    arrival: int
     num_tokens: int
-    slot: Slot
+    slot: Slot = field(init=False, repr=False)
+    arrival: int = 0
     computed_len: int = 0
     cached_len: int | None = None
     register_at: int = 0
@@ -64,6 +70,13 @@ class Held:
         return self.max_total_len - self.num_tokens
 
 
+def new_sequence(request: Request) -> SequenceState:
+    """A sequence as its attempt begins it."""
+    return SequenceState(
+        request.request_id, request.attempt, request.prompt_len, request.max_total_len, request.known_len
+    )
+
+
 class PlanExecutor(ABC):
     """Executes plans over a block pool; one per worker life. It knows lengths only, no token values.
 
@@ -73,6 +86,7 @@ class PlanExecutor(ABC):
 
     Attributes:
         returns_together: Whether a sequence is returned only when all that run with it have ended.
+        make_sequence: Makes the record of a request that a plan brings; ``new_sequence``, where nothing else is kept.
         max_in_flight: Steps that may have begun and not been committed; they are committed in their order.
         short_blocks: Blocks missing for the sequences that could not run in the step for want of blocks.
         out_of_grants: Whether a sequence was left out of the step because its grants are used up.
@@ -93,7 +107,8 @@ class PlanExecutor(ABC):
         self.short_blocks = 0
         self.out_of_grants = False
         self.prefix_queries = self.prefix_hits = 0
-        self._held: dict[str, Held] = {}  # in plan order
+        self.make_sequence: Callable[[Request], SequenceState] = new_sequence
+        self._held: dict[str, SequenceState] = {}  # in plan order
         self._stalled: frozenset[str] = frozenset()
         self._lease = 0
         self._plan_seq = 0
@@ -181,12 +196,13 @@ class PlanExecutor(ABC):
     def num_held(self) -> int:
         return len(self._held)
 
+    @property
+    def sequences(self) -> dict[str, SequenceState]:
+        """Those that are held, by request id; another mapping after each plan."""
+        return self._held
+
     def holds(self, request_id: str) -> bool:
         return request_id in self._held
-
-    def cached_len(self, request_id: str) -> int:
-        """Prompt tokens that the sequence found in the prefix cache when it first started."""
-        return self._held[request_id].cached_len or 0
 
     def take_over(self) -> int:
         """Begins a Scheduler life: returns the lease that its plans must bear. Held sequences stay and run on."""
@@ -222,7 +238,7 @@ class PlanExecutor(ABC):
             self._free(before[request_id])
         return forgotten
 
-    def _take(self, slot: Slot, held: Held | None) -> Held | None:
+    def _take(self, slot: Slot, held: SequenceState | None) -> SequenceState | None:
         """The sequence of this slot after the plan, or None if there is nothing to run."""
         if (slot.request_id, slot.attempt) in self._tombstones:
             return None
@@ -239,40 +255,32 @@ class PlanExecutor(ABC):
             held.residency = Residency.DEVICE if self.host is None else slot.residency
         return held
 
-    def _drop_kv(self, held: Held) -> None:
+    def _drop_kv(self, held: SequenceState) -> None:
         """Drops its KV; computed blocks may stay cached, and the sequence may find them again."""
         held.dropped_len = max(held.dropped_len, held.computed_len)
         self._free(held)
         held.computed_len = 0
         held.status = SequenceStatus.WAITING
 
-    def _advance(self, held: Held, num_tokens: int) -> None:
+    def _advance(self, held: SequenceState, num_tokens: int) -> None:
         """Books so many more computed tokens."""
         again = min(held.dropped_len - held.computed_len, num_tokens)
         if again > 0:
             self._recomputed_tokens += again
         held.computed_len += num_tokens
 
-    def _new(self, slot: Slot) -> Held | None:
+    def _new(self, slot: Slot) -> SequenceState | None:
         request = slot.request
         if request is None:
             self._num_absent += 1
             return None  # a plan meant for a worker that has the payload: the report shows that we do not
+        held = self.make_sequence(request)
         self._arrivals += 1
-        return Held(
-            request_id=slot.request_id,
-            attempt=slot.attempt,
-            prompt_len=request.prompt_len,
-            max_total_len=request.max_total_len,
-            arrival=self._arrivals,
-            num_tokens=request.known_len,
-            register_at=self.blocks.block_size,
-            slot=slot,
-            num_preemptions=slot.num_preemptions,
-            num_moves=slot.num_moves,  # there is nothing yet to be moved
-        )
+        held.slot, held.arrival, held.register_at = slot, self._arrivals, self.blocks.block_size
+        held.num_preemptions, held.num_moves = slot.num_preemptions, slot.num_moves  # there is nothing yet to be moved
+        return held
 
-    def _free(self, held: Held) -> None:
+    def _free(self, held: SequenceState) -> None:
         """Gives up its blocks."""
         for pool in self._pools:
             pool.release(held.request_id)
@@ -285,7 +293,7 @@ class PlanExecutor(ABC):
         """Ends a sequence for a reason outside its own text: it failed, or its client is gone."""
         return self._finish(self._held[request_id], status)
 
-    def _finish(self, held: Held, status: SequenceStatus) -> FinishedSequence:
+    def _finish(self, held: SequenceState, status: SequenceStatus) -> FinishedSequence:
         del self._held[held.request_id]
         self._free(held)
         self._vacated += not held.slot.standby
