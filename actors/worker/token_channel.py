@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from actors.runtime.waiting import wait_for
+from actors.runtime.peer import wait_for
 from core.messages.tokens import TokenBatches, TokenDelta
 from engine.outbox import TokenOutbox
 

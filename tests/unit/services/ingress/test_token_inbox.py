@@ -8,7 +8,7 @@ import pytest
 
 from core.messages.tokens import TokenBatches, TokenDelta
 from engine.outbox import TokenOutbox
-from services.ingress.token_inbox import TokenInbox
+from services.ingress.streams import TokenInbox
 
 
 def delta(start: int) -> TokenDelta:
