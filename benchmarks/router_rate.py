@@ -24,7 +24,7 @@ from prometheus_client import CollectorRegistry
 
 from actors.runtime.component import ComponentContext
 from actors.runtime.names import scheduler_name
-from actors.runtime.site import Site
+from actors.runtime.peer import Site
 from actors.scheduling.router import Router
 from core.codec import decode, encode
 from core.config.load import FarsightConfig

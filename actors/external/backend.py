@@ -18,9 +18,8 @@ from actors.external.openai_wire import BackendFailed, failed
 from actors.log.log_outbox import LogOutbox
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.metrics import BackendMetrics, EngineMetrics
-from actors.runtime.peer import LOOK_AGAIN_S, PeerLost
+from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, wait_for
 from actors.runtime.request_traces import request_trace
-from actors.runtime.waiting import wait_for
 from actors.worker.token_channels import TICK_S, TokenChannels
 from core.messages.cache import StartedRequest
 from core.messages.fleet import ReplicaNews, ReplicaState

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from actors.calls.learning import LengthPredictorCalls
 from actors.calls.scheduling import RouterCalls, SchedulerCalls
 from actors.runtime.component import Component, ComponentContext
-from actors.runtime.layout import current_counts, initial_counts
 from actors.runtime.metrics import QueueDelay
-from actors.runtime.names import ROUTER
-from actors.runtime.peer import PeerLost
+from actors.runtime.names import ROUTER, initial_counts
+from actors.runtime.peer import PeerLost, current_counts
 from actors.scheduling.event_recorder import Handle
 from core.costs import StepCost, profile_cost
 from core.decisions import Decision, DecisionPacker, on_clock, pack_decisions

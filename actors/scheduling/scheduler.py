@@ -11,11 +11,10 @@ from collections.abc import Awaitable, Iterator
 from actors.calls.scheduling import SchedulerCalls
 from actors.log.log_outbox import LogOutbox
 from actors.runtime.component import Component, ComponentContext
-from actors.runtime.layout import current_counts, initial_counts
 from actors.runtime.metrics import EngineMetrics
-from actors.runtime.peer import LOOK_AGAIN_S, PeerLost
+from actors.runtime.names import initial_counts
+from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, current_counts, wait_for
 from actors.runtime.request_traces import request_trace
-from actors.runtime.waiting import wait_for
 from actors.scheduling.event_recorder import EventRecorder, recorded
 from core.costs import profile_cost
 from core.messages.cache import CacheReply, KVCacheEvent, StartedRequest

@@ -23,14 +23,13 @@ from actors.calls.supervisor import SupervisorCalls
 from actors.runtime.cluster_store import ClusterStore
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.hosts import find_host, list_hosts, recreate_host
-from actors.runtime.layout import SCALABLE, by_host, initial_counts, wanted_components
 from actors.runtime.metrics import ComponentRestarts
-from actors.runtime.names import SUPERVISOR, host_of
+from actors.runtime.names import SCALABLE, SUPERVISOR, by_host, host_of, initial_counts, wanted_components
 from actors.runtime.nodes import Homes
 from actors.runtime.peer import LOOK_AGAIN_S, PeerLost
 from actors.runtime.rank_groups import remove_rank_group
 from actors.runtime.watching import watched
-from actors.supervision.autoscaler import Autoscaler
+from actors.supervision.autoscaling import Autoscaler
 from core.codec import decode, encode
 from core.errors import FarsightError, MessageError
 from core.messages.fleet import ReplicaName

@@ -28,7 +28,7 @@ from actors.pulse.process_clock import read_clock
 from actors.pulse.step_bounds import StepBounds
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.metrics import EngineMetrics
-from actors.runtime.waiting import wait_for
+from actors.runtime.peer import wait_for
 from actors.worker.step_loop import Step, StepLoop
 from actors.worker.token_channels import POLL_TIMEOUT_S, TICK_S, TokenChannels
 from core.errors import RankLost

@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Collection, Sequence
 
-from actors.runtime.waiting import wait_for
+from actors.runtime.peer import wait_for
 from core.messages.tokens import TokenBatch, TokenBatches, TokenDelta, TokenPoll
 
 FLUSH_INTERVAL_S = 0.015

@@ -17,11 +17,12 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.live_presets.house import House, running
+from benchmarks.live_presets.local_service import Service, running
 from core.config.load import FarsightConfig, load_config
 from core.request import SamplingParams
 from estimator.device_profile import DeviceProfile
-from services.api.text.prompt_text import PromptText
+from services.api.requests import unnamed_request
+from services.api.text.prompts import PromptText
 from services.launch.launch import EMBEDDED_MODEL
 from simulator.cluster.records import Record, Recorder
 from simulator.traffic.workload import Arrival
@@ -135,19 +136,19 @@ async def _run(arrivals: Sequence[Arrival], config: FarsightConfig, speed: float
     forecasts = {each.request_id: each.forecast for each in arrivals if each.forecast is not None}
     recorder = Recorder()
     prompts = [prompt_ids(each, config.engine.kv_block_size) for each in arrivals]
-    async with running(config, forecasts, model_dir) as house:
+    async with running(config, forecasts, model_dir) as service:
         async with asyncio.timeout(arrivals[-1].arrived_at / speed + LATEST_S), asyncio.TaskGroup() as group:
-            watches = [group.create_task(host.ended()) for host in house.hosts]  # raise what breaks a component
-            await _ready(house)
+            watches = [group.create_task(host.ended()) for host in service.hosts]  # raise what breaks a component
+            await _ready(service)
             lags: list[float] = []
             watches.append(group.create_task(_watch_lag(lags)))
             began_at = asyncio.get_running_loop().time()
             each = zip(arrivals, prompts, strict=True)
-            await asyncio.gather(*(_one(house, *request, recorder, began_at, speed) for request in each))
+            await asyncio.gather(*(_one(service, *request, recorder, began_at, speed) for request in each))
             for watch in watches:
                 watch.cancel()
-        preemptions = await house.metric("vllm:num_preemptions_total")
-        gap_s = await house.metric(f"{_GAP}_sum") / max(1.0, await house.metric(f"{_GAP}_count"))
+        preemptions = await service.metric("vllm:num_preemptions_total")
+        gap_s = await service.metric(f"{_GAP}_sum") / max(1.0, await service.metric(f"{_GAP}_count"))
         return LiveRun(recorder.done, int(preemptions), gap_s, sum(lags) / max(1, len(lags)))
 
 
@@ -178,15 +179,15 @@ async def _watch_lag(lags: list[float]) -> None:
         lags.append(loop.time() - due_at)
 
 
-async def _ready(house: House) -> None:
+async def _ready(service: Service) -> None:
     """A first request has gone through everything."""
-    async with aclosing(house.client.stream((_TOKEN,), SamplingParams(2))) as deltas:
+    async with aclosing(service.client.stream(unnamed_request((_TOKEN,), SamplingParams(2)))) as deltas:
         async for _ in deltas:
             pass
 
 
 async def _one(
-    house: House, arrival: Arrival, prompt: tuple[int, ...], recorder: Recorder, began_at: float, speed: float
+    service: Service, arrival: Arrival, prompt: tuple[int, ...], recorder: Recorder, began_at: float, speed: float
 ) -> None:
     """Books the life of a request as its client sees it."""
     loop = asyncio.get_running_loop()
@@ -194,7 +195,7 @@ async def _one(
     sampling = SamplingParams(arrival.max_new_tokens, benchmark_len=arrival.output_len)
     text = None if arrival.forecast is None else PromptText("", arrival.request_id)
     await asyncio.sleep(began_at + arrival.arrived_at / speed - loop.time())
-    stream = house.client.stream(prompt, sampling, text)
+    stream = service.client.stream(unnamed_request(prompt, sampling), text)
     async with aclosing(stream) as deltas:
         async for delta in deltas:
             if delta.error is not None:

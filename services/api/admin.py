@@ -17,7 +17,7 @@ from core.messages.status import ComponentCounts
 from services.api.answers.replies import ErrorReply
 from services.api.backend import GenerationBackend
 from services.api.errors import SERVER_ERROR, ApiError
-from services.api.parsing import JsonRoute
+from services.api.middleware import JsonRoute
 from services.api.schemas import StrictModel
 
 INGRESS = "ingress"

@@ -1,6 +1,5 @@
 """The HTTP application: its routes and what each returns."""
 
-import dataclasses
 import functools
 import uuid
 from collections.abc import Callable
@@ -11,9 +10,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from core.errors import FarsightError
 from core.messages.placement import PlacementView
-from core.request import Origin
 from services.api.admin import Administration, admin_routes
-from services.api.answers.chunk_writer import ChunkWriter
 from services.api.answers.replies import (
     ChatCompletion,
     Completion,
@@ -27,16 +24,15 @@ from services.api.answers.replies import (
     model_card,
     status_reply,
 )
-from services.api.answers.sse import EventStream, chunks
+from services.api.answers.sse import ChunkWriter, EventStream, chunks
 from services.api.backend import GenerationBackend
 from services.api.errors import SERVER_ERROR, ApiError, install_error_handlers, unhealthy
 from services.api.generate import ChoiceResult, ClientGone, collect, while_connected
-from services.api.jobs import Generation, chat_jobs, check_model, completion_jobs
-from services.api.middleware import BodyLimit, LastResort
+from services.api.middleware import BodyLimit, JsonRoute, LastResort
 from services.api.ownership import bearer_key, owner_of, salt_of
 from services.api.pages.dashboard import DASHBOARD_HEADERS, operator_page
 from services.api.pages.explain import explain_routes
-from services.api.parsing import JsonRoute
+from services.api.requests import Generation, chat_requests, check_model, completion_requests
 from services.api.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
 from services.api.text.prompts import PromptEncoder
 
@@ -106,7 +102,7 @@ def _generation_routes(backend: GenerationBackend, encoder: PromptEncoder, share
 
     @router.post("/completions", response_model=Completion)
     async def create_completion(body: CompletionRequest, request: Request) -> Completion | Response:
-        generation = named("cmpl", await completion_jobs(body, backend.model, encoder), request)
+        generation = named("cmpl", await completion_requests(body, backend.model, encoder), request)
         if body.stream:
             return _stream(backend, body, generation, encoder, chat=False)
         reply = functools.partial(completion, body.model, generation, texts=encoder.texts)
@@ -114,7 +110,7 @@ def _generation_routes(backend: GenerationBackend, encoder: PromptEncoder, share
 
     @router.post("/chat/completions", response_model=ChatCompletion)
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> ChatCompletion | Response:
-        generation = named("chatcmpl", await chat_jobs(body, backend.model, encoder), request)
+        generation = named("chatcmpl", await chat_requests(body, backend.model, encoder), request)
         if body.stream:
             return _stream(backend, body, generation, encoder, chat=True)
         reply = functools.partial(chat_completion, body.model, generation, texts=encoder.texts)
@@ -161,11 +157,8 @@ def _operator_routes(backend: GenerationBackend) -> APIRouter:
 def _named(prefix: str, generation: Generation, request: Request, *, shares_across_keys: bool) -> Generation:
     """Sets the id of the answer, its owner, and the cache salt that decides which requests share prefixes with it."""
     key = bearer_key(request.headers.get("authorization"))
-    jobs = generation.jobs
-    if not shares_across_keys:
-        jobs = [dataclasses.replace(job, cache_salt=salt_of(key, job.cache_salt)) for job in jobs]
-    origin = Origin(f"{prefix}-{uuid.uuid4().hex}", owner=owner_of(key))
-    return dataclasses.replace(generation, jobs=jobs, origin=origin)
+    salt = str if shares_across_keys else functools.partial(salt_of, key)
+    return generation.named(f"{prefix}-{uuid.uuid4().hex}", owner_of(key), salt)
 
 
 def _stream(

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from core.errors import CapacityError, InvalidValueError
-from services.api.schemas import EXPECTED
+from services.api.fields import EXPECTED
 
 logger = logging.getLogger(__name__)
 

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 from actors.runtime.garbage import collect_when_quiet, leave_full_collections_to_us
-from actors.runtime.peer import LOOK_AGAIN_S
-from actors.runtime.site import Site
-from actors.runtime.waiting import again_and_again
+from actors.runtime.hosts import keep_supervisor
+from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, Site, again_and_again
+from core.messages.fleet import ServedModel
+from estimator.device_profile import profile_label
 from services.api.admin import Administration
 from services.api.app import build_app
-from services.api.pace import Pace
+from services.api.backend import ModelInfo
+from services.api.middleware import Pace
 from services.api.text.prompts import PromptEncoder
-from services.ingress.connect import open_client
 from services.ingress.engine_client import EngineClient
 from services.ingress.liveness import Liveness, publish
 from services.ingress.paced_http import pace_http
@@ -61,3 +64,39 @@ class Ingress:
         if directory:
             port = await Liveness(lambda: client.hears).start()
             publish(port, serve.get_replica_context().replica_id.unique_id, Path(directory))
+
+
+async def open_client(site: Site) -> EngineClient:
+    """A started client; waits until a replica is up."""
+    keeper = asyncio.create_task(keep_supervisor(site))  # the Router may be waiting for one
+    try:
+        served = await _wait_for_model(site)
+    finally:
+        keeper.cancel()
+        await asyncio.gather(keeper, return_exceptions=True)
+    ready = served.ready
+    model = ModelInfo(
+        name=site.config.model.name,
+        created=int(time.time()),
+        max_model_len=ready.max_model_len,
+        pool_limited=ready.pool_limited,
+        vocab_size=ready.vocab_size,
+        benchmark_mode=site.config.engine.benchmark_mode,
+        emulated=profile_label(site.config.engine.profile),
+    )
+    client = EngineClient(site, model, lambda: keep_supervisor(site), prefix_block_size=served.prefix_block_size)
+    await client.start()
+    return client
+
+
+async def _wait_for_model(site: Site) -> ServedModel:
+    with contextlib.closing(site.peers()) as peers:
+        router = peers.router()
+        while True:
+            try:
+                served = await router.model()
+            except PeerLost:
+                served = None
+            if served is not None:
+                return served
+            await asyncio.sleep(LOOK_AGAIN_S)

@@ -12,7 +12,7 @@ from typing import Any, cast
 from uvicorn.config import HTTP_PROTOCOLS
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from services.api.pace import Pace
+from services.api.middleware import Pace
 
 ACCEPTED_PER_TURN = 64
 """Connections taken from the listening socket in one turn of the event loop: some 5 ms."""

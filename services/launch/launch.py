@@ -18,7 +18,7 @@ from typing import Any
 from actors.calls.message import Asked
 from actors.calls.supervisor import SupervisorCalls
 from actors.runtime.names import SUPERVISOR, host_of
-from actors.runtime.site import Site
+from actors.runtime.peer import Site
 from core.config.learning import PredictorConfig
 from core.config.load import FarsightConfig
 from core.errors import ConfigError

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from actors.calls.message import Asked
 from actors.calls.supervisor import SupervisorCalls
 from actors.runtime.names import SUPERVISOR
-from actors.runtime.site import Site
+from actors.runtime.peer import Site
 from core.errors import FarsightError
 from core.messages.status import StartState
 from services.launch.cluster import ServiceFailed

@@ -1,4 +1,4 @@
-"""Response models of whole answers; ``chunk_writer`` writes the chunks of streams."""
+"""Response models of whole answers; ``sse`` writes the chunks of streams."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from core.messages.tokens import TokenLogprobs
 from services.api.answers.logprobs import CompletionLogprobs, chat_logprobs
 from services.api.backend import ModelInfo
 from services.api.generate import ChoiceResult, shown_choices
-from services.api.jobs import Generation
+from services.api.requests import Generation
 from services.api.text.token_texts import TokenTexts
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -220,7 +220,7 @@ def usage(generation: Generation, num_output_tokens: int, num_cached_tokens: int
 
 
 def _usage_of(generation: Generation, results: Sequence[ChoiceResult]) -> Usage:
-    """Token counts of all jobs that ran, shown or not; a prompt's cached tokens are those of its first output."""
+    """Token counts of all requests that ran, shown or not; a prompt's cached tokens are those of its first output."""
     num_cached = sum(result.cached_len for result in results[:: generation.num_tries])
     return usage(generation, sum(result.num_tokens for result in results), num_cached)
 
@@ -237,7 +237,7 @@ def completion(model: str, generation: Generation, results: Sequence[ChoiceResul
         text = generation.echoes[prompt].text + result.text if generation.echoes else result.text
         choices.append(CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=result.finish_reason))
     return Completion(
-        id=generation.origin.response_id,
+        id=generation.response_id,
         created=int(time.time()),
         model=model,
         choices=choices,
@@ -254,7 +254,7 @@ def chat_completion(
         logprobs = ChatLogprobs(**chat_logprobs(texts, result.logprobs)) if generation.shows_logprobs else None
         choices.append(ChatChoice(index=index, message=answer, logprobs=logprobs, finish_reason=result.finish_reason))
     return ChatCompletion(
-        id=generation.origin.response_id,
+        id=generation.response_id,
         created=int(time.time()),
         model=model,
         choices=choices,
@@ -265,9 +265,9 @@ def chat_completion(
 def completion_logprobs(generation: Generation, prompt: int, texts: TokenTexts) -> CompletionLogprobs:
     """Token counts of one choice of a prompt."""
     echo = generation.echoes[prompt] if generation.echoes else None
-    return CompletionLogprobs(texts, generation.jobs[prompt * generation.num_tries].prompt_ids, echo)
+    return CompletionLogprobs(texts, generation.requests[prompt * generation.num_tries].prompt_ids, echo)
 
 
 def first_prompt_entry(generation: Generation, prompt: int) -> TokenLogprobs:
     """The first token of an echoed prompt has an id but no log probability."""
-    return (generation.jobs[prompt * generation.num_tries].prompt_ids[0],), ()
+    return (generation.requests[prompt * generation.num_tries].prompt_ids[0],), ()

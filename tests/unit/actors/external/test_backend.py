@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from actors.external.backend import OpenAIBackend
 from actors.runtime.component import ComponentContext
-from actors.runtime.site import Site
+from actors.runtime.peer import Site
 from actors.worker.token_channels import TokenChannels
 from core.codec import decode
 from core.config.load import FarsightConfig

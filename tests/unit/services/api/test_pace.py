@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.api.middleware import BodyLimit
-from services.api.pace import PER_TURN, Pace
+from services.api.middleware import PER_TURN, BodyLimit, Pace
 
 
 class Turns:

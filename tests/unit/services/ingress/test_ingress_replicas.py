@@ -18,9 +18,10 @@ from core.config.scheduling import SchedulerConfig
 from core.decisions import unpack_decisions
 from core.messages.tokens import TokenDelta
 from core.request import Origin, SamplingParams
+from services.api.requests import unnamed_request
 from services.ingress.engine_client import EngineClient
 from tests.unit.actors.components import LONG_S, until
-from tests.unit.services.local_house import LocalHouse, local_house
+from tests.unit.services.local_system import LocalSystem, local_system
 
 NUM_REPLICAS = 3
 NUM_ROUNDS = 4
@@ -54,8 +55,8 @@ def configured(directory: Path) -> FarsightConfig:
 
 
 @asynccontextmanager
-async def house(directory: Path) -> AsyncIterator[LocalHouse]:
-    async with asyncio.timeout(LONG_S), local_house(configured(directory)) as found:
+async def system(directory: Path) -> AsyncIterator[LocalSystem]:
+    async with asyncio.timeout(LONG_S), local_system(configured(directory)) as found:
         yield found
 
 
@@ -82,7 +83,7 @@ async def serve(client: EngineClient, number: int) -> Served:
     origin = Origin(f"cmpl-{number:032x}")
     cached_len = 0
     sampling = SamplingParams(3, ignore_eos=True)
-    async with aclosing(client.stream(prompt(number), sampling, None, origin)) as deltas:
+    async with aclosing(client.stream(unnamed_request(prompt(number), sampling, origin=origin))) as deltas:
         async for delta in deltas:
             cached_len += delta.cached_len
     while True:  # its account may be on the way from a Scheduler to the log
@@ -97,7 +98,7 @@ async def serve(client: EngineClient, number: int) -> Served:
 
 async def serve_rounds(directory: Path, num_ingresses: int) -> list[Served]:
     """One after the other; each round comes in at the next ingress replica."""
-    async with house(directory) as found, AsyncExitStack() as stack:
+    async with system(directory) as found, AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(found.ingress()) for _ in range(num_ingresses)]
         numbers = range(NUM_ROUNDS * NUM_REPLICAS)
         return [await serve(clients[number // NUM_REPLICAS % num_ingresses], number) for number in numbers]
@@ -115,7 +116,7 @@ async def test_placement_does_not_depend_on_where_requests_come_in(tmp_path: Pat
 
 async def test_prompts_that_begin_alike_meet_however_they_come(tmp_path: Path) -> None:
     """All at once, before any of them is cached."""
-    async with house(tmp_path / "house") as found, found.ingress() as a, found.ingress() as b:
+    async with system(tmp_path / "system") as found, found.ingress() as a, found.ingress() as b:
         numbers = range(8 * NUM_REPLICAS)
         served = await asyncio.gather(*(serve((a, b)[number // NUM_REPLICAS % 2], number) for number in numbers))
     homes = {(group_of(number), served[number].replica) for number in numbers}
@@ -132,7 +133,7 @@ class Endless:
 
     async def _read(self, client: EngineClient, number: int) -> None:
         sampling = SamplingParams(ENDLESS, ignore_eos=True)
-        async with aclosing(client.stream(prompt(number), sampling)) as deltas:
+        async with aclosing(client.stream(unnamed_request(prompt(number), sampling))) as deltas:
             async for delta in deltas:
                 self._take(delta)
 
@@ -154,7 +155,7 @@ class Endless:
 
 
 async def test_a_death_takes_the_requests_of_its_own_clients_alone(tmp_path: Path) -> None:
-    async with house(tmp_path / "house") as found, found.ingress() as alive:
+    async with system(tmp_path / "system") as found, found.ingress() as alive:
 
         def num_held() -> int:
             return sum(each.num_waiting + each.num_admitted for each in map(found.machine, range(NUM_REPLICAS)))

@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 import uvloop
 
-from services.api.pace import Pace
+from services.api.middleware import Pace
 from services.ingress.paced_http import ACCEPTED_PER_TURN, PacedServer, _find_listener
 
 POST = b"POST /work HTTP/1.1\r\nHost: here\r\nContent-Length: 2\r\n\r\n{}"

@@ -8,7 +8,7 @@ import pytest
 
 from actors.worker.token_channels import TokenOutbox
 from core.messages.tokens import TokenBatches, TokenDelta
-from services.ingress.token_inbox import TokenInbox
+from services.ingress.streams import TokenInbox
 
 
 def delta(start: int) -> TokenDelta:

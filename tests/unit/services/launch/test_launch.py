@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from actors.runtime.hosts import num_gpus
-from actors.runtime.layout import by_host, wanted_components
+from actors.runtime.names import by_host, wanted_components
 from core.config.actors import ActorsConfig
 from core.config.engine import EngineConfig
 from core.config.load import FarsightConfig

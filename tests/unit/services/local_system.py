@@ -12,11 +12,9 @@ from prometheus_client import CollectorRegistry
 import services
 from actors.learning.serving_time_estimator import ServingTimeEstimator
 from actors.log.log_store import LogStore
-from actors.runtime.component import Component, ComponentContext
+from actors.runtime.component import Component, ComponentContext, component_class
 from actors.runtime.names import CONTROL, ROUTER
-from actors.runtime.peer import PeerBook
-from actors.runtime.registry import component_class
-from actors.runtime.site import Site
+from actors.runtime.peer import PeerBook, Site
 from actors.scheduling.kv_offload_manager import KVOffloadManager
 from actors.scheduling.router import FleetShell
 from actors.scheduling.scheduler import Scheduler
@@ -41,7 +39,7 @@ class LocalSite(Site):
 
 
 @dataclass(frozen=True, slots=True)
-class LocalHouse:
+class LocalSystem:
     """What is served, and by whom."""
 
     site: LocalSite
@@ -75,7 +73,7 @@ class LocalHouse:
 
 
 @asynccontextmanager
-async def local_house(config: FarsightConfig) -> AsyncIterator[LocalHouse]:
+async def local_system(config: FarsightConfig) -> AsyncIterator[LocalSystem]:
     """As many replicas as the configuration says, all of them up."""
     site = LocalSite(config, str(MODEL), "fused")
     replicas = range(config.model.replicas)
@@ -92,6 +90,6 @@ async def local_house(config: FarsightConfig) -> AsyncIterator[LocalHouse]:
             site.components[name] = component = kind(ComponentContext(name, site, 0, site.peers(), CollectorRegistry()))
             stack.push_async_callback(component.stop)
             await component.start()
-        house = LocalHouse(site)
-        await until(lambda: len(house.router._machine.loads()) == len(replicas))
-        yield house
+        system = LocalSystem(site)
+        await until(lambda: len(system.router._machine.loads()) == len(replicas))
+        yield system

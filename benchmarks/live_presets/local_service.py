@@ -18,10 +18,8 @@ from actors.calls.learning import LengthPredictorCalls
 from actors.calls.message import Peer
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.host import ComponentHost
-from actors.runtime.layout import by_host, initial_counts, wanted_components
-from actors.runtime.names import LOG_STORE, length_predictor_name
-from actors.runtime.peer import Answering, LocalPeer, PeerBook
-from actors.runtime.site import Site
+from actors.runtime.names import LOG_STORE, by_host, initial_counts, length_predictor_name, wanted_components
+from actors.runtime.peer import Answering, LocalPeer, PeerBook, Site
 from actors.scheduling.scheduler import FEED_S
 from core.codec import decode
 from core.config.load import FarsightConfig
@@ -51,7 +49,7 @@ class LocalBook(PeerBook):
 
 @dataclass(slots=True)
 class LocalSite:
-    """As ``actors.runtime.site.Site``, for hosts that are all here."""
+    """As ``actors.runtime.peer.Site``, for hosts that are all here."""
 
     config: FarsightConfig
     model_dir: str
@@ -83,7 +81,7 @@ class GivenForecasts(Component, LengthPredictorCalls):
 
 
 @dataclass(slots=True)
-class House:
+class Service:
     """A running service."""
 
     client: EngineClient
@@ -103,7 +101,7 @@ class House:
 
 
 @asynccontextmanager
-async def running(config: FarsightConfig, forecasts: Mapping[str, Forecast], model_dir: Path) -> AsyncIterator[House]:
+async def running(config: FarsightConfig, forecasts: Mapping[str, Forecast], model_dir: Path) -> AsyncIterator[Service]:
     """A service without a log.
 
     Args:
@@ -130,7 +128,7 @@ async def running(config: FarsightConfig, forecasts: Mapping[str, Forecast], mod
     client = EngineClient(site, model, prefix_block_size=served.prefix_block_size)
     await client.start()
     try:
-        yield House(client, list(hosts.values()))
+        yield Service(client, list(hosts.values()))
     finally:
         await client.close()
         for host in hosts.values():

@@ -1,4 +1,4 @@
-"""Turns a checked request body into backend calls: token ids and sampling parameters within the model's limits."""
+"""Turns a checked HTTP body into requests of the backend: token ids and sampling parameters within the limits."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from core.errors import InvalidValueError
-from core.request import Origin, SamplingParams, check_token_ids
+from core.request import Origin, Request, SamplingParams, check_token_ids
 from services.api.backend import ModelInfo
 from services.api.errors import ApiError
 from services.api.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
 from services.api.text.echo import Echo
-from services.api.text.prompt_text import PromptText, of_chat, of_completion
-from services.api.text.prompts import PromptEncoder
+from services.api.text.prompts import PromptEncoder, PromptText, of_chat, of_completion
 
 DEFAULT_MAX_TOKENS = 16
 _THREAD_FROM_CHARS = 16_384
@@ -31,58 +30,48 @@ _R = TypeVar("_R")
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """One call of the backend; a request with several prompts or choices makes several calls.
-
-    Attributes:
-        text: The prompt as text; None if it came as token ids.
-        priority, cache_salt: As in ``core.request.Request``.
-    """
-
-    prompt_ids: tuple[int, ...]
-    sampling: SamplingParams
-    text: PromptText | None = None
-    priority: int = 0
-    cache_salt: str = ""
-
-    @property
-    def prompt_len(self) -> int:
-        return len(self.prompt_ids)
-
-
-UNNAMED = Origin("")
-"""The origin of a request whose answer no client reads."""
-
-
-@dataclass(frozen=True, slots=True)
 class Generation:
-    """The backend calls of one HTTP request, and which results the client gets.
+    """The requests of one HTTP body, and which results the client gets.
 
     Attributes:
-        jobs: ``num_tries`` of the first prompt, then those of the second, and so on.
-        n: Choices returned for each prompt: the most likely of its jobs.
-        shows_logprobs: Whether the client gets log probabilities; jobs also compute them to rank ``best_of`` outputs.
+        requests: ``num_tries`` of the first prompt, then those of the second, and so on.
+        texts: The prompts as text, one for each; None where a prompt came as token ids.
+        n: Choices returned for each prompt: the most likely of its outputs.
+        shows_logprobs: Whether the client gets log probabilities; they are also computed to rank ``best_of`` outputs.
         echoes: The text put before the outputs of each prompt; empty without ``echo``.
-        prompt_only: The client asked for 0 tokens; the one token that every job yields is not returned.
-        origin: The id of the client's answer, for its first choice.
+        prompt_only: The client asked for 0 tokens; the one token that every request yields is not returned.
+        response_id: The id of the client's answer.
     """
 
-    jobs: list[Job]
-    num_prompts: int = 1
+    requests: list[Request]
+    texts: list[PromptText | None]
     n: int = 1
     shows_logprobs: bool = False
     echoes: tuple[Echo, ...] = ()
     prompt_only: bool = False
-    origin: Origin = UNNAMED
+    response_id: str = ""
 
     @property
     def num_tries(self) -> int:
-        return len(self.jobs) // self.num_prompts
+        return len(self.requests) // len(self.texts)
 
     @property
     def num_prompt_tokens(self) -> int:
         """Prompt tokens, each prompt counted once whatever its number of choices."""
-        return sum(job.prompt_len for job in self.jobs[:: self.num_tries])
+        return sum(request.prompt_len for request in self.requests[:: self.num_tries])
+
+    def named(self, response_id: str, owner: bytes, salt: Callable[[str], str]) -> Generation:
+        """The same requests under the id of the client's answer.
+
+        Args:
+            owner: As ``Origin.owner``.
+            salt: From a request's own cache salt to the one that it is run with.
+        """
+        named = [
+            dataclasses.replace(request, origin=Origin(response_id, choice, owner), cache_salt=salt(request.cache_salt))
+            for choice, request in enumerate(self.requests)
+        ]
+        return dataclasses.replace(self, requests=named, response_id=response_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +82,8 @@ class _Limit:
     max_new_tokens: int
 
 
-async def completion_jobs(body: CompletionRequest, model: ModelInfo, encoder: PromptEncoder) -> Generation:
-    """``best_of`` jobs, or else ``n``, for each prompt.
+async def completion_requests(body: CompletionRequest, model: ModelInfo, encoder: PromptEncoder) -> Generation:
+    """``best_of`` requests, or else ``n``, for each prompt.
 
     Raises:
         ApiError, InvalidValueError: A prompt or a parameter that this model cannot take.
@@ -103,7 +92,9 @@ async def completion_jobs(body: CompletionRequest, model: ModelInfo, encoder: Pr
     limit = None if body.max_tokens is None else _Limit("max_tokens", max(body.max_tokens, 1))
     # Ranking the outputs by likelihood needs their log probabilities.
     logprobs = 0 if body.logprobs is None and body.num_tries > (body.n or 1) else body.logprobs
-    jobs, echoes = [], []
+    requests: list[Request] = []
+    texts: list[PromptText | None] = []
+    echoes = []
     for field, prompt in body.prompts:
         if isinstance(prompt, str):
             encode = partial(encoder.encode_prompt, parse_special=bool(body.parse_special))
@@ -115,9 +106,9 @@ async def completion_jobs(body: CompletionRequest, model: ModelInfo, encoder: Pr
             prompt_ids = tuple(prompt)
             check_token_ids(field, prompt_ids, model.vocab_size)
         room = _check_prompt_len(field, len(prompt_ids), model)
-        text = of_completion(prompt, body.instruction) if isinstance(prompt, str) else None
-        job = _job(body, prompt_ids, text, limit, min(DEFAULT_MAX_TOKENS, room), model)
-        jobs += _tries(job, body.num_tries, logprobs, bool(body.echo and body.logprobs is not None))
+        texts.append(of_completion(prompt, body.instruction) if isinstance(prompt, str) else None)
+        request = _request(body, prompt_ids, limit, min(DEFAULT_MAX_TOKENS, room), model)
+        requests += _tries(request, body.num_tries, logprobs, bool(body.echo and body.logprobs is not None))
         if body.echo:
             if isinstance(prompt, str):
                 offsets = encoded.offsets() if encoded is not None and body.logprobs is not None else ()
@@ -125,8 +116,8 @@ async def completion_jobs(body: CompletionRequest, model: ModelInfo, encoder: Pr
             else:
                 echoes.append(await _run(encoder.echo, prompt_ids, len(prompt_ids)))
     return Generation(
-        jobs=jobs,
-        num_prompts=len(body.prompts),
+        requests=requests,
+        texts=texts,
         n=body.n or 1,
         shows_logprobs=body.logprobs is not None,
         echoes=tuple(echoes),
@@ -134,8 +125,8 @@ async def completion_jobs(body: CompletionRequest, model: ModelInfo, encoder: Pr
     )
 
 
-async def chat_jobs(body: ChatCompletionRequest, model: ModelInfo, encoder: PromptEncoder) -> Generation:
-    """``n`` jobs of one conversation.
+async def chat_requests(body: ChatCompletionRequest, model: ModelInfo, encoder: PromptEncoder) -> Generation:
+    """``n`` requests of one conversation.
 
     Raises:
         ApiError, InvalidValueError: Messages or a parameter that this model cannot take.
@@ -152,17 +143,17 @@ async def chat_jobs(body: ChatCompletionRequest, model: ModelInfo, encoder: Prom
     elif body.max_tokens is not None:
         limit = _Limit("max_tokens", body.max_tokens)
     logprobs = body.num_top_logprobs
-    jobs = _tries(_job(body, prompt_ids, of_chat(messages), limit, room, model), body.n or 1, logprobs, False)
-    return Generation(jobs, n=len(jobs), shows_logprobs=logprobs is not None)
+    requests = _tries(_request(body, prompt_ids, limit, room, model), body.n or 1, logprobs, False)
+    return Generation(requests, [of_chat(messages)], n=len(requests), shows_logprobs=logprobs is not None)
 
 
-def _tries(job: Job, count: int, logprobs: int | None, prompt_logprobs: bool) -> list[Job]:
-    """Repeats the job, each copy with the next seed, so that a choice does not depend on the number of choices."""
+def _tries(request: Request, count: int, logprobs: int | None, prompt_logprobs: bool) -> list[Request]:
+    """Repeats the request, each copy with the next seed, so that a choice does not depend on the number of choices."""
     if count == 1 and logprobs is None:
-        return [job]
-    first = dataclasses.replace(job.sampling, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+        return [request]
+    first = dataclasses.replace(request.sampling, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
     each = [dataclasses.replace(first, seed=(first.seed + i) % 2**64) for i in range(count)]
-    return [dataclasses.replace(job, sampling=sampling) for sampling in each]
+    return [dataclasses.replace(request, sampling=sampling) for sampling in each]
 
 
 def check_model(name: str, model: ModelInfo) -> None:
@@ -212,20 +203,25 @@ def _too_long(field: str, found: str, limit: int, why: str, model: ModelInfo) ->
     return ApiError(message, param=field, code="context_length_exceeded")
 
 
-def _job(
-    body: SamplingFields,
-    prompt_ids: tuple[int, ...],
-    text: PromptText | None,
-    limit: _Limit | None,
-    default: int,
-    model: ModelInfo,
-) -> Job:
+def unnamed_request(prompt_ids: tuple[int, ...], sampling: SamplingParams, **fields: Any) -> Request:
+    """A request that no backend has named yet.
+
+    Args:
+        fields: Further fields of ``Request``.
+    """
+    return Request("", 0, "", prompt_ids, sampling, **fields)
+
+
+def _request(
+    body: SamplingFields, prompt_ids: tuple[int, ...], limit: _Limit | None, default: int, model: ModelInfo
+) -> Request:
+    """A request without a name; the backend gives it one."""
     room = model.max_model_len - len(prompt_ids)
     if limit is not None and limit.max_new_tokens > room:
         why = f"a prompt of {len(prompt_ids)} tokens and the output must fit"
         raise _too_long(limit.field, str(limit.max_new_tokens), room, why, model)
     sampling = _sampling(body, default if limit is None else limit.max_new_tokens, model)
-    return Job(prompt_ids, sampling, text, body.priority or 0, body.cache_salt or "")
+    return unnamed_request(prompt_ids, sampling, priority=body.priority or 0, cache_salt=body.cache_salt or "")
 
 
 def _sampling(body: SamplingFields, max_new_tokens: int, model: ModelInfo) -> SamplingParams:

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from actors.runtime.hosts import find_host, list_hosts
 from actors.runtime.names import LOG_STORE, SUPERVISOR, actor_name, host_of
-from actors.runtime.site import Site
+from actors.runtime.peer import Site
 from core.codec import decode, encode
 from core.config.engine import EngineConfig
 from core.config.server import ServerConfig
@@ -30,9 +30,10 @@ from core.messages.status import ComponentStatus, StatusReply
 from core.request import SamplingParams
 from engine import Engine
 from engine.sampling.sampler import counter_uniform, warp_logits
+from services.api.requests import unnamed_request
 from services.ingress import overview
-from services.ingress.connect import open_client
 from services.ingress.engine_client import EngineClient
+from services.ingress.ingress import open_client
 from tests.unit.engine.small_models import load_reference
 
 LONG_S = 150.0
@@ -95,7 +96,7 @@ class Truth:
 
 
 @dataclass(frozen=True)
-class House:
+class System:
     """One running service."""
 
     site: Site
@@ -223,9 +224,9 @@ async def wait_whole(client: EngineClient) -> None:
 
 
 @asynccontextmanager
-async def calm_client(house: House) -> AsyncIterator[EngineClient]:
-    """One ingress replica; the house is calm before and after."""
-    async with house.client() as client:
+async def calm_client(system: System) -> AsyncIterator[EngineClient]:
+    """One ingress replica; the system is calm before and after."""
+    async with system.client() as client:
         await wait_whole(client)
         yield client
         await wait_whole(client)
@@ -252,7 +253,7 @@ class Reading:
         self._task = asyncio.create_task(self._read(client, prompt, params))
 
     async def _read(self, client: EngineClient, prompt: tuple[int, ...], params: SamplingParams) -> None:
-        async with aclosing(client.stream(prompt, params)) as deltas:
+        async with aclosing(client.stream(unnamed_request(prompt, params))) as deltas:
             async for delta in deltas:
                 assert self.reason is None, "something came after the end"
                 assert delta.start == len(self.tokens), "a token is missing or repeated"
