@@ -19,7 +19,9 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <cstdlib>
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <new>
 #include <thread>
@@ -77,10 +79,7 @@ class Team {
     count_ = count;
     unfinished_.store(count, std::memory_order_relaxed);
     unclaimed_.store(count);  // publishes the job; in one total order with asleep_
-    if (asleep_.load() > 0) {
-      std::lock_guard<std::mutex> lock(mutex_);
-      awake_.notify_all();
-    }
+    if (asleep_.load() > 0 && getpid() == owner_) wake();
     work();
     for (int spins = 0; unfinished_.load(std::memory_order_acquire) > 0; ++spins) wait_once(spins);
     if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
@@ -109,7 +108,7 @@ class Team {
       try {
         call_(task_, count_ - left);
       } catch (...) {
-        std::lock_guard<std::mutex> lock(mutex_);
+        std::lock_guard<std::mutex> lock(bed_->mutex);
         if (!error_) error_ = std::current_exception();
       }
       ++done;
@@ -142,7 +141,7 @@ class Team {
       if (has_news()) return true;
       pause_briefly();
     }
-    const auto until = Clock::now() + std::chrono::microseconds(kAwakeMicros);
+    const auto until = Clock::now() + std::chrono::microseconds(getenv("FS_AWAKE") ? atoi(getenv("FS_AWAKE")) : kAwakeMicros);
     while (!has_news()) {
       if (Clock::now() > until) return false;
       sched_yield();
@@ -151,24 +150,33 @@ class Team {
   }
 
   void sleep() {
-    std::unique_lock<std::mutex> lock(mutex_);
+    std::unique_lock<std::mutex> lock(bed_->mutex);
     asleep_.fetch_add(1);
-    awake_.wait(lock, [this] { return has_news(); });
+    bed_->awake.wait(lock, [this] { return has_news(); });
     asleep_.fetch_sub(1);
   }
 
+  void wake() {
+    std::lock_guard<std::mutex> lock(bed_->mutex);
+    bed_->awake.notify_all();
+  }
+
   void dismiss() {
-    if (getpid() != owner_) {  // a child of fork has no helpers: what is left of them cannot be joined
+    if (getpid() != owner_) {  // a child of fork has no helpers: nothing that knows of them can be ended
       for (auto& helper : helpers_) new (&helper) std::thread();
+      (void)bed_.release();
       return;
     }
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      stopped_.store(true);
-      awake_.notify_all();
-    }
+    stopped_.store(true);
+    wake();
     for (auto& helper : helpers_) helper.join();
   }
+
+  // Where helpers sleep.
+  struct Bed {
+    std::mutex mutex;
+    std::condition_variable awake;
+  };
 
   const pid_t owner_;
   std::vector<std::thread> helpers_;
@@ -180,8 +188,7 @@ class Team {
   alignas(128) std::atomic<int> unfinished_{0};
   alignas(128) std::atomic<int> asleep_{0};
   std::atomic<bool> stopped_{false};
-  std::mutex mutex_;
-  std::condition_variable awake_;
+  std::unique_ptr<Bed> bed_ = std::make_unique<Bed>();
   std::exception_ptr error_;
 };
 
