@@ -95,16 +95,17 @@ class Team {
   }
 
  private:
-  static constexpr int kRangesPerThread = 3;
+  static constexpr int kRangesPerThread = 2;
 
   // Claims tasks and runs them until none is left; returns how many.
   int work() {
     int done = 0;
     int left = unclaimed_.load(std::memory_order_acquire);
     while (left > 0) {
-      if (!unclaimed_.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel, std::memory_order_acquire))
-        continue;
-      // The claim keeps the job open, so its description is read only now.
+      // The claim may be one of a later job than the look at `left` was, or come too late and be none. It keeps its
+      // job open, so the job's description is read only now.
+      left = unclaimed_.fetch_sub(1, std::memory_order_acq_rel);
+      if (left <= 0) break;
       try {
         call_(task_, count_ - left);
       } catch (...) {
@@ -180,11 +181,12 @@ class Team {
 
   const pid_t owner_;
   std::vector<std::thread> helpers_;
-  // The job. The caller writes it while no task is open, the others read it while they hold one of its tasks.
+  // The job. The caller writes it while no task is open, the others read it while they hold one of its tasks; a claim
+  // has just brought them the cache line.
+  alignas(128) std::atomic<int> unclaimed_{0};  // below 0 after claims that came too late
+  int count_ = 0;
   void (*call_)(const void*, int) = nullptr;
   const void* task_ = nullptr;
-  int count_ = 0;
-  alignas(128) std::atomic<int> unclaimed_{0};
   alignas(128) std::atomic<int> unfinished_{0};
   alignas(128) std::atomic<int> asleep_{0};
   std::atomic<bool> stopped_{false};
