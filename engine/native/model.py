@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from ctypes import Structure, byref, c_float, c_int32, c_void_p
+from ctypes import Structure, byref, c_char_p, c_float, c_int32, c_void_p
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from engine.native.library import load_library
 _DTYPES = (torch.float32, torch.bfloat16)
 _MAX_HEAD_DIM = 256
 _VECTOR = 16
+_OUT_OF_MEMORY = 1
 _ACTIVATIONS = ("silu", "relu", "gelu")  # in the order of step.cpp
 
 
@@ -88,26 +89,32 @@ class NativeModel:
     Args:
         weights: The matrices are copied; the caller may drop them.
         max_len: Longest sequence to be run, in tokens.
+        num_threads: Threads that compute a step, the caller's included.
 
     Raises:
         NativeUnavailable: there is no compiler.
+        MemoryError: the weights do not fit a second time.
+        RuntimeError: the system refuses a thread.
     """
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, pool: KVPool, max_len: int) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: ModelWeights, pool: KVPool, max_len: int, num_threads: int
+    ) -> None:
         self._library = load_library()
-        self._library.fs_create.restype = c_void_p
+        self._library.fs_failure.restype = c_char_p
         self._vocab_size = config.vocab_size
         self._max_len = max_len
         self._keep: list[Any] = [pool, weights.embedding, weights.positions]
         self._logits = torch.empty(0, config.vocab_size)
         self._best = np.empty(0, dtype=np.int64)
-        self._handle = c_void_p(self._library.fs_create(byref(self._config(config, weights, pool, max_len))))
+        self._handle = c_void_p()
+        self._call("fs_create", byref(self._config(config, weights, pool, max_len, num_threads)), byref(self._handle))
         weakref.finalize(self, self._library.fs_destroy, self._handle)
         for index, layer in enumerate(weights.layers):
             packed = self._layer(layer, config.sliding_windows[index], pool, index)
-            self._library.fs_add_layer(self._handle, byref(packed))
+            self._call("fs_add_layer", self._handle, byref(packed))
         head = self._linear(Linear(weights.lm_head, None))
-        self._library.fs_set_head(self._handle, byref(self._norm(weights.norm)), byref(head))
+        self._call("fs_set_head", self._handle, byref(self._norm(weights.norm)), byref(head))
 
     def forward(self, step: NativeStep) -> tuple[Tensor, np.ndarray]:
         """Runs a step: writes its keys and values into the pool.
@@ -136,8 +143,16 @@ class NativeModel:
             self._logits.data_ptr(),
             _address(self._best),
         )
-        self._library.fs_step(self._handle, byref(arguments))
+        self._call("fs_step", self._handle, byref(arguments))
         return self._logits[:num_samples], self._best[:num_samples]
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        """Calls a function of the library that may fail."""
+        status = getattr(self._library, name)(*arguments)
+        if status == _OUT_OF_MEMORY:
+            raise MemoryError(f"{name}: out of memory")
+        if status:
+            raise RuntimeError(f"{name}: {self._library.fs_failure().decode(errors='replace')}")
 
     def _check(self, step: NativeStep) -> None:
         check_row_tokens(step.rows, self._vocab_size)
@@ -145,7 +160,9 @@ class NativeModel:
         if positions.min() < 0 or positions.max() >= self._max_len:
             raise IntegrityError(f"positions {positions.min()}..{positions.max()} of {self._max_len}")
 
-    def _config(self, config: ModelConfig, weights: ModelWeights, pool: KVPool, max_len: int) -> _Config:
+    def _config(
+        self, config: ModelConfig, weights: ModelWeights, pool: KVPool, max_len: int, num_threads: int
+    ) -> _Config:
         cos = sin = None
         if config.rotary is not None:
             half = config.rotary.rotary_dim // 2  # both halves of a row are the same
@@ -164,7 +181,7 @@ class NativeModel:
             0 if config.rotary is None else config.rotary.rotary_dim,
             int(config.norm == "layer"),
             _ACTIVATIONS.index(config.activation),
-            torch.get_num_threads(),
+            num_threads,
             config.norm_eps,
             cos,
             sin,
