@@ -54,7 +54,11 @@ class QuantizedLinear:
         if self.group < 4 or self.group % 4 or self.inputs % self.group:
             raise InvalidValueError("group", self.group, f"a multiple of 4 that divides {self.inputs}")
         shape = (self.outputs, self.inputs // self.group)
+        if not self.values.is_contiguous():
+            raise InvalidValueError("values", f"strides {self.values.stride()}", "a contiguous tensor")
         for name, tensor in (("scales", self.scales), ("minima", self.minima)):
+            if tensor is not None and not tensor.is_contiguous():
+                raise InvalidValueError(name, f"strides {tensor.stride()}", "a contiguous tensor")
             if tensor is not None and (tensor.shape != shape or tensor.dtype is not torch.float32):
                 found = f"{tensor.dtype} {list(tensor.shape)}"
                 raise InvalidValueError(name, found, f"torch.float32 {list(shape)}")

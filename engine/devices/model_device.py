@@ -40,7 +40,8 @@ def load_device(
     Raises:
         InvalidValueError: the model or a setting cannot be used; names the field.
     """
-    torch.set_num_threads(compute_threads(engine.num_threads, num_replicas))
+    num_threads = compute_threads(engine.num_threads, num_replicas)
+    torch.set_num_threads(num_threads)
     dtype = parse_dtype(dtype_name, config)
     token_bytes = config.kv_bytes_per_token(dtype)
     context_len = resolve_max_model_len(config, engine.max_model_len)
@@ -55,6 +56,7 @@ def load_device(
         context_len=context_len,
         backend=engine.backend,
         bits=bits,
+        num_threads=num_threads,
     )
     copier = None
     if num_host_blocks:

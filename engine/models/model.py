@@ -60,9 +60,7 @@ def embed(layout: StepLayout, embedding: Tensor, positions: Tensor | None) -> Te
     return hidden
 
 
-def output_logits(
-    rows: Tensor, config: ModelConfig, norm: Norm | None, lm_head: Tensor | QuantizedLinear
-) -> Tensor:
+def output_logits(rows: Tensor, config: ModelConfig, norm: Norm | None, lm_head: Tensor | QuantizedLinear) -> Tensor:
     """Logits of rows behind the last layer, float32 ``[R, outputs of lm_head]``."""
     if norm is not None:
         rows = _norm(rows, norm, config)

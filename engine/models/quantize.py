@@ -57,7 +57,7 @@ def quantize_linear(linear: Matrix, bits: int) -> Matrix:
     group = math.gcd(inputs, GROUPS[bits])
     group = group if group >= SMALLEST_GROUP else inputs
     rounded = _bytes if bits == 8 else _nibbles
-    parts = [rounded(rows.float().view(len(rows), -1, group)) for rows in weight.split(ROWS_AT_ONCE)]
+    parts = [rounded(rows.float().view(len(rows), -1, group)) for rows in torch.split(weight, ROWS_AT_ONCE)]
     values, scales = torch.cat([values for values, _ in parts]), torch.cat([scales for _, scales in parts])
     return QuantizedLinear(values, scales, None, bits, group, linear.bias)
 

@@ -68,6 +68,7 @@ class ModelRunner:
         context_len: int = 0,
         backend: str = "auto",
         bits: int = 0,
+        num_threads: int = 1,
     ) -> ModelRunner:
         """A runner of the checkpoint in ``model_dir`` with a pool of ``num_blocks`` blocks.
 
@@ -76,6 +77,7 @@ class ModelRunner:
                 own context.
             backend: As in ``make_backend``.
             bits: Round the matrices to 8 or 4 bits; 0 leaves them as the checkpoint has them.
+            num_threads: As in ``make_backend``.
 
         Raises:
             InvalidValueError: The checkpoint cannot be used; names the reason.
@@ -86,7 +88,8 @@ class ModelRunner:
             weights = quantize_weights(weights, bits)
         pool = KVPool(config, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
         max_model_len = min(resolve_max_model_len(config, context_len), pool.num_slots)
-        return cls(config, pool, make_backend(backend, config, weights, pool, max_model_len), max_model_len)
+        steps = make_backend(backend, config, weights, pool, max_model_len, num_threads)
+        return cls(config, pool, steps, max_model_len)
 
     def begin(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> None:
         """Does nothing: there is one step at a time."""
