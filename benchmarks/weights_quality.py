@@ -11,6 +11,7 @@ import argparse
 import math
 from collections.abc import Sequence as Rows
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -48,7 +49,7 @@ def main() -> None:
 
 
 def _measure(weights: str, args: argparse.Namespace) -> dict[str, str]:
-    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
+    tokenizer: Any = AutoTokenizer.from_pretrained(EMBEDDED)
     examples = [example for task in TASKS for example in held_out_examples(task, args.n, EVALUATION_SEED)]
     prompts = [_prompt(tokenizer, example) for example in examples]
     right = exact_matches(args.dtype, weights, prompts, [_answer(tokenizer, example) for example in examples])
@@ -93,12 +94,12 @@ def perplexity(model: Path, dtype: str, weights: str, rows: Rows[list[int]], fir
     return math.exp(total / count)
 
 
-def _prompt(tokenizer: AutoTokenizer, example: Example) -> list[int]:
+def _prompt(tokenizer: Any, example: Example) -> list[int]:
     conversation = [{"role": "system", "content": example.instruction}, {"role": "user", "content": example.text}]
     return list(tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False))
 
 
-def _answer(tokenizer: AutoTokenizer, example: Example) -> list[int]:
+def _answer(tokenizer: Any, example: Example) -> list[int]:
     return [*tokenizer.encode(example.answer, add_special_tokens=False), tokenizer.eos_token_id]
 
 

@@ -7,6 +7,7 @@ import platform
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,7 +84,7 @@ def random_rows(m: int, k: int) -> np.ndarray:
     return np.random.default_rng(m + k).normal(size=(m, k)).astype(np.float32)
 
 
-FORMATS = {
+FORMATS: dict[str, dict[str, Any]] = {
     "Q8_0": {"bits": 8, "group": 32, "scales": "float16"},
     "Q4_0": {"bits": 4, "group": 32, "scales": "float16"},
     "Q4_K": {"bits": 4, "group": 32, "minima": True},
