@@ -14,6 +14,7 @@ from torch import Tensor
 
 from core.errors import InvalidValueError
 from engine.checkpoint.model_config import POSITION_OFFSET, ModelConfig
+from engine.checkpoint.quantized import JoinedLinear, QuantizedLinear
 
 LARGE_MODEL_PARAMETERS = 500_000_000
 """Parameters above which ``auto`` keeps the checkpoint's own dtype: exactness would cost twice the memory and time."""
@@ -32,26 +33,18 @@ class Linear:
     weight: Tensor
     bias: Tensor | None
 
-    def dense(self) -> Tensor:
-        return self.weight
+    @property
+    def outputs(self) -> int:
+        """Outputs of the layer."""
+        return len(self.weight)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The weight in ``dtype``."""
+        return self.weight.to(dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class PackedLinear:
-    """The same with weights of 4 bits, unpacked each time they are multiplied with.
-
-    Attributes:
-        packed: uint8 ``[out, in / 2]``: two neighbours in a byte, the first in its lower half, each plus 8.
-        scales: ``[out, groups]``, of as many neighbours each.
-    """
-
-    packed: Tensor
-    scales: Tensor
-    bias: Tensor | None
-
-    def dense(self) -> Tensor:
-        pairs = torch.stack((self.packed & 15, self.packed >> 4), -1).view(*self.scales.shape, -1)
-        return (pairs.to(self.scales.dtype) - 8).mul_(self.scales[..., None]).view(len(self.packed), -1)
+Matrix = Linear | QuantizedLinear | JoinedLinear
+"""A linear layer, in whatever form it is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +68,13 @@ class LayerWeights:
     """
 
     input_norm: Norm
-    qkv: Linear | PackedLinear
+    qkv: Matrix
     q_norm: Tensor | None
     k_norm: Tensor | None
-    out: Linear | PackedLinear
+    out: Matrix
     post_norm: Norm
-    up: Linear | PackedLinear
-    down: Linear | PackedLinear
+    up: Matrix
+    down: Matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +85,14 @@ class ModelWeights:
         embedding: ``[vocab, hidden]``.
         positions: ``[context, hidden]``, by position; None if positions are not learned.
         norm: Before ``lm_head``; None if there is none.
-        lm_head: ``[vocab, hidden]``; ``embedding`` itself when they are tied.
+        lm_head: ``[vocab, hidden]``; ``embedding`` itself when they are tied and neither is quantised.
     """
 
     embedding: Tensor
     positions: Tensor | None
     layers: tuple[LayerWeights, ...]
     norm: Norm | None
-    lm_head: Tensor
+    lm_head: Tensor | QuantizedLinear
 
 
 def parse_dtype(name: str, config: ModelConfig, device: str = "cpu") -> torch.dtype:

@@ -28,14 +28,14 @@ def load_device(
     num_replicas: int,
     *,
     swaps: bool,
-    packed: bool,
+    bits: int,
 ) -> Device:
     """Loads the model and sizes its pools.
 
     Args:
         num_replicas: Workers that share this machine's cores and memory where a setting is automatic.
         swaps: Whether there is use for a host pool.
-        packed: Round the matrices of the layers to 4 bits.
+        bits: Round the matrices to 8 or 4 bits; 0 leaves them as the checkpoint has them.
 
     Raises:
         InvalidValueError: the model or a setting cannot be used; names the field.
@@ -55,7 +55,7 @@ def load_device(
         block_size=engine.kv_block_size,
         context_len=context_len,
         backend=engine.backend,
-        packed=packed,
+        bits=bits,
         num_threads=num_threads,
     )
     copier = None

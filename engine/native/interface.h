@@ -19,10 +19,20 @@ struct FsConfig {
 // FsConfig.activation
 enum { kSilu = 0, kRelu = 1, kGelu = 2 };  // silu is gated
 
+// Weights in 8 or 4 bits (engine/checkpoint/quantized.py); copied.
+struct FsQuantized {
+  const void* values;    // 8 bits: int8 [n, k]; 4 bits: uint8 [n, k / 2], the first of two in the lower half
+  const float* scales;   // [n, k / group]
+  const float* minima;   // the same, or none
+  int32_t n, k, bits, group;
+};
+
 struct FsLinear {
-  const void* weight;  // [n, k], in the model's type; copied
-  const float* bias;   // or none; stays where it is
+  const void* weight;  // [n, k], in the model's type; copied. None if there are parts
+  const float* bias;   // [n], or none; stays where it is
   int32_t n, k;
+  const FsQuantized* parts;  // one below the other: all but the last have whole panels of 64 outputs
+  int32_t num_parts;
 };
 
 struct FsNorm {

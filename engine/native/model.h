@@ -9,6 +9,7 @@
 #include "dense.h"
 #include "interface.h"
 #include "linear.h"
+#include "quantized_linear.h"
 #include "team.h"
 
 namespace farsight {
@@ -46,6 +47,7 @@ void ensure(V& v, size_t n) {
 }
 
 inline std::unique_ptr<Linear> make_linear(const FsConfig& config, const FsLinear& from) {
+  if (from.num_parts) return std::make_unique<QuantizedLinear>(from.parts, from.num_parts, from.bias);
   if (config.bf16)
     return std::make_unique<DenseLinear<Bf16>>(static_cast<const uint16_t*>(from.weight), from.bias, from.n, from.k);
   return std::make_unique<DenseLinear<F32>>(static_cast<const float*>(from.weight), from.bias, from.n, from.k);

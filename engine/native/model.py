@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from ctypes import Structure, byref, c_char_p, c_float, c_int32, c_void_p
+from ctypes import POINTER, Array, Structure, byref, c_char_p, c_float, c_int32, c_void_p
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,8 @@ from torch import Tensor
 from core.errors import IntegrityError
 from engine.attention.layout import check_row_tokens
 from engine.checkpoint.model_config import ModelConfig
-from engine.checkpoint.weights import LayerWeights, Linear, ModelWeights, Norm, PackedLinear
+from engine.checkpoint.quantized import JoinedLinear, QuantizedLinear
+from engine.checkpoint.weights import LayerWeights, Linear, Matrix, ModelWeights, Norm
 from engine.kv.kv_pool import KVPool
 from engine.models.rotary import rotary_tables
 from engine.native.layout import NativeStep
@@ -22,6 +23,9 @@ from engine.native.library import load_library
 _DTYPES = (torch.float32, torch.bfloat16)
 _MAX_HEAD_DIM = 256
 _VECTOR = 16
+_PANEL = 64
+_LARGEST_GROUP = 65536
+"""Products of 255 and 127 that certainly fit 32 bits when they are added up."""
 _OUT_OF_MEMORY = 1
 _ACTIVATIONS = ("silu", "relu", "gelu")  # in the order of step.cpp
 
@@ -38,8 +42,20 @@ class _Config(Structure):
     )
 
 
+class _Quantized(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("values", "scales", "minima")),
+        *((name, c_int32) for name in ("n", "k", "bits", "group")),
+    )
+
+
 class _Linear(Structure):
-    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("n", c_int32), ("k", c_int32))
+    _fields_ = (
+        *((name, c_void_p) for name in ("weight", "bias")),
+        *((name, c_int32) for name in ("n", "k")),
+        ("parts", POINTER(_Quantized)),
+        ("num_parts", c_int32),
+    )
 
 
 class _Norm(Structure):
@@ -81,6 +97,18 @@ def native_problem(config: ModelConfig, dtype: torch.dtype, block_size: int) -> 
     return None
 
 
+def matrix_problem(weights: ModelWeights) -> str | None:
+    """Why the compiled step cannot multiply with these matrices; None if it can."""
+    for layer in weights.layers:
+        for matrix in (layer.qkv, layer.out, layer.up, layer.down):
+            if isinstance(matrix, JoinedLinear) and any(part.outputs % _PANEL for part in matrix.parts[:-1]):
+                return f"quantised parts of other than multiples of {_PANEL} outputs"
+            parts = matrix.parts if isinstance(matrix, JoinedLinear) else (matrix,)
+            if any(isinstance(part, QuantizedLinear) and part.group > _LARGEST_GROUP for part in parts):
+                return f"groups of more than {_LARGEST_GROUP} weights"
+    return None
+
+
 class NativeModel:
     """A model packed for the compiled step. Only one thread at a time may use it.
 
@@ -113,7 +141,8 @@ class NativeModel:
         for index, layer in enumerate(weights.layers):
             packed = self._layer(layer, config.sliding_windows[index], pool, index)
             self._call("fs_add_layer", self._handle, byref(packed))
-        head = self._linear(Linear(weights.lm_head, None))
+        lm_head = weights.lm_head
+        head = self._linear(Linear(lm_head, None) if isinstance(lm_head, Tensor) else lm_head)
         self._call("fs_set_head", self._handle, byref(self._norm(weights.norm)), byref(head))
 
     def forward(self, step: NativeStep) -> tuple[Tensor, np.ndarray]:
@@ -204,11 +233,14 @@ class NativeModel:
     def _norm(self, norm: Norm | None) -> _Norm:
         return _Norm(None, None) if norm is None else _Norm(self._floats(norm.weight), self._floats(norm.bias))
 
-    def _linear(self, linear: Linear | PackedLinear) -> _Linear:
-        if isinstance(linear, PackedLinear):
-            raise TypeError("weights of 4 bits are not compiled")
-        n, k = linear.weight.shape
-        return _Linear(linear.weight.data_ptr(), self._floats(linear.bias), n, k)
+    def _linear(self, linear: Matrix) -> _Linear:
+        """Arguments whose tensors ``linear`` owns: valid as long as it is."""
+        bias = self._floats(linear.bias)
+        if isinstance(linear, Linear):
+            n, k = linear.weight.shape
+            return _Linear(linear.weight.data_ptr(), bias, n, k, None, 0)
+        parts = quantized_arguments(linear)
+        return _Linear(None, bias, linear.outputs, parts[0].k, parts, len(parts))
 
     def _floats(self, values: Tensor | None) -> int | None:
         """The address of float32 values that live as long as the model."""
@@ -217,6 +249,18 @@ class NativeModel:
         kept = values.float().contiguous()
         self._keep.append(kept)
         return kept.data_ptr()
+
+
+def quantized_arguments(linear: QuantizedLinear | JoinedLinear) -> Array[_Quantized]:
+    """``FsQuantized`` of each part; its tensors are the parts'."""
+    parts = linear.parts if isinstance(linear, JoinedLinear) else (linear,)
+    return (_Quantized * len(parts))(*map(_quantized, parts))
+
+
+def _quantized(part: QuantizedLinear) -> _Quantized:
+    minima = None if part.minima is None else part.minima.data_ptr()
+    sizes = part.outputs, part.inputs, part.bits, part.group
+    return _Quantized(part.values.data_ptr(), part.scales.data_ptr(), minima, *sizes)
 
 
 def _address(array: np.ndarray) -> int:

@@ -15,12 +15,12 @@ from engine.attention.layout import build_layout
 from engine.attention.step_sizes import StepSizes
 from engine.attention.torch_attention import TorchAttention
 from engine.checkpoint.model_config import ModelConfig
-from engine.checkpoint.weights import ModelWeights, PackedLinear
+from engine.checkpoint.weights import ModelWeights
 from engine.kv.kv_pool import KVPool
 from engine.models.model import DecoderModel
 from engine.native.layout import build_native_step
 from engine.native.library import NativeUnavailable
-from engine.native.model import NativeModel, native_problem
+from engine.native.model import NativeModel, matrix_problem, native_problem
 from engine.sequence import Sequence
 from engine.steps.decode_graphs import Capture, DecodeGraphs
 from kvcache import StepBatch
@@ -181,9 +181,7 @@ def make_backend(
         raise ConfigError("engine.backend", name, "auto, native or torch (xformers computes on a GPU)")
     if name == "torch":
         return TorchBackend(config, weights, pool, max_len)
-    problem = native_problem(config, pool.dtype, pool.block_size)
-    if any(isinstance(layer.qkv, PackedLinear) for layer in weights.layers):
-        problem = "weights of 4 bits are not compiled"
+    problem = native_problem(config, pool.dtype, pool.block_size) or matrix_problem(weights)
     if problem is None:
         try:
             return NativeBackend(config, weights, pool, max_len, num_threads)
