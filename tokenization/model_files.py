@@ -12,6 +12,8 @@ from tokenizers import Tokenizer
 
 from core.errors import ConfigError
 from tokenization.control_tokens import control_ids
+from tokenization.gguf.file import GGUFFile, is_gguf, read_gguf
+from tokenization.gguf.texts import gguf_special_tokens, gguf_templates, gguf_tokenizer
 from tokenization.loading import load_tokenizer
 from tokenization.plain_text import PlainTextEncoder
 
@@ -35,16 +37,25 @@ def load_model_texts(folder: Path) -> ModelTexts:
     """
     Args:
         folder: Holds ``tokenizer.json`` and, for chat, a template in ``chat_template.jinja`` or in
-            ``tokenizer_config.json``; the former wins, as in ``transformers``.
+            ``tokenizer_config.json``; the former wins, as in ``transformers``. Or a GGUF file, which holds both.
 
     Raises:
         InvalidValueError: No usable tokenizer.
         ConfigError: A file beside it is not JSON.
     """
+    if is_gguf(folder):
+        return _gguf_texts(read_gguf(folder))
     tokenizer = load_tokenizer(folder)
     config = _read_json(folder / "tokenizer_config.json")
     special_tokens = _special_tokens({**_read_json(folder / "special_tokens_map.json"), **config})
-    templates = _templates(folder, config)
+    return _model_texts(tokenizer, special_tokens, _templates(folder, config))
+
+
+def _gguf_texts(file: GGUFFile) -> ModelTexts:
+    return _model_texts(gguf_tokenizer(file), gguf_special_tokens(file), gguf_templates(file))
+
+
+def _model_texts(tokenizer: Tokenizer, special_tokens: dict[str, str], templates: dict[str, str]) -> ModelTexts:
     control = control_ids(tokenizer, set(special_tokens.values()), templates.values())
     return ModelTexts(tokenizer, PlainTextEncoder(tokenizer, control), special_tokens, templates.get("default"))
 
