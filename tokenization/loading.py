@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 from core.errors import InvalidValueError
 from tokenization.gguf.file import is_gguf, read_gguf
 from tokenization.gguf.texts import gguf_tokenizer
+from tokenization.model_dir import model_file
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -24,8 +25,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """
     if is_gguf(path):
         return gguf_tokenizer(read_gguf(path))
-    file = path / "tokenizer.json" if path.is_dir() else path
-    if not file.is_file():
+    file = model_file(path, "tokenizer.json") if path.is_dir() else path
+    if file is None or not file.is_file():
         raise InvalidValueError("model", str(path), "a model directory with a tokenizer.json")
     try:
         tokenizer = Tokenizer.from_file(str(file))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterator, Sequence, Set, Sized
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from core.errors import InvalidValueError
+from engine.checkpoint.config_fields import CheckpointError as CheckpointError
 from engine.checkpoint.model_config import POSITION_OFFSET, ModelConfig
+from engine.checkpoint.names import check_complete, known_name, names_of
 
 LARGE_MODEL_PARAMETERS = 500_000_000
 """Parameters above which ``auto`` keeps the checkpoint's own dtype: exactness would cost twice the memory and time."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class CheckpointError(InvalidValueError):
-    """A checkpoint whose files or tensors are not those of its configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,27 +137,6 @@ def load_weights(model_dir: Path, config: ModelConfig, dtype: torch.dtype, devic
     return weights
 
 
-def known_name(found: str, targets: Container[str], config: ModelConfig) -> str | None:
-    """Which of the target tensors this tensor of a checkpoint is; None if it carries nothing.
-
-    Raises:
-        CheckpointError: a tensor that such a model does not have.
-    """
-    name = found if found in targets else f"model.{found}"  # a checkpoint of the model without its head
-    if name in targets:
-        return name
-    if _may_be_ignored(found, config):
-        return None
-    expected = f"only tensors of {config.architecture} with {config.num_hidden_layers} layers"
-    raise CheckpointError(found, "a tensor of that name", expected)
-
-
-def check_complete(missing: Set[str], targets: Sized) -> None:
-    """Raises CheckpointError if tensors are missing."""
-    if missing:
-        raise CheckpointError(min(missing), "nothing", f"a tensor ({len(missing)} of {len(targets)} are missing)")
-
-
 def allocate_weights(
     config: ModelConfig, dtype: torch.dtype, device: str = "cpu"
 ) -> tuple[ModelWeights, dict[str, Tensor]]:
@@ -189,7 +166,7 @@ class Allocation:
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str, first_layer: int = 0) -> None:
         self.targets: dict[str, Tensor] = {}
-        self.names = TENSOR_NAMES.get(config.architecture, TensorNames())
+        self.names = names_of(config)
         self._config = config
         self._dtype = dtype
         self._device = device
@@ -263,47 +240,6 @@ class Allocation:
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
-
-
-@dataclass(frozen=True, slots=True)
-class TensorNames:
-    """A checkpoint's names of its tensors; those of a layer without ``layers.N.``. Llama's by default."""
-
-    model: str = "model"
-    norm: str = "norm"
-    input_norm: str = "input_layernorm"
-    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    out: str = "self_attn.o_proj"
-    post_norm: str = "post_attention_layernorm"
-    up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    down: str = "mlp.down_proj"
-
-    @property
-    def embedding(self) -> str:
-        return f"{self.model}.embed_tokens.weight"
-
-    def layer(self, index: int) -> str:
-        """Prefix of the names of a layer's tensors."""
-        return f"{self.model}.layers.{index}."
-
-
-TENSOR_NAMES = {
-    "Phi3ForCausalLM": TensorNames(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
-    "OPTForCausalLM": TensorNames(
-        model="model.decoder",
-        norm="final_layer_norm",
-        input_norm="self_attn_layer_norm",
-        out="self_attn.out_proj",
-        post_norm="final_layer_norm",
-        up=("fc1",),
-        down="fc2",
-    ),
-}
-
-
-def _may_be_ignored(name: str, config: ModelConfig) -> bool:
-    """Tensors that carry nothing: a second copy of tied embeddings, and the rotary tables of old checkpoints."""
-    return (name == "lm_head.weight" and config.tie_word_embeddings) or name.endswith("rotary_emb.inv_freq")
 
 
 def checkpoint_tensors(model_dir: Path, device: str) -> Iterator[tuple[Any, str]]:

@@ -10,15 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.checkpoint.weights import (
-    Allocation,
-    CheckpointError,
-    LayerWeights,
-    Norm,
-    check_complete,
-    checkpoint_tensors,
-    known_name,
-)
+from engine.checkpoint.config_fields import CheckpointError
+from engine.checkpoint.names import check_complete, known_name
+from engine.checkpoint.weights import Allocation, LayerWeights, Norm, checkpoint_tensors
 from engine.parallel.mesh import Part
 
 _FLOATS = ("F32", "BF16", "F16")
