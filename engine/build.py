@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from engine.parallel.links import Ranks
 
 
+BITS = {"full": 0, "int8": 8, "int4": 4}
+"""What ``engine.weights`` rounds the matrices to; 0 leaves them."""
+
+
 def check_worker(model_dir: Path, engine: EngineConfig, mesh: Mesh = ALONE) -> None:
     """Refuses, before anything is loaded, a configuration that could not be built.
 
@@ -69,12 +73,12 @@ def build_worker(
         engine = dataclasses.replace(engine, host_kv_memory="0", prefix_cache=False)
     config = load_model_config(model_dir)
     tokenizer = load_tokenizer(model_dir)
-    packed = (find_preset(scheduler.preset).weights if engine.weights == "auto" else engine.weights) == "int4"
+    weights = find_preset(scheduler.preset).weights if engine.weights == "auto" else engine.weights
     if ranks is not None:
         from engine.parallel.device import load_parallel_device
 
-        if packed:
-            raise ConfigError("engine.weights", "int4", "full where a replica has several ranks")
+        if weights != "full":
+            raise ConfigError("engine.weights", weights, "full where a replica has several ranks")
         device = load_parallel_device(
             model_dir,
             config,
@@ -92,7 +96,7 @@ def build_worker(
             from engine.devices.cuda_device import load_device
         else:
             from engine.devices.model_device import load_device
-        device = load_device(model_dir, config, dtype_name, engine, num_replicas, swaps=swaps, packed=packed)
+        device = load_device(model_dir, config, dtype_name, engine, num_replicas, swaps=swaps, bits=BITS[weights])
     limits = BatchLimits(engine.max_num_seqs, engine.max_batch_tokens)
     blocks = BlockManager(device.num_blocks, engine.kv_block_size, device.token_bytes * engine.kv_block_size)
     num_slots = device.num_blocks * engine.kv_block_size

@@ -192,17 +192,17 @@ inline void mix(const Shape& shape, const uint32_t* values, const int32_t* block
 // The queries first_query .. + N of an item and a KV head, counted token by token, head by head.
 template <class T, int N>
 void attend(const Shape& shape, const Cache& cache, const Item& item, int kv_head, int first_query, int window,
-            const uint32_t* queries, uint32_t* out) {
+            const uint32_t* queries, float* out) {
   const int d = shape.head_dim, lanes = d / T::kPerLane, group = shape.group();
   const uint32_t* query[N];
-  uint32_t* result[N];
+  float* result[N];
   int begin[N], end[N];
   Softmax<N> soft;
   alignas(64) float results[N][kMaxHeadDim];
   for (int r = 0; r < N; ++r) {
     const int token = (first_query + r) / group, head = kv_head * group + (first_query + r) % group;
     query[r] = queries + (int64_t(item.row + token) * shape.heads + head) * lanes;
-    result[r] = out + (int64_t(item.out_row + token) * shape.heads + head) * lanes;
+    result[r] = out + (int64_t(item.out_row + token) * shape.heads + head) * d;
     end[r] = item.kv_len - item.num_queries + token + 1;
     begin[r] = window > 0 ? std::max(0, end[r] - window) : 0;
     soft.highest[r] = kLowest;
@@ -224,14 +224,13 @@ void attend(const Shape& shape, const Cache& cache, const Item& item, int kv_hea
   }
   for (int r = 0; r < N; ++r) {
     const float factor = 1.0f / soft.total[r];
-    for (int i = 0; i < d; ++i) results[r][i] = results[r][i] * factor + 0.0f;  // no -0, which a weight of 0 ends
-    pack<T>(results[r], d, result[r]);
+    for (int i = 0; i < d; ++i) result[r][i] = results[r][i] * factor + 0.0f;  // no -0, which a weight of 0 ends
   }
 }
 
 template <class T>
 void attend_tile(const Shape& shape, const Cache& cache, const Item& item, int kv_head, int first_query, int count,
-                 int window, const uint32_t* queries, uint32_t* out) {
+                 int window, const uint32_t* queries, float* out) {
   switch (count) {
 #define FARSIGHT_CASE(n) \
   case n: return attend<T, n>(shape, cache, item, kv_head, first_query, window, queries, out);

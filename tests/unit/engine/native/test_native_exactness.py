@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -42,12 +41,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    yield
-    torch.set_num_threads(1)
-
-
 class Components:
     """Sequences of known tokens, computed in whatever portions; every row's logits are kept.
 
@@ -63,10 +56,14 @@ class Components:
         self._rng = random.Random(seed)
         self._sequences = {str(i): _sequence(str(i), ids) for i, ids in enumerate(tokens)}
         num_blocks = sum(-(-len(ids) // BLOCK_SIZE) for ids in tokens) + spare
-        torch.set_num_threads(num_threads)
         kind = getattr(torch, dtype)
         self.runner = ModelRunner.from_dir(
-            model, dtype=kind, num_blocks=num_blocks, block_size=BLOCK_SIZE, backend="native"
+            model,
+            dtype=kind,
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            backend="native",
+            num_threads=num_threads,
         )
         for cache in (*self.runner.pool.keys, *self.runner.pool.values):
             cache.fill_(float("nan"))
@@ -162,7 +159,7 @@ def test_a_row_does_not_depend_on_what_it_is_computed_with(saved: dict[str, Path
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_threads", [2, 3])
+@pytest.mark.parametrize("num_threads", [2, 3, 4, 7])
 @pytest.mark.parametrize("shape", ["mha", "odd"])
 def test_a_row_does_not_depend_on_the_threads(saved: dict[str, Path], shape: str, num_threads: int, dtype: str) -> None:
     """In few steps: threads of a step wait for each other, which takes long where others use the cores."""

@@ -1,0 +1,188 @@
+// The threads that compute a step. The caller's thread and `size - 1` helpers share the tasks of one job after another.
+//
+// A job ends when all its tasks are done, not when all threads have arrived: a helper that the system has suspended
+// between two tasks holds nothing up, the others take the tasks instead. Each thread claims one task at a time, so a
+// thread that runs on a busy core takes fewer of them.
+//
+// A helper without a task spins for a few microseconds, then gives way to other threads of its core, then sleeps. The
+// next job of a step comes within the first two periods; between two steps the helpers sleep and leave their cores to
+// others. The caller spins and gives way; it does not sleep.
+#pragma once
+
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <mutex>
+#include <new>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace farsight {
+
+constexpr int kSpins = 2000;      // pauses before a waiting thread gives way
+constexpr int kAwakeMicros = 100;  // time without a task after which a helper sleeps
+
+inline void pause_briefly() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Only one thread at a time may call `share`. A task must not call it.
+class Team {
+ public:
+  // Starts size - 1 helpers. Throws std::system_error if the system refuses a thread.
+  explicit Team(int size) : owner_(getpid()) {
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);  // the helpers inherit it: signals are the main thread's
+    try {
+      for (int i = 1; i < size; ++i) helpers_.emplace_back([this] { help(); });
+    } catch (...) {
+      pthread_sigmask(SIG_SETMASK, &before, nullptr);
+      dismiss();
+      throw;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  }
+
+  ~Team() { dismiss(); }
+
+  Team(const Team&) = delete;
+  Team& operator=(const Team&) = delete;
+
+  int size() const { return int(helpers_.size()) + 1; }
+
+  // Calls task(i) once for each 0 <= i < count, in any order and by several threads at once; returns when all calls
+  // have returned. If calls throw, the others are still made, then one of the exceptions is thrown here.
+  template <class Task>
+  void share(int count, const Task& task) {
+    if (count <= 1 || helpers_.empty()) {
+      for (int i = 0; i < count; ++i) task(i);
+      return;
+    }
+    call_ = [](const void* t, int i) { (*static_cast<const Task*>(t))(i); };
+    task_ = &task;
+    count_ = count;
+    unfinished_.store(count, std::memory_order_relaxed);
+    unclaimed_.store(count);  // publishes the job; in one total order with asleep_
+    if (asleep_.load() > 0) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      awake_.notify_all();
+    }
+    work();
+    for (int spins = 0; unfinished_.load(std::memory_order_acquire) > 0; ++spins) wait_once(spins);
+    if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
+  }
+
+  // Calls task(begin, end) for ranges that cover 0 .. count, of nearly equal length.
+  template <class Task>
+  void share_ranges(int count, const Task& task) {
+    const int ranges = std::min(count, helpers_.empty() ? 1 : kRangesPerThread * size());
+    share(ranges, [&](int i) {
+      task(int(int64_t(count) * i / ranges), int(int64_t(count) * (i + 1) / ranges));
+    });
+  }
+
+ private:
+  static constexpr int kRangesPerThread = 3;
+
+  // Claims tasks and runs them until none is left; returns how many.
+  int work() {
+    int done = 0;
+    int left = unclaimed_.load(std::memory_order_acquire);
+    while (left > 0) {
+      if (!unclaimed_.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel, std::memory_order_acquire))
+        continue;
+      // The claim keeps the job open, so its description is read only now.
+      try {
+        call_(task_, count_ - left);
+      } catch (...) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (!error_) error_ = std::current_exception();
+      }
+      ++done;
+      left = unclaimed_.load(std::memory_order_acquire);
+    }
+    if (done > 0) unfinished_.fetch_sub(done, std::memory_order_acq_rel);
+    return done;
+  }
+
+  void help() {
+    while (!stopped_.load(std::memory_order_acquire)) {
+      if (work() > 0) continue;
+      if (!await_task()) sleep();
+    }
+  }
+
+  bool has_news() const { return unclaimed_.load() > 0 || stopped_.load(); }
+
+  static void wait_once(int spins) {
+    if (spins < kSpins)
+      pause_briefly();
+    else
+      sched_yield();
+  }
+
+  // Whether there was news while the helper stayed awake.
+  bool await_task() const {
+    using Clock = std::chrono::steady_clock;
+    for (int spins = 0; spins < kSpins; ++spins) {
+      if (has_news()) return true;
+      pause_briefly();
+    }
+    const auto until = Clock::now() + std::chrono::microseconds(kAwakeMicros);
+    while (!has_news()) {
+      if (Clock::now() > until) return false;
+      sched_yield();
+    }
+    return true;
+  }
+
+  void sleep() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    asleep_.fetch_add(1);
+    awake_.wait(lock, [this] { return has_news(); });
+    asleep_.fetch_sub(1);
+  }
+
+  void dismiss() {
+    if (getpid() != owner_) {  // a child of fork has no helpers: what is left of them cannot be joined
+      for (auto& helper : helpers_) new (&helper) std::thread();
+      return;
+    }
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      stopped_.store(true);
+      awake_.notify_all();
+    }
+    for (auto& helper : helpers_) helper.join();
+  }
+
+  const pid_t owner_;
+  std::vector<std::thread> helpers_;
+  // The job. The caller writes it while no task is open, the others read it while they hold one of its tasks.
+  void (*call_)(const void*, int) = nullptr;
+  const void* task_ = nullptr;
+  int count_ = 0;
+  alignas(128) std::atomic<int> unclaimed_{0};
+  alignas(128) std::atomic<int> unfinished_{0};
+  alignas(128) std::atomic<int> asleep_{0};
+  std::atomic<bool> stopped_{false};
+  std::mutex mutex_;
+  std::condition_variable awake_;
+  std::exception_ptr error_;
+};
+
+}  // namespace farsight
