@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from engine.checkpoint.config_fields import CheckpointError
+from engine.checkpoint.config_fields import CheckpointError, Shape
 from engine.checkpoint.gguf_model import gguf_tensors
 from engine.checkpoint.model_config import ModelConfig
-from engine.checkpoint.names import Shape, check_complete, known_name, tensor_shapes
+from engine.checkpoint.names import check_complete, known_name, tensor_shapes
 from engine.checkpoint.quantization import StoredMatrix, stored_matrices
 from engine.checkpoint.stored import FLOATS, stored_tensors
 from tokenization.gguf.file import GGUFTensor, is_gguf, read_gguf

@@ -10,6 +10,8 @@ from typing import Any
 from core.errors import InvalidValueError
 from tokenization.model_dir import model_file, read_json_file
 
+Shape = tuple[int, ...]
+
 MAX_SIZE = 1 << 31
 """Largest size of anything in a configuration."""
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Sequence, Set, Sized
 from dataclasses import dataclass
 
-from engine.checkpoint.config_fields import CheckpointError
+from engine.checkpoint.config_fields import CheckpointError, Shape
 from engine.checkpoint.model_config import POSITION_OFFSET, ModelConfig
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from engine.checkpoint.config_fields import CheckpointError, UnsupportedModelError
-from engine.checkpoint.names import Shape
+from engine.checkpoint.config_fields import CheckpointError, Shape, UnsupportedModelError
 from engine.checkpoint.stored import FLOATS, StoredTensor
 
 Method = Literal["gptq", "awq", "packed", "int8", "fp8"]

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.config_fields import CheckpointError
-from engine.checkpoint.names import Shape
+from engine.checkpoint.config_fields import CheckpointError, Shape
 from tokenization.model_dir import model_file, read_json_file
 
 MAX_HEADER = 1 << 25

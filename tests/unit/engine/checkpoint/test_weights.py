@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from core.errors import InvalidValueError
 from engine.checkpoint.model_config import load_model_config
-from engine.checkpoint.weights import CheckpointError, Linear, ModelWeights, PackedLinear, load_weights, parse_dtype
+from engine.checkpoint.weights import CheckpointError, Linear, Matrix, ModelWeights, load_weights, parse_dtype
 from engine.kv.kv_pool import KVPool
 from tests.unit.engine.small_models import SHAPES, load_reference, save_model
 
@@ -31,7 +31,7 @@ def checkpoint(tiny_model_dir, tmp_path):
     return out, change
 
 
-def plain(linear: Linear | PackedLinear) -> Linear:
+def plain(linear: Matrix) -> Linear:
     assert isinstance(linear, Linear), "the checkpoint is not packed"
     return linear
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine.models.int4 import GROUP, pack_linear, pack_weights
 
 from core.config.engine import EngineConfig
 from core.config.scheduling import SchedulerConfig
@@ -15,7 +16,6 @@ from engine import Engine
 from engine.build import build_worker
 from engine.checkpoint.model_config import load_model_config
 from engine.checkpoint.weights import Linear, PackedLinear, load_weights
-from engine.models.int4 import GROUP, pack_linear, pack_weights
 from engine.steps.backends import NativeBackend, TorchBackend
 from engine.steps.model_runner import ModelRunner
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from core.config.engine import EngineConfig
 from core.errors import ConfigError
 from engine.checkpoint.model_config import ModelConfig, load_model_config
-from engine.checkpoint.weights import CheckpointError, LayerWeights, Linear, PackedLinear, load_weights
+from engine.checkpoint.weights import CheckpointError, LayerWeights, Linear, Matrix, load_weights
 from engine.parallel.memory import free_bytes, run_largest_step
 from engine.parallel.mesh import Mesh, Part, check_parallel
 from engine.parallel.shards import StageWeights, load_shard
@@ -31,7 +31,7 @@ def shards(directory: Path, mesh: Mesh) -> tuple[list[Part], list[StageWeights]]
 def outputs(config: ModelConfig, layer: LayerWeights, x: torch.Tensor) -> list[torch.Tensor]:
     """What each linear layer makes of ``x``: queries, keys, values, gate, up, cut apart."""
 
-    def apply(linear: Linear | PackedLinear, sizes: list[int]) -> list[torch.Tensor]:
+    def apply(linear: Matrix, sizes: list[int]) -> list[torch.Tensor]:
         assert isinstance(linear, Linear), "the checkpoint is not packed"
         return list(torch.nn.functional.linear(x, linear.weight, linear.bias).split(sizes, -1))
 
