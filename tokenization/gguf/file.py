@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import stat
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -131,11 +132,12 @@ def read_gguf(path: Path) -> GGUFFile:
         GGUFError: Not such a file, or one that is damaged or lies about itself.
     """
     try:
-        with path.open("rb") as file:
-            if not path.stat().st_size:
-                raise GGUFError(path.name, "an empty file", "a GGUF file")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _Cursor(path, data).file()
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or not status.st_size:
+            found = "an empty file" if stat.S_ISREG(status.st_mode) else "something else"
+            raise GGUFError(path.name, found, "a GGUF file: a regular file")
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Cursor(path, data).file()
     except OSError as error:
         raise GGUFError("model", str(path), f"a readable GGUF file ({error.strerror})") from error
 

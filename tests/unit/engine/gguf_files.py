@@ -125,7 +125,7 @@ def _write_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: 
     try:
         data = gguf.quants.quantize(values, quantization)
     except NotImplementedError:
-        data = random_rows(kind, *values.shape, seed)
+        data = random_rows(kind, len(values), values.shape[1], seed)
     writer.add_tensor(name, data, raw_dtype=quantization)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -21,12 +22,14 @@ from engine.checkpoint.model_config import load_model_config, resolve_model_dir
 from engine.checkpoint.quantized import JoinedLinear, QuantizedLinear
 from engine.checkpoint.rotary_config import FactorScaling
 from engine.checkpoint.sources import open_checkpoint
-from engine.checkpoint.weights import load_weights
+from engine.checkpoint.weights import Linear, load_weights
 from engine.models.rotary import frequencies
+from engine.steps.backends import NativeBackend
+from engine.steps.model_runner import ModelRunner
 from tests.unit.engine.gguf_files import SCALES_AT, dequantized, random_rows, write_gguf
 from tests.unit.engine.small_models import SHAPES, load_reference, save_model
 
-WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 2}
+WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 2}
 """Rows that hold whole blocks of every type."""
 
 SMALL = EngineConfig(kv_memory="4MiB", block_size=16, max_num_seqs=8, max_batch_tokens=32, num_threads=1)
@@ -81,7 +84,7 @@ def test_weights_are_what_the_package_dequantizes(kind, wide_dir, tmp_path):
 )
 def test_a_file_is_the_model_of_its_directory(shape, model_dir: Callable[[str], Path], tmp_path):
     if shape == "qwen3_plain":
-        options = {"architecture": "Qwen3ForCausalLM", "num_key_value_heads": 2, "head_dim": 48}
+        options: dict[str, Any] = {"architecture": "Qwen3ForCausalLM", "num_key_value_heads": 2, "head_dim": 48}
         directory = save_model(tmp_path / "directory", **options)
     else:
         directory = model_dir(shape)
@@ -133,9 +136,10 @@ def test_a_mixture_of_types_is_kept_as_it_is(wide_dir, tmp_path):
     for ours, theirs in zip(kept.layers, plain.layers, strict=True):
         for name in ("qkv", "out", "up", "down"):
             assert torch.equal(getattr(ours, name).dense(torch.float32), getattr(theirs, name).weight)
+    assert isinstance(plain.lm_head, torch.Tensor)
     assert torch.equal(kept.lm_head.dense(torch.float32), plain.lm_head)
     assert torch.equal(kept.embedding, plain.embedding)
-    assert type(second.qkv).__name__ == "Linear", "one part is not quantised, so the layer is not"
+    assert isinstance(second.qkv, Linear), "one part is not quantised, so the layer is not"
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K"])
@@ -144,7 +148,8 @@ def test_quantized_models_run_compiled(kind, wide_dir, tmp_path):
     path = write_gguf(tmp_path / "model.gguf", wide_dir, kind)
     directory = dequantized(path, wide_dir, tmp_path / "plain")
     engine = Engine(path, dtype="float32", engine=SMALL)
-    assert type(engine.worker.runner.backend).__name__ == "NativeBackend"
+    runner = engine.worker.runner
+    assert isinstance(runner, ModelRunner) and isinstance(runner.backend, NativeBackend)
     ours, theirs = tokens(path, "torch"), tokens(directory, "torch")
     assert ours == theirs
     reference = load_reference(directory)
@@ -176,7 +181,7 @@ def test_a_directory_with_one_file_is_that_file(tiny_model_dir, tmp_path):
         resolve_model_dir(str(tmp_path))
 
 
-def test_the_check_needs_headers_alone(tiny_model_dir, tmp_path):
+def test_good_checkpoints_pass_the_check(tiny_model_dir, tmp_path):
     path = write_gguf(tmp_path / "model.gguf", tiny_model_dir)
     check_checkpoint(path, load_model_config(path))
     check_checkpoint(tiny_model_dir, load_model_config(tiny_model_dir))
