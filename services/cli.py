@@ -55,6 +55,9 @@ def serve(
     config: Annotated[Path | None, typer.Option(help="TOML file; flags override it.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on; default: 127.0.0.1.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; default: 8000.")] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="Bits of the weights: full, int8 or int4; default: what the preset says.")
+    ] = None,
     kv_memory: Annotated[str | None, typer.Option(help="KV pool, as 512MiB or 2GiB; default: auto.")] = None,
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest sequence, in tokens; default: the model's context.")
@@ -102,6 +105,7 @@ def serve(
         },
         "engine": {
             "device": device,
+            "weights": weights,
             "kv_memory": kv_memory,
             "max_model_len": max_model_len,
             "prefix_cache": prefix_cache,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int32, c_void_p
+from ctypes import POINTER, Array, Structure, byref, c_char_p, c_float, c_int32, c_void_p
 from typing import Any
 
 import numpy as np
@@ -239,9 +239,8 @@ class NativeModel:
         if isinstance(linear, Linear):
             n, k = linear.weight.shape
             return _Linear(linear.weight.data_ptr(), bias, n, k, None, 0)
-        parts = linear.parts if isinstance(linear, JoinedLinear) else (linear,)
-        packed = (_Quantized * len(parts))(*(_quantized(part) for part in parts))
-        return _Linear(None, bias, linear.outputs, parts[0].inputs, packed, len(parts))
+        parts = quantized_arguments(linear)
+        return _Linear(None, bias, linear.outputs, parts[0].k, parts, len(parts))
 
     def _floats(self, values: Tensor | None) -> int | None:
         """The address of float32 values that live as long as the model."""
@@ -250,6 +249,12 @@ class NativeModel:
         kept = values.float().contiguous()
         self._keep.append(kept)
         return kept.data_ptr()
+
+
+def quantized_arguments(linear: QuantizedLinear | JoinedLinear) -> Array[_Quantized]:
+    """``FsQuantized`` of each part; its tensors are the parts'."""
+    parts = linear.parts if isinstance(linear, JoinedLinear) else (linear,)
+    return (_Quantized * len(parts))(*map(_quantized, parts))
 
 
 def _quantized(part: QuantizedLinear) -> _Quantized:

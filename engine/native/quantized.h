@@ -16,6 +16,9 @@
 #include "lanes.h"
 #include "linear.h"
 
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 #ifdef __linux__
 #include <sys/mman.h>
 #endif

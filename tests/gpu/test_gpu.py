@@ -307,12 +307,12 @@ def test_out_of_memory(tmp_path: Path) -> None:
     assert agreeing >= len(tokens[0]) - 6  # a near tie changes what follows
 
 
-@pytest.mark.parametrize("weights", ["full", "int4"])
-def test_a_checkpoint_is_loaded_and_the_memory_shared_out(tmp_path: Path, weights: str) -> None:
+@pytest.mark.parametrize("bits", [0, 8, 4])
+def test_a_checkpoint_is_loaded_and_the_memory_shared_out(tmp_path: Path, bits: int) -> None:
     config = model_config("tiny", tmp_path)
     save_random_checkpoint(config, tmp_path, torch.bfloat16)
     engine = EngineConfig(device="cuda", max_num_seqs=16, max_batch_tokens=512, gpu_memory_utilization=0.5)
-    device = load_device(tmp_path, config, "auto", engine, 1, swaps=True, packed=weights == "int4")
+    device = load_device(tmp_path, config, "auto", engine, 1, swaps=True, bits=bits)
     assert isinstance(device.runner, ModelRunner)
     pool = device.runner.pool
     assert (pool.device.type, pool.dtype, pool.block_size) == ("cuda", torch.bfloat16, 64)

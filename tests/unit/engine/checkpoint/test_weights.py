@@ -32,7 +32,7 @@ def checkpoint(tiny_model_dir, tmp_path):
 
 
 def plain(linear: Matrix) -> Linear:
-    assert isinstance(linear, Linear), "the checkpoint is not packed"
+    assert isinstance(linear, Linear), "the checkpoint is not quantised"
     return linear
 
 

@@ -48,10 +48,18 @@ class Components:
         seed: Decides the places of the blocks and the cuts.
         spare: Blocks beyond those that are needed: the context's length, so the table of angles, is another too.
         num_threads: Threads that compute the step.
+        bits: What the weights are rounded to; 0 leaves them.
     """
 
     def __init__(
-        self, model: Path, dtype: str, tokens: list[list[int]], seed: int, spare: int = 0, num_threads: int = 1
+        self,
+        model: Path,
+        dtype: str,
+        tokens: list[list[int]],
+        seed: int,
+        spare: int = 0,
+        num_threads: int = 1,
+        bits: int = 0,
     ) -> None:
         self._rng = random.Random(seed)
         self._sequences = {str(i): _sequence(str(i), ids) for i, ids in enumerate(tokens)}
@@ -64,6 +72,7 @@ class Components:
             block_size=BLOCK_SIZE,
             backend="native",
             num_threads=num_threads,
+            bits=bits,
         )
         for cache in (*self.runner.pool.keys, *self.runner.pool.values):
             cache.fill_(float("nan"))
@@ -132,7 +141,7 @@ def _sequence(name: str, token_ids: list[int]) -> Sequence:
     return Sequence.of(Request(name, 1, "ingress", tuple(token_ids), SamplingParams(1)))
 
 
-def _random_tokens(lengths: tuple[int, ...]) -> list[list[int]]:
+def random_tokens(lengths: tuple[int, ...]) -> list[list[int]]:
     rng = random.Random(7)
     return [[rng.randrange(3, 300) for _ in range(length)] for length in lengths]
 
@@ -152,7 +161,7 @@ CUTS = [(2, 3), (3, 1), (5, 2), (33, 7), (33, 200)]
 @pytest.mark.parametrize("shape", MODELS)
 def test_a_row_does_not_depend_on_what_it_is_computed_with(saved: dict[str, Path], shape: str, dtype: str) -> None:
     """Batches of 1 to 33 sequences, decode rows and chunks, places of blocks: the bits are those of one row."""
-    tokens = _random_tokens(LENGTHS)
+    tokens = random_tokens(LENGTHS)
     alone = Components(saved[shape], dtype, tokens, seed=0).run_alone()
     for seed, cut in enumerate(CUTS, start=1):
         assert_same(Components(saved[shape], dtype, tokens, seed, spare=seed).run(*cut), alone)
@@ -163,7 +172,7 @@ def test_a_row_does_not_depend_on_what_it_is_computed_with(saved: dict[str, Path
 @pytest.mark.parametrize("shape", ["mha", "odd"])
 def test_a_row_does_not_depend_on_the_threads(saved: dict[str, Path], shape: str, num_threads: int, dtype: str) -> None:
     """In few steps: threads of a step wait for each other, which takes long where others use the cores."""
-    tokens = _random_tokens(LENGTHS[:12])
+    tokens = random_tokens(LENGTHS[:12])
     alone = Components(saved[shape], dtype, tokens, seed=0).run_alone()
     threaded = Components(saved[shape], dtype, tokens, seed=1, num_threads=num_threads)
     threaded.step({name: max(1, threaded.left(name) - 1) for name in threaded.done})
@@ -174,7 +183,7 @@ def test_a_row_does_not_depend_on_the_threads(saved: dict[str, Path], shape: str
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_rows", range(1, 34))
 def test_every_number_of_decode_rows(saved: dict[str, Path], num_rows: int, dtype: str) -> None:
-    tokens = _random_tokens((3,) * num_rows)
+    tokens = random_tokens((3,) * num_rows)
     together = Components(saved["gqa"], dtype, tokens, seed=1)
     for _ in range(3):
         together.step(dict.fromkeys(together.done, 1))
@@ -184,7 +193,7 @@ def test_every_number_of_decode_rows(saved: dict[str, Path], num_rows: int, dtyp
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_prefix_that_another_request_has_computed(saved: dict[str, Path], dtype: str) -> None:
     """Its blocks are taken over; what follows is as if the sequence had computed them by itself."""
-    first, second = _random_tokens((150, 170))
+    first, second = random_tokens((150, 170))
     second[:144] = first[:144]
     alone = Components(saved["gqa"], dtype, [second], seed=0).run_alone()
     shared = Components(saved["gqa"], dtype, [first, second], seed=1)
@@ -203,7 +212,7 @@ def test_a_prefix_that_another_request_has_computed(saved: dict[str, Path], dtyp
 @pytest.mark.parametrize("shape", ["gqa", "odd", "biases", "qwen3", "phi3", "opt", "long_window"])
 def test_the_roundings_are_those_of_the_contract(saved: dict[str, Path], shape: str, dtype: str) -> None:
     """Not only always the same: the bits are those that the ADR promises."""
-    (tokens,) = _random_tokens((150,))
+    (tokens,) = random_tokens((150,))
     model = saved[shape]
     config = load_model_config(model)
     exact = ExactStep(config, load_weights(model, config, getattr(torch, dtype)), len(tokens))

@@ -32,7 +32,7 @@ def outputs(config: ModelConfig, layer: LayerWeights, x: torch.Tensor) -> list[t
     """What each linear layer makes of ``x``: queries, keys, values, gate, up, cut apart."""
 
     def apply(linear: Matrix, sizes: list[int]) -> list[torch.Tensor]:
-        assert isinstance(linear, Linear), "the checkpoint is not packed"
+        assert isinstance(linear, Linear), "the checkpoint is not quantised"
         return list(torch.nn.functional.linear(x, linear.weight, linear.bias).split(sizes, -1))
 
     kv = config.num_key_value_heads * config.head_dim
