@@ -124,9 +124,9 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[StoredTensor, int, int]:
     fields: Mapping[str, Any] = entry if isinstance(entry, dict) else {}
     dtype, shape, offsets = str(fields.get("dtype")), _sizes(fields.get("shape")), _sizes(fields.get("data_offsets"))
     if dtype not in ITEM_BYTES:
-        raise _error(path, f"{name} of type {dtype!r}, known are {', '.join(ITEM_BYTES)}")
+        raise _error(path, f"{name} of type {dtype[:20]!r}, known are {', '.join(ITEM_BYTES)}")
     if shape is None or offsets is None or len(offsets) != 2:
-        raise _error(path, f"{name} of shape {fields.get('shape')!r} at {fields.get('data_offsets')!r}")
+        raise _error(path, f"{name} of another shape, or at another place, than sizes and two offsets say")
     begin, end = offsets
     if math.prod(shape) * ITEM_BYTES[dtype] != end - begin:
         raise _error(path, f"{name}: {end - begin} bytes for {dtype} {list(shape)}")

@@ -52,7 +52,7 @@ LIES: dict[str, dict[str, Any]] = {
     "a shape that is no list": {"entries": {"a": entry(shape=2)}, "data": bytes(8)},
     "a negative size": {"entries": {"a": entry(shape=[-2])}, "data": bytes(8)},
     "a size of 2^62": {"entries": {"a": entry(shape=[1 << 62, 4])}, "data": bytes(8)},
-    "a million sizes": {"entries": {"a": entry(shape=[1] * 1_000_000)}, "data": bytes(8)},
+    "many sizes": {"entries": {"a": entry(shape=[1] * 100_000)}, "data": bytes(8)},
     "a size that is true": {"entries": {"a": entry(shape=[True, 2])}, "data": bytes(8)},
     "offsets that overflow": {"entries": {"a": entry(offsets=[1 << 63, (1 << 63) + 8])}, "data": bytes(8)},
     "offsets in reverse": {"entries": {"a": entry(offsets=[8, 0])}, "data": bytes(8)},
@@ -75,7 +75,7 @@ def test_headers_that_lie_are_refused_without_a_cost(lie, tmp_path):
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < 20 * (1 << 20), "bytes of memory, for at most 2 MB of header"
+    assert peak < 4 * (1 << 20), "bytes of memory, for at most 300 kB of header"
 
 
 def test_a_header_may_be_no_longer_than_its_limit(tmp_path):
@@ -116,14 +116,8 @@ def test_the_shapes_checked_are_those_that_are_filled(shape, model_dir: Callable
     check_checkpoint(model_dir(shape), config)
 
 
-FILES = (
-    "config.json",
-    "generation_config.json",
-    FILE,
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-)
+TEXTS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+FILES = (FILE, *TEXTS)
 
 
 def use(directory: Path) -> None:
@@ -148,7 +142,7 @@ def test_links_in_a_circle_pipes_and_folders_are_refused(name, directory):
     path = directory / name
     path.unlink(missing_ok=True)
     path.symlink_to(path)
-    with pytest.raises(InvalidValueError, match="circle|symbolic links"):
+    with pytest.raises(InvalidValueError, match=r"circle|symbolic links"):
         use(directory)
     path.unlink()
     path.symlink_to(directory / "nothing")
