@@ -10,6 +10,7 @@ from core.config.engine import EngineConfig
 from core.config.scheduling import SchedulerConfig
 from core.errors import ConfigError
 from core.messages.plans import WorkerReady
+from engine.checkpoint.check import check_checkpoint
 from engine.checkpoint.model_config import load_model_config, resolve_max_model_len
 from engine.devices.emulated_device import emulate_device
 from engine.parallel.mesh import ALONE, Mesh, check_parallel
@@ -29,7 +30,7 @@ BITS = {"full": 0, "int8": 8, "int4": 4}
 
 
 def check_worker(model_dir: Path, engine: EngineConfig, mesh: Mesh = ALONE) -> None:
-    """Refuses, before anything is loaded, a configuration that could not be built.
+    """Refuses, before anything is loaded, a configuration that could not be built, or a damaged checkpoint.
 
     Args:
         mesh: The ranks that the model is spread over.
@@ -44,6 +45,7 @@ def check_worker(model_dir: Path, engine: EngineConfig, mesh: Mesh = ALONE) -> N
         emulate_device(config, load_tokenizer(model_dir), engine)  # costs nothing, and holds nothing
     else:
         resolve_max_model_len(config, engine.max_model_len)
+        check_checkpoint(model_dir, config)
 
 
 def build_worker(

@@ -44,7 +44,9 @@ def main(
 
 @app.command()
 def serve(
-    model: Annotated[str | None, typer.Option(help="Model directory or hub id; default: the embedded model.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model directory, GGUF file or hub id; default: the embedded model.")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
     device: Annotated[
         str | None,
@@ -228,7 +230,9 @@ def batch(
         str | None,
         typer.Option(help="Dashboard of a Ray cluster, as http://host:8265; default: a private cluster here."),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Model directory or hub id; default: the embedded model.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model directory, GGUF file or hub id; default: the embedded model.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file; flags override it.")] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight at once.")] = 64,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,

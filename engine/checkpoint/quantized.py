@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -125,3 +126,30 @@ class JoinedLinear:
             return None
         like = next(part.bias for part in self.parts if part.bias is not None)
         return torch.cat([like.new_zeros(part.outputs) if part.bias is None else part.bias for part in self.parts])
+
+
+def join_records(parts: Sequence[QuantizedLinear], bias: Tensor | None) -> QuantizedLinear | JoinedLinear:
+    """One layer whose outputs are those of the parts, one below the other; neighbours of one format become one part.
+
+    Args:
+        bias: Of all outputs together.
+    """
+    joined: list[QuantizedLinear] = []
+    for part in parts:
+        if joined and _alike(joined[-1], part):
+            joined[-1] = _stacked(joined[-1], part)
+        else:
+            joined.append(part)
+    if bias is not None:
+        biases = torch.split(bias, [part.outputs for part in joined])
+        joined = [replace(part, bias=own) for part, own in zip(joined, biases, strict=True)]
+    return joined[0] if len(joined) == 1 else JoinedLinear(tuple(joined))
+
+
+def _alike(a: QuantizedLinear, b: QuantizedLinear) -> bool:
+    return (a.bits, a.group, a.minima is None) == (b.bits, b.group, b.minima is None)
+
+
+def _stacked(a: QuantizedLinear, b: QuantizedLinear) -> QuantizedLinear:
+    minima = None if a.minima is None or b.minima is None else torch.cat([a.minima, b.minima])
+    return QuantizedLinear(torch.cat([a.values, b.values]), torch.cat([a.scales, b.scales]), minima, a.bits, a.group)

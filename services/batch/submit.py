@@ -119,8 +119,8 @@ def entrypoint(python: str, source: Path, target: Path, options: BatchOptions) -
     if options.config is not None:
         words += ["--config", str(options.config.resolve())]
     if options.model is not None:
-        is_directory = Path(options.model).is_dir()
-        words += ["--model", str(Path(options.model).resolve()) if is_directory else options.model]
+        is_local = Path(options.model).exists()  # a directory or a GGUF file, not a hub id
+        words += ["--model", str(Path(options.model).resolve()) if is_local else options.model]
     if options.overwrite:
         words.append("--overwrite")
     return shlex.join(words)

@@ -29,7 +29,9 @@ _DEFAULTS = EngineConfig()
 
 def profile(
     out: Annotated[Path, typer.Option(help="Write the profile to this JSON file.")],
-    model: Annotated[str | None, typer.Option(help="Model directory or hub id; default: the embedded model.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model directory, GGUF file or hub id; default: the embedded model.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     max_num_seqs: Annotated[int, typer.Option(help="Most sequences in one step.")] = _DEFAULTS.max_num_seqs,
     max_model_len: Annotated[int, typer.Option(help="Longest sequence, in tokens; 0: the model's context.")] = 0,

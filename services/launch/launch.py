@@ -62,6 +62,8 @@ class LocatedModel:
 def find_model(config: FarsightConfig) -> LocatedModel:
     """The configured model, or the embedded one. Without replicas of our own engine its tokenizer is enough.
 
+    Every header of its files is read, so that a damaged or unsupported model is refused before anything starts.
+
     Raises:
         InvalidValueError: The model does not exist, is not supported or cannot run as configured.
     """
@@ -69,18 +71,26 @@ def find_model(config: FarsightConfig) -> LocatedModel:
     from engine.checkpoint.model_config import resolve_model_dir
     from engine.parallel.mesh import Mesh
     from engine.text.vocabulary import vocabulary_size
+    from services.api.text.prompts import PromptEncoder
 
     model = LocatedModel(EMBEDDED_MODEL, config.model.name or EMBEDDED_NAME)
     if config.model.path:
         directory = resolve_model_dir(config.model.path, weights=config.model.replicas > 0)
-        model = LocatedModel(directory, config.model.name or Path(config.model.path).resolve().name)
+        model = LocatedModel(directory, config.model.name or _name_of(config.model.path))
     # Refuse a model that cannot run before anything starts.
     if config.model.replicas:
         mesh = Mesh(config.model.tensor_parallel, config.model.pipeline_parallel)
         check_worker(model.directory, config.engine, mesh)
     else:
         vocabulary_size(model.directory)
+    PromptEncoder(model.directory)  # the tokenizer and the chat template
     return model
+
+
+def _name_of(path: str) -> str:
+    """The name that clients use unless another is configured: the directory's, or the file's without ``.gguf``."""
+    name = Path(path).resolve().name
+    return name[: -len(".gguf")] if name.lower().endswith(".gguf") else name
 
 
 def find_site(config: FarsightConfig, model: LocatedModel) -> Site:

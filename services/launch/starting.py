@@ -128,7 +128,8 @@ class StartingComponents:
         config = self._site.config
         if config.engine.profile:
             return f"{config.model.name} (emulated)"
-        files = Path(self._site.model_dir).glob("*.safetensors")
+        model = Path(self._site.model_dir)
+        files = model.glob("*.safetensors") if model.is_dir() else [model]
         return f"{config.model.name} ({sum(file.stat().st_size for file in files) / _MIB:.0f} MiB)"
 
 

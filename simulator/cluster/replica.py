@@ -14,10 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from estimator.samples import step_work
+
 from core.messages.plans import FinishedSequence, Plan, WorkerReady, WorkerState
 from core.messages.requests import Key
 from core.request import Request, Residency
-from estimator.samples import step_work
 from kvcache import BatchLimits, BlockManager, LeaseExecutor, StaticExecutor, StepBatch, StepItem
 from policies.replica.events import (
     BatchBroken,

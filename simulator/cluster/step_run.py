@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from estimator.samples import StepWork
+
 from kvcache import StepBatch
 from simulator.cluster.latency import LatencyModel
 

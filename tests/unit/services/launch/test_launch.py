@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import services
 from actors.runtime.hosts import num_gpus
 from actors.runtime.names import by_host, wanted_components
 from core.config.actors import ActorsConfig
@@ -13,9 +17,17 @@ from core.config.engine import EngineConfig
 from core.config.load import FarsightConfig
 from core.config.log import LogConfig
 from core.config.model import ModelConfig
-from core.errors import ConfigError
+from core.errors import ConfigError, InvalidValueError
 from core.messages.status import ComponentCounts
-from services.launch.launch import LocatedModel, check_gpus, find_model, find_site, resolve_placement
+from services.launch.launch import (
+    EMBEDDED_MODEL,
+    LocatedModel,
+    check_gpus,
+    find_model,
+    find_site,
+    resolve_placement,
+)
+from tests.unit.engine.gguf_files import write_gguf
 
 
 @pytest.mark.parametrize("path", ["", "redis://user:secret@127.0.0.1:6379/2", "rediss://host", "/var/log.sqlite"])
@@ -92,3 +104,41 @@ def test_a_model_that_cannot_be_split_is_refused_before_anything_starts() -> Non
     with pytest.raises(ConfigError, match=r"model\.pipeline_parallel: got 9, expected at most the model's 4 layers"):
         find_model(FarsightConfig(model=ModelConfig(pipeline_parallel=9)))
     find_model(FarsightConfig(model=ModelConfig(tensor_parallel=4, pipeline_parallel=4)))
+
+
+def _find(path: Path) -> LocatedModel:
+    return find_model(FarsightConfig(model=ModelConfig(path=str(path))))
+
+
+def test_a_damaged_model_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    model = shutil.copytree(EMBEDDED_MODEL, tmp_path / "model")
+    assert _find(model) == LocatedModel(model, "model")
+    weights = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(weights[:-1])
+    with pytest.raises(InvalidValueError, match=r"model\.safetensors.*cut off"):
+        _find(model)
+    (model / "model.safetensors").write_bytes(weights)
+    (model / "tokenizer_config.json").write_text('{"chat_template": "{% if %}"}')
+    with pytest.raises(ConfigError, match="chat template"):
+        _find(model)
+    (model / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        _find(model)
+
+
+def test_a_gguf_file_is_named_without_its_ending(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "Tiny-Q8.gguf", EMBEDDED_MODEL)
+    assert _find(path) == LocatedModel(path, "Tiny-Q8")
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(InvalidValueError, match=r"Tiny-Q8\.gguf.*cut off"):
+        _find(path)
+    with pytest.raises(InvalidValueError, match="a GGUF file that exists"):
+        _find(tmp_path / "missing.gguf")
+
+
+def test_the_check_of_a_model_loads_neither_torch_nor_ray() -> None:
+    code = (
+        "import sys; from core.config.load import load_config; from services.launch.launch import find_model;"
+        "find_model(load_config(None, {})); assert not {'torch', 'ray', 'gguf'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(services.__file__).parents[1])
