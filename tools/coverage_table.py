@@ -16,8 +16,8 @@ from farsight_rooms import ROOMS
 PAGE = """# Coverage
 
 Branches that the pure tests take, measured on {date} with `make coverage`, which writes this page. A branch is one way
-out of a condition or a loop. The pure tests are those of `tests/unit`, `tests/sim` and `tests/protocol` that `make test`
-runs; they start neither Ray nor a server. Processes that a test starts are measured as well.
+out of a condition or a loop. The pure tests are those of `tests/unit`, `tests/sim` and `tests/protocol` that
+`make test` runs; they start neither Ray nor a server. Processes that a test starts are measured as well.
 
 {table}
 
