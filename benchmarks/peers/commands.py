@@ -1,4 +1,4 @@
-"""How each peer is started so that it does well on few cores, and what exactly was started."""
+"""Commands that start each peer so that it performs well on few cores, and records of what was started."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Peer:
 
     Attributes:
         takes_ids: Prompts may be token ids.
-        takes_extensions: It knows ``ignore_eos`` and ``stream_options``; without them both servers are asked without.
+        takes_extensions: It supports ``ignore_eos`` and ``stream_options``; if not, neither server is sent them.
     """
 
     name: str
@@ -42,7 +42,7 @@ def peer(name: str, venv: Path, model_dir: Path, max_model_len: int, options: Se
     """A peer by its name, ``vllm`` or ``transformers``.
 
     Args:
-        venv: Where it is installed.
+        venv: Virtual environment in which it is installed.
         max_model_len: In tokens; vLLM plans its memory by it.
         options: More arguments of its server.
     """
@@ -72,11 +72,11 @@ def transformers_command(venv: Path, model_dir: Path, options: Sequence[str]) ->
 
 
 def installed_versions(venv: Path) -> dict[str, str]:
-    """What of ``PACKAGES`` is installed there, and its Python.
+    """Versions of the installed ``PACKAGES`` and of Python in the environment.
 
     Raises:
-        OSError: There is no Python.
-        subprocess.CalledProcessError: It does not run.
+        OSError: The environment has no Python.
+        subprocess.CalledProcessError: Its Python does not run.
     """
     script = (
         "import importlib.metadata as m, json, platform, sys\n"
