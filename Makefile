@@ -40,7 +40,7 @@ test: setup-dev ## Run every test that needs no GPU and takes no minutes (one ro
 test-fast: setup-dev ## Run the pure tests: no Ray, no HTTP, no model
 	$(PYTEST) -m "not gpu and not long and not torch" $(FAST) $(ARGS)
 
-test-long: setup-dev ## Run what takes minutes: every seed of the protocol, every run of a reproduction
+test-long: setup-dev ## Run every test: all seeds of random tests, all reproductions, all variants
 	PROTOCOL_NUM_SEEDS=10000 FUZZ_VOLUME=4 $(PYTEST) -m "not gpu" $(ARGS)
 
 # The tests that start no server and no Ray, each at the volume of `make test`: within 25 minutes on four free cores.
