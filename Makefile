@@ -22,7 +22,7 @@ FAST = $(addprefix tests/unit/,core tokenization kvcache policies predictor esti
 PYTEST = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 CODE = farsight_rooms.py core tokenization kvcache policies predictor estimator engine actors simulator services benchmarks tools tests
 
-.PHONY: help setup setup-dev serve test test-fast test-long coverage check format clean
+.PHONY: help setup setup-dev serve test test-fast test-long coverage check check-types check-rest format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,7 +40,7 @@ test: setup-dev ## Run every test that needs no GPU and takes no minutes (one ro
 test-fast: setup-dev ## Run the pure tests: no Ray, no HTTP, no model
 	$(PYTEST) -m "not gpu and not long and not torch" $(FAST) $(ARGS)
 
-test-long: setup-dev ## Run what takes minutes: every seed of the protocol, every run of a reproduction
+test-long: setup-dev ## Run every test: all seeds of random tests, all reproductions, all variants
 	PROTOCOL_NUM_SEEDS=10000 FUZZ_VOLUME=4 $(PYTEST) -m "not gpu" $(ARGS)
 
 # The tests that start no server and no Ray, each at the volume of `make test`: within 25 minutes on four free cores.
@@ -52,10 +52,15 @@ coverage: setup-dev ## Measure the branches that the pure tests take, and write 
 	$(VENV)/bin/coverage json -q -o .coverage.json
 	$(VENV)/bin/python -m tools.coverage_table .coverage.json docs/coverage.md
 
-check: setup-dev ## Lint, format, types, dependency rule, prose, site of the documentation
+# `make -j2 check` runs both halves at once; the types take most of the time.
+check: check-types check-rest ## Lint, format, types, dependency rule, prose, site of the documentation
+
+check-types: setup-dev
+	$(VENV)/bin/mypy
+
+check-rest: setup-dev
 	$(VENV)/bin/ruff check $(CODE)
 	$(VENV)/bin/ruff format --check $(CODE)
-	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-cache
 	$(VENV)/bin/mkdocs build --strict --quiet
 	$(VENV)/bin/python -m tools.prose_check

@@ -83,7 +83,7 @@ class EngineBench:
         }
 
     def _requests(self, most_tokens: int | None = None) -> list[tuple[list[int], SamplingParams]]:
-        """Prompts that no earlier run has used, so that no cache of prefixes helps."""
+        """Prompts that no earlier run has used, so that the prefix cache does not help."""
         salt, self._num_runs = self._num_runs, self._num_runs + 1
         return [
             (

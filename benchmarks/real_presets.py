@@ -77,7 +77,7 @@ class Bench:
     sla: Sla
 
     def arrivals(self, seed: int, load: float) -> list[Arrival]:
-        """Poisson, with forecasts; load 1 is what FCFS gets through when all come at once, less the last 15 %."""
+        """Poisson arrivals with forecasts; load 1 is FCFS's throughput with all requests queued, less the last 15 %."""
         rng = np.random.default_rng(seed)
         drawn = build_workload("apps8", rng, 2 * self.num_requests)
         fitting = [each for each in drawn if each.prompt_len + each.output_len <= MAX_LEN]
@@ -112,7 +112,7 @@ class Bench:
         return figures(served.records, self.sla, served.num_preemptions / len(arrivals))
 
     def rows(self, seeds: Sequence[int]) -> list[dict[str, Any]]:
-        """What was measured, and the simulator's prediction, for each headline."""
+        """The measured figure and the simulator's prediction for each headline."""
 
         @cache
         def measured(preset: str, execution: str, load: float, seed: int) -> tuple[Figures, Figures]:

@@ -42,7 +42,7 @@ NUM_SEQS = 8
 KV_TOKENS = 8_192
 READY_S = 120.0
 LOGGED_S = 10.0
-"""So long after the last answer its record may take to be in the log."""
+"""Longest wait in seconds after the last answer until its record is in the log."""
 
 
 @dataclass(frozen=True)

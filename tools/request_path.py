@@ -26,7 +26,7 @@ import httpx
 import ray
 from fastapi import FastAPI
 from starlette.types import Message
-from tests.unit.services.local_house import MODEL, local_house
+from tests.unit.services.local_system import MODEL, local_system
 
 from core.config.engine import EngineConfig
 from core.config.load import FarsightConfig
@@ -83,7 +83,7 @@ async def trace_request(preset: str, directory: Path) -> dict[str, Counter[str]]
         log=LogConfig(path=str(directory / "log.sqlite")),
     )
     trace = FileTrace()
-    async with asyncio.timeout(WITHIN_S), local_house(config) as house, house.ingress() as backend:
+    async with asyncio.timeout(WITHIN_S), local_system(config) as house, house.ingress() as backend:
         app = build_app(backend, PromptEncoder(MODEL))
         await until_first_token(app, lambda: None)
         machine = house.machine()

@@ -27,7 +27,7 @@ from simulator.traffic.workload import Arrival
 from simulator.traffic.workloads import draw
 
 FILLED_S = 30.0
-"""In the paper Multi-Bin's batches wait until they are full; here so long, which is enough but for the last ones."""
+"""In the paper Multi-Bin's batches wait until they are full; here for at most so many seconds, which only the last do."""
 
 CHUNK = 512
 """Prompt tokens of one step beside the decodes, as in the simulated cells."""
@@ -61,7 +61,7 @@ class Setup:
         return self.cell.num_requests
 
     def arrivals(self, seed: int) -> list[Arrival]:
-        """With forecasts; the load is that of the simulated cells, so their oracle runs once before."""
+        """Arrivals with forecasts; the load is defined as in the simulated cells, so their oracle runs once before."""
         arrivals = self.cell.arrivals(seed, 0)
         if self.forecasts == "oracle":
             return predictors.oracle(arrivals)
@@ -81,7 +81,7 @@ _SETTINGS = replace(configured_settings(SchedulerConfig()), cost=LATENCY.cost)
 
 
 def _eighth(prompt: tuple[int, int], output: tuple[int, int]) -> LengthPair:
-    """Lengths of Past-Future's mixes, memory and limits of time divided by 8: the same contest in an eighth of it."""
+    """Lengths of Past-Future's mixes; lengths, memory and time limits are divided by 8 to keep runs short."""
     (p, q), (a, b) = prompt, output
     return LengthPair(Uniform(p // 8, q // 8), Uniform(a // 8, b // 8), b // 8)
 

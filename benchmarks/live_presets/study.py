@@ -46,12 +46,12 @@ class Setup(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """Who serves.
+    """A system that serves the arrivals.
 
     Attributes:
         settings: Settings of the live service, by table; None for a system that is only simulated, whose figures then
             stand for live ones.
-        predict: The same in the simulator: records of a setup's arrivals; None where it cannot say.
+        predict: Simulates the system: records of a setup's arrivals; None if the simulator does not support it.
     """
 
     settings: dict[str, dict[str, Any]] | None
@@ -63,7 +63,7 @@ class Study:
     """One command.
 
     Attributes:
-        cache: Where results are kept unless told.
+        cache: Default file of the results.
     """
 
     description: str

@@ -54,7 +54,7 @@ def main() -> int:
             record = run_bench(_options(other, peer_server, own_server, args), print, PROGRAM, facts)
     print(json.dumps(ends))
     write_json(args.json, {**record, "ends": ends})
-    # How the peer ends is its own affair: `transformers serve` has to be killed.
+    # A peer that does not end properly is no failure: `transformers serve` has to be killed.
     return 1 if num_errors(record) or ends["farsight"]["left_behind"] else 0
 
 
@@ -74,7 +74,7 @@ def _facts(command: ServerCommand) -> dict[str, Any]:
 def _options(
     other: Peer, peer_server: RunningServer, own_server: RunningServer, args: argparse.Namespace
 ) -> BenchOptions:
-    """The peer comes first: ratios are taken to it. Neither is sent what the other does not know."""
+    """The targets, the peer first: ratios are relative to it. Neither gets a field that the other does not support."""
     return BenchOptions(
         url=(peer_server.command.base_url, own_server.command.base_url),
         label=(other.name, "farsight"),

@@ -29,7 +29,7 @@ class Peer:
 
     Attributes:
         takes_ids: Prompts may be token ids.
-        takes_extensions: It knows ``ignore_eos`` and ``stream_options``; without them both servers are asked without.
+        takes_extensions: It supports ``ignore_eos`` and ``stream_options``; if not, neither server is sent them.
     """
 
     name: str
@@ -119,8 +119,8 @@ def installed_versions(venv: Path) -> dict[str, str]:
     """The versions of Python and of those ``PACKAGES`` that are installed in a virtual environment.
 
     Raises:
-        OSError: There is no Python.
-        subprocess.CalledProcessError: It does not run.
+        OSError: The environment has no Python.
+        subprocess.CalledProcessError: Its Python does not run.
     """
     script = (
         "import importlib.metadata as m, json, platform, sys\n"

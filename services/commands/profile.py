@@ -131,12 +131,12 @@ def _print(found: ProfileFile, steps: list[MeasuredStep]) -> None:
     for name in ("base_s", "prefill_token_s", "decode_seq_s", "context_token_s", "prefill_pair_s"):
         prices.add_row(name.removesuffix("_s"), f"{getattr(found, name):.3e}")
     console.print(prices)
-    learnt = fit_steps([step.sample for step in steps if not is_held_back(step)])
+    learned = fit_steps([step.sample for step in steps if not is_held_back(step)])
     errors = Table("steps held back", "number", "shortest ms", "longest ms", "error p50", "p90")
     for kind in ("prefill", "decode", "mixed", "all"):
         samples = [step.sample for step in steps if is_held_back(step) and kind in (step.kind, "all")]
         if samples:
-            off = relative_errors(learnt, samples)
+            off = relative_errors(learned, samples)
             times_ms = [1e3 * each.duration_s for each in samples]
             cells = [f"{min(times_ms):.2f}", f"{max(times_ms):.2f}"]
             cells += [f"{100 * float(np.quantile(off, level)):.1f} %" for level in (0.5, 0.9)]

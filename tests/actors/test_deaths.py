@@ -49,6 +49,12 @@ FUSED_DEATHS = [
 ]
 
 
+FUSED_ELSE_LONG = pytest.mark.parametrize(
+    "house", ["fused", pytest.param("split", marks=pytest.mark.long)], indirect=True
+)
+"""For what no placement changes: the other one runs in ``make test-long``."""
+
+
 async def kill_components(client: EngineClient, names: tuple[str, ...]) -> dict[str, ComponentStatus]:
     """Kills their processes at once; returns the status before. In it are all components that died with them."""
     before = await ready_rows(client)
@@ -114,6 +120,7 @@ async def test_a_new_supervisor_starts_who_dies_later(system: System, client: En
         await wait_successors(client, died)
 
 
+@FUSED_ELSE_LONG
 async def test_a_resumed_stream_says_so_in_the_log(system: System, client: EngineClient, truth: Truth) -> None:
     async with under_load(client, truth) as load:
         died = await kill_components(client, ("worker-0", "worker-1"))
@@ -137,6 +144,7 @@ async def test_replicas_are_taken_away_and_added_under_load(system: System, clie
     assert {name for name, row in status.items() if row.kind == "ModelWorker"} == {"worker-0", "worker-1"}
 
 
+@FUSED_ELSE_LONG
 @pytest.mark.parametrize("kind", ["length-predictor", "serving-time-estimator"])
 async def test_learners_are_added_and_taken_away_under_load(
     system: System, client: EngineClient, truth: Truth, kind: str

@@ -71,6 +71,7 @@ def split_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     running = start_server(tmp_path_factory.mktemp("faults") / "server.log", *flags)
     yield running
     running.stop()
+    assert running.process.returncode == 0
 
 
 @pytest.fixture(scope="module")

@@ -232,10 +232,10 @@ def test_a_prompt_is_the_dearer_the_more_context_it_has() -> None:
     assert cost.prefill_s(2) == 1 + 2 * 10 + 3 * 100
     profile = StepProfile()
     profile.observe(steps(2000))
-    learnt = profile.cost()
-    assert learnt is not None
-    assert learnt.prefill_s(512, 1500) == pytest.approx(TRUE.prefill_s(512, 1500), rel=0.05)
-    assert learnt.prefill_s(512, 1500) > 1.4 * learnt.prefill_s(512)
+    learned = profile.cost()
+    assert learned is not None
+    assert learned.prefill_s(512, 1500) == pytest.approx(TRUE.prefill_s(512, 1500), rel=0.05)
+    assert learned.prefill_s(512, 1500) > 1.4 * learned.prefill_s(512)
 
 
 def test_what_a_step_did() -> None:

@@ -26,7 +26,7 @@ Row = tuple[float, float, float]
 """Task, input length, output length."""
 
 
-def test_the_paper_says_which_outputs_are_learnt_from() -> None:
+def test_the_paper_says_which_outputs_are_learned_from() -> None:
     """ex2: (predicted, actual) tokens."""
     cases = {(100, 112): True, (50, 58): False, (200, 215): False, (100, 111): False, (100, 130): True}
     assert {case: RULE.is_wrong(*case) for case in cases} == cases
@@ -225,13 +225,13 @@ def test_after_the_mix_of_tasks_has_changed_the_error_falls_again() -> None:
         errors.append(rmse(learning.current, served))
         learning.observe(outcomes(learning.current, served))
         learning.learn(period * PERIOD_S, fit)
-    settled, changed, relearnt, never = max(errors[:3]), errors[3], errors[-1], rmse(first, served)
+    settled, changed, relearned, never = max(errors[:3]), errors[3], errors[-1], rmse(first, served)
     assert changed > 5 * settled, "the change hurts"
-    assert relearnt < 0.2 * changed and never > 5 * relearnt, "learning, not the requests, made it good"
+    assert relearned < 0.2 * changed and never > 5 * relearned, "learning, not the requests, made it good"
     assert learning.version > 1
 
 
-def test_a_forest_that_learnt_nonsense_is_refused() -> None:
+def test_a_forest_that_learned_nonsense_is_refused() -> None:
     before = requests(400, (0, 1, 2), seed=0)
     learning = ContinuousLearning(rmse, fit(before), before)
     learning.begin(0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import numpy as np
@@ -23,7 +24,9 @@ SEEN, UNSEEN = examples(300), examples(150, seed=1)
 SMALL = Recipe(d_user=None, d_app=2, forest=ForestOptions(20, 5))
 
 
+@functools.cache
 def trained(recipe: Recipe) -> TrainedModel:
+    """Trained once for all tests, which only read it."""
     recipe = replace(recipe, forest=replace(recipe.forest, num_trees=20))
     recipe = recipe if recipe.d_user is None else replace(recipe, d_user=8)
     encoder = None if recipe.reads == "words" else CountingEncoder()
@@ -126,5 +129,5 @@ def test_an_artefact_that_lacks_something(missing: str) -> None:
 
 
 def test_the_same_examples_train_the_same_artefact() -> None:
-    one, two = trained(RECIPES["words"]), trained(RECIPES["words"])
+    one, two = trained(RECIPES["words"]), trained.__wrapped__(RECIPES["words"])
     assert all(np.array_equal(one.arrays[name], two.arrays[name]) for name in one.arrays)

@@ -113,7 +113,7 @@ class Replica:
 
 @asynccontextmanager
 async def backend(url: str, **config: Any) -> AsyncIterator[Replica]:
-    """Of the server at ``url``; ``config`` are settings of its table."""
+    """A component for the server at ``url``; ``config`` are settings of its table."""
     listener, registry = Listener(), CollectorRegistry()
     table = ReplicaConfig("openai", url, **config)
     site = Site(FarsightConfig(ModelConfig(name=MODEL, replicas=0), replica=(table,)), str(EMBEDDED_MODEL), "fused")
@@ -169,7 +169,7 @@ async def test_limits_are_told_apart_from_stops() -> None:
         assert (await replica.end_of())[-1].finish_reason == "length"
         await until(lambda: bool(replica.listener.ended))
         assert replica.listener.ended == [FinishedSequence("i-0", 0, SequenceStatus.FINISHED_LENGTH, 3)]
-        assert not replica.listener.started, "nobody knows what it had cached"
+        assert not replica.listener.started, "it is not known what it had cached"
 
 
 @pytest.mark.parametrize("chats", [True, False])

@@ -1,4 +1,4 @@
-"""Records on their way to the log: a log that cannot be written delays them and harms nobody."""
+"""Records on their way to the log: a log that cannot be written delays them and does no other harm."""
 
 from __future__ import annotations
 

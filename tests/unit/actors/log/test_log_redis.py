@@ -85,7 +85,7 @@ async def test_nothing_grows_beyond_the_limit(tmp_path: Path) -> None:
         async with opened(path=server.url, max_rows=5) as store:
             for i in range(30):
                 await append_forecasts(store, forecast_record(f"{i}"), forecast_record(f"never-{i}"))
-                await append(store, finished(f"{i}"), finished(f"unforeseen-{i}"))
+                await append(store, finished(f"{i}"), finished(f"unpredicted-{i}"))
                 await append_traces(store, trace(f"cmpl-{i}"), trace(f"cmpl-{i}", part="ingress"))
         with redis.Redis.from_url(server.url) as client:
             for kind, at_most in (("requests", 5), ("forecasts", 5), ("examples", 3)):

@@ -101,7 +101,7 @@ def test_who_waits_goes_by_the_order_of_the_preset() -> None:
     assert sent(handle(scheduler, OutputEnded(("first", 0), STOPPED))) == ["urgent"]
 
 
-def foreseen(mean: float) -> Forecast:
+def predicted(mean: float) -> Forecast:
     return Forecast(mean, tuple(mean * level for level in QUANTILES), 100, "forest", 1)
 
 
@@ -109,7 +109,7 @@ def test_forecasts_order_those_who_wait() -> None:
     scheduler = up(1, preset="farsight")
     arrive(scheduler, request("first", out=900))
     arrive(scheduler, request("long", out=900), request("short", out=900))
-    made = tuple(ForecastMade(name, 0, foreseen(mean)) for name, mean in (("long", 800.0), ("short", 5.0)))
+    made = tuple(ForecastMade(name, 0, predicted(mean)) for name, mean in (("long", 800.0), ("short", 5.0)))
     handle(scheduler, ForecastsArrived(made))
     assert sent(handle(scheduler, OutputEnded(("first", 0), STOPPED), 1.0)) == ["short"]
 

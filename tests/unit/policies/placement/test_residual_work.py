@@ -83,9 +83,9 @@ def test_a_forecast_that_comes_later_counts_from_the_placement_on() -> None:
     work.predict("unknown", 5.0)
 
 
-@pytest.mark.parametrize(("foreseen", "left"), [(130.0, 110.0), (5.0, 1.0), (4000.0, 300.0)])
-def test_a_resumed_request_has_the_rest_before_it(foreseen: float, left: float) -> None:
-    assert RequestLengths(prompt_len=50, had_len=20, most=300).left_of(foreseen) == left
+@pytest.mark.parametrize(("predicted", "left"), [(130.0, 110.0), (5.0, 1.0), (4000.0, 300.0)])
+def test_a_resumed_request_has_the_rest_before_it(predicted: float, left: float) -> None:
+    assert RequestLengths(prompt_len=50, had_len=20, most=300).left_of(predicted) == left
 
 
 def test_requests_meet_for_as_long_as_the_shorter_lasts() -> None:
