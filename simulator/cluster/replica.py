@@ -257,7 +257,7 @@ class Replica:
         self._begin_copies(now)
         if batch is not None:
             self._run = run = StepRun(batch, step_work(batch), self._latency, now, 1)
-            run.end_after(1 if run.work.prefill_tokens else max(1, self._steps_until_change(batch)))
+            run.end_after(self._steps_until_change(run))
 
     def _next_batch(self) -> StepBatch | None:
         if self._plan is not None:
@@ -274,11 +274,13 @@ class Replica:
             self._copies.append((done_at, copy.copy_id))
         self._copies.sort()
 
-    def _steps_until_change(self, batch: StepBatch) -> int:
+    def _steps_until_change(self, run: StepRun) -> int:
         """How often the batch can be repeated: until an output ends or, in a padded batch, the last one does."""
-        left = (self._records[item.request_id].arrival.output_len - self._output_len(item) for item in batch.items)
-        ends = max(left) if self.executor.returns_together else min(left)
-        return min(ends, self.executor.horizon(batch))
+        steps = 1 if run.work.prefill_tokens else self.executor.horizon(run.batch)
+        if steps == 1:
+            return 1
+        left = (self._records[item.request_id].arrival.output_len - self._output_len(item) for item in run.batch.items)
+        return min(steps, max(left) if self.executor.returns_together else max(1, min(left)))
 
     def _output_len(self, item: StepItem) -> int:
         """Output tokens of the sequence before a step that computes this item as its last known tokens."""

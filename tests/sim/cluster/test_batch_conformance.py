@@ -67,9 +67,9 @@ def emulated_s(max_batch_tokens: int) -> float:
     raise AssertionError("the batch lacks blocks")
 
 
-@pytest.mark.parametrize("max_batch_tokens", [7, 64, 1000])
+@pytest.mark.parametrize("max_batch_tokens", [7, 64, 149, 1000])
 def test_a_batch_takes_as_long_as_on_an_emulated_device(max_batch_tokens: int) -> None:
-    """Padded prompts in chunks or at once, then invalid tokens beside the longest output."""
+    """Padded prompts in chunks or at once, once with a last chunk of one pad; then invalid tokens beside the longest."""
     shape = ReplicaShape(200, 16, max_num_seqs=8, max_batch_tokens=max_batch_tokens, execution="static")
     machine = BatchScheduler(FcfsBatches(8), lambda *batch: 1.0)
     fleet = Fleet(FleetShape(shape, LinearLatency(COST)), machine, lambda _: build_batch_runner(8))
