@@ -21,7 +21,7 @@ from simulator.experiment import Experiment
 from simulator.run import run as simulate
 from simulator.traffic.arrivals import AllAtOnce
 from simulator.traffic.lengths import LengthPair, Uniform
-from simulator.traffic.workload import Arrival
+from simulator.traffic.workload import SimRequest
 from simulator.traffic.workloads import draw
 
 LENGTHS = LengthPair(Uniform(16, 128), Uniform(8, 256), 256)
@@ -55,7 +55,7 @@ def main(words: Sequence[str] | None = None) -> None:
             print(f"{preset:10} {num:7d} {cells}", flush=True)
 
 
-def _live(preset: str, arrivals: list[Arrival], num_workers: int) -> tuple[float, float]:
+def _live(preset: str, arrivals: list[SimRequest], num_workers: int) -> tuple[float, float]:
     """Requests per second, and the mean lateness of a timer."""
     hardware = Hardware(A100_7B, KV_TOKENS, 0, MAX_NUM_SEQS, CHUNK + MAX_NUM_SEQS)
     settings: dict[str, dict[str, Any]] = {
@@ -67,7 +67,7 @@ def _live(preset: str, arrivals: list[Arrival], num_workers: int) -> tuple[float
     return _throughput(served.records), served.lag_s
 
 
-def _simulated(preset: str, arrivals: list[Arrival], num_workers: int) -> float:
+def _simulated(preset: str, arrivals: list[SimRequest], num_workers: int) -> float:
     experiment = Experiment(preset=preset, kv_tokens=KV_TOKENS, max_num_seqs=MAX_NUM_SEQS, num_replicas=num_workers)
     return _throughput(simulate(experiment, arrivals).recorder.done)
 

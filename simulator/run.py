@@ -33,7 +33,7 @@ ANNOUNCE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunOutcome:
     """What a run leaves.
 
     Attributes:
@@ -51,7 +51,7 @@ def run(
     *,
     progress: Callable[[int], None] | None = None,
     timeline: Timeline | None = None,
-) -> Outcome:
+) -> RunOutcome:
     """To the last token.
 
     Args:
@@ -77,7 +77,7 @@ def run(
         num_failed=len(failed),
         num_padding_tokens=num_computed - sum(record.num_tokens for record in recorder.done),
     )
-    return Outcome(recorder, tuple(failed), summary)
+    return RunOutcome(recorder, tuple(failed), summary)
 
 
 def _replica_shape(experiment: Experiment, arrivals: Workload) -> ReplicaShape:

@@ -32,8 +32,11 @@ from policies.replica.events import (
 )
 from policies.replica.scheduler import ReplicaScheduler
 from simulator.cluster.latency import LatencyModel
-from simulator.cluster.records import Record, Recorder, Usage
+from simulator.cluster.records import Record, Recorder, ReplicaUsage
 from simulator.cluster.step_run import StepRun
+
+Execution = Literal["ragged", "static"]
+"""As ``SchedulerConfig.execution``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,7 @@ class ReplicaShape:
         look_every: Steps between two calls of the scheduler without an event, while a request waits or could be
         preempted; 0 for never. Needed if a decision depends on time or on random draws.
         shares_prefixes: Whether sequences with equal prefixes share KV.
-        execution: As ``SchedulerConfig.execution``: ``static`` pads a batch and returns it together.
+        execution: ``static`` pads a batch and returns it together.
     """
 
     num_blocks: int
@@ -54,7 +57,7 @@ class ReplicaShape:
     max_batch_tokens: int = 2048
     look_every: int = 0
     shares_prefixes: bool = False
-    execution: Literal["ragged", "static"] = "ragged"
+    execution: Execution = "ragged"
 
     @property
     def num_tokens(self) -> int:
@@ -96,7 +99,7 @@ class Replica:
         self.shape = shape
         self._latency = latency
         self._recorder = recorder
-        self._usage = recorder.usage.setdefault(name, Usage())
+        self._usage = recorder.usage.setdefault(name, ReplicaUsage())
         self._on_start, self._on_end, self._on_broken = on_start, on_end, on_broken
         self.executor = shape.build_executor(name)
         if shape.shares_prefixes:

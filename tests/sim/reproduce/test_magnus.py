@@ -12,7 +12,7 @@ import pytest
 
 from estimator.knn import padded_batch_s
 from simulator.reproduce.magnus import MAGNUS, ablation_rows, curves, overall_rows
-from simulator.reproduce.magnus_systems import Outcome, Pool, case_study_latency, draw_requests, load_pool, serve
+from simulator.reproduce.magnus_systems import MagnusOutcome, Pool, case_study_latency, draw_requests, load_pool, serve
 
 CELLS = {each.name: each.cells[0] for each in MAGNUS}
 SIZES = (("", "es"), ("smallest ", ""), ("largest ", ""))
@@ -53,7 +53,7 @@ def test_orders_hold_on_a_small_workload() -> None:
 
 def test_what_is_held_against_a_system_of_fitted_speed_is_never_ok() -> None:
     systems = ("Magnus", "CCB", "CCB, slow joins", "VS", "VSQ")
-    same = Outcome(throughput=1.0, mean_s=1.0, tail_s=1.0, valid=1.0, total=1.0)
+    same = MagnusOutcome(throughput=1.0, mean_s=1.0, tail_s=1.0, valid=1.0, total=1.0)
     rows = overall_rows({(system, 3.0): same for system in systems})
     with_fitted = [row for row in rows if "slow joins" in row.setting or "VSQ" in row.setting]
     assert {row.check.basis for row in with_fitted} == {"fitted"}
@@ -61,8 +61,8 @@ def test_what_is_held_against_a_system_of_fitted_speed_is_never_ok() -> None:
 
 
 def test_a_cut_of_almost_nothing_is_not_the_reported_13_7_per_cent() -> None:
-    lines = {(system, 3.0): Outcome(1.0, 1.0, 1.0, 1.0, 1.0) for system in ("ABP", "GLP", "VS")}
-    rows = ablation_rows({**lines, ("Magnus", 3.0): Outcome(1.0, 1.0, 0.995, 1.0, 1.0)})
+    lines = {(system, 3.0): MagnusOutcome(1.0, 1.0, 1.0, 1.0, 1.0) for system in ("ABP", "GLP", "VS")}
+    rows = ablation_rows({**lines, ("Magnus", 3.0): MagnusOutcome(1.0, 1.0, 0.995, 1.0, 1.0)})
     (least,) = [row for row in rows if row.setting == "Magnus against ABP, least" and row.metric == "tail_s cut %"]
     assert (least.reported is not None and least.reported.value, least.ours) == pytest.approx((13.7, 0.5))
     assert least.verdict == "off"
