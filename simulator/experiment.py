@@ -15,7 +15,7 @@ from core.errors import InvalidValueError
 from policies.presets import find_preset
 from simulator import predictors
 from simulator.cluster.latency import A100_7B, LinearLatency, Roofline
-from simulator.predictors import Foresee
+from simulator.predictors import PredictLengths
 from simulator.summary import Sla
 from simulator.traffic.arrivals import debatch, rescale
 from simulator.traffic.prefixes import mooncake_blocks
@@ -110,8 +110,8 @@ def make_arrivals(experiment: Experiment) -> Workload:
     """
     if experiment.predictor not in PREDICTORS:
         raise InvalidValueError("predictor", experiment.predictor, f"one of {', '.join(PREDICTORS)}")
-    foresee = PREDICTORS[experiment.predictor](experiment)
-    return foresee(_requests(experiment))
+    predict = PREDICTORS[experiment.predictor](experiment)
+    return predict(_requests(experiment))
 
 
 def _requests(experiment: Experiment) -> list[SimRequest]:
@@ -148,7 +148,7 @@ def _window(path: Path, num_requests: int | None, experiment: Experiment) -> lis
     return retime(arrivals, instants)
 
 
-PREDICTORS: dict[str, Callable[[Experiment], Foresee]] = {
+PREDICTORS: dict[str, Callable[[Experiment], PredictLengths]] = {
     "none": lambda experiment: predictors.none,
     "history": lambda experiment: predictors.history,
     "shuffled": lambda experiment: predictors.Shuffled(seed=experiment.seed),

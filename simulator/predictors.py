@@ -16,7 +16,7 @@ from core.errors import InvalidValueError
 from core.forecast import QUANTILES, Forecast
 from simulator.traffic.workload import SimRequest
 
-Foresee = Callable[[Sequence[SimRequest]], list[SimRequest]]
+PredictLengths = Callable[[Sequence[SimRequest]], list[SimRequest]]
 """Sets the forecasts of a workload."""
 
 _NORMAL_QUANTILES = tuple(NormalDist().inv_cdf(q) for q in QUANTILES)
@@ -74,18 +74,18 @@ class Shuffled:
     """Gives each request the forecast of a random other one: the law is right, each forecast useless.
 
     Attributes:
-        foresee: The predictor whose forecasts are permuted.
+        predict: The predictor whose forecasts are permuted.
         seed: Random seed of the permutation.
     """
 
-    foresee: Foresee = oracle
+    predict: PredictLengths = oracle
     seed: int = 0
 
     def __call__(self, arrivals: Sequence[SimRequest]) -> list[SimRequest]:
         """O(n)."""
-        foreseen = self.foresee(arrivals)
-        order = np.random.default_rng(self.seed).permutation(len(foreseen))
-        return [replace(a, forecast=foreseen[int(i)].forecast) for a, i in zip(foreseen, order, strict=True)]
+        predicted = self.predict(arrivals)
+        order = np.random.default_rng(self.seed).permutation(len(predicted))
+        return [replace(a, forecast=predicted[int(i)].forecast) for a, i in zip(predicted, order, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

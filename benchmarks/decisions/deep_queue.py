@@ -113,10 +113,7 @@ def _of_reports(preset: str, num_reports: int) -> list[float]:
         nonlocal num_ended
         num_ended += 1
 
-    def ignored(*_: object) -> None:
-        """No start is looked at, and no batch breaks off."""
-
-    replica = Replica("0", scheduler, shape, A100_7B, Recorder(), ignored, ended, ignored)
+    replica = Replica("0", scheduler, shape, A100_7B, Recorder(), lambda record, queue_s: None, ended)
     if by_prefixes:
         replica.executor.tell_cache()
     source = arrivals(0, prefixes=by_prefixes)

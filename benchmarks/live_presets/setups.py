@@ -48,7 +48,7 @@ class Setup:
     """A cell, and how its requests are judged and predicted.
 
     Attributes:
-        forecasts: As in ``CombinedCell.foreseen``, or ``oracle``.
+        forecasts: As in ``CombinedCell.with_forecasts``, or ``oracle``.
     """
 
     cell: CombinedCell
@@ -65,7 +65,7 @@ class Setup:
         arrivals = self.cell.arrivals(seed, 0)
         if self.forecasts == "oracle":
             return predictors.oracle(arrivals)
-        return self.cell.foreseen(arrivals, seed, self.forecasts)
+        return self.cell.with_forecasts(arrivals, seed, self.forecasts)
 
     def sized(self, num_requests: int) -> Setup:
         """With another number of requests."""

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from core.errors import IntegrityError
 from core.messages.plans import FinishedSequence, Plan, WorkerReady, WorkerState
 from core.messages.requests import Key
 from core.request import Request, Residency
@@ -81,6 +82,7 @@ class Replica:
         on_start: Called with each request at its first step, and its waiting time.
         on_end: Called with each ended request, at the instant of its last token.
         on_broken: Called with the name and the attempts of a batch that ran out of memory, which nothing runs any more.
+            Not needed in continuous batching.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class Replica:
         recorder: Recorder,
         on_start: Callable[[Record, float], None],
         on_end: Callable[[Record, FinishedSequence], None],
-        on_broken: Callable[[str, tuple[Key, ...]], None],
+        on_broken: Callable[[str, tuple[Key, ...]], None] | None = None,
     ) -> None:
         self.name = name
         self.scheduler = scheduler
@@ -231,6 +233,8 @@ class Replica:
             self._records.pop(request_id).num_evictions += 1
             self._hashes.pop(request_id, None)
         self._broke_off = True
+        if self._on_broken is None:
+            raise IntegrityError(f"replica {self.name}: a batch broke off, and nothing takes its requests")
         self._on_broken(self.name, keys)
 
     def _report(self, now: float) -> None:

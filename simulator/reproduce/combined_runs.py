@@ -74,7 +74,7 @@ class CombinedCell:
         window = build_workload(self.workload, rng, first + self.num_requests)[first:]
         return retime(window, np.array([each.arrived_at for each in window]) - window[0].arrived_at)
 
-    def foreseen(self, arrivals: list[SimRequest], seed: int, forecasts: str) -> list[SimRequest]:
+    def with_forecasts(self, arrivals: list[SimRequest], seed: int, forecasts: str) -> list[SimRequest]:
         """With forecasts that are ``given`` (as the cell says), ``shuffled`` among the requests, or ``none``."""
         if self.sigma is None or forecasts == "none":
             return predictors.history(arrivals)
@@ -88,7 +88,7 @@ class Policy:
 
     Attributes:
         look_every: Steps between two calls of the scheduler; 0: only at events.
-        forecasts: As in ``CombinedCell.foreseen``.
+        forecasts: As in ``CombinedCell.with_forecasts``.
     """
 
     make: Callable[[SchedulerLimits], ReplicaScheduler]
@@ -163,6 +163,6 @@ def outcomes(cell: CombinedCell, seed: int, index: int, names: Iterable[str]) ->
     """Every policy on the same requests."""
     arrivals = cell.arrivals(seed, index)
     return {
-        name: outcome(run(cell, cell.foreseen(arrivals, seed, POLICIES[name].forecasts), POLICIES[name]))
+        name: outcome(run(cell, cell.with_forecasts(arrivals, seed, POLICIES[name].forecasts), POLICIES[name]))
         for name in names
     }

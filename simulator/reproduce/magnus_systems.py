@@ -94,7 +94,7 @@ class Pool:
 
     prompts: tuple[int, ...]
     outputs: tuple[int, ...]
-    foreseen: tuple[float, ...]
+    predicted: tuple[float, ...]
 
 
 @cache
@@ -112,8 +112,8 @@ def load_pool() -> Pool:
     for app, correlation in _CORRELATION.items():
         spread[apps == app] = outputs[apps == app].std() * math.sqrt(1 - correlation**2)
     spread *= _RMSE / math.sqrt(float((spread**2).mean()))
-    foreseen = np.clip(outputs + spread * np.random.default_rng(1).standard_normal(len(rows)), 1, LIMIT)
-    return Pool(tuple(prompts), tuple(outputs.tolist()), tuple(foreseen.tolist()))
+    predicted = np.clip(outputs + spread * np.random.default_rng(1).standard_normal(len(rows)), 1, LIMIT)
+    return Pool(tuple(prompts), tuple(outputs.tolist()), tuple(predicted.tolist()))
 
 
 def draw_requests(pool: Pool, rate: float, num: int, seed: int = 2) -> list[SimRequest]:
@@ -121,7 +121,7 @@ def draw_requests(pool: Pool, rate: float, num: int, seed: int = 2) -> list[SimR
     rng = np.random.default_rng(seed)
     chosen = rng.integers(len(pool.outputs), size=num).tolist()
     return [
-        SimRequest(str(i), at, pool.prompts[j], pool.outputs[j], LIMIT, forecast=certain(pool.foreseen[j]))
+        SimRequest(str(i), at, pool.prompts[j], pool.outputs[j], LIMIT, forecast=certain(pool.predicted[j]))
         for i, (at, j) in enumerate(zip(Poisson(rate).sample(rng, num).tolist(), chosen, strict=True))
     ]
 

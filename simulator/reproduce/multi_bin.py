@@ -243,7 +243,7 @@ def _predictor() -> list[Row]:
     law = "LMSYS-Chat is not at hand: log-normal lengths, their spread set by the oracle's 45 %"
     errors = (
         "within 2 points; errors drawn evenly with the published accuracies; drawn where they hurt most, long answers "
-        "foreseen short, they take a third of the gain: the rest may lie in the lengths, which are not at hand"
+        "predicted short, they take a third of the gain: the rest may lie in the lengths, which are not at hand"
     )
     oracle, predicted = Fitted(near(45.0, points=2.0)), Printed(near(8.0, points=2.0))
     rows = [

@@ -72,8 +72,8 @@ def serve(
     longest = int(max(lengths.max(), predicted.max()))
     prompt_lens = [1] * len(lengths) if prompts is None else prompts.tolist()
     arrivals = [
-        SimRequest(str(i), at, prompt, length, longest, forecast=_certain(foreseen))
-        for i, (at, prompt, length, foreseen) in enumerate(
+        SimRequest(str(i), at, prompt, length, longest, forecast=_certain(expected))
+        for i, (at, prompt, length, expected) in enumerate(
             zip(instants, prompt_lens, lengths.tolist(), predicted.tolist(), strict=True)
         )
     ]
@@ -173,8 +173,8 @@ def predictor_gains(num_runs: int = 10, num: int = 800) -> dict[tuple[int, bool]
             bins = np.searchsorted(edges[1:-1], lengths, side="right")
             if not oracle:
                 bins = confuse(bins, published_confusion(k), rng)
-            foreseen = _midpoints(edges, bins)
-            run = serve(lengths, foreseen, edges, 8, AllAtOnce(), _VICUNA, prompts=prompts)
+            predicted = _midpoints(edges, bins)
+            run = serve(lengths, predicted, edges, 8, AllAtOnce(), _VICUNA, prompts=prompts)
             totals[k, oracle] += 1 / run.throughput
     base = totals.pop((1, True))
     return {key: 100 * (base / total - 1) for key, total in totals.items()}

@@ -19,11 +19,11 @@ SIZES = (("", "es"), ("smallest ", ""), ("largest ", ""))
 
 
 def made_up_pool(num: int = 400) -> Pool:
-    """Log-normal with the median and the ninth decile of the tasks (26 and 94), foreseen with an error of 10 tokens."""
+    """Log-normal with the median and the ninth decile of the tasks (26 and 94), forecasts off by 10 tokens."""
     rng = np.random.default_rng(5)
     outputs = np.clip(rng.lognormal(3.26, 1.0, num), 1, 1024).astype(int)
-    foreseen = np.clip(outputs + 10 * rng.standard_normal(num), 1, 1024)
-    return Pool(tuple((outputs + 25).tolist()), tuple(outputs.tolist()), tuple(foreseen.tolist()))
+    predicted = np.clip(outputs + 10 * rng.standard_normal(num), 1, 1024)
+    return Pool(tuple((outputs + 25).tolist()), tuple(outputs.tolist()), tuple(predicted.tolist()))
 
 
 def test_the_case_study_makes_the_batches_of_the_paper() -> None:
@@ -115,6 +115,6 @@ def test_forecasts_err_by_the_published_rmse(monkeypatch: pytest.MonkeyPatch, tm
     load_pool.cache_clear()
     pool = load_pool()
     load_pool.cache_clear()
-    errors = np.array(pool.foreseen) - np.array(pool.outputs)
+    errors = np.array(pool.predicted) - np.array(pool.outputs)
     assert math.sqrt((errors**2).mean()) == pytest.approx(15.649, rel=0.06)
-    assert errors[4::6].std() < 0.5 * errors[5::6].std()  # BF is foreseen better than CC
+    assert errors[4::6].std() < 0.5 * errors[5::6].std()  # BF is predicted better than CC
