@@ -34,7 +34,7 @@ ANNOUNCE_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """What a run leaves.
+    """The result of a run.
 
     Attributes:
         failed: Ids of requests that no replica could ever hold.
@@ -52,11 +52,11 @@ def run(
     progress: Callable[[int], None] | None = None,
     timeline: Timeline | None = None,
 ) -> RunOutcome:
-    """To the last token.
+    """Runs an experiment to its last token.
 
     Args:
-        arrivals: Of ``make_arrivals``, which several runs may share.
-        progress: Told how many requests have ended, now and then.
+        arrivals: From ``make_arrivals``; several runs may share them.
+        progress: Called from time to time with the number of ended requests.
         timeline: Samples the replicas as time goes on.
 
     Raises:

@@ -150,7 +150,9 @@ class BatchScheduler(FleetMachine):
         if not self.num_on(name):
             return True
         resting = self._resting.get(name)
-        return bool(resting) and all(key in resting for key in self._table.keys_on(name))
+        if not resting:
+            return False
+        return all(key in resting for key in self._table.keys_on(name))
 
     def _arrive(self, requests: Iterable[Request]) -> list[GlobalInstruction]:
         awaits = self._waiting.is_awaited
