@@ -30,7 +30,7 @@ from services.bench.targets import BenchTarget, BodyForm, Call
 from services.commands.logged_traffic import Traffic, read_traffic
 from simulator.experiment import Experiment
 from simulator.run import run
-from simulator.traffic.workload import Arrival
+from simulator.traffic.workload import SimRequest
 from simulator.traffic.workloads import build_workload
 
 WORKLOADS = {"gsm8k-like": 25.0, "sharegpt-like": 3.0, "zipf": 4.0}
@@ -148,7 +148,7 @@ def _row(
     return FidelityRow(name, preset, num_requests, live, simulated)
 
 
-def _call(index: int, arrival: Arrival, model: str) -> Call:
+def _call(index: int, arrival: SimRequest, model: str) -> Call:
     """Prompts that share nothing; where the output ends is hidden from the scheduler."""
     prompt = random.Random(index).choices(range(5, 200), k=min(arrival.prompt_len, MAX_MODEL_LEN // 2))
     output_len = min(arrival.output_len, MAX_MODEL_LEN // 2)

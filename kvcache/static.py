@@ -1,4 +1,4 @@
-"""Static execution: a batch is padded, runs in lockstep and is returned together (what Magnus and Multi-Bin measured).
+"""Static execution: a batch is padded, runs in lockstep and is returned together, as Magnus and Multi-Bin measured.
 
 Every prompt is padded to the longest, L(B). All prompts are computed before any sequence decodes; then each step
 computes one token of every sequence until the last one is done. A sequence that has ended goes on computing invalid
@@ -60,11 +60,11 @@ class StaticExecutor(PlanExecutor):
         """Pauses no sequence: a batch does not stop for a client, and its output is held back to its end anyway."""
 
     def take_copies(self) -> list[KVCopy]:
-        """None: a batch stays on the device until it ends."""
+        """Returns none: a batch stays on the device until it ends."""
         return []
 
     def complete_copy(self, copy_id: int, *, failed: bool = False) -> None:
-        """None was ordered."""
+        """Always raises IntegrityError: no copy is ever ordered."""
         raise IntegrityError(f"copy {copy_id} was not ordered")
 
     def next_batch(self) -> StepBatch | None:
@@ -79,7 +79,7 @@ class StaticExecutor(PlanExecutor):
         return self._prefill_step() if self._prefills else self._decode_step()
 
     def _begin(self) -> None:
-        """A batch starts when all the slots of the plan are here."""
+        """Starts a batch once all slots of the plan are here."""
         if self._num_absent:
             return
         size = min(self.limits.max_num_seqs, self.limits.max_batch_tokens)
@@ -101,7 +101,7 @@ class StaticExecutor(PlanExecutor):
         """Allocates blocks for the next step's tokens: for all sequences or, if too few are free, for none."""
         self.short_blocks = 0
         if self._has_ended:
-            return bool(self._members)  # the rest of it yields no token
+            return bool(self._members)  # the steps that are left yield no token
         if self._shortage() > 0:  # the longest sequence may have left: pad only as far as the others need
             self._prompt_len = max(member.known_len for member in self._members.values())
         self.short_blocks = self._shortage()
@@ -184,7 +184,7 @@ class StaticExecutor(PlanExecutor):
         num_steps: int = 1,
         stopped_after: Mapping[str, int] | None = None,
     ) -> list[FinishedSequence]:
-        """See ``PlanExecutor.commit``: all of them with the last one, but a failed one at once.
+        """See ``PlanExecutor.commit``: sequences are returned with the last one, a failed one at once.
 
         Args:
             num_steps: Number of steps, at most ``horizon`` and no more than until the last output stopped;
@@ -225,19 +225,19 @@ class StaticExecutor(PlanExecutor):
             self._members[request_id].held.ran_s += duration_s
 
     def flush(self) -> list[FinishedSequence]:
-        """See ``PlanExecutor.flush``; the others run on."""
+        """See ``PlanExecutor.flush``; the other sequences run on."""
         members = list(self._members.values())
         return [self._finish(member.held, member.ended_as) for member in members if member.ended_as is not None]
 
     def _free(self, held: SequenceState) -> None:
-        """Frees its place in the batch as well; the others run on, padded as before while there is memory for it."""
+        """Frees its place in the batch as well. The others run on, padded as before while memory lasts."""
         super()._free(held)
         member = self._members.get(held.request_id)
         if member is not None and member.held is held:
             del self._members[held.request_id]
 
     def _drop_kv(self, held: SequenceState) -> None:
-        """Computes it again in the next batch, unless its output is complete."""
+        """The next batch computes it again, unless its output is complete."""
         member = self._members.get(held.request_id)
         if member is None or member.ended_as is None:
             super()._drop_kv(held)

@@ -33,8 +33,8 @@ ANNOUNCE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a run leaves.
+class RunOutcome:
+    """The result of a run.
 
     Attributes:
         failed: Ids of requests that no replica could ever hold.
@@ -51,12 +51,12 @@ def run(
     *,
     progress: Callable[[int], None] | None = None,
     timeline: Timeline | None = None,
-) -> Outcome:
-    """To the last token.
+) -> RunOutcome:
+    """Runs an experiment to its last token.
 
     Args:
-        arrivals: Of ``make_arrivals``, which several runs may share.
-        progress: Told how many requests have ended, now and then.
+        arrivals: From ``make_arrivals``; several runs may share them.
+        progress: Called from time to time with the number of ended requests.
         timeline: Samples the replicas as time goes on.
 
     Raises:
@@ -77,7 +77,7 @@ def run(
         num_failed=len(failed),
         num_padding_tokens=num_computed - sum(record.num_tokens for record in recorder.done),
     )
-    return Outcome(recorder, tuple(failed), summary)
+    return RunOutcome(recorder, tuple(failed), summary)
 
 
 def _replica_shape(experiment: Experiment, arrivals: Workload) -> ReplicaShape:

@@ -25,7 +25,7 @@ from services.api.requests import unnamed_request
 from services.api.text.prompts import PromptText
 from services.launch.launch import EMBEDDED_MODEL
 from simulator.cluster.records import Record, Recorder
-from simulator.traffic.workload import Arrival
+from simulator.traffic.workload import SimRequest
 
 LATEST_S = 600.0
 """After the last arrival: a run that takes longer has got stuck."""
@@ -77,7 +77,7 @@ class LiveRun:
 
 
 def run_live(
-    arrivals: Sequence[Arrival],
+    arrivals: Sequence[SimRequest],
     hardware: Hardware,
     settings: dict[str, dict[str, Any]],
     speed: float = 1.0,
@@ -108,7 +108,7 @@ def _profile(profile: DeviceProfile, speed: float) -> dict[str, float]:
 
 
 def _config(
-    device: str, arrivals: Sequence[Arrival], hardware: Hardware, settings: dict[str, dict[str, Any]]
+    device: str, arrivals: Sequence[SimRequest], hardware: Hardware, settings: dict[str, dict[str, Any]]
 ) -> FarsightConfig:
     kv_bytes = hardware.profile.kv_bytes
     engine = {
@@ -132,7 +132,7 @@ def _config(
     return load_config(None, {name: tables.get(name, {}) | settings.get(name, {}) for name in {*tables, *settings}})
 
 
-async def _run(arrivals: Sequence[Arrival], config: FarsightConfig, speed: float, model_dir: Path) -> LiveRun:
+async def _run(arrivals: Sequence[SimRequest], config: FarsightConfig, speed: float, model_dir: Path) -> LiveRun:
     forecasts = {each.request_id: each.forecast for each in arrivals if each.forecast is not None}
     recorder = Recorder()
     prompts = [prompt_ids(each, config.engine.kv_block_size) for each in arrivals]
@@ -152,7 +152,7 @@ async def _run(arrivals: Sequence[Arrival], config: FarsightConfig, speed: float
         return LiveRun(recorder.done, int(preemptions), gap_s, sum(lags) / max(1, len(lags)))
 
 
-def prompt_ids(arrival: Arrival, block_size: int) -> tuple[int, ...]:
+def prompt_ids(arrival: SimRequest, block_size: int) -> tuple[int, ...]:
     """Tokens that two prompts have in common as far as the names of their blocks are the same."""
     if not arrival.prefix:
         return (_TOKEN,) * arrival.prompt_len
@@ -187,7 +187,7 @@ async def _ready(service: Service) -> None:
 
 
 async def _one(
-    service: Service, arrival: Arrival, prompt: tuple[int, ...], recorder: Recorder, began_at: float, speed: float
+    service: Service, arrival: SimRequest, prompt: tuple[int, ...], recorder: Recorder, began_at: float, speed: float
 ) -> None:
     """Books the life of a request as its client sees it."""
     loop = asyncio.get_running_loop()

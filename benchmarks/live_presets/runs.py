@@ -16,7 +16,7 @@ from benchmarks.live_presets.study import Setup, Study, System
 from core.errors import ConfigError
 from simulator.cluster.records import Record
 from simulator.summary import Sla
-from simulator.traffic.workload import Arrival
+from simulator.traffic.workload import SimRequest
 
 MAX_LAG_S = 0.004
 """Mean lag above which a run was disturbed by other work on the machine. At 2 ms mean JCTs were within 8 % of the
@@ -105,7 +105,7 @@ def measure(study: Study, path: Path, runs: Sequence[Run], *, real_time: bool = 
         store.put(run, _carry_out(run, study.systems[run.system], setup, arrivals, real_time))
 
 
-def _carry_out(run: Run, system: System, setup: Setup, arrivals: list[Arrival], real_time: bool) -> Figures:
+def _carry_out(run: Run, system: System, setup: Setup, arrivals: list[SimRequest], real_time: bool) -> Figures:
     if run.live and system.settings is not None:
         try:
             with before_others() if real_time else nullcontext():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from simulator.cluster.records import Record
 from simulator.summary import Sla
-from simulator.traffic.workload import Arrival
+from simulator.traffic.workload import SimRequest
 
 if TYPE_CHECKING:
     from benchmarks.live_presets.claims import Claim
@@ -35,7 +35,7 @@ class Setup(Protocol):
     @property
     def num_warmup(self) -> int: ...
 
-    def arrivals(self, seed: int) -> list[Arrival]:
+    def arrivals(self, seed: int) -> list[SimRequest]:
         """With forecasts."""
         ...
 
@@ -55,7 +55,7 @@ class System:
     """
 
     settings: dict[str, dict[str, Any]] | None
-    predict: Callable[[Any, list[Arrival]], list[Record]] | None
+    predict: Callable[[Any, list[SimRequest]], list[Record]] | None
 
 
 @dataclass(frozen=True, slots=True)

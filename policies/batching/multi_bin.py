@@ -209,14 +209,14 @@ class LearnedBins(MultiBinBatcher):
         super().__init__((0.0, math.inf), batch_size, max_wait_s)
         self.num_bins = num_bins
         self._lengths: deque[float] = deque(maxlen=MAX_LENGTHS)
-        self._num_unlearnt = 0
+        self._num_unused = 0
 
     def add(self, job: Job, now: float) -> None:
         """Adds the job; recomputes the edges every ``MIN_LENGTHS`` jobs."""
         self._lengths.append(predicted_len(job))
-        self._num_unlearnt += 1
-        if self._num_unlearnt >= MIN_LENGTHS:
-            self._num_unlearnt = 0
+        self._num_unused += 1
+        if self._num_unused >= MIN_LENGTHS:
+            self._num_unused = 0
             self.rebin(sample_edges(self._lengths, self.num_bins), now)
         super().add(job, now)
 

@@ -37,7 +37,7 @@ from simulator.cluster.latency import LatencyModel
 from simulator.cluster.records import Record, Recorder
 from simulator.cluster.replica import Replica, ReplicaShape
 from simulator.cluster.timeline import Timeline
-from simulator.traffic.workload import Arrival, as_request
+from simulator.traffic.workload import SimRequest, as_request
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class Fleet:
         told = self._start, self._end, self._break_off
         return Replica(str(index), scheduler, self._shape.replica, self._shape.latency, self.recorder, *told)
 
-    def run(self, arrivals: Iterable[Arrival], progress: Callable[[int], None] | None = None) -> Recorder:
+    def run(self, arrivals: Iterable[SimRequest], progress: Callable[[int], None] | None = None) -> Recorder:
         """Runs all arrivals to the last token.
 
         Args:
@@ -140,7 +140,7 @@ class Fleet:
                 self._run_open(iter(arrivals), progress)
         return self.recorder
 
-    def _run_open(self, source: Iterator[Arrival], progress: Callable[[int], None] | None) -> None:
+    def _run_open(self, source: Iterator[SimRequest], progress: Callable[[int], None] | None) -> None:
         arrival = next(source, None)
         while True:
             arrives_at = math.inf if arrival is None else arrival.arrived_at
@@ -160,7 +160,7 @@ class Fleet:
                     arrival = next(source, None)
                 self._arrive(together)
 
-    def _run_closed(self, source: Iterator[Arrival], progress: Callable[[int], None] | None) -> None:
+    def _run_closed(self, source: Iterator[SimRequest], progress: Callable[[int], None] | None) -> None:
         while True:
             free = (self._clients or 0) - len(self._under_way)
             if arrivals := [replace(each, arrived_at=self.now) for each in itertools.islice(source, free)]:
@@ -212,7 +212,7 @@ class Fleet:
             if progress is not None:
                 progress(len(self.recorder.done))
 
-    def _arrive(self, arrivals: list[Arrival]) -> None:
+    def _arrive(self, arrivals: list[SimRequest]) -> None:
         requests = [as_request(arrival, self._block_names(arrival)) for arrival in arrivals]
         for request, arrival in zip(requests, arrivals, strict=True):
             self._under_way[request.request_id] = request, Record(arrival)
@@ -266,7 +266,7 @@ class Fleet:
         self._lost.clear()
         self._tell(RequestsArrived(tuple(resumed)))
 
-    def _block_names(self, arrival: Arrival) -> tuple[int, ...]:
+    def _block_names(self, arrival: SimRequest) -> tuple[int, ...]:
         """Block names of a prompt: first the shared blocks, then its own blocks with negative names."""
         shape = self._shape.replica
         if not shape.shares_prefixes:

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from estimator.samples import step_work
-
+from core.errors import IntegrityError
 from core.messages.plans import FinishedSequence, Plan, WorkerReady, WorkerState
 from core.messages.requests import Key
 from core.request import Request, Residency
@@ -33,8 +32,11 @@ from policies.replica.events import (
 )
 from policies.replica.scheduler import ReplicaScheduler
 from simulator.cluster.latency import LatencyModel
-from simulator.cluster.records import Record, Recorder, Usage
+from simulator.cluster.records import Record, Recorder, ReplicaUsage
 from simulator.cluster.step_run import StepRun
+
+Execution = Literal["ragged", "static"]
+"""As ``SchedulerConfig.execution``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class ReplicaShape:
         look_every: Steps between two calls of the scheduler without an event, while a request waits or could be
         preempted; 0 for never. Needed if a decision depends on time or on random draws.
         shares_prefixes: Whether sequences with equal prefixes share KV.
-        execution: As ``SchedulerConfig.execution``: ``static`` pads a batch and returns it together.
+        execution: ``static`` pads a batch and returns it together.
     """
 
     num_blocks: int
@@ -55,7 +57,7 @@ class ReplicaShape:
     max_batch_tokens: int = 2048
     look_every: int = 0
     shares_prefixes: bool = False
-    execution: Literal["ragged", "static"] = "ragged"
+    execution: Execution = "ragged"
 
     @property
     def num_tokens(self) -> int:
@@ -79,6 +81,7 @@ class Replica:
         on_start: Called with each request at its first step, and its waiting time.
         on_end: Called with each ended request, at the instant of its last token.
         on_broken: Called with the name and the attempts of a batch that ran out of memory, which nothing runs any more.
+            Not needed in continuous batching.
     """
 
     def __init__(
@@ -90,14 +93,14 @@ class Replica:
         recorder: Recorder,
         on_start: Callable[[Record, float], None],
         on_end: Callable[[Record, FinishedSequence], None],
-        on_broken: Callable[[str, tuple[Key, ...]], None],
+        on_broken: Callable[[str, tuple[Key, ...]], None] | None = None,
     ) -> None:
         self.name = name
         self.scheduler = scheduler
         self.shape = shape
         self._latency = latency
         self._recorder = recorder
-        self._usage = recorder.usage.setdefault(name, Usage())
+        self._usage = recorder.usage.setdefault(name, ReplicaUsage())
         self._on_start, self._on_end, self._on_broken = on_start, on_end, on_broken
         self.executor = shape.build_executor(name)
         if shape.shares_prefixes:
@@ -229,6 +232,8 @@ class Replica:
             self._records.pop(request_id).num_evictions += 1
             self._hashes.pop(request_id, None)
         self._broke_off = True
+        if self._on_broken is None:
+            raise IntegrityError(f"replica {self.name}: a batch broke off, and nothing takes its requests")
         self._on_broken(self.name, keys)
 
     def _report(self, now: float) -> None:
@@ -258,7 +263,7 @@ class Replica:
         self._begin_copies(now)
         if batch is not None:
             self._run = run = StepRun(batch, step_work(batch), self._latency, now, 1)
-            run.end_after(1 if run.work.prefill_tokens else max(1, self._steps_until_change(batch)))
+            run.end_after(self._steps_until_change(run))
 
     def _next_batch(self) -> StepBatch | None:
         if self._plan is not None:
@@ -275,11 +280,13 @@ class Replica:
             self._copies.append((done_at, copy.copy_id))
         self._copies.sort()
 
-    def _steps_until_change(self, batch: StepBatch) -> int:
+    def _steps_until_change(self, run: StepRun) -> int:
         """How often the batch can be repeated: until an output ends or, in a padded batch, the last one does."""
-        left = (self._records[item.request_id].arrival.output_len - self._output_len(item) for item in batch.items)
-        ends = max(left) if self.executor.returns_together else min(left)
-        return min(ends, self.executor.horizon(batch))
+        steps = 1 if run.work.prefill_tokens else self.executor.horizon(run.batch)
+        if steps == 1:
+            return 1
+        left = (self._records[item.request_id].arrival.output_len - self._output_len(item) for item in run.batch.items)
+        return min(steps, max(left) if self.executor.returns_together else max(1, min(left)))
 
     def _output_len(self, item: StepItem) -> int:
         """Output tokens of the sequence before a step that computes this item as its last known tokens."""

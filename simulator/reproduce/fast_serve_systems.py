@@ -18,8 +18,8 @@ from simulator.cluster.padded import padded_fleet
 from simulator.cluster.records import Recorder
 from simulator.cluster.replica import ReplicaShape
 from simulator.traffic.arrivals import Gamma
-from simulator.traffic.lengths import LengthPair, Zipf
-from simulator.traffic.workload import Arrival
+from simulator.traffic.lengths import LengthPair, ZipfLengths
+from simulator.traffic.workload import SimRequest
 from simulator.traffic.workloads import draw
 
 BLOCK_SIZE = 16
@@ -37,10 +37,12 @@ class Load:
     num_requests: int
     seed: int = 1
 
-    def arrivals(self) -> list[Arrival]:
+    def arrivals(self) -> list[SimRequest]:
         rng = np.random.default_rng(self.seed)
         lengths = LengthPair(
-            Zipf(self.theta, self.longest_prompt), Zipf(self.theta, self.longest_output), self.longest_output
+            ZipfLengths(self.theta, self.longest_prompt),
+            ZipfLengths(self.theta, self.longest_output),
+            self.longest_output,
         )
         return draw("zipf", lengths, Gamma(self.rate, self.cv), rng, self.num_requests)
 

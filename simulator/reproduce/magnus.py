@@ -17,7 +17,7 @@ from simulator.cluster.padded import padded_fleet
 from simulator.reproduce.magnus_systems import (
     DEVICE,
     LIMIT,
-    Outcome,
+    MagnusOutcome,
     PaperBatcher,
     Pool,
     case_study_latency,
@@ -30,7 +30,7 @@ from simulator.reproduce.magnus_systems import (
 from simulator.reproduce.rows import (
     Exempt,
     Fitted,
-    Order,
+    OrderCheck,
     Own,
     Printed,
     Reproduction,
@@ -41,12 +41,12 @@ from simulator.reproduce.rows import (
     per_cent,
 )
 from simulator.traffic.traces import MissingTraceError
-from simulator.traffic.workload import Arrival
+from simulator.traffic.workload import SimRequest
 
 
-def _case_study_requests() -> list[Arrival]:
+def _case_study_requests() -> list[SimRequest]:
     lengths = [n for _ in range(3) for n in (1000, *[10] * 6)]
-    return [Arrival(str(i), 0.0, n, n, LIMIT, forecast=certain(n)) for i, n in enumerate(lengths)]
+    return [SimRequest(str(i), 0.0, n, n, LIMIT, forecast=certain(n)) for i, n in enumerate(lengths)]
 
 
 def _case_study() -> list[Row]:
@@ -75,7 +75,7 @@ def _magnus_batcher() -> Batcher:
     return PaperBatcher(estimated_hrrn(case_study_latency()))
 
 
-Lines = dict[tuple[str, float], Outcome]
+Lines = dict[tuple[str, float], MagnusOutcome]
 """Outcomes by system and load."""
 
 LOADS = (2.0, 2.5, 3.0, 4.0)
@@ -100,7 +100,7 @@ def _order(name: str, lines: Lines, metric: str, best_first: tuple[str, ...], ca
     for load in _loads(lines):
         values = [getattr(lines[system, load], metric) for system in best_first]
         falling = values if _METRICS[metric] else values[::-1]
-        check = Order(all(more > less for more, less in pairwise(falling)), fitted=_has_fitted(best_first))
+        check = OrderCheck(all(more > less for more, less in pairwise(falling)), fitted=_has_fitted(best_first))
         ours = values[0] / values[-1]
         shown = ", ".join(f"{system} {value:.4g}" for system, value in zip(best_first, values, strict=True))
         setting = f"load {load:g}: {(' > ' if _METRICS[metric] else ' < ').join(best_first)}"
@@ -162,7 +162,14 @@ class _Unchanged(_Range):
 
     def rows(self, name: str, lines: Lines) -> list[Row]:
         return [
-            Row(name, f"{self.setting}, load {load:g}", self.what, Order(self.low <= ours <= self.high), ours, _SAME)
+            Row(
+                name,
+                f"{self.setting}, load {load:g}",
+                self.what,
+                OrderCheck(self.low <= ours <= self.high),
+                ours,
+                _SAME,
+            )
             for load, ours in zip(_loads(lines), self.changes(lines), strict=True)
         ]
 

@@ -42,7 +42,7 @@ from simulator.cluster.records import Record
 from simulator.cluster.replica import ReplicaShape
 from simulator.traffic.arrivals import Poisson
 from simulator.traffic.traces import count_tokens, find_data, read_rows
-from simulator.traffic.workload import Arrival
+from simulator.traffic.workload import SimRequest
 
 MEMORY_TOKENS = 16_096
 _CAPACITY_TOKENS = int(MEMORY_TOKENS / 0.7)
@@ -94,7 +94,7 @@ class Pool:
 
     prompts: tuple[int, ...]
     outputs: tuple[int, ...]
-    foreseen: tuple[float, ...]
+    predicted: tuple[float, ...]
 
 
 @cache
@@ -112,22 +112,22 @@ def load_pool() -> Pool:
     for app, correlation in _CORRELATION.items():
         spread[apps == app] = outputs[apps == app].std() * math.sqrt(1 - correlation**2)
     spread *= _RMSE / math.sqrt(float((spread**2).mean()))
-    foreseen = np.clip(outputs + spread * np.random.default_rng(1).standard_normal(len(rows)), 1, LIMIT)
-    return Pool(tuple(prompts), tuple(outputs.tolist()), tuple(foreseen.tolist()))
+    predicted = np.clip(outputs + spread * np.random.default_rng(1).standard_normal(len(rows)), 1, LIMIT)
+    return Pool(tuple(prompts), tuple(outputs.tolist()), tuple(predicted.tolist()))
 
 
-def draw_requests(pool: Pool, rate: float, num: int, seed: int = 2) -> list[Arrival]:
+def draw_requests(pool: Pool, rate: float, num: int, seed: int = 2) -> list[SimRequest]:
     """Poisson arrivals of requests drawn with replacement."""
     rng = np.random.default_rng(seed)
     chosen = rng.integers(len(pool.outputs), size=num).tolist()
     return [
-        Arrival(str(i), at, pool.prompts[j], pool.outputs[j], LIMIT, forecast=certain(pool.foreseen[j]))
+        SimRequest(str(i), at, pool.prompts[j], pool.outputs[j], LIMIT, forecast=certain(pool.predicted[j]))
         for i, (at, j) in enumerate(zip(Poisson(rate).sample(rng, num).tolist(), chosen, strict=True))
     ]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class MagnusOutcome:
     """Results of one system at one rate: requests and tokens per second until the last return, and response times."""
 
     throughput: float
@@ -137,12 +137,12 @@ class Outcome:
     total: float
 
 
-def _outcome(done: list[Record], num_tokens: int) -> Outcome:
+def _outcome(done: list[Record], num_tokens: int) -> MagnusOutcome:
     ended_at = max(record.finished_at for record in done)
     waits = np.array([record.jct_s for record in done])
     valid = sum(record.arrival.output_len for record in done)
     tail_s = float(np.quantile(waits, 0.99))
-    return Outcome(len(done) / ended_at, float(waits.mean()), tail_s, valid / ended_at, num_tokens / ended_at)
+    return MagnusOutcome(len(done) / ended_at, float(waits.mean()), tail_s, valid / ended_at, num_tokens / ended_at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ def _slower(latency: LinearLatency, factor: float) -> LinearLatency:
     return LinearLatency(slow)
 
 
-def _continuous(arrivals: list[Arrival], join_s: float) -> Outcome:
+def _continuous(arrivals: list[SimRequest], join_s: float) -> MagnusOutcome:
     """CCB: at most 7 at a time on each instance."""
     shape = ReplicaShape(num_blocks=_CAPACITY_TOKENS // 16, max_num_seqs=7, max_batch_tokens=8 * LIMIT)
     limits = SchedulerLimits(7, standby_slots=0)
@@ -192,13 +192,13 @@ def _continuous(arrivals: list[Arrival], join_s: float) -> Outcome:
     return _outcome(done, sum(record.num_tokens for record in done))
 
 
-def _static(batcher: Batcher, arrivals: list[Arrival], latency: LinearLatency) -> Outcome:
+def _static(batcher: Batcher, arrivals: list[SimRequest], latency: LinearLatency) -> MagnusOutcome:
     fleet = padded_fleet(batcher, latency, _NUM_WORKERS, kv_tokens=_CAPACITY_TOKENS, reload_s=_RELOAD_S)
     done = fleet.run(arrivals).done
     return _outcome(done, num_computed_tokens(fleet))
 
 
-def serve(system: str, arrivals: list[Arrival]) -> Outcome:
+def serve(system: str, arrivals: list[SimRequest]) -> MagnusOutcome:
     """One of the paper's systems on seven instances."""
     latency = case_study_latency()
     match system:

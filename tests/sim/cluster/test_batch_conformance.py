@@ -27,7 +27,7 @@ from policies.replica.scheduler import ReplicaScheduler
 from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.latency import LinearLatency
 from simulator.cluster.replica import ReplicaShape
-from simulator.traffic.workload import Arrival
+from simulator.traffic.workload import SimRequest
 
 COST = StepCost(0.01, 1e-3, 2e-3, 3e-5, 4e-7)
 """Every kind of work has a price of its own."""
@@ -67,25 +67,25 @@ def emulated_s(max_batch_tokens: int) -> float:
     raise AssertionError("the batch lacks blocks")
 
 
-@pytest.mark.parametrize("max_batch_tokens", [7, 64, 1000])
+@pytest.mark.parametrize("max_batch_tokens", [7, 64, 149, 1000])
 def test_a_batch_takes_as_long_as_on_an_emulated_device(max_batch_tokens: int) -> None:
-    """Padded prompts in chunks or at once, then invalid tokens beside the longest output."""
+    """Padded prompts in chunks or at once, once with a last chunk of one pad; then invalid tokens."""
     shape = ReplicaShape(200, 16, max_num_seqs=8, max_batch_tokens=max_batch_tokens, execution="static")
     machine = BatchScheduler(FcfsBatches(8), lambda *batch: 1.0)
     fleet = Fleet(FleetShape(shape, LinearLatency(COST)), machine, lambda _: build_batch_runner(8))
-    done = fleet.run([Arrival(f"r{i}", 0.0, *lens, 64) for i, lens in enumerate(LENS)]).done
+    done = fleet.run([SimRequest(f"r{i}", 0.0, *lens, 64) for i, lens in enumerate(LENS)]).done
     assert {record.finished_at for record in done} == {done[0].finished_at} and len(done) == len(LENS)
     assert done[0].finished_at == pytest.approx(emulated_s(max_batch_tokens), rel=1e-12)
 
 
-def wrongly_predicted() -> list[Arrival]:
+def wrongly_predicted() -> list[SimRequest]:
     """Outputs of which half are far longer than predicted, so that batches run out of memory."""
     rng, made = np.random.default_rng(3), []
     for i in range(NUM_REQUESTS):
         output_len = int(rng.integers(1, 200))
         mean = float(rng.choice([output_len, 10]))
         forecast = Forecast(mean, (mean,) * len(QUANTILES), 1, "given", 1)
-        made.append(Arrival(str(i), i * 0.05, int(rng.integers(1, 60)), output_len, 200, forecast=forecast))
+        made.append(SimRequest(str(i), i * 0.05, int(rng.integers(1, 60)), output_len, 200, forecast=forecast))
     return made
 
 

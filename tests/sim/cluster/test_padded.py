@@ -21,9 +21,9 @@ from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.latency import A100_7B, LatencyModel, LinearLatency
 from simulator.cluster.padded import num_computed_tokens, padded_fleet
 from simulator.cluster.records import Record, Recorder
-from simulator.cluster.replica import ReplicaShape
+from simulator.cluster.replica import Execution, ReplicaShape
 from simulator.cluster.timeline import Timeline
-from simulator.traffic.workload import Arrival
+from simulator.traffic.workload import SimRequest
 from tests.sim.runs import STEP
 
 
@@ -31,9 +31,9 @@ def ends(recorder: Recorder) -> dict[str, float]:
     return {record.arrival.request_id: record.finished_at for record in recorder.done}
 
 
-def arrivals(*output_lens: int, every_s: float = 0.0) -> list[Arrival]:
+def arrivals(*output_lens: int, every_s: float = 0.0) -> list[SimRequest]:
     names = "abcdefgh"
-    return [Arrival(names[i], i * every_s, 10, n, 30) for i, n in enumerate(output_lens)]
+    return [SimRequest(names[i], i * every_s, 10, n, 30) for i, n in enumerate(output_lens)]
 
 
 def fleet(
@@ -43,7 +43,7 @@ def fleet(
     kv_tokens: int = 1000,
     block_size: int = 1,
     max_batch_tokens: int = 2048,
-    execution: str = "static",
+    execution: Execution = "static",
     num_workers: int = 1,
     announce_s: float = 0.0,
     clients: int | None = None,
@@ -75,7 +75,7 @@ def test_a_ragged_batch_returns_each_when_it_ends() -> None:
 
 def test_padding_costs_what_the_longest_prompt_costs() -> None:
     latency = LinearLatency(StepCost(0.0, 1.0, 0.0, 0.1))
-    pair = [Arrival("a", 0.0, 10, 3, 3), Arrival("b", 0.0, 4, 1, 3)]
+    pair = [SimRequest("a", 0.0, 10, 3, 3), SimRequest("b", 0.0, 4, 1, 3)]
     # prefill 2 x 10 tokens, then two steps over 2 x 11 and 2 x 12 tokens of context
     assert ends(padded_fleet(FcfsBatches(2), latency).run(pair)) == pytest.approx(dict.fromkeys("ab", 20 + 2.2 + 2.4))
     assert padded_batch_s(latency.cost, 2, 10, 3) == pytest.approx(20 + 2.2 + 2.4)
@@ -87,7 +87,10 @@ def test_padding_costs_what_the_longest_prompt_costs() -> None:
 def test_prompts_beyond_the_tokens_of_a_step_take_several() -> None:
     """2 x 10 padded tokens in steps of 8 are three steps, then four for the longer output."""
     made = fleet(FcfsBatches(2), max_batch_tokens=8)
-    assert ends(made.run([Arrival("a", 0.0, 10, 5, 9), Arrival("b", 0.0, 4, 2, 9)])) == {"a": 7, "b": 7}
+    assert ends(made.run([SimRequest("a", 0.0, 10, 5, 9), SimRequest("b", 0.0, 4, 2, 9)])) == {
+        "a": 7,
+        "b": 7,
+    }
     assert made.recorder.usage["0"].num_steps == 7
 
 
@@ -136,7 +139,7 @@ def test_prompts_that_do_not_fit_together_are_split_before_a_step() -> None:
 
 def test_a_request_that_may_never_fit_is_refused_and_the_worker_goes_on() -> None:
     made = padded_fleet(FcfsBatches(1), STEP, kv_tokens=15)
-    recorder = made.run([Arrival("a", 0.0, 10, 3, 30), Arrival("b", 0.0, 10, 3, 5)])
+    recorder = made.run([SimRequest("a", 0.0, 10, 3, 30), SimRequest("b", 0.0, 10, 3, 5)])
     assert (made.refused, ends(recorder)) == (["a"], {"b": 3})
 
 
@@ -171,18 +174,27 @@ def test_batches_are_sampled() -> None:
     assert timeline.series("used_tokens")[1:4, 0].tolist() == [22, 26, 28]
 
 
-def random_life(make: Callable[[], Batcher], seed: int, execution: str, latency: LatencyModel) -> list[Record]:
+def random_life(make: Callable[[], Batcher], seed: int, execution: Execution, latency: LatencyModel) -> list[Record]:
     """Two workers with too little memory, and forecasts that are wrong."""
     rng = np.random.default_rng(seed)
     made, at = [], 0.0
     for i in range(150):
         at += float(rng.exponential(0.05))
         output_len = int(rng.integers(1, 60))
-        mean = float(max(1, output_len + rng.integers(-20, 10)))
+        mean = float(max(1, output_len + int(rng.integers(-20, 10))))
         forecast = Forecast(mean, (mean,) * len(QUANTILES), 1, "given", 1)
-        made.append(Arrival(f"r{i}", at, int(rng.integers(1, 40)), output_len, 60, forecast=forecast))
-    shape = {"kv_tokens": 400, "block_size": 4, "max_batch_tokens": 32, "num_workers": 2}
-    recorder = fleet(make(), latency, execution=execution, announce_s=0.5, **shape).run(made)
+        made.append(SimRequest(f"r{i}", at, int(rng.integers(1, 40)), output_len, 60, forecast=forecast))
+    small = fleet(
+        make(),
+        latency,
+        kv_tokens=400,
+        block_size=4,
+        max_batch_tokens=32,
+        execution=execution,
+        num_workers=2,
+        announce_s=0.5,
+    )
+    recorder = small.run(made)
     assert len(recorder.done) == 150
     assert all(record.num_tokens == record.arrival.output_len for record in recorder.done)
     return recorder.done

@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 from services.cli import app
 
 CONFIG_KEYS = [
+    "batch",
     "block_size",
     "clients",
     "farsight_version",
