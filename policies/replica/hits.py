@@ -9,8 +9,7 @@ from core.errors import IntegrityError
 from core.messages.cache import KVCacheEvent
 from kvcache.cache_journal import CacheMirror
 from kvcache.prefix import NO_PARENT
-from policies.job import Job
-from policies.replica.tracked import Tracked
+from policies.job import Job, ScheduledRequest
 
 LOOK_UPS = 64
 """Requests looked up at one report at most: about half a millisecond. Of more that a change concerns, the oldest come
@@ -37,17 +36,17 @@ class ReplicaHits:
         self._changed = changed
         self._block_size = block_size
         self._boundaries: dict[str, _Boundary] = {}
-        self._by_last: dict[int, dict[str, Tracked]] = {}
-        self._by_next: dict[int, dict[str, Tracked]] = {}
-        self._due: dict[str, Tracked] = {}
-        self._reported: dict[str, Tracked] = {}  # the worker has said what they found: looked up when they wait again
+        self._by_last: dict[int, dict[str, ScheduledRequest]] = {}
+        self._by_next: dict[int, dict[str, ScheduledRequest]] = {}
+        self._due: dict[str, ScheduledRequest] = {}
+        self._reported: dict[str, ScheduledRequest] = {}  # looked up when they wait again
 
     @property
     def num_due(self) -> int:
         """Requests to be looked up at the next reports."""
         return len(self._due)
 
-    def add(self, tracked: Tracked) -> None:
+    def add(self, tracked: ScheduledRequest) -> None:
         """A request has come: it is looked up, if the cache is known."""
         if self._cache.seq is not None:
             self._look_up(tracked)
@@ -58,11 +57,11 @@ class ReplicaHits:
         self._reported.pop(request_id, None)
         self._take_out(request_id)
 
-    def reported(self, tracked: Tracked) -> None:
+    def reported(self, tracked: ScheduledRequest) -> None:
         """The worker has said what this one found."""
-        self._reported[tracked.job.request_id] = tracked
+        self._reported[tracked.request_id] = tracked
 
-    def take(self, notices: Iterable[KVCacheEvent], everyone: Mapping[str, Tracked]) -> list[KVCacheEvent]:
+    def take(self, notices: Iterable[KVCacheEvent], everyone: Mapping[str, ScheduledRequest]) -> list[KVCacheEvent]:
         """Those notices that are news; looks up whom they concern.
 
         Args:
@@ -84,9 +83,9 @@ class ReplicaHits:
             self._look_up(self._due.pop(request_id))
         return news
 
-    def _look_up(self, tracked: Tracked) -> None:
+    def _look_up(self, tracked: ScheduledRequest) -> None:
         """At least one token of a prompt is always computed."""
-        hashes, job, size = tracked.request.prefix_hashes, tracked.job, self._block_size
+        hashes, job, size = tracked.request.prefix_hashes, tracked, self._block_size
         if len(hashes) != job.prompt_len // size:
             return
         num_cached = self._cache.num_cached(hashes)
@@ -100,8 +99,8 @@ class ReplicaHits:
             job.cached_len, tracked.told = cached_len, None
             self._changed(job)
 
-    def _put(self, tracked: Tracked, boundary: _Boundary) -> None:
-        request_id = tracked.job.request_id
+    def _put(self, tracked: ScheduledRequest, boundary: _Boundary) -> None:
+        request_id = tracked.request_id
         if self._boundaries.get(request_id) == boundary:
             return
         self._take_out(request_id)

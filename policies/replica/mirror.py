@@ -12,9 +12,8 @@ from core.messages.requests import Key
 from core.request import Request, Residency
 from kvcache.cache_journal import CacheMirror
 from policies.interfaces import KvView
-from policies.job import Job
+from policies.job import Job, ScheduledRequest, scheduled
 from policies.replica.hits import ReplicaHits
-from policies.replica.tracked import Tracked, make_tracked
 
 NUM_REMEMBERED = 4096
 """Ended requests that a Scheduler still knows when asked: the last tokens may be on their way to the ingress."""
@@ -42,10 +41,10 @@ class WorkerMirror:
     """
 
     def __init__(self, changed: Callable[[Job], None]) -> None:
-        self.tracked: dict[str, Tracked] = {}
-        self.admitted: dict[str, Tracked] = {}
-        self.hosted: dict[str, Tracked] = {}
-        self.shipped: dict[str, Tracked] = {}
+        self.tracked: dict[str, ScheduledRequest] = {}
+        self.admitted: dict[str, ScheduledRequest] = {}
+        self.hosted: dict[str, ScheduledRequest] = {}
+        self.shipped: dict[str, ScheduledRequest] = {}
         self.worker: WorkerReady | None = None
         self.lease = 0
         self.cache = CacheMirror()
@@ -55,7 +54,7 @@ class WorkerMirror:
         self._changed = changed
         self._hits = ReplicaHits(self.cache, changed)
         self._numbers = itertools.count()
-        self._undelivered: dict[str, Tracked] = {}  # shipped, and the worker may not have them yet
+        self._undelivered: dict[str, ScheduledRequest] = {}  # shipped, and the worker may not have them yet
         self._recent: dict[Key, None] = {}  # ended lately, oldest first
         self._shared_blocks = 0  # as last reported
         self._on_host = 0  # blocks of all in ``hosted``
@@ -85,7 +84,7 @@ class WorkerMirror:
 
     def keys(self) -> tuple[Key, ...]:
         """Of all that is here."""
-        return tuple((each.request.request_id, each.request.attempt) for each in self.tracked.values())
+        return tuple((each.request_id, each.request.attempt) for each in self.tracked.values())
 
     def knows(self, key: Key) -> bool:
         """Whether this attempt, or a later one of the request, is here, or it has ended lately."""
@@ -99,12 +98,12 @@ class WorkerMirror:
         if len(self._recent) > NUM_REMEMBERED:
             del self._recent[next(iter(self._recent))]
 
-    def add(self, request: Request, now: float) -> Tracked:
-        tracked = self.tracked[request.request_id] = make_tracked(request, now, next(self._numbers))
+    def add(self, request: Request, now: float) -> ScheduledRequest:
+        tracked = self.tracked[request.request_id] = scheduled(request, now, next(self._numbers))
         self._hits.add(tracked)
         return tracked
 
-    def remove(self, request_id: str) -> Tracked:
+    def remove(self, request_id: str) -> ScheduledRequest:
         tracked = self.tracked.pop(request_id)
         self._count_host(tracked, 0, is_leaving=False)
         for table in (self.admitted, self.hosted, self.shipped, self._undelivered):
@@ -152,43 +151,43 @@ class WorkerMirror:
         for tracked in list(self._undelivered.values()):
             if tracked.shipped_in is not None and report.plan_seq >= tracked.shipped_in:
                 tracked.delivered = True
-                del self._undelivered[tracked.job.request_id]
+                del self._undelivered[tracked.request_id]
         return True
 
-    def take_progress(self, tracked: Tracked, progress: SlotProgress) -> float:
+    def take_progress(self, tracked: ScheduledRequest, progress: SlotProgress) -> float:
         """Takes over what a report says of one request; seconds that it has run since the one before."""
         assert self.worker is not None
-        believed_len = tracked.job.cached_len
+        believed_len = tracked.cached_len
         ran_s = tracked.take(progress, self.worker.block_size)
-        if tracked.num_blocks or tracked.job.cached_len != believed_len:
+        if tracked.num_blocks or tracked.cached_len != believed_len:
             self._hits.reported(tracked)
         if tracked.num_host_blocks or tracked.counted_on_host or tracked.residency is Residency.HOST:
             self.note_host(tracked)
-        self._changed(tracked.job)
+        self._changed(tracked)
         return ran_s
 
     def take_notices(self, notices: Iterable[KVCacheEvent]) -> list[KVCacheEvent]:
         """Those that are news. What is cached has changed then, and so may have what those find who wait."""
         return self._hits.take(notices, self.tracked)
 
-    def ship(self, tracked: Tracked) -> None:
+    def ship(self, tracked: ScheduledRequest) -> None:
         """The latest plan names it, and carries it unless the worker is known to have it."""
         if tracked.shipped_in is None:
             tracked.shipped_in = self.plan_seq
-            self.shipped[tracked.job.request_id] = tracked
-            self._undelivered[tracked.job.request_id] = tracked
+            self.shipped[tracked.request_id] = tracked
+            self._undelivered[tracked.request_id] = tracked
 
-    def drop_kv(self, tracked: Tracked) -> None:
+    def drop_kv(self, tracked: ScheduledRequest) -> None:
         """Its KV is ordered dropped, wherever it is."""
         tracked.drop_kv()
-        self._changed(tracked.job)
+        self._changed(tracked)
         if tracked.residency is Residency.HOST:
             self.move(tracked, Residency.DEVICE)
         self.note_host(tracked)
         self.stale = True
         self.note_preemption()
 
-    def move(self, tracked: Tracked, residency: Residency) -> None:
+    def move(self, tracked: ScheduledRequest, residency: Residency) -> None:
         """Its KV is ordered to the host, or back."""
         tracked.told = None
         tracked.residency = residency
@@ -202,30 +201,30 @@ class WorkerMirror:
         """The next plan makes blocks free: until it is in force, what is short has its answer."""
         self._preempted_in = self.plan_seq + 1
 
-    def note_host(self, tracked: Tracked) -> None:
+    def note_host(self, tracked: ScheduledRequest) -> None:
         """What it has on the host may have changed."""
         num_blocks = tracked.blocks_on_host
         if not num_blocks and not tracked.counted_on_host:
             return
         self._count_host(tracked, num_blocks, is_leaving=tracked.is_leaving)
         if num_blocks:
-            self.hosted[tracked.job.request_id] = tracked
+            self.hosted[tracked.request_id] = tracked
         else:
-            self.hosted.pop(tracked.job.request_id, None)
+            self.hosted.pop(tracked.request_id, None)
 
-    def _count_host(self, tracked: Tracked, num_blocks: int, *, is_leaving: bool) -> None:
+    def _count_host(self, tracked: ScheduledRequest, num_blocks: int, *, is_leaving: bool) -> None:
         self._on_host += num_blocks - tracked.counted_on_host
         tracked.counted_on_host = num_blocks
         if is_leaving:
-            self._leaving.add(tracked.job.request_id)
+            self._leaving.add(tracked.request_id)
         else:
-            self._leaving.discard(tracked.job.request_id)
+            self._leaving.discard(tracked.request_id)
 
     def capacity(self) -> int:
         """KV tokens that jobs may hold: the pool, with what they share counted for each, less unused ends of blocks."""
         assert self.worker is not None
         size = self.worker.block_size
-        ends = sum([-each.job.known_len % size for each in self.admitted.values()])
+        ends = sum([-each.known_len % size for each in self.admitted.values()])
         return (self.worker.num_blocks + self._shared_blocks) * size - ends
 
     def view(self, running: list[Job]) -> KvView:
@@ -239,9 +238,9 @@ class WorkerMirror:
         short = 0 if self.is_answering else self.short_blocks
         return KvView(
             running=running,
-            idle=[each.job for rid, each in self.admitted.items() if rid not in taken],
+            idle=[each for rid, each in self.admitted.items() if rid not in taken],
             offloaded=[
-                each.job for rid, each in self.hosted.items() if each.residency is Residency.HOST and rid not in taken
+                each for rid, each in self.hosted.items() if each.residency is Residency.HOST and rid not in taken
             ],
             free=(worker.num_blocks - held) * size,
             needed=(sum(-(-known_len // size) for known_len in starting) + short) * size,
@@ -265,7 +264,7 @@ class WorkerMirror:
         for request_id, tracked in self.tracked.items():
             if tracked.delivered and tracked.shipped_in is None:
                 raise IntegrityError(f"{request_id}: delivered but never shipped")
-            if tracked.job.known_len > tracked.max_total_len:
+            if tracked.known_len > tracked.max_total_len:
                 raise IntegrityError(f"{request_id}: longer than it may be")
             if (tracked.blocks_on_host > 0) != (request_id in self.hosted):
                 raise IntegrityError(f"{request_id}: on the host and not known to be, or the other way round")

@@ -8,9 +8,8 @@ from core.costs import StepCost
 from core.messages.plans import Plan, Slot
 from core.request import Residency
 from policies.interfaces import Order
-from policies.job import Job
+from policies.job import Job, ScheduledRequest
 from policies.replica.mirror import WorkerMirror
-from policies.replica.tracked import Tracked
 
 
 class ReplicaPlans:
@@ -94,7 +93,7 @@ class ReplicaPlans:
         kept.sort(key=_number)
         return slots + [self._slot(each, decode_s, standby=True) for each in kept]
 
-    def _slot(self, tracked: Tracked, decode_s: float | None, *, standby: bool) -> Slot:
+    def _slot(self, tracked: ScheduledRequest, decode_s: float | None, *, standby: bool) -> Slot:
         if tracked.shipped_in is None:
             self._shadow.ship(tracked)
         if tracked.residency is Residency.HOST and self._is_away(tracked):
@@ -102,7 +101,7 @@ class ReplicaPlans:
             return tracked.slot  # it does not run there, whatever it is granted
         tracked.granted_len = self._grant(tracked, decode_s)
         tracked.slot = Slot(
-            request_id=tracked.request.request_id,
+            request_id=tracked.request_id,
             attempt=tracked.request.attempt,
             prefill_to=tracked.max_total_len,
             length_to=tracked.granted_len,
@@ -115,7 +114,7 @@ class ReplicaPlans:
         return tracked.slot
 
     @staticmethod
-    def _is_away(tracked: Tracked) -> bool:
+    def _is_away(tracked: ScheduledRequest) -> bool:
         """Whether its KV is on the host, and the worker has the payload, now as when the last slot was written."""
         last = tracked.slot
         if last is None or last.residency is not Residency.HOST or last.num_moves != tracked.num_moves:
@@ -147,12 +146,12 @@ class ReplicaPlans:
         context_len = sum([job.prompt_len + job.output_len for job in running])
         return self.cost.step_s(0, max(1, len(running)), max(1, context_len))  # one price may be all there is
 
-    def _grant(self, tracked: Tracked, decode_s: float | None) -> int:
+    def _grant(self, tracked: ScheduledRequest, decode_s: float | None) -> int:
         """Total length up to which it may go on before the order looks at it again; its next step at least.
 
         Where nobody else wants its place there is nothing to look at: whoever comes brings a new plan.
         """
-        most, job = tracked.max_total_len, tracked.job
+        most, job = tracked.max_total_len, tracked
         if decode_s is None or self.cost is None or not self._contended:
             return most
         slice_s = max(self._order.slice_s(job), 2 * self._grant_lead_s)
@@ -164,5 +163,5 @@ class ReplicaPlans:
         return min(most, known_len + num_tokens)
 
 
-def _number(tracked: Tracked) -> int:
+def _number(tracked: ScheduledRequest) -> int:
     return tracked.number

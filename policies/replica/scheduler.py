@@ -17,6 +17,7 @@ from core.messages.requests import Key
 from core.request import Request, Residency, SequenceStatus
 from kvcache.cache_journal import CacheMirror
 from policies.interfaces import ReplicaPolicies
+from policies.job import ScheduledRequest
 from policies.replica.events import (
     BatchBroken,
     CacheTold,
@@ -40,7 +41,6 @@ from policies.replica.planner import ReplicaPlans
 from policies.replica.step_selector import StepSelector
 from policies.replica.trace import ReplicaTrace
 from policies.replica.trace_log import Account
-from policies.replica.tracked import Tracked
 
 COST_CHANGE = 0.05
 """A price that differs by more than this share is another one."""
@@ -158,7 +158,7 @@ class ReplicaScheduler:
                 refused.append(problem)
                 continue
             tracked = self._shadow.add(request, now)
-            self.order.add(tracked.job, now)
+            self.order.add(tracked, now)
             self._notes.arrived(tracked, placement, now)
         return refused
 
@@ -175,8 +175,8 @@ class ReplicaScheduler:
             tracked = self._shadow.tracked.get(each.request_id)
             if tracked is not None and tracked.request.attempt == each.attempt:
                 tracked.request = replace(tracked.request, forecast=each.forecast)
-                tracked.job.forecast = each.forecast
-                self.order.foreseen(tracked.job)
+                tracked.forecast = each.forecast
+                self.order.foreseen(tracked)
                 self._notes.foreseen(tracked, now)
 
     def _abort(self, keys: tuple[Key, ...], now: float) -> None:
@@ -191,9 +191,9 @@ class ReplicaScheduler:
             self._shadow.stale = True  # the worker forgets what a plan no longer names
         self._notes.left(tracked, why, now)
 
-    def _let_go(self, request_id: str) -> Tracked:
+    def _let_go(self, request_id: str) -> ScheduledRequest:
         tracked = self._shadow.remove(request_id)
-        self.order.remove(tracked.job)
+        self.order.remove(tracked)
         return tracked
 
     def _connect(self, state: WorkerState, now: float) -> list[Instruction]:
@@ -205,10 +205,10 @@ class ReplicaScheduler:
         shadow.connect(state, now)
         self._price()
         for adopted in shadow.tracked.values():
-            self.order.add(adopted.job, now)
+            self.order.add(adopted, now)
         for progress in state.report.progress:
             self._notes.adopted(shadow.tracked[progress.request_id], now)
-        refused = [out for known in newcomers for out in self._arrive((known.request,), known.job.arrived_at)]
+        refused = [out for known in newcomers for out in self._arrive((known.request,), known.arrived_at)]
         return refused + self._take_report(state.report, now)
 
     def _learn_cost(self, cost: StepCost) -> None:
@@ -229,7 +229,7 @@ class ReplicaScheduler:
 
     def _lose_worker(self) -> None:
         for tracked in self._shadow.tracked.values():
-            self.order.remove(tracked.job)
+            self.order.remove(tracked)
         self._shadow.lose_worker()
         self.turns.running = []
         self._plans.begin_anew()
@@ -251,11 +251,11 @@ class ReplicaScheduler:
         for request_id in event.request_ids:
             tracked = tracked_by_id[request_id]
             tracked.decode(event.num_steps, event.duration_s, worker.block_size)
-            self.order.changed(tracked.job)
-            tracked.job.last_ran_at = now
-            self.order.ran(tracked.job, event.duration_s, now)
+            self.order.changed(tracked)
+            tracked.last_ran_at = now
+            self.order.ran(tracked, event.duration_s, now)
 
-    def _take_progress(self, tracked: Tracked, progress: SlotProgress, now: float) -> list[Instruction]:
+    def _take_progress(self, tracked: ScheduledRequest, progress: SlotProgress, now: float) -> list[Instruction]:
         shadow = self._shadow
         if tracked.request.attempt != progress.attempt:
             return []
@@ -264,8 +264,8 @@ class ReplicaScheduler:
             started.append(RequestStarted(tracked.start(progress.cached_len, progress.ran_s, now)))
         ran_s = shadow.take_progress(tracked, progress)
         if ran_s > 0:
-            tracked.job.last_ran_at = now
-            self.order.ran(tracked.job, ran_s, now)
+            tracked.last_ran_at = now
+            self.order.ran(tracked, ran_s, now)
         if progress.num_preemptions < tracked.num_preemptions or progress.num_moves < tracked.num_moves:
             return started  # it does not know the latest orders yet
         if tracked.residency is Residency.HOST and progress.residency is Residency.DEVICE:
@@ -277,7 +277,7 @@ class ReplicaScheduler:
             self._notes.started(tracked, now)
         return started
 
-    def _take_refusal(self, tracked: Tracked, now: float) -> None:
+    def _take_refusal(self, tracked: ScheduledRequest, now: float) -> None:
         """There was no room on the host, or nothing to move: its KV is dropped like that of any preempted one."""
         tracked.residency, tracked.told = Residency.DEVICE, None
         self._notes.host_full(tracked, now)
@@ -291,7 +291,7 @@ class ReplicaScheduler:
         started: list[Instruction] = []
         if finished.ran_s > 0 and not tracked.started:
             started.append(RequestStarted(tracked.start(finished.cached_len, finished.ran_s, now)))
-        job = self._let_go(finished.request_id).job
+        job = self._let_go(finished.request_id)
         job.output_len = finished.output_len
         self._notes.finished(tracked, finished.status, now)
         censored = finished.status is not SequenceStatus.FINISHED_STOPPED

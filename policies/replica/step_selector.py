@@ -74,7 +74,7 @@ class StepSelector:
         """Who is to execute next; those that rest are left out."""
         shadow = self._shadow
         admitted = shadow.admitted
-        residents = [each.job for each in admitted.values() if not each.stalled]
+        residents: list[Job] = [each for each in admitted.values() if not each.stalled]
         if not self.order.preemptive and (shadow.num_waiting == 0 or (shadow.is_answering and not self.kv.evicts)):
             return Selection(residents)  # the blocks that a preemption frees are for those it was made for
         selector = Selector(
@@ -83,7 +83,7 @@ class StepSelector:
             shadow.capacity(),
             may_start=lambda: self.kv.may_start(shadow.view(residents)),
         )
-        fixed = None if self.kv.evicts else [each.job for each in admitted.values()]
+        fixed = None if self.kv.evicts else list[Job](admitted.values())
         if self.order.preemptive:
             tracked = shadow.tracked
             ranked = (job for job in self.order.ranked(now) if not tracked[job.request_id].stalled)
@@ -93,7 +93,7 @@ class StepSelector:
     def _holders(self, now: float) -> list[Job]:
         """Those with a place or with KV that do not rest, best first."""
         shadow = self._shadow
-        jobs = [each.job for each in (shadow.admitted | shadow.hosted).values() if not each.stalled]
+        jobs = [each for each in (shadow.admitted | shadow.hosted).values() if not each.stalled]
         if isinstance(self.order, RanksSome):
             return self.order.among(jobs, now)
         wanted = {job.request_id for job in jobs}
@@ -133,7 +133,7 @@ class StepSelector:
     def _make_way(self, now: float) -> None:
         """Where somebody waits, sequences that rest give up their KV and their places: their clients do not read."""
         shadow = self._shadow
-        resting = [each.job for each in shadow.admitted.values() if each.stalled]
+        resting = [each for each in shadow.admitted.values() if each.stalled]
         if resting and shadow.preemption_is_known and next(self.waiting(now), None) is not None:
             host_free = shadow.view(self.running).host_free
             for job in reversed(resting):

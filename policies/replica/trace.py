@@ -8,10 +8,9 @@ from core.decisions import Facts
 from core.forecast import QUANTILES, Forecast
 from core.request import Request, SequenceStatus
 from policies.interfaces import ReplicaPolicies
-from policies.job import Job
+from policies.job import Job, ScheduledRequest
 from policies.replica.events import AccountClosed, Instruction
 from policies.replica.trace_log import Account, Journal
-from policies.replica.tracked import Tracked
 
 _Known = dict[str, float | str]
 
@@ -30,20 +29,20 @@ class ReplicaTrace:
         self,
         policies: ReplicaPolicies,
         max_num_seqs: int,
-        tracked: Mapping[str, Tracked],
-        admitted: Mapping[str, Tracked],
+        tracked: Mapping[str, ScheduledRequest],
+        admitted: Mapping[str, ScheduledRequest],
     ) -> None:
         self.journal = Journal()
         self._order, self._admission, self._kv = policies.order, policies.admission, policies.kv
         self._max_num_seqs = max_num_seqs
         self._tracked, self._admitted = tracked, admitted
-        self._fresh: list[Tracked] = []
+        self._fresh: list[ScheduledRequest] = []
         self._order.on_move = self._moved
 
-    def arrived(self, tracked: Tracked, placement: bytes, now: float) -> None:
+    def arrived(self, tracked: ScheduledRequest, placement: bytes, now: float) -> None:
         if not self.journal.open(tracked.request, placement):
             return
-        job = tracked.job
+        job = tracked
         facts: _Known = {"prompt_tokens": job.prompt_len, "max_new_tokens": job.max_new_tokens}
         if job.output_len:
             facts["resumed_tokens"] = job.output_len
@@ -59,13 +58,13 @@ class ReplicaTrace:
         self.journal.note(request.request_id, "refused", now, {"reason": reason})
         self.journal.close(request.request_id)
 
-    def adopted(self, tracked: Tracked, now: float) -> None:
+    def adopted(self, tracked: ScheduledRequest, now: float) -> None:
         """The worker had it before this scheduler came; nobody knows any more how it got there."""
         if self.journal.open(tracked.request):
-            self._note(tracked.job, "adopted", now, {"output_tokens": tracked.job.output_len})
+            self._note(tracked, "adopted", now, {"output_tokens": tracked.output_len})
 
-    def foreseen(self, tracked: Tracked, now: float) -> None:
-        job = tracked.job
+    def foreseen(self, tracked: ScheduledRequest, now: float) -> None:
+        job = tracked
         if job.forecast is not None and self._has(job):
             self._note(job, "forecast", now, forecast_facts(job.forecast))
 
@@ -79,11 +78,11 @@ class ReplicaTrace:
                 facts.update(self._admission.explain(job, now))
                 self._note(job, "waits", now, self._standing(facts, job, now))
 
-    def admitted(self, tracked: Tracked, *, returns: bool, ahead: bool, now: float) -> None:
+    def admitted(self, tracked: ScheduledRequest, *, returns: bool, ahead: bool, now: float) -> None:
         """It has a place; if it ``returns``, its KV comes back from the host, ``ahead`` of its turn if the KV policy
         has called it back.
         """
-        job = tracked.job
+        job = tracked
         if not self._has(job):
             return
         facts = self._waited(tracked, now)
@@ -97,28 +96,28 @@ class ReplicaTrace:
                 facts.update(self._kv.explain(job, now))
         self._note(job, "uploaded" if returns else "admitted", now, self._standing(facts, job, now))
 
-    def started(self, tracked: Tracked, now: float) -> None:
+    def started(self, tracked: ScheduledRequest, now: float) -> None:
         """The worker has started it by itself, as a standby."""
-        if self._has(tracked.job):
-            self._note(tracked.job, "started", now, self._standing(self._waited(tracked, now), tracked.job, now))
+        if self._has(tracked):
+            self._note(tracked, "started", now, self._standing(self._waited(tracked, now), tracked, now))
 
     def turns(self, before: Iterable[str], after: Iterable[str], now: float) -> None:
         """Who was to execute until now, and who is from now on: a place alone is no turn."""
         was, runs = set(before), set(after)
         for request_id in was - runs:
             tracked = self._admitted.get(request_id)
-            if tracked is not None and self._has(tracked.job) and not tracked.stalled:
+            if tracked is not None and self._has(tracked) and not tracked.stalled:
                 tracked.waits_since, tracked.waits_for = now, "turn"
-                self._note(tracked.job, "paused", now, self._standing({}, tracked.job, now))
+                self._note(tracked, "paused", now, self._standing({}, tracked, now))
         for request_id in runs - was:
             tracked = self._tracked[request_id]
             if tracked.waits_for == "turn":
-                facts = self._standing(self._waited(tracked, now), tracked.job, now)
-                self._note(tracked.job, "continues", now, facts)
+                facts = self._standing(self._waited(tracked, now), tracked, now)
+                self._note(tracked, "continues", now, facts)
 
-    def gave_way(self, tracked: Tracked, *, to_host: bool, short_blocks: int, now: float) -> None:
+    def gave_way(self, tracked: ScheduledRequest, *, to_host: bool, short_blocks: int, now: float) -> None:
         """It is about to lose its place; its KV is moved to the host, or dropped."""
-        job = tracked.job
+        job = tracked
         if not self._has(job):
             return
         facts: _Known = {"computed_tokens": job.computed_len, "short_blocks": short_blocks}
@@ -126,16 +125,16 @@ class ReplicaTrace:
         self._note(job, "offloaded" if to_host else "preempted", now, self._standing(facts, job, now))
         tracked.waits_since, tracked.waits_for = now, ""
 
-    def host_full(self, tracked: Tracked, now: float) -> None:
-        self._note(tracked.job, "host_full", now, {"computed_tokens": tracked.job.computed_len})
+    def host_full(self, tracked: ScheduledRequest, now: float) -> None:
+        self._note(tracked, "host_full", now, {"computed_tokens": tracked.computed_len})
 
-    def left(self, tracked: Tracked, why: str, now: float) -> None:
+    def left(self, tracked: ScheduledRequest, why: str, now: float) -> None:
         """It is here no more, though it had not ended."""
-        self._note(tracked.job, why, now, {"output_tokens": tracked.job.output_len})
-        self.journal.close(tracked.job.request_id)
+        self._note(tracked, why, now, {"output_tokens": tracked.output_len})
+        self.journal.close(tracked.request_id)
 
-    def finished(self, tracked: Tracked, status: SequenceStatus, now: float) -> None:
-        job = tracked.job
+    def finished(self, tracked: ScheduledRequest, status: SequenceStatus, now: float) -> None:
+        job = tracked
         if not self._has(job):
             return
         facts: _Known = {
@@ -160,16 +159,16 @@ class ReplicaTrace:
 
     def _explain_waits(self, has_worker: bool, now: float) -> None:
         for tracked in self._fresh:
-            request_id = tracked.job.request_id
+            request_id = tracked.request_id
             if request_id in self._admitted or tracked.waits_for or self._tracked.get(request_id) is not tracked:
                 continue
             full = len(self._admitted) >= self._max_num_seqs
             tracked.waits_for = ("places" if full else "others") if has_worker else "worker"
             facts: _Known = {"reason": tracked.waits_for, "max_num_seqs": self._max_num_seqs}
-            self._note(tracked.job, "waits", now, self._standing(facts, tracked.job, now))
+            self._note(tracked, "waits", now, self._standing(facts, tracked, now))
         self._fresh.clear()
 
-    def _waited(self, tracked: Tracked, now: float) -> _Known:
+    def _waited(self, tracked: ScheduledRequest, now: float) -> _Known:
         """A wait is over: how long it was."""
         waited_s = now - tracked.waits_since
         tracked.waited_s += waited_s

@@ -33,6 +33,7 @@ from policies.fleet.events import (
 )
 from policies.fleet.scheduler import FleetMachine
 from policies.interfaces import ReplicaPolicies
+from policies.job import ScheduledRequest
 from policies.replica.events import (
     BatchBroken,
     CacheTold,
@@ -49,7 +50,6 @@ from policies.replica.events import (
 )
 from policies.replica.planner import ReplicaPlans
 from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
-from policies.replica.tracked import Tracked
 from tests.protocol.network import Life, attempts
 
 if TYPE_CHECKING:
@@ -64,9 +64,9 @@ class _ShortPlans(ReplicaPlans):
 
     quantum = 4
 
-    def _slot(self, tracked: Tracked, decode_s: float | None, *, standby: bool) -> Slot:
+    def _slot(self, tracked: ScheduledRequest, decode_s: float | None, *, standby: bool) -> Slot:
         slot = super()._slot(tracked, decode_s, standby=standby)
-        job = tracked.job
+        job = tracked
         prefill_to = max(job.computed_len, job.host_len) + 2 * self.quantum
         length_to = job.known_len + self.quantum
         return replace(slot, prefill_to=min(slot.prefill_to, prefill_to), length_to=min(slot.length_to, length_to))
