@@ -193,7 +193,7 @@ class ScheduledRequest(Job):
         self.computed_len = self.host_len = 0
 
 
-def scheduled(request: Request, now: float, number: int = 0) -> ScheduledRequest:
+def make_scheduled(request: Request, now: float, number: int = 0) -> ScheduledRequest:
     """The record of a request that has just come."""
     return ScheduledRequest.of(
         request, now, request=request, number=number, max_total_len=request.max_total_len, waits_since=now

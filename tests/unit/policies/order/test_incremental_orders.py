@@ -17,7 +17,7 @@ from kvcache.cache_journal import CacheMirror
 from policies.batching.hrrn import HrrnOrder
 from policies.compose import build_scheduler
 from policies.interfaces import Order
-from policies.job import Job, ScheduledRequest, scheduled
+from policies.job import Job, ScheduledRequest, make_scheduled
 from policies.order import first_rows, gittins
 from policies.order.first_rows import Kept, in_order
 from policies.order.hit_groups import HitGroups, quotas
@@ -183,7 +183,7 @@ def test_hits_are_those_of_a_look_at_everybody(seed: int, at_once: int, monkeypa
                 request = Request(
                     f"r{step}", 0, "i", (1,) * (4 * (num + own) + 1), SamplingParams(9), prefix_hashes=hashes
                 )
-                everyone[request.request_id] = tracked = scheduled(request, 0.0)
+                everyone[request.request_id] = tracked = make_scheduled(request, 0.0)
                 hits.add(tracked)
             case "remove" if everyone:
                 name = rng.choice(list(everyone))
@@ -239,7 +239,7 @@ def test_a_scheduler_says_the_same_as_one_that_ranks_everybody_at_each_point(pre
         settings = PolicySettings(gamma=0.1 * (seed % 2), cost=A100_7B.cost)
         scheduler = build_scheduler(preset, SchedulerLimits(12, 3), settings)
         if is_plain:
-            scheduler.order = scheduler.turns.order = Plain(scheduler.order)  # type: ignore[assignment]
+            scheduler.order = scheduler.selector.order = Plain(scheduler.order)  # type: ignore[assignment]
         logs.append(history(scheduler, seed))
     assert logs[0] == logs[1]
 

@@ -72,7 +72,7 @@ def most_of_a_report(preset: str, num_waiting: int, order: str = "") -> int:
     cost = A100_7B.cost
     counted(CostLearned(replace(cost, base_s=2 * cost.base_s)), replica.wakes_at)
     for _ in range(50):  # the history is read again
-        job = next(iter(scheduler.turns.running), None)
+        job = next(iter(scheduler.selector.running), None)
         if job is not None:
             scheduler.order.learn(job, censored=False)
     while len(counts) < 2 * NUM_REPORTS:
