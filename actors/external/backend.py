@@ -55,7 +55,7 @@ from policies.replica.events import (
     RequestsArrived,
     RequestStarted,
 )
-from policies.replica.trace import account_closed
+from policies.replica.decision_trace import account_closed
 
 SAY_AGAIN_S = 1.0
 """The Router gets the replica's state at least this often, in seconds, so that a new Router soon knows it."""

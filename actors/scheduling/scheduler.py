@@ -43,7 +43,7 @@ from policies.replica.events import (
     WorkerLost,
     WorkerReported,
 )
-from policies.replica.trace import account_closed
+from policies.replica.decision_trace import account_closed
 
 SAY_AGAIN_S = 1.0
 """The Router hears of the replica at least this often, so that a new one knows it soon."""

@@ -45,6 +45,7 @@ from policies.external.events import (
 )
 from policies.interfaces import Order
 from policies.job import Job
+from policies.replica.decision_trace import Account, Accounts, account_closed, forecast_facts
 from policies.replica.events import (
     ForecastsArrived,
     RefuseRequest,
@@ -53,8 +54,6 @@ from policies.replica.events import (
     RequestsArrived,
     RequestStarted,
 )
-from policies.replica.trace import account_closed, forecast_facts
-from policies.replica.trace_log import Account, Journal
 
 NUM_REMEMBERED = 4096
 """Ended attempts that are remembered: their ingress replicas may not know yet that they ended."""
@@ -99,7 +98,7 @@ class BackendScheduler:
         self._held: dict[str, _Held] = {}
         self._num_sent = 0
         self._recent: dict[Key, None] = {}
-        self._journal = Journal()
+        self._accounts = Accounts()
         self._probing = False
 
     @property
@@ -126,7 +125,7 @@ class BackendScheduler:
 
     def accounts(self, response_id: str) -> list[Account]:
         """The decision traces of the requests of an answer."""
-        return list(self._journal.of(response_id))
+        return list(self._accounts.of(response_id))
 
     def handle(self, event: BackendEvent, now: float) -> list[BackendInstruction]:
         """The only mutator. ``now`` is seconds on the caller's monotonic clock."""
@@ -151,7 +150,7 @@ class BackendScheduler:
             case ClockAdvanced():
                 out += self._ask(now)
         out += self._send(now)
-        out += [account_closed(account) for account in self._journal.take_closed()]
+        out += [account_closed(account) for account in self._accounts.take_closed()]
         return out
 
     def _arrive(self, event: RequestsArrived, now: float) -> list[BackendInstruction]:
@@ -161,12 +160,12 @@ class BackendScheduler:
             if self._knows(key) or key in self._recent:
                 continue  # a duplicate, or older than the attempt that is held
             out += self._leave([request.request_id], "superseded", now)
-            self._journal.open(request, placement)
+            self._accounts.open(request, placement)
             if self.max_model_len and request.max_total_len > self.max_model_len:
                 out.append(self._refuse(request, now))
             elif not self.breaker.closed:
-                self._journal.note(request.request_id, "returned", now, {"reason": self.breaker.reason})
-                self._journal.close(request.request_id)
+                self._accounts.note(request.request_id, "returned", now, {"reason": self.breaker.reason})
+                self._accounts.close(request.request_id)
                 out += self._returned(request, self.breaker.reason, now, now)
             else:
                 self._hold(request, now)
@@ -177,8 +176,8 @@ class BackendScheduler:
             f"prompt and max_tokens together are {request.max_total_len} tokens; the limit of the server is "
             f"{self.max_model_len}"
         )
-        self._journal.note(request.request_id, "refused", now, {"reason": message})
-        self._journal.close(request.request_id)
+        self._accounts.note(request.request_id, "refused", now, {"reason": message})
+        self._accounts.close(request.request_id)
         return RefuseRequest(request.request_id, request.attempt, "max_tokens", message)
 
     def _hold(self, request: Request, now: float) -> None:
@@ -196,12 +195,12 @@ class BackendScheduler:
             job.deadline_at = now + request.deadline_s
         self._held[request.request_id] = _Held(request, job)
         self._order.add(job, now)
-        self._journal.note(request.request_id, "arrived", now, self._queue())
+        self._accounts.note(request.request_id, "arrived", now, self._queue())
         if request.forecast is not None:
-            self._journal.note(request.request_id, "forecast", now, forecast_facts(request.forecast))
+            self._accounts.note(request.request_id, "forecast", now, forecast_facts(request.forecast))
         if self._num_sent >= self._max_num_seqs:
             facts = {"reason": "places", "max_num_seqs": self._max_num_seqs, **self._queue()}
-            self._journal.note(request.request_id, "waits", now, facts)
+            self._accounts.note(request.request_id, "waits", now, facts)
 
     def _send(self, now: float) -> list[BackendInstruction]:
         """Sends waiting requests while there are free slots; none unless the breaker is closed."""
@@ -216,7 +215,7 @@ class BackendScheduler:
             held.sent_at = now
             self._num_sent += 1
             facts = {"waited_s": now - job.arrived_at, **self._queue()}
-            self._journal.note(job.request_id, "sent", now, facts)
+            self._accounts.note(job.request_id, "sent", now, facts)
             out.append(SendRequest(held.request))
         return out
 
@@ -244,7 +243,7 @@ class BackendScheduler:
                 continue
             held.request = replace(held.request, forecast=each.forecast)
             held.job.forecast = each.forecast
-            self._journal.note(each.request_id, "forecast", now, forecast_facts(each.forecast))
+            self._accounts.note(each.request_id, "forecast", now, forecast_facts(each.forecast))
             if not held.sent:
                 self._order.foreseen(held.job)
 
@@ -339,8 +338,8 @@ class BackendScheduler:
 
     def _note_end(self, held: _Held, kind: str, now: float, facts: Facts) -> None:
         request_id = held.request.request_id
-        self._journal.note(request_id, kind, now, {"output_tokens": held.job.output_len, **facts})
-        self._journal.close(request_id)
+        self._accounts.note(request_id, kind, now, {"output_tokens": held.job.output_len, **facts})
+        self._accounts.close(request_id)
 
     def _queue(self) -> dict[str, float | str]:
         return {"num_admitted": self._num_sent, "num_waiting": self.num_waiting}
@@ -360,4 +359,4 @@ class BackendScheduler:
             raise IntegrityError("the order and the requests that wait disagree")
         if self._recent.keys() & {held.key for held in self._held.values()}:
             raise IntegrityError("a held request counts as ended")
-        self._journal.check_integrity(set(self._held))
+        self._accounts.check_integrity(set(self._held))

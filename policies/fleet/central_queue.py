@@ -11,7 +11,6 @@ from core.messages.requests import Key
 from core.request import Request
 from policies.batching.base import Batcher, FormedBatch
 from policies.job import Job
-from policies.replica.tracked import make_job
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ class CentralQueue:
     def add(self, request: Request, now: float) -> None:
         """Takes a request that has arrived or come back; it must not be here yet."""
         request_id = request.request_id
-        job = self._jobs[request_id] = make_job(request, now)
+        job = self._jobs[request_id] = Job.of(request, now)
         broken = self._broken.get(request_id)
         if broken is not None:
             del broken.awaited[request_id]

@@ -9,8 +9,7 @@ from core.errors import IntegrityError
 from core.messages.cache import KVCacheEvent
 from kvcache.cache_journal import CacheMirror
 from kvcache.prefix import NO_PARENT
-from policies.job import Job
-from policies.replica.tracked import Tracked
+from policies.job import Job, ScheduledRequest
 
 LOOK_UPS = 64
 """Requests looked up at one report at most: about half a millisecond. Of more that a change concerns, the oldest come
@@ -37,20 +36,20 @@ class ReplicaHits:
         self._changed = changed
         self._block_size = block_size
         self._boundaries: dict[str, _Boundary] = {}
-        self._by_last: dict[int, dict[str, Tracked]] = {}
-        self._by_next: dict[int, dict[str, Tracked]] = {}
-        self._due: dict[str, Tracked] = {}
-        self._reported: dict[str, Tracked] = {}  # the worker has said what they found: looked up when they wait again
+        self._by_last: dict[int, dict[str, ScheduledRequest]] = {}
+        self._by_next: dict[int, dict[str, ScheduledRequest]] = {}
+        self._due: dict[str, ScheduledRequest] = {}
+        self._reported: dict[str, ScheduledRequest] = {}  # looked up when they wait again
 
     @property
     def num_due(self) -> int:
         """Requests to be looked up at the next reports."""
         return len(self._due)
 
-    def add(self, tracked: Tracked) -> None:
+    def add(self, scheduled: ScheduledRequest) -> None:
         """A request has come: it is looked up, if the cache is known."""
         if self._cache.seq is not None:
-            self._look_up(tracked)
+            self._look_up(scheduled)
 
     def remove(self, request_id: str) -> None:
         """A request is gone; unknown ones are fine."""
@@ -58,11 +57,11 @@ class ReplicaHits:
         self._reported.pop(request_id, None)
         self._take_out(request_id)
 
-    def reported(self, tracked: Tracked) -> None:
+    def reported(self, scheduled: ScheduledRequest) -> None:
         """The worker has said what this one found."""
-        self._reported[tracked.job.request_id] = tracked
+        self._reported[scheduled.request_id] = scheduled
 
-    def take(self, notices: Iterable[KVCacheEvent], everyone: Mapping[str, Tracked]) -> list[KVCacheEvent]:
+    def take(self, notices: Iterable[KVCacheEvent], everyone: Mapping[str, ScheduledRequest]) -> list[KVCacheEvent]:
         """Those notices that are news; looks up whom they concern.
 
         Args:
@@ -84,31 +83,31 @@ class ReplicaHits:
             self._look_up(self._due.pop(request_id))
         return news
 
-    def _look_up(self, tracked: Tracked) -> None:
+    def _look_up(self, scheduled: ScheduledRequest) -> None:
         """At least one token of a prompt is always computed."""
-        hashes, job, size = tracked.request.prefix_hashes, tracked.job, self._block_size
+        hashes, job, size = scheduled.request.prefix_hashes, scheduled, self._block_size
         if len(hashes) != job.prompt_len // size:
             return
         num_cached = self._cache.num_cached(hashes)
-        self._put(tracked, _boundary(hashes, num_cached))
-        if tracked.num_blocks:  # what it found has been said
-            self._reported[job.request_id] = tracked
+        self._put(scheduled, _boundary(hashes, num_cached))
+        if scheduled.num_blocks:  # what it found has been said
+            self._reported[job.request_id] = scheduled
             return
         self._reported.pop(job.request_id, None)
         cached_len = min(num_cached, (job.prompt_len - 1) // size) * size
         if cached_len != job.cached_len:
-            job.cached_len, tracked.told = cached_len, None
+            job.cached_len, scheduled.told = cached_len, None
             self._changed(job)
 
-    def _put(self, tracked: Tracked, boundary: _Boundary) -> None:
-        request_id = tracked.job.request_id
+    def _put(self, scheduled: ScheduledRequest, boundary: _Boundary) -> None:
+        request_id = scheduled.request_id
         if self._boundaries.get(request_id) == boundary:
             return
         self._take_out(request_id)
         self._boundaries[request_id] = boundary
         for table, name in zip((self._by_last, self._by_next), boundary, strict=True):
             if name != NO_PARENT:
-                table.setdefault(name, {})[request_id] = tracked
+                table.setdefault(name, {})[request_id] = scheduled
 
     def _take_out(self, request_id: str) -> None:
         boundary = self._boundaries.pop(request_id, None)
@@ -128,8 +127,8 @@ class ReplicaHits:
                     raise IntegrityError(f"{request_id} is not found by the end of its cached part")
         for table in (self._by_last, self._by_next):
             for waiting in table.values():
-                for request_id, tracked in waiting.items():
-                    hashes = tracked.request.prefix_hashes
+                for request_id, scheduled in waiting.items():
+                    hashes = scheduled.request.prefix_hashes
                     actual = _boundary(hashes, self._cache.num_cached(hashes))
                     if request_id not in self._due and self._boundaries[request_id] != actual:
                         raise IntegrityError(f"{request_id}: its cached part has changed and nobody has looked")

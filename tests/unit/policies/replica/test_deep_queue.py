@@ -21,7 +21,7 @@ from policies.settings import BatchSettings, PolicySettings
 from simulator.cluster.latency import A100_7B
 from simulator.cluster.records import Record, Recorder
 from simulator.cluster.replica import Replica, ReplicaShape
-from simulator.traffic.workload import Arrival, as_request
+from simulator.traffic.workload import SimRequest, as_request
 from tests.opcodes import num_opcodes
 
 FEW, MANY = 1_000, 10_000
@@ -37,7 +37,7 @@ BATCH = [name for name in PRESETS if is_batch_mode(name)]
 
 
 @functools.cache
-def prefixed_requests() -> list[tuple[Request, Arrival]]:
+def prefixed_requests() -> list[tuple[Request, SimRequest]]:
     """``MANY`` requests, the same for every preset; they all begin alike, so the first block concerns all of them."""
     requests, num_own = [], 0
     for arrival in itertools.islice(arrivals(0, prefixes=True), MANY):
@@ -85,7 +85,7 @@ def most_of_a_report(preset: str, num_waiting: int, order: str = "") -> int:
     cost = A100_7B.cost
     counted(CostLearned(replace(cost, base_s=2 * cost.base_s)), replica.wakes_at)
     for _ in range(50):  # the history is read again
-        job = next(iter(scheduler.turns.running), None)
+        job = next(iter(scheduler.selector.running), None)
         if job is not None:
             scheduler.order.learn(job, censored=False)
     while len(counts) < 2 * NUM_REPORTS:

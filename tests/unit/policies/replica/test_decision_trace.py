@@ -15,6 +15,7 @@ from core.request import Origin, Request, SamplingParams
 from kvcache import BatchLimits, BlockManager, LeaseExecutor
 from policies.compose import build_scheduler
 from policies.presets import PRESETS
+from policies.replica.decision_trace import Accounts
 from policies.replica.events import (
     AccountClosed,
     Event,
@@ -28,7 +29,6 @@ from policies.replica.events import (
     WorkerReported,
 )
 from policies.replica.scheduler import SchedulerLimits
-from policies.replica.trace_log import Journal
 
 CONTINUOUS = [name for name, preset in PRESETS.items() if preset.mode == "continuous"]
 BLOCK = 8
@@ -220,28 +220,28 @@ def test_a_request_that_nobody_can_ask_for_is_not_noted() -> None:
 
 
 def test_an_account_keeps_its_beginning_and_its_end() -> None:
-    journal = Journal(max_decisions=6)
-    journal.open(request("a"))
+    accounts = Accounts(max_decisions=6)
+    accounts.open(request("a"))
     for i in range(20):
-        journal.note("a", f"{i}", float(i), {})
-    journal.check_integrity({"a"})
-    journal.close("a")
-    (account,) = journal.take_closed()
+        accounts.note("a", f"{i}", float(i), {})
+    accounts.check_integrity({"a"})
+    accounts.close("a")
+    (account,) = accounts.take_closed()
     assert [each.kind for each in unpack_decisions(b"".join(account.decisions))] == ["0", "1", "2", "17", "18", "19"]
     assert account.num_left_out == 14
 
 
 def test_all_accounts_together_are_bounded_and_closing_makes_room() -> None:
-    journal = Journal(max_in_all=5)
+    accounts = Accounts(max_in_all=5)
     for name in ("a", "b"):
-        journal.open(request(name))
+        accounts.open(request(name))
         for i in range(4):
-            journal.note(name, f"{i}", float(i), {})
-    journal.check_integrity({"a", "b"})
-    journal.close("a")
-    journal.note("b", "more", 9.0, {})
-    journal.close("b")
-    journal.check_integrity(set())
-    first, second = journal.take_closed()
+            accounts.note(name, f"{i}", float(i), {})
+    accounts.check_integrity({"a", "b"})
+    accounts.close("a")
+    accounts.note("b", "more", 9.0, {})
+    accounts.close("b")
+    accounts.check_integrity(set())
+    first, second = accounts.take_closed()
     assert (len(first.decisions), first.num_left_out, len(second.decisions), second.num_left_out) == (4, 0, 2, 3)
-    assert not journal.has_closed
+    assert not accounts.has_closed
