@@ -18,6 +18,7 @@ from estimator.device_profile import profile_label
 from services.api.admin import Administration
 from services.api.app import build_app
 from services.api.backend import ModelInfo
+from services.api.body_workers import BodyWorkers
 from services.api.middleware import Pace
 from services.api.text.prompts import PromptEncoder
 from services.ingress.engine_client import EngineClient
@@ -53,7 +54,14 @@ class Ingress:
         self._collecting = asyncio.create_task(again_and_again(collect, LOOK_AGAIN_S))
         server = self._site.config.server
         shares = server.prefix_sharing == "all"
-        return build_app(client, self._encoder, server.max_body_bytes, self._administration, shares_across_keys=shares)
+        return build_app(
+            client,
+            self._encoder,
+            server.max_body_bytes,
+            self._administration,
+            shares_across_keys=shares,
+            workers=BodyWorkers(self._site.model_dir),
+        )
 
     @staticmethod
     async def _tell_liveness(client: EngineClient) -> None:
