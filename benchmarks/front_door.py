@@ -27,7 +27,7 @@ from services.launch.launch import EMBEDDED_NAME
 
 PROGRAM = ("python", "-m", "benchmarks.front_door")
 NUM_BYTES = 4 * 1024 * 1024 - 1024
-STREAM_TOKENS = 3000
+STREAM_TOKENS = 800
 PROBE_S = 0.01
 
 
@@ -65,12 +65,13 @@ class Bystander:
         self._base = f"http://127.0.0.1:{port}"
         self._over = threading.Event()
         self._begun = threading.Event()
-        self._threads = [threading.Thread(target=each) for each in (self._read, self._look)]
+        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._read, self._look)]
 
     def __enter__(self) -> Bystander:
         for thread in self._threads:
             thread.start()
-        self._begun.wait()
+        if not self._begun.wait(60):
+            raise RuntimeError("the bystander's stream has not begun")
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -29,7 +29,7 @@ _HEAVY_BYTES = 4096
 """Bytes of a body whose parsing and tokenising takes about as long as the rest of a request ..."""
 
 _MAX_WEIGHT = 4 * PER_TURN
-"""... but a body may use up at most this many turns, since long texts are tokenised in a thread."""
+"""... but a body uses up this many turns at most: a large one is not read on the event loop."""
 
 
 class BodyLimit:
