@@ -273,7 +273,7 @@ def judge_runs(runs: list[dict[str, Any]], args: argparse.Namespace) -> list[str
 
 def _command(folder: Path, args: argparse.Namespace) -> ServerCommand:
     (folder / "profile.json").write_text(json.dumps(PROFILE))
-    settings = f"[server]\nmax_queued_requests = {args.max_queued}\nmax_queued_tokens = 10000000\n"
+    settings = f"[server]\nmax_queued_requests = {args.max_queued}\nmax_queued_tokens = 10000000\nmax_wait_s = 0\n"
     (folder / "farsight.toml").write_text(settings)
     port = free_port()
     words = [sys.executable, "-m", "services.cli", "serve", "--port", str(port), "--kv-memory", "64MiB"]

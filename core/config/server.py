@@ -22,8 +22,11 @@ class ServerConfig:
     Attributes:
         ingress_replicas: HTTP processes; 0 picks by the machine's size.
         max_body_bytes: Larger request bodies are refused.
-        max_queued_requests: Requests in flight at once, per ingress replica; more are refused with 429.
+        max_queued_requests: Requests in flight at once, at all ingress replicas together; more are refused with 429.
         max_queued_tokens: The same, counted in prompt tokens.
+        max_queued_requests_per_key: The same for the requests of one API key; 0 is no limit.
+        max_queued_tokens_per_key: The same, counted in prompt tokens.
+        max_wait_s: A request is refused with 429 where the predicted queue delay exceeds so many seconds; 0 is off.
         prefix_sharing: Which requests share cached prefixes: ``all``, or only those with the same bearer ``key``
             (requests without a key share with each other). ``cache_salt`` of a request divides further.
         proxy: ``serve`` is Ray Serve's own proxy. ``haproxy`` carries several times the requests; ``host`` must be
@@ -37,7 +40,8 @@ class ServerConfig:
             clients come through one address, as behind a load balancer, it bounds them together.
         start_patience_s: Seconds that a start may take, all its tries together, before the server gives up.
         first_token_deadline_s: With ``[[replica]]`` tables, a request without a token after so many seconds fails,
-            wherever it has been by then; not while it is on our own engine.
+            wherever it has been by then. On our own engine, or without such tables, it fails after ``max_wait_s`` and
+            this together; never where ``max_wait_s`` is 0.
     """
 
     host: str = "127.0.0.1"
@@ -46,6 +50,9 @@ class ServerConfig:
     max_body_bytes: int = 4 * 1024 * 1024
     max_queued_requests: int = 2048
     max_queued_tokens: int = 2_000_000
+    max_queued_requests_per_key: int = 0
+    max_queued_tokens_per_key: int = 0
+    max_wait_s: float = 300.0
     prefix_sharing: str = "all"
     proxy: str = "auto"
     head_timeout_s: float = 10.0
@@ -67,7 +74,8 @@ class ServerConfig:
         for name in ("max_body_bytes", "max_queued_requests", "max_queued_tokens"):
             value = getattr(self, name)
             require(value >= 1, f"server.{name}", value, "an integer >= 1")
-        connections = self.max_connections_per_address
-        require(connections >= 0, "server.max_connections_per_address", connections, "an integer >= 0")
+        for name in ("max_connections_per_address", "max_queued_requests_per_key", "max_queued_tokens_per_key"):
+            require(getattr(self, name) >= 0, f"server.{name}", getattr(self, name), "an integer >= 0")
+        require(self.max_wait_s >= 0, "server.max_wait_s", self.max_wait_s, "a number >= 0 (0 is off)")
         for name in _POSITIVE:
             require(getattr(self, name) > 0, f"server.{name}", getattr(self, name), "a number > 0")
