@@ -25,6 +25,7 @@ from core.messages.placement import PlacementView
 from core.messages.requests import (
     Announce,
     AnnounceReply,
+    IngressLoad,
     Key,
     Keys,
     OpenRequest,
@@ -32,6 +33,7 @@ from core.messages.requests import (
     Refusal,
     Submit,
     SubmitReply,
+    total_load,
 )
 from core.messages.status import ComponentRows, ComponentStatus
 from core.request import Request
@@ -98,6 +100,7 @@ class _IngressReplica:
     heard_at: float
     row: ComponentStatus | None = None
     late_refusals: list[Refusal] = field(default_factory=list)
+    load: IngressLoad = field(default_factory=IngressLoad)
 
 
 class FleetShell(Component, RouterCalls):
@@ -166,7 +169,10 @@ class FleetShell(Component, RouterCalls):
         late, ingress.late_refusals = ingress.late_refusals, []
         lost = tuple(answers.lost.get(announced.ingress_id, ()))
         refusals = (*answers.refusals, *late)
-        return AnnounceReply(lost, refusals, tuple(self._schedulers), self._newly_placed(announced.open))
+        ingress.load = announced.load
+        others = total_load(seen.load for name, seen in self._ingresses.items() if name != announced.ingress_id)
+        placed = self._newly_placed(announced.open)
+        return AnnounceReply(lost, refusals, tuple(self._schedulers), placed, others, self._outlook())
 
     def _newly_placed(self, announced: Iterable[OpenRequest]) -> tuple[Placed, ...]:
         """Where those are that waited when they were submitted."""

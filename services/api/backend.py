@@ -43,7 +43,9 @@ class GenerationBackend(Protocol):
     @property
     def model(self) -> ModelInfo: ...
 
-    def stream(self, request: Request, text: PromptText | None = None) -> AsyncGenerator[TokenDelta, None]:
+    def stream(
+        self, request: Request, text: PromptText | None = None, key: str = ""
+    ) -> AsyncGenerator[TokenDelta, None]:
         """Yields the deltas of one request; the last has ``finish_reason`` set.
 
         Closing the generator early, or cancelling the task that iterates over it, aborts the request.
@@ -53,6 +55,7 @@ class GenerationBackend(Protocol):
             request: Without a name (``requests.unnamed_request``); the backend gives it one. ``explain`` finds its
                 decisions by its ``origin``.
             text: Its prompt, which the length predictor reads; None if it came as token ids.
+            key: What the access layer knows the client by; requests in flight are counted by it, too.
 
         Raises:
             CapacityError: Before the first delta: the service is full.

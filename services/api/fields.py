@@ -73,6 +73,15 @@ EXPECTED: dict[str, str] = {
 """The expected value by field path, without list positions."""
 
 
+MAX_SHOWN_CHARS = 200
+"""Characters of a client's text that an error shows, as ``InvalidValueError`` does of a value."""
+
+
+def shown(text: str) -> str:
+    """A client's text as errors show it."""
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[: MAX_SHOWN_CHARS - 3]}..."
+
+
 @dataclass(frozen=True, slots=True)
 class NeutralOnly:
     """A field that Farsight does not support and accepts only with a neutral value.

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.api.errors import ApiError, as_api_error
+from services.api.fields import shown
 
 PER_TURN = 4
 """A request uses about 2 ms of the loop, spread over about six turns, until it is sent to the Router. With four new
@@ -28,7 +29,7 @@ _HEAVY_BYTES = 4096
 """Bytes of a body whose parsing and tokenising takes about as long as the rest of a request ..."""
 
 _MAX_WEIGHT = 4 * PER_TURN
-"""... but a body may use up at most this many turns, since long texts are tokenised in a thread."""
+"""... but a body uses up this many turns at most: a large one is not read on the event loop."""
 
 
 class BodyLimit:
@@ -196,8 +197,12 @@ def _nothing() -> None:
     """Does nothing: the waiting caller continues by itself."""
 
 
+LARGE_BODY_BYTES = 64 * 1024
+"""From here on parsing may hold the event loop for more than some 10 ms, whatever JSON it is."""
+
+
 class JsonRoute(APIRoute):
-    """Parses a POST body before FastAPI sees it, so that FastAPI always gets a JSON object."""
+    """Parses a POST body before FastAPI sees it, so that FastAPI always gets a JSON object; refuses a large one."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -207,10 +212,22 @@ class JsonRoute(APIRoute):
                 return await handle(request)
             _check_content_type(request.headers.get("content-type"))
             parsed = _JsonRequest(request.scope, request.receive)
-            parsed.set_json(parse_object(await parsed.body()))
+            body = await parsed.body()
+            if len(body) >= LARGE_BODY_BYTES:
+                return await self.handle_large(parsed, body)
+            parsed.set_json(parse_object(body))
             return await handle(parsed)
 
         return handle_json
+
+    async def handle_large(self, request: Request, body: bytes) -> Response:
+        """The reply to a body of ``LARGE_BODY_BYTES`` or more.
+
+        Raises:
+            ApiError: 413.
+        """
+        message = f"The request body has {len(body)} bytes; {self.path} takes fewer than {LARGE_BODY_BYTES}."
+        raise ApiError(message, status=413, code="request_too_large")
 
 
 class _JsonRequest(Request):
@@ -259,5 +276,5 @@ def _bad_json(problem: str) -> ApiError:
 def _check_content_type(value: str | None) -> None:
     media_type = (value or "application/json").partition(";")[0].strip().lower()
     if media_type != "application/json":
-        message = f"Content-Type: got {media_type!r}, expected 'application/json'."
+        message = f"Content-Type: got {shown(media_type)!r}, expected 'application/json'."
         raise ApiError(message, status=415, code="unsupported_media_type")

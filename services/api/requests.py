@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import secrets
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from core.errors import InvalidValueError
 from core.request import Origin, Request, SamplingParams, check_token_ids
 from services.api.backend import ModelInfo
 from services.api.errors import ApiError
+from services.api.fields import shown
 from services.api.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
 from services.api.text.echo import Echo
 from services.api.text.prompts import PromptEncoder, PromptText, of_chat, of_completion
@@ -25,53 +26,77 @@ _THREAD_FROM_CHARS = 16_384
 _MESSAGE_SIZE = 32
 """Characters whose tokenisation takes as long as the chat template takes for one field of a message."""
 
-_T = TypeVar("_T")
-_R = TypeVar("_R")
-
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The requests of one HTTP body, and which results the client gets.
+    """What one HTTP body asks for: its requests, and which results the client gets in which form.
 
     Attributes:
-        requests: ``num_tries`` of the first prompt, then those of the second, and so on.
-        texts: The prompts as text, one for each; None where a prompt came as token ids.
+        prompts: A request for each prompt, without a name; ``named`` makes ``num_tries`` of each.
+        texts: The prompts as text; None where a prompt came as token ids.
+        model: As the client names it.
+        chat: Whether this is a chat, and not a completion.
+        num_tries: Outputs run for each prompt.
         n: Choices returned for each prompt: the most likely of its outputs.
+        stream, include_usage: Whether the answer is a stream, and whether that says its usage.
         shows_logprobs: Whether the client gets log probabilities; they are also computed to rank ``best_of`` outputs.
         echoes: The text put before the outputs of each prompt; empty without ``echo``.
         prompt_only: The client asked for 0 tokens; the one token that every request yields is not returned.
         response_id: The id of the client's answer.
+        requests: ``num_tries`` of the first prompt, then those of the second, and so on; empty before ``named``.
     """
 
-    requests: list[Request]
-    texts: list[PromptText | None]
+    prompts: tuple[Request, ...]
+    texts: tuple[PromptText | None, ...]
+    model: str
+    chat: bool
+    num_tries: int = 1
     n: int = 1
+    stream: bool = False
+    include_usage: bool = False
     shows_logprobs: bool = False
     echoes: tuple[Echo, ...] = ()
     prompt_only: bool = False
     response_id: str = ""
-
-    @property
-    def num_tries(self) -> int:
-        return len(self.requests) // len(self.texts)
+    requests: tuple[Request, ...] = ()
 
     @property
     def num_prompt_tokens(self) -> int:
         """Prompt tokens, each prompt counted once whatever its number of choices."""
-        return sum(request.prompt_len for request in self.requests[:: self.num_tries])
+        return sum(request.prompt_len for request in self.prompts)
 
-    def named(self, response_id: str, owner: bytes, salt: Callable[[str], str]) -> Generation:
-        """The same requests under the id of the client's answer.
+    def without_prompts(self) -> Generation:
+        """For the wire: prompts go apart from it."""
+        return dataclasses.replace(self, prompts=())
+
+    def with_prompts(self, prompts: tuple[Request, ...]) -> Generation:
+        return dataclasses.replace(self, prompts=prompts)
+
+    def named(self, owner: bytes, salt: Callable[[str], str]) -> Generation:
+        """With the requests that run, under a new id of the client's answer.
+
+        Each try of a prompt has the next seed, so that a choice does not depend on the number of choices.
 
         Args:
             owner: As ``Origin.owner``.
             salt: From a request's own cache salt to the one that it is run with.
         """
-        named = [
-            dataclasses.replace(request, origin=Origin(response_id, choice, owner), cache_salt=salt(request.cache_salt))
-            for choice, request in enumerate(self.requests)
-        ]
-        return dataclasses.replace(self, requests=named, response_id=response_id)
+        response_id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
+        tries = [(prompt, number) for prompt in self.prompts for number in range(self.num_tries)]
+        requests = tuple(
+            dataclasses.replace(
+                prompt,
+                sampling=_with_next_seed(prompt.sampling, number),
+                origin=Origin(response_id, choice, owner),
+                cache_salt=salt(prompt.cache_salt),
+            )
+            for choice, (prompt, number) in enumerate(tries)
+        )
+        return dataclasses.replace(self, requests=requests, response_id=response_id)
+
+
+def _with_next_seed(sampling: SamplingParams, number: int) -> SamplingParams:
+    return dataclasses.replace(sampling, seed=(sampling.seed + number) % 2**64) if number else sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,42 +107,69 @@ class _Limit:
     max_new_tokens: int
 
 
-async def completion_requests(body: CompletionRequest, model: ModelInfo, encoder: PromptEncoder) -> Generation:
-    """``best_of`` requests, or else ``n``, for each prompt.
+async def generation_of(
+    body: CompletionRequest | ChatCompletionRequest, model: ModelInfo, encoder: PromptEncoder
+) -> Generation:
+    """What a checked body asks for; a long text is tokenised in a thread.
 
     Raises:
-        ApiError, InvalidValueError: A prompt or a parameter that this model cannot take.
+        ApiError, InvalidValueError: A prompt, messages or a parameter that this model cannot take.
     """
+    if _size(body) < _THREAD_FROM_CHARS:
+        return make_generation(body, model, encoder)
+    return await asyncio.to_thread(make_generation, body, model, encoder)
+
+
+def _size(body: CompletionRequest | ChatCompletionRequest) -> int:
+    """Length of the prompts, in characters or tokens."""
+    if isinstance(body, CompletionRequest):
+        return sum(len(prompt) for _, prompt in body.prompts)
+    return sum(_MESSAGE_SIZE + len(message.content) for message in body.messages)
+
+
+def make_generation(
+    body: CompletionRequest | ChatCompletionRequest, model: ModelInfo, encoder: PromptEncoder
+) -> Generation:
+    """As ``generation_of``, in this thread."""
     check_model(body.model, model)
+    make = _of_completion if isinstance(body, CompletionRequest) else _of_chat
+    generation = make(body, model, encoder)  # type: ignore[arg-type]
+    return dataclasses.replace(generation, stream=bool(body.stream), include_usage=body.include_usage)
+
+
+def _of_completion(body: CompletionRequest, model: ModelInfo, encoder: PromptEncoder) -> Generation:
     limit = None if body.max_tokens is None else _Limit("max_tokens", max(body.max_tokens, 1))
     # Ranking the outputs by likelihood needs their log probabilities.
     logprobs = 0 if body.logprobs is None and body.num_tries > (body.n or 1) else body.logprobs
+    scores_prompt = bool(body.echo and body.logprobs is not None)
     requests: list[Request] = []
     texts: list[PromptText | None] = []
-    echoes = []
+    echoes: list[Echo] = []
     for field, prompt in body.prompts:
         if isinstance(prompt, str):
-            encode = partial(encoder.encode_prompt, parse_special=bool(body.parse_special))
-            encoded = await _run(encode, prompt, len(prompt))
+            _check_text_len(field, prompt, model, encoder)
+            encoded = encoder.encode_prompt(prompt, parse_special=bool(body.parse_special))
             prompt_ids = encoded.ids
             _check_encoded(field, prompt_ids, model)
+            texts.append(of_completion(prompt, body.instruction))
         else:
             encoded = None
             prompt_ids = tuple(prompt)
             check_token_ids(field, prompt_ids, model.vocab_size)
+            texts.append(None)
         room = _check_prompt_len(field, len(prompt_ids), model)
-        texts.append(of_completion(prompt, body.instruction) if isinstance(prompt, str) else None)
         request = _request(body, prompt_ids, limit, min(DEFAULT_MAX_TOKENS, room), model)
-        requests += _tries(request, body.num_tries, logprobs, bool(body.echo and body.logprobs is not None))
-        if body.echo:
-            if isinstance(prompt, str):
-                offsets = encoded.offsets() if encoded is not None and body.logprobs is not None else ()
-                echoes.append(Echo(prompt, offsets))
-            else:
-                echoes.append(await _run(encoder.echo, prompt_ids, len(prompt_ids)))
+        requests.append(_scored(request, logprobs, scores_prompt))
+        if body.echo and isinstance(prompt, str):
+            echoes.append(Echo(prompt, encoded.offsets() if encoded is not None and scores_prompt else ()))
+        elif body.echo:
+            echoes.append(encoder.echo(prompt_ids))
     return Generation(
-        requests=requests,
-        texts=texts,
+        prompts=tuple(requests),
+        texts=tuple(texts),
+        model=body.model,
+        chat=False,
+        num_tries=body.num_tries,
         n=body.n or 1,
         shows_logprobs=body.logprobs is not None,
         echoes=tuple(echoes),
@@ -125,16 +177,11 @@ async def completion_requests(body: CompletionRequest, model: ModelInfo, encoder
     )
 
 
-async def chat_requests(body: ChatCompletionRequest, model: ModelInfo, encoder: PromptEncoder) -> Generation:
-    """``n`` requests of one conversation.
-
-    Raises:
-        ApiError, InvalidValueError: Messages or a parameter that this model cannot take.
-    """
-    check_model(body.model, model)
+def _of_chat(body: ChatCompletionRequest, model: ModelInfo, encoder: PromptEncoder) -> Generation:
     messages = [message.model_dump(exclude_none=True) for message in body.messages]
-    size = sum(_MESSAGE_SIZE + len(text) for message in messages for text in message.values())
-    prompt_ids = await _run(encoder.encode_chat, messages, size)
+    text = encoder.render_chat(messages)
+    _check_text_len("messages", text, model, encoder)
+    prompt_ids = encoder.encode_rendered(text)
     _check_encoded("messages", prompt_ids, model)
     room = _check_prompt_len("messages", len(prompt_ids), model)
     limit = None
@@ -142,18 +189,23 @@ async def chat_requests(body: ChatCompletionRequest, model: ModelInfo, encoder: 
         limit = _Limit("max_completion_tokens", body.max_completion_tokens)
     elif body.max_tokens is not None:
         limit = _Limit("max_tokens", body.max_tokens)
-    logprobs = body.num_top_logprobs
-    requests = _tries(_request(body, prompt_ids, limit, room, model), body.n or 1, logprobs, False)
-    return Generation(requests, [of_chat(messages)], n=len(requests), shows_logprobs=logprobs is not None)
+    logprobs, num_tries = body.num_top_logprobs, body.n or 1
+    return Generation(
+        prompts=(_scored(_request(body, prompt_ids, limit, room, model), logprobs, False),),
+        texts=(of_chat(messages),),
+        model=body.model,
+        chat=True,
+        num_tries=num_tries,
+        n=num_tries,
+        shows_logprobs=logprobs is not None,
+    )
 
 
-def _tries(request: Request, count: int, logprobs: int | None, prompt_logprobs: bool) -> list[Request]:
-    """Repeats the request, each copy with the next seed, so that a choice does not depend on the number of choices."""
-    if count == 1 and logprobs is None:
-        return [request]
-    first = dataclasses.replace(request.sampling, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
-    each = [dataclasses.replace(first, seed=(first.seed + i) % 2**64) for i in range(count)]
-    return [dataclasses.replace(request, sampling=sampling) for sampling in each]
+def _scored(request: Request, logprobs: int | None, prompt_logprobs: bool) -> Request:
+    if logprobs is None:
+        return request
+    sampling = dataclasses.replace(request.sampling, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+    return dataclasses.replace(request, sampling=sampling)
 
 
 def check_model(name: str, model: ModelInfo) -> None:
@@ -162,19 +214,16 @@ def check_model(name: str, model: ModelInfo) -> None:
         ApiError: 404: another model is served here.
     """
     if name != model.name:
-        message = f"model: got {name!r}, expected {model.name!r}, the one model that is served here"
+        message = f"model: got {shown(name)!r}, expected {model.name!r}, the one model that is served here"
         raise ApiError(message, status=404, param="model", code="model_not_found")
 
 
-async def _run(function: Callable[[_T], _R], value: _T, size: int) -> _R:
-    """Tokenises or decodes in a thread if the input is long.
-
-    Args:
-        size: Length of the input, in characters or tokens.
-    """
-    if size < _THREAD_FROM_CHARS:
-        return function(value)
-    return await asyncio.to_thread(function, value)
+def _check_text_len(field: str, text: str, model: ModelInfo, encoder: PromptEncoder) -> None:
+    """Refuses a text that cannot fit, however its tokens fall, before it is tokenised."""
+    least = encoder.least_tokens(text, model.max_model_len)
+    if least >= model.max_model_len:
+        found = f"{len(text)} characters, which are {least} tokens or more"
+        raise _too_long(field, found, model.max_model_len - 1, "one more must fit", model)
 
 
 def _check_encoded(field: str, prompt_ids: tuple[int, ...], model: ModelInfo) -> None:

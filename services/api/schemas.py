@@ -29,6 +29,7 @@ from services.api.fields import (
     PROMPT,
     NeutralOnly,
     refused,
+    shown,
 )
 
 
@@ -151,6 +152,7 @@ def strip_neutral(data: Any, known: Iterable[str], neutral: Mapping[str, Neutral
 
 
 def _unknown_field(name: str, fields: set[str]) -> PydanticCustomError:
+    name = shown(name)
     close = difflib.get_close_matches(name, sorted(fields))
     # Prefer the match with the same beginning: max_completion_tokens means max_tokens rather than min_tokens.
     nearest = max(close, key=lambda each: _common_start(each, name), default=None)

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import math
 import os
 import socket
 import time
@@ -22,7 +23,7 @@ from actors.runtime.health import HealthServer
 from actors.runtime.metrics import RequestMetrics
 from actors.runtime.names import is_backend
 from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, Site, again_and_again, wait_for
-from core.errors import CapacityError, InvalidValueError
+from core.errors import InvalidValueError
 from core.forecast import Forecast, ForecastQuestion
 from core.messages.forecasts import ForecastMade, ForecastsMade
 from core.messages.log import FinishedRequests, RequestTrace, RequestTraces
@@ -35,6 +36,7 @@ from kvcache.prefix import hash_blocks, salted_root
 from services.api.backend import ModelInfo
 from services.api.text.prompts import PromptText
 from services.ingress.explanations import Explanations
+from services.ingress.first_check import FirstCheck, TooMuch
 from services.ingress.ledger import RequestLedger
 from services.ingress.overview import Overview
 from services.ingress.predictor_client import PredictorClient
@@ -45,8 +47,6 @@ ANNOUNCE_S = 0.5
 
 UNHEALTHY_AFTER_S = 5.0
 """Without a word from the Router for so long, new requests would only wait."""
-
-RETRY_AFTER_S = 1.0
 
 SLOW_DELTAS = 256
 """A client that leaves so many deltas unread lets its sequence rest ..."""
@@ -84,14 +84,17 @@ class EngineClient:
         self._router = self._peers.router()
         self._limits = site.config.server
         self._sends_text = any(each.prompt == "text" for each in site.config.replica)
-        self._deadline_s = site.config.server.first_token_deadline_s if site.config.replica else None
+        self._deadline_s = self._limits.first_token_deadline_s if site.config.replica else math.inf
+        self._own_deadline_s = self._limits.max_wait_s + self._limits.first_token_deadline_s
+        if not self._limits.max_wait_s:
+            self._own_deadline_s = math.inf
+        self._first_check = FirstCheck(self._limits)
         self._keep = keep
         self._ingress_id = uuid.uuid4().hex[:12]
         self._ledger = RequestLedger(self._ingress_id)
         self._ids = itertools.count()
         self._streams: dict[str, ClientStream] = {}
         self._slow: set[str] = set()
-        self._open_tokens = 0
         self._outgoing_due = asyncio.Event()
         log_store = self._peers.log_store()
         self._log = LogOutbox(log_store.append, FinishedRequests)
@@ -121,22 +124,21 @@ class EngineClient:
             work.append(self._forecaster.run)
         self._tasks = [asyncio.create_task(again_and_again(each, LOOK_AGAIN_S)) for each in work]
 
-    async def stream(self, request: Request, text: PromptText | None = None) -> AsyncGenerator[TokenDelta, None]:
+    async def stream(
+        self, request: Request, text: PromptText | None = None, key: str = ""
+    ) -> AsyncGenerator[TokenDelta, None]:
         """Deltas of one request, the last with a finish reason; closing early aborts it.
 
         Raises:
             CapacityError: too much is in flight already.
             InvalidValueError: no worker can ever run it.
         """
-        stream = self._open(
-            dataclasses.replace(
-                request,
-                request_id=f"{self._ingress_id}-{next(self._ids)}",
-                ingress_id=self._ingress_id,
-                prefix_hashes=self._prefix_hashes(request),
-                source=text.source if self._sends_text and text is not None else None,
-            )
-        )
+        self._admit(request, key)
+        try:
+            stream = self._open(self._named(request, text))
+        except BaseException:
+            self._first_check.leave(request, key)
+            raise
         try:
             if text is not None and self._forecaster is not None:
                 await self._ask(stream, text, self._forecaster)
@@ -149,33 +151,45 @@ class EngineClient:
                 reason = delta.finish_reason
                 yield delta
         finally:
+            self._first_check.leave(request, key)
             self._close(stream)
 
+    def _named(self, request: Request, text: PromptText | None) -> Request:
+        return dataclasses.replace(
+            request,
+            request_id=f"{self._ingress_id}-{next(self._ids)}",
+            ingress_id=self._ingress_id,
+            prefix_hashes=self._prefix_hashes(request),
+            source=text.source if self._sends_text and text is not None else None,
+        )
+
     def _open(self, request: Request) -> ClientStream:
-        self._admit(request.prompt_len)
         stream = ClientStream(request)
         self._streams[request.request_id] = stream
-        self._open_tokens += request.prompt_len
         self._watch_deadline(stream)
         return stream
 
     def _watch_deadline(self, stream: ClientStream) -> None:
-        """Where there are other servers, a request has its first token in time, or fails."""
-        if self._deadline_s is not None:
-            loop = asyncio.get_running_loop()
-            stream.deadline = loop.call_later(self._deadline_s, self._miss_deadline, stream)
+        """A request has its first token in time, or fails."""
+        seconds = min(self._deadline_s, self._own_deadline_s)
+        if seconds < math.inf:
+            stream.deadline = asyncio.get_running_loop().call_later(seconds, self._miss_deadline, stream)
 
     def _miss_deadline(self, stream: ClientStream) -> None:
         request_id = stream.request.request_id
         replica = self._ledger.replica_of(request_id)
         if replica is None:
             return  # it has come to its end, without a single token
-        if replica and not is_backend(replica):  # our own engine comes to everything in the end
-            stream.deadline = asyncio.get_running_loop().call_later(OWN_ENGINE_S, self._miss_deadline, stream)
+        waited_s = time.monotonic() - stream.began
+        if (
+            replica and not is_backend(replica) and waited_s < self._own_deadline_s
+        ):  # our own engine comes to everything in the end
+            seconds = min(OWN_ENGINE_S, self._own_deadline_s - waited_s)
+            stream.deadline = asyncio.get_running_loop().call_later(seconds, self._miss_deadline, stream)
             return
         self._ledger.close(request_id, time.monotonic())
         where = f"it was on {replica}" if replica else "no replica takes requests"
-        self._fail(stream, stream.attempts, f"no token within {self._deadline_s:g} s; {where}")
+        self._fail(stream, stream.attempts, f"no token within {waited_s:.0f} s; {where}")
         self._outgoing_due.set()
 
     def _prefix_hashes(self, request: Request) -> tuple[int, ...]:
@@ -212,16 +226,12 @@ class EngineClient:
         if self._made:
             self._outgoing_due.set()
 
-    def _admit(self, num_tokens: int) -> None:
-        limits = self._limits
-        if len(self._streams) >= limits.max_queued_requests:
-            self._metrics.rejected("max_num_queued_reqs")
-            message = f"{len(self._streams)} requests are open, the limit is {limits.max_queued_requests}"
-            raise CapacityError(message, RETRY_AFTER_S)
-        if self._streams and self._open_tokens + num_tokens > limits.max_queued_tokens:
-            self._metrics.rejected("max_num_queued_tokens")
-            message = f"{self._open_tokens} prompt tokens are in flight, the limit is {limits.max_queued_tokens}"
-            raise CapacityError(message, RETRY_AFTER_S)
+    def _admit(self, request: Request, key: str) -> None:
+        try:
+            self._first_check.admit(request, key)
+        except TooMuch as error:
+            self._metrics.rejected(error.bound)
+            raise
 
     def _close(self, stream: ClientStream) -> None:
         """The client has all it will get."""
@@ -230,7 +240,6 @@ class EngineClient:
         request, now = stream.request, time.monotonic()
         del self._streams[request.request_id]
         self._slow.discard(request.request_id)
-        self._open_tokens -= request.prompt_len
         self._ledger.close(request.request_id, now)
         if self._ledger.has_outgoing:
             self._outgoing_due.set()
@@ -278,8 +287,9 @@ class EngineClient:
     async def _pump_announcements(self) -> None:
         while True:
             try:
-                reply = await self._router.announce(self._ledger.announce())
+                reply = await self._router.announce(self._ledger.announce(self._first_check.load()))
                 self._heard_at = time.monotonic()
+                self._first_check.heard(reply)
                 self._end_refused(self._ledger.announced(reply))
                 self._follow(reply.replicas)
                 self._unfollow(set(reply.replicas))

@@ -18,12 +18,14 @@ from estimator.device_profile import profile_label
 from services.api.admin import Administration
 from services.api.app import build_app
 from services.api.backend import ModelInfo
+from services.api.body_workers import BodyWorkers
 from services.api.middleware import Pace
 from services.api.text.prompts import PromptEncoder
 from services.ingress.engine_client import EngineClient
 from services.ingress.liveness import Liveness, publish
 from services.ingress.paced_http import pace_http
 from services.proxy.haproxy import PROXY_DIRECTORY_VARIABLE
+from services.proxy.timed_http import ConnectionLimits
 from services.run_file import ADMIN_TOKEN_VARIABLE
 
 QUIET_REQUESTS = 32
@@ -45,15 +47,23 @@ class Ingress:
 
     async def __serve_build_asgi_app__(self) -> Any:
         pace = Pace()
-        pace_http(pace)  # Ray Serve starts its server in this process once the application is built
+        server = self._site.config.server
+        # Ray Serve starts its server in this process once the application is built.
+        pace_http(pace, ConnectionLimits.of(server))
         client = await open_client(self._site)
         await self._tell_liveness(client)
         leave_full_collections_to_us()
         collect = functools.partial(collect_when_quiet, lambda: client.num_open + len(pace) <= QUIET_REQUESTS)
         self._collecting = asyncio.create_task(again_and_again(collect, LOOK_AGAIN_S))
-        server = self._site.config.server
         shares = server.prefix_sharing == "all"
-        return build_app(client, self._encoder, server.max_body_bytes, self._administration, shares_across_keys=shares)
+        return build_app(
+            client,
+            self._encoder,
+            server.max_body_bytes,
+            self._administration,
+            shares_across_keys=shares,
+            workers=BodyWorkers(self._site.model_dir),
+        )
 
     @staticmethod
     async def _tell_liveness(client: EngineClient) -> None:

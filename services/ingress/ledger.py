@@ -13,12 +13,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from core.forecast import Forecast
-from core.messages.requests import Announce, AnnounceReply, Key, OpenRequest, Placed, Refusal, SubmitReply
+from core.messages.requests import Announce, AnnounceReply, IngressLoad, Key, OpenRequest, Placed, Refusal, SubmitReply
 from core.messages.tokens import TokenDelta
 from core.request import Request
 
 MAX_ATTEMPTS = 20
 """A request that workers have lost so often may be what kills them: it is given up. A Router's absence costs none."""
+
+NO_LOAD = IngressLoad()
 
 ABORT_AGAIN_S = 1.0
 """An attempt that still sends tokens so long after its abort is aborted again: the message was lost."""
@@ -170,10 +172,14 @@ class RequestLedger:
         """Its connection broke: what ran there is resumed wherever the Router places it."""
         self._resume([stream.key for stream in self._open.values() if stream.replica == replica])
 
-    def announce(self) -> Announce:
-        """All that has been sent and is still open."""
+    def announce(self, load: IngressLoad = NO_LOAD) -> Announce:
+        """All that has been sent and is still open.
+
+        Args:
+            load: What this replica has in flight, as its ``FirstCheck`` counts it.
+        """
         streams = [stream for stream in self._open.values() if stream.sent]
-        return Announce(self.ingress_id, tuple(map(_announced, streams)))
+        return Announce(self.ingress_id, tuple(map(_announced, streams)), load)
 
     def announced(self, reply: AnnounceReply) -> list[Refusal]:
         """The Router's answer: what is lost is resumed; returns refusals as ``submitted`` does."""

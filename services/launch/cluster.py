@@ -23,6 +23,7 @@ from services.launch.signals import StopSignal
 from services.launch.stages import Stages, StartTimedOut
 from services.proxy.haproxy import haproxy_environment
 from services.proxy.ports import free_ports, reserved_ports
+from services.proxy.timed_http import LIMITS_VARIABLE, ConnectionLimits
 from services.run_file import ADMIN_TOKEN_VARIABLE
 
 OBJECT_STORE_BYTES = 128 * 1024 * 1024
@@ -61,7 +62,13 @@ class PrivateCluster:
 
 @contextlib.contextmanager
 def private_cluster(
-    stop: StopSignal, *, stages: Stages, proxy: str = "serve", port: int = 0, dashboard: bool = False
+    stop: StopSignal,
+    *,
+    stages: Stages,
+    proxy: str = "serve",
+    port: int = 0,
+    dashboard: bool = False,
+    limits: ConnectionLimits | None = None,
 ) -> Iterator[PrivateCluster]:
     """A private Ray cluster with token auth, in a temporary directory and on ports of its own.
 
@@ -71,6 +78,7 @@ def private_cluster(
         proxy: Proxy of Ray Serve: ``serve`` or ``haproxy``.
         port: Port of the proxy; 0 without a proxy.
         dashboard: Whether to start Ray's dashboard, with the Jobs API.
+        limits: Of the connections that the proxy accepts.
 
     Raises:
         StartTimedOut: The start took longer than ``server.start_patience_s``.
@@ -79,7 +87,7 @@ def private_cluster(
     with reserved_ports(avoid=port) as ports:
         directory = Path(tempfile.mkdtemp(prefix="farsight-"))
         stop.starting(lambda: remove_directory(directory))
-        _set_environment(directory, proxy, ports)
+        _set_environment(directory, proxy, ports, limits)
         import ray
 
         try:
@@ -260,7 +268,7 @@ def few_daemons(ports: range) -> Iterator[None]:
         parameter.RayParams = before
 
 
-def _set_environment(directory: Path, proxy: str, ports: range) -> None:
+def _set_environment(directory: Path, proxy: str, ports: range, limits: ConnectionLimits | None) -> None:
     """Sets the environment; must run before Ray is imported, since its daemons and workers inherit it."""
     token = directory / "auth_token"
     token.write_text(secrets.token_hex(32))
@@ -296,7 +304,8 @@ def _set_environment(directory: Path, proxy: str, ports: range) -> None:
         "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "240",
     }
     if proxy == "haproxy":
-        os.environ |= haproxy_environment(directory, ports)
+        os.environ |= haproxy_environment(directory, ports, limits)
         del os.environ["RAY_SERVE_ENABLE_DIRECT_INGRESS"]
     else:
         os.environ["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] = "services.proxy.proxy_errors.middlewares"
+        os.environ[LIMITS_VARIABLE] = "" if limits is None else limits.to_json()

@@ -32,6 +32,7 @@ from services.launch.signals import StopSignal
 from services.launch.stages import Stages
 from services.launch.starting import LOOK_S, StartingComponents
 from services.proxy.haproxy import choose_proxy
+from services.proxy.timed_http import ConnectionLimits
 from services.run_file import ADMIN_TOKEN_VARIABLE, published
 
 EMBEDDED_MODEL = Path(__file__).parents[1] / "embedded_model"
@@ -316,7 +317,8 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
     look_for_servers(config, model.name, say)
     if config.engine.profile:
         say(f"The device is emulated ({profile_label(config.engine.profile)}): answers are made up.")
-    with private_cluster(stop, stages=stages, proxy=choose_proxy(config.server), port=config.server.port):
+    server, limits = config.server, ConnectionLimits.of(config.server)
+    with private_cluster(stop, stages=stages, proxy=choose_proxy(server), port=server.port, limits=limits):
         service = Service(site)
         service.start(stages)
         stop.running()

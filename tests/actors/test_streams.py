@@ -68,15 +68,20 @@ async def test_a_closed_stream_frees_its_kv(client: EngineClient) -> None:
 
 async def test_what_is_too_much_is_refused_at_the_first_check(system: System) -> None:
     async with system.client(max_queued_requests=20, max_queued_tokens=400) as client:
+
+        async def alone() -> bool:
+            return not client._first_check._others_requests.total()
+
+        await eventually(alone, "clients of other tests are forgotten")
         open_streams = [
             client.stream(unnamed_request((5,) * 20, SamplingParams(200, ignore_eos=True))) for _ in range(20)
         ]
         for stream in open_streams:
             await anext(stream)
-        with pytest.raises(CapacityError, match="20 requests are open, the limit is 20"):
+        with pytest.raises(CapacityError, match="too many requests in flight: 20, limit 20"):
             await anext(client.stream(unnamed_request((5,), SamplingParams(1))))
         await open_streams.pop().aclose()
-        with pytest.raises(CapacityError, match="380 prompt tokens are in flight, the limit is 400"):
+        with pytest.raises(CapacityError, match="too many prompt tokens in flight: 380, limit 400"):
             await anext(client.stream(unnamed_request((5,) * 21, SamplingParams(1))))
         for stream in open_streams:
             await stream.aclose()

@@ -225,7 +225,7 @@ def _usage_of(generation: Generation, results: Sequence[ChoiceResult]) -> Usage:
     return usage(generation, sum(result.num_tokens for result in results), num_cached)
 
 
-def completion(model: str, generation: Generation, results: Sequence[ChoiceResult], texts: TokenTexts) -> Completion:
+def completion(generation: Generation, results: Sequence[ChoiceResult], texts: TokenTexts) -> Completion:
     choices = []
     for index, result in enumerate(shown_choices(generation, results)):
         prompt = index // generation.n
@@ -239,15 +239,13 @@ def completion(model: str, generation: Generation, results: Sequence[ChoiceResul
     return Completion(
         id=generation.response_id,
         created=int(time.time()),
-        model=model,
+        model=generation.model,
         choices=choices,
         usage=_usage_of(generation, results),
     )
 
 
-def chat_completion(
-    model: str, generation: Generation, results: Sequence[ChoiceResult], texts: TokenTexts
-) -> ChatCompletion:
+def chat_completion(generation: Generation, results: Sequence[ChoiceResult], texts: TokenTexts) -> ChatCompletion:
     choices = []
     for index, result in enumerate(results):
         answer = ChatAnswer(content=result.text)
@@ -256,7 +254,7 @@ def chat_completion(
     return ChatCompletion(
         id=generation.response_id,
         created=int(time.time()),
-        model=model,
+        model=generation.model,
         choices=choices,
         usage=_usage_of(generation, results),
     )
@@ -265,9 +263,9 @@ def chat_completion(
 def completion_logprobs(generation: Generation, prompt: int, texts: TokenTexts) -> CompletionLogprobs:
     """Token counts of one choice of a prompt."""
     echo = generation.echoes[prompt] if generation.echoes else None
-    return CompletionLogprobs(texts, generation.requests[prompt * generation.num_tries].prompt_ids, echo)
+    return CompletionLogprobs(texts, generation.prompts[prompt].prompt_ids, echo)
 
 
 def first_prompt_entry(generation: Generation, prompt: int) -> TokenLogprobs:
     """The first token of an echoed prompt has an id but no log probability."""
-    return (generation.requests[prompt * generation.num_tries].prompt_ids[0],), ()
+    return (generation.prompts[prompt].prompt_ids[0],), ()

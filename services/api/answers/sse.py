@@ -97,16 +97,14 @@ class ChunkWriter:
     """Writes the server-sent events of one stream; every chunk has the same id.
 
     Args:
-        chat: Whether this is a chat: its chunks carry a ``delta``, chunks of a completion a ``text``.
-        include_usage: Whether chunks have a ``usage`` field: null in all chunks but the last.
+        generation: Chunks of a chat carry a ``delta``, those of a completion a ``text``. With ``include_usage`` they
+            have a ``usage`` field: null in all chunks but the last.
         texts: Names the tokens of log probabilities.
     """
 
-    def __init__(
-        self, model: str, generation: Generation, texts: TokenTexts, *, chat: bool, include_usage: bool
-    ) -> None:
-        self._chat = chat
-        self._include_usage = include_usage
+    def __init__(self, generation: Generation, texts: TokenTexts) -> None:
+        chat = self._chat = generation.chat
+        self._include_usage = generation.include_usage
         self._generation = generation
         self._texts = texts
         # Echoed prompt by choice, until it is written; in a stream every request is a choice.
@@ -122,7 +120,7 @@ class ChunkWriter:
             "id": generation.response_id,
             "object": "chat.completion.chunk" if chat else "text_completion",
             "created": int(time.time()),
-            "model": model,
+            "model": generation.model,
         }
 
     def opening(self) -> bytes:

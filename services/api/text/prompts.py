@@ -15,6 +15,7 @@ from services.api.errors import ApiError
 from services.api.text.client_text import client_value, compile_template, spans_of
 from services.api.text.echo import Echo
 from services.api.text.token_texts import TokenTexts
+from tokenization.capacity import text_capacity
 from tokenization.model_files import load_model_texts
 from tokenization.plain_text import EncodedText
 
@@ -45,6 +46,7 @@ class PromptEncoder:
         self._tokenizer = files.tokenizer
         self._encoder = files.encoder
         self.texts = TokenTexts(files.tokenizer)
+        self._capacity = text_capacity(files.tokenizer)
         self._special_tokens = files.special_tokens
         source = files.template
         self._template = None if source is None else _compile(folder, source)
@@ -63,6 +65,17 @@ class PromptEncoder:
         """The token ids of ``encode_prompt``."""
         return self.encode_prompt(text).ids
 
+    def least_tokens(self, text: str, enough: int) -> int:
+        """A lower bound of the text's tokens, from its characters alone: nothing is tokenised.
+
+        Args:
+            enough: A text that may have fewer tokens than this is not looked at: 0 is returned.
+        """
+        capacity = self._capacity
+        if capacity is None or len(text) <= (enough - 1) * capacity.chars_per_token:
+            return 0
+        return capacity.least_tokens(text)
+
     def echo(self, token_ids: Sequence[int]) -> Echo:
         """The text of a prompt of token ids, special tokens included: the client has put them there."""
         return Echo.of_tokens(self.texts.decoder, token_ids)
@@ -73,7 +86,10 @@ class PromptEncoder:
         Raises:
             ApiError: As ``render_chat``.
         """
-        text = self.render_chat(messages)
+        return self.encode_rendered(self.render_chat(messages))
+
+    def encode_rendered(self, text: str) -> tuple[int, ...]:
+        """Token ids of what ``render_chat`` returned."""
         return self._encoder.encode(str.__str__(text), spans_of(text)).ids
 
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:

@@ -75,7 +75,9 @@ class ScriptedBackend:
         self.num_completed = 0
         self._script = script
 
-    async def stream(self, request: Request, text: PromptText | None = None) -> AsyncGenerator[TokenDelta, None]:
+    async def stream(
+        self, request: Request, text: PromptText | None = None, key: str = ""
+    ) -> AsyncGenerator[TokenDelta, None]:
         self.calls.append((request.prompt_ids, request.sampling))
         self.texts.append(text)
         self.origins.append(request.origin)

@@ -54,7 +54,9 @@ class EngineBackend(ScriptedBackend):
         self._queues: dict[str, asyncio.Queue[TokenDelta]] = {}
         self._stepping: asyncio.Task[None] | None = None
 
-    async def stream(self, request: Request, text: PromptText | None = None) -> AsyncGenerator[TokenDelta, None]:
+    async def stream(
+        self, request: Request, text: PromptText | None = None, key: str = ""
+    ) -> AsyncGenerator[TokenDelta, None]:
         self.calls.append((request.prompt_ids, request.sampling))
         request_id = self.engine.submit(request.prompt_ids, request.sampling)
         queue = self._queues[request_id] = asyncio.Queue()
