@@ -5,9 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
