@@ -19,7 +19,6 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
-#include <cstdlib>
 #include <exception>
 #include <memory>
 #include <mutex>
@@ -142,7 +141,7 @@ class Team {
       if (has_news()) return true;
       pause_briefly();
     }
-    const auto until = Clock::now() + std::chrono::microseconds(getenv("FS_AWAKE") ? atoi(getenv("FS_AWAKE")) : kAwakeMicros);
+    const auto until = Clock::now() + std::chrono::microseconds(kAwakeMicros);
     while (!has_news()) {
       if (Clock::now() > until) return false;
       sched_yield();
