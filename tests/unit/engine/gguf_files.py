@@ -49,7 +49,8 @@ def random_rows(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarray
     block, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     blocks = generator.integers(0, 256, (rows, columns // block, num_bytes), dtype=np.uint8)
     for begin in SCALES_AT[kind]:
-        scales = generator.uniform(0.0002, 0.002, blocks.shape[:2]).astype(np.float16)
+        largest = 0.00004 if kind == "Q6_K" else 0.002  # its groups have factors of up to 127 besides
+        scales = generator.uniform(0.1 * largest, largest, blocks.shape[:2]).astype(np.float16)
         blocks[..., begin : begin + 2] = scales[..., None].view(np.uint8)
     if kind == "MXFP4":
         blocks[..., 0] = 120
