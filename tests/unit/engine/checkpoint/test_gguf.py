@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -179,6 +181,35 @@ def test_a_directory_with_one_file_is_that_file(tiny_model_dir, tmp_path):
     (tmp_path / "b.gguf").write_bytes(path.read_bytes())
     with pytest.raises(InvalidValueError, match=r"a\.gguf"):
         resolve_model_dir(str(tmp_path))
+
+
+LOAD = """
+import sys
+from pathlib import Path
+import torch
+from engine.checkpoint.model_config import load_model_config
+from engine.checkpoint.weights import load_weights
+
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM:"))
+
+torch.set_num_threads(1)
+path = Path(sys.argv[1])
+config, before = load_model_config(path), peak()
+weights = load_weights(path, config, torch.bfloat16, keep_quantized=False)
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux for a process's peak of memory")
+def test_a_load_takes_little_more_memory_than_the_weights(tmp_path):
+    sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 16}
+    directory = save_model(tmp_path / "directory", dtype=torch.bfloat16, **sizes)
+    for path in (directory, write_gguf(tmp_path / "bf16.gguf", directory, "BF16")):
+        done = subprocess.run([sys.executable, "-c", LOAD, str(path)], check=True, capture_output=True, text=True)
+        growth, weights = int(done.stdout) << 10, 2 * load_model_config(path).num_parameters
+        assert weights > 100 << 20
+        assert weights < growth < 1.3 * weights + (48 << 20), (path, growth >> 20, weights >> 20)
 
 
 def test_good_checkpoints_pass_the_check(tiny_model_dir, tmp_path):
