@@ -1,20 +1,21 @@
 """What weights in 8 and 4 bits cost in quality: ``python -m benchmarks.weights_quality --text-model build/text``.
 
 Two models: the embedded one (exact match of its tasks on held-out inputs, and the perplexity of the right answers), and
-a byte-pair model of Python's standard library, which is trained here if its directory is empty (perplexity of files
-that it has not seen). Every line is computed by the engine, with the weights rounded as ``engine.weights`` says.
+a byte-pair model of Python's standard library, which is trained here if its directory is empty (files that it has not
+seen: their perplexity, and how far the distributions are from those of full weights in float32). Every line is computed
+by the engine, with the weights rounded as ``engine.weights`` says.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence as Rows
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 from transformers import AutoTokenizer
 
 from benchmarks.common.text_model import TEXT_STEPS, held_out_text, train_text_model
@@ -42,29 +43,47 @@ def main() -> None:
     args = _parse()
     if args.text_model and not (args.text_model / "config.json").is_file():
         train_text_model(args.text_model, args.steps)
-    results = [_measure(weights, args) for weights in args.weights]
+    results = [_embedded(weights, args) for weights in args.weights]
+    if args.text_model:
+        rows = _windows(args.text_model)
+        full = logits_of(args.text_model, "float32", "full", rows)
+        for result in results:
+            found = logits_of(args.text_model, args.dtype, result["weights"], rows)
+            result |= _compared(rows, found, full)
     columns = list(results[0])
     print(markdown_table(columns, [[row[column] for column in columns] for row in results]))
     write_json(args.json, {**provenance(["python", "-m", "benchmarks.weights_quality"]), "results": results})
 
 
-def _measure(weights: str, args: argparse.Namespace) -> dict[str, str]:
+def _embedded(weights: str, args: argparse.Namespace) -> dict[str, str]:
     tokenizer: Any = AutoTokenizer.from_pretrained(EMBEDDED)
     examples = [example for task in TASKS for example in held_out_examples(task, args.n, EVALUATION_SEED)]
     prompts = [_prompt(tokenizer, example) for example in examples]
-    right = exact_matches(args.dtype, weights, prompts, [_answer(tokenizer, example) for example in examples])
-    known = [prompt + _answer(tokenizer, example) for prompt, example in zip(prompts, examples, strict=True)]
-    row = {
+    answers = [_answer(tokenizer, example) for example in examples]
+    right = exact_matches(args.dtype, weights, prompts, answers)
+    known = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+    found = logits_of(EMBEDDED, args.dtype, weights, known)
+    losses = [
+        _losses(row, logits)[len(prompt) - 1 :] for prompt, row, logits in zip(prompts, known, found, strict=True)
+    ]
+    return {
         "weights": weights,
         "exact match": f"{right} of {len(examples)}",
-        "perplexity of answers": f"{perplexity(EMBEDDED, args.dtype, weights, known, [len(p) for p in prompts]):.5f}",
+        "perplexity of answers": f"{math.exp(torch.cat(losses).mean().item()):.5f}",
     }
-    if args.text_model:
-        windows = _windows(args.text_model)
-        row["perplexity of text"] = (
-            f"{perplexity(args.text_model, args.dtype, weights, windows, [1] * len(windows)):.4f}"
-        )
-    return row
+
+
+def _compared(rows: list[list[int]], found: list[Tensor], full: list[Tensor]) -> dict[str, str]:
+    """Perplexity, and how far the distributions are from those of full weights in float32."""
+    losses = torch.cat([_losses(row, logits) for row, logits in zip(rows, found, strict=True)])
+    ours, theirs = torch.cat(found).log_softmax(-1), torch.cat(full).log_softmax(-1)
+    divergence = (theirs.exp() * (theirs - ours)).sum(-1).mean().item()
+    same = (ours.argmax(-1) == theirs.argmax(-1)).double().mean().item()
+    return {
+        "perplexity of text": f"{math.exp(losses.mean().item()):.3f}",
+        "divergence (nats)": f"{divergence:.6f}",
+        "same likeliest token": f"{100 * same:.2f} %",
+    }
 
 
 def exact_matches(dtype: str, weights: str, prompts: list[list[int]], answers: list[list[int]]) -> int:
@@ -74,24 +93,25 @@ def exact_matches(dtype: str, weights: str, prompts: list[list[int]], answers: l
     return sum(list(output.token_ids) == answer for output, answer in zip(outputs, answers, strict=True))
 
 
-@torch.inference_mode()
-def perplexity(model: Path, dtype: str, weights: str, rows: Rows[list[int]], firsts: Rows[int]) -> float:
-    """Perplexity of the tokens of each row from number ``first`` on, each row computed in one step."""
+def logits_of(model: Path, dtype: str, weights: str, rows: list[list[int]]) -> list[Tensor]:
+    """Logits behind every token of each row but its last, each row computed in one step."""
     config = load_model_config(model)
     num_blocks = max(-(-len(row) // BLOCK_SIZE) for row in rows)
     runner = ModelRunner.from_dir(
         model, dtype=parse_dtype(dtype, config), num_blocks=num_blocks, block_size=BLOCK_SIZE, bits=BITS[weights]
     )
-    total, count = 0.0, 0
-    for row, first in zip(rows, firsts, strict=True):
+    found = []
+    for row in rows:
         sequence = Sequence.of(Request("row", 0, "", tuple(row), SamplingParams(1)))
         batch = StepBatch((StepItem("row", 0, len(row), True, list(range(num_blocks))),))
-        wanted = list(range(first - 1, len(row) - 1))
-        logits = runner.backend.run(batch, [0], {"row": sequence}, wanted).logits[: len(wanted)]
-        targets = torch.tensor(row[first:])
-        total += torch.nn.functional.cross_entropy(logits.double(), targets, reduction="sum").item()
-        count += len(targets)
-    return math.exp(total / count)
+        logits = runner.backend.run(batch, [0], {"row": sequence}, list(range(len(row) - 1))).logits
+        found.append(logits[: len(row) - 1].clone())
+    return found
+
+
+def _losses(row: list[int], logits: Tensor) -> Tensor:
+    """Negative log likelihoods of a row's tokens but the first."""
+    return torch.nn.functional.cross_entropy(logits.double(), torch.tensor(row[1:]), reduction="none")
 
 
 def _prompt(tokenizer: Any, example: Example) -> list[int]:

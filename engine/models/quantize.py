@@ -19,10 +19,7 @@ SMALLEST_GROUP = 16
 
 LARGEST = 127
 ROWS_AT_ONCE = 1024
-"""Rows that are rounded together: the search holds several float32 copies of them."""
-
-SHRINKS = (1.0, 0.94, 0.88, 0.8)
-"""Scales of 4 bits that are tried, as shares of the one that just holds the largest weight of its group."""
+"""Rows that are rounded together: there are float32 copies of them meanwhile."""
 
 
 def quantize_weights(weights: ModelWeights, bits: int) -> ModelWeights:
@@ -69,24 +66,15 @@ def _bytes(groups: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _nibbles(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Values and scales of 4 bits of ``[rows, groups, group]``: for each group the scale with the least squared error.
+    """Values and scales of 4 bits of ``[rows, groups, group]``.
 
-    The weight of the largest size becomes -8 steps, since there are only 7 on the other side.
+    The weight of the largest size becomes -8 steps, since there are only 7 on the other side: its sign is the scale's.
+    To search for scales of the least squared error was worth 3 % of the divergence, and four times the time.
     """
     furthest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[..., 0]
-    best = best_scales = best_error = torch.empty(0)
-    for shrink in SHRINKS:
-        scales = _round_scales(furthest * (-shrink / NIBBLE_CENTER))
-        steps = _steps(groups, scales, -NIBBLE_CENTER, NIBBLE_CENTER - 1)
-        error = (steps * scales[..., None] - groups).square_().sum(-1)
-        if not len(best):
-            best, best_scales, best_error = steps, scales, error
-            continue
-        better = error < best_error
-        best = torch.where(better[..., None], steps, best)
-        best_scales = torch.where(better, scales, best_scales)
-        best_error = torch.where(better, error, best_error)
-    return pack_nibbles((best + NIBBLE_CENTER).flatten(1)), best_scales
+    scales = _round_scales(furthest / -NIBBLE_CENTER)
+    steps = _steps(groups, scales, -NIBBLE_CENTER, NIBBLE_CENTER - 1)
+    return pack_nibbles((steps + NIBBLE_CENTER).flatten(1)), scales
 
 
 def _round_scales(scales: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ STEPS = {8: 127, 4: 8}
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_rounding(tiny_model_dir, bits: int) -> None:
-    """No weight is off by more than a step, and by a third of one in the mean."""
+    """Half a step; a whole one where the largest weight of a group has the other sign. Scales have 8 bits."""
     weights = load_weights(tiny_model_dir, load_model_config(tiny_model_dir), torch.float32)
     rounded = quantize_weights(weights, bits)
     for layer, after in zip(weights.layers, rounded.layers, strict=True):
@@ -41,7 +41,7 @@ def test_rounding(tiny_model_dir, bits: int) -> None:
             assert (matrix.bits, matrix.values.numel() * 8) == (bits, before.weight.numel() * bits)
             size = before.weight.view(*matrix.scales.shape, matrix.group).abs().amax(-1, keepdim=True) / STEPS[bits]
             off = (matrix.dense(torch.float32) - before.weight).view(*matrix.scales.shape, -1).abs() / size
-            assert off.max() <= 1.7  # where the search shortens a group's largest weight
+            assert off.max() <= (0.8 if bits == 8 else 1.05)
             assert 0 < off.mean() < 1 / 3
     assert rounded.embedding is weights.embedding
     assert isinstance(rounded.lm_head, QuantizedLinear)
