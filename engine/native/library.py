@@ -20,8 +20,8 @@ from core.errors import FarsightError
 
 _HERE = Path(__file__).parent
 _SOURCE = _HERE / "step.cpp"
-FLAGS = ["-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno"]
-FLAGS += ["-fno-strict-aliasing", "-pthread"]
+COMPILE_FLAGS = ["-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno"]
+COMPILE_FLAGS += ["-fno-strict-aliasing", "-pthread"]
 _BUILD_TIMEOUT_S = 300
 
 
@@ -57,7 +57,7 @@ def cache_dir() -> Path:
 def _fingerprint(compiler: str) -> str:
     """Hash of the sources, the compiler and the processor."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    parts = [version, " ".join(FLAGS).encode(), _processor().encode()]
+    parts = [version, " ".join(COMPILE_FLAGS).encode(), _processor().encode()]
     parts += [path.read_bytes() for path in sorted([*_HERE.glob("*.h"), _SOURCE])]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
@@ -87,7 +87,7 @@ def _build(compiler: str, path: Path) -> None:
 
 def _compile(compiler: str, built: Path) -> str | None:
     """Why the compiler failed; empty if it did not."""
-    command = [compiler, *FLAGS, "-shared", "-fPIC", str(_SOURCE), "-o", str(built)]
+    command = [compiler, *COMPILE_FLAGS, "-shared", "-fPIC", str(_SOURCE), "-o", str(built)]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:

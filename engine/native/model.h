@@ -37,8 +37,8 @@ struct Model {
   // Scratch, kept from step to step: fresh memory would cost page faults.
   std::vector<float> hidden, wide, sampled, attended;
   std::vector<uint32_t> packed, picked, queries;
-  std::unique_ptr<std::atomic<int>[]> heads_left;  // of each item, KV heads that are not yet attended
-  size_t num_heads_left = 0;
+  std::unique_ptr<std::atomic<int>[]> parts_left;  // of each item, tasks of attention that are not done
+  size_t num_parts_left = 0;
 };
 
 template <class V>

@@ -180,6 +180,25 @@ inline QuantizedWeights::QuantizedWeights(const FsQuantized& from)
   }
 }
 
+// Neither has an order that matters.
+inline float largest_lane(f32v v) {
+#ifdef __AVX512F__
+  return _mm512_reduce_max_ps((__m512)v);
+#else
+  return largest(v);
+#endif
+}
+
+inline int32_t sum_lanes(i32v v) {
+#ifdef __AVX512F__
+  return _mm512_reduce_add_epi32((__m512i)v);
+#else
+  int32_t sum = 0;
+  for (int i = 0; i < kWidth; ++i) sum += v[i];
+  return sum;
+#endif
+}
+
 // Rounds a group of activations: scale = largest / 127, values x * (127 / largest) to nearest, ties to even. Groups
 // below 1e-30 become 0. A value that is not finite makes the scale NaN: outputs must tell.
 inline void quantize_group(const float* x, int count, int8_t* values, float* scale, int32_t* sum) {
@@ -191,9 +210,8 @@ inline void quantize_group(const float* x, int count, int8_t* values, float* sca
     lacks |= v != v;
     top = max(top, size);
   }
-  float highest = largest(top);
-  bool lost = !(highest <= std::numeric_limits<float>::max());
-  for (int i = 0; i < kWidth; ++i) lost = lost || lacks[i];
+  const float highest = largest_lane(top);
+  const bool lost = sum_lanes(lacks) != 0 || !(highest <= std::numeric_limits<float>::max());
   *scale = lost ? std::numeric_limits<float>::quiet_NaN() : highest < 1e-30f ? 0.0f : highest / 127.0f;
   const float factor = lost || highest < 1e-30f ? 0.0f : 127.0f / highest;
   if (lost) {
@@ -217,9 +235,7 @@ inline void quantize_group(const float* x, int count, int8_t* values, float* sca
 #endif
     std::memcpy(values + i, narrow, std::min(kWidth, count - i));
   }
-  int32_t all = 0;
-  for (int i = 0; i < kWidth; ++i) all += total[i];
-  *sum = all;
+  *sum = sum_lanes(total);
 }
 
 // Rounds a row of k activations to q's layout.

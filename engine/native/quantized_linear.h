@@ -78,7 +78,7 @@ inline void group_sums(const uint8_t* values, int padded, const uint8_t* x, size
 }
 
 // R rows, `stride` bytes apart, times panel p of q.
-template <int Bits, int R>
+template <int Bits, bool Minima, int R>
 inline void quantized_sums(const QuantizedWeights& q, int p, const uint8_t* rows, size_t stride, f32v (&out)[R][4]) {
   const size_t to_scales = q.values_bytes(), to_sums = to_scales + size_t(q.groups) * 4, vector = q.scale_bytes / 4;
   const uint8_t* block = q.panel(p);
@@ -98,13 +98,12 @@ inline void quantized_sums(const QuantizedWeights& q, int p, const uint8_t* rows
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
       const f32v scales = load_scales(q.scale_type, block + j * vector);
+      const f32v minima = Minima ? load_scales(q.scale_type, block + q.scale_bytes + j * vector) : f32v{};
 #pragma GCC unroll 6
-      for (int r = 0; r < R; ++r)
+      for (int r = 0; r < R; ++r) {
         out[r][j] = fma(__builtin_convertvector(sums[r][j], f32v) * scale[r], scales, out[r][j]);
-      if (!q.minima) continue;
-      const f32v minima = load_scales(q.scale_type, block + q.scale_bytes + j * vector);
-#pragma GCC unroll 6
-      for (int r = 0; r < R; ++r) out[r][j] = fma(splat(shift[r]), minima, out[r][j]);
+        if (Minima) out[r][j] = fma(splat(shift[r]), minima, out[r][j]);
+      }
     }
   }
 }
@@ -139,10 +138,13 @@ class QuantizedLinear final : public Linear {
     for (int t = 0; t < tiles; ++t) {
       const int begin = rows * t / tiles, end = rows * (t + 1) / tiles;
       const uint8_t* x = reinterpret_cast<const uint8_t*>(packed + size_t(begin) * stride) + part->at;
+      float* to = out + size_t(begin) * n;
       if (part->weights.bits == 8)
-        tile<8>(end - begin, *part, p, x, out + size_t(begin) * n, add);
+        part->weights.minima ? tile<8, true>(end - begin, *part, p, x, to, add)
+                             : tile<8, false>(end - begin, *part, p, x, to, add);
       else
-        tile<4>(end - begin, *part, p, x, out + size_t(begin) * n, add);
+        part->weights.minima ? tile<4, true>(end - begin, *part, p, x, to, add)
+                             : tile<4, false>(end - begin, *part, p, x, to, add);
     }
   }
 
@@ -175,22 +177,22 @@ class QuantizedLinear final : public Linear {
     return sum;
   }
 
-  template <int Bits>
+  template <int Bits, bool Minima>
   void tile(int rows, const Part& part, int p, const uint8_t* x, float* out, bool add) const {
     switch (rows) {
-      case 1: return finish_tile<Bits, 1>(part, p, x, out, add);
-      case 2: return finish_tile<Bits, 2>(part, p, x, out, add);
-      case 3: return finish_tile<Bits, 3>(part, p, x, out, add);
-      case 4: return finish_tile<Bits, 4>(part, p, x, out, add);
-      case 5: return finish_tile<Bits, 5>(part, p, x, out, add);
-      default: return finish_tile<Bits, 6>(part, p, x, out, add);
+      case 1: return finish_tile<Bits, Minima, 1>(part, p, x, out, add);
+      case 2: return finish_tile<Bits, Minima, 2>(part, p, x, out, add);
+      case 3: return finish_tile<Bits, Minima, 3>(part, p, x, out, add);
+      case 4: return finish_tile<Bits, Minima, 4>(part, p, x, out, add);
+      case 5: return finish_tile<Bits, Minima, 5>(part, p, x, out, add);
+      default: return finish_tile<Bits, Minima, 6>(part, p, x, out, add);
     }
   }
 
-  template <int Bits, int R>
+  template <int Bits, bool Minima, int R>
   void finish_tile(const Part& part, int p, const uint8_t* x, float* out, bool add) const {
     f32v sums[R][4];
-    quantized_sums<Bits, R>(part.weights, p - part.first_panel, x, size_t(stride) * 4, sums);
+    quantized_sums<Bits, Minima, R>(part.weights, p - part.first_panel, x, size_t(stride) * 4, sums);
     finish_panel<R>(*this, p, bias_, sums, out, add);
   }
 

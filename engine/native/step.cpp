@@ -17,7 +17,8 @@ using namespace farsight;
 
 namespace {
 
-constexpr int kItemTokens = 16;  // tokens of one sequence whose attention is one task for each KV head
+constexpr int kItemTokens = 16;     // most tokens of a sequence that are attended in one task
+constexpr int kTasksPerThread = 6;  // tasks of attention at least, if there are so many
 
 // Norms `rows` rows of [hidden] and packs them as inputs of `linear`.
 void norm_rows(Model& m, const FsNorm& norm, const Linear& linear, const float* x, int rows) {
@@ -119,19 +120,22 @@ void project_sampled(Model& m, const Layer& layer, const FsStep& s) {
   });
 }
 
-// Attends every item and packs the results as inputs of layer.out. One task is one item and KV head; the task that
-// completes an item packs its rows.
+// Attends every item and packs the results as inputs of layer.out. One task is one item and some of its KV heads, all
+// of them where there are many items; the task that completes an item packs its rows.
 template <class T>
 void attend_items(Model& m, const Layer& layer, const std::vector<Item>& items) {
   const int kv_heads = m.shape.kv_heads, group = m.shape.group(), size = m.config.heads * m.config.head_dim;
-  for (size_t i = 0; i < items.size(); ++i) m.heads_left[i].store(kv_heads, std::memory_order_relaxed);
-  m.team.share(int(items.size()) * kv_heads, [&](int task) {
-    const Item& item = items[task / kv_heads];
-    const int queries = item.num_queries * group;
-    for (int first = 0; first < queries; first += kMaxQueries)
-      attend_tile<T>(m.shape, layer.cache, item, task % kv_heads, first, std::min(kMaxQueries, queries - first),
-                     layer.window, m.queries.data(), m.attended.data());
-    if (m.heads_left[task / kv_heads].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+  const int wanted = kTasksPerThread * m.team.size();  // so that no thread waits long for another
+  const int parts = std::clamp(wanted / std::max(1, int(items.size())), 1, kv_heads);
+  for (size_t i = 0; i < items.size(); ++i) m.parts_left[i].store(parts, std::memory_order_relaxed);
+  m.team.share(int(items.size()) * parts, [&](int task) {
+    const Item& item = items[task / parts];
+    const int part = task % parts, queries = item.num_queries * group;
+    for (int head = kv_heads * part / parts; head < kv_heads * (part + 1) / parts; ++head)
+      for (int first = 0; first < queries; first += kMaxQueries)
+        attend_tile<T>(m.shape, layer.cache, item, head, first, std::min(kMaxQueries, queries - first), layer.window,
+                       m.queries.data(), m.attended.data());
+    if (m.parts_left[task / parts].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
     for (int row = item.out_row; row < item.out_row + item.num_queries; ++row)
       layer.out->pack(m.attended.data() + size_t(row) * size, m.packed.data() + size_t(row) * layer.out->stride);
   });
@@ -200,9 +204,9 @@ void make_room(Model& m, const FsStep& s, size_t query_lanes) {
   ensure(m.packed, rows * longest);
   ensure(m.queries, rows * query_lanes);
   ensure(m.attended, rows * m.config.heads * m.config.head_dim);
-  if (m.num_heads_left < rows) {
-    m.heads_left.reset(new std::atomic<int>[rows]);
-    m.num_heads_left = rows;
+  if (m.num_parts_left < rows) {
+    m.parts_left.reset(new std::atomic<int>[rows]);
+    m.num_parts_left = rows;
   }
 }
 

@@ -19,7 +19,9 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <cstdlib>
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <new>
 #include <thread>
@@ -77,10 +79,7 @@ class Team {
     count_ = count;
     unfinished_.store(count, std::memory_order_relaxed);
     unclaimed_.store(count);  // publishes the job; in one total order with asleep_
-    if (asleep_.load() > 0) {
-      std::lock_guard<std::mutex> lock(mutex_);
-      awake_.notify_all();
-    }
+    if (asleep_.load() > 0 && getpid() == owner_) wake();
     work();
     for (int spins = 0; unfinished_.load(std::memory_order_acquire) > 0; ++spins) wait_once(spins);
     if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
@@ -96,20 +95,21 @@ class Team {
   }
 
  private:
-  static constexpr int kRangesPerThread = 3;
+  static constexpr int kRangesPerThread = 2;
 
   // Claims tasks and runs them until none is left; returns how many.
   int work() {
     int done = 0;
     int left = unclaimed_.load(std::memory_order_acquire);
     while (left > 0) {
-      if (!unclaimed_.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel, std::memory_order_acquire))
-        continue;
-      // The claim keeps the job open, so its description is read only now.
+      // The claim may be one of a later job than the look at `left` was, or come too late and be none. It keeps its
+      // job open, so the job's description is read only now.
+      left = unclaimed_.fetch_sub(1, std::memory_order_acq_rel);
+      if (left <= 0) break;
       try {
         call_(task_, count_ - left);
       } catch (...) {
-        std::lock_guard<std::mutex> lock(mutex_);
+        std::lock_guard<std::mutex> lock(bed_->mutex);
         if (!error_) error_ = std::current_exception();
       }
       ++done;
@@ -142,7 +142,7 @@ class Team {
       if (has_news()) return true;
       pause_briefly();
     }
-    const auto until = Clock::now() + std::chrono::microseconds(kAwakeMicros);
+    const auto until = Clock::now() + std::chrono::microseconds(getenv("FS_AWAKE") ? atoi(getenv("FS_AWAKE")) : kAwakeMicros);
     while (!has_news()) {
       if (Clock::now() > until) return false;
       sched_yield();
@@ -151,37 +151,46 @@ class Team {
   }
 
   void sleep() {
-    std::unique_lock<std::mutex> lock(mutex_);
+    std::unique_lock<std::mutex> lock(bed_->mutex);
     asleep_.fetch_add(1);
-    awake_.wait(lock, [this] { return has_news(); });
+    bed_->awake.wait(lock, [this] { return has_news(); });
     asleep_.fetch_sub(1);
   }
 
+  void wake() {
+    std::lock_guard<std::mutex> lock(bed_->mutex);
+    bed_->awake.notify_all();
+  }
+
   void dismiss() {
-    if (getpid() != owner_) {  // a child of fork has no helpers: what is left of them cannot be joined
+    if (getpid() != owner_) {  // a child of fork has no helpers: nothing that knows of them can be ended
       for (auto& helper : helpers_) new (&helper) std::thread();
+      (void)bed_.release();
       return;
     }
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      stopped_.store(true);
-      awake_.notify_all();
-    }
+    stopped_.store(true);
+    wake();
     for (auto& helper : helpers_) helper.join();
   }
 
+  // Where helpers sleep.
+  struct Bed {
+    std::mutex mutex;
+    std::condition_variable awake;
+  };
+
   const pid_t owner_;
   std::vector<std::thread> helpers_;
-  // The job. The caller writes it while no task is open, the others read it while they hold one of its tasks.
+  // The job. The caller writes it while no task is open, the others read it while they hold one of its tasks; a claim
+  // has just brought them the cache line.
+  alignas(128) std::atomic<int> unclaimed_{0};  // below 0 after claims that came too late
+  int count_ = 0;
   void (*call_)(const void*, int) = nullptr;
   const void* task_ = nullptr;
-  int count_ = 0;
-  alignas(128) std::atomic<int> unclaimed_{0};
   alignas(128) std::atomic<int> unfinished_{0};
   alignas(128) std::atomic<int> asleep_{0};
   std::atomic<bool> stopped_{false};
-  std::mutex mutex_;
-  std::condition_variable awake_;
+  std::unique_ptr<Bed> bed_ = std::make_unique<Bed>();
   std::exception_ptr error_;
 };
 

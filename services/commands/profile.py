@@ -13,7 +13,7 @@ import typer
 
 from core.config.engine import EngineConfig
 from core.errors import ConfigError, FarsightError
-from core.processors import usable_processors
+from core.processors import compute_threads, usable_processors
 
 if TYPE_CHECKING:
     from engine.steps.model_runner import ModelRunner
@@ -64,7 +64,8 @@ def _profile(out: Path, model: str | None, dtype: str, engine: EngineConfig, rou
     worker = build_worker(resolve_model_dir(model or str(_EMBEDDED_MODEL)), dtype, engine, incarnation="profile")
     runner: ModelRunner = worker.runner  # type: ignore[assignment]  # what ``build_worker`` builds computes
     steps = _measure(runner, engine, rounds)
-    machine = _machine(model or _EMBEDDED_MODEL.name, runner, steps)
+    num_threads = compute_threads(engine.num_threads, num_sharers=1)
+    machine = _machine(model or _EMBEDDED_MODEL.name, runner, steps, num_threads)
     found = fit(steps, machine, runner.config.kv_bytes_per_token(runner.pool.dtype))
     out.write_text(found.to_json(), "utf-8")
     if as_json:
@@ -94,12 +95,9 @@ def _measure(runner: ModelRunner, engine: EngineConfig, rounds: int) -> list[Mea
         return measure(StepBench(runner), grid, rounds, progress)
 
 
-def _machine(model: str, runner: ModelRunner, steps: list[MeasuredStep]) -> ProfiledMachine:
-    import torch
-
+def _machine(model: str, runner: ModelRunner, steps: list[MeasuredStep], num_threads: int) -> ProfiledMachine:
     from estimator.profile_file import ProfiledMachine
 
-    num_threads = torch.get_num_threads()
     wall_s = sum(step.sample.duration_s for step in steps)
     return ProfiledMachine(
         model=model,

@@ -287,6 +287,9 @@ def _set_environment(directory: Path, proxy: str, ports: range) -> None:
         # Ray kills a proxy that is not up after three times this value; its default 5 s is too short on a busy machine.
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
         "RAY_enable_metrics_collection": "0",
+        # Ray adds 15 to the niceness of its workers, which then wait for every other process of the machine, and the
+        # threads of a step for the one that waits.
+        "RAY_worker_niceness": "0",
         # Time for Ray's processes to find each other; with Ray's 5, 60 and 60 s they give up on a busy machine.
         "RAY_gcs_rpc_server_connect_timeout_s": "20",
         "RAY_worker_register_timeout_seconds": "240",

@@ -35,7 +35,7 @@ def probe(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """Multiplies in the compiled code of one instruction set."""
     path = tmp_path_factory.mktemp("probe") / "probe.so"
     headers = Path(library.__file__).parent
-    flags = [flag for flag in library.FLAGS if not flag.startswith("-march")] + BUILDS[request.param]
+    flags = [flag for flag in library.COMPILE_FLAGS if not flag.startswith("-march")] + BUILDS[request.param]
     source = Path(__file__).with_name("quantized_probe.cpp")
     subprocess.run(["c++", *flags, "-I", headers, "-shared", "-fPIC", source, "-o", path], check=True)
     compiled = ctypes.CDLL(str(path))
