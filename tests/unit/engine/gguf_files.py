@@ -89,21 +89,25 @@ def write_gguf(
     kind: str = "F32",
     *,
     kinds: Mapping[str, str] | None = None,
-    factors: np.ndarray | None = None,
+    vectors: Mapping[str, np.ndarray] | None = None,
+    numbers: Mapping[str, int] | None = None,
 ) -> Path:
     """The model of a directory as a GGUF file.
 
     Args:
         kind: Type of the matrices. A type that the package cannot quantise to gets random blocks.
         kinds: Other types, by parts of names in transformers.
-        factors: What Llama 3's rotary frequencies are divided by.
+        vectors: Further tensors in float32, by their names in the file.
+        numbers: Further metadata.
     """
     config = json.loads((model_dir / "config.json").read_text())
     writer = gguf.GGUFWriter(str(out), ARCHITECTURES[config["architectures"][0]])
     _write_config(writer, config)
     write_tokenizer(writer, model_dir)
-    if factors is not None:
-        writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
+    for name, vector in (vectors or {}).items():
+        writer.add_tensor(name, vector.astype(np.float32))
+    for name, number in (numbers or {}).items():
+        writer.add_uint32(name, number)
     for number, (name, tensor) in enumerate(sorted(load_file(model_dir / "model.safetensors").items())):
         if name == "lm_head.weight" and config["tie_word_embeddings"]:
             continue
