@@ -10,8 +10,11 @@ from engine.checkpoint.gguf_model import gguf_tensors
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.names import check_complete, known_name, tensor_shapes
 from engine.checkpoint.quantization import StoredMatrix, stored_matrices
-from engine.checkpoint.stored import FLOATS, stored_tensors
+from engine.checkpoint.stored import FLOATS, StoredTensor, stored_tensors
 from tokenization.gguf.file import GGUFTensor, is_gguf, read_gguf
+
+_LONGEST_BIAS = 1 << 22
+"""Bytes of a bias that are read to see whether it is zero."""
 
 
 def check_checkpoint(model: Path, config: ModelConfig) -> None:
@@ -47,15 +50,29 @@ def safetensors_checkpoint(model_dir: Path, config: ModelConfig) -> dict[str, St
     Raises:
         As ``check_checkpoint``.
     """
-    found = stored_matrices(stored_tensors(model_dir), config.quantization)
     targets = tensor_shapes(config)
+    stored = stored_tensors(model_dir)
+    if config.quantization is not None and config.quantization.method == "gptq":
+        stored = _without_empty_biases(stored, targets)
+    found = stored_matrices(stored, config.quantization)
     names = {name: known_name(name, targets, config) for name in found}
     for name, known in names.items():
-        stored = found[name].members["weight"] if found[name].is_plain else None
-        if known is not None and stored is not None and stored.dtype not in FLOATS:
-            raise _odd(name, f"{stored.dtype} {list(stored.shape)}", targets[known])
+        plain = found[name].members["weight"] if found[name].is_plain else None
+        if known is not None and plain is not None and plain.dtype not in FLOATS:
+            raise _odd(name, f"{plain.dtype} {list(plain.shape)}", targets[known])
     _check({name: matrix.shape for name, matrix in found.items()}, config)
     return {known: found[name] for name, known in names.items() if known is not None}
+
+
+def _without_empty_biases(stored: Mapping[str, StoredTensor], targets: Mapping[str, Shape]) -> dict[str, StoredTensor]:
+    """Without the zeros that old versions of AutoGPTQ stored for layers that have no bias."""
+
+    def is_empty(name: str) -> bool:
+        base = name.removesuffix("bias")
+        belongs = name.endswith(".bias") and name not in targets and base + "qweight" in stored
+        return belongs and stored[name].end - stored[name].begin <= _LONGEST_BIAS and stored[name].is_zero()
+
+    return {name: tensor for name, tensor in stored.items() if not is_empty(name)}
 
 
 def _check(found: Mapping[str, Shape], config: ModelConfig) -> None:

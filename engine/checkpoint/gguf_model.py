@@ -93,7 +93,7 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     head_dim = keys.size("attention.key_length", hidden // heads)
     if keys.size("attention.value_length", head_dim) != head_dim:
         raise keys.error("attention.value_length", f"the key_length, {head_dim}")
-    raw = {
+    raw: dict[str, Any] = {
         "architectures": [ARCHITECTURE_NAMES[name]],
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
@@ -111,6 +111,9 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
         "mlp_bias": _has_bias(file, "ffn_up"),
         "rope_parameters": _rope(keys, head_dim),
     }
+    if name == "phi3":  # beside the nested object, where its configuration has a default
+        length = keys.size("rope.scaling.original_context_length", raw["max_position_embeddings"])
+        raw["original_max_position_embeddings"] = length
     if name in ("llama", "phi3") and keys.size("attention.sliding_window", 0):
         raw["sliding_window"] = keys.size("attention.sliding_window")
         if name == "llama":

@@ -118,16 +118,21 @@ def load_model_config(model_dir: Path) -> ModelConfig:
         InvalidValueError: no readable ``config.json``.
     """
     if is_gguf(model_dir):
-        return _load_gguf(read_gguf(model_dir))
+        return config_of(read_gguf(model_dir))
     raw = read_json(model_dir, "config.json")
     if raw is None:
-        raise InvalidValueError("model", str(model_dir), "a model directory with a config.json")
+        raise InvalidValueError("model", str(model_dir), "a model directory with a config.json, or a GGUF file")
     name = _architecture(raw)
     generation = read_json(model_dir, "generation_config.json") or {}
     return _read(Fields(raw, ARCHITECTURES[name].defaults), name, generation)
 
 
-def _load_gguf(file: GGUFFile) -> ModelConfig:
+def config_of(file: GGUFFile) -> ModelConfig:
+    """The configuration in a GGUF file.
+
+    Raises:
+        As ``load_model_config``.
+    """
     raw = gguf_config(file)
     name = _architecture(raw)
     config = _read(Fields(raw, ARCHITECTURES[name].defaults), name, {})

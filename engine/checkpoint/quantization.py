@@ -35,7 +35,7 @@ class Quantization:
 
     Attributes:
         method: ``packed`` and ``int8`` are those of compressed-tensors.
-        bits: Of a weight.
+        bits: Bits of a weight.
         zero_offset: What is added to stored zero points: 1 in GPTQ's first format.
         has_zeros: Whether there are zero points other than the middle of the range.
         block: Outputs and inputs that share a scale, for ``fp8``; None if all inputs do.

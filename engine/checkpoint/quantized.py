@@ -132,7 +132,7 @@ def join_records(parts: Sequence[QuantizedLinear], bias: Tensor | None) -> Quant
     """One layer whose outputs are those of the parts, one below the other; neighbours of one format become one part.
 
     Args:
-        bias: Of all outputs together.
+        bias: The biases of all outputs together.
     """
     joined: list[QuantizedLinear] = []
     for part in parts:

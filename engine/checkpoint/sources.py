@@ -27,6 +27,9 @@ from engine.checkpoint.repacking import float_rows, record_rows, repacked
 from tokenization.gguf.file import GGUFTensor, is_gguf, read_gguf
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_MAPPED_BYTES = 1 << 25
+"""Bytes that are read of safetensors files before they are closed and opened again."""
+
 _CHUNK_VALUES = 1 << 22
 """Values of a GGUF tensor that are turned into floats at a time."""
 
@@ -74,6 +77,7 @@ class _SafetensorsSource:
         self._quantization = config.quantization
         self._device = device
         self._open: dict[tuple[Path, str], Any] = {}
+        self._mapped_bytes = 0
 
     def names(self) -> Iterator[str]:
         def place(name: str) -> list[str]:
@@ -85,12 +89,14 @@ class _SafetensorsSource:
         matrix = self._matrices[name]
         if matrix.is_plain:
             target.copy_(self._plain(matrix)[:])
+            self._release(target.nbytes)
             return
         members = self._members(matrix)
         assert self._quantization is not None, "matrices of several tensors are quantised"
         record = repacked(members, self._quantization)
         parts = float_rows(members, self._quantization) if record is None else record_rows(record, target.dtype)
         _fill_rows(target, parts)
+        self._release(target.nbytes)
 
     def rows(self, name: str) -> Any:
         matrix = self._matrices[name]
@@ -104,7 +110,9 @@ class _SafetensorsSource:
         matrix = self._matrices[name]
         if matrix.is_plain or self._quantization is None:
             return None
-        return repacked(self._members(matrix), self._quantization)
+        record = repacked(self._members(matrix), self._quantization)
+        self._release(0 if record is None else record.nbytes)
+        return record
 
     def _plain(self, matrix: StoredMatrix) -> Any:
         stored = matrix.members["weight"]
@@ -112,6 +120,13 @@ class _SafetensorsSource:
 
     def _members(self, matrix: StoredMatrix) -> dict[str, Tensor]:
         return {end: self._file(each.file, "cpu").get_tensor(each.name) for end, each in matrix.members.items()}
+
+    def _release(self, num_bytes: int) -> None:
+        """Closes the files from time to time: what was read of a mapped file counts as memory of this process."""
+        self._mapped_bytes += num_bytes
+        if self._mapped_bytes > _MAPPED_BYTES:
+            self._mapped_bytes = 0
+            self._open.clear()
 
     def _file(self, path: Path, device: str) -> Any:
         key = (path, device)

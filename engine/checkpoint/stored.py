@@ -33,12 +33,24 @@ class StoredTensor:
 
     Attributes:
         dtype: Its name in safetensors.
+        begin: Its first byte, counted from the end of the header.
+        end: The byte behind its last, counted likewise.
+        header_bytes: Bytes before the first tensor of the file.
     """
 
     file: Path
     name: str
     dtype: str
     shape: Shape
+    begin: int
+    end: int
+    header_bytes: int
+
+    def is_zero(self) -> bool:
+        """Whether all of its bytes are 0; they are read at once."""
+        with self.file.open("rb") as file:
+            file.seek(self.header_bytes + self.begin)
+            return not any(file.read(self.end - self.begin))
 
 
 def stored_tensors(model_dir: Path) -> dict[str, StoredTensor]:
@@ -62,7 +74,8 @@ def _files(model_dir: Path) -> list[Path]:
     if index is None:
         path = model_file(model_dir, "model.safetensors")
         if path is None:
-            raise CheckpointError("model", str(model_dir), "a directory with model.safetensors or its index")
+            expected = "a directory with model.safetensors or its index, or the path of a GGUF file"
+            raise CheckpointError("model", str(model_dir), expected)
         return [path]
     raw = read_json_file(index)
     shards = raw.get("weight_map") if isinstance(raw, dict) else None
@@ -105,22 +118,23 @@ def read_header(path: Path) -> list[StoredTensor]:
         raise _error(path, f"a header that is not JSON ({error})") from error
     if not isinstance(header, dict):
         raise _error(path, "a header that is no JSON object")
-    return _placed(path, {name: entry for name, entry in header.items() if name != "__metadata__"}, size - 8 - length)
+    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    found = [_entry(path, 8 + length, name, entry) for name, entry in entries.items()]
+    _check_places(path, found, size - 8 - length)
+    return found
 
 
-def _placed(path: Path, entries: Mapping[str, Any], num_bytes: int) -> list[StoredTensor]:
-    found = [_entry(path, name, entry) for name, entry in entries.items()]
+def _check_places(path: Path, tensors: list[StoredTensor], num_bytes: int) -> None:
     reached = 0
-    for tensor, begin, end in sorted(found, key=lambda each: each[1:]):
-        if begin != reached:
-            raise _error(path, f"{tensor.name} at byte {begin}, where byte {reached} is next")
-        reached = end
+    for tensor in sorted(tensors, key=lambda each: (each.begin, each.end)):
+        if tensor.begin != reached:
+            raise _error(path, f"{tensor.name} at byte {tensor.begin}, where byte {reached} is next")
+        reached = tensor.end
     if reached != num_bytes:
         raise _error(path, f"{num_bytes} bytes of tensors for {reached} that the header lists (cut off?)")
-    return [tensor for tensor, _, _ in found]
 
 
-def _entry(path: Path, name: str, entry: Any) -> tuple[StoredTensor, int, int]:
+def _entry(path: Path, header_bytes: int, name: str, entry: Any) -> StoredTensor:
     fields: Mapping[str, Any] = entry if isinstance(entry, dict) else {}
     dtype, shape, offsets = str(fields.get("dtype")), _sizes(fields.get("shape")), _sizes(fields.get("data_offsets"))
     if dtype not in ITEM_BYTES:
@@ -130,7 +144,7 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[StoredTensor, int, int]:
     begin, end = offsets
     if math.prod(shape) * ITEM_BYTES[dtype] != end - begin:
         raise _error(path, f"{name}: {end - begin} bytes for {dtype} {list(shape)}")
-    return StoredTensor(path, name, dtype, shape), begin, end
+    return StoredTensor(path, name, dtype, shape, begin, end, header_bytes)
 
 
 def _sizes(value: Any) -> Shape | None:

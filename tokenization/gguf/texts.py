@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -10,6 +11,7 @@ from tokenization.gguf.file import GGUFError, GGUFFile
 
 _KEY = "tokenizer.ggml."
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+_ADDED = (_CONTROL, _USER_DEFINED, _UNKNOWN)
 _MAX_TOKEN = 256
 """Longest token, in characters, that merges are looked for in; SentencePiece's own limit is 16, or set by training."""
 
@@ -125,11 +127,23 @@ def _byte_level(file: GGUFFile, ids: dict[str, int]) -> Tokenizer:
     """As GPT-2's: characters stand for bytes, merges in their order."""
     pre = file.value(_KEY + "pre", str)
     merges = [_parted(file, merge) for merge in file.strings(_KEY + "merges")]
-    tokenizer = Tokenizer(models.BPE(ids, merges, ignore_merges=pre in _WHOLE_WORDS))
+    tokenizer = Tokenizer(models.BPE(_own(file, ids), merges, ignore_merges=pre in _WHOLE_WORDS))
     tokenizer.normalizer = normalizers.NFC() if pre == "qwen2" else None
     tokenizer.pre_tokenizer = _pre_tokenizer(file, pre)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def _own(file: GGUFFile, ids: dict[str, int]) -> dict[str, int]:
+    """The tokens of the model itself: without those that follow them, which are added or only fill the embeddings up.
+
+    So it is in a ``tokenizer.json``. Where added tokens stand between others, all tokens are the model's.
+    """
+    kinds = _kinds(file, len(ids))
+    end = 1 + max((index for index, kind in enumerate(kinds) if kind not in (*_ADDED, _UNUSED)), default=-1)
+    last = 1 + max((index for index, kind in enumerate(kinds) if kind in _ADDED), default=-1)
+    has_holes = _UNUSED in kinds[end:last] or "" in ids
+    return ids if has_holes else {token: index for token, index in ids.items() if index < end}
 
 
 def _parted(file: GGUFFile, merge: str) -> tuple[str, str]:
@@ -188,14 +202,21 @@ def _merges(file: GGUFFile, ids: dict[str, int]) -> list[tuple[str, str]]:
 def _add_special(tokenizer: Tokenizer, file: GGUFFile, ids: dict[str, int]) -> None:
     """Control tokens and tokens that the model's author added, which a text is searched for before anything else."""
     kinds = _kinds(file, len(ids))
-    control = [token for token, index in ids.items() if kinds[index] in (_CONTROL, _UNKNOWN) and token]
-    added = [token for token, index in ids.items() if kinds[index] == _USER_DEFINED and token]
-    keep_spaces = _SPACED if _absorbs_spaces(file) else control
-    tokenizer.add_special_tokens(
-        [AddedToken(token, normalized=False, special=True, rstrip=token not in keep_spaces) for token in control]
-    )
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in added])
+    wanted = [
+        (token, kinds[index] != _USER_DEFINED) for token, index in ids.items() if kinds[index] in _ADDED and token
+    ]
+    absorbing = _absorbs_spaces(file)
+    for special, run in groupby(wanted, key=lambda each: each[1]):  # in order, as each may get the next free id
+        tokens = [_added_token(token, special, absorbing) for token, _ in run]
+        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(tokens)
+    wrong = next((token for token, _ in wanted if tokenizer.token_to_id(token) != ids[token]), None)
+    if wrong is not None:
+        raise file.error(_KEY + "tokens", wrong, f"a token that keeps its id, {ids[wrong]}")
     tokenizer.post_processor = _post_processor(file, list(ids))
+
+
+def _added_token(token: str, special: bool, absorbing: bool) -> AddedToken:
+    return AddedToken(token, normalized=False, special=special, rstrip=special and absorbing and token not in _SPACED)
 
 
 def _absorbs_spaces(file: GGUFFile) -> bool:

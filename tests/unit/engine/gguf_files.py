@@ -49,7 +49,8 @@ def random_rows(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarray
     block, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     blocks = generator.integers(0, 256, (rows, columns // block, num_bytes), dtype=np.uint8)
     for begin in SCALES_AT[kind]:
-        scales = generator.uniform(0.0002, 0.002, blocks.shape[:2]).astype(np.float16)
+        largest = 0.00004 if kind == "Q6_K" else 0.002  # its groups have factors of up to 127 besides
+        scales = generator.uniform(0.1 * largest, largest, blocks.shape[:2]).astype(np.float16)
         blocks[..., begin : begin + 2] = scales[..., None].view(np.uint8)
     if kind == "MXFP4":
         blocks[..., 0] = 120
@@ -88,21 +89,25 @@ def write_gguf(
     kind: str = "F32",
     *,
     kinds: Mapping[str, str] | None = None,
-    factors: np.ndarray | None = None,
+    vectors: Mapping[str, np.ndarray] | None = None,
+    numbers: Mapping[str, int] | None = None,
 ) -> Path:
     """The model of a directory as a GGUF file.
 
     Args:
         kind: Type of the matrices. A type that the package cannot quantise to gets random blocks.
         kinds: Other types, by parts of names in transformers.
-        factors: What Llama 3's rotary frequencies are divided by.
+        vectors: Further tensors in float32, by their names in the file.
+        numbers: Further metadata.
     """
     config = json.loads((model_dir / "config.json").read_text())
     writer = gguf.GGUFWriter(str(out), ARCHITECTURES[config["architectures"][0]])
     _write_config(writer, config)
     write_tokenizer(writer, model_dir)
-    if factors is not None:
-        writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
+    for name, vector in (vectors or {}).items():
+        writer.add_tensor(name, vector.astype(np.float32))
+    for name, number in (numbers or {}).items():
+        writer.add_uint32(name, number)
     for number, (name, tensor) in enumerate(sorted(load_file(model_dir / "model.safetensors").items())):
         if name == "lm_head.weight" and config["tie_word_embeddings"]:
             continue

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,17 +19,19 @@ from core.errors import InvalidValueError
 from core.request import SamplingParams
 from engine import Engine
 from engine.checkpoint.check import check_checkpoint
+from engine.checkpoint.config_fields import CheckpointError
 from engine.checkpoint.gguf_blocks import gguf_record, has_record
-from engine.checkpoint.model_config import load_model_config, resolve_model_dir
+from engine.checkpoint.model_config import config_of, load_model_config, resolve_model_dir
 from engine.checkpoint.quantized import JoinedLinear, QuantizedLinear
 from engine.checkpoint.rotary_config import FactorScaling
 from engine.checkpoint.sources import open_checkpoint
 from engine.checkpoint.weights import Linear, load_weights
-from engine.models.rotary import frequencies
+from engine.models.rotary import frequencies, rotary_tables
 from engine.steps.backends import NativeBackend
 from engine.steps.model_runner import ModelRunner
 from tests.unit.engine.gguf_files import SCALES_AT, dequantized, random_rows, write_gguf
 from tests.unit.engine.small_models import SHAPES, load_reference, save_model
+from tokenization.gguf.file import read_gguf
 
 WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 2}
 """Rows that hold whole blocks of every type."""
@@ -105,11 +109,38 @@ def test_factors_of_frequencies_stand_for_llama_3(model_dir, tmp_path):
     plain = frequencies(dataclasses.replace(rotary, scaling=None))
     factors = (plain / frequencies(rotary)).numpy()
     assert factors.max() > 2, "some frequencies are slowed"
-    path = write_gguf(tmp_path / "model.gguf", directory, factors=factors)
+    path = write_gguf(tmp_path / "model.gguf", directory, vectors={"rope_freqs.weight": factors})
     ours = load_model_config(path).rotary
     assert ours is not None and isinstance(ours.scaling, FactorScaling)
     assert torch.allclose(frequencies(ours), frequencies(rotary), rtol=1e-6)
     assert tokens(path) == tokens(directory)
+
+
+def test_longrope_of_phi_3(tmp_path):
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.75,
+        "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+        "long_factor": [4.0] * 6,
+        "original_max_position_embeddings": 128,
+    }
+    directory = save_model(
+        tmp_path / "directory", architecture="Phi3ForCausalLM", num_key_value_heads=2, rope_parameters=rope,
+        original_max_position_embeddings=128,
+    )  # fmt: skip
+    path = write_gguf(
+        tmp_path / "model.gguf",
+        directory,
+        vectors={f"rope_factors_{each}.weight": np.array(rope[f"{each}_factor"]) for each in ("short", "long")},
+        numbers={"phi3.rope.scaling.original_context_length": 128},
+    )
+    ours, theirs = load_model_config(path).rotary, load_model_config(directory).rotary
+    assert ours is not None and theirs is not None and ours.max_len == theirs.max_len == 128
+    for own, other in zip(
+        rotary_tables(ours, 64, torch.float32), rotary_tables(theirs, 64, torch.float32), strict=True
+    ):
+        assert torch.allclose(own, other, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16"])
@@ -173,12 +204,83 @@ def test_ranks_read_their_parts(wide_dir, tmp_path):
     assert torch.equal(whole, plain.layers[0].qkv.dense(torch.float32)[: len(whole)])
 
 
+REFUSED: list[tuple[str, Any, str]] = [
+    ("general.architecture", "gemma3", r"one of llama, .*\[\[replica\]\]"),
+    ("general.architecture", None, "architecture"),
+    ("llama.expert_count", 8, r"expert_count.*\[\[replica\]\]"),
+    ("split.count", 3, "llama-gguf-split"),
+    ("llama.block_count", "2", "block_count"),
+    ("llama.block_count", None, "block_count"),
+    ("llama.block_count", 1 << 40, "num_hidden_layers"),
+    ("llama.attention.head_count", 0, "head_count"),
+    ("llama.attention.head_count", np.array([4, 4]), "head_count: got 'an array'"),
+    ("llama.attention.head_count_kv", 3, "num_key_value_heads"),
+    ("llama.attention.key_length", 0, "key_length"),
+    ("llama.attention.value_length", 8, "value_length"),
+    ("llama.attention.layer_norm_rms_epsilon", float("nan"), "epsilon"),
+    ("llama.context_length", None, "context_length"),
+    ("llama.rope.scaling.type", "yarn", r"scaling.type: got 'yarn'.*\[\[replica\]\]"),
+    ("llama.rope.dimension_count", 8, "dimension_count"),
+    ("llama.rope.freq_base", float("inf"), "freq_base"),
+    ("tokenizer.ggml.eos_token_id", 1 << 31, "eos_token_id"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "named"), REFUSED)
+def test_what_cannot_be_computed_is_refused(key, value, named, tiny_model_dir, tmp_path):
+    file = read_gguf(write_gguf(tmp_path / "model.gguf", tiny_model_dir))
+    metadata = {name: held for name, held in (*file.metadata.items(), (key, value)) if held is not None}
+    if value is None:
+        del metadata[key]
+    with pytest.raises(InvalidValueError, match=named):
+        config_of(dataclasses.replace(file, metadata=metadata))
+
+
+def test_other_tensors_than_the_models_are_named(tiny_model_dir, tmp_path):
+    path = write_gguf(tmp_path / "model.gguf", tiny_model_dir, vectors={"blk.7.attn_norm.weight": np.ones(64)})
+    with pytest.raises(CheckpointError, match=r"model\.layers\.7\.input_layernorm"):
+        check_checkpoint(path, load_model_config(path))
+    path = write_gguf(tmp_path / "model.gguf", tiny_model_dir, numbers={"llama.feed_forward_length_": 3})
+    config = dataclasses.replace(load_model_config(path), intermediate_size=96)
+    with pytest.raises(CheckpointError, match=r"mlp\..*96"):
+        check_checkpoint(path, config)
+
+
 def test_a_directory_with_one_file_is_that_file(tiny_model_dir, tmp_path):
     path = write_gguf(tmp_path / "a.gguf", tiny_model_dir)
     assert resolve_model_dir(str(tmp_path)) == path
     (tmp_path / "b.gguf").write_bytes(path.read_bytes())
     with pytest.raises(InvalidValueError, match=r"a\.gguf"):
         resolve_model_dir(str(tmp_path))
+
+
+LOAD = """
+import sys
+from pathlib import Path
+import torch
+from engine.checkpoint.model_config import load_model_config
+from engine.checkpoint.weights import load_weights
+
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM:"))
+
+torch.set_num_threads(1)
+path = Path(sys.argv[1])
+config, before = load_model_config(path), peak()
+weights = load_weights(path, config, torch.bfloat16, keep_quantized=False)
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux for a process's peak of memory")
+def test_a_load_takes_little_more_memory_than_the_weights(tmp_path):
+    sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 16}
+    directory = save_model(tmp_path / "directory", dtype=torch.bfloat16, **sizes)
+    for path in (directory, write_gguf(tmp_path / "bf16.gguf", directory, "BF16")):
+        done = subprocess.run([sys.executable, "-c", LOAD, str(path)], check=True, capture_output=True, text=True)
+        growth, weights = int(done.stdout) << 10, 2 * load_model_config(path).num_parameters
+        assert weights > 100 << 20
+        assert weights < growth < 1.3 * weights + (48 << 20), (path, growth >> 20, weights >> 20)
 
 
 def test_good_checkpoints_pass_the_check(tiny_model_dir, tmp_path):

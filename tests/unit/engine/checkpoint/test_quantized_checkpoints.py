@@ -127,6 +127,16 @@ def test_members_that_do_not_fit_are_named_before_any_is_read(name, tensors, mad
     assert caught.value.field.startswith("model.layers.0.self_attn.q_proj.")
 
 
+def test_empty_biases_of_old_files_are_nothing(made, tmp_path):
+    stored = made["gptq"][0]
+    with_zeros = change(stored, tmp_path / "zeros", bias=torch.zeros(128, dtype=torch.float16))
+    ours, theirs = (load(path, keep=True).layers[0].qkv for path in (with_zeros, stored))
+    assert torch.equal(ours.dense(torch.float32), theirs.dense(torch.float32))
+    with_bias = change(stored, tmp_path / "bias", bias=torch.ones(128, dtype=torch.float16))
+    with pytest.raises(CheckpointError, match=r"q_proj\.bias"):
+        load(with_bias, keep=True)
+
+
 def test_a_group_that_does_not_exist_is_refused(made, tmp_path):
     groups = torch.full((128,), 128 // GROUP, dtype=torch.int32)
     broken = change(made["gptq"][0], tmp_path / "broken", g_idx=groups)

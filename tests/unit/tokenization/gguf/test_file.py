@@ -6,6 +6,7 @@ import os
 import struct
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -76,7 +77,7 @@ def test_every_truncation_is_refused(good, tmp_path):
             read_gguf(path)
 
 
-LIES = {
+LIES: dict[str, tuple[dict[str, Any], str]] = {
     "another file": ({"magic": b"PK\3\4"}, "magic"),
     "version 1": ({"version": 1}, "version"),
     "big-endian": ({"version": 3 << 24}, "little-endian"),

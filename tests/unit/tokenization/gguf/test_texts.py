@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers.convert_slow_tokenizer import generate_merges
 
 import services
+from engine.text.vocabulary import vocabulary_size
 from tests.unit.tokenization.kinds import CORPUS
 from tokenization.gguf.file import GGUFError, GGUFFile, read_gguf
 from tokenization.gguf.texts import gguf_end_ids, gguf_tokenizer
@@ -51,12 +52,14 @@ def assert_same(ours: Tokenizer, theirs: Tokenizer) -> None:
         assert ours.decode(expected) == theirs.decode(expected)
 
 
-def save(folder: Path, tokenizer: Tokenizer, pre: str, *, add_bos: bool = False, **roles: str) -> Path:
+def save(
+    folder: Path, tokenizer: Tokenizer, pre: str, *, add_bos: bool = False, num_unused: int = 0, **roles: str
+) -> Path:
     """The tokenizer as the converter writes one of bytes."""
     raw = json.loads(tokenizer.to_str())
     added = {token["content"]: token for token in raw["added_tokens"]}
     ids = raw["model"]["vocab"] | {content: token["id"] for content, token in added.items()}
-    tokens = [f"[PAD{index}]" for index in range(max(ids.values()) + 1)]
+    tokens = [f"[PAD{index}]" for index in range(max(ids.values()) + 1 + num_unused)]
     for token, index in ids.items():
         tokens[index] = token
     writer = gguf.GGUFWriter(str(folder / "model.gguf"), "llama")
@@ -142,7 +145,7 @@ def byte_level(pre: str, *, bos: bool) -> Tokenizer:
 @pytest.mark.parametrize("pre", PRE)
 def test_byte_level_tokenizers(pre, bos, tmp_path):
     theirs = byte_level(pre, bos=bos)
-    roles = {"eos": "<|im_end|>", "bos": "<s>"}
+    roles: dict[str, Any] = {"eos": "<|im_end|>", "bos": "<s>"}
     path = save(tmp_path, theirs, pre, add_bos=bos, **roles)
     assert_same(load_tokenizer(path), theirs)
 
@@ -152,6 +155,24 @@ def test_pre_tokenizers_differ():
     texts = odd_texts()
     splits = {pre: [PRE[pre]().pre_tokenize_str(text) for text in texts] for pre in PRE}
     assert all(splits[a] != splits[b] for a in PRE for b in PRE if a < b)
+
+
+def test_tokens_that_fill_the_embeddings_up_are_none(tmp_path):
+    """As in Qwen's files: added tokens behind the model's own, and more rows of embeddings than tokens."""
+    theirs = byte_level("qwen2", bos=False)
+    path = save(tmp_path, theirs, "qwen2", num_unused=50, eos="<|im_end|>")
+    ours = load_tokenizer(path)
+    assert ours.get_vocab() == theirs.get_vocab()
+    assert ours.decode([theirs.get_vocab_size() + 3]) == ""
+    assert vocabulary_size(path) == theirs.get_vocab_size() + 50
+    assert_same(ours, theirs)
+
+
+def test_control_tokens_between_others_keep_their_ids(tmp_path):
+    tokens = ["a", "<s>", "b", "<x>", "[PAD4]", "</s>"]
+    kinds = np.array([1, 3, 1, 4, 5, 3])
+    tokenizer = gguf_tokenizer(with_metadata(ggml__tokens=tokens, ggml__token_type=kinds, ggml__merges=None))
+    assert tokenizer.encode("a<s>b<x></s>").ids == [0, 1, 2, 3, 5]
 
 
 def scored(space: bool) -> tuple[Tokenizer, list[tuple[str, float, gguf.TokenType]]]:
