@@ -26,7 +26,6 @@ import httpx
 import ray
 from fastapi import FastAPI
 from starlette.types import Message
-from tests.unit.services.local_system import MODEL, local_system
 
 from core.config.engine import EngineConfig
 from core.config.load import FarsightConfig
@@ -37,6 +36,7 @@ from farsight_rooms import ROOMS
 from services.api.app import build_app
 from services.api.text.prompts import PromptEncoder
 from tests.unit.actors.components import until
+from tests.unit.services.local_system import MODEL, local_system
 
 ROOT = Path(__file__).parents[1]
 WITHIN_S = 300.0

@@ -46,6 +46,7 @@ from policies.external.events import (
     ReturnRequest,
     SendRequest,
 )
+from policies.replica.decision_trace import account_closed
 from policies.replica.events import (
     AccountClosed,
     ForecastsArrived,
@@ -55,7 +56,6 @@ from policies.replica.events import (
     RequestsArrived,
     RequestStarted,
 )
-from policies.replica.decision_trace import account_closed
 
 SAY_AGAIN_S = 1.0
 """The Router gets the replica's state at least this often, in seconds, so that a new Router soon knows it."""

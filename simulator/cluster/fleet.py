@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
-from policies.fleet.machine import FleetMachine
-
 from core.messages.cache import StartedRequest
 from core.messages.plans import FinishedSequence
 from core.messages.requests import Key
@@ -30,6 +28,7 @@ from policies.fleet.events import (
     RequestsStarted,
     TimePassed,
 )
+from policies.fleet.scheduler import FleetMachine
 from policies.replica.events import RefuseRequest, RequestsArrived
 from policies.replica.scheduler import ReplicaScheduler
 from simulator.cluster.events import Alarms

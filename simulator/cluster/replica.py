@@ -19,6 +19,7 @@ from core.messages.plans import FinishedSequence, Plan, WorkerReady, WorkerState
 from core.messages.requests import Key
 from core.request import Request, Residency
 from kvcache import BatchLimits, BlockManager, LeaseExecutor, StaticExecutor, StepBatch, StepItem
+from kvcache.step_batch import step_work
 from policies.replica.events import (
     BatchBroken,
     CostLearned,

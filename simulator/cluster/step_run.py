@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from estimator.samples import StepWork
-
 from kvcache import StepBatch
+from kvcache.step_batch import StepWork
 from simulator.cluster.latency import LatencyModel
 
 
