@@ -43,10 +43,11 @@ from policies.external.events import (
     OutputFailed,
     OutputGrew,
     ProbeDone,
+    ProbeTick,
     ReturnRequest,
     SendRequest,
-    TimePassed,
 )
+from policies.replica.decision_trace import account_closed
 from policies.replica.events import (
     AccountClosed,
     ForecastsArrived,
@@ -56,7 +57,6 @@ from policies.replica.events import (
     RequestsArrived,
     RequestStarted,
 )
-from policies.replica.decision_trace import account_closed
 
 SAY_AGAIN_S = 1.0
 """The Router hears of the replica at least this often, so that a new one knows it soon."""
@@ -298,7 +298,7 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
     async def _look(self) -> None:
         """Lets the machine see what time it is: probes become due."""
         while True:
-            self._handle(TimePassed())
+            self._handle(ProbeTick())
             self._queues.set_queues(self._machine.num_sent, self._machine.num_waiting)
             if self._probe is not None and self._probe.done():
                 self._task_ended_badly(self._probe)

@@ -27,6 +27,7 @@ from core.messages.requests import Key, Keys, Refusal, Refusals, Submit
 from core.messages.step_times import ReplicaStepProfile, StepSample, StepSamples
 from policies.compose import configured_replica, is_batch_mode
 from policies.event_log import MachineConfig
+from policies.replica.decision_trace import account_closed
 from policies.replica.events import (
     AccountClosed,
     BatchBroken,
@@ -44,7 +45,6 @@ from policies.replica.events import (
     WorkerLost,
     WorkerReported,
 )
-from policies.replica.decision_trace import account_closed
 
 SAY_AGAIN_S = 1.0
 """The Router hears of the replica at least this often, so that a new one knows it soon."""

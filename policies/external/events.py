@@ -80,7 +80,7 @@ class OutputFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class TimePassed:
+class ProbeTick:
     """Nothing has happened, but time."""
 
 
@@ -92,7 +92,7 @@ BackendEvent = (
     | OutputGrew
     | OutputEnded
     | OutputFailed
-    | TimePassed
+    | ProbeTick
 )
 
 

@@ -39,9 +39,9 @@ from policies.external.events import (
     OutputFailed,
     OutputGrew,
     ProbeDone,
+    ProbeTick,
     ReturnRequest,
     SendRequest,
-    TimePassed,
 )
 from policies.interfaces import Order
 from policies.job import Job
@@ -147,10 +147,10 @@ class BackendScheduler:
                 out += self._end(event, now)
             case OutputFailed(key, failure):
                 out += self._fail(key, failure, now)
-            case TimePassed():
+            case ProbeTick():
                 out += self._ask(now)
         out += self._send(now)
-        out += [account_closed(account) for account in self._accounts.take_closed()]
+        out += [account_closed(account) for account in self._accounts.pop_closed()]
         return out
 
     def _arrive(self, event: RequestsArrived, now: float) -> list[BackendInstruction]:
