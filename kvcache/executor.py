@@ -32,7 +32,7 @@ class SequenceState:
     Attributes:
         num_tokens: Prompt and output known so far.
         slot: As the plan in force has it.
-        arrival: Of those that came to this worker, in order.
+        arrival: Its place among those that came to this worker.
         cached_len: Prompt tokens taken from the cache at its first start; None before.
         residency: Where its KV belongs by the order in force.
         copy_id: Id of the copy in flight, if there is one; meanwhile the sequence holds blocks in both pools and is

@@ -21,7 +21,7 @@ from kvcache.step_batch import BatchLimits, KVCopy, StepBatch, StepItem
 
 
 @dataclass(slots=True)
-class Selection:
+class BatchDraft:
     """A batch in the making.
 
     Attributes:
@@ -94,10 +94,10 @@ class LeaseExecutor(PlanExecutor):
         else:
             self._order_copy(held, Residency.HOST, table[: len(room)], room)
 
-    def _upload(self, held: SequenceState, selection: Selection) -> None:
+    def _upload(self, held: SequenceState, draft: BatchDraft) -> None:
         """Orders the copy back under the same conditions as a start."""
         assert self.host is not None
-        if self._has_room(self.blocks.blocks_for(held.num_tokens), selection):
+        if self._has_room(self.blocks.blocks_for(held.num_tokens), draft):
             table = self.blocks.grow(held.request_id, held.num_tokens)
             assert table is not None, "there is room"
             source = self.host.table(held.request_id)
@@ -154,25 +154,25 @@ class LeaseExecutor(PlanExecutor):
         """See ``PlanExecutor.next_batch``."""
         if self.host is not None:
             self._begin_offloads(self.host)
-        selection = self._select(self._held.values(), within_grants=True)
-        self.out_of_grants = selection.out_of_grants
-        if not selection.items and selection.out_of_grants and not self._busy:
+        draft = self._select(self._held.values(), within_grants=True)
+        self.out_of_grants = draft.out_of_grants
+        if not draft.items and draft.out_of_grants and not self._busy:
             by_arrival = sorted(self._held.values(), key=lambda held: held.arrival)
-            selection = self._select(by_arrival, within_grants=False)
-        self.short_blocks = selection.short_blocks
+            draft = self._select(by_arrival, within_grants=False)
+        self.short_blocks = draft.short_blocks
         for held in self._running:
             if held.status is SequenceStatus.RUNNING:
                 held.status = SequenceStatus.PAUSED
-        self._running = selection.chosen
+        self._running = draft.chosen
         for held in self._running:
             held.status = SequenceStatus.RUNNING
-        return StepBatch(tuple(selection.items)) if selection.items else None
+        return StepBatch(tuple(draft.items)) if draft.items else None
 
-    def _select(self, ranked: Iterable[SequenceState], *, within_grants: bool) -> Selection:
-        selection = Selection(tokens_left=self.limits.max_batch_tokens)
+    def _select(self, ranked: Iterable[SequenceState], *, within_grants: bool) -> BatchDraft:
+        draft = BatchDraft(tokens_left=self.limits.max_batch_tokens)
         credit = self._standby_credit()
         for held in ranked:
-            if len(selection.items) >= self.limits.max_num_seqs or selection.tokens_left == 0:
+            if len(draft.items) >= self.limits.max_num_seqs or draft.tokens_left == 0:
                 break
             if held.request_id in self._stalled or held.copy_id is not None or held.residency is Residency.HOST:
                 continue
@@ -180,52 +180,52 @@ class LeaseExecutor(PlanExecutor):
                 continue
             wanted = self._runnable_tokens(held, within_grants)
             if wanted == 0:
-                selection.out_of_grants = True
+                draft.out_of_grants = True
             elif self._is_resident(held):
-                self._continue(held, wanted, selection)
+                self._continue(held, wanted, draft)
             elif held.slot.standby and credit <= 0:
                 continue
-            elif self._start(held, wanted, selection):
+            elif self._start(held, wanted, draft):
                 credit -= held.slot.standby
-        return selection
+        return draft
 
-    def _continue(self, held: SequenceState, wanted: int, selection: Selection) -> None:
-        num_tokens = min(wanted, selection.tokens_left)
+    def _continue(self, held: SequenceState, wanted: int, draft: BatchDraft) -> None:
+        num_tokens = min(wanted, draft.tokens_left)
         reach = held.computed_len + num_tokens
         table = self.blocks.grow(held.request_id, reach)
         if table is not None:
-            self._add(held, num_tokens, table, selection)
+            self._add(held, num_tokens, table, draft)
         else:
-            selection.short_blocks += self.blocks.shortage(held.request_id, reach)
-            selection.may_start = False
+            draft.short_blocks += self.blocks.shortage(held.request_id, reach)
+            draft.may_start = False
 
-    def _start(self, held: SequenceState, wanted: int, selection: Selection) -> bool:
+    def _start(self, held: SequenceState, wanted: int, draft: BatchDraft) -> bool:
         """Starts a sequence if all its known tokens fit at once, so that no half-prefilled prompts block each other."""
-        if not selection.may_start:
+        if not draft.may_start:
             return False
         if self._is_offloaded(held):
-            self._upload(held, selection)
+            self._upload(held, draft)
             return held.copy_id is not None
-        cached = self._cached_blocks(held, wanted, selection)
+        cached = self._cached_blocks(held, wanted, draft)
         if cached is None:
             return False  # nothing is computed twice; others may overtake it meanwhile
         needed = self.blocks.blocks_for(held.num_tokens) - self.blocks.num_held(cached)
-        if not self._has_room(needed, selection):
+        if not self._has_room(needed, draft):
             return False
         self.blocks.share(held.request_id, cached)
         table = self.blocks.grow(held.request_id, held.num_tokens)
         assert table is not None, "there is room"
         self._begin_at(held, len(cached) * self.blocks.block_size)
-        self._add(held, min(wanted - held.computed_len, selection.tokens_left), table, selection)
+        self._add(held, min(wanted - held.computed_len, draft.tokens_left), table, draft)
         return True
 
-    def _has_room(self, needed: int, selection: Selection) -> bool:
+    def _has_room(self, needed: int, draft: BatchDraft) -> bool:
         """Whether so many blocks are free for a start; if not, no sequence of lower rank overtakes it."""
         alone = self.blocks.num_free == self.blocks.num_blocks
-        selection.may_start = needed + (0 if alone else self._reserve_blocks) <= self.blocks.num_free
-        return selection.may_start
+        draft.may_start = needed + (0 if alone else self._reserve_blocks) <= self.blocks.num_free
+        return draft.may_start
 
-    def _cached_blocks(self, held: SequenceState, wanted: int, selection: Selection) -> list[int] | None:
+    def _cached_blocks(self, held: SequenceState, wanted: int, draft: BatchDraft) -> list[int] | None:
         """Cached blocks that a start may take over; None if the next one is being computed in this very step.
 
         At least one of the ``wanted`` tokens is left to compute, so that a start always yields a token. The sequence
@@ -236,22 +236,20 @@ class LeaseExecutor(PlanExecutor):
             return []
         hashes = self._block_hashes(held.request_id, limit)
         cached = self.blocks.match(hashes, limit)
-        if len(cached) < limit and hashes[len(cached)] in self._arising(selection, self._block_hashes):
+        if len(cached) < limit and hashes[len(cached)] in self._arising(draft, self._block_hashes):
             return None
         return cached
 
-    def _arising(self, selection: Selection, block_hashes: BlockHashes) -> set[int]:
+    def _arising(self, draft: BatchDraft, block_hashes: BlockHashes) -> set[int]:
         """Hashes of the blocks that the step chosen so far works on, as far as all their tokens are known."""
         size = self.blocks.block_size
-        for item, held in zip(
-            selection.items[selection.num_seen :], selection.chosen[selection.num_seen :], strict=True
-        ):
+        for item, held in zip(draft.items[draft.num_seen :], draft.chosen[draft.num_seen :], strict=True):
             first, known = item.start // size, held.num_tokens // size
             end = min(known, self.blocks.blocks_for(item.start + item.num_tokens))
             if first < end:
-                selection.arising.update(block_hashes(item.request_id, end)[first:end])
-        selection.num_seen = len(selection.items)
-        return selection.arising
+                draft.arising.update(block_hashes(item.request_id, end)[first:end])
+        draft.num_seen = len(draft.items)
+        return draft.arising
 
     def _begin_at(self, held: SequenceState, cached_len: int) -> None:
         """Starts a sequence whose first ``cached_len`` known tokens are cached, by others or by its own earlier
@@ -264,11 +262,11 @@ class LeaseExecutor(PlanExecutor):
             self.prefix_queries += held.prompt_len
             self.prefix_hits += held.cached_len
 
-    def _add(self, held: SequenceState, num_tokens: int, table: list[int], selection: Selection) -> None:
+    def _add(self, held: SequenceState, num_tokens: int, table: list[int], draft: BatchDraft) -> None:
         samples = held.computed_len + num_tokens == held.num_tokens
-        selection.items.append(StepItem(held.request_id, held.computed_len, num_tokens, samples, table))
-        selection.chosen.append(held)
-        selection.tokens_left -= num_tokens
+        draft.items.append(StepItem(held.request_id, held.computed_len, num_tokens, samples, table))
+        draft.chosen.append(held)
+        draft.tokens_left -= num_tokens
 
     def _runnable_tokens(self, held: SequenceState, within_grants: bool) -> int:
         """Known tokens that may be computed now; computing the last known one also yields a new token."""

@@ -13,7 +13,7 @@ from core.messages.plans import FinishedSequence
 from core.request import Residency, SequenceStatus
 from kvcache.block_manager import BlockManager
 from kvcache.executor import SequenceState
-from kvcache.lease import LeaseExecutor, Selection
+from kvcache.lease import BatchDraft, LeaseExecutor
 from kvcache.step_batch import BatchLimits, StepBatch
 
 
@@ -59,9 +59,9 @@ class PipelinedExecutor(LeaseExecutor):
         paused = held.request_id in self._stalled or held.copy_id is not None or held.residency is Residency.HOST
         return not paused and self._is_resident(held)
 
-    def _continue(self, held: SequenceState, wanted: int, selection: Selection) -> None:
-        if len(selection.items) < self._share:
-            super()._continue(held, wanted, selection)
+    def _continue(self, held: SequenceState, wanted: int, draft: BatchDraft) -> None:
+        if len(draft.items) < self._share:
+            super()._continue(held, wanted, draft)
 
     def _offload(self, held: SequenceState, host: BlockManager) -> None:
         """Offloads the sequence when its current step is over."""

@@ -103,7 +103,7 @@ class ScheduledRequest(Job):
     A mirror: the worker is the truth.
 
     Attributes:
-        number: Of those that came to this scheduler, in order.
+        number: Its place among those that came to this scheduler.
         max_total_len: As ``Request.max_total_len``, which adds it up again each time.
         num_blocks: Device blocks that it holds; 0 from the moment its KV is ordered dropped.
         shipped_in: First plan of this lease that carried the payload.
@@ -153,7 +153,7 @@ class ScheduledRequest(Job):
         """Ordered to the host, and its blocks are not free yet."""
         return self.residency is Residency.HOST and self.num_blocks > 0
 
-    def take(self, progress: SlotProgress, block_size: int) -> float:
+    def update(self, progress: SlotProgress, block_size: int) -> float:
         """Takes over what the worker says, but for what orders on their way make untrue.
 
         Returns:
@@ -171,7 +171,7 @@ class ScheduledRequest(Job):
         self.host_len = min(progress.computed_len, progress.num_host_blocks * block_size)
         return ran_s
 
-    def start(self, cached_len: int, ran_s: float, now: float) -> StartedRequest:
+    def first_run(self, cached_len: int, ran_s: float, now: float) -> StartedRequest:
         """It has run for the first time, for ``ran_s`` seconds by now."""
         self.started = True
         queue_s = max(0.0, now - self.arrived_at - ran_s)

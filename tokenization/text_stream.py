@@ -1,4 +1,4 @@
-"""Text from tokens, one token at a time, in time linear in their number.
+"""Text from tokens, one token at a time, in time linear in their number; and the bytes that single tokens stand for.
 
 The text of a whole output is what ``Tokenizer.decode`` gives for all its tokens at once. A token is looked at when it
 comes and decoded together with two tokens before it at most, so a step's work has a bound: the tokens of one
@@ -14,6 +14,7 @@ from typing import Protocol
 
 from tokenizers import Tokenizer
 
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _REPLACEMENT = "\ufffd"
 _ANCHOR_WORDS = ("▁a", "a", "A", "▁the", "the", "▁x", "x")
 _MAX_FIRST = 4
@@ -201,9 +202,6 @@ def _state_of(data: bytes) -> bool | None:
     except UnicodeDecodeError:
         return None
     return bool(text)
-
-
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def special_ids(tokenizer: Tokenizer) -> frozenset[int]:

@@ -37,12 +37,12 @@ from policies.external.events import (
     BackendInstruction,
     BreakerChanged,
     CancelRequest,
-    ClockAdvanced,
     FailRequest,
     OutputEnded,
     OutputFailed,
     OutputGrew,
     ProbeDone,
+    ProbeTick,
     ReturnRequest,
     SendRequest,
 )
@@ -64,7 +64,7 @@ NEWS_S = 0.05
 """Starts and ends of requests are collected for so many seconds and reported to the Router in one message."""
 
 LOOK_S = 0.25
-"""Seconds between two ``ClockAdvanced`` events to the state machine, and between two counts of the queues."""
+"""Seconds between two ``ProbeTick`` events to the state machine, and between two counts of the queues."""
 
 logger = logging.getLogger(__name__)
 
@@ -301,7 +301,7 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
     async def _look(self) -> None:
         """Tells the state machine the time at regular intervals, so that probes become due."""
         while True:
-            self._handle(ClockAdvanced())
+            self._handle(ProbeTick())
             self._queues.set_queues(self._machine.num_sent, self._machine.num_waiting)
             if self._probe is not None and self._probe.done():
                 self._task_ended_badly(self._probe)

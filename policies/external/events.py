@@ -80,7 +80,7 @@ class OutputFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class ClockAdvanced:
+class ProbeTick:
     """Only time has passed since the last event."""
 
 
@@ -92,7 +92,7 @@ BackendEvent = (
     | OutputGrew
     | OutputEnded
     | OutputFailed
-    | ClockAdvanced
+    | ProbeTick
 )
 
 

@@ -33,12 +33,12 @@ from policies.external.events import (
     BackendInstruction,
     BreakerChanged,
     CancelRequest,
-    ClockAdvanced,
     FailRequest,
     OutputEnded,
     OutputFailed,
     OutputGrew,
     ProbeDone,
+    ProbeTick,
     ReturnRequest,
     SendRequest,
     ServerFailure,
@@ -147,10 +147,10 @@ class BackendScheduler:
                 out += self._end(event, now)
             case OutputFailed(key, failure):
                 out += self._fail(key, failure, now)
-            case ClockAdvanced():
+            case ProbeTick():
                 out += self._ask(now)
         out += self._send(now)
-        out += [account_closed(account) for account in self._accounts.take_closed()]
+        out += [account_closed(account) for account in self._accounts.pop_closed()]
         return out
 
     def _arrive(self, event: RequestsArrived, now: float) -> list[BackendInstruction]:

@@ -108,7 +108,7 @@ class Accounts:
     def has_closed(self) -> bool:
         return bool(self._closed)
 
-    def take_closed(self) -> list[Account]:
+    def pop_closed(self) -> list[Account]:
         """Accounts closed since this was last asked."""
         closed, self._closed = self._closed, []
         return closed
@@ -282,7 +282,7 @@ class DecisionTrace:
         """After a scheduling point: why those who came got no place; what was decided about those who are gone."""
         if self._fresh:
             self._explain_waits(has_worker, now)
-        return [account_closed(account) for account in self.accounts.take_closed()] if self.accounts.has_closed else []
+        return [account_closed(account) for account in self.accounts.pop_closed()] if self.accounts.has_closed else []
 
     def _explain_waits(self, has_worker: bool, now: float) -> None:
         for scheduled in self._fresh:

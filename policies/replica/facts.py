@@ -8,7 +8,7 @@ from core.request import Request, SequenceStatus
 from policies.job import Job, ScheduledRequest
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Fact:
     """Something that the scheduler has booked or decided about a request, as it happens.
 
@@ -16,7 +16,7 @@ class Fact:
     """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Arrived(Fact):
     """A request has come, at ``at``: before now where it has waited through a change of workers."""
 
@@ -25,7 +25,7 @@ class Arrived(Fact):
     at: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class TurnedAway(Fact):
     """A request came that will never run here."""
 
@@ -35,28 +35,28 @@ class TurnedAway(Fact):
     at: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Adopted(Fact):
     """The worker had it before this scheduler came; how it got there is not known any more."""
 
     scheduled: ScheduledRequest
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Predicted(Fact):
     """Its forecast has come after it."""
 
     scheduled: ScheduledRequest
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class NotAdmitted(Fact):
     """Admission has said no to these; noted once a wait."""
 
     jobs: list[Job]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Admitted(Fact):
     """It has a place.
 
@@ -70,14 +70,14 @@ class Admitted(Fact):
     ahead: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class StartedAlone(Fact):
     """The worker has started it by itself, as a standby."""
 
     scheduled: ScheduledRequest
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class TurnsChanged(Fact):
     """Who was to execute until now, and who is from now on: a place alone is no turn."""
 
@@ -85,7 +85,7 @@ class TurnsChanged(Fact):
     after: list[str]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Evicted(Fact):
     """It is about to lose its place; its KV is moved to the host, or dropped."""
 
@@ -94,14 +94,14 @@ class Evicted(Fact):
     short_blocks: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class HostFull(Fact):
     """The worker had no room on the host for its KV, or none to move."""
 
     scheduled: ScheduledRequest
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Left(Fact):
     """It is here no more, though it had not ended; ``why`` is the kind of the decision."""
 
@@ -109,7 +109,7 @@ class Left(Fact):
     why: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class EndReached(Fact):
     """It has reached its end in the worker."""
 

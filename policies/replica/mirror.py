@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from core.errors import IntegrityError
 from core.messages.cache import KVCacheEvent
@@ -11,12 +11,19 @@ from core.messages.plans import SlotProgress, StepReport, WorkerReady, WorkerSta
 from core.messages.requests import Key
 from core.request import Request, Residency
 from kvcache.cache_journal import CacheMirror
+from kvcache.prefix import NO_PARENT
 from policies.interfaces import KvView
 from policies.job import Job, ScheduledRequest, make_scheduled
-from policies.replica.hits import ReplicaHits
 
 NUM_REMEMBERED = 4096
 """Ended requests that a Scheduler still knows when asked: the last tokens may be on their way to the ingress."""
+
+LOOK_UPS = 64
+"""Requests looked up at one report at most: about half a millisecond. Of more that a change concerns, the oldest come
+first."""
+
+_Boundary = tuple[int, int]
+"""The last cached block of a prompt and the first that is not; ``NO_PARENT`` where there is none."""
 
 
 class WorkerMirror:
@@ -100,7 +107,8 @@ class WorkerMirror:
 
     def add(self, request: Request, now: float) -> ScheduledRequest:
         scheduled = self.requests[request.request_id] = make_scheduled(request, now, next(self._numbers))
-        self._hits.add(scheduled)
+        if self.cache.seq is not None:
+            self._hits.add(scheduled)
         return scheduled
 
     def remove(self, request_id: str) -> ScheduledRequest:
@@ -124,7 +132,7 @@ class WorkerMirror:
             adopted = self.requests[progress.request_id]
             adopted.num_preemptions, adopted.num_moves = progress.num_preemptions, progress.num_moves
             adopted.residency = progress.residency
-            self.note_host(adopted)
+            self.recount_host(adopted)
         self.stale = True
 
     def lose_worker(self) -> None:
@@ -138,7 +146,7 @@ class WorkerMirror:
         for table in (self.requests, self.admitted, self.hosted, self.shipped, self._undelivered):
             table.clear()
 
-    def take_report(self, report: StepReport) -> bool:
+    def apply_report(self, report: StepReport) -> bool:
         """Takes over what a report says of the worker as a whole; False, and nothing, if it is old or a stranger's."""
         worker = self.worker
         if worker is None or report.worker_incarnation != worker.worker_incarnation or report.lease != self.lease:
@@ -154,21 +162,21 @@ class WorkerMirror:
                 del self._undelivered[scheduled.request_id]
         return True
 
-    def take_progress(self, scheduled: ScheduledRequest, progress: SlotProgress) -> float:
+    def apply_progress(self, scheduled: ScheduledRequest, progress: SlotProgress) -> float:
         """Takes over what a report says of one request; seconds that it has run since the one before."""
         assert self.worker is not None
         believed_len = scheduled.cached_len
-        ran_s = scheduled.take(progress, self.worker.block_size)
+        ran_s = scheduled.update(progress, self.worker.block_size)
         if scheduled.num_blocks or scheduled.cached_len != believed_len:
             self._hits.reported(scheduled)
         if scheduled.num_host_blocks or scheduled.counted_on_host or scheduled.residency is Residency.HOST:
-            self.note_host(scheduled)
+            self.recount_host(scheduled)
         self._changed(scheduled)
         return ran_s
 
-    def take_notices(self, notices: Iterable[KVCacheEvent]) -> list[KVCacheEvent]:
+    def apply_notices(self, notices: Iterable[KVCacheEvent]) -> list[KVCacheEvent]:
         """Those that are news. What is cached has changed then, and so may have what those find who wait."""
-        return self._hits.take(notices, self.requests)
+        return self._hits.apply(notices, self.requests)
 
     def ship(self, scheduled: ScheduledRequest) -> None:
         """The latest plan names it, and carries it unless the worker is known to have it."""
@@ -183,25 +191,25 @@ class WorkerMirror:
         self._changed(scheduled)
         if scheduled.residency is Residency.HOST:
             self.move(scheduled, Residency.DEVICE)
-        self.note_host(scheduled)
+        self.recount_host(scheduled)
         self.stale = True
-        self.note_preemption()
+        self.mark_preemption()
 
     def move(self, scheduled: ScheduledRequest, residency: Residency) -> None:
         """Its KV is ordered to the host, or back."""
         scheduled.told = None
         scheduled.residency = residency
         scheduled.num_moves += 1
-        self.note_host(scheduled)
+        self.recount_host(scheduled)
         self.stale = True
         if residency is Residency.HOST:
-            self.note_preemption()
+            self.mark_preemption()
 
-    def note_preemption(self) -> None:
+    def mark_preemption(self) -> None:
         """The next plan makes blocks free: until it is in force, what is short has its answer."""
         self._preempted_in = self.plan_seq + 1
 
-    def note_host(self, scheduled: ScheduledRequest) -> None:
+    def recount_host(self, scheduled: ScheduledRequest) -> None:
         """What it has on the host may have changed."""
         num_blocks = scheduled.blocks_on_host
         if not num_blocks and not scheduled.counted_on_host:
@@ -268,3 +276,122 @@ class WorkerMirror:
                 raise IntegrityError(f"{request_id}: longer than it may be")
             if (scheduled.blocks_on_host > 0) != (request_id in self.hosted):
                 raise IntegrityError(f"{request_id}: on the host and not known to be, or the other way round")
+
+
+class ReplicaHits:
+    """Looks up only those whose prompt's cached part may have grown or shrunk.
+
+    Who is cached has its predecessors. So the cached part of a prompt changes only if its last block is evicted or the
+    first block after it is stored: requests are found by these two. A report costs O(what it tells + ``LOOK_UPS``).
+
+    Args:
+        cache: What the worker caches.
+        changed: Told of each job whose hits have changed.
+        block_size: Of the worker's.
+    """
+
+    def __init__(self, cache: CacheMirror, changed: Callable[[Job], None], block_size: int = 1) -> None:
+        self._cache = cache
+        self._changed = changed
+        self._block_size = block_size
+        self._boundaries: dict[str, _Boundary] = {}
+        self._by_last: dict[int, dict[str, ScheduledRequest]] = {}
+        self._by_next: dict[int, dict[str, ScheduledRequest]] = {}
+        self._due: dict[str, ScheduledRequest] = {}
+        self._reported: dict[str, ScheduledRequest] = {}  # looked up when they wait again
+
+    @property
+    def num_due(self) -> int:
+        """Requests to be looked up at the next reports."""
+        return len(self._due)
+
+    def add(self, scheduled: ScheduledRequest) -> None:
+        """A request has come, and the cache is known."""
+        self._look_up(scheduled)
+
+    def remove(self, request_id: str) -> None:
+        """A request is gone; unknown ones are fine."""
+        self._due.pop(request_id, None)
+        self._reported.pop(request_id, None)
+        self._take_out(request_id)
+
+    def reported(self, scheduled: ScheduledRequest) -> None:
+        """The worker has said what this one found."""
+        self._reported[scheduled.request_id] = scheduled
+
+    def apply(self, notices: Iterable[KVCacheEvent], everyone: Mapping[str, ScheduledRequest]) -> list[KVCacheEvent]:
+        """Those notices that are news; looks up whom they concern.
+
+        Args:
+            everyone: All requests by id, the oldest first.
+        """
+        news = [notice for notice in notices if self._cache.take(notice)]
+        for notice in news:
+            if notice.whole:
+                self._due = dict(everyone)
+                continue
+            for name in notice.evicted:
+                self._due.update(self._by_last.get(name, {}))
+            for run in notice.stored:
+                for name in run.hashes:
+                    self._due.update(self._by_next.get(name, {}))
+        if news:
+            self._due.update((rid, each) for rid, each in self._reported.items() if not each.num_blocks)
+        for request_id in list(itertools.islice(self._due, LOOK_UPS)):
+            self._look_up(self._due.pop(request_id))
+        return news
+
+    def _look_up(self, scheduled: ScheduledRequest) -> None:
+        """At least one token of a prompt is always computed."""
+        hashes, job, size = scheduled.request.prefix_hashes, scheduled, self._block_size
+        if len(hashes) != job.prompt_len // size:
+            return
+        num_cached = self._cache.num_cached(hashes)
+        self._put(scheduled, _boundary(hashes, num_cached))
+        if scheduled.num_blocks:  # what it found has been said
+            self._reported[job.request_id] = scheduled
+            return
+        self._reported.pop(job.request_id, None)
+        cached_len = min(num_cached, (job.prompt_len - 1) // size) * size
+        if cached_len != job.cached_len:
+            job.cached_len, scheduled.told = cached_len, None
+            self._changed(job)
+
+    def _put(self, scheduled: ScheduledRequest, boundary: _Boundary) -> None:
+        request_id = scheduled.request_id
+        if self._boundaries.get(request_id) == boundary:
+            return
+        self._take_out(request_id)
+        self._boundaries[request_id] = boundary
+        for table, name in zip((self._by_last, self._by_next), boundary, strict=True):
+            if name != NO_PARENT:
+                table.setdefault(name, {})[request_id] = scheduled
+
+    def _take_out(self, request_id: str) -> None:
+        boundary = self._boundaries.pop(request_id, None)
+        if boundary is None:
+            return
+        for table, name in zip((self._by_last, self._by_next), boundary, strict=True):
+            if name != NO_PARENT:
+                del table[name][request_id]
+                if not table[name]:
+                    del table[name]
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless everybody who is not due is where the cache says."""
+        for request_id, boundary in self._boundaries.items():
+            for table, name in zip((self._by_last, self._by_next), boundary, strict=True):
+                if name != NO_PARENT and request_id not in table.get(name, {}):
+                    raise IntegrityError(f"{request_id} is not found by the end of its cached part")
+        for table in (self._by_last, self._by_next):
+            for waiting in table.values():
+                for request_id, scheduled in waiting.items():
+                    hashes = scheduled.request.prefix_hashes
+                    actual = _boundary(hashes, self._cache.num_cached(hashes))
+                    if request_id not in self._due and self._boundaries[request_id] != actual:
+                        raise IntegrityError(f"{request_id}: its cached part has changed and nobody has looked")
+
+
+def _boundary(hashes: tuple[int, ...], num_cached: int) -> _Boundary:
+    last = hashes[num_cached - 1] if num_cached else NO_PARENT
+    return last, hashes[num_cached] if num_cached < len(hashes) else NO_PARENT

@@ -252,9 +252,9 @@ class ReplicaScheduler:
         self._planner.begin_anew()
 
     def _book_report(self, report: StepReport, now: float) -> Iterator[Fact | Instruction]:
-        if not self._mirror.take_report(report):
+        if not self._mirror.apply_report(report):
             return
-        for notice in self._mirror.take_notices(report.cache):
+        for notice in self._mirror.apply_notices(report.cache):
             yield CacheTold(notice)
         requests = self._mirror.requests
         for progress in report.progress:
@@ -281,8 +281,8 @@ class ReplicaScheduler:
         if scheduled.request.attempt != progress.attempt:
             return
         if progress.ran_s > 0 and not scheduled.started:
-            yield RequestStarted(scheduled.start(progress.cached_len, progress.ran_s, now))
-        ran_s = mirror.take_progress(scheduled, progress)
+            yield RequestStarted(scheduled.first_run(progress.cached_len, progress.ran_s, now))
+        ran_s = mirror.apply_progress(scheduled, progress)
         if ran_s > 0:
             scheduled.last_ran_at = now
             self.order.ran(scheduled, ran_s, now)
@@ -305,7 +305,7 @@ class ReplicaScheduler:
         if scheduled is None or scheduled.request.attempt != finished.attempt:
             return  # reported again before the acknowledgement arrived, or aborted meanwhile
         if finished.ran_s > 0 and not scheduled.started:
-            yield RequestStarted(scheduled.start(finished.cached_len, finished.ran_s, now))
+            yield RequestStarted(scheduled.first_run(finished.cached_len, finished.ran_s, now))
         self._let_go(finished.request_id)
         scheduled.output_len = finished.output_len
         yield EndReached(scheduled, finished.status)
@@ -329,7 +329,7 @@ class ReplicaScheduler:
         for request_id, _ in keys:
             yield from self._forget(request_id, "batch_broken")
         if self._mirror.stale:
-            self._mirror.note_preemption()
+            self._mirror.mark_preemption()
         yield BatchBroken(keys)
 
     # -- Tell: the worker, if there is something new to say

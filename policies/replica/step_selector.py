@@ -83,11 +83,11 @@ class Selector:
             if self._is_barred(job, admitted):
                 break
             passed.add(job.request_id)
-            if not self._take(job, selection, admitted, may_move):
+            if not self._consider(job, selection, admitted, may_move):
                 return selection
         else:
             return selection
-        last = self._take_holders(holders(), passed, selection, admitted, may_move)
+        last = self._consider_holders(holders(), passed, selection, admitted, may_move)
         if not selection.running:  # those that the host holds do not want to run
             barred = [job, *self._barred_before(last, walk, admitted)]
             selection.newcomers = [each for each in barred if self._admits(each)]
@@ -98,7 +98,7 @@ class Selector:
         """Those that the host holds come before those without KV, or it stays full for ever."""
         return not (job.computed_len or job.host_len or job.request_id in admitted or self._may_start())
 
-    def _take(self, job: Job, selection: Selection, admitted: Collection[str], may_move: bool) -> bool:
+    def _consider(self, job: Job, selection: Selection, admitted: Collection[str], may_move: bool) -> bool:
         """Takes the job if it has room; False if the walk ends with it."""
         if job.request_id in admitted:
             if not may_move or self._keeps(job):
@@ -111,7 +111,7 @@ class Selector:
             return len(selection.refused) <= self.admission.max_skips
         return True
 
-    def _take_holders(
+    def _consider_holders(
         self, holders: Iterable[Job], passed: set[str], selection: Selection, admitted: Collection[str], may_move: bool
     ) -> Job | None:
         """Goes on with those that have KV; the job that the walk ends with, if it does."""
@@ -120,7 +120,7 @@ class Selector:
                 continue
             if len(selection.running) >= self.max_num_seqs:
                 break
-            if not self._take(job, selection, admitted, may_move):
+            if not self._consider(job, selection, admitted, may_move):
                 return job
         return None
 

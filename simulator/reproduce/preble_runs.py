@@ -11,11 +11,10 @@ import numpy as np
 from core.costs import StepCost
 from policies.compose import build_scheduler
 from policies.fleet.scheduler import GlobalScheduler
-from policies.placement.base import Placement
+from policies.placement.base import Placement, RoundRobin
 from policies.placement.e2 import E2Router
 from policies.placement.e2_profiles import from_step_cost
 from policies.placement.oracle_partition import OraclePartition
-from policies.placement.simple import RoundRobin
 from policies.replica.scheduler import SchedulerLimits
 from policies.settings import E2Config
 from simulator.cluster.fleet import Fleet, FleetShape

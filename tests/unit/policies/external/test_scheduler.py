@@ -23,12 +23,12 @@ from policies.external.events import (
     BackendInstruction,
     BreakerChanged,
     CancelRequest,
-    ClockAdvanced,
     FailRequest,
     OutputEnded,
     OutputFailed,
     OutputGrew,
     ProbeDone,
+    ProbeTick,
     ReturnRequest,
     SendRequest,
     ServerFailure,
@@ -66,7 +66,7 @@ def arrive(scheduler: BackendScheduler, *requests: Request, now: float = 0.0) ->
 def up(max_num_seqs: int = 2, **config: Any) -> BackendScheduler:
     """Its server has passed the first probe."""
     scheduler = configured_backend(SchedulerConfig(**config), max_num_seqs)
-    assert handle(scheduler, ClockAdvanced()) == [AskServer(generates=True)]
+    assert handle(scheduler, ProbeTick()) == [AskServer(generates=True)]
     assert handle(scheduler, ProbeDone(None, 1000)) == [BreakerChanged()]
     return scheduler
 
@@ -159,21 +159,21 @@ def test_an_open_breaker_sends_all_that_waits_elsewhere_and_lets_the_rest_end() 
     assert returned(failed) == ["c", "d", "a"]
     assert returned(arrive(scheduler, request("e"), now=1.1)) == ["e"]
     assert ended(handle(scheduler, OutputEnded(("b", 0), STOPPED), 1.2)) == [("b", STOPPED, 1)]
-    assert handle(scheduler, ClockAdvanced(), 1.9) == []
-    assert handle(scheduler, ClockAdvanced(), 2.0) == [BreakerChanged(), AskServer(generates=True)]
-    assert handle(scheduler, ClockAdvanced(), 60.0) == [], "one probe at a time"
+    assert handle(scheduler, ProbeTick(), 1.9) == []
+    assert handle(scheduler, ProbeTick(), 2.0) == [BreakerChanged(), AskServer(generates=True)]
+    assert handle(scheduler, ProbeTick(), 60.0) == [], "one probe at a time"
     assert handle(scheduler, ProbeDone(None, 1000), 60.0) == [BreakerChanged()]
     assert sent(arrive(scheduler, request("e", 1), now=60.0)) == ["e"]
 
 
 def test_a_closed_one_is_asked_whether_it_is_well() -> None:
     scheduler = up()
-    assert handle(scheduler, ClockAdvanced(), 4.9) == []
-    assert handle(scheduler, ClockAdvanced(), 5.0) == [AskServer(generates=False)]
+    assert handle(scheduler, ProbeTick(), 4.9) == []
+    assert handle(scheduler, ProbeTick(), 5.0) == [AskServer(generates=False)]
     assert handle(scheduler, ProbeDone(None, 1000), 5.1) == []
-    handle(scheduler, ClockAdvanced(), 10.1)
+    handle(scheduler, ProbeTick(), 10.1)
     assert handle(scheduler, ProbeDone(None, 2000), 10.2) == [BreakerChanged()], "it holds longer sequences now"
-    handle(scheduler, ClockAdvanced(), 15.2)
+    handle(scheduler, ProbeTick(), 15.2)
     assert handle(scheduler, ProbeDone(LIES), 15.3) == [BreakerChanged()]
     assert scheduler.breaker.state is BreakerState.OPEN
 
@@ -287,7 +287,7 @@ class _Run:
                 OutputFailed(key, rng.choice([DOWN, LIES, UNFIT])),
             ]
             return rng.choices(events, (4, 3, 1))[0]
-        return ClockAdvanced()
+        return ProbeTick()
 
 
 @pytest.mark.parametrize("seed", range(30))

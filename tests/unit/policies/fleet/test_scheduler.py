@@ -29,10 +29,9 @@ from policies.fleet.events import (
     ReportLost,
 )
 from policies.fleet.scheduler import GlobalScheduler
-from policies.placement.base import Choice, LoadChoice, ReplicaLoad
+from policies.placement.base import Choice, LeastWork, LoadChoice, ReplicaLoad, RoundRobin
 from policies.placement.e2 import E2Choice, E2Router
 from policies.placement.e2_profiles import from_step_cost
-from policies.placement.simple import LeastWork, RoundRobin
 from policies.replica.events import ForecastsArrived, RefuseRequest, RequestsAborted, RequestsArrived
 from tests.unit.policies.global_table import (
     announce,

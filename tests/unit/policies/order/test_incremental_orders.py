@@ -22,9 +22,9 @@ from policies.order import first_rows, gittins
 from policies.order.first_rows import Kept, in_order
 from policies.order.hit_groups import HitGroups, quotas
 from policies.order.skip_join_mlfq import PROMOTIONS_AT_ONCE, SkipJoinMlfq
-from policies.replica import hits as replica_hits
+from policies.replica import mirror as replica_mirror
 from policies.replica.events import Event, Instruction
-from policies.replica.hits import ReplicaHits
+from policies.replica.mirror import ReplicaHits
 from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
 from policies.settings import MlfqRules, PolicySettings
 from simulator.cluster.latency import A100_7B
@@ -171,7 +171,7 @@ class Worker:
 @pytest.mark.parametrize("seed", range(25))
 def test_hits_are_those_of_a_look_at_everybody(seed: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With slices, once nothing is due; without, after each notice."""
-    monkeypatch.setattr(replica_hits, "LOOK_UPS", at_once)
+    monkeypatch.setattr(replica_mirror, "LOOK_UPS", at_once)
     rng = random.Random(seed)
     worker, cache, told = Worker(rng), CacheMirror(), list[Job]()
     hits, everyone = ReplicaHits(cache, told.append, 4), dict[str, ScheduledRequest]()
@@ -196,9 +196,9 @@ def test_hits_are_those_of_a_look_at_everybody(seed: int, at_once: int, monkeypa
                     tracked.cached_len += 4
                     hits.reported(tracked)
             case "notice":
-                assert hits.take([worker.notice()], everyone)
+                assert hits.apply([worker.notice()], everyone)
                 while hits.num_due:
-                    hits.take([], everyone)
+                    hits.apply([], everyone)
                 for tracked in everyone.values():
                     if not tracked.num_blocks:
                         wanted = cache.num_cached(tracked.request.prefix_hashes) * 4

@@ -226,7 +226,7 @@ def test_an_account_keeps_its_beginning_and_its_end() -> None:
         accounts.note("a", f"{i}", float(i), {})
     accounts.check_integrity({"a"})
     accounts.close("a")
-    (account,) = accounts.take_closed()
+    (account,) = accounts.pop_closed()
     assert [each.kind for each in unpack_decisions(b"".join(account.decisions))] == ["0", "1", "2", "17", "18", "19"]
     assert account.num_left_out == 14
 
@@ -242,6 +242,6 @@ def test_all_accounts_together_are_bounded_and_closing_makes_room() -> None:
     accounts.note("b", "more", 9.0, {})
     accounts.close("b")
     accounts.check_integrity(set())
-    first, second = accounts.take_closed()
+    first, second = accounts.pop_closed()
     assert (len(first.decisions), first.num_left_out, len(second.decisions), second.num_left_out) == (4, 0, 2, 3)
     assert not accounts.has_closed
