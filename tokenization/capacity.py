@@ -88,7 +88,7 @@ def _knows_all(model: dict[str, Any], splitters: list[dict[str, Any]]) -> bool:
     if model["type"] != "BPE":
         return bool(model["type"] == "Unigram" and model.get("byte_fallback") and _has_byte_tokens(model))
     if any(each["type"] == "ByteLevel" for each in splitters):
-        return bool(set(pre_tokenizers.ByteLevel.alphabet()) <= model["vocab"].keys())
+        return set(pre_tokenizers.ByteLevel.alphabet()) <= set(model["vocab"])
     return bool(model.get("byte_fallback")) and _has_byte_tokens(model)
 
 

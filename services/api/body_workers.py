@@ -2,7 +2,7 @@
 
 A large body goes to one of a few child processes as it came. The child parses it, checks its fields and tokenises its
 prompts (``read_body``), and sends back the ``Generation`` or the error. Frames on the socket between them are a length
-in 4 bytes and msgpack. Nobody else has an end of the socket; a child ends with its parent.
+in 4 bytes and msgpack. No other process has an end of the socket; a child ends with its parent.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class BodyWorkers:
         self._reading: set[asyncio.Task[Generation]] = set()
 
     async def read(self, data: bytes, *, chat: bool, model: ModelInfo) -> Generation:
-        """As ``read_body``. A caller that is cancelled leaves the process to finish for nobody.
+        """As ``read_body``. A caller that is cancelled leaves the process to finish, and its result is dropped.
 
         Raises:
             CapacityError: Too many bytes wait already.

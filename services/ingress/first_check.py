@@ -3,18 +3,17 @@ predicted queue delay. Without clock or I/O.
 
 Each replica counts its own requests itself. What the others have, and the load that the delay is predicted from, comes
 with the Router's answer to every announcement, so it is up to one announcement old; a replica adds to the load what it
-has admitted since.
+has admitted since, and takes away what has ended.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
 
 from core.config.server import ServerConfig
 from core.errors import CapacityError
-from core.load_snapshot import LoadSnapshot
+from core.load_snapshot import Demand, LoadSnapshot
 from core.messages.requests import AnnounceReply, IngressLoad
 from core.request import Request
 from policies.fleet.queue_delay import ended_after_s, queue_delay_s
@@ -44,6 +43,7 @@ class FirstCheck:
         self._own_tokens: Counter[str] = Counter()
         self._others_requests: Counter[str] = Counter()
         self._others_tokens: Counter[str] = Counter()
+        self._own_total = self._others_total = (0, 0)  # requests and tokens, over all keys
         self._outlook: LoadSnapshot | None = None
 
     def load(self) -> IngressLoad:
@@ -55,6 +55,7 @@ class FirstCheck:
         """The Router has answered an announcement."""
         self._others_requests = Counter({key: num for key, num, _ in reply.others.by_key})
         self._others_tokens = Counter({key: num for key, _, num in reply.others.by_key})
+        self._others_total = self._others_requests.total(), self._others_tokens.total()
         self._outlook = reply.outlook
 
     def admit(self, request: Request, key: str = "") -> None:
@@ -64,35 +65,35 @@ class FirstCheck:
             TooMuch: A bound is reached; nothing has changed.
         """
         limits = self._limits
-        num, tokens = self._requests(), self._tokens()
+        num, tokens = self.in_flight
         self._check(num, tokens, request, "", limits.max_queued_requests, limits.max_queued_tokens)
         if key:
             of_key = f"{key}: "
-            num, tokens = self._requests(key), self._tokens(key)
+            num = self._own_requests[key] + self._others_requests[key]
+            tokens = self._own_tokens[key] + self._others_tokens[key]
             most = limits.max_queued_requests_per_key, limits.max_queued_tokens_per_key
             self._check(num, tokens, request, of_key, *most)
         self._check_delay()
-        self._own_requests[key] += 1
-        self._own_tokens[key] += request.prompt_len
-        if self._outlook is not None:
-            self._outlook = _with_one_more(self._outlook, request)
+        self._count(key, request, 1)
 
     def leave(self, request: Request, key: str = "") -> None:
         """It is in flight no more."""
-        self._own_requests[key] -= 1
-        self._own_tokens[key] -= request.prompt_len
+        self._count(key, request, -1)
         if not self._own_requests[key]:
             del self._own_requests[key], self._own_tokens[key]
 
-    def _requests(self, key: str | None = None) -> int:
-        if key is None:
-            return self._own_requests.total() + self._others_requests.total()
-        return self._own_requests[key] + self._others_requests[key]
+    @property
+    def in_flight(self) -> tuple[int, int]:
+        """Requests and prompt tokens, at all ingress replicas."""
+        return self._own_total[0] + self._others_total[0], self._own_total[1] + self._others_total[1]
 
-    def _tokens(self, key: str | None = None) -> int:
-        if key is None:
-            return self._own_tokens.total() + self._others_tokens.total()
-        return self._own_tokens[key] + self._others_tokens[key]
+    def _count(self, key: str, request: Request, num: int) -> None:
+        tokens = num * request.prompt_len
+        self._own_requests[key] += num
+        self._own_tokens[key] += tokens
+        self._own_total = self._own_total[0] + num, self._own_total[1] + tokens
+        if self._limits.max_wait_s and self._outlook is not None:
+            self._outlook = _changed(self._outlook, request, num)
 
     def _check(self, num: int, tokens: int, request: Request, whose: str, most: int, most_tokens: int) -> None:
         """0 is no limit. A request alone may have more tokens than the limit: else it could never run."""
@@ -119,16 +120,20 @@ class FirstCheck:
         return RETRY_AFTER_S if found is None else max(RETRY_AFTER_S, found)
 
 
-def _with_one_more(outlook: LoadSnapshot, request: Request) -> LoadSnapshot:
-    """Its output is taken as long as the others' in the mean; alone, as long as it may be."""
-    demand = outlook.demand
-    num = demand.num_requests
-    output_len = demand.output_tokens / num if num else request.sampling.max_new_tokens
-    more = dataclasses.replace(
-        demand,
-        num_requests=num + 1,
-        num_waiting=demand.num_waiting + 1,
-        known_tokens=demand.known_tokens + request.prompt_len,
-        output_tokens=demand.output_tokens + output_len,
+def _changed(seen: LoadSnapshot, request: Request, num: int) -> LoadSnapshot:
+    """The load with this request more (``num`` 1) or less (-1).
+
+    Its output is taken as long as the others' in the mean; alone, as long as it may be.
+    """
+    demand = seen.demand
+    before = demand.num_requests
+    output_len = demand.output_tokens / before if before else request.sampling.max_new_tokens
+    changed = Demand(
+        max(0, before + num),
+        max(0, demand.num_waiting + num),
+        demand.num_busy,
+        max(0.0, demand.known_tokens + num * request.prompt_len),
+        demand.cached_tokens,
+        max(0.0, demand.output_tokens + num * output_len),
     )
-    return dataclasses.replace(outlook, demand=more)
+    return LoadSnapshot(changed, seen.num_replicas, seen.max_num_seqs, seen.kv_tokens, seen.joins, seen.cost)

@@ -78,7 +78,7 @@ def private_cluster(
         proxy: Proxy of Ray Serve: ``serve`` or ``haproxy``.
         port: Port of the proxy; 0 without a proxy.
         dashboard: Whether to start Ray's dashboard, with the Jobs API.
-        limits: Of the connections that the proxy accepts.
+        limits: For the connections that the proxy accepts.
 
     Raises:
         StartTimedOut: The start took longer than ``server.start_patience_s``.

@@ -49,7 +49,7 @@ def haproxy_environment(directory: Path, ports: range, limits: ConnectionLimits 
     Args:
         directory: Directory for the files of this service alone. The socket's path may have at most 97 characters.
         ports: Ports of this service alone: three for HAProxy, the rest for ingress replicas.
-        limits: Of client connections. An address never gets more than four fifths of all connections.
+        limits: For client connections. An address never gets more than four fifths of all connections.
 
     Raises:
         ConfigError: There is no HAProxy for this system.

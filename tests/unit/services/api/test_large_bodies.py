@@ -174,6 +174,7 @@ async def test_what_waits_is_bounded_and_a_caller_may_leave(model_dir: Any, monk
         readers[2].cancel()  # waits for its turn
         done = await asyncio.gather(*readers, return_exceptions=True)
         assert [type(each) for each in done] == [asyncio.CancelledError, Generation, asyncio.CancelledError]
+        await asyncio.gather(*workers._reading)  # what its caller has left is still read
         again = await asyncio.gather(*(workers.read(body, chat=False, model=model) for _ in range(3)))
         assert len(again) == 3
         assert workers._num_bytes == 0
