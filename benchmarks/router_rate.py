@@ -34,7 +34,7 @@ from core.messages.fleet import ReplicaNews, ReplicaState
 from core.messages.plans import FinishedSequence, WorkerReady
 from core.messages.requests import Refusals, Submit
 from core.request import Origin, Request, SamplingParams, SequenceStatus
-from kvcache.prefix import hash_blocks
+from kvcache.block_manager import hash_blocks
 from policies.fleet.scheduler import GlobalScheduler
 
 BLOCK_SIZE = 32

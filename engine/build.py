@@ -14,7 +14,7 @@ from engine.checkpoint.check import check_checkpoint
 from engine.checkpoint.model_config import load_model_config, resolve_max_model_len
 from engine.devices.emulated_device import emulate_device
 from engine.parallel.mesh import ALONE, Mesh, check_parallel
-from engine.text.detokenizer import Detokenizer
+from engine.sequence import Detokenizer
 from engine.worker import Worker
 from kvcache import BatchLimits, BlockManager, LeaseExecutor, PipelinedExecutor, PlanExecutor, StaticExecutor
 from policies.compose import follows_prefixes, swaps_kv

@@ -6,9 +6,8 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from core.deltas import joined
 from core.messages.plans import FinishedSequence
-from core.messages.tokens import DeltaLogprobs, TokenDelta
+from core.messages.tokens import DeltaLogprobs, TokenDelta, joined
 from engine.sampling.logged_tokens import NoToken
 from engine.sequence import Sequence
 

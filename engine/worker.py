@@ -18,11 +18,10 @@ from core.messages.tokens import DeltaLogprobs, TokenDelta
 from core.request import Fault, Request, SamplingParams, SequenceStatus
 from engine.emission import Emission, HeldBack, Output, joined_outputs
 from engine.sampling.logged_tokens import LoggedTokens
-from engine.sequence import Sequence
+from engine.sequence import Detokenizer, OutputText, Sequence
 from engine.step_fault import StepFault
-from engine.text.detokenizer import Detokenizer, OutputText
 from kvcache import KVCopy, PlanExecutor, StepBatch
-from kvcache.prefix import are_hashes_of, extend_hashes, root_of, salted_root
+from kvcache.block_manager import are_hashes_of, extend_hashes, root_of, salted_root
 
 logger = logging.getLogger(__name__)
 

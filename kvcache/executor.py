@@ -16,9 +16,8 @@ from core.messages.kv import KVTraffic
 from core.messages.plans import FinishedSequence, Plan, Slot, SlotProgress, StepReport
 from core.messages.step_times import StepSample
 from core.request import Request, Residency, SequenceStatus
-from kvcache.block_manager import BlockManager
+from kvcache.block_manager import BlockHashes, BlockManager
 from kvcache.cache_journal import CacheJournal
-from kvcache.prefix import BlockHashes
 from kvcache.step_batch import BatchLimits, KVCopy, StepBatch
 
 

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field, replace
 from core.errors import IntegrityError
 from core.messages.plans import FinishedSequence
 from core.request import Residency, SequenceStatus
-from kvcache.block_manager import BlockManager
+from kvcache.block_manager import BlockHashes, BlockManager
 from kvcache.executor import PlanExecutor, SequenceState
-from kvcache.prefix import BlockHashes
 from kvcache.step_batch import BatchLimits, KVCopy, StepBatch, StepItem
 
 

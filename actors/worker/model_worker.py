@@ -25,11 +25,10 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from actors.calls.worker import WorkerCalls
 from actors.pulse.process_clock import read_clock
-from actors.pulse.step_bounds import StepBounds
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.metrics import EngineMetrics
 from actors.runtime.peer import wait_for
-from actors.worker.step_loop import Step, StepLoop
+from actors.worker.step_loop import Step, StepBounds, StepLoop
 from actors.worker.token_channels import POLL_TIMEOUT_S, TICK_S, TokenChannels
 from core.errors import RankLost
 from core.messages.plans import Plan, ReportPoll, StepReport, WorkerState

@@ -17,7 +17,7 @@ import numpy as np
 
 from core.errors import IntegrityError, InvalidValueError
 from policies.batching.base import BATCHERS, BatchContext, Batcher, BatchQueue, FormedBatch, first_sealed, predicted_len
-from policies.job import Job
+from policies.interfaces import Job
 
 MIN_LENGTHS = 100
 """Least number of lengths for learning edges, and the number of jobs between two updates ..."""

@@ -43,8 +43,7 @@ from policies.external.events import (
     SendRequest,
     ServerFailure,
 )
-from policies.interfaces import Order
-from policies.job import Job
+from policies.interfaces import Job, Order
 from policies.replica.decision_trace import Account, Accounts, account_closed, forecast_facts
 from policies.replica.events import (
     ForecastsArrived,

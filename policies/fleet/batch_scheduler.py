@@ -36,7 +36,7 @@ from policies.fleet.events import (
 )
 from policies.fleet.request_table import Entry
 from policies.fleet.scheduler import FleetMachine
-from policies.job import Job
+from policies.interfaces import Job
 from policies.placement.base import Choice
 from policies.replica.events import ForecastsArrived, RefuseRequest, RequestsAborted, RequestsArrived
 from policies.settings import ServingTime

@@ -10,7 +10,7 @@ from core.forecast import Forecast
 from core.messages.requests import Key
 from core.request import Request
 from policies.batching.base import Batcher, FormedBatch
-from policies.job import Job
+from policies.interfaces import Job
 
 
 @dataclass(frozen=True, slots=True)

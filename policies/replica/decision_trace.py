@@ -14,8 +14,7 @@ from core.decisions import DecisionPacker, Facts
 from core.errors import IntegrityError
 from core.forecast import QUANTILES, Forecast
 from core.request import Request
-from policies.interfaces import ReplicaPolicies
-from policies.job import Job, ScheduledRequest
+from policies.interfaces import Job, ReplicaPolicies, ScheduledRequest
 from policies.replica.events import AccountClosed, Instruction
 from policies.replica.facts import (
     Admitted,

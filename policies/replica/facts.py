@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from core.request import Request, SequenceStatus
-from policies.job import Job, ScheduledRequest
+from policies.interfaces import Job, ScheduledRequest
 
 
 @dataclass(slots=True, eq=False)

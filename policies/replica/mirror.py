@@ -10,10 +10,9 @@ from core.messages.cache import KVCacheEvent
 from core.messages.plans import SlotProgress, StepReport, WorkerReady, WorkerState
 from core.messages.requests import Key
 from core.request import Request, Residency
+from kvcache.block_manager import NO_PARENT
 from kvcache.cache_journal import CacheMirror
-from kvcache.prefix import NO_PARENT
-from policies.interfaces import KvView
-from policies.job import Job, ScheduledRequest, make_scheduled
+from policies.interfaces import Job, KvView, ScheduledRequest, make_scheduled
 
 NUM_REMEMBERED = 4096
 """Ended requests that a Scheduler still knows when asked: the last tokens may be on their way to the ingress."""

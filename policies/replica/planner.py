@@ -7,8 +7,7 @@ import math
 from core.costs import StepCost
 from core.messages.plans import Plan, Slot
 from core.request import Residency
-from policies.interfaces import Order
-from policies.job import Job, ScheduledRequest
+from policies.interfaces import Job, Order, ScheduledRequest
 from policies.replica.mirror import WorkerMirror
 
 

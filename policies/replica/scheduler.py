@@ -16,8 +16,7 @@ from core.messages.plans import FinishedSequence, SlotProgress, StepReport, Work
 from core.messages.requests import Key
 from core.request import Request, Residency, SequenceStatus
 from kvcache.cache_journal import CacheMirror
-from policies.interfaces import ReplicaPolicies
-from policies.job import ScheduledRequest
+from policies.interfaces import ReplicaPolicies, ScheduledRequest
 from policies.replica.decision_trace import Account, DecisionTrace
 from policies.replica.events import (
     BatchBroken,

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 from core.errors import IntegrityError
 from core.request import Residency
-from policies.interfaces import Admission, KvMoves, RanksSome, ReplicaPolicies
-from policies.job import Job
+from policies.interfaces import Admission, Job, KvMoves, RanksSome, ReplicaPolicies
 from policies.replica.facts import Admitted, Evicted, Fact, NotAdmitted
 from policies.replica.mirror import WorkerMirror
 

@@ -32,7 +32,7 @@ from core.messages.requests import Keys, Refusal, Submit
 from core.messages.status import ComponentCounts, ComponentStatus, Scale, StatusReply
 from core.messages.tokens import TokenDelta, TokenPoll
 from core.request import Request
-from kvcache.prefix import hash_blocks, salted_root
+from kvcache.block_manager import hash_blocks, salted_root
 from services.api.backend import ModelInfo
 from services.api.text.prompts import PromptText
 from services.ingress.explanations import Explanations

@@ -8,9 +8,8 @@ import time
 from dataclasses import dataclass, field
 
 from core.decisions import Decision, Facts, on_clock, pack_decisions
-from core.deltas import joined
 from core.messages.log import FinishedRequest, RequestTrace
-from core.messages.tokens import TokenBatches, TokenDelta
+from core.messages.tokens import TokenBatches, TokenDelta, joined
 from core.request import Request
 from services.ingress.ledger import OpenStream
 

@@ -12,8 +12,7 @@ from policies.admission.conservative import Conservative
 from policies.admission.past_future import HistoryLengths, PastFuture, TrueLengths, future_memory
 from policies.admission.watermark import Aggressive
 from policies.compose import build_router
-from policies.interfaces import Admission, ReplicaPolicies
-from policies.job import Job
+from policies.interfaces import Admission, Job, ReplicaPolicies
 from policies.kv.newest_first import NewestGiveWay
 from policies.lengths.history import LengthHistory
 from policies.order.fcfs import Fcfs

@@ -32,8 +32,7 @@ from policies.fleet.events import (
     TimePassed,
 )
 from policies.fleet.scheduler import FleetMachine
-from policies.interfaces import ReplicaPolicies
-from policies.job import ScheduledRequest
+from policies.interfaces import ReplicaPolicies, ScheduledRequest
 from policies.replica.events import (
     BatchBroken,
     CacheTold,

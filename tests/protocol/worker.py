@@ -11,7 +11,7 @@ from core.messages.plans import FinishedSequence, Plan, ReportPoll, StepReport, 
 from core.messages.tokens import TokenBatches, TokenPoll
 from core.request import Residency
 from engine.emission import Emission, Output
-from engine.text.detokenizer import Detokenizer
+from engine.sequence import Detokenizer
 from engine.worker import Worker
 from kvcache import BatchLimits, BlockManager, KVCopy, LeaseExecutor, PlanExecutor, StaticExecutor, StepBatch
 from tests.protocol.model import BLOCK, EOS, Device, LaggingDetokenizer

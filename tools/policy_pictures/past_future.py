@@ -11,8 +11,7 @@ from matplotlib.figure import Figure
 from policies.admission.conservative import Conservative
 from policies.admission.past_future import HistoryLengths, PastFuture, future_memory
 from policies.admission.watermark import Aggressive
-from policies.interfaces import Admission
-from policies.job import Job
+from policies.interfaces import Admission, Job
 from policies.lengths.history import LengthHistory
 
 CAPACITY = 3000

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from policies.admission.watermark import Aggressive
-from policies.job import Job
+from policies.interfaces import Job
 from simulator.cluster.records import Record
 from simulator.reproduce.past_future import (
     PAST_FUTURE,

@@ -13,7 +13,7 @@ from benchmarks.live_prefixes.setups import BLOCK, SYSTEMS, PrefixSetup
 from benchmarks.live_presets.live import prompt_ids
 from benchmarks.live_presets.runs import Run, Store, figures, measure
 from benchmarks.live_presets.study import Study
-from kvcache.prefix import hash_blocks
+from kvcache.block_manager import hash_blocks
 from simulator.traffic.arrivals import Poisson
 from simulator.traffic.prefixes import TOOL_USE, prefix_workload
 from simulator.traffic.workload import SimRequest

@@ -13,7 +13,7 @@ from core.messages.tokens import TokenDelta
 from core.request import Request, SamplingParams
 from engine.build import build_worker
 from engine.worker import Worker
-from kvcache.prefix import hash_blocks, salted_root
+from kvcache.block_manager import hash_blocks, salted_root
 
 
 @pytest.fixture

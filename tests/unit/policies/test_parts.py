@@ -21,8 +21,7 @@ from policies.compose import (
     configured_scheduler,
     swaps_kv,
 )
-from policies.interfaces import KvMoves, KvView
-from policies.job import Job
+from policies.interfaces import Job, KvMoves, KvView
 from policies.kv.enst_baselines import Reactive
 from policies.kv.newest_first import NewestGiveWay
 from policies.order.fcfs import Fcfs

@@ -14,7 +14,7 @@ from core.messages.forecasts import ForecastMade
 from core.messages.plans import WorkerReady
 from core.messages.requests import Placed
 from core.request import Request, SamplingParams
-from kvcache.prefix import hash_blocks
+from kvcache.block_manager import hash_blocks
 from policies.compose import build_router
 from policies.fleet.events import (
     AbortOnReplica,

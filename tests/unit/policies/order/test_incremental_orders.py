@@ -16,8 +16,7 @@ from core.request import Request, SamplingParams
 from kvcache.cache_journal import CacheMirror
 from policies.batching.hrrn import HrrnOrder
 from policies.compose import build_scheduler
-from policies.interfaces import Order
-from policies.job import Job, ScheduledRequest, make_scheduled
+from policies.interfaces import Job, Order, ScheduledRequest, make_scheduled
 from policies.order import first_rows, gittins
 from policies.order.first_rows import Kept, in_order
 from policies.order.hit_groups import HitGroups, quotas

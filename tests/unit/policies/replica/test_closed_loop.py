@@ -18,7 +18,7 @@ from core.messages.plans import Plan, StepReport, WorkerReady, WorkerState
 from core.messages.requests import Key
 from core.request import Origin, Request, SamplingParams
 from kvcache import BatchLimits, BlockManager, LeaseExecutor, PipelinedExecutor, StepBatch
-from kvcache.prefix import hash_blocks
+from kvcache.block_manager import hash_blocks
 from policies.compose import build_scheduler
 from policies.replica.events import (
     AccountClosed,
