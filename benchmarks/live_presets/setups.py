@@ -27,7 +27,7 @@ from simulator.traffic.workload import Arrival
 from simulator.traffic.workloads import draw
 
 FILLED_S = 30.0
-"""In the paper Multi-Bin's batches wait until they are full; here for at most so many seconds, which only the last do."""
+"""In the paper Multi-Bin's batches wait until they are full; here for at most so many seconds."""
 
 CHUNK = 512
 """Prompt tokens of one step beside the decodes, as in the simulated cells."""
