@@ -81,7 +81,7 @@ class RedisLog:
     """The log in one database of a Redis server; several stores may write to it at once.
 
     Every operation is one script: other clients and the server's append-only file see all of it or nothing. Each new
-    connection first checks that the server syncs that file before it answers, never evicts keys, and holds a log of
+    connection first checks that the server syncs that file before it answers, does not evict the log's keys, and holds a log of
     this version; otherwise the connection is refused and nothing is written.
 
     Args:
