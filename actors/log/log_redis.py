@@ -81,8 +81,8 @@ class RedisLog:
     """The log in one database of a Redis server; several stores may write to it at once.
 
     Every operation is one script: other clients and the server's append-only file see all of it or nothing. Each new
-    connection first checks that the server syncs that file before it answers, never evicts keys, and holds a log of
-    this version; otherwise the connection is refused and nothing is written.
+    connection first checks that the server syncs that file before it answers, does not evict the log's keys, and holds
+    a log of this version; otherwise the connection is refused and nothing is written.
 
     Args:
         url: ``redis://`` or ``rediss://``, with the number of the database behind the host.
