@@ -50,7 +50,7 @@ FUSED_DEATHS = [
 
 
 FUSED_ELSE_LONG = pytest.mark.parametrize(
-    "house", ["fused", pytest.param("split", marks=pytest.mark.long)], indirect=True
+    "system", ["fused", pytest.param("split", marks=pytest.mark.long)], indirect=True
 )
 """For what no placement changes: the other one runs in ``make test-long``."""
 
