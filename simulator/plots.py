@@ -37,7 +37,7 @@ def write_plots(
 
     Args:
         title: Description of the run.
-        timeline: None or empty without samples, as in batch mode.
+        timeline: None or empty without samples.
         capacity: KV tokens of one replica.
     """
     from matplotlib.figure import Figure

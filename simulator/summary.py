@@ -59,7 +59,7 @@ class Summary:
     Rates are per second of the makespan, from the first arrival to the last token. Slowdown is the JCT of a request
     divided by its time alone on an idle replica without a cached prefix; below 1 if a prefix was cached. Memory means
     are over the steps of all replicas; the peak is that of one replica. If outputs are returned whole, as in batch
-    mode, there are no times between tokens, TTFT alone decides whether a request is good, and memory is not counted.
+    mode, there are no times between tokens, and TTFT alone decides whether a request is good.
 
     Attributes:
         num_failed: Requests that were refused or that fit into no replica.

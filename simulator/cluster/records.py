@@ -54,6 +54,7 @@ class ReplicaUsage:
 
     Attributes:
         num_output_tokens: Output tokens computed, invalid ones of padded batches included.
+        num_prompt_tokens: Prompt tokens computed, padding included.
         token_steps: Sum over steps of the KV tokens in use.
     """
 

@@ -71,7 +71,7 @@ def case_study_latency() -> LinearLatency:
 
 
 class PaperBatcher(WmaBatcher):
-    """Batches for ``MEMORY_TOKENS``: the paper plans with a share of what a worker holds, and names no more."""
+    """Batches for ``MEMORY_TOKENS``: the paper's Theta is 70 % of the memory that the weights leave."""
 
     def __init__(self, choose: ChooseBatch, max_batch_size: int | None = None) -> None:
         super().__init__(MEMORY_TOKENS, choose, max_batch_size=max_batch_size)
