@@ -15,7 +15,29 @@ from core.config.log import LogConfig
 from core.config.model import ModelConfig
 from core.errors import ConfigError
 from core.messages.status import ComponentCounts
-from services.launch.launch import ServedModel, check_gpus, find_model, find_site, resolve_placement
+from services.launch.launch import ServedModel, check_gpus, find_model, find_site, numa_advice, resolve_placement
+
+
+@pytest.mark.parametrize(
+    ("engine", "replicas", "num_nodes", "advised"),
+    [
+        (EngineConfig(), 1, 2, True),
+        (EngineConfig(), 2, 4, True),
+        (EngineConfig(), 1, 1, False),
+        (EngineConfig(), 1, 0, False),  # the system does not tell
+        (EngineConfig(), 2, 2, False),
+        (EngineConfig(num_threads=3), 1, 2, False),
+        (EngineConfig(device="cuda"), 1, 2, False),
+        (EngineConfig(device="emulated:a100-7b"), 1, 2, False),
+    ],
+)
+def test_one_replica_for_each_numa_node_is_advised(
+    engine: EngineConfig, replicas: int, num_nodes: int, advised: bool
+) -> None:
+    advice = numa_advice(FarsightConfig(engine=engine, model=ModelConfig(replicas=replicas)), num_nodes)
+    assert (advice is not None) == advised
+    if advice is not None:
+        assert f"Set model.replicas = {num_nodes}" in advice
 
 
 @pytest.mark.parametrize("path", ["", "redis://user:secret@127.0.0.1:6379/2", "rediss://host", "/var/log.sqlite"])
