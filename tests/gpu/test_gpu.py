@@ -157,6 +157,7 @@ def test_float32_is_that_of_the_cpu(tiny, tmp_path: Path) -> None:
 
 def _copy_weights(source: ModelWeights, target: ModelWeights) -> None:
     target.embedding.copy_(source.embedding)
+    assert isinstance(target.lm_head, torch.Tensor) and isinstance(source.lm_head, torch.Tensor)
     target.lm_head.copy_(source.lm_head)
     assert target.norm is not None and source.norm is not None
     target.norm.weight.copy_(source.norm.weight)

@@ -75,6 +75,7 @@ def test_the_vocabulary_is_split_over_the_last_stage(model_dir: Callable[[str], 
     whole = load_weights(directory, config, torch.float32)
     parts, weights = shards(directory, mesh)
     heads = [own.lm_head for part, own in zip(parts, weights, strict=True) if part.is_last]
+    assert isinstance(whole.lm_head, torch.Tensor)
     assert torch.equal(torch.cat([head for head in heads if head is not None]), whole.lm_head)
     for part, own in zip(parts, weights, strict=True):
         assert (own.lm_head is not None, own.norm is not None) == (part.is_last, part.is_last)
