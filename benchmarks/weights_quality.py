@@ -49,17 +49,15 @@ def main() -> None:
         full = logits_of(args.text_model, "float32", "full", rows)
         for result in results:
             found = logits_of(args.text_model, args.dtype, result["weights"], rows)
-            result |= _compared(rows, found, full)
+            result |= compared(rows, found, full)
     columns = list(results[0])
     print(markdown_table(columns, [[row[column] for column in columns] for row in results]))
     write_json(args.json, {**provenance(["python", "-m", "benchmarks.weights_quality"]), "results": results})
 
 
 def _embedded(weights: str, args: argparse.Namespace) -> dict[str, str]:
-    tokenizer: Any = AutoTokenizer.from_pretrained(EMBEDDED)
     examples = [example for task in TASKS for example in held_out_examples(task, args.n, EVALUATION_SEED)]
-    prompts = [_prompt(tokenizer, example) for example in examples]
-    answers = [_answer(tokenizer, example) for example in examples]
+    prompts, answers = prompts_and_answers(examples)
     right = exact_matches(args.dtype, weights, prompts, answers)
     known = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
     found = logits_of(EMBEDDED, args.dtype, weights, known)
@@ -73,7 +71,7 @@ def _embedded(weights: str, args: argparse.Namespace) -> dict[str, str]:
     }
 
 
-def _compared(rows: list[list[int]], found: list[Tensor], full: list[Tensor]) -> dict[str, str]:
+def compared(rows: list[list[int]], found: list[Tensor], full: list[Tensor]) -> dict[str, str]:
     """Perplexity, and how far the distributions are from those of full weights in float32."""
     losses = torch.cat([_losses(row, logits) for row, logits in zip(rows, found, strict=True)])
     ours, theirs = torch.cat(found).log_softmax(-1), torch.cat(full).log_softmax(-1)
@@ -114,13 +112,15 @@ def _losses(row: list[int], logits: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(logits.double(), torch.tensor(row[1:]), reduction="none")
 
 
-def _prompt(tokenizer: Any, example: Example) -> list[int]:
-    conversation = [{"role": "system", "content": example.instruction}, {"role": "user", "content": example.text}]
-    return list(tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False))
-
-
-def _answer(tokenizer: Any, example: Example) -> list[int]:
-    return [*tokenizer.encode(example.answer, add_special_tokens=False), tokenizer.eos_token_id]
+def prompts_and_answers(examples: list[Example]) -> tuple[list[list[int]], list[list[int]]]:
+    """Token ids for the embedded model; an answer ends with EOS."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(EMBEDDED)
+    prompts, answers = [], []
+    for example in examples:
+        conversation = [{"role": "system", "content": example.instruction}, {"role": "user", "content": example.text}]
+        prompts.append(list(tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)))
+        answers.append([*tokenizer.encode(example.answer, add_special_tokens=False), tokenizer.eos_token_id])
+    return prompts, answers
 
 
 def _windows(model: Path) -> list[list[int]]:

@@ -38,7 +38,7 @@ class EngineConfig:
         max_model_len: Tokens a sequence may reach, prompt and output together; 0 is the model's own context, which only
             an emulated device can go beyond.
         num_threads: Compute threads of a worker; 0 shares all cores that it may use but one, which serves HTTP and
-            scheduling, among the replicas.
+            scheduling, among the replicas, and gives none more than a NUMA node has.
         benchmark_mode: Requests may say, with ``benchmark_len``, where their outputs end. Only to measure scheduling.
         backend: The code that computes a step: ``native`` is one compiled call on the CPU, ``xformers`` torch
             operations with xformers' attention on a GPU, ``torch`` the reference on either; ``auto`` takes one of the

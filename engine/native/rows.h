@@ -7,7 +7,7 @@
 
 namespace farsight {
 
-// Value i is added up in lane i % kWidth.
+// Sums add value i to lane i % kWidth.
 inline float mean(const float* x, int n) {
   f32v s = {};
   for (int i = 0; i < n; i += kWidth) s += load_first(x + i, n - i);
@@ -35,7 +35,7 @@ inline void layer_norm(const float* x, int n, const FsNorm& norm, float eps, flo
   for (int i = 0; i < n; ++i) out[i] = out[i] * factor * norm.weight[i] + (norm.bias ? norm.bias[i] : 0.0f);
 }
 
-// Turns the two halves of the first rotary_dim values against each other.
+// Applies the rotary embedding to the first rotary_dim values: value i and value i + rotary_dim / 2 are one pair.
 inline void rotate(float* head, int rotary_dim, const float* cos, const float* sin) {
   const int half = rotary_dim / 2;
   for (int i = 0; i < half; ++i) {
@@ -61,7 +61,8 @@ inline void gelu(float* x, int n) {
   for (int i = 0; i < n; ++i) x[i] *= 0.5f * (1.0f + std::erf(x[i] * 0.70710678f));
 }
 
-// The likeliest token; -1 where there is none: a NaN among the logits, which no comparison finds, +inf, or all -inf.
+// Writes the lowest id of those with the highest logit. Writes -1 if there is no such token: a logit is NaN, which no
+// comparison finds, or +inf, or all are -inf.
 inline void choose(const float* logits, int n, int64_t* best) {
   int at = 0;
   float top = logits[0];

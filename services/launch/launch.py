@@ -22,7 +22,7 @@ from actors.runtime.site import Site
 from core.config.learning import PredictorConfig
 from core.config.load import FarsightConfig
 from core.errors import ConfigError
-from core.processors import usable_processors
+from core.processors import numa_nodes, usable_processors
 from estimator.device_profile import profile_label, resolve_device
 from policies.compose import check_scheduler
 from services.launch.backends import check_replicas, look_for_servers
@@ -316,6 +316,8 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
     look_for_servers(config, model.name, say)
     if config.engine.profile:
         say(f"The device is emulated ({profile_label(config.engine.profile)}): answers are made up.")
+    if advice := numa_advice(config, len(numa_nodes())):
+        say(advice)
     with private_cluster(stop, stages=stages, proxy=choose_proxy(config.server), port=config.server.port):
         service = Service(site)
         service.start(stages)
@@ -327,6 +329,16 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
         with published(config.server.port, os.environ[ADMIN_TOKEN_VARIABLE]):
             service.wait(stop)
         say("Stopping.")
+
+
+def numa_advice(config: FarsightConfig, num_nodes: int) -> str | None:
+    """What to set where replicas on the CPU cannot use all NUMA nodes of the machine; None if nothing."""
+    if config.engine.device != "cpu" or config.engine.num_threads or not 0 < config.model.replicas < num_nodes:
+        return None
+    return (
+        f"This machine has {num_nodes} NUMA nodes, and a replica takes no more threads than one node has processors. "
+        f"Set model.replicas = {num_nodes}, not {config.model.replicas}, to use all."
+    )
 
 
 def _example(url: str, name: str) -> str:

@@ -2,12 +2,14 @@
 #include "../../../../engine/native/team.h"
 
 #include <dirent.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
+#include <system_error>
 
 using farsight::Team;
 
@@ -25,6 +27,15 @@ int num_threads() {
   while (const dirent* entry = readdir(tasks)) count += entry->d_name[0] != '.';
   closedir(tasks);
   return count;
+}
+
+// Limits the process's addresses; returns the limit before.
+rlimit limit_memory(rlim_t bytes) {
+  rlimit before;
+  getrlimit(RLIMIT_AS, &before);
+  const rlimit limit = {bytes, before.rlim_max};
+  setrlimit(RLIMIT_AS, &limit);
+  return before;
 }
 
 // Runs `jobs` jobs of 0 .. 99 tasks; each task must be run exactly once before its job ends.
@@ -100,6 +111,22 @@ void leaves_no_thread() {
   require(num_threads() == 1, "threads are left");
 }
 
+// The system refuses a thread: those that have started end, and a smaller team works.
+void refused() {
+  const rlimit before = limit_memory(1 << 28);
+  bool caught = false;
+  try {
+    Team team(1000);  // whose stacks do not fit
+  } catch (const std::system_error&) {
+    caught = true;
+  }
+  require(caught, "1000 threads in 256 MiB of addresses");
+  setrlimit(RLIMIT_AS, &before);
+  require(num_threads() == 1, "threads are left");
+  Team team(3);
+  check_jobs(team, 100);
+}
+
 // A child of fork has no helpers; it computes alone, and ends.
 void forks() {
   Team* team = new Team(4);
@@ -141,7 +168,7 @@ void signals() {
 int main(int, char** arguments) {
   const std::pair<const char*, void (*)()> cases[] = {
       {"once", once},   {"crowded", crowded}, {"sleeps", sleeps},   {"throws", throws},
-      {"forks", forks}, {"signals", signals}, {"leaves_no_thread", leaves_no_thread}};
+      {"forks", forks}, {"signals", signals}, {"leaves_no_thread", leaves_no_thread}, {"refused", refused}};
   for (const auto& [name, check] : cases)
     if (!std::strcmp(name, arguments[1])) {
       check();

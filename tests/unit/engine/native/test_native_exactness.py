@@ -88,8 +88,12 @@ class Components:
     def left(self, name: str) -> int:
         return len(self._sequences[name].token_ids) - self.done[name]
 
-    def step(self, work: dict[str, int]) -> None:
-        """The next so many tokens of each."""
+    def step(self, work: dict[str, int], *, every_row: bool = True) -> None:
+        """The next so many tokens of each.
+
+        Args:
+            every_row: Whether the logits of all rows are wanted, or only those of each sequence's last token.
+        """
         items = tuple(
             StepItem(name, self.done[name], count, self.left(name) == count, self.tables[name])
             for name, count in work.items()
@@ -99,7 +103,9 @@ class Components:
         owners = [items[i].request_id for i in order for _ in range(items[i].num_tokens)]
         sampling = {sum(items[j].num_tokens for j in order[: place + 1]) - 1: i for place, i in enumerate(order)}
         more = [row for row in range(len(owners)) if row not in sampling or not items[sampling[row]].samples]
-        logits = self.runner.backend.run(batch, order, self._sequences, more).logits
+        if not every_row:
+            owners = [items[i].request_id for i in order if items[i].samples]
+        logits = self.runner.backend.run(batch, order, self._sequences, more if every_row else None).logits
         for name, row in zip(owners, logits.clone(), strict=True):
             self.logits[name].append(row)
         for name, count in work.items():
@@ -141,7 +147,7 @@ def _sequence(name: str, token_ids: list[int]) -> Sequence:
     return Sequence.of(Request(name, 1, "ingress", tuple(token_ids), SamplingParams(1)))
 
 
-def random_tokens(lengths: tuple[int, ...]) -> list[list[int]]:
+def _random_tokens(lengths: tuple[int, ...]) -> list[list[int]]:
     rng = random.Random(7)
     return [[rng.randrange(3, 300) for _ in range(length)] for length in lengths]
 
@@ -161,7 +167,7 @@ CUTS = [(2, 3), (3, 1), (5, 2), (33, 7), (33, 200)]
 @pytest.mark.parametrize("shape", MODELS)
 def test_a_row_does_not_depend_on_what_it_is_computed_with(saved: dict[str, Path], shape: str, dtype: str) -> None:
     """Batches of 1 to 33 sequences, decode rows and chunks, places of blocks: the bits are those of one row."""
-    tokens = random_tokens(LENGTHS)
+    tokens = _random_tokens(LENGTHS)
     alone = Components(saved[shape], dtype, tokens, seed=0).run_alone()
     for seed, cut in enumerate(CUTS, start=1):
         assert_same(Components(saved[shape], dtype, tokens, seed, spare=seed).run(*cut), alone)
@@ -172,7 +178,7 @@ def test_a_row_does_not_depend_on_what_it_is_computed_with(saved: dict[str, Path
 @pytest.mark.parametrize("shape", ["mha", "odd"])
 def test_a_row_does_not_depend_on_the_threads(saved: dict[str, Path], shape: str, num_threads: int, dtype: str) -> None:
     """In few steps: threads of a step wait for each other, which takes long where others use the cores."""
-    tokens = random_tokens(LENGTHS[:12])
+    tokens = _random_tokens(LENGTHS[:12])
     alone = Components(saved[shape], dtype, tokens, seed=0).run_alone()
     threaded = Components(saved[shape], dtype, tokens, seed=1, num_threads=num_threads)
     threaded.step({name: max(1, threaded.left(name) - 1) for name in threaded.done})
@@ -181,9 +187,32 @@ def test_a_row_does_not_depend_on_the_threads(saved: dict[str, Path], shape: str
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("shape", ["gqa", "odd", "biases", "qwen3", "opt", "long_window"])
+def test_the_last_layer_computes_queries_of_sampled_rows_alone(
+    saved: dict[str, Path], shape: str, num_threads: int, dtype: str
+) -> None:
+    """The bits of their logits, and of all keys and values, are those of a step that computes all rows."""
+    tokens = _random_tokens(LENGTHS[:12])
+    every = Components(saved[shape], dtype, tokens, seed=0)
+    every.step({name: every.left(name) for name in every.done})
+    few = Components(saved[shape], dtype, tokens, seed=1, num_threads=num_threads)
+    few.step({name: few.left(name) // 2 for name in few.done if few.left(name) > 1}, every_row=False)
+    assert not any(few.logits.values())
+    first = dict.fromkeys(["0", "3", "5"], 1) | {name: few.left(name) for name in ("1", "2", "4")}
+    few.step(first, every_row=False)
+    few.step({name: few.left(name) for name in few.done if few.left(name)}, every_row=False)
+    for name, rows in every.logits.items():
+        (row,) = few.logits[name]
+        assert torch.equal(row, rows[-1]), f"logits of sequence {name}"
+        for mine, theirs in zip(few.kv(name), every.kv(name), strict=True):
+            assert torch.equal(mine, theirs), f"keys or values of sequence {name}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_rows", range(1, 34))
 def test_every_number_of_decode_rows(saved: dict[str, Path], num_rows: int, dtype: str) -> None:
-    tokens = random_tokens((3,) * num_rows)
+    tokens = _random_tokens((3,) * num_rows)
     together = Components(saved["gqa"], dtype, tokens, seed=1)
     for _ in range(3):
         together.step(dict.fromkeys(together.done, 1))
@@ -193,7 +222,7 @@ def test_every_number_of_decode_rows(saved: dict[str, Path], num_rows: int, dtyp
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_prefix_that_another_request_has_computed(saved: dict[str, Path], dtype: str) -> None:
     """Its blocks are taken over; what follows is as if the sequence had computed them by itself."""
-    first, second = random_tokens((150, 170))
+    first, second = _random_tokens((150, 170))
     second[:144] = first[:144]
     alone = Components(saved["gqa"], dtype, [second], seed=0).run_alone()
     shared = Components(saved["gqa"], dtype, [first, second], seed=1)
@@ -212,7 +241,7 @@ def test_a_prefix_that_another_request_has_computed(saved: dict[str, Path], dtyp
 @pytest.mark.parametrize("shape", ["gqa", "odd", "biases", "qwen3", "phi3", "opt", "long_window"])
 def test_the_roundings_are_those_of_the_contract(saved: dict[str, Path], shape: str, dtype: str) -> None:
     """Not only always the same: the bits are those that the ADR promises."""
-    (tokens,) = random_tokens((150,))
+    (tokens,) = _random_tokens((150,))
     model = saved[shape]
     config = load_model_config(model)
     exact = ExactStep(config, load_weights(model, config, getattr(torch, dtype)), len(tokens))

@@ -13,7 +13,7 @@ from engine.checkpoint.quantized import QuantizedLinear
 from engine.checkpoint.weights import Linear, load_weights
 from engine.models.quantize import quantize_weights
 from tests.unit.engine.native.exact_step import ExactStep
-from tests.unit.engine.native.test_native_exactness import MODELS, Components, assert_same, random_tokens
+from tests.unit.engine.native.test_native_exactness import MODELS, Components, assert_same, _random_tokens
 from tests.unit.engine.small_models import save_model
 
 SHAPES = ("gqa", "tied", "odd", "biases", "qwen3", "phi3", "opt")
@@ -46,7 +46,7 @@ def test_which_matrices_are_rounded(saved: dict[str, Path]) -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_roundings_are_those_of_the_contract(saved: dict[str, Path], shape: str, bits: int, dtype: str) -> None:
-    (tokens,) = random_tokens((70,))
+    (tokens,) = _random_tokens((70,))
     config = load_model_config(saved[shape])
     weights = quantize_weights(load_weights(saved[shape], config, getattr(torch, dtype)), bits)
     ours = Components(saved[shape], dtype, [tokens], seed=0, bits=bits).run(1, 41)
@@ -56,7 +56,7 @@ def test_the_roundings_are_those_of_the_contract(saved: dict[str, Path], shape: 
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_row_does_not_depend_on_batch_chunks_or_threads(saved: dict[str, Path], bits: int) -> None:
-    tokens = random_tokens((61, 37, 33, 16, *range(1, 16)))
+    tokens = _random_tokens((61, 37, 33, 16, *range(1, 16)))
     alone = Components(saved["gqa"], "bfloat16", tokens, seed=0, bits=bits).run_alone()
     for seed, (most, chunk, threads) in enumerate([(2, 3, 1), (19, 7, 1), (19, 200, 3)], start=1):
         ours = Components(saved["gqa"], "bfloat16", tokens, seed, spare=seed, num_threads=threads, bits=bits)

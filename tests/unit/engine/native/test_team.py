@@ -13,7 +13,7 @@ import pytest
 from engine.native.library import COMPILE_FLAGS
 
 HERE = Path(__file__).parent
-CASES = ("once", "crowded", "sleeps", "throws", "leaves_no_thread", "forks", "signals")
+CASES = ("once", "crowded", "sleeps", "throws", "leaves_no_thread", "forks", "signals", "refused")
 GUARD_S = 300
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")

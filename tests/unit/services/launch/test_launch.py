@@ -25,9 +25,32 @@ from services.launch.launch import (
     check_gpus,
     find_model,
     find_site,
+    numa_advice,
     resolve_placement,
 )
 from tests.unit.engine.gguf_files import write_gguf
+
+
+@pytest.mark.parametrize(
+    ("engine", "replicas", "num_nodes", "advised"),
+    [
+        (EngineConfig(), 1, 2, True),
+        (EngineConfig(), 2, 4, True),
+        (EngineConfig(), 1, 1, False),
+        (EngineConfig(), 1, 0, False),  # the system does not tell
+        (EngineConfig(), 2, 2, False),
+        (EngineConfig(num_threads=3), 1, 2, False),
+        (EngineConfig(device="cuda"), 1, 2, False),
+        (EngineConfig(device="emulated:a100-7b"), 1, 2, False),
+    ],
+)
+def test_one_replica_for_each_numa_node_is_advised(
+    engine: EngineConfig, replicas: int, num_nodes: int, advised: bool
+) -> None:
+    advice = numa_advice(FarsightConfig(engine=engine, model=ModelConfig(replicas=replicas)), num_nodes)
+    assert (advice is not None) == advised
+    if advice is not None:
+        assert f"Set model.replicas = {num_nodes}" in advice
 
 
 @pytest.mark.parametrize("path", ["", "redis://user:secret@127.0.0.1:6379/2", "rediss://host", "/var/log.sqlite"])
