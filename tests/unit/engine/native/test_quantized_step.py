@@ -13,7 +13,7 @@ from engine.checkpoint.quantized import QuantizedLinear
 from engine.checkpoint.weights import Linear, load_weights
 from engine.models.quantize import quantize_weights
 from tests.unit.engine.native.exact_step import ExactStep
-from tests.unit.engine.native.test_native_exactness import MODELS, Components, assert_same, _random_tokens
+from tests.unit.engine.native.test_native_exactness import MODELS, Components, _random_tokens, assert_same
 from tests.unit.engine.small_models import save_model
 
 SHAPES = ("gqa", "tied", "odd", "biases", "qwen3", "phi3", "opt")
