@@ -114,7 +114,7 @@ class QuantizedLinear final : public Linear {
  public:
   // Copies the weights; the bias [n], which may be none, stays where it is.
   QuantizedLinear(const FsQuantized* parts, int count, const float* bias)
-      : Linear(total(parts, count, 0), parts[0].k, total(parts, count, 1)), bias_(bias) {
+      : Linear(total_outputs(parts, count), parts[0].k, row_words(parts, count)), bias_(bias) {
     size_t at = 0;
     int panel = 0;
     parts_.reserve(count);
@@ -163,18 +163,20 @@ class QuantizedLinear final : public Linear {
     return first;
   }
 
-  // Outputs of all parts, or the 32-bit words of a packed row.
-  static int total(const FsQuantized* parts, int count, int what) {
-    int sum = 0;
+  static int total_outputs(const FsQuantized* parts, int count) {
+    int outputs = 0;
+    for (int i = 0; i < count; ++i) outputs += parts[i].n;
+    return outputs;
+  }
+
+  // 32-bit words of a packed row: its roundings, one for each size of groups.
+  static int row_words(const FsQuantized* parts, int count) {
+    int words = 0;
     for (int i = 0; i < count; ++i) {
-      const int groups = parts[i].k / parts[i].group;
       const int padded = (parts[i].group + kGroupAlignment - 1) / kGroupAlignment * kGroupAlignment;
-      if (what == 0)
-        sum += parts[i].n;
-      else if (first_alike(parts, i) == i)
-        sum += groups * (padded + 8) / 4;
+      if (first_alike(parts, i) == i) words += parts[i].k / parts[i].group * (padded + 8) / 4;
     }
-    return sum;
+    return words;
   }
 
   template <int Bits, bool Minima>
