@@ -11,7 +11,7 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.names import check_complete, known_name, tensor_shapes
 from engine.checkpoint.quantization import StoredMatrix, stored_matrices
 from engine.checkpoint.stored import FLOATS, StoredTensor, stored_tensors
-from tokenization.gguf.file import GGUFTensor, is_gguf, read_gguf
+from tokenization.gguf.file import GGUFFile, GGUFTensor, is_gguf, read_gguf
 
 _LONGEST_BIAS = 1 << 22
 """Bytes of a bias that are read to see whether it is zero."""
@@ -28,18 +28,18 @@ def check_checkpoint(model: Path, config: ModelConfig) -> None:
         InvalidValueError: A file that leads out of the directory, or a damaged GGUF file.
     """
     if is_gguf(model):
-        gguf_checkpoint(model, config)
+        gguf_checkpoint(read_gguf(model), config)
     else:
         safetensors_checkpoint(model, config)
 
 
-def gguf_checkpoint(path: Path, config: ModelConfig) -> dict[str, GGUFTensor]:
+def gguf_checkpoint(file: GGUFFile, config: ModelConfig) -> dict[str, GGUFTensor]:
     """The tensors of a file that carry something, by their names in the model.
 
     Raises:
         As ``check_checkpoint``.
     """
-    found = gguf_tensors(read_gguf(path))
+    found = gguf_tensors(file)
     _check({name: tensor.shape for name, tensor in found.items()}, config)
     return {name: tensor for name, tensor in found.items() if name in tensor_shapes(config)}
 

@@ -221,7 +221,8 @@ def _has_bias(file: GGUFFile, part: str) -> bool:
 
 
 def _dtype(file: GGUFFile) -> str:
-    """The float type of the matrices; bfloat16 where they are quantised."""
+    """The float type of the matrices, of several the one of 16 bits; bfloat16 where they are quantised."""
     kinds = {tensor.kind for tensor in file.tensors.values() if len(tensor.shape) > 1}
-    names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-    return names[kinds.pop()] if len(kinds) == 1 and kinds <= names.keys() else "bfloat16"
+    if kinds == {"F32"}:
+        return "float32"
+    return "float16" if kinds <= {"F32", "F16"} else "bfloat16"

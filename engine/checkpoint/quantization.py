@@ -123,6 +123,9 @@ def _block(name: str, value: Any) -> tuple[int, int] | None:
 def _compressed(raw: Mapping[str, Any]) -> Quantization:
     """One group of layers alike; activations may be quantised in any way, as the engine does so by itself or not."""
     _require(raw, "quantization_status", ("compressed",), "compressed")
+    _require(raw, "transform_config", (None, {}), None)
+    sparsity = raw.get("sparsity_config")
+    _require(sparsity if isinstance(sparsity, dict) else {}, "format", ("dense",), "dense", "sparsity_config.")
     groups = raw.get("config_groups")
     found = list(groups.values()) if isinstance(groups, dict) else []
     if len(found) != 1 or not isinstance(found[0], dict) or not isinstance(found[0].get("weights"), dict):
@@ -233,7 +236,8 @@ def _expected(members: Mapping[str, StoredTensor], shape: Shape, quantization: Q
         yield members["qzeros"], ("I32",), ((groups, outputs // per_int),)
         yield members["scales"], FLOATS, ((groups, outputs),)
     else:
-        yield members["weight_scale"], FLOATS, _column((outputs, groups))
+        whole = ((), (1,), (1, 1)) if groups == 1 else ()
+        yield members["weight_scale"], FLOATS, (*_column((outputs, groups)), *whole)
     if "weight_zero_point" in members and quantization.method == "packed":
         yield members["weight_zero_point"], ("I32",), _column((outputs // per_int, groups))
     elif "weight_zero_point" in members:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -144,6 +144,25 @@ def join_records(parts: Sequence[QuantizedLinear], bias: Tensor | None) -> Quant
         biases = torch.split(bias, [part.outputs for part in joined])
         joined = [replace(part, bias=own) for part, own in zip(joined, biases, strict=True)]
     return joined[0] if len(joined) == 1 else JoinedLinear(tuple(joined))
+
+
+def gather_records(parts: Iterable[QuantizedLinear], outputs: int) -> QuantizedLinear:
+    """One record of rows that come in parts of one format, at least one; it takes the memory of one part besides."""
+    whole: QuantizedLinear | None = None
+    first = 0
+    for part in parts:
+        if whole is None:
+            minima = None if part.minima is None else part.minima.new_empty(outputs, part.minima.shape[1])
+            values = part.values.new_empty(outputs, part.values.shape[1])
+            scales = part.scales.new_empty(outputs, part.scales.shape[1])
+            whole = QuantizedLinear(values, scales, minima, part.bits, part.group)
+        rows = slice(first, first + part.outputs)
+        whole.values[rows], whole.scales[rows] = part.values, part.scales
+        if whole.minima is not None and part.minima is not None:
+            whole.minima[rows] = part.minima
+        first += part.outputs
+    assert whole is not None and first == outputs, "a matrix has rows"
+    return whole
 
 
 def _alike(a: QuantizedLinear, b: QuantizedLinear) -> bool:

@@ -93,7 +93,7 @@ def _awq(members: Mapping[str, Tensor], quantization: Quantization) -> tuple[Ten
 
 def _packed(members: Mapping[str, Tensor], quantization: Quantization) -> tuple[Tensor, Tensor, Tensor | None]:
     integers = _unpacked(members["weight_packed"], quantization.bits)
-    scales = members["weight_scale"].float().view(len(integers), -1)
+    scales = _scales(members, len(integers))
     stored = members.get("weight_zero_point")
     if stored is None:
         return integers, scales, None
@@ -103,10 +103,16 @@ def _packed(members: Mapping[str, Tensor], quantization: Quantization) -> tuple[
 
 def _int8(members: Mapping[str, Tensor], quantization: Quantization) -> tuple[Tensor, Tensor, Tensor | None]:
     values = members["weight"]
-    scales = members["weight_scale"].float().view(len(values), -1)
+    scales = _scales(members, len(values))
     zeros = members.get("weight_zero_point")
     integers = (values.to(torch.int16) + 128).to(torch.uint8)
     return integers, scales, None if zeros is None else zeros.float().view(scales.shape) + 128
+
+
+def _scales(members: Mapping[str, Tensor], outputs: int) -> Tensor:
+    """``[n, groups]`` of compressed-tensors; a single scale is that of every output."""
+    scales = members["weight_scale"].float()
+    return scales.reshape(1, 1).repeat(outputs, 1) if scales.numel() == 1 else scales.view(outputs, -1)
 
 
 _READERS: Mapping[str, Callable[[Mapping[str, Tensor], Quantization], tuple[Tensor, Tensor, Tensor | None]]] = {

@@ -22,7 +22,7 @@ from engine.checkpoint.gguf_blocks import gguf_record, has_record
 from engine.checkpoint.gguf_model import turned_heads
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.quantization import StoredMatrix
-from engine.checkpoint.quantized import QuantizedLinear
+from engine.checkpoint.quantized import QuantizedLinear, gather_records
 from engine.checkpoint.repacking import float_rows, record_rows, repacked
 from tokenization.gguf.file import GGUFTensor, is_gguf, read_gguf
 
@@ -31,7 +31,7 @@ _MAPPED_BYTES = 1 << 25
 """Bytes that are read of safetensors files before they are closed and opened again."""
 
 _CHUNK_VALUES = 1 << 22
-"""Values of a GGUF tensor that are turned into floats at a time."""
+"""Values of a GGUF tensor that are read at a time."""
 
 
 class TensorSource(Protocol):
@@ -145,7 +145,7 @@ class _GGUFSource:
 
     def __init__(self, path: Path, config: ModelConfig) -> None:
         self._header = read_gguf(path)
-        self._tensors = gguf_checkpoint(path, config)
+        self._tensors = gguf_checkpoint(self._header, config)
         with path.open("rb") as file:
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
@@ -165,13 +165,14 @@ class _GGUFSource:
         tensor = self._tensors[name]
         if not has_record(tensor.kind) or len(tensor.shape) != 2:
             return None
-        record = gguf_record(tensor.kind, self._stored_rows(name))
+        rows, step = self._stored_rows(name), _rows_at_once(tensor)
+        parts = (gguf_record(tensor.kind, rows[first : first + step]) for first in range(0, len(rows), step))
+        record = gather_records(parts, len(rows))
         self._release(tensor)
         return record
 
     def _float_rows(self, name: str, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-        kind, rows = self._tensors[name].kind, self._stored_rows(name)
-        step = max(1, _CHUNK_VALUES // self._tensors[name].shape[-1])
+        kind, rows, step = self._tensors[name].kind, self._stored_rows(name), _rows_at_once(self._tensors[name])
         for first in range(0, len(rows), step):
             part = rows[first : first + step]
             if kind in _FLOATS:
@@ -203,6 +204,10 @@ class _GGUFSource:
         end = (tensor.begin + tensor.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if end > begin and hasattr(self._data, "madvise"):
             self._data.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
+
+def _rows_at_once(tensor: GGUFTensor) -> int:
+    return max(1, _CHUNK_VALUES // tensor.shape[-1])
 
 
 def _fill_rows(target: Tensor, parts: Iterator[tuple[int, Tensor]]) -> None:

@@ -17,6 +17,9 @@ _MAX_TOKEN = 256
 
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _ROLE_KEYS = {"unk": "unknown", "sep": "seperator", "pad": "padding"}  # the misspelling is the format's
+_SENTENCEPIECE_IDS = {"unk": 0, "bos": 1, "eos": 2}
+"""Ids where a file does not say, as in llama.cpp."""
+
 _SPACED = ("<unk>", "<s>", "<|endoftext|>")
 """Phi-3's control tokens that leave the spaces behind them alone."""
 
@@ -117,7 +120,8 @@ def _kinds(file: GGUFFile, length: int) -> list[int]:
 
 def _role(file: GGUFFile, role: str, num_tokens: int) -> int | None:
     key = f"{_KEY}{_ROLE_KEYS.get(role, role)}_token_id"
-    found: int | None = file.value(key, int)
+    default = _SENTENCEPIECE_IDS.get(role) if file.metadata.get(_KEY + "model") == "llama" else None
+    found: int | None = file.value(key, int, default)
     if found is not None and not 0 <= found < num_tokens:
         raise file.error(key, found, f"an id below {num_tokens}")
     return found

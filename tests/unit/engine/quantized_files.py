@@ -93,6 +93,13 @@ def w8a8(shape: tuple[int, int], seed: int) -> Packed:
     return members, found.dense(128)
 
 
+def w8a8_one_scale(shape: tuple[int, int], seed: int) -> Packed:
+    """With one scale for the whole matrix."""
+    members, dense = w8a8(shape, seed)
+    scale = members["weight_scale"][:1, 0]
+    return members | {"weight_scale": scale}, dense / members["weight_scale"].double() * scale.double()
+
+
 def fp8(shape: tuple[int, int], seed: int, *, block: int = 0, end: str = "weight_scale") -> Packed:
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
@@ -146,6 +153,7 @@ FORMATS: Mapping[str, tuple[dict[str, Any], Callable[[tuple[int, int], int], Pac
         (8, GROUP),
     ),
     "w8a8": (_compressed("int-quantized", _weights("int", 8, strategy="channel")), w8a8, (8, 0)),
+    "w8a8 one scale": (_compressed("int-quantized", _weights("int", 8, strategy="tensor")), w8a8_one_scale, (8, 0)),
     "fp8 channels": (_compressed("float-quantized", _weights("float", 8)), fp8, None),
     "fp8 blocks": (
         {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [48, 48]},

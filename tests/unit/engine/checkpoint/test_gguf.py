@@ -18,6 +18,7 @@ from core.config.engine import EngineConfig
 from core.errors import InvalidValueError
 from core.request import SamplingParams
 from engine import Engine
+from engine.checkpoint import sources
 from engine.checkpoint.check import check_checkpoint
 from engine.checkpoint.config_fields import CheckpointError
 from engine.checkpoint.gguf_blocks import gguf_record, has_record
@@ -194,6 +195,16 @@ def greedy_margin(reference, prompt, output) -> list[float]:
     with torch.no_grad():
         logits = reference(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
     return (logits.max(-1).values - logits[range(len(output)), list(output)]).tolist()
+
+
+def test_matrices_are_read_in_parts(wide_dir, tmp_path, monkeypatch: pytest.MonkeyPatch):
+    path = write_gguf(tmp_path / "model.gguf", wide_dir, "Q4_K")
+    config = load_model_config(path)
+    whole = [flat(load_weights(path, config, torch.float32, keep_quantized=keep)) for keep in (True, False)]
+    monkeypatch.setattr(sources, "_CHUNK_VALUES", 256 * 7)
+    parts = [flat(load_weights(path, config, torch.float32, keep_quantized=keep)) for keep in (True, False)]
+    for ours, theirs in zip(parts, whole, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_ranks_read_their_parts(wide_dir, tmp_path):

@@ -157,6 +157,8 @@ def test_a_group_that_does_not_exist_is_refused(made, tmp_path):
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "config_groups"),
         (FORMATS["w4a16"][0] | {"format": "marlin-24"}, "format"),
+        (FORMATS["w8a8"][0] | {"transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
+        (FORMATS["w8a8"][0] | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config.format"),
         (FORMATS["w8a8"][0] | {"config_groups": {"a": {}, "b": {}}}, "config_groups"),
     ],
 )

@@ -209,9 +209,10 @@ def save_scored(
     writer.add_token_scores([score for _, score, _ in tokens])
     writer.add_token_types([int(kind) for _, _, kind in tokens])
     writer.add_add_space_prefix(space)
-    writer.add_unk_token_id(0)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
+    if space:  # else the same by default
+        writer.add_unk_token_id(0)
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
     return close(writer, folder)
 
 
