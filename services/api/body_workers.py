@@ -16,6 +16,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,11 +72,10 @@ class BodyWorkers:
 
     Args:
         model_dir: As for ``PromptEncoder``.
-        command: What a process runs, without the number of its socket; for tests.
     """
 
-    def __init__(self, model_dir: str | Path, command: list[str] | None = None) -> None:
-        self._command = command or [sys.executable, "-m", "services.api.body_workers", str(model_dir)]
+    def __init__(self, model_dir: str | Path) -> None:
+        self._command = [sys.executable, "-m", "services.api.body_workers", str(model_dir)]
         self._free: list[_Worker] = []
         self._turn = asyncio.Semaphore(NUM_PROCESSES)
         self._num_bytes = 0
@@ -161,7 +161,7 @@ class _Worker:
     def end(self) -> None:
         self._writer.close()
         self._process.kill()
-        self._process.wait()
+        threading.Thread(target=self._process.wait, daemon=True).start()  # its memory takes a moment to be freed
 
 
 def _start(command: list[str]) -> tuple[subprocess.Popen[bytes], socket.socket]:

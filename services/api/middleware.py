@@ -42,10 +42,10 @@ class BodyLimit:
     loop.
     """
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int, pace: Pace | None = None) -> None:
+    def __init__(self, app: ASGIApp, max_body_bytes: int, pace: LoopPace | None = None) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
-        self._pace = Pace() if pace is None else pace
+        self._pace = LoopPace() if pace is None else pace
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -132,7 +132,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-class Pace:
+class LoopPace:
     """Lets a limited weight of new work begin in each turn of the event loop; the rest waits in FCFS order.
 
     Without it, requests that arrive together do each of their steps together, and everything else that is due, such as

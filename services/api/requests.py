@@ -132,9 +132,9 @@ def make_generation(
 ) -> Generation:
     """As ``generation_of``, in this thread."""
     check_model(body.model, model)
-    make = _of_completion if isinstance(body, CompletionRequest) else _of_chat
-    generation = make(body, model, encoder)  # type: ignore[arg-type]
-    return dataclasses.replace(generation, stream=bool(body.stream), include_usage=body.include_usage)
+    if isinstance(body, CompletionRequest):
+        return _of_completion(body, model, encoder)
+    return _of_chat(body, model, encoder)
 
 
 def _of_completion(body: CompletionRequest, model: ModelInfo, encoder: PromptEncoder) -> Generation:
@@ -171,6 +171,8 @@ def _of_completion(body: CompletionRequest, model: ModelInfo, encoder: PromptEnc
         chat=False,
         num_tries=body.num_tries,
         n=body.n or 1,
+        stream=bool(body.stream),
+        include_usage=body.include_usage,
         shows_logprobs=body.logprobs is not None,
         echoes=tuple(echoes),
         prompt_only=body.max_tokens == 0,
@@ -197,6 +199,8 @@ def _of_chat(body: ChatCompletionRequest, model: ModelInfo, encoder: PromptEncod
         chat=True,
         num_tries=num_tries,
         n=num_tries,
+        stream=bool(body.stream),
+        include_usage=body.include_usage,
         shows_logprobs=logprobs is not None,
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 from core.config.server import ServerConfig
 from core.errors import CapacityError
@@ -32,6 +33,9 @@ class TooMuch(CapacityError):
     def __init__(self, bound: str, message: str, retry_after_s: float) -> None:
         super().__init__(f"{message}; retry in {math.ceil(retry_after_s)} s", retry_after_s)
         self.bound = bound
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CapacityError, (str(self), self.retry_after_s)
 
 
 class FirstCheck:
@@ -68,11 +72,10 @@ class FirstCheck:
         num, tokens = self.in_flight
         self._check(num, tokens, request, "", limits.max_queued_requests, limits.max_queued_tokens)
         if key:
-            of_key = f"{key}: "
             num = self._own_requests[key] + self._others_requests[key]
             tokens = self._own_tokens[key] + self._others_tokens[key]
             most = limits.max_queued_requests_per_key, limits.max_queued_tokens_per_key
-            self._check(num, tokens, request, of_key, *most)
+            self._check(num, tokens, request, " of your key", *most)
         self._check_delay()
         self._count(key, request, 1)
 
@@ -98,10 +101,10 @@ class FirstCheck:
     def _check(self, num: int, tokens: int, request: Request, whose: str, most: int, most_tokens: int) -> None:
         """0 is no limit. A request alone may have more tokens than the limit: else it could never run."""
         if most and num >= most:
-            message = f"{whose}too many requests in flight: {num}, limit {most}"
+            message = f"too many requests{whose} in flight: {num}, limit {most}"
             raise TooMuch("max_num_queued_reqs", message, self._ended_after_s(num - most + 1))
         if most_tokens and num and tokens + request.prompt_len > most_tokens:
-            message = f"{whose}too many prompt tokens in flight: {tokens}, limit {most_tokens}"
+            message = f"too many prompt tokens{whose} in flight: {tokens}, limit {most_tokens}"
             share = (tokens + request.prompt_len - most_tokens) / max(1, tokens)
             raise TooMuch("max_num_queued_tokens", message, self._ended_after_s(math.ceil(share * num)))
 

@@ -19,7 +19,7 @@ from services.api.admin import Administration
 from services.api.app import build_app
 from services.api.backend import ModelInfo
 from services.api.body_workers import BodyWorkers
-from services.api.middleware import Pace
+from services.api.middleware import LoopPace
 from services.api.text.prompts import PromptEncoder
 from services.ingress.engine_client import EngineClient
 from services.ingress.liveness import Liveness, publish
@@ -46,7 +46,7 @@ class Ingress:
         self._administration = Administration(os.environ.get(ADMIN_TOKEN_VARIABLE, ""), scales_ingress)
 
     async def __serve_build_asgi_app__(self) -> Any:
-        pace = Pace()
+        pace = LoopPace()
         server = self._site.config.server
         # Ray Serve starts its server in this process once the application is built.
         pace_http(pace, ConnectionLimits.of(server))

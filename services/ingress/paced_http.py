@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from uvicorn.config import HTTP_PROTOCOLS
 
-from services.api.middleware import Pace
+from services.api.middleware import LoopPace
 from services.proxy.timed_http import ConnectionLimits, TimedHttp
 
 ACCEPTED_PER_TURN = 64
@@ -34,7 +34,7 @@ class PacedHttp(TimedHttp):
     look at the status goes ahead of the queue.
     """
 
-    def __init__(self, pace: Pace, server: PacedServer, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, pace: LoopPace, server: PacedServer, *args: Any, **kwargs: Any) -> None:
         super().__init__(server.limits, server.counts, *args, **kwargs)
         self._pace = pace
         self._server = server
@@ -86,7 +86,7 @@ class PacedServer:
     10 ms: the socket's queue would fill, the kernel drop what comes then, and health checks wait behind all the rest.
     """
 
-    def __init__(self, pace: Pace, limits: ConnectionLimits) -> None:
+    def __init__(self, pace: LoopPace, limits: ConnectionLimits) -> None:
         self.limits = limits
         self.counts: Counter[str] = Counter()
         self._pace = pace
@@ -137,7 +137,7 @@ class PacedServer:
             logger.warning("a connection was lost while it was accepted", exc_info=greeting.exception())
 
 
-def pace_http(pace: Pace, limits: ConnectionLimits) -> None:
+def pace_http(pace: LoopPace, limits: ConnectionLimits) -> None:
     """What every uvicorn server uses that this process starts from now on, as Ray Serve does in an ingress replica."""
     # uvicorn takes a name to import, or what the name stands for.
     cast(dict[str, Any], HTTP_PROTOCOLS)["auto"] = PacedServer(pace, limits)

@@ -53,7 +53,7 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
 
-class Usage(BaseModel):
+class UsageFields(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -82,7 +82,7 @@ class Completion(BaseModel):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage
+    usage: UsageFields
 
 
 class ChatAnswer(BaseModel):
@@ -119,7 +119,7 @@ class ChatCompletion(BaseModel):
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: Usage
+    usage: UsageFields
 
 
 class Health(BaseModel):
@@ -209,9 +209,9 @@ def _as(model: type[_Model], record: object) -> _Model:
     return model(**{name: getattr(record, name) for name in model.model_fields})
 
 
-def usage(generation: Generation, num_output_tokens: int, num_cached_tokens: int) -> Usage:
+def usage(generation: Generation, num_output_tokens: int, num_cached_tokens: int) -> UsageFields:
     num_prompt_tokens = generation.num_prompt_tokens
-    return Usage(
+    return UsageFields(
         prompt_tokens=num_prompt_tokens,
         completion_tokens=num_output_tokens,
         total_tokens=num_prompt_tokens + num_output_tokens,
@@ -219,7 +219,7 @@ def usage(generation: Generation, num_output_tokens: int, num_cached_tokens: int
     )
 
 
-def _usage_of(generation: Generation, results: Sequence[ChoiceResult]) -> Usage:
+def _usage_of(generation: Generation, results: Sequence[ChoiceResult]) -> UsageFields:
     """Token counts of all requests that ran, shown or not; a prompt's cached tokens are those of its first output."""
     num_cached = sum(result.cached_len for result in results[:: generation.num_tries])
     return usage(generation, sum(result.num_tokens for result in results), num_cached)

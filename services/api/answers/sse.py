@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from core.messages.tokens import DeltaLogprobs, TokenDelta
 from services.api.answers.logprobs import CompletionLogprobs, chat_logprobs
-from services.api.answers.replies import Usage, completion_logprobs, first_prompt_entry, usage
+from services.api.answers.replies import UsageFields, completion_logprobs, first_prompt_entry, usage
 from services.api.backend import GenerationBackend
 from services.api.errors import as_api_error
 from services.api.generate import ClientGone, first_cached_len, run_requests, while_connected
@@ -170,7 +170,7 @@ class ChunkWriter:
         first = first_prompt_entry(self._generation, index // self._generation.n)
         return self._logprobs[index].add(logprobs.output, [first, *logprobs.prompt])
 
-    def usage(self, usage: Usage) -> bytes:
+    def usage(self, usage: UsageFields) -> bytes:
         return event({**self._head, "choices": [], "usage": usage.model_dump()}) if self._include_usage else b""
 
     def _chat_event(self, index: int, delta: dict[str, str], logprobs: Any, finish_reason: str | None) -> bytes:

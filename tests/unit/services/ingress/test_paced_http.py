@@ -14,7 +14,7 @@ import uvicorn
 import uvloop
 
 from core.config.server import ServerConfig
-from services.api.middleware import Pace
+from services.api.middleware import LoopPace
 from services.ingress.paced_http import ACCEPTED_PER_TURN, PacedServer, _find_listener
 from services.proxy.timed_http import ConnectionLimits
 
@@ -23,7 +23,7 @@ POST = b"POST /work HTTP/1.1\r\nHost: here\r\nContent-Length: 2\r\n\r\n{}"
 GET = b"GET /look HTTP/1.1\r\nHost: here\r\n\r\n"
 
 
-class HeldPace(Pace):
+class HeldPace(LoopPace):
     """Admits what a test says."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class App:
 
 
 @contextlib.asynccontextmanager
-async def serving(app: App, pace: Pace) -> AsyncIterator[tuple[uvicorn.Server, int]]:
+async def serving(app: App, pace: LoopPace) -> AsyncIterator[tuple[uvicorn.Server, int]]:
     """As Ray Serve starts it: on a socket that is bound already."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
