@@ -145,28 +145,30 @@ class ReplicaScheduler:
 
     # -- Book: what has happened, on the mirror and in the order
 
-    def _book(self, event: Event, now: float) -> Iterator[Fact | Instruction]:
+    def _book(self, event: Event, now: float) -> Iterable[Fact | Instruction]:
         match event:
-            case RequestsArrived():
-                placements = itertools.chain(event.placements, itertools.repeat(b""))
-                for request, placement in zip(event.requests, placements, strict=False):
-                    yield from self._book_arrival(request, placement, now)
-            case RequestsAborted():
-                yield from self._book_aborts(event.keys)
             case WorkerReported():
-                yield from self._book_report(event.report, now)
+                return self._book_report(event.report, now)
             case StepsRan():
                 self._book_steps(event, now)
-            case WorkerConnected():
-                yield from self._connect(event.state, now)
-            case WorkerLost():
-                for scheduled in self._mirror.requests.values():
-                    yield Left(scheduled, "worker_lost")
-                self._lose_worker()
+            case RequestsArrived():
+                return self._book_arrivals(event, now)
+            case RequestsAborted():
+                return self._book_aborts(event.keys)
             case ForecastsArrived():
-                yield from self._book_forecasts(event.made)
+                return self._book_forecasts(event.made)
             case CostLearned():
                 self._learn_cost(event.cost)
+            case WorkerConnected():
+                return self._connect(event.state, now)
+            case WorkerLost():
+                return self._lose_all()
+        return ()
+
+    def _book_arrivals(self, event: RequestsArrived, now: float) -> Iterator[Fact | Instruction]:
+        placements = itertools.chain(event.placements, itertools.repeat(b""))
+        for request, placement in zip(event.requests, placements, strict=False):
+            yield from self._book_arrival(request, placement, now)
 
     def _book_arrival(self, request: Request, placement: bytes, at: float) -> Iterator[Fact | Instruction]:
         if self._mirror.knows((request.request_id, request.attempt)):
@@ -243,6 +245,11 @@ class ReplicaScheduler:
         if worker is not None and cost is not None:
             self.order.price(cost, worker.num_blocks * worker.block_size)
 
+    def _lose_all(self) -> Iterator[Fact]:
+        for scheduled in self._mirror.requests.values():
+            yield Left(scheduled, "worker_lost")
+        self._lose_worker()
+
     def _lose_worker(self) -> None:
         for tracked in self._mirror.requests.values():
             self.order.remove(tracked)
@@ -251,17 +258,40 @@ class ReplicaScheduler:
         self._planner.begin_anew()
 
     def _book_report(self, report: StepReport, now: float) -> Iterator[Fact | Instruction]:
-        if not self._mirror.apply_report(report):
+        mirror = self._mirror
+        if not mirror.apply_report(report):
             return
-        for notice in self._mirror.apply_notices(report.cache):
+        for notice in mirror.apply_notices(report.cache):
             yield CacheTold(notice)
-        requests = self._mirror.requests
         for progress in report.progress:
-            scheduled = requests.get(progress.request_id)
-            if scheduled is not None and scheduled.told != progress:
-                yield from self._book_progress(scheduled, progress, now)
+            scheduled = mirror.requests.get(progress.request_id)
+            if scheduled is None or scheduled.told == progress or scheduled.request.attempt != progress.attempt:
+                continue
+            if progress.ran_s > 0 and not scheduled.started:
+                yield RequestStarted(scheduled.first_run(progress.cached_len, progress.ran_s, now))
+            ran_s = mirror.apply_progress(scheduled, progress)
+            if ran_s > 0:
+                scheduled.last_ran_at = now
+                self.order.ran(scheduled, ran_s, now)
+            if scheduled.residency is Residency.HOST or progress.request_id not in mirror.admitted:
+                yield from self._book_place(scheduled, progress)
         for finished in report.finished:
             yield from self._book_end(finished, now)
+
+    def _book_place(self, scheduled: ScheduledRequest, progress: SlotProgress) -> Iterator[Fact]:
+        """A place that the worker has given by itself, or an offload that it has refused."""
+        mirror = self._mirror
+        if progress.num_preemptions < scheduled.num_preemptions or progress.num_moves < scheduled.num_moves:
+            return  # it does not know the latest orders yet
+        if scheduled.residency is Residency.DEVICE:
+            if progress.num_blocks > 0:
+                mirror.admitted[progress.request_id] = scheduled  # a standby
+                yield StartedAlone(scheduled)
+        elif progress.residency is Residency.DEVICE:
+            # There was no room on the host, or nothing to move: its KV is dropped like that of any preempted one.
+            scheduled.residency, scheduled.told = Residency.DEVICE, None
+            yield HostFull(scheduled)
+            mirror.drop_kv(scheduled)
 
     def _book_steps(self, event: StepsRan, now: float) -> None:
         worker, requests = self._mirror.worker, self._mirror.requests
@@ -272,31 +302,6 @@ class ReplicaScheduler:
             self.order.changed(scheduled)
             scheduled.last_ran_at = now
             self.order.ran(scheduled, event.duration_s, now)
-
-    def _book_progress(
-        self, scheduled: ScheduledRequest, progress: SlotProgress, now: float
-    ) -> Iterator[Fact | Instruction]:
-        mirror = self._mirror
-        if scheduled.request.attempt != progress.attempt:
-            return
-        if progress.ran_s > 0 and not scheduled.started:
-            yield RequestStarted(scheduled.first_run(progress.cached_len, progress.ran_s, now))
-        ran_s = mirror.apply_progress(scheduled, progress)
-        if ran_s > 0:
-            scheduled.last_ran_at = now
-            self.order.ran(scheduled, ran_s, now)
-        if progress.num_preemptions < scheduled.num_preemptions or progress.num_moves < scheduled.num_moves:
-            return  # it does not know the latest orders yet
-        if scheduled.residency is Residency.HOST and progress.residency is Residency.DEVICE:
-            # There was no room on the host, or nothing to move: its KV is dropped like that of any preempted one.
-            scheduled.residency, scheduled.told = Residency.DEVICE, None
-            yield HostFull(scheduled)
-            mirror.drop_kv(scheduled)
-        elif scheduled.residency is Residency.HOST:
-            return
-        elif progress.num_blocks > 0 and progress.request_id not in mirror.admitted:
-            mirror.admitted[progress.request_id] = scheduled  # a standby that the worker started by itself
-            yield StartedAlone(scheduled)
 
     def _book_end(self, finished: FinishedSequence, now: float) -> Iterator[Fact | Instruction]:
         self._mirror.remember((finished.request_id, finished.attempt))
