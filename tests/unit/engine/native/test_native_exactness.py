@@ -193,7 +193,7 @@ def test_the_last_layer_computes_queries_of_sampled_rows_alone(
     saved: dict[str, Path], shape: str, num_threads: int, dtype: str
 ) -> None:
     """The bits of their logits, and of all keys and values, are those of a step that computes all rows."""
-    tokens = random_tokens(LENGTHS[:12])
+    tokens = _random_tokens(LENGTHS[:12])
     every = Components(saved[shape], dtype, tokens, seed=0)
     every.step({name: every.left(name) for name in every.done})
     few = Components(saved[shape], dtype, tokens, seed=1, num_threads=num_threads)

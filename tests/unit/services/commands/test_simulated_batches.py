@@ -23,12 +23,13 @@ from policies.compose import build_batch_runner, configured_batch_scheduler
 from policies.event_log import BatchMachineConfig, BatchShape, read_log
 from policies.fleet.events import GlobalEvent, GlobalInstruction, HistoryLearned, PlaceRequests, ReplicaUp
 from policies.replica.events import RequestsArrived
+from services.api.requests import unnamed_request
 from services.ingress.engine_client import EngineClient
 from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.replica import ReplicaShape
 from simulator.traffic.workload import SimRequest
 from tests.unit.actors.components import LONG_S, until
-from tests.unit.services.local_house import local_house
+from tests.unit.services.local_system import local_system
 
 NUM_STREAMS = 24
 
@@ -41,7 +42,7 @@ async def serve(preset: str, directory: Path) -> None:
         scheduler=SchedulerConfig(preset=preset, execution="static", event_log=str(directory)),
         log=LogConfig(path=str(directory / "log.sqlite")),
     )
-    async with asyncio.timeout(LONG_S), local_house(config) as found:
+    async with asyncio.timeout(LONG_S), local_system(config) as found:
         async with found.ingress() as client:
             streams = []
             for index in range(NUM_STREAMS):
@@ -53,7 +54,8 @@ async def serve(preset: str, directory: Path) -> None:
 
 async def read(client: EngineClient, index: int) -> None:
     params = SamplingParams(4 + 7 * index % 40, ignore_eos=True)
-    async with aclosing(client.stream(tuple(range(5, 15 + 3 * index)), params, None)) as deltas:
+    request = unnamed_request(tuple(range(5, 15 + 3 * index)), params)
+    async with aclosing(client.stream(request)) as deltas:
         async for _ in deltas:
             pass
 
