@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from ctypes import POINTER, Array, Structure, byref, c_char_p, c_float, c_int32, c_void_p
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,14 +13,65 @@ import torch
 from torch import Tensor
 
 from core.errors import IntegrityError
-from engine.attention.layout import check_row_tokens
+from engine.attention.layout import check_row_tokens, fill_rows, find_sample_rows
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.quantized import JoinedLinear, QuantizedLinear
 from engine.checkpoint.weights import LayerWeights, Linear, Matrix, ModelWeights, Norm
 from engine.kv.kv_pool import KVPool
 from engine.models.rotary import rotary_tables
-from engine.native.layout import NativeStep
 from engine.native.library import load_library
+from engine.sampling.sampler import StepLogits
+from engine.sequence import Sequence
+from kvcache import StepBatch, StepItem
+
+
+@dataclass(frozen=True, slots=True)
+class NativeStep:
+    """One step of ``T`` rows, item by item.
+
+    Attributes:
+        rows: int64 ``[3, T]``: token ids, positions, slots of the pool.
+        lengths: int32 ``[items, 2]``: tokens computed, and tokens of the sequence with them.
+        tables: int32 ``[items, width]``: blocks of the sequence; the rest is arbitrary.
+        sample_rows: int64 ``[R]``, ascending.
+    """
+
+    rows: np.ndarray
+    lengths: np.ndarray
+    tables: np.ndarray
+    sample_rows: np.ndarray
+
+
+def build_native_step(
+    batch: StepBatch,
+    order: list[int],
+    sequences: Mapping[str, Sequence],
+    block_size: int,
+    more_rows: list[int] | None = None,
+) -> NativeStep:
+    """The arrays of a step, its items in ``order`` (from ``order_items``).
+
+    Args:
+        more_rows: Further rows whose logits are wanted, beside those that sample.
+
+    Raises:
+        IntegrityError: an item asks for tokens or blocks that are not there.
+    """
+    items = [batch.items[i] for i in order]
+    return NativeStep(
+        rows=fill_rows(items, sequences, block_size),
+        lengths=np.array([(item.num_tokens, item.start + item.num_tokens) for item in items], dtype=np.int32),
+        tables=_tables(items),
+        sample_rows=np.array(find_sample_rows(items, more_rows), dtype=np.int64),
+    )
+
+
+def _tables(items: list[StepItem]) -> np.ndarray:
+    tables = np.empty((len(items), max(len(item.blocks) for item in items)), dtype=np.int32)
+    for row, item in zip(tables, items, strict=True):
+        row[: len(item.blocks)] = item.blocks
+    return tables
+
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _MAX_HEAD_DIM = 256
@@ -265,3 +318,28 @@ def _quantized(part: QuantizedLinear) -> _Quantized:
 
 def _address(array: np.ndarray) -> int:
     return array.ctypes.data
+
+
+class NativeBackend:
+    """One compiled call, without the interpreter's lock, on threads of its own.
+
+    Torch gets one thread: its pool would spin on the cores of those threads after each operation of the sampler.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: ModelWeights, pool: KVPool, max_len: int, num_threads: int = 1
+    ) -> None:
+        self._model = NativeModel(config, weights, pool, max_len, num_threads)
+        self._block_size = pool.block_size
+        torch.set_num_threads(1)
+
+    def run(
+        self,
+        batch: StepBatch,
+        order: list[int],
+        sequences: Mapping[str, Sequence],
+        more_rows: list[int] | None = None,
+    ) -> StepLogits:
+        """See ``engine.steps.backends.StepBackend.run``."""
+        logits, best = self._model.forward(build_native_step(batch, order, sequences, self._block_size, more_rows))
+        return StepLogits(logits, best.tolist())

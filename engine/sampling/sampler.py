@@ -39,6 +39,18 @@ def counter_uniform(seed: int, position: int) -> float:
     return (bits >> 11) * 2.0**-53
 
 
+class StepLogits(NamedTuple):
+    """Results of a step for the rows whose logits are wanted, in their order; valid until the next step.
+
+    Attributes:
+        logits: float32 ``[R, vocab]``.
+        best: The likeliest token of each row (``likeliest``), where the step has computed it.
+    """
+
+    logits: Tensor
+    best: list[int] | None
+
+
 def likeliest(scores: Tensor) -> Tensor:
     """The likeliest token of each row, int64 ``[rows]``; ``NO_TOKEN`` where there is none.
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from core.errors import ConfigError
 from engine.attention.attention import AttentionBackend
@@ -18,26 +17,14 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.weights import ModelWeights
 from engine.kv.kv_pool import KVPool
 from engine.models.model import DecoderModel
-from engine.native.layout import build_native_step
 from engine.native.library import NativeUnavailable
-from engine.native.model import NativeModel, matrix_problem, native_problem
+from engine.native.model import NativeBackend, matrix_problem, native_problem
+from engine.sampling.sampler import StepLogits
 from engine.sequence import Sequence
 from engine.steps.decode_graphs import Capture, DecodeGraphs
 from kvcache import StepBatch
 
 logger = logging.getLogger(__name__)
-
-
-class StepLogits(NamedTuple):
-    """Results of a step for the rows whose logits are wanted, in their order; valid until the next step.
-
-    Attributes:
-        logits: float32 ``[R, vocab]``.
-        best: The likeliest token of each row (``engine.sampling.sampler.likeliest``), where the step has computed it.
-    """
-
-    logits: Tensor
-    best: list[int] | None
 
 
 class StepBackend(Protocol):
@@ -139,31 +126,6 @@ class GraphBackend(TorchBackend):
                 self._synchronize()
             return found
         return StepLogits(*self._graphs.run(size, items, sequences))
-
-
-class NativeBackend:
-    """One compiled call, without the interpreter's lock, on threads of its own.
-
-    Torch gets one thread: its pool would spin on the cores of those threads after each operation of the sampler.
-    """
-
-    def __init__(
-        self, config: ModelConfig, weights: ModelWeights, pool: KVPool, max_len: int, num_threads: int = 1
-    ) -> None:
-        self._model = NativeModel(config, weights, pool, max_len, num_threads)
-        self._block_size = pool.block_size
-        torch.set_num_threads(1)
-
-    def run(
-        self,
-        batch: StepBatch,
-        order: list[int],
-        sequences: Mapping[str, Sequence],
-        more_rows: list[int] | None = None,
-    ) -> StepLogits:
-        """See ``StepBackend.run``."""
-        logits, best = self._model.forward(build_native_step(batch, order, sequences, self._block_size, more_rows))
-        return StepLogits(logits, best.tolist())
 
 
 def make_backend(

@@ -15,10 +15,18 @@ from engine.checkpoint.weights import load_weights
 from engine.kv.kv_pool import KVPool
 from engine.models.quantize import quantize_weights
 from engine.sampling.logged_tokens import ItemLogprobs, LoggedTokens, NoToken
-from engine.sampling.sampler import NO_TOKEN, PromptRows, Sampler, find_prompt_rows, prompt_logprobs, token_logprobs
+from engine.sampling.sampler import (
+    NO_TOKEN,
+    PromptRows,
+    Sampler,
+    StepLogits,
+    find_prompt_rows,
+    prompt_logprobs,
+    token_logprobs,
+)
 from engine.sequence import Sequence
 from engine.step_fault import StepFault
-from engine.steps.backends import StepBackend, StepLogits, make_backend
+from engine.steps.backends import StepBackend, make_backend
 from engine.steps.careful_steps import CarefulSteps, fault_of
 from kvcache import StepBatch
 

@@ -36,8 +36,7 @@ from kvcache.block_manager import hash_blocks, salted_root
 from services.api.backend import ModelInfo
 from services.api.text.prompts import PromptText
 from services.ingress.explanations import Explanations
-from services.ingress.first_check import FirstCheck, TooMuch
-from services.ingress.ledger import RequestLedger
+from services.ingress.ledger import FirstCheck, RequestLedger, TooMuch
 from services.ingress.overview import Overview
 from services.ingress.predictor_client import PredictorClient
 from services.ingress.streams import ClientStream, TokenInbox

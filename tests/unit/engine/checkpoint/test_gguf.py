@@ -28,7 +28,7 @@ from engine.checkpoint.rotary_config import FactorScaling
 from engine.checkpoint.sources import open_checkpoint
 from engine.checkpoint.weights import Linear, load_weights
 from engine.models.rotary import frequencies, rotary_tables
-from engine.steps.backends import NativeBackend
+from engine.native.model import NativeBackend
 from engine.steps.model_runner import ModelRunner
 from tests.unit.engine.gguf_files import SCALES_AT, dequantized, random_rows, write_gguf
 from tests.unit.engine.small_models import SHAPES, load_reference, save_model

@@ -18,10 +18,10 @@ from engine.checkpoint.model_config import load_model_config
 from engine.checkpoint.quantized import JoinedLinear, QuantizedLinear, pack_nibbles
 from engine.checkpoint.weights import Linear, ModelWeights, load_weights
 from engine.models.quantize import GROUPS, quantize_linear, quantize_weights
-from engine.native.model import matrix_problem
+from engine.native.model import NativeBackend, matrix_problem
 from engine.parallel.links import Ranks
 from engine.sequence import Sequence
-from engine.steps.backends import NativeBackend, TorchBackend
+from engine.steps.backends import TorchBackend
 from engine.steps.model_runner import ModelRunner
 from kvcache import StepBatch, StepItem
 

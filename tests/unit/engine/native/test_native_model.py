@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.native.model import _Layer
-from engine.steps.backends import NativeBackend
+from engine.native.model import NativeBackend, _Layer
 from engine.steps.model_runner import ModelRunner
 from tests.unit.engine.driver import Driver
 

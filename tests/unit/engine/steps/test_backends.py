@@ -16,6 +16,7 @@ from core.request import SamplingParams
 from engine.engine import Engine
 from engine.native import library
 from engine.native.library import NativeUnavailable
+from engine.native.model import NativeBackend
 from engine.steps import backends
 from engine.steps.model_runner import ModelRunner
 from tests.unit.engine.driver import Driver
@@ -26,7 +27,7 @@ def runner(model_dir: Path, backend: str, block_size: int = 16, dtype: torch.dty
 
 
 def test_auto_is_the_compiled_step(tiny_model_dir: Path) -> None:
-    assert isinstance(runner(tiny_model_dir, "auto").backend, backends.NativeBackend)
+    assert isinstance(runner(tiny_model_dir, "auto").backend, NativeBackend)
     assert isinstance(runner(tiny_model_dir, "torch").backend, backends.TorchBackend)
 
 

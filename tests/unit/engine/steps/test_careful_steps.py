@@ -14,8 +14,9 @@ from engine.attention.torch_attention import TorchAttention
 from engine.checkpoint.model_config import load_model_config
 from engine.checkpoint.weights import load_weights
 from engine.kv.kv_pool import KVPool
+from engine.sampling.sampler import StepLogits
 from engine.sequence import Sequence
-from engine.steps.backends import StepLogits, TorchBackend
+from engine.steps.backends import TorchBackend
 from engine.steps.careful_steps import CarefulSteps
 from engine.steps.model_runner import ModelRunner
 from kvcache import StepBatch

@@ -12,7 +12,7 @@ from core.load_snapshot import Demand, LoadSnapshot
 from core.messages.requests import AnnounceReply, IngressLoad, total_load
 from core.request import Request, SamplingParams
 from policies.fleet.queue_delay import ended_after_s, queue_delay_s
-from services.ingress.first_check import RETRY_AFTER_S, FirstCheck, TooMuch
+from services.ingress.ledger import RETRY_AFTER_S, FirstCheck, TooMuch
 
 COST = StepCost(0.010, 0.0, 0.0, 0.0)
 PLACES, REPLICAS, OUTPUT_LEN = 4, 2, 100
