@@ -50,6 +50,7 @@ def emulated_s(max_batch_tokens: int) -> float:
     executor = StaticExecutor(BlockManager(200, 16), BatchLimits(8, max_batch_tokens), "w", 128)
     requests = [Request(f"r{i}", 0, "i", (1,) * prompt, SamplingParams(64)) for i, (prompt, _) in enumerate(LENS)]
     sequences = {request.request_id: Sequence.of(request) for request in requests}
+    executor.make_sequence = lambda request: sequences[request.request_id]
     executor.apply_plan(
         Plan("w", 0, 1, 0, 0, tuple(Slot(each.request_id, 0, 0, 0, False, 0, each) for each in requests))
     )
@@ -60,7 +61,7 @@ def emulated_s(max_batch_tokens: int) -> float:
             sequence = sequences[item.request_id]
             if token is not None:
                 sequence.token_ids.append(token)
-            if sequence.output_len == LENS[int(item.request_id[1:])][1]:
+            if len(sequence.token_ids) - sequence.prompt_len == LENS[int(item.request_id[1:])][1]:
                 stopped.append(item.request_id)
         if executor.commit(batch, stopped):
             return now
