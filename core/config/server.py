@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 
 from core.config.checks import require
 
 PROXIES = ("auto", "serve", "haproxy")
 HAPROXY_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0")
-PREFIX_SHARING = ("all", "key")
+PREFIX_SHARING = ("auto", "all", "tenant", "key")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine reach the address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +31,13 @@ class ServerConfig:
         max_body_bytes: Larger request bodies are refused.
         max_queued_requests: Requests in flight at once, per ingress replica; more are refused with 429.
         max_queued_tokens: The same, counted in prompt tokens.
-        prefix_sharing: Which requests share cached prefixes: ``all``, or only those with the same bearer ``key``
-            (requests without a key share with each other). ``cache_salt`` of a request divides further.
+        prefix_sharing: Which requests share cached prefixes: ``all``, or only those of one ``tenant`` (``key`` is
+            another name for it). A key belongs to a tenant; where no keys are in use, each key that clients send is a
+            tenant, and requests without a key are one. ``auto`` is ``tenant`` where keys are in use, else ``all``.
+            ``cache_salt`` of a request divides further.
         proxy: ``serve`` is Ray Serve's own proxy. ``haproxy`` carries several times the requests; ``host`` must be
-            the loopback interface or all of them, and the ingress replicas listen there too (ports 30000 to 32699).
-            ``auto`` takes HAProxy where it is available.
+            the loopback interface or all of them. The ingress replicas behind it listen on the loopback interface
+            (ports 30000 to 32699). ``auto`` takes HAProxy where it is available.
         start_patience_s: Seconds that a start may take, all its tries together, before the server gives up.
         first_token_deadline_s: With ``[[replica]]`` tables, a request without a token after so many seconds fails,
             wherever it has been by then; not while it is on our own engine.
@@ -36,7 +49,7 @@ class ServerConfig:
     max_body_bytes: int = 4 * 1024 * 1024
     max_queued_requests: int = 2048
     max_queued_tokens: int = 2_000_000
-    prefix_sharing: str = "all"
+    prefix_sharing: str = "auto"
     proxy: str = "auto"
     start_patience_s: float = 600.0
     first_token_deadline_s: float = 120.0

@@ -12,6 +12,9 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from core.errors import FarsightError
 from core.messages.placement import PlacementView
 from core.request import Origin
+from services.api.access.door import Door
+from services.api.access.install import install_door, usage_routes
+from services.api.access.metered import MeteredBackend
 from services.api.admin import Administration, admin_routes
 from services.api.answers.chunk_writer import ChunkWriter
 from services.api.answers.replies import (
@@ -34,8 +37,10 @@ from services.api.generate import ChoiceResult, ClientGone, collect, while_conne
 from services.api.jobs import Generation, chat_jobs, check_model, completion_jobs
 from services.api.middleware import BodyLimit, LastResort
 from services.api.ownership import bearer_key, owner_of, salt_of
-from services.api.pages.dashboard import DASHBOARD_HEADERS, operator_page
+from services.api.pages.dashboard import operator_page
 from services.api.pages.explain import explain_routes
+from services.api.pages.page import html_page
+from services.api.pages.routes import docs_routes
 from services.api.parsing import JsonRoute
 from services.api.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
 from services.api.text.prompts import PromptEncoder
@@ -63,6 +68,7 @@ def build_app(
     administration: Administration | None = None,
     *,
     shares_across_keys: bool = True,
+    door: Door | None = None,
 ) -> FastAPI:
     """The application over one backend.
 
@@ -71,16 +77,30 @@ def build_app(
         encoder: Tokenizer and chat template of the same model.
         max_body_bytes: Limit of a request body in bytes; larger bodies get 413.
         administration: The admin token and its rights; without it all admin routes refuse.
-        shares_across_keys: Whether requests of different bearer keys share cached prefixes.
+        shares_across_keys: Whether requests of different tenants, or bearer keys, share cached prefixes.
+        door: Asks for keys and counts for tenants; without one every request comes in.
     """
-    app = FastAPI(title="Farsight", version=API_VERSION, redirect_slashes=False, strict_content_type=False)
+    app = FastAPI(
+        title="Farsight",
+        version=API_VERSION,
+        redirect_slashes=False,
+        strict_content_type=False,
+        docs_url=None,
+        redoc_url=None,
+    )
+    if door is not None:
+        backend = MeteredBackend(backend, door, shares_prefixes=shares_across_keys)
+        app.include_router(usage_routes(door, _ERRORS))
     app.include_router(_model_routes(backend))
     app.include_router(_generation_routes(backend, encoder, shares_across_keys))
     app.include_router(explain_routes(backend, administration.token if administration else ""))
     app.include_router(_operator_routes(backend))
     app.include_router(admin_routes(backend, administration or Administration()))
     install_error_handlers(app)
+    app.include_router(docs_routes(app))
     app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes)
+    if door is not None:
+        install_door(app, door)
     app.add_middleware(LastResort)
     return app
 
@@ -142,7 +162,7 @@ def _operator_routes(backend: GenerationBackend) -> APIRouter:
 
     @router.get("/dashboard", response_class=HTMLResponse)
     async def dashboard() -> Response:
-        return HTMLResponse(operator_page("dashboard"), headers=DASHBOARD_HEADERS)
+        return html_page(operator_page("dashboard"))
 
     @router.get("/placement")
     async def placement() -> PlacementView:
@@ -153,7 +173,7 @@ def _operator_routes(backend: GenerationBackend) -> APIRouter:
 
     @router.get("/dashboard/placement", response_class=HTMLResponse)
     async def placement_dashboard() -> Response:
-        return HTMLResponse(operator_page("placement"), headers=DASHBOARD_HEADERS)
+        return html_page(operator_page("placement"))
 
     return router
 

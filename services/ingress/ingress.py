@@ -12,6 +12,8 @@ from actors.runtime.garbage import collect_when_quiet, leave_full_collections_to
 from actors.runtime.peer import LOOK_AGAIN_S
 from actors.runtime.site import Site
 from actors.runtime.waiting import again_and_again
+from core.config.server import is_loopback
+from services.api.access.door import Door, door_settings
 from services.api.admin import Administration
 from services.api.app import build_app
 from services.api.pace import Pace
@@ -20,6 +22,7 @@ from services.ingress.connect import open_client
 from services.ingress.engine_client import EngineClient
 from services.ingress.liveness import Liveness, publish
 from services.ingress.paced_http import pace_http
+from services.ingress.tenants import TenantExchange
 from services.proxy.haproxy import PROXY_DIRECTORY_VARIABLE
 from services.run_file import ADMIN_TOKEN_VARIABLE
 
@@ -49,8 +52,27 @@ class Ingress:
         collect = functools.partial(collect_when_quiet, lambda: client.num_open + len(pace) <= QUIET_REQUESTS)
         self._collecting = asyncio.create_task(again_and_again(collect, LOOK_AGAIN_S))
         server = self._site.config.server
-        shares = server.prefix_sharing == "all"
-        return build_app(client, self._encoder, server.max_body_bytes, self._administration, shares_across_keys=shares)
+        door = self._make_door(client)
+        shares = server.prefix_sharing == "all" or (server.prefix_sharing == "auto" and door.is_open)
+        return build_app(
+            client, self._encoder, server.max_body_bytes, self._administration, shares_across_keys=shares, door=door
+        )
+
+    def _make_door(self, client: EngineClient) -> Door:
+        """The door, which counts tenants together with the other ingress replicas from now on."""
+        config = self._site.config
+        settings = door_settings(
+            config.access,
+            os.environ,
+            self._administration.token,
+            on_loopback=self._administration.scales_ingress and is_loopback(config.server.host),
+            behind_haproxy=PROXY_DIRECTORY_VARIABLE in os.environ,
+        )
+        exchange = TenantExchange(self._site.peers())
+        door = Door(settings, client.registry, usage=exchange.usage)
+        if not door.is_open:
+            self._exchanging = asyncio.create_task(again_and_again(lambda: exchange.run(door), LOOK_AGAIN_S))
+        return door
 
     @staticmethod
     async def _tell_liveness(client: EngineClient) -> None:

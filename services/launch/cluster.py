@@ -17,12 +17,15 @@ from typing import Any
 import psutil
 
 from actors.runtime.names import NAMESPACE, RUN_DIR_VARIABLE
+from core.config.access import AccessConfig
+from core.config.server import ServerConfig
 from core.errors import FarsightError
 from core.processors import usable_processors
+from services.launch.door import write_tls_file
 from services.launch.signals import StopSignal
 from services.launch.stages import Stages, StartTimedOut
 from services.proxy.haproxy import haproxy_environment
-from services.proxy.ports import free_ports, reserved_ports
+from services.proxy.ports import LOOPBACK, free_ports, reserved_ports
 from services.run_file import ADMIN_TOKEN_VARIABLE
 
 OBJECT_STORE_BYTES = 128 * 1024 * 1024
@@ -61,7 +64,13 @@ class Cluster:
 
 @contextlib.contextmanager
 def private_cluster(
-    stop: StopSignal, *, stages: Stages, proxy: str = "serve", port: int = 0, dashboard: bool = False
+    stop: StopSignal,
+    *,
+    stages: Stages,
+    proxy: str = "serve",
+    server: ServerConfig | None = None,
+    access: AccessConfig | None = None,
+    dashboard: bool = False,
 ) -> Iterator[Cluster]:
     """A private Ray cluster with token auth, in a temporary directory and on ports of its own.
 
@@ -69,17 +78,20 @@ def private_cluster(
         stop: Signals that abandon the start.
         stages: The stages of the start; Ray's becomes the first.
         proxy: Proxy of Ray Serve: ``serve`` or ``haproxy``.
-        port: Port of the proxy; 0 without a proxy.
+        server: Address and port of the proxy; None without a proxy.
+        access: TLS of the proxy.
         dashboard: Whether to start Ray's dashboard, with the Jobs API.
 
     Raises:
         StartTimedOut: The start took longer than ``server.start_patience_s``.
         FarsightError: The cluster cannot start.
     """
-    with reserved_ports(avoid=port) as ports:
+    with reserved_ports(avoid=server.port if server else 0) as ports:
         directory = Path(tempfile.mkdtemp(prefix="farsight-"))
         stop.starting(lambda: remove_directory(directory))
-        _set_environment(directory, proxy, ports)
+        _set_environment(directory, proxy, ports, server.host if server else LOOPBACK)
+        if proxy == "haproxy" and access is not None:
+            write_tls_file(access, directory)
         import ray
 
         try:
@@ -260,7 +272,7 @@ def few_daemons(ports: range) -> Iterator[None]:
         parameter.RayParams = before
 
 
-def _set_environment(directory: Path, proxy: str, ports: range) -> None:
+def _set_environment(directory: Path, proxy: str, ports: range, host: str) -> None:
     """Sets the environment; must run before Ray is imported, since its daemons and workers inherit it."""
     token = directory / "auth_token"
     token.write_text(secrets.token_hex(32))
@@ -293,7 +305,7 @@ def _set_environment(directory: Path, proxy: str, ports: range) -> None:
         "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "240",
     }
     if proxy == "haproxy":
-        os.environ |= haproxy_environment(directory, ports)
+        os.environ |= haproxy_environment(directory, ports, host)
         del os.environ["RAY_SERVE_ENABLE_DIRECT_INGRESS"]
     else:
         os.environ["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] = "services.proxy.proxy_errors.middlewares"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from core.config.access import AccessConfig
 from core.config.server import ServerConfig
 from core.errors import FarsightError
 from services.launch.stages import Stage, Stages
+from services.proxy.ports import LOOPBACK
 
 _LOGGING = {"enable_access_log": False, "log_level": "WARNING"}
 
@@ -37,13 +39,21 @@ class ProxyStart:
 
     Args:
         server: Its address and port.
+        access: Its TLS.
+        proxy: ``serve`` or ``haproxy``, which listens on ``server.host`` itself (``services.proxy.haproxy_config``):
+            Ray's own servers behind it, the ingress replicas and the fallback proxy, then keep to the loopback
+            interface.
     """
 
-    def __init__(self, server: ServerConfig) -> None:
+    def __init__(self, server: ServerConfig, access: AccessConfig, proxy: str) -> None:
         from ray.serve._private import api
 
         logging.getLogger("ray.serve").setLevel(logging.WARNING)  # Ray's log lines here are meant for its developers.
-        self._http_options = {"host": server.host, "port": server.port}
+        self._http_options: dict[str, Any] = {"host": server.host, "port": server.port}
+        if proxy == "haproxy":
+            self._http_options["host"] = LOOPBACK
+        elif access.tls_cert:
+            self._http_options |= {"ssl_certfile": access.tls_cert, "ssl_keyfile": access.tls_key}
         create: Any = api._create_controller_and_proxy_refs
         self._controller, self._proxies = create(
             http_options=self._http_options,

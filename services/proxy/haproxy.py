@@ -11,7 +11,7 @@ from pathlib import Path
 from core.config.server import HAPROXY_HOSTS, ServerConfig
 from core.errors import ConfigError
 from services.proxy import haproxy_config
-from services.proxy.ports import free_ports
+from services.proxy.ports import LOOPBACK, free_ports
 
 _NAMES = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT")
 
@@ -37,7 +37,7 @@ def max_connections() -> int:
     return max(100, min(_MAX_CONNECTIONS, (files - _SPARE_FILES) * 2 // 5))
 
 
-def haproxy_environment(directory: Path, ports: range) -> dict[str, str]:
+def haproxy_environment(directory: Path, ports: range, host: str = LOOPBACK) -> dict[str, str]:
     """The variables that must be in the environment before Ray is imported.
 
     A wrapper of the binary edits the configuration that Ray writes (``services.proxy.haproxy_config``). Every service
@@ -47,6 +47,7 @@ def haproxy_environment(directory: Path, ports: range) -> dict[str, str]:
     Args:
         directory: Directory for the files of this service alone. The socket's path may have at most 97 characters.
         ports: Ports of this service alone: three for HAProxy, the rest for ingress replicas.
+        host: Address that HAProxy listens on; everything behind it listens on the loopback interface.
 
     Raises:
         ConfigError: There is no HAProxy for this system.
@@ -58,7 +59,7 @@ def haproxy_environment(directory: Path, ports: range) -> dict[str, str]:
         raise ConfigError("server.proxy", "haproxy", "serve, since Ray brings HAProxy for Linux only") from error
     metrics, stats, fallback = free_ports(ports, len(_NAMES))
     wrapper = directory / "haproxy"
-    wrapper.write_text(_wrapper(get_haproxy_binary(), metrics, stats, directory))
+    wrapper.write_text(_wrapper(get_haproxy_binary(), metrics, stats, directory, host))
     wrapper.chmod(0o700)
     return {
         **dict(zip(_NAMES, map(str, (metrics, stats, fallback)), strict=True)),
@@ -93,7 +94,7 @@ def choose_proxy(server: ServerConfig) -> str:
     return "haproxy" if there and server.host in HAPROXY_HOSTS else "serve"
 
 
-def _wrapper(binary: str, metrics: int, stats: int, directory: Path) -> str:
+def _wrapper(binary: str, metrics: int, stats: int, directory: Path, host: str) -> str:
     """Ray calls it as ``haproxy -db -f FILE ...``.
 
     With util-linux's ``setpriv``, HAProxy ends with the actor that started it. Otherwise a HAProxy that starts while
@@ -103,6 +104,6 @@ def _wrapper(binary: str, metrics: int, stats: int, directory: Path) -> str:
     return (
         "#!/bin/sh\n"
         "command -v setpriv >/dev/null && ends_with_parent='setpriv --pdeathsig KILL'\n"
-        f'{edit} "$3" {metrics} {stats} {shlex.quote(str(directory))} || exit\n'
+        f'{edit} "$3" {metrics} {stats} {shlex.quote(str(directory))} {shlex.quote(host)} || exit\n'
         f'exec $ends_with_parent {shlex.quote(binary)} "$@"\n'
     )
