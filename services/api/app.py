@@ -36,7 +36,7 @@ from services.api.errors import SERVER_ERROR, ApiError, install_error_handlers, 
 from services.api.generate import ChoiceResult, ClientGone, collect, while_connected
 from services.api.jobs import Generation, chat_jobs, check_model, completion_jobs
 from services.api.middleware import BodyLimit, LastResort
-from services.api.ownership import bearer_key, owner_of, salt_of
+from services.api.ownership import owner_of, salt_of, sent_key
 from services.api.pages.dashboard import operator_page
 from services.api.pages.explain import explain_routes
 from services.api.pages.page import html_page
@@ -91,6 +91,7 @@ def build_app(
     if door is not None:
         backend = MeteredBackend(backend, door, shares_prefixes=shares_across_keys)
         app.include_router(usage_routes(door, _ERRORS))
+        shares_across_keys = shares_across_keys or not door.is_open  # a caller's tenant is in the salt already
     app.include_router(_model_routes(backend))
     app.include_router(_generation_routes(backend, encoder, shares_across_keys))
     app.include_router(explain_routes(backend, administration.token if administration else ""))
@@ -180,7 +181,7 @@ def _operator_routes(backend: GenerationBackend) -> APIRouter:
 
 def _named(prefix: str, generation: Generation, request: Request, *, shares_across_keys: bool) -> Generation:
     """Sets the id of the answer, its owner, and the cache salt that decides which requests share prefixes with it."""
-    key = bearer_key(request.headers.get("authorization"))
+    key = sent_key(request.headers)
     jobs = generation.jobs
     if not shares_across_keys:
         jobs = [dataclasses.replace(job, cache_salt=salt_of(key, job.cache_salt)) for job in jobs]

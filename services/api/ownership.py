@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+from collections.abc import Mapping
 
 _SALT_BYTES = 16
 _HASH_BYTES = 32
@@ -14,6 +15,11 @@ def bearer_key(header: str | None) -> str:
     """The key in an ``Authorization`` header; empty if there is none."""
     scheme, _, key = (header or "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def sent_key(headers: Mapping[str, str]) -> str:
+    """The key of a request where no keys are in use: of ``Authorization``, else of ``x-api-key``; empty for none."""
+    return bearer_key(headers.get("authorization")) or headers.get("x-api-key", "").strip()
 
 
 def owner_of(key: str) -> bytes:

@@ -51,15 +51,18 @@ def _write_config(environment: dict[str, str], path: Path, listen: str) -> Path:
     metrics, stats = (environment[f"RAY_SERVE_HAPROXY_{name}_PORT"] for name in ("METRICS", "STATS"))
     path.write_text(
         f"defaults\n    mode http\n    timeout client 1s\n    timeout server 1s\n    timeout connect 1s\n"
-        f"frontend prometheus\n    bind :{metrics}\nfrontend http\n    bind {listen}\nlisten stats\n  bind *:{stats}\n"
+        f"frontend prometheus\n    bind :{metrics}\nfrontend http_frontend\n    bind {listen}\n"
+        f"listen stats\n  bind *:{stats}\n"
     )
     return path
 
 
-def test_the_wrapper_moves_the_pages_of_statistics_to_the_loopback_interface(tmp_path: Path) -> None:
+def test_the_wrapper_moves_the_frontend_to_its_address_and_the_statistics_to_loopback(
+    tmp_path: Path,
+) -> None:
     with reserved_ports() as ports:
-        environment = haproxy_environment(tmp_path, ports)
-    written = _write_config(environment, tmp_path / "haproxy.cfg", "*:8000")
+        environment = haproxy_environment(tmp_path, ports, "0.0.0.0")
+    written = _write_config(environment, tmp_path / "haproxy.cfg", "127.0.0.1:8000")
     # With -c it only checks the file.
     assert (
         subprocess.run(
