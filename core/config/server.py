@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from core.config.checks import require
 
 PROXIES = ("auto", "serve", "haproxy")
-HAPROXY_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0")
 PREFIX_SHARING = ("auto", "all", "tenant", "key")
 
 
@@ -35,9 +34,9 @@ class ServerConfig:
             another name for it). A key belongs to a tenant; where no keys are in use, each key that clients send is a
             tenant, and requests without a key are one. ``auto`` is ``tenant`` where keys are in use, else ``all``.
             ``cache_salt`` of a request divides further.
-        proxy: ``serve`` is Ray Serve's own proxy. ``haproxy`` carries several times the requests; ``host`` must be
-            the loopback interface or all of them. The ingress replicas behind it listen on the loopback interface
-            (ports 30000 to 32699). ``auto`` takes HAProxy where it is available.
+        proxy: ``serve`` is Ray Serve's own proxy. ``haproxy`` carries several times the requests; the ingress
+            replicas behind it listen on the loopback interface alone (ports 30000 to 32699). ``auto`` takes HAProxy
+            where it is available.
         start_patience_s: Seconds that a start may take, all its tries together, before the server gives up.
         first_token_deadline_s: With ``[[replica]]`` tables, a request without a token after so many seconds fails,
             wherever it has been by then; not while it is on our own engine.
@@ -59,8 +58,6 @@ class ServerConfig:
         sharing = self.prefix_sharing
         require(sharing in PREFIX_SHARING, "server.prefix_sharing", sharing, f"one of {', '.join(PREFIX_SHARING)}")
         require(self.proxy in PROXIES, "server.proxy", self.proxy, f"one of {', '.join(PROXIES)}")
-        if self.proxy == "haproxy":
-            require(self.host in HAPROXY_HOSTS, "server.host", self.host, f"one of {', '.join(HAPROXY_HOSTS)}")
         require(self.ingress_replicas >= 0, "server.ingress_replicas", self.ingress_replicas, "an integer >= 0")
         for name in ("max_body_bytes", "max_queued_requests", "max_queued_tokens"):
             value = getattr(self, name)

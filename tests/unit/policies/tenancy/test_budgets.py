@@ -58,7 +58,8 @@ def test_one_replica_admits_exactly_the_limit() -> None:
     assert [budget.admit(0.0) for _ in range(60)] == [None] * 60
     excess = budget.admit(0.0)
     assert excess is not None
-    assert (excess.what, excess.limit, excess.retry_after_s) == ("requests", 60, pytest.approx(1.0))
+    assert (excess.what, excess.limit) == ("requests", 60)
+    assert excess.retry_after_s == pytest.approx(1.0)
     assert budget.admit(1.0) is None
     assert budget.counts(1.0).rejected == 1
 
@@ -69,7 +70,8 @@ def test_tokens_are_owed_and_paid_back() -> None:
     budget.spend(0.0, prompt=500, output=400)
     excess = budget.admit(0.0)
     assert excess is not None
-    assert (excess.what, excess.retry_after_s) == ("tokens", pytest.approx(30.1))
+    assert excess.what == "tokens"
+    assert excess.retry_after_s == pytest.approx(30.1)
     assert budget.admit(30.2) is None
 
 

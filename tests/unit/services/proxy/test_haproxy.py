@@ -13,9 +13,8 @@ import psutil
 import pytest
 
 from core.config.server import ServerConfig
-from core.errors import ConfigError
 from services.ingress.liveness import publish
-from services.proxy.haproxy import PROXY_DIRECTORY_VARIABLE, haproxy_environment, max_connections
+from services.proxy.haproxy import PROXY_DIRECTORY_VARIABLE, choose_proxy, haproxy_environment, max_connections
 from services.proxy.ports import reserved_ports
 
 LONG_S = 120.0
@@ -126,7 +125,7 @@ def _child_called(name: str, parent: psutil.Process) -> psutil.Process:
     return found[0]
 
 
-def test_it_forwards_to_the_loopback_interface_only() -> None:
-    ServerConfig(proxy="haproxy")
-    with pytest.raises(ConfigError, match=r"server.host: got '192.0.2.1', expected one of 127.0.0.1, localhost"):
-        ServerConfig(proxy="haproxy", host="192.0.2.1")
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "192.0.2.1"])
+def test_it_is_taken_on_every_address(host: str) -> None:
+    assert choose_proxy(ServerConfig(host=host)) == "haproxy"
+    assert choose_proxy(ServerConfig(host=host, proxy="serve")) == "serve"

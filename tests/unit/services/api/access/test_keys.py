@@ -23,7 +23,7 @@ def test_a_ring_knows_its_keys_and_no_others() -> None:
     ring = KeyRing([record], {"acme": Tenant("acme", max_in_flight=3)})
     caller = ring.find(key.encode())
     assert caller is not None
-    assert (caller.name, caller.tenant.max_in_flight, caller.roles) == ("one", 3, {Role.SERVE})
+    assert (caller.name, caller.tenant.max_in_flight, caller.roles) == ("one", 3, frozenset({Role.SERVE}))
     wrong = [other, "", "fsk", "fsk-", "fsk--", f"fsk-{record.id}-", key[:-1], f"{key}x", key.upper(), f" {key}"]
     wrong += [f"{key}\0", f"fsk-{record.id}-{other.split('-', 2)[2]}", "fsk-\0-\0", "x" * (MAX_KEY_LEN + 1)]
     assert [ring.find(each.encode()) for each in wrong] == [None] * len(wrong)
