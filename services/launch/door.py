@@ -21,7 +21,7 @@ MIN_KEY_LEN = 16
 
 _MAKE_A_KEY = (
     "127.0.0.1, or keys: `farsight keys add NAME --key-file keys.json`, then "
-    "`farsight serve --key-file keys.json`; `--insecure` serves everybody who reaches the address"
+    "`farsight serve --key-file keys.json`; `--insecure` serves every client that reaches the address"
 )
 
 
@@ -46,7 +46,7 @@ def check_door(config: FarsightConfig, environment: Mapping[str, str]) -> list[s
         check_tls(access)
     notes = []
     if not is_loopback(host) and not uses_keys:
-        notes.append(f"Warning: everybody who reaches {host} may use this server (--insecure).")
+        notes.append(f"Warning: every client that reaches {host} may use this server (--insecure).")
     if not is_loopback(host) and not access.tls_cert:
         notes.append("Warning: requests and keys cross the network in clear text; --tls-cert and --tls-key encrypt it.")
     return notes

@@ -127,7 +127,7 @@ class Door:
 
     @property
     def is_open(self) -> bool:
-        """Whether no keys are in use, so that everybody may do what needs no admin token."""
+        """Whether no keys are in use, so that every client may do what needs no admin token."""
         return not self.settings.uses_keys
 
     def find(self, key: bytes) -> Caller | None:

@@ -28,7 +28,7 @@ class Gate:
     """Refuses what may not come in, before anything reads the request's body.
 
     Args:
-        roles: Of the application's routes.
+        roles: The roles that the application's routes ask for.
     """
 
     def __init__(self, app: ASGIApp, door: Door, roles: RouteRoles) -> None:

@@ -125,7 +125,7 @@ def test_the_bound_holds_over_all_replicas(num_replicas: int, seed: int) -> None
     # A lost answer makes an exchange longer; three in a row do not come with these seeds.
     slack = 0 if num_replicas == 1 else 3 * most_in_an_exchange
     assert admitted <= limit * (minutes + 1) + slack
-    assert admitted >= limit * minutes  # and nobody is refused what is there
+    assert admitted >= limit * minutes  # and what is there is not refused
 
 
 def test_a_burst_at_every_replica_is_paid_back() -> None:

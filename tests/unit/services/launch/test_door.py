@@ -42,8 +42,8 @@ def test_any_other_address_needs_one(host: str, tmp_path: Path) -> None:
     (clear,) = check_door(configured(host), {"FARSIGHT_API_KEY": GOOD_KEY})
     assert "clear text" in clear
     assert check_door(configured(host, key_file=str(key_file(tmp_path))), {}) == [clear]
-    everybody, clear = check_door(configured(host, insecure=True), {})
-    assert "everybody" in everybody
+    every_client, clear = check_door(configured(host, insecure=True), {})
+    assert "every client" in every_client
     certificate = make_certificate(tmp_path)
     tls = {"tls_cert": str(certificate), "tls_key": str(tmp_path / "key.pem")}
     assert check_door(configured(host, **tls), {"FARSIGHT_API_KEY": GOOD_KEY}) == []

@@ -284,8 +284,8 @@ def test_usage_is_told_to_its_tenant(guarded: GuardedServer, http: httpx.Client)
     (row,) = http.get("/v1/usage", headers=headers).json()["data"]
     assert (row["tenant"], row["requests"], row["in_flight"]) == ("counted", 1, 0)
     assert (row["prompt_tokens"], row["output_tokens"]) == (used["prompt_tokens"], used["completion_tokens"])
-    everybody = http.get("/v1/usage", headers=guarded.bearer("observe")).json()["data"]
-    assert row in everybody and len(everybody) > 1
+    every_row = http.get("/v1/usage", headers=guarded.bearer("observe")).json()["data"]
+    assert row in every_row and len(every_row) > 1
     labels = {"tenant": "counted", "kind": "output"}
     assert guarded.registry.get_sample_value("farsight:tenant_tokens_total", labels) == used["completion_tokens"]
 
