@@ -61,11 +61,13 @@ class Ingress:
     def _make_door(self, client: EngineClient) -> Door:
         """The door, which counts tenants together with the other ingress replicas from now on."""
         config = self._site.config
+        # Under `serve deploy` the address is the cluster's, and unknown here.
+        on_loopback = self._administration.scales_ingress and is_loopback(config.server.host)
         settings = door_settings(
             config.access,
             os.environ,
             self._administration.token,
-            on_loopback=self._administration.scales_ingress and is_loopback(config.server.host),
+            loopback_host=config.server.host if on_loopback else "",
             behind_haproxy=PROXY_DIRECTORY_VARIABLE in os.environ,
         )
         exchange = TenantExchange(self._site.peers())

@@ -70,19 +70,19 @@ def door_settings(
     environment: Mapping[str, str],
     admin_token: str = "",
     *,
-    on_loopback: bool = False,
+    loopback_host: str = "",
     behind_haproxy: bool = False,
 ) -> DoorSettings:
     """The settings from the configuration and the environment.
 
     Args:
-        on_loopback: Whether the server is known to listen on the loopback interface alone.
+        loopback_host: Address of a server that is known to listen on the loopback interface alone; else empty.
     """
     key_file = Path(access.key_file) if access.key_file else None
     api_key = environment.get(API_KEY_VARIABLE, "")
     hosts = listed(access.allowed_hosts.lower())
-    if not hosts and on_loopback and key_file is None and not api_key:
-        hosts = LOOPBACK_HOSTS
+    if not hosts and loopback_host and key_file is None and not api_key:
+        hosts = (*LOOPBACK_HOSTS, loopback_host)
     return DoorSettings(
         key_file,
         api_key,

@@ -48,11 +48,12 @@ class Gate:
         except ApiError as error:
             await error.response()(scope, receive, send)
             return
+        # Also where there is none: a pipelined request may run in a copy of the context of the one before it.
+        CURRENT.set(caller)
         if caller is None:
             await self._app(scope, receive, send)
             return
         scope[SCOPE_KEY] = caller
-        CURRENT.set(caller)  # The server runs each request in a context of its own.
         if self._roles.of(scope) is Role.SERVE:
             await self._serve(caller, scope, receive, send)
         else:

@@ -14,7 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
+from core.config.access import AccessConfig
 from core.messages.log import RequestTrace
+from services.api.access.door import Door, DoorSettings, door_settings
 from services.api.access.failures import MAX_ADDRESSES, MAX_SLOWED, Failures
 from services.api.access.install import route_paths
 from services.api.access.key_file import KeyFile, changed_key_file
@@ -340,8 +342,6 @@ def test_failures_are_kept_in_bounded_memory() -> None:
 
 
 async def open_client(encoder: PromptEncoder, **settings: Any) -> httpx.AsyncClient:
-    from services.api.access.door import Door, DoorSettings
-
     app = build_app(ScriptedBackend(), encoder, door=Door(DoorSettings(**settings)))
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
 
@@ -370,6 +370,23 @@ async def test_a_name_that_is_not_allowed_is_refused(encoder: PromptEncoder, hos
             assert (await client.get(path, headers={"host": host})).status_code == status
 
 
+@pytest.mark.parametrize(
+    ("access", "environment", "host", "hosts"),
+    [
+        ({}, {}, "127.0.0.2", ("localhost", "127.0.0.1", "[::1]", "127.0.0.2")),
+        ({}, {}, "", ()),
+        ({}, {"FARSIGHT_API_KEY": "k" * 32}, "127.0.0.1", ()),
+        ({"key_file": "keys.json"}, {}, "127.0.0.1", ()),
+        ({"allowed_hosts": "A.example.org, *.b"}, {"FARSIGHT_API_KEY": "k" * 32}, "", ("a.example.org", "*.b")),
+        ({"allowed_hosts": "*"}, {}, "127.0.0.1", ()),
+    ],
+)
+def test_the_loopback_interface_without_keys_allows_its_own_names(
+    access: dict[str, Any], environment: dict[str, str], host: str, hosts: tuple[str, ...]
+) -> None:
+    assert door_settings(AccessConfig(**access), environment, loopback_host=host).hosts == hosts
+
+
 async def test_without_keys_everything_stays_open_but_administration(encoder: PromptEncoder) -> None:
     async with await open_client(encoder) as client:
         assert (await client.post("/v1/completions", json=BODY)).status_code == 200
@@ -395,8 +412,6 @@ async def test_origins_are_allowed_by_setting_alone(encoder: PromptEncoder) -> N
 
 
 async def test_other_protocols_are_not_served(encoder: PromptEncoder) -> None:
-    from services.api.access.door import Door, DoorSettings
-
     app = build_app(ScriptedBackend(), encoder, door=Door(DoorSettings(api_key="k" * 32)))
     sent: list[Any] = []
 
