@@ -29,6 +29,23 @@ def test_a_ring_knows_its_keys_and_no_others() -> None:
     assert [ring.find(each.encode()) for each in wrong] == [None] * len(wrong)
 
 
+def test_an_unknown_id_takes_the_same_work_as_a_known_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the time of a refusal does not tell which ids there are; the digests are compared in constant time."""
+    key, record = make_key("one", "one", [Role.SERVE], 0.0)
+    ring = KeyRing([record, record_of("own", "own", "own", [Role.ADMIN])])
+    compared: list[tuple[bytes, bytes]] = []
+
+    def compare(first: bytes, second: bytes) -> bool:
+        compared.append((first, second))
+        return first == second
+
+    monkeypatch.setattr("services.api.access.keys.hmac.compare_digest", compare)
+    for wrong in (f"{key[:-1]}!", f"fsk-{'0' * 12}-{key.split('-', 2)[2]}"):
+        compared.clear()
+        assert ring.find(wrong.encode()) is None
+        assert [len(each) for pair in compared for each in pair] == [32] * 4
+
+
 def test_an_admin_key_allows_everything_and_the_operators_own_key_is_found() -> None:
     ring = KeyRing([record_of("own key of mine", "api-key", "default", [Role.ADMIN])])
     caller = ring.find(b"own key of mine")
