@@ -17,7 +17,7 @@ import pytest
 from core.config.access import AccessConfig
 from core.messages.log import RequestTrace
 from services.api.access.door import Door, DoorSettings, door_settings
-from services.api.access.failures import MAX_ADDRESSES, MAX_SLOWED, Failures
+from services.api.access.failures import MAX_ADDRESSES, MAX_SLOWED, SLOW_S, Failures
 from services.api.access.install import route_paths
 from services.api.access.key_file import KeyFile, changed_key_file
 from services.api.access.keys import Role, Tenant
@@ -327,6 +327,28 @@ def test_hundreds_of_wrong_keys_are_slowed_and_right_ones_are_not(tmp_path: Path
         assert http.get("/v1/models", headers=server.bearer("serve")).status_code == 200
         assert server.registry.get_sample_value("farsight:failed_keys_total", {"reason": "wrong"}) == 250
         assert (len(server.door.failures), server.door.failures.num_slowed) == (1, 0)
+
+
+async def test_only_so_many_answers_are_held_back_at_once(
+    encoder: PromptEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[float] = []
+    door = Door(DoorSettings(api_key="k" * 32, failures_per_minute=1), now=lambda: 0.0)
+    transport = httpx.ASGITransport(build_app(ScriptedBackend(), encoder, door=door))
+
+    async def hold(seconds: float) -> None:
+        held.append(seconds)
+        assert door.failures.num_slowed == 1
+
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        with monkeypatch.context() as patched:
+            patched.setattr("services.api.access.gate.asyncio.sleep", hold)
+            codes = [(await client.get("/v1/models", headers={"x-api-key": "x"})).status_code for _ in range(3)]
+            assert (codes, held) == ([401, 429, 429], [SLOW_S, SLOW_S])
+            door.failures.num_slowed = MAX_SLOWED
+            assert (await client.get("/v1/models", headers={"x-api-key": "x"})).status_code == 429
+            assert len(held) == 2
+            assert (await client.get("/v1/models", headers={"x-api-key": "k" * 32})).status_code == 200
 
 
 def test_failures_are_kept_in_bounded_memory() -> None:
