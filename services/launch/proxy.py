@@ -31,6 +31,20 @@ def wait_routed(stages: Stages, stage: Stage) -> None:
             stages.check(stage)
 
 
+def http_options(server: ServerConfig, access: AccessConfig, proxy: str) -> dict[str, Any]:
+    """The options under which Ray Serve starts its HTTP servers.
+
+    HAProxy listens on ``server.host`` and speaks TLS by itself (``services.proxy.haproxy_config``). Ray's servers behind
+    it, the ingress replicas and the fallback proxy, listen where these options say: on the loopback interface.
+    """
+    options: dict[str, Any] = {"host": server.host, "port": server.port}
+    if proxy == "haproxy":
+        return options | {"host": LOOPBACK}
+    if access.tls_cert:
+        options |= {"ssl_certfile": access.tls_cert, "ssl_keyfile": access.tls_key}
+    return options
+
+
 class ProxyStart:
     """A proxy that is about to start. Its constructor returns when the controller is up.
 
@@ -40,20 +54,14 @@ class ProxyStart:
     Args:
         server: Its address and port.
         access: Its TLS.
-        proxy: ``serve`` or ``haproxy``, which listens on ``server.host`` itself (``services.proxy.haproxy_config``):
-            Ray's own servers behind it, the ingress replicas and the fallback proxy, then keep to the loopback
-            interface.
+        proxy: ``serve`` or ``haproxy``.
     """
 
     def __init__(self, server: ServerConfig, access: AccessConfig, proxy: str) -> None:
         from ray.serve._private import api
 
         logging.getLogger("ray.serve").setLevel(logging.WARNING)  # Ray's log lines here are meant for its developers.
-        self._http_options: dict[str, Any] = {"host": server.host, "port": server.port}
-        if proxy == "haproxy":
-            self._http_options["host"] = LOOPBACK
-        elif access.tls_cert:
-            self._http_options |= {"ssl_certfile": access.tls_cert, "ssl_keyfile": access.tls_key}
+        self._http_options = http_options(server, access, proxy)
         create: Any = api._create_controller_and_proxy_refs
         self._controller, self._proxies = create(
             http_options=self._http_options,
