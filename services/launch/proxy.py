@@ -34,8 +34,8 @@ def wait_routed(stages: Stages, stage: Stage) -> None:
 def http_options(server: ServerConfig, access: AccessConfig, proxy: str) -> dict[str, Any]:
     """The options under which Ray Serve starts its HTTP servers.
 
-    HAProxy listens on ``server.host`` and speaks TLS by itself (``services.proxy.haproxy_config``). Ray's servers behind
-    it, the ingress replicas and the fallback proxy, listen where these options say: on the loopback interface.
+    HAProxy listens on ``server.host`` and speaks TLS by itself (``services.proxy.haproxy_config``). Ray's servers
+    behind it, the ingress replicas and the fallback proxy, listen on the loopback interface.
     """
     options: dict[str, Any] = {"host": server.host, "port": server.port}
     if proxy == "haproxy":
