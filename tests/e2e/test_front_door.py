@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import ssl
 import subprocess
@@ -86,19 +87,30 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         server.stop()
 
 
+def listening(server: Server) -> set[tuple[str, int]]:
+    """Addresses that the server's processes listen on; a process that is just ending tells none."""
+    found = set()
+    for process in server.children():
+        with contextlib.suppress(psutil.Error):
+            connections = process.net_connections("tcp")
+            found |= {(each.laddr.ip, each.laddr.port) for each in connections if each.status == psutil.CONN_LISTEN}
+    return found
+
+
 def test_only_the_frontend_listens_on_the_address_of_the_service(guarded: Guarded) -> None:
-    listening = set()
-    for process in guarded.server.children():
-        try:
-            found = process.net_connections("tcp")
-        except psutil.Error:
-            continue
-        listening |= {(each.laddr.ip, each.laddr.port) for each in found if each.status == psutil.CONN_LISTEN}
-    assert {port for ip, port in listening if ip == HOST} == {guarded.server.port}
-    http_ports = {(ip, port) for ip, port in listening if 30_000 <= port <= 32_700}
-    assert len(http_ports) >= 4  # two ingress replicas, the fallback proxy, HAProxy's own pages
-    assert {ip.removeprefix("::ffff:") for ip, _ in http_ports} == {"127.0.0.1"}
-    assert ("0.0.0.0", guarded.server.port) not in listening
+    """Each time that one looks; HAProxy replaces its process whenever an ingress replica has come."""
+    seen: set[tuple[str, int]] = set()
+    frontend = (HOST, guarded.server.port)
+
+    def is_complete() -> bool:
+        seen.update(listening(guarded.server))
+        http_ports = {(ip, port) for ip, port in seen if 30_000 <= port <= 32_700}
+        assert {ip.removeprefix("::ffff:") for ip, _ in http_ports} <= {"127.0.0.1"}
+        assert {(ip, port) for ip, port in seen if ip == HOST or port == frontend[1]} <= {frontend}
+        return frontend in seen and len(http_ports) >= 4
+
+    # Two ingress replicas, the fallback proxy, and HAProxy's own pages.
+    wait_until(is_complete, f"these alone listen: {seen}")
 
 
 def test_a_key_is_asked_for(guarded: Guarded) -> None:
