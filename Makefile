@@ -8,6 +8,8 @@ TORCH_VERSION = $(shell sed -n 's/^torch==//p' constraints.txt)
 ARGS ?=
 # Processes that run tests beside each other, each file in one of them; 0: this one alone.
 TEST_PROCESSES ?= 2
+# The same for `make coverage`, whose tests start no server and so share no cores with one.
+COVERAGE_PROCESSES ?= 4
 # One room alone: make test ROOM=policies
 ROOM ?=
 TESTS = $(if $(ROOM),$(wildcard tests/unit/$(ROOM)) $(ROOM_TESTS_$(ROOM)),tests)
@@ -20,7 +22,7 @@ FAST = $(addprefix tests/unit/,core tokenization kvcache policies predictor esti
 PYTEST = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 CODE = farsight_rooms.py core tokenization kvcache policies predictor estimator engine actors simulator services benchmarks tools tests
 
-.PHONY: help setup setup-dev serve test test-fast test-long coverage check format clean
+.PHONY: help setup setup-dev serve test test-fast test-long coverage check check-types check-rest format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,22 +40,27 @@ test: setup-dev ## Run every test that needs no GPU and takes no minutes (one ro
 test-fast: setup-dev ## Run the pure tests: no Ray, no HTTP, no model
 	$(PYTEST) -m "not gpu and not long and not torch" $(FAST) $(ARGS)
 
-test-long: setup-dev ## Run what takes minutes: every seed of the protocol, every run of a reproduction
-	PROTOCOL_NUM_SEEDS=10000 $(PYTEST) -m "not gpu" $(ARGS)
+test-long: setup-dev ## Run every test: all seeds of random tests, all reproductions, all variants
+	PROTOCOL_NUM_SEEDS=10000 FUZZ_VOLUME=4 $(PYTEST) -m "not gpu" $(ARGS)
 
-# The tests that start no server and no Ray: what they reach of each room is docs/coverage.md.
+# The tests that start no server and no Ray, each at the volume of `make test`: within 25 minutes on four free cores.
 coverage: setup-dev ## Measure the branches that the pure tests take, and write docs/coverage.md
 	$(VENV)/bin/coverage erase
-	PYTHONDONTWRITEBYTECODE= $(VENV)/bin/coverage run -m pytest -q -m "not gpu" -n 2 --dist loadfile \
-		tests/unit tests/sim tests/protocol $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(VENV)/bin/coverage run -m pytest -q -m "not gpu and not long" -n $(COVERAGE_PROCESSES) \
+		--dist loadfile --no-loadscope-reorder tests/unit tests/sim tests/protocol $(ARGS)
 	$(VENV)/bin/coverage combine -q
 	$(VENV)/bin/coverage json -q -o .coverage.json
 	$(VENV)/bin/python -m tools.coverage_table .coverage.json docs/coverage.md
 
-check: setup-dev ## Lint, format, types, dependency rule, prose, site of the documentation
+# `make -j2 check` runs both halves at once; the types take most of the time.
+check: check-types check-rest ## Lint, format, types, dependency rule, prose, site of the documentation
+
+check-types: setup-dev
+	$(VENV)/bin/mypy
+
+check-rest: setup-dev
 	$(VENV)/bin/ruff check $(CODE)
 	$(VENV)/bin/ruff format --check $(CODE)
-	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-cache
 	$(VENV)/bin/mkdocs build --strict --quiet
 	$(VENV)/bin/python -m tools.prose_check

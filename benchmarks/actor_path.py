@@ -31,7 +31,8 @@ from core.config.load import FarsightConfig
 from core.config.model import ModelConfig
 from core.config.scheduling import SchedulerConfig
 from core.request import SamplingParams
-from services.bench.requests import BenchRequest, Part
+from services.api.requests import unnamed_request
+from services.bench.requests import BenchRequest, PromptPart
 from services.bench.statistics import percentile
 
 PROMPT_LEN = 32
@@ -88,7 +89,7 @@ def _as_replica(work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
 
 
 async def _measure(site: Any, args: argparse.Namespace) -> dict[str, Any]:
-    from services.ingress.connect import open_client
+    from services.ingress.ingress import open_client
 
     client = await open_client(site)
     try:
@@ -119,7 +120,7 @@ async def _one(client: Any, seed: int, max_tokens: int) -> tuple[float, int]:
     """Time to the first token and number of tokens of one request."""
     sampling = SamplingParams(max_tokens, ignore_eos=True)
     began, first_s, count = time.perf_counter(), 0.0, 0
-    async with aclosing(client.stream(_prompt(seed, client.model.vocab_size), sampling)) as deltas:
+    async with aclosing(client.stream(unnamed_request(_prompt(seed, client.model.vocab_size), sampling))) as deltas:
         async for delta in deltas:
             first_s = first_s or time.perf_counter() - began
             count += len(delta.token_ids)
@@ -127,7 +128,7 @@ async def _one(client: Any, seed: int, max_tokens: int) -> tuple[float, int]:
 
 
 def _prompt(seed: int, vocab_size: int) -> tuple[int, ...]:
-    return tuple(BenchRequest(0, 1, (Part(seed, PROMPT_LEN),)).prompt_ids(vocab_size, salt=0))
+    return tuple(BenchRequest(0, 1, (PromptPart(seed, PROMPT_LEN),)).prompt_ids(vocab_size, salt=0))
 
 
 async def _snapshot(client: Any) -> dict[str, Any]:

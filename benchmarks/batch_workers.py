@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.live_presets.live import Hardware, run_live
+from core.config.scheduling import BatchConfig
 from estimator.device_profile import A100_7B
 from simulator import predictors
 from simulator.cluster.records import Record
@@ -21,7 +22,7 @@ from simulator.experiment import Experiment
 from simulator.run import run as simulate
 from simulator.traffic.arrivals import AllAtOnce
 from simulator.traffic.lengths import LengthPair, Uniform
-from simulator.traffic.workload import Arrival
+from simulator.traffic.workload import SimRequest
 from simulator.traffic.workloads import draw
 
 LENGTHS = LengthPair(Uniform(16, 128), Uniform(8, 256), 256)
@@ -29,6 +30,7 @@ KV_TOKENS = 121_000
 MAX_NUM_SEQS = 256
 CHUNK = 512
 PRESETS = ("magnus", "multi-bin")
+BATCH: dict[str, Any] = {"num_bins": 8, "max_wait_s": 1.0}
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -55,20 +57,27 @@ def main(words: Sequence[str] | None = None) -> None:
             print(f"{preset:10} {num:7d} {cells}", flush=True)
 
 
-def _live(preset: str, arrivals: list[Arrival], num_workers: int) -> tuple[float, float]:
+def _live(preset: str, arrivals: list[SimRequest], num_workers: int) -> tuple[float, float]:
     """Requests per second, and the mean lateness of a timer."""
     hardware = Hardware(A100_7B, KV_TOKENS, 0, MAX_NUM_SEQS, CHUNK + MAX_NUM_SEQS)
     settings: dict[str, dict[str, Any]] = {
         "scheduler": {"preset": preset, "execution": "static"},
         "model": {"replicas": num_workers},
-        "batch": {"num_bins": 8, "max_wait_s": 1.0},
+        "batch": dict(BATCH),
     }
     served = run_live(arrivals, hardware, settings)
     return _throughput(served.records), served.lag_s
 
 
-def _simulated(preset: str, arrivals: list[Arrival], num_workers: int) -> float:
-    experiment = Experiment(preset=preset, kv_tokens=KV_TOKENS, max_num_seqs=MAX_NUM_SEQS, num_replicas=num_workers)
+def _simulated(preset: str, arrivals: list[SimRequest], num_workers: int) -> float:
+    experiment = Experiment(
+        preset=preset,
+        kv_tokens=KV_TOKENS,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_batch_tokens=CHUNK + MAX_NUM_SEQS,
+        num_replicas=num_workers,
+        batch=BatchConfig(**BATCH),
+    )
     return _throughput(simulate(experiment, arrivals).recorder.done)
 
 

@@ -92,7 +92,7 @@ def _dechunked(body: bytes) -> bytes:
     return b"".join(parts)
 
 
-class _Connection(asyncio.Protocol):
+class Connection(asyncio.Protocol):
     """One request on a connection of its own, as clients that do not know each other come."""
 
     def __init__(self, request: bytes) -> None:
@@ -122,7 +122,7 @@ async def load(port: int, count: int, in_flight: int, *, stream: bool, max_token
         async with free:
             request = _request(index, stream=stream, max_tokens=max_tokens, words=words)
             try:
-                _, connection = await loop.create_connection(lambda: _Connection(request), "127.0.0.1", port)
+                _, connection = await loop.create_connection(lambda: Connection(request), "127.0.0.1", port)
             except OSError as error:
                 answers.add(b"", stream=stream)
                 answers.wrong.setdefault("no reply", repr(error))
@@ -273,7 +273,7 @@ def judge_runs(runs: list[dict[str, Any]], args: argparse.Namespace) -> list[str
 
 def _command(folder: Path, args: argparse.Namespace) -> ServerCommand:
     (folder / "profile.json").write_text(json.dumps(PROFILE))
-    settings = f"[server]\nmax_queued_requests = {args.max_queued}\nmax_queued_tokens = 10000000\n"
+    settings = f"[server]\nmax_queued_requests = {args.max_queued}\nmax_queued_tokens = 10000000\nmax_wait_s = 0\n"
     (folder / "farsight.toml").write_text(settings)
     port = free_port()
     words = [sys.executable, "-m", "services.cli", "serve", "--port", str(port), "--kv-memory", "64MiB"]

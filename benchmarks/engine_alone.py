@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.common.servers import vocab_size
 from benchmarks.step_timing import StepLog, TimedRunner, detokenizing
-from core.config.engine import BACKENDS, EngineConfig
+from core.config.engine import BACKENDS, WEIGHTS, EngineConfig
 from core.request import SamplingParams
 from engine.engine import Engine
 from services.bench.report import cell, markdown_table, provenance, write_json
@@ -83,7 +83,7 @@ class EngineBench:
         }
 
     def _requests(self, most_tokens: int | None = None) -> list[tuple[list[int], SamplingParams]]:
-        """Prompts that no earlier run has used, so that no cache of prefixes helps."""
+        """Prompts that no earlier run has used, so that the prefix cache does not help."""
         salt, self._num_runs = self._num_runs, self._num_runs + 1
         return [
             (
@@ -128,6 +128,7 @@ def main() -> None:
         "max_num_seqs": args.max_num_seqs,
         "num_threads": args.threads,
         "backend": args.backend,
+        "weights": args.weights,
     }
     engine = Engine(args.model, dtype=args.dtype, engine=EngineConfig(**options))
     bench = EngineBench(
@@ -169,6 +170,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--kv-memory", default="auto")
     parser.add_argument("--backend", default="auto", choices=BACKENDS)
+    parser.add_argument("--weights", default="auto", choices=WEIGHTS)
     parser.add_argument("--max-num-seqs", type=int, default=EngineConfig().max_num_seqs)
     parser.add_argument("--profile", action="store_true", help="also profile a run at the last concurrency")
     parser.add_argument("--json", type=Path, help="write every number here")

@@ -35,9 +35,9 @@ from engine.step_fault import StepFault
 from engine.worker import Runner
 from estimator.grid import StepLimits, step_grid
 from estimator.knn import MIN_BATCHES, BatchTimes, ServedBatch, padded_batch_s
-from estimator.samples import step_sample
 from estimator.step_profile import StepProfile
 from kvcache import StepBatch
+from kvcache.step_batch import step_sample
 from services.bench.report import markdown_table, provenance
 from services.commands.step_bench import StepBench, fit_steps, measure, relative_errors
 

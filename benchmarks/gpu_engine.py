@@ -32,8 +32,8 @@ from engine.attention.attention import AttentionBackend
 from engine.attention.step_sizes import StepSizes
 from engine.attention.torch_attention import TorchAttention
 from engine.checkpoint.model_config import ModelConfig
+from engine.kv.copiers import HostBlocks, StreamCopier
 from engine.kv.kv_pool import KVPool
-from engine.kv.stream_copier import HostBlocks, StreamCopier
 from engine.sequence import Sequence
 from engine.steps.backends import GraphBackend, gpu_attention
 from engine.steps.decode_graphs import Capture

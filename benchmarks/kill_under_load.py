@@ -39,7 +39,7 @@ NUM_NODES = 3
 """Beside the head: for two replicas, and for the successor of one."""
 
 HEALTH = {"health_check_period_ms": 1000, "health_check_timeout_ms": 3000, "health_check_failure_threshold": 3}
-"""How Ray looks for nodes that are lost; as docs/scaling.md recommends."""
+"""Ray's settings for the detection of lost nodes, as docs/scaling.md recommends."""
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -57,7 +57,7 @@ class Outcome:
 
     Attributes:
         gaps_s: The longest pause of each stream.
-        num_same: Streams that are as they should be.
+        num_same: Streams with the same output as without a death.
         ready_s: Seconds until every component was ready again; None if no process was killed.
     """
 
@@ -85,16 +85,16 @@ class Victims:
         os.kill(rows["router"]["pid"], signal.SIGKILL)
 
     def replica(self, rows: dict[str, dict[str, Any]]) -> None:
-        """Its worker, its scheduler and its KV offload manager."""
+        """Kills a replica: its worker, its scheduler and its KV offload manager."""
         for name in ("worker-0", "scheduler-0", "kv-offload-manager-0"):
             os.kill(rows[name]["pid"], signal.SIGKILL)
 
     def node(self, rows: dict[str, dict[str, Any]]) -> None:
-        """One with a replica."""
+        """Kills a node that has a replica."""
         self._nodes.kill(self._victim(rows))
 
     def frozen_node(self, rows: dict[str, dict[str, Any]]) -> None:
-        """The same, but nothing says that it is gone."""
+        """Freezes such a node: no connection is closed."""
         self._frozen = self._victim(rows)
         self._nodes.freeze(self._frozen)
 
@@ -106,7 +106,7 @@ class Victims:
         return min(workers - held - {""})
 
     def replace(self) -> None:
-        """As many nodes as before."""
+        """Adds a node for the lost one."""
         if self._frozen:
             self._nodes.kill(self._frozen)
             self._frozen = ""

@@ -48,6 +48,7 @@ class Shape:
 PRESETS = {
     "tiny": Shape(hidden_size=256, intermediate_size=688, num_layers=4, num_heads=8, num_kv_heads=4),
     "medium": Shape(hidden_size=768, intermediate_size=2048, num_layers=12, num_heads=12, num_kv_heads=4),
+    "large": Shape(hidden_size=1536, intermediate_size=4608, num_layers=20, num_heads=24, num_kv_heads=8),
 }
 
 

@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on this machine, of which each can be lost."""
+"""A Ray cluster of several nodes on this machine, each of which can be lost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80_000_000}
 
 
 class Nodes:
-    """A head and others.
+    """A head node and further nodes.
 
     Args:
         system_config: Ray's system configuration.
@@ -31,31 +31,31 @@ class Nodes:
 
     @property
     def num_others(self) -> int:
-        """Beside the head."""
+        """The nodes without the head node."""
         return len(self._cluster.worker_nodes)
 
     def add(self) -> None:
-        """One more, that lives when this returns."""
+        """Adds a node; returns when it is alive."""
         self._cluster.add_node(**NODE)
 
     def of(self, pid: int) -> str:
-        """The id of the node that a process belongs to; empty for the head."""
+        """Id of the node that a process belongs to; empty for the head node."""
         parents = {parent.pid for parent in psutil.Process(pid).parents()}
         return next((node.node_id for node in self._cluster.worker_nodes if _raylet(node).pid in parents), "")
 
     def remove(self, node_id: str) -> None:
-        """As Ray's own tests do: its raylet is killed, and those that it has started find that and end."""
+        """Kills only the raylet of a node, as Ray's own tests do; the processes that it started notice and end."""
         self._cluster.remove_node(self._node(node_id), allow_graceful=False)
 
     def kill(self, node_id: str) -> None:
-        """Everything on it at once; its system lives and closes the connections."""
+        """Kills every process of a node at once; the system lives and closes their connections."""
         for process in self._processes(node_id):
             with suppress(psutil.NoSuchProcess):  # it has ended with its raylet
                 process.kill()
         self.remove(node_id)
 
     def freeze(self, node_id: str) -> None:
-        """Everything on it stops at once and no connection is closed, as when a machine loses its power."""
+        """Stops every process of a node at once and closes no connection, as when a machine loses its power."""
         for process in self._processes(node_id):
             with suppress(psutil.NoSuchProcess):
                 process.suspend()

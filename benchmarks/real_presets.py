@@ -30,7 +30,7 @@ from simulator.experiment import Experiment
 from simulator.run import run as simulate
 from simulator.summary import Sla
 from simulator.traffic.arrivals import Poisson
-from simulator.traffic.workload import Arrival
+from simulator.traffic.workload import SimRequest
 from simulator.traffic.workloads import build_workload, retime
 
 MAX_LEN = 2000
@@ -76,8 +76,8 @@ class Bench:
     max_num_seqs: int
     sla: Sla
 
-    def arrivals(self, seed: int, load: float) -> list[Arrival]:
-        """Poisson, with forecasts; load 1 is what FCFS gets through when all come at once, less the last 15 %."""
+    def arrivals(self, seed: int, load: float) -> list[SimRequest]:
+        """Poisson arrivals with forecasts; load 1 is FCFS's throughput with all requests queued, less the last 15 %."""
         rng = np.random.default_rng(seed)
         drawn = build_workload("apps8", rng, 2 * self.num_requests)
         fitting = [each for each in drawn if each.prompt_len + each.output_len <= MAX_LEN]
@@ -91,7 +91,7 @@ class Bench:
         times = Poisson(load * num_done / ends[num_done - 1]).sample(rng, len(requests))
         return predictors.Noisy(SIGMA, seed)(retime(requests, times))
 
-    def simulated(self, preset: str, arrivals: list[Arrival]) -> list[Any]:
+    def simulated(self, preset: str, arrivals: list[SimRequest]) -> list[Any]:
         latency = LinearLatency(self.profile.cost, self.profile.kv_bytes, self.profile.copy_bandwidth or 5e9)
         experiment = Experiment(
             preset=preset,
@@ -103,7 +103,7 @@ class Bench:
         )
         return simulate(experiment, arrivals).recorder.done
 
-    def live(self, preset: str, execution: str, arrivals: list[Arrival]) -> Figures:
+    def live(self, preset: str, execution: str, arrivals: list[SimRequest]) -> Figures:
         hardware = Hardware(
             self.profile, self.kv_tokens, 4 * self.kv_tokens, self.max_num_seqs, 512 + self.max_num_seqs
         )
@@ -112,7 +112,7 @@ class Bench:
         return figures(served.records, self.sla, served.num_preemptions / len(arrivals))
 
     def rows(self, seeds: Sequence[int]) -> list[dict[str, Any]]:
-        """What was measured, and the simulator's prediction, for each headline."""
+        """The measured figure and the simulator's prediction for each headline."""
 
         @cache
         def measured(preset: str, execution: str, load: float, seed: int) -> tuple[Figures, Figures]:

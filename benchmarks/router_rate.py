@@ -24,7 +24,7 @@ from prometheus_client import CollectorRegistry
 
 from actors.runtime.component import ComponentContext
 from actors.runtime.names import scheduler_name
-from actors.runtime.site import Site
+from actors.runtime.peer import Site
 from actors.scheduling.router import Router
 from core.codec import decode, encode
 from core.config.load import FarsightConfig
@@ -34,7 +34,7 @@ from core.messages.fleet import ReplicaNews, ReplicaState
 from core.messages.plans import FinishedSequence, WorkerReady
 from core.messages.requests import Refusals, Submit
 from core.request import Origin, Request, SamplingParams, SequenceStatus
-from kvcache.prefix import hash_blocks
+from kvcache.block_manager import hash_blocks
 from policies.fleet.scheduler import GlobalScheduler
 
 BLOCK_SIZE = 32
@@ -118,7 +118,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     ready = WorkerReady("w", args.blocks, BLOCK_SIZE, 32_768, False, 50_000)
     for replica in replicas:
         await router.replica_state(ReplicaState(replica.scheduler.name, ready, ()))
-    for _ in range(20):  # what they cache is asked for beside
+    for _ in range(20):  # the Router also asks what they cache
         await asyncio.sleep(0)
     source = requests(args.warm_up + args.requests + args.decisions, args.tools, rng)
     spent_s, news_s, num_placed, decisions = 0.0, 0.0, 0, list[float]()
@@ -140,7 +140,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
             news_s += time.process_time() - began_s
         num_placed += len(batch)
         if num_placed == args.warm_up + args.requests:
-            decisions = _timed_decisions(router)  # clocks of CPU time are slow: not while the rate is measured
+            decisions = _timed_decisions(router)  # reading CPU clocks is slow, so not while the rate is measured
     num = args.requests
     return {
         "replicas": args.replicas,
@@ -154,7 +154,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _timed_decisions(router: Router) -> list[float]:
-    """CPU seconds of every decision from now on."""
+    """Records the CPU seconds of every decision from now on."""
     machine, times = router._machine, list[float]()
     assert isinstance(machine, GlobalScheduler)
     placement = machine._placement

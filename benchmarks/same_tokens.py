@@ -1,4 +1,4 @@
-"""Whether a seed draws the same tokens in any company: ``python -m benchmarks.same_tokens --model DIR``.
+"""Checks whether a seed draws the same tokens in any batch: ``python -m benchmarks.same_tokens --model DIR``.
 
 Each request runs alone, in one batch with all others, and once more from the middle of its output, as after the death
 of a worker. Prints how many outputs differ from that of the request alone (ADR 27).
@@ -35,10 +35,10 @@ def main() -> None:
 def compare(
     start: Callable[[], Engine], prompts: list[list[int]], num_tokens: int, temperature: float
 ) -> tuple[int, int]:
-    """How many outputs in one batch, and how many resumed ones, are not those of the request alone.
+    """How many outputs differ from those of the request alone: in one batch, and when resumed.
 
     Args:
-        start: Makes an engine; each way has its own, or it would find the KV of the one before in the prefix cache.
+        start: Makes an engine. Each case gets its own; otherwise it would find the previous KV in the prefix cache.
     """
 
     def sampling(seed: int, tokens: int) -> SamplingParams:

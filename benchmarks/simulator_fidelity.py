@@ -26,11 +26,11 @@ from benchmarks.common.servers import RunningServer, farsight_command
 from core.config.engine import EngineConfig
 from estimator.device_profile import A100_7B
 from services.bench.load import Connection, measure
-from services.bench.targets import BodyForm, Call, Target
+from services.bench.targets import BenchTarget, BodyForm, Call
 from services.commands.logged_traffic import Traffic, read_traffic
 from simulator.experiment import Experiment
 from simulator.run import run
-from simulator.traffic.workload import Arrival
+from simulator.traffic.workload import SimRequest
 from simulator.traffic.workloads import build_workload
 
 WORKLOADS = {"gsm8k-like": 25.0, "sharegpt-like": 3.0, "zipf": 4.0}
@@ -42,7 +42,7 @@ NUM_SEQS = 8
 KV_TOKENS = 8_192
 READY_S = 120.0
 LOGGED_S = 10.0
-"""So long after the last answer its record may take to be in the log."""
+"""Longest wait in seconds after the last answer until its record is in the log."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def _row(
 ) -> FidelityRow:
     arrivals = build_workload(name, np.random.default_rng(1), num_requests, rate)
     began_at = time.time()
-    target = Target(name, server.command.base_url, server.command.model_name)
+    target = BenchTarget(name, server.command.base_url, server.command.model_name)
     calls = [_call(i, each, server.command.model_name) for i, each in enumerate(arrivals)]
     result = measure(target, calls, Connection(BodyForm(), keep_alive=True), [each.arrived_at for each in arrivals])
     if errors := [answer.failure for answer in result.answers if answer.failure]:
@@ -148,7 +148,7 @@ def _row(
     return FidelityRow(name, preset, num_requests, live, simulated)
 
 
-def _call(index: int, arrival: Arrival, model: str) -> Call:
+def _call(index: int, arrival: SimRequest, model: str) -> Call:
     """Prompts that share nothing; where the output ends is hidden from the scheduler."""
     prompt = random.Random(index).choices(range(5, 200), k=min(arrival.prompt_len, MAX_MODEL_LEN // 2))
     output_len = min(arrival.output_len, MAX_MODEL_LEN // 2)

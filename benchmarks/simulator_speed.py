@@ -17,7 +17,7 @@ from policies.replica.scheduler import SchedulerLimits
 from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.latency import A100_7B
 from simulator.cluster.replica import ReplicaShape
-from simulator.traffic.workload import Arrival
+from simulator.traffic.workload import SimRequest
 
 _LIMITS = SchedulerLimits(256, standby_slots=0)
 
@@ -26,7 +26,7 @@ def fcfs_steps(num_requests: int = 3000) -> Row:
     """Sequence-steps a second of continuous batching, first come, first served, on one replica that is always full."""
     rng = np.random.default_rng(0)
     lens = rng.integers(100, 1000, (num_requests, 2))
-    arrivals = [Arrival(f"r{i}", 0.0, int(p), int(o), 1000) for i, (p, o) in enumerate(lens)]
+    arrivals = [SimRequest(f"r{i}", 0.0, int(p), int(o), 1000) for i, (p, o) in enumerate(lens)]
     fleet = Fleet(
         FleetShape(ReplicaShape(20_000), A100_7B), build_router("fcfs"), lambda i: build_scheduler("fcfs", _LIMITS)
     )
@@ -53,14 +53,14 @@ def e2_fleet(num_requests: int, num_replicas: int = 1000) -> list[Row]:
     ]
 
 
-def _shared_prompts(num_requests: int, rate: float) -> Iterator[Arrival]:
+def _shared_prompts(num_requests: int, rate: float) -> Iterator[SimRequest]:
     """Prompts of 256 tokens, the first 128 of them one of 500 prefixes."""
     rng = np.random.default_rng(0)
     at = 0.0
     for i in range(num_requests):
         at += float(rng.exponential(1 / rate))
         group = int(rng.integers(0, 500))
-        yield Arrival(f"r{i}", at, 256, 100, 100, (2 * group, 2 * group + 1))
+        yield SimRequest(f"r{i}", at, 256, 100, 100, (2 * group, 2 * group + 1))
 
 
 def main() -> None:

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from unittest import mock
 
-from engine.sequence import Sequence
+from engine.sequence import OutputText, Sequence
 from engine.step_fault import StepFault
-from engine.text.detokenizer import OutputText
 from engine.worker import Runner
 from kvcache import StepBatch
 

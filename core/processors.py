@@ -24,15 +24,38 @@ def usable_processors(root: Path = Path("/")) -> int:
     return max(1, count if quota is None else min(count, int(quota)))
 
 
-def compute_threads(asked: int, num_sharers: int) -> int:
+def compute_threads(asked: int, num_sharers: int, root: Path = Path("/")) -> int:
     """Number of compute threads of a worker on CPUs.
 
     Args:
         asked: The configured number; 0 shares all processors but one, which serves HTTP and scheduling, among the
-            workers.
+            workers. A worker gets no more threads than a NUMA node has processors: the threads of a step read the same
+            memory, and those on another node read it several times as slowly.
         num_sharers: Workers on this machine.
+        root: As for ``usable_processors``.
     """
-    return asked or max(1, (usable_processors() - 1) // num_sharers)
+    if asked:
+        return asked
+    largest_node = max((len(node) for node in numa_nodes(root)), default=usable_processors(root))
+    return max(1, min((usable_processors(root) - 1) // num_sharers, largest_node))
+
+
+def numa_nodes(root: Path = Path("/")) -> list[frozenset[int]]:
+    """Processors that this process may use, by NUMA node; empty if the system does not tell.
+
+    Args:
+        root: As for ``usable_processors``; the affinity mask is that of this process in any case.
+    """
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    files = sorted((root / "sys/devices/system/node").glob("node[0-9]*/cpulist"))
+    nodes = [_processors_of(_read(path)) & usable for path in files]
+    return [frozenset(node) for node in nodes if node]
+
+
+def _processors_of(cpulist: str) -> set[int]:
+    """Numbers in a list of ranges such as ``0-3,8``."""
+    ranges = re.findall(r"(\d+)(?:-(\d+))?", cpulist)
+    return {number for first, last in ranges for number in range(int(first), int(last or first) + 1)}
 
 
 def quota_processors(root: Path = Path("/")) -> float | None:

@@ -227,8 +227,8 @@ class Request:
             request.
         forecast: Forecast of the whole output length; None if it did not come in time.
         expected_cached_len: Prompt tokens that its replica is believed to have in its prefix cache.
-        prefix_hashes: Chained hashes of the prompt's full blocks (``kvcache.prefix``), made by the ingress; empty where
-            placement does not look at prefixes, and for a request that can share none.
+        prefix_hashes: Chained hashes of the prompt's full blocks (``kvcache.block_manager``), made by the ingress;
+            empty where placement does not look at prefixes, and for a request that can share none.
         cache_salt: Only requests of the same salt share cached prefixes.
         source: None where no replica asks for it (``[[replica]] prompt``), or the client sent token ids.
     """

@@ -10,10 +10,11 @@ from core.config.engine import EngineConfig
 from core.config.scheduling import SchedulerConfig
 from core.errors import ConfigError
 from core.messages.plans import WorkerReady
+from engine.checkpoint.check import check_checkpoint
 from engine.checkpoint.model_config import load_model_config, resolve_max_model_len
 from engine.devices.emulated_device import emulate_device
 from engine.parallel.mesh import ALONE, Mesh, check_parallel
-from engine.text.detokenizer import Detokenizer
+from engine.sequence import Detokenizer
 from engine.worker import Worker
 from kvcache import BatchLimits, BlockManager, LeaseExecutor, PipelinedExecutor, PlanExecutor, StaticExecutor
 from policies.compose import follows_prefixes, swaps_kv
@@ -24,8 +25,12 @@ if TYPE_CHECKING:
     from engine.parallel.links import Ranks
 
 
+BITS = {"full": 0, "int8": 8, "int4": 4}
+"""What ``engine.weights`` rounds the matrices to; 0 leaves them."""
+
+
 def check_worker(model_dir: Path, engine: EngineConfig, mesh: Mesh = ALONE) -> None:
-    """Refuses, before anything is loaded, a configuration that could not be built.
+    """Refuses, before anything is loaded, a configuration that could not be built, or a damaged checkpoint.
 
     Args:
         mesh: The ranks that the model is spread over.
@@ -40,6 +45,7 @@ def check_worker(model_dir: Path, engine: EngineConfig, mesh: Mesh = ALONE) -> N
         emulate_device(config, load_tokenizer(model_dir), engine)  # costs nothing, and holds nothing
     else:
         resolve_max_model_len(config, engine.max_model_len)
+        check_checkpoint(model_dir, config)
 
 
 def build_worker(
@@ -69,12 +75,12 @@ def build_worker(
         engine = dataclasses.replace(engine, host_kv_memory="0", prefix_cache=False)
     config = load_model_config(model_dir)
     tokenizer = load_tokenizer(model_dir)
-    packed = (find_preset(scheduler.preset).weights if engine.weights == "auto" else engine.weights) == "int4"
+    weights = find_preset(scheduler.preset).weights if engine.weights == "auto" else engine.weights
     if ranks is not None:
         from engine.parallel.device import load_parallel_device
 
-        if packed:
-            raise ConfigError("engine.weights", "int4", "full where a replica has several ranks")
+        if weights != "full":
+            raise ConfigError("engine.weights", weights, "full where a replica has several ranks")
         device = load_parallel_device(
             model_dir,
             config,
@@ -92,7 +98,7 @@ def build_worker(
             from engine.devices.cuda_device import load_device
         else:
             from engine.devices.model_device import load_device
-        device = load_device(model_dir, config, dtype_name, engine, num_replicas, swaps=swaps, packed=packed)
+        device = load_device(model_dir, config, dtype_name, engine, num_replicas, swaps=swaps, bits=BITS[weights])
     limits = BatchLimits(engine.max_num_seqs, engine.max_batch_tokens)
     blocks = BlockManager(device.num_blocks, engine.kv_block_size, device.token_bytes * engine.kv_block_size)
     num_slots = device.num_blocks * engine.kv_block_size

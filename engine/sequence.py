@@ -1,32 +1,97 @@
-"""The token state of a request while an engine holds it."""
+"""A request while an engine has it: its tokens, and the text that a client may see of them.
+
+Two things hold text back: a character whose bytes are incomplete, and a tail that may be the beginning of a stop
+string.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+
+from tokenizers import Tokenizer
 
 from core.messages.tokens import TokenLogprobs
 from core.request import Request, SamplingParams
+from engine.text.stop_strings import StopStrings
+from kvcache import SequenceState
+from tokenization.text_stream import TextDecoder, TextStream
 
 
-@dataclass(slots=True)
-class Sequence:
-    """A request and its tokens.
+class Detokenizer:
+    """Starts the text of each sequence; one per tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._decoder = TextDecoder(tokenizer)
+        self.special_ids = self._decoder.special_ids
+
+    def start(self, stop: SequenceOf[str] = (), prompt_ids: SequenceOf[int] = ()) -> OutputText:
+        """The text of an output that ends before the first of the ``stop`` strings and follows ``prompt_ids``."""
+        return OutputText(self._decoder.start(prompt_ids), stop)
+
+
+class OutputText:
+    """The text of one output; ``StopStrings`` says where a stop string ends it."""
+
+    __slots__ = ("_stop", "_stream")
+
+    def __init__(self, stream: TextStream, stop: SequenceOf[str]) -> None:
+        self._stream = stream
+        self._stop = StopStrings(stop) if stop else None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has ended the text."""
+        return self._stop is not None and self._stop.stopped
+
+    def push(self, token_id: int, may_stop: bool = True) -> str:
+        """Adds a token; returns the text that the client may see now, possibly none.
+
+        Args:
+            may_stop: Whether a stop string that this token completes ends the text.
+        """
+        if self._stop is None:
+            return self._stream.push(token_id)
+        if self._stop.stopped:
+            return ""
+        text = self._stream.push(token_id)
+        return self._stop.push(text, may_stop) if text else ""
+
+    def flush(self) -> str:
+        """The text still held back, when the output has ended; half a character becomes U+FFFD."""
+        if self._stop is None:
+            return self._stream.flush()
+        if self._stop.stopped:
+            return ""
+        rest = self._stream.flush()
+        shown = self._stop.push(rest) if rest else ""
+        return shown + self._stop.flush()
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence(SequenceState):
+    """The worker's record of a request, with its tokens and its text.
 
     Attributes:
-        token_ids: Prompt and output so far.
+        token_ids: Prompt and output so far; ``num_tokens`` follows when the step is booked.
+        text: What its tokens have become; set before it runs.
         prompt_logprobs: Known log probabilities of the prompt's tokens except the first; None if the client did not
             ask.
-        block_hashes: Hashes of its first full blocks, as many as were needed so far (``kvcache.prefix``).
-        stop_token_ids: Stop tokens of the request, looked up at every token.
+        block_hashes: Hashes of its first full blocks, as many as were needed so far (``kvcache.block_manager``).
+        sampling: As in the request; looked up at every token, as is the next.
+        stop_token_ids: Stop tokens of the request.
     """
 
     request: Request
     token_ids: list[int]
+    text: OutputText = field(init=False, repr=False)
     prompt_logprobs: list[TokenLogprobs] | None = None
     block_hashes: list[int] = field(default_factory=list)
+    sampling: SamplingParams = field(init=False)
     stop_token_ids: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.sampling = self.request.sampling
         self.stop_token_ids = frozenset(self.sampling.stop_token_ids)
 
     @classmethod
@@ -34,20 +99,14 @@ class Sequence:
         """A sequence as its attempt begins it."""
         # A client that has got output has got what comes with its first token.
         waits = request.sampling.prompt_logprobs and not request.output_ids
-        return cls(request, [*request.prompt_ids, *request.output_ids], [] if waits else None)
-
-    @property
-    def sampling(self) -> SamplingParams:
-        return self.request.sampling
-
-    @property
-    def prompt_len(self) -> int:
-        return self.request.prompt_len
-
-    @property
-    def output_len(self) -> int:
-        return len(self.token_ids) - self.request.prompt_len
-
-    @property
-    def output_ids(self) -> list[int]:
-        return self.token_ids[self.request.prompt_len :]
+        token_ids = [*request.prompt_ids, *request.output_ids]
+        return cls(
+            request.request_id,
+            request.attempt,
+            request.prompt_len,
+            request.max_total_len,
+            len(token_ids),
+            request=request,
+            token_ids=token_ids,
+            prompt_logprobs=[] if waits else None,
+        )

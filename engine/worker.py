@@ -9,26 +9,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Protocol
+from typing import Protocol, cast
 
 from core.errors import IntegrityError
 from core.messages.plans import FinishedSequence, Plan, WorkerReady, WorkerState
 from core.messages.requests import Key
 from core.messages.tokens import DeltaLogprobs, TokenDelta
 from core.request import Fault, Request, SamplingParams, SequenceStatus
-from engine.emission import Emission, Output
-from engine.held_back import HeldBack, joined_outputs
+from engine.emission import Emission, HeldBack, Output, joined_outputs
 from engine.sampling.logged_tokens import LoggedTokens
-from engine.sequence import Sequence
+from engine.sequence import Detokenizer, OutputText, Sequence
 from engine.step_fault import StepFault
-from engine.text.detokenizer import Detokenizer, OutputText
 from kvcache import KVCopy, PlanExecutor, StepBatch
-from kvcache.prefix import are_hashes_of, extend_hashes, root_of, salted_root
+from kvcache.block_manager import are_hashes_of, extend_hashes, root_of, salted_root
 
 logger = logging.getLogger(__name__)
 
 
-Prepared = dict[Key, tuple[Sequence, OutputText]]
+Prepared = dict[Key, Sequence]
 """New requests of a plan, ready to run."""
 
 
@@ -93,15 +91,19 @@ class Worker:
         self.ready = ready
         self._detokenizer = detokenizer
         self._eos = frozenset(eos_token_ids)
-        self._sequences: dict[str, Sequence] = {}
-        self._texts: dict[str, OutputText] = {}
         self._pending: Plan | None = None
         self._prepared: Prepared = {}
         self._copier = copier
         self._held_back = HeldBack() if executor.returns_together else None
         self._prefix_cache = prefix_cache
+        executor.make_sequence = self._prepared_sequence
         if prefix_cache:
             executor.share_prefixes(self._block_hashes)
+
+    @property
+    def _sequences(self) -> dict[str, Sequence]:
+        """What the executor holds, all of it made here."""
+        return cast("dict[str, Sequence]", self.executor.sequences)
 
     def _block_hashes(self, request_id: str, num_blocks: int) -> list[int]:
         return self._hash(self._sequences[request_id], num_blocks)
@@ -135,15 +137,23 @@ class Worker:
         for slot in plan.slots:
             request = slot.request
             if request is not None and not self._has(request):
-                sequence = Sequence.of(request)
-                if self._prefix_cache:
-                    self._take_hashes(sequence)
-                prepared[request.request_id, request.attempt] = sequence, self._start_text(request)
+                prepared[request.request_id, request.attempt] = self._make_sequence(request)
         return prepared
+
+    def _make_sequence(self, request: Request) -> Sequence:
+        sequence = Sequence.of(request)
+        sequence.text = self._start_text(request)
+        if self._prefix_cache:
+            self._take_hashes(sequence)
+        return sequence
+
+    def _prepared_sequence(self, request: Request) -> Sequence:
+        """The executor's ``make_sequence``."""
+        return self._prepared.get((request.request_id, request.attempt)) or self._make_sequence(request)
 
     def _has(self, request: Request) -> bool:
         sequence = self._sequences.get(request.request_id)
-        return sequence is not None and sequence.request.attempt >= request.attempt
+        return sequence is not None and sequence.attempt >= request.attempt
 
     def offer_plan(self, plan: Plan, prepared: Prepared | None = None) -> None:
         """Keeps the newest plan for the next step boundary, with the result of ``prepare``."""
@@ -183,11 +193,10 @@ class Worker:
             self._copier.wait()
 
     def _apply(self, plan: Plan) -> None:
-        for request_id in self.executor.apply_plan(plan):
-            self._drop(request_id)
-        for (request_id, _), (sequence, text) in self._prepared.items():
-            if self.executor.holds(request_id) and not self._has(sequence.request):
-                self._sequences[request_id], self._texts[request_id] = sequence, text
+        forgotten = self.executor.apply_plan(plan)
+        if self._held_back is not None:
+            for request_id in forgotten:
+                self._held_back.take(request_id)
         self._prepared = {}
 
     def _start_text(self, request: Request) -> OutputText:
@@ -196,12 +205,6 @@ class Worker:
         for index, token in enumerate(request.output_ids):
             _push(text, token, index, request.sampling)
         return text
-
-    def _drop(self, request_id: str) -> None:
-        del self._sequences[request_id]
-        del self._texts[request_id]
-        if self._held_back is not None:
-            self._held_back.take(request_id)
 
     def execute(self, batch: StepBatch) -> list[int | None]:
         """The new token of each item that samples. The slow part; touches nothing but the model and its pool."""
@@ -222,20 +225,21 @@ class Worker:
         stopped = set()
         emissions = {}
         failed = self._take_failures(batch, tokens)
+        sequences = self._sequences
         for item, token in zip(batch.items, tokens, strict=True):
             if token is None or not self.executor.counts(batch, item.request_id):
                 continue
-            sequence, text = self._sequences[item.request_id], self._texts[item.request_id]
+            sequence = sequences[item.request_id]
             start = sequence.output_len
             sequence.token_ids.append(token)
             # Only the text shows whether a stop string has come; text that is not needed for that can wait, since all
             # outputs held back would be decoded in one step.
             at_once = bool(sequence.sampling.stop) or self._held_back is not None
-            shown = self._show(sequence, text, token, start) if at_once else None
+            shown = self._show(sequence, token, start) if at_once else None
             is_first = len(sequence.token_ids) == sequence.request.known_len + 1
-            cached_len = self.executor.cached_len(item.request_id) if is_first else 0
-            emissions[item.request_id] = Emission(sequence, text, token, start, shown, cached_len)
-            if self._ends(sequence, text, token, start):
+            cached_len = (sequence.cached_len or 0) if is_first else 0
+            emissions[item.request_id] = Emission(sequence, token, start, shown, cached_len)
+            if self._ends(sequence, token, start):
                 stopped.add(item.request_id)
         if isinstance(tokens, LoggedTokens):
             self._attach_logprobs(batch, tokens, emissions)
@@ -246,7 +250,6 @@ class Worker:
             return self._release(ends, self._held_back)
         for end in ends:
             emissions[end.request_id].end = end
-            self._drop(end.request_id)
         return list(emissions.values())
 
     def _take_failures(self, batch: StepBatch, tokens: list[int | None]) -> dict[str, Emission]:
@@ -255,10 +258,10 @@ class Worker:
         for i, failure in tokens.failures.items() if isinstance(tokens, LoggedTokens) else ():
             request_id = batch.items[i].request_id
             if self.executor.counts(batch, request_id):
-                sequence, text = self._sequences[request_id], self._texts[request_id]
+                sequence = self._sequences[request_id]
                 if failure.fault is Fault.MODEL:
                     logger.error("%s fails: %s", request_id, failure.reason)
-                failed[request_id] = Emission(sequence, text, None, sequence.output_len, "", 0, failure=failure)
+                failed[request_id] = Emission(sequence, None, sequence.output_len, "", 0, failure=failure)
         return failed
 
     def _release(self, ends: Iterable[FinishedSequence], held_back: HeldBack) -> list[Emission]:
@@ -266,7 +269,6 @@ class Worker:
         emissions = []
         for end in ends:
             emissions += held_back.finish(end)
-            self._drop(end.request_id)
         return emissions
 
     def _attach_logprobs(self, batch: StepBatch, tokens: LoggedTokens, emissions: dict[str, Emission]) -> None:
@@ -296,9 +298,9 @@ class Worker:
         assert emission.token is not None, "there is a token or a failure"
         text = emission.shown
         if text is None:
-            text = self._show(sequence, emission.text, emission.token, emission.start)
+            text = self._show(sequence, emission.token, emission.start)
         if end is not None:
-            text += emission.text.flush()
+            text += sequence.text.flush()
         delta = TokenDelta(
             request_id=sequence.request.request_id,
             attempt=sequence.request.attempt,
@@ -323,8 +325,7 @@ class Worker:
             outputs += self.render(self._release(self.executor.flush(), self._held_back))
         for request_id in dict.fromkeys(item.request_id for item in batch.items + batch.padding.items):
             if self.executor.holds(request_id):
-                end = self.executor.end(request_id, SequenceStatus.FINISHED_FAILED)
-                outputs += self._failed(end, message)
+                outputs += self._end(request_id, SequenceStatus.FINISHED_FAILED, message)
         return outputs
 
     def abort_ingress(self, ingress_id: str) -> list[Output]:
@@ -332,8 +333,7 @@ class Worker:
         orphans = [rid for rid, sequence in self._sequences.items() if sequence.request.ingress_id == ingress_id]
         outputs: list[Output] = []
         for request_id in orphans:
-            end = self.executor.end(request_id, SequenceStatus.FINISHED_ABORTED)
-            outputs += self._failed(end, "the ingress replica fell silent")
+            outputs += self._end(request_id, SequenceStatus.FINISHED_ABORTED, "the ingress replica fell silent")
         return outputs
 
     @property
@@ -354,28 +354,26 @@ class Worker:
                 ids.add(request_id)
         self.executor.stall(frozenset(ids))
 
-    def _show(self, sequence: Sequence, text: OutputText, token: int, start: int) -> str:
+    def _show(self, sequence: Sequence, token: int, start: int) -> str:
         """Text that this token completes; an EOS that ends the sequence is not text."""
         sampling = sequence.sampling
         if token in self._eos and sampling.eos_ends:
             return ""
         if token in sequence.stop_token_ids:
             return ""
-        return _push(text, token, start, sampling)
+        return _push(sequence.text, token, start, sampling)
 
-    def _ends(self, sequence: Sequence, text: OutputText, token: int, start: int) -> bool:
+    def _ends(self, sequence: Sequence, token: int, start: int) -> bool:
         sampling = sequence.sampling
-        if token in sequence.stop_token_ids or text.stopped or start + 1 == sampling.benchmark_len:
+        if token in sequence.stop_token_ids or sequence.text.stopped or start + 1 == sampling.benchmark_len:
             return True
         return token in self._eos and sampling.eos_ends
 
-    def _failed(self, end: FinishedSequence, error: str) -> list[Output]:
-        """The last output of a sequence that ends for a reason outside its own text, with the output held back of
-        it.
-        """
-        request = self._sequences[end.request_id].request
-        shown = [] if self._held_back is None else self.render(self._held_back.take(end.request_id))
-        self._drop(end.request_id)
+    def _end(self, request_id: str, status: SequenceStatus, error: str) -> list[Output]:
+        """Ends a sequence for a reason outside its own text: its last output, behind what was held back of it."""
+        request = self._sequences[request_id].request
+        end = self.executor.end(request_id, status)
+        shown = [] if self._held_back is None else self.render(self._held_back.take(request_id))
         return [*shown, self._failure(request, end, error)]
 
     @staticmethod
@@ -385,11 +383,12 @@ class Worker:
         return Output(request.ingress_id, delta)
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError unless the executor holds exactly the sequences that have tokens here."""
+        """Raises IntegrityError unless the executor's books agree, and each sequence has the tokens that they say."""
         self.executor.check_integrity()
-        held = {request_id for request_id in self._sequences if self.executor.holds(request_id)}
-        if not len(held) == len(self._sequences) == len(self._texts) == self.executor.num_held:
-            raise IntegrityError(f"{self.executor.num_held} sequences held, {len(self._sequences)} with tokens")
+        for sequence in self._sequences.values():
+            known, booked = len(sequence.token_ids), sequence.num_tokens
+            if known != booked:
+                raise IntegrityError(f"{sequence.request_id}: {known} tokens are known, {booked} are booked")
 
 
 def _root(request: Request) -> int:

@@ -8,7 +8,7 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -66,7 +66,15 @@ class ServedBatch:
             raise InvalidValueError("duration_s", self.duration_s, "seconds above 0")
 
 
-def padded_batch_s(cost: StepCost, batch_size: int, prompt_len: int, output_len: int) -> float:
+class StepPrices(Protocol):
+    """Seconds of steps by their work; ``StepCost`` is one."""
+
+    def step_s(self, prefill_tokens: int, decode_seqs: int, context_tokens: int, prefill_pairs: int = 0) -> float: ...
+
+    def decode_run_s(self, decode_seqs: int, context_tokens: int, num_steps: int) -> float: ...
+
+
+def padded_batch_s(cost: StepPrices, batch_size: int, prompt_len: int, output_len: int) -> float:
     """Seconds of a batch from the cost of its steps: one prefill of all prompts, then a step for each further token."""
     pairs = attention_pairs(prompt_len, 0)
     prefill_s = cost.step_s(batch_size * prompt_len, 0, 0, batch_size * pairs)

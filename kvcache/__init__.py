@@ -1,7 +1,7 @@
 """Bookkeeping of KV blocks and of what a worker may do inside a plan. No tensors, no clock, no I/O."""
 
 from kvcache.block_manager import BlockManager
-from kvcache.held import PlanExecutor
+from kvcache.executor import PlanExecutor, SequenceState
 from kvcache.lease import LeaseExecutor
 from kvcache.pipelined import PipelinedExecutor
 from kvcache.static import StaticExecutor
@@ -15,6 +15,7 @@ __all__ = [
     "Padding",
     "PipelinedExecutor",
     "PlanExecutor",
+    "SequenceState",
     "StaticExecutor",
     "StepBatch",
     "StepItem",

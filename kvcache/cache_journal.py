@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from core.errors import IntegrityError
 from core.messages.cache import CachedRun, KVCacheEvent
-from kvcache.block_manager import BlockManager
-from kvcache.prefix import NO_PARENT
+from kvcache.block_manager import NO_PARENT, BlockManager
 
 
 class CacheJournal:

@@ -14,14 +14,13 @@ from dataclasses import dataclass, field, replace
 from core.errors import IntegrityError
 from core.messages.plans import FinishedSequence
 from core.request import Residency, SequenceStatus
-from kvcache.block_manager import BlockManager
-from kvcache.held import Held, PlanExecutor
-from kvcache.prefix import BlockHashes
+from kvcache.block_manager import BlockHashes, BlockManager
+from kvcache.executor import PlanExecutor, SequenceState
 from kvcache.step_batch import BatchLimits, KVCopy, StepBatch, StepItem
 
 
 @dataclass(slots=True)
-class Selection:
+class BatchDraft:
     """A batch in the making.
 
     Attributes:
@@ -30,7 +29,7 @@ class Selection:
 
     tokens_left: int
     items: list[StepItem] = field(default_factory=list)
-    chosen: list[Held] = field(default_factory=list)
+    chosen: list[SequenceState] = field(default_factory=list)
     may_start: bool = True
     arising: set[int] = field(default_factory=set)
     num_seen: int = 0
@@ -44,7 +43,7 @@ class _Flight:
 
     to: Residency
     num_blocks: int
-    held: Held | None
+    held: SequenceState | None
 
 
 class LeaseExecutor(PlanExecutor):
@@ -60,14 +59,14 @@ class LeaseExecutor(PlanExecutor):
         self._copies: list[KVCopy] = []  # to begin
         self._in_flight: dict[int, _Flight] = {}
         self._num_copies = 0
-        self._running: list[Held] = []  # of the step that runs or has run last
+        self._running: list[SequenceState] = []  # of the step that runs or has run last
         self._busy: dict[str, StepBatch] = {}  # in a step that has begun, where another may begin beside it
 
     def share_prefixes(self, block_hashes: BlockHashes) -> None:
         """See ``PlanExecutor.share_prefixes``."""
         self._block_hashes = block_hashes
 
-    def _free(self, held: Held) -> None:
+    def _free(self, held: SequenceState) -> None:
         """Gives up the sequence's blocks; those of a copy in flight only when the copy is done."""
         if held.copy_id is None:
             super()._free(held)
@@ -82,7 +81,7 @@ class LeaseExecutor(PlanExecutor):
             if held.residency is Residency.HOST and held.copy_id is None and not self._is_offloaded(held):
                 self._offload(held, host)
 
-    def _offload(self, held: Held, host: BlockManager) -> None:
+    def _offload(self, held: SequenceState, host: BlockManager) -> None:
         """Orders the copy to the host. If there is no KV to move or no room there, it refuses and the sequence runs
         on.
         """
@@ -94,16 +93,16 @@ class LeaseExecutor(PlanExecutor):
         else:
             self._order_copy(held, Residency.HOST, table[: len(room)], room)
 
-    def _upload(self, held: Held, selection: Selection) -> None:
+    def _upload(self, held: SequenceState, draft: BatchDraft) -> None:
         """Orders the copy back under the same conditions as a start."""
         assert self.host is not None
-        if self._has_room(self.blocks.blocks_for(held.num_tokens), selection):
+        if self._has_room(self.blocks.blocks_for(held.num_tokens), draft):
             table = self.blocks.grow(held.request_id, held.num_tokens)
             assert table is not None, "there is room"
             source = self.host.table(held.request_id)
             self._order_copy(held, Residency.DEVICE, source, table[: len(source)])
 
-    def _order_copy(self, held: Held, to: Residency, source: list[int], target: list[int]) -> None:
+    def _order_copy(self, held: SequenceState, to: Residency, source: list[int], target: list[int]) -> None:
         self._num_copies += 1
         held.copy_id = self._num_copies
         self._copies.append(KVCopy(self._num_copies, to, tuple(source), tuple(target)))
@@ -154,25 +153,25 @@ class LeaseExecutor(PlanExecutor):
         """See ``PlanExecutor.next_batch``."""
         if self.host is not None:
             self._begin_offloads(self.host)
-        selection = self._select(self._held.values(), within_grants=True)
-        self.out_of_grants = selection.out_of_grants
-        if not selection.items and selection.out_of_grants and not self._busy:
+        draft = self._select(self._held.values(), within_grants=True)
+        self.out_of_grants = draft.out_of_grants
+        if not draft.items and draft.out_of_grants and not self._busy:
             by_arrival = sorted(self._held.values(), key=lambda held: held.arrival)
-            selection = self._select(by_arrival, within_grants=False)
-        self.short_blocks = selection.short_blocks
+            draft = self._select(by_arrival, within_grants=False)
+        self.short_blocks = draft.short_blocks
         for held in self._running:
             if held.status is SequenceStatus.RUNNING:
                 held.status = SequenceStatus.PAUSED
-        self._running = selection.chosen
+        self._running = draft.chosen
         for held in self._running:
             held.status = SequenceStatus.RUNNING
-        return StepBatch(tuple(selection.items)) if selection.items else None
+        return StepBatch(tuple(draft.items)) if draft.items else None
 
-    def _select(self, ranked: Iterable[Held], *, within_grants: bool) -> Selection:
-        selection = Selection(tokens_left=self.limits.max_batch_tokens)
+    def _select(self, ranked: Iterable[SequenceState], *, within_grants: bool) -> BatchDraft:
+        draft = BatchDraft(tokens_left=self.limits.max_batch_tokens)
         credit = self._standby_credit()
         for held in ranked:
-            if len(selection.items) >= self.limits.max_num_seqs or selection.tokens_left == 0:
+            if len(draft.items) >= self.limits.max_num_seqs or draft.tokens_left == 0:
                 break
             if held.request_id in self._stalled or held.copy_id is not None or held.residency is Residency.HOST:
                 continue
@@ -180,52 +179,52 @@ class LeaseExecutor(PlanExecutor):
                 continue
             wanted = self._runnable_tokens(held, within_grants)
             if wanted == 0:
-                selection.out_of_grants = True
+                draft.out_of_grants = True
             elif self._is_resident(held):
-                self._continue(held, wanted, selection)
+                self._continue(held, wanted, draft)
             elif held.slot.standby and credit <= 0:
                 continue
-            elif self._start(held, wanted, selection):
+            elif self._start(held, wanted, draft):
                 credit -= held.slot.standby
-        return selection
+        return draft
 
-    def _continue(self, held: Held, wanted: int, selection: Selection) -> None:
-        num_tokens = min(wanted, selection.tokens_left)
+    def _continue(self, held: SequenceState, wanted: int, draft: BatchDraft) -> None:
+        num_tokens = min(wanted, draft.tokens_left)
         reach = held.computed_len + num_tokens
         table = self.blocks.grow(held.request_id, reach)
         if table is not None:
-            self._add(held, num_tokens, table, selection)
+            self._add(held, num_tokens, table, draft)
         else:
-            selection.short_blocks += self.blocks.shortage(held.request_id, reach)
-            selection.may_start = False
+            draft.short_blocks += self.blocks.shortage(held.request_id, reach)
+            draft.may_start = False
 
-    def _start(self, held: Held, wanted: int, selection: Selection) -> bool:
+    def _start(self, held: SequenceState, wanted: int, draft: BatchDraft) -> bool:
         """Starts a sequence if all its known tokens fit at once, so that no half-prefilled prompts block each other."""
-        if not selection.may_start:
+        if not draft.may_start:
             return False
         if self._is_offloaded(held):
-            self._upload(held, selection)
+            self._upload(held, draft)
             return held.copy_id is not None
-        cached = self._cached_blocks(held, wanted, selection)
+        cached = self._cached_blocks(held, wanted, draft)
         if cached is None:
             return False  # nothing is computed twice; others may overtake it meanwhile
         needed = self.blocks.blocks_for(held.num_tokens) - self.blocks.num_held(cached)
-        if not self._has_room(needed, selection):
+        if not self._has_room(needed, draft):
             return False
         self.blocks.share(held.request_id, cached)
         table = self.blocks.grow(held.request_id, held.num_tokens)
         assert table is not None, "there is room"
         self._begin_at(held, len(cached) * self.blocks.block_size)
-        self._add(held, min(wanted - held.computed_len, selection.tokens_left), table, selection)
+        self._add(held, min(wanted - held.computed_len, draft.tokens_left), table, draft)
         return True
 
-    def _has_room(self, needed: int, selection: Selection) -> bool:
+    def _has_room(self, needed: int, draft: BatchDraft) -> bool:
         """Whether so many blocks are free for a start; if not, no sequence of lower rank overtakes it."""
         alone = self.blocks.num_free == self.blocks.num_blocks
-        selection.may_start = needed + (0 if alone else self._reserve_blocks) <= self.blocks.num_free
-        return selection.may_start
+        draft.may_start = needed + (0 if alone else self._reserve_blocks) <= self.blocks.num_free
+        return draft.may_start
 
-    def _cached_blocks(self, held: Held, wanted: int, selection: Selection) -> list[int] | None:
+    def _cached_blocks(self, held: SequenceState, wanted: int, draft: BatchDraft) -> list[int] | None:
         """Cached blocks that a start may take over; None if the next one is being computed in this very step.
 
         At least one of the ``wanted`` tokens is left to compute, so that a start always yields a token. The sequence
@@ -236,24 +235,22 @@ class LeaseExecutor(PlanExecutor):
             return []
         hashes = self._block_hashes(held.request_id, limit)
         cached = self.blocks.match(hashes, limit)
-        if len(cached) < limit and hashes[len(cached)] in self._arising(selection, self._block_hashes):
+        if len(cached) < limit and hashes[len(cached)] in self._arising(draft, self._block_hashes):
             return None
         return cached
 
-    def _arising(self, selection: Selection, block_hashes: BlockHashes) -> set[int]:
+    def _arising(self, draft: BatchDraft, block_hashes: BlockHashes) -> set[int]:
         """Hashes of the blocks that the step chosen so far works on, as far as all their tokens are known."""
         size = self.blocks.block_size
-        for item, held in zip(
-            selection.items[selection.num_seen :], selection.chosen[selection.num_seen :], strict=True
-        ):
+        for item, held in zip(draft.items[draft.num_seen :], draft.chosen[draft.num_seen :], strict=True):
             first, known = item.start // size, held.num_tokens // size
             end = min(known, self.blocks.blocks_for(item.start + item.num_tokens))
             if first < end:
-                selection.arising.update(block_hashes(item.request_id, end)[first:end])
-        selection.num_seen = len(selection.items)
-        return selection.arising
+                draft.arising.update(block_hashes(item.request_id, end)[first:end])
+        draft.num_seen = len(draft.items)
+        return draft.arising
 
-    def _begin_at(self, held: Held, cached_len: int) -> None:
+    def _begin_at(self, held: SequenceState, cached_len: int) -> None:
         """Starts a sequence whose first ``cached_len`` known tokens are cached, by others or by its own earlier
         start.
         """
@@ -264,13 +261,13 @@ class LeaseExecutor(PlanExecutor):
             self.prefix_queries += held.prompt_len
             self.prefix_hits += held.cached_len
 
-    def _add(self, held: Held, num_tokens: int, table: list[int], selection: Selection) -> None:
+    def _add(self, held: SequenceState, num_tokens: int, table: list[int], draft: BatchDraft) -> None:
         samples = held.computed_len + num_tokens == held.num_tokens
-        selection.items.append(StepItem(held.request_id, held.computed_len, num_tokens, samples, table))
-        selection.chosen.append(held)
-        selection.tokens_left -= num_tokens
+        draft.items.append(StepItem(held.request_id, held.computed_len, num_tokens, samples, table))
+        draft.chosen.append(held)
+        draft.tokens_left -= num_tokens
 
-    def _runnable_tokens(self, held: Held, within_grants: bool) -> int:
+    def _runnable_tokens(self, held: SequenceState, within_grants: bool) -> int:
         """Known tokens that may be computed now; computing the last known one also yields a new token."""
         if not within_grants:
             return held.num_tokens - held.computed_len
@@ -279,10 +276,10 @@ class LeaseExecutor(PlanExecutor):
             reach -= 1
         return max(0, reach - held.computed_len)
 
-    def _is_resident(self, held: Held) -> bool:
+    def _is_resident(self, held: SequenceState) -> bool:
         return bool(self.blocks.table(held.request_id))
 
-    def _is_offloaded(self, held: Held) -> bool:
+    def _is_offloaded(self, held: SequenceState) -> bool:
         return self.host is not None and held.copy_id is None and bool(self.host.table(held.request_id))
 
     def _standby_credit(self) -> int:
@@ -305,7 +302,7 @@ class LeaseExecutor(PlanExecutor):
             steps //= 2
         return steps
 
-    def _blocks_for_steps(self, running: list[Held], num_steps: int) -> int:
+    def _blocks_for_steps(self, running: list[SequenceState], num_steps: int) -> int:
         """Blocks that these sequences lack for so many decoding steps."""
         return sum(self.blocks.shortage(held.request_id, held.computed_len + num_steps) for held in running)
 
@@ -345,7 +342,7 @@ class LeaseExecutor(PlanExecutor):
                 finished.append(self._finish(held, SequenceStatus.FINISHED_LENGTH))
         return finished
 
-    def _register(self, held: Held) -> None:
+    def _register(self, held: SequenceState) -> None:
         """Names the blocks that have become full, for others and for itself after a preemption."""
         size = self.blocks.block_size
         first, end = held.register_at // size - 1, held.computed_len // size
@@ -379,7 +376,7 @@ class LeaseExecutor(PlanExecutor):
             raise IntegrityError(f"{used} host blocks held by known sequences, {self.host.num_free} free")
 
 
-def _steps_granted(held: Held) -> int:
+def _steps_granted(held: SequenceState) -> int:
     """Decoding steps until the sequence or its grant is at the end."""
     reach = min(held.max_total_len, held.slot.length_to, held.slot.prefill_to + 1)
     return reach - held.num_tokens

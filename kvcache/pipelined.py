@@ -12,8 +12,8 @@ from core.errors import IntegrityError
 from core.messages.plans import FinishedSequence
 from core.request import Residency, SequenceStatus
 from kvcache.block_manager import BlockManager
-from kvcache.held import Held
-from kvcache.lease import LeaseExecutor, Selection
+from kvcache.executor import SequenceState
+from kvcache.lease import BatchDraft, LeaseExecutor
 from kvcache.step_batch import BatchLimits, StepBatch
 
 
@@ -54,21 +54,21 @@ class PipelinedExecutor(LeaseExecutor):
             self._busy |= {item.request_id: batch for item in batch.items}
         return batch
 
-    def _may_run(self, held: Held) -> bool:
+    def _may_run(self, held: SequenceState) -> bool:
         """Whether the sequence takes part in steps: now, or when its current step is over."""
         paused = held.request_id in self._stalled or held.copy_id is not None or held.residency is Residency.HOST
         return not paused and self._is_resident(held)
 
-    def _continue(self, held: Held, wanted: int, selection: Selection) -> None:
-        if len(selection.items) < self._share:
-            super()._continue(held, wanted, selection)
+    def _continue(self, held: SequenceState, wanted: int, draft: BatchDraft) -> None:
+        if len(draft.items) < self._share:
+            super()._continue(held, wanted, draft)
 
-    def _offload(self, held: Held, host: BlockManager) -> None:
+    def _offload(self, held: SequenceState, host: BlockManager) -> None:
         """Offloads the sequence when its current step is over."""
         if held.request_id not in self._busy:
             super()._offload(held, host)
 
-    def _free(self, held: Held) -> None:
+    def _free(self, held: SequenceState) -> None:
         self._busy.pop(held.request_id, None)
         super()._free(held)
 

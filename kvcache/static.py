@@ -1,4 +1,4 @@
-"""Static execution: a batch is padded, runs in lockstep and is returned together (what Magnus and Multi-Bin measured).
+"""Static execution: a batch is padded, runs in lockstep and is returned together, as Magnus and Multi-Bin measured.
 
 Every prompt is padded to the longest, L(B). All prompts are computed before any sequence decodes; then each step
 computes one token of every sequence until the last one is done. A sequence that has ended goes on computing invalid
@@ -7,15 +7,14 @@ tokens. After the G-th output token the batch holds size * (L + G) tokens of KV 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from core.errors import IntegrityError
 from core.messages.plans import FinishedSequence
 from core.request import SequenceStatus
-from kvcache.block_manager import BlockManager
-from kvcache.held import Held, PlanExecutor
-from kvcache.prefix import BlockHashes
+from kvcache.block_manager import BlockHashes, BlockManager
+from kvcache.executor import PlanExecutor, SequenceState
 from kvcache.step_batch import BatchLimits, KVCopy, Padding, StepBatch, StepItem
 
 
@@ -29,7 +28,7 @@ class _Member:
         ended_as: State in which its own output has ended; None while it goes on.
     """
 
-    held: Held
+    held: SequenceState
     known_len: int
     prefilled: int = 0
     ended_as: SequenceStatus | None = None
@@ -60,11 +59,11 @@ class StaticExecutor(PlanExecutor):
         """Pauses no sequence: a batch does not stop for a client, and its output is held back to its end anyway."""
 
     def take_copies(self) -> list[KVCopy]:
-        """None: a batch stays on the device until it ends."""
+        """Returns none: a batch stays on the device until it ends."""
         return []
 
     def complete_copy(self, copy_id: int, *, failed: bool = False) -> None:
-        """None was ordered."""
+        """Always raises IntegrityError: no copy is ever ordered."""
         raise IntegrityError(f"copy {copy_id} was not ordered")
 
     def next_batch(self) -> StepBatch | None:
@@ -79,7 +78,7 @@ class StaticExecutor(PlanExecutor):
         return self._prefill_step() if self._prefills else self._decode_step()
 
     def _begin(self) -> None:
-        """A batch starts when all the slots of the plan are here."""
+        """Starts a batch once all slots of the plan are here."""
         if self._num_absent:
             return
         size = min(self.limits.max_num_seqs, self.limits.max_batch_tokens)
@@ -101,25 +100,34 @@ class StaticExecutor(PlanExecutor):
         """Allocates blocks for the next step's tokens: for all sequences or, if too few are free, for none."""
         self.short_blocks = 0
         if self._has_ended:
-            return bool(self._members)  # the rest of it yields no token
-        if self._shortage > 0:  # the longest sequence may have left: pad only as far as the others need
+            return bool(self._members)  # the steps that are left yield no token
+        if self._shortage() > 0:  # the longest sequence may have left: pad only as far as the others need
             self._prompt_len = max(member.known_len for member in self._members.values())
-        self.short_blocks = self._shortage
+        self.short_blocks = self._shortage()
         if self.short_blocks == 0:
-            for request_id in self._members:
-                self.blocks.grow(request_id, self._reach)
+            self._grow(self._reach)
         return self.short_blocks == 0
 
     @property
     def _reach(self) -> int:
-        """Padded length of each sequence with the token that the next step yields."""
+        """Padded length of each sequence with the token that the next step yields. O(batch)."""
         return self._prompt_len + (1 if self._prefills else self._num_decoded + 2)
 
     @property
+    def _table_len(self) -> int:
+        """Blocks that each sequence of the batch holds: all the same number."""
+        return len(self.blocks.table(next(iter(self._members))))
+
     def _shortage(self) -> int:
-        """Blocks that are missing for that."""
-        needed = sum(self.blocks.shortage(request_id, self._reach) for request_id in self._members)
-        return max(0, needed - self.blocks.num_free)
+        """Blocks that are missing for the next step. O(batch)."""
+        lacking = max(0, self.blocks.blocks_for(self._reach) - self._table_len)
+        return max(0, len(self._members) * lacking - self.blocks.num_free)
+
+    def _grow(self, num_tokens: int) -> None:
+        """Gives each sequence blocks for so many tokens, which are free."""
+        if self.blocks.blocks_for(num_tokens) > self._table_len:
+            for request_id in self._members:
+                self.blocks.grow(request_id, num_tokens)
 
     def _prefill_step(self) -> StepBatch:
         items, pads = [], []
@@ -152,6 +160,19 @@ class StaticExecutor(PlanExecutor):
         context_tokens = len(self._members) * padded_len - attended
         return StepBatch(tuple(items), Padding(tuple(invalid), context_tokens))
 
+    def horizon(self, batch: StepBatch) -> int:
+        """How many decoding steps may be committed at once, from this one on: all of the same size and price.
+
+        At least 1. As many as the longest output that goes on may still take, and as find blocks. The simulator asks,
+        so that it need not walk through a batch step by step. A batch that computes prompts is not repeated.
+        """
+        if self._prefills:
+            return 1
+        longest = max((self._members[item.request_id].held.tokens_left for item in batch.items), default=1)
+        most_blocks = self._table_len + self.blocks.num_free // len(self._members)
+        reach = most_blocks * self.blocks.block_size
+        return max(1, min(longest, 1 + reach - self._reach))
+
     def commit(
         self,
         batch: StepBatch,
@@ -159,48 +180,63 @@ class StaticExecutor(PlanExecutor):
         failed: Collection[str] = (),
         *,
         duration_s: float = 0.0,
+        num_steps: int = 1,
+        stopped_after: Mapping[str, int] | None = None,
     ) -> list[FinishedSequence]:
-        """See ``PlanExecutor.commit``: all of them with the last one, but a failed one at once."""
-        self._count(batch, duration_s)
-        ended = set(stopped)
+        """See ``PlanExecutor.commit``: sequences are returned with the last one, a failed one at once.
+
+        Args:
+            num_steps: Number of steps, at most ``horizon`` and no more than until the last output stopped;
+                ``stopped`` and ``duration_s`` cover all of them.
+            stopped_after: After how many of the steps an output stopped, for those that stopped before the last.
+        """
+        self._count(batch, duration_s, num_steps)
+        ended, after = set(stopped), stopped_after or {}
         finished = []
         for item in batch.items:
-            member = self._members[item.request_id]
+            request_id = item.request_id
+            member = self._members[request_id]
             held = member.held
-            self._advance(held, item.num_tokens)
-            if item.request_id in failed:
+            own_steps = min(after.get(request_id, num_steps), held.tokens_left)
+            self._advance(held, item.num_tokens * own_steps)
+            if request_id in failed:
                 finished.append(self._finish(held, SequenceStatus.FINISHED_FAILED))
                 continue
-            held.num_tokens += item.samples
-            if item.request_id in ended:
+            held.num_tokens += item.samples * own_steps
+            if request_id in ended or request_id in after:
                 member.ended_as = SequenceStatus.FINISHED_STOPPED
             elif held.num_tokens >= held.max_total_len:
                 member.ended_as = SequenceStatus.FINISHED_LENGTH
-        return finished + self.flush() if self._has_ended and not self._prefills else finished
+        if self._has_ended and not self._prefills:
+            return finished + self.flush()
+        if num_steps > 1:
+            self._grow(self._reach - 1)
+        return finished
 
-    def _count(self, batch: StepBatch, duration_s: float) -> None:
-        prefills = self._prefills
-        for item in batch.items + batch.padding.items:
-            if prefills:
+    def _count(self, batch: StepBatch, duration_s: float, num_steps: int) -> None:
+        """Books what is the same for all members: the padded positions, and the time."""
+        if self._prefills:
+            for item in batch.items + batch.padding.items:
                 self._members[item.request_id].prefilled += item.num_tokens
-        self._num_decoded += not prefills
+        else:
+            self._num_decoded += num_steps
         for request_id in {item.request_id for item in batch.items + batch.padding.items}:
             self._members[request_id].held.ran_s += duration_s
 
     def flush(self) -> list[FinishedSequence]:
-        """See ``PlanExecutor.flush``; the others run on."""
+        """See ``PlanExecutor.flush``; the other sequences run on."""
         members = list(self._members.values())
         return [self._finish(member.held, member.ended_as) for member in members if member.ended_as is not None]
 
-    def _free(self, held: Held) -> None:
-        """Frees its place in the batch as well; the others run on, padded as before while there is memory for it."""
+    def _free(self, held: SequenceState) -> None:
+        """Frees its place in the batch as well. The others run on, padded as before while memory lasts."""
         super()._free(held)
         member = self._members.get(held.request_id)
         if member is not None and member.held is held:
             del self._members[held.request_id]
 
-    def _drop_kv(self, held: Held) -> None:
-        """Computes it again in the next batch, unless its output is complete."""
+    def _drop_kv(self, held: SequenceState) -> None:
+        """The next batch computes it again, unless its output is complete."""
         member = self._members.get(held.request_id)
         if member is None or member.ended_as is None:
             super()._drop_kv(held)

@@ -1,10 +1,10 @@
-"""What a live state machine has heard and answered, so that it can be told again to a fresh one.
+"""Records the events and instructions of a live state machine, and replays them on a fresh one.
 
 Two machines are logged: the ``ReplicaScheduler`` of each replica, and in batch mode the ``BatchScheduler`` over them. A
-log is msgpack records, one after the other: first the schema version and the configuration that the machine was built
-from, then for each event its instant, the event, the instructions that came out, and the serving times that the machine
-was told when it asked (``BatchScheduler`` alone asks). Nothing else goes into a decision, so the same events give the
-same instructions, wherever and whenever they are told again.
+log is a sequence of msgpack records: first the schema version and the configuration that the machine was built from,
+then for each event its instant, the event, the instructions that the machine returned, and the serving times that the
+machine asked for (only ``BatchScheduler`` asks). A decision depends on nothing else, so the same events give the same
+instructions, wherever and whenever they are replayed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from policies.fleet.events import GlobalEvent, GlobalInstruction
 from policies.replica.events import Event, Instruction
 
 SCHEMA_VERSION = 2
-"""Of the records; raised with every change of them. Logs of version 1 did not say theirs."""
+"""Version of the records, raised with every change of their form. Logs of version 1 do not state their version."""
 
 BatchShape = tuple[int, int, int]
 """Jobs, prompt tokens and output tokens of a batch."""
@@ -32,7 +32,7 @@ BatchShape = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class MachineConfig:
-    """What the machine of a replica is built from: the same, the same machine."""
+    """Everything that determines the machine of a replica: equal configurations build equal machines."""
 
     scheduler: SchedulerConfig
     max_num_seqs: int
@@ -40,7 +40,7 @@ class MachineConfig:
 
 @dataclass(frozen=True, slots=True)
 class BatchMachineConfig:
-    """What the machine of batch mode is built from: the same, the same machine."""
+    """Everything that determines the machine of batch mode: equal configurations build equal machines."""
 
     scheduler: SchedulerConfig
     batch: BatchConfig
@@ -50,10 +50,10 @@ class BatchMachineConfig:
 
 @dataclass(frozen=True, slots=True)
 class Handled:
-    """One event, when it came, and what came out.
+    """One event, its instant, and the instructions that the machine returned.
 
     Attributes:
-        estimates_s: Seconds that the machine was told of the batches it asked about.
+        estimates_s: Estimated seconds of the batches that the machine asked about.
     """
 
     event: Any
@@ -64,11 +64,11 @@ class Handled:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a machine that is told the same answers otherwise.
+    """The first event to which the replayed machine answers differently from the logged one.
 
     Attributes:
-        index: Of the event, from 0.
-        unlogged: A batch whose serving time it asks for, and the logged machine did not; it answers nothing then.
+        index: Index of the event, from 0.
+        unlogged: A batch whose serving time only the replayed machine asks for; ``replayed`` is then empty.
     """
 
     index: int
@@ -87,7 +87,7 @@ _VOCABULARY: dict[type, tuple[dict[str, type], dict[str, type]]] = {
     MachineConfig: (_kinds(Event), _kinds(Instruction)),
     BatchMachineConfig: (_kinds(GlobalEvent), _kinds(GlobalInstruction)),
 }
-"""Events and instructions of the machine that is built from each configuration."""
+"""The events and the instructions of each machine, by the class of its configuration."""
 
 
 def pack_config(config: MachineConfig | BatchMachineConfig) -> bytes:
@@ -98,7 +98,7 @@ def pack_config(config: MachineConfig | BatchMachineConfig) -> bytes:
 def pack_handled(
     event: Any, now: float, instructions: Iterable[Any], estimates_s: Mapping[BatchShape, float] | None = None
 ) -> bytes:
-    """One record; ``estimates_s``: what the machine was told of the batches it asked about."""
+    """One record; ``estimates_s``: estimated seconds of the batches that the machine asked about."""
     answers = [[*shape, float(estimate_s)] for shape, estimate_s in (estimates_s or {}).items()]
     return _pack([now, _message(event), [_message(each) for each in instructions], answers])
 

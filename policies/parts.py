@@ -1,4 +1,4 @@
-"""Tables in which parts announce themselves: a name, what the part declares about itself, and how it is built.
+"""Tables in which parts register: a name, the part's declarations about itself, and the function that builds it.
 
 Every file of a folder of parts (``policies.order``, ``policies.admission``, ``policies.kv``, ``policies.placement``,
 ``policies.batching``) registers the parts that it holds. ``load_parts`` imports these files, and the modules that other
@@ -26,7 +26,7 @@ FOLDERS = ("policies.order", "policies.admission", "policies.kv", "policies.plac
 
 
 @dataclass(frozen=True, slots=True)
-class Part(Generic[PartT, ContextT]):
+class RegisteredPart(Generic[PartT, ContextT]):
     """One entry of a table.
 
     Attributes:
@@ -54,12 +54,12 @@ class Parts(Generic[PartT, ContextT]):
 
     def __init__(self, setting: str) -> None:
         self._setting = setting
-        self._parts: dict[str, Part[PartT, ContextT]] = {}
+        self._parts: dict[str, RegisteredPart[PartT, ContextT]] = {}
 
     def register(
         self, name: str, *, needs: str = "", swaps: bool = False, uses_prefixes: bool = False, steady: bool = False
     ) -> Callable[[Callable[[ContextT], PartT]], Callable[[ContextT], PartT]]:
-        """Decorates the function that builds the part; the keywords are those of ``Part``.
+        """Decorates the function that builds the part; the keywords are those of ``RegisteredPart``.
 
         Raises:
             InvalidValueError: The name is taken.
@@ -68,7 +68,7 @@ class Parts(Generic[PartT, ContextT]):
         def enter(build: Callable[[ContextT], PartT]) -> Callable[[ContextT], PartT]:
             if name in self._parts:
                 raise InvalidValueError(self._setting, name, "a name that no other part has")
-            self._parts[name] = Part(name, build, needs, swaps, uses_prefixes, steady)
+            self._parts[name] = RegisteredPart(name, build, needs, swaps, uses_prefixes, steady)
             return build
 
         return enter
@@ -78,7 +78,7 @@ class Parts(Generic[PartT, ContextT]):
         load_parts()
         return tuple(sorted(name for name, part in self._parts.items() if order is None or part.needs in ("", order)))
 
-    def find(self, name: str, order: str | None = None) -> Part[PartT, ContextT]:
+    def find(self, name: str, order: str | None = None) -> RegisteredPart[PartT, ContextT]:
         """The part of that name.
 
         Args:

@@ -17,7 +17,7 @@ class Preset:
     Attributes:
         mode: ``continuous``: each replica has a scheduler, requests join and leave at every step. ``batch``: idle
             workers pull formed batches from one central queue; ``order`` then says how those are formed and chosen.
-        max_num_seqs: Requests that run at once at most; 0 where the engine's own limit decides.
+        max_num_seqs: Most requests that run at once; 0 where the engine's own limit decides.
         weights: As ``EngineConfig.weights``.
     """
 
@@ -58,7 +58,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def register_preset(preset: Preset) -> None:
-    """Adds a row; what a package outside this repository calls beside registering its parts.
+    """Adds a row. A package outside this repository calls this, besides registering its parts.
 
     Raises:
         InvalidValueError: The name is taken.
@@ -69,11 +69,11 @@ def register_preset(preset: Preset) -> None:
 
 
 def max_running(preset: str, max_num_seqs: int, batch_size: int = 0) -> int:
-    """Requests that one replica runs at once at most.
+    """Most requests that one replica runs at once.
 
     Args:
-        max_num_seqs: Of the engine.
-        batch_size: As configured for batch mode; 0 is the preset's own.
+        max_num_seqs: The engine's limit.
+        batch_size: The configured batch size of batch mode; 0 is the preset's own.
 
     Raises:
         ConfigError: there is no such preset.

@@ -1,4 +1,4 @@
-"""Settings of the parts: what ``core.config`` and the simulator fill in, and each part takes what it needs of."""
+"""Settings of the parts. ``core.config`` and the simulator fill them in; each part reads those that it needs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from core.costs import A100_7B, StepCost
 from core.errors import InvalidValueError
 
 PRIOR_COST = A100_7B
-"""What steps are taken to cost until they have been measured."""
+"""Assumed cost of steps until steps have been measured."""
 
 PRIOR_CAPACITY = 100_000
-"""KV tokens that a replica is taken to hold until it has said so."""
+"""KV capacity in tokens that is assumed of a replica until the replica has reported its own."""
 
 MAX_TREE_BYTES = 256 << 20
 """Memory of the tree, unless told otherwise: about 1 M blocks of prompts that share little."""
@@ -28,20 +28,22 @@ class MlfqRules:
 
     Attributes:
         quantum_s: q_1, the quantum of level 1; the shortest iteration time of the model.
-        follows_cost: q_1 becomes that time as it is measured (``price``), ``quantum_s`` its lower bound.
-        ratio: Of the quanta of neighbouring levels.
+        follows_cost: q_1 follows the measured iteration time (``price``); ``quantum_s`` is its lower bound.
+        ratio: Quantum of a level divided by the quantum of the level above it.
         num_levels: K; the last level is then unbounded. None: levels are made on demand.
-        starve_limit_s: Who has waited so long is promoted to level 1; infinity for never.
-        starve_check_every: Scheduling points from one look at the waiting times to the next (artifact: 1000). Under
-            lasting overload a rare look keeps the promoted from filling level 1.
-        max_prompt_tokens: Prompt tokens of one iteration (artifact: 2048). Who lacks a prefill beyond that goes after
-            all others of its urgency: it could not compute yet, and would only take the memory of those that can.
-        skip_join: Whether prefills are predicted. Without, every job joins at level 1 and sinks level by level
-            (the paper's MLFQ-no-preemption, and MLFQ-preemption with ``kills``).
-        kills: Whoever carries out an iteration has to cut it off when ``slice_s`` is over: the work of that
-            iteration is lost, its time counts as attained. Without, iterations are never interrupted.
-        strict: Quanta have to be larger than the iteration that joins, and exceeded before a job sinks (the letter of
-            the text, and the artifact). By default equality is enough, which alone gives the numbers of Fig. 6.
+        starve_limit_s: Promote a job to level 1 when it has waited for so many seconds; infinity for never.
+        starve_check_every: Scheduling points between two checks of the waiting times (artifact: 1000). Under lasting
+            overload, rare checks keep promoted jobs from filling level 1.
+        max_prompt_tokens: Prompt tokens of one iteration (artifact: 2048). A job whose missing prefill does not fit
+            goes after all others of its urgency: it could not compute yet, and would only take memory from jobs that
+            can.
+        skip_join: Whether a job joins at the level of its predicted prefill. Otherwise every job joins at level 1 and
+            sinks level by level (the paper's MLFQ-no-preemption, and MLFQ-preemption with ``kills``).
+        kills: The executor must cut an iteration off when ``slice_s`` is over: the work of that iteration is lost, and
+            its time counts as attained. Otherwise iterations are never interrupted.
+        strict: A quantum must be larger than the iteration of a job that joins, and a job sinks only once it has
+            exceeded its quantum (the letter of the text, and the artifact). By default equality is enough; only that
+            gives the numbers of Fig. 6.
         demotes_to_front: A job that sinks becomes the first of its new queue (artifact) instead of the last.
 
     Raises:
@@ -79,19 +81,20 @@ class MlfqRules:
 
 @dataclass(frozen=True, slots=True)
 class E2Config:
-    """What of E2 is used, and its constants.
+    """Which parts of E2 are on, and its constants.
 
     Attributes:
         window_s: H, seconds over which load, sharing and queueing are counted.
-        imbalance_ratio: IMBALR: a replica whose load is decoding to more than this share is sent what is explored ...
-        balanced_ratio: ... if another replica with load is below this share.
-        rebalance_ratio: T_hbal: a load may be so many times the lightest.
-        rebalance_after: Requests of the window that a replica has before its load is compared.
-        initial_output_len: Tokens, of replicas where nothing ended within the window.
+        imbalance_ratio: IMBALR: a replica is decode-heavy if decoding is more than this share of its load. It receives
+            the requests that explore ...
+        balanced_ratio: ... if decoding is less than this share of the load of another replica with load.
+        rebalance_ratio: T_hbal: a replica is too heavy at more than so many times the lightest load.
+        rebalance_after: Compare a replica's load only once it has so many requests in the window.
+        initial_output_len: Assumed output length in tokens on replicas where no request ended within the window.
         balance: Whether prefill and decode loads are balanced at all.
-        rebalance: Whether exploiting requests of replicas that are too heavy are redirected.
-        autoscale: Whether prefixes whose queueing time doubles on a replica too heavy may go to one more.
-        max_tree_bytes: As ``PrefixLoads`` takes it.
+        rebalance: Whether requests that would exploit a replica that is too heavy are redirected.
+        autoscale: Whether a prefix whose queueing time doubles on a replica that is too heavy may go to one more.
+        max_tree_bytes: As in ``PrefixLoads``.
     """
 
     window_s: float = 180.0
@@ -121,17 +124,17 @@ class PolicySettings:
 
     Attributes:
         watermark: Share of the KV pool that the watermark admission fills, in (0, 1].
-        overcommit: How many times its memory the conservative admission takes the pool to have.
+        overcommit: The conservative admission counts the pool as so many times its size.
         reserve_ratio: Share of the pool that Past-Future keeps free.
-        max_new_tokens: The longest output that Past-Future expects before it has seen any.
-        eviction_risk: What the admission by forecast accepts.
+        max_new_tokens: Output length that Past-Future expects before any request has finished.
+        eviction_risk: Probability of an eviction that the admission by forecast accepts.
         mlfq: Rules of the skip-join MLFQ.
         theta: Hysteresis of the Gittins order.
-        gamma: Its ageing; as ``SchedulerConfig.gamma``.
-        cost: What steps cost; replaced where it is measured.
-        block_size: Tokens of a block as placement by prefixes counts them.
-        e2: What of E2 is used.
-        seed: Of everything that is drawn.
+        gamma: Ageing of the Gittins order; as ``SchedulerConfig.gamma``.
+        cost: Cost of steps until it has been measured.
+        block_size: Tokens of a block, as placement by prefixes counts them.
+        e2: Settings of E2.
+        seed: Random seed; the same seed gives the same draws.
     """
 
     watermark: float = 0.95
@@ -156,11 +159,11 @@ class BatchSettings:
         memory_tokens: KV tokens of a worker (Theta / Delta of Magnus).
         serving_time_s: Estimated seconds of a batch of so many jobs, prompt tokens and output tokens.
         edges: Boundaries of the bins of predicted lengths.
-        wma_threshold: Phi.
+        wma_threshold: Phi: most wasted memory accesses of a batch, in tokens.
         num_bins: Bins whose edges are learned from predicted lengths; 0: ``edges`` are given.
-        max_wait_s: Longest wait of a bin for company.
-        batch_size: Jobs of a batch at most; 0 for the preset's own.
-        max_num_seqs: What a worker can run at once; no batch is larger.
+        max_wait_s: Seconds after which a bin that is not full becomes a batch as it is.
+        batch_size: Most jobs of a batch; 0 for the preset's own number.
+        max_num_seqs: Most jobs that a worker runs at once; no batch is larger.
     """
 
     memory_tokens: float

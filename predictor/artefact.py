@@ -31,7 +31,7 @@ class ArtefactError(FarsightError):
 
 
 @dataclass(frozen=True, slots=True)
-class Artefact:
+class TrainedModel:
     """The result of a training.
 
     Attributes:
@@ -67,11 +67,11 @@ class Artefact:
         return path
 
 
-def from_bytes(data: bytes, name: str = "artefact") -> Artefact:
+def from_bytes(data: bytes, name: str = "artefact") -> TrainedModel:
     """The artefact in ``data``.
 
     Args:
-        data: From ``Artefact.to_bytes``.
+        data: From ``TrainedModel.to_bytes``.
         name: Name of the source, for errors.
 
     Raises:
@@ -90,10 +90,10 @@ def from_bytes(data: bytes, name: str = "artefact") -> Artefact:
     if checksum != _checksum(metadata, arrays):
         raise ArtefactError(f"{name}: damaged, its checksum does not match; train it again or copy it again")
     del metadata["format"]
-    return Artefact(metadata, arrays)
+    return TrainedModel(metadata, arrays)
 
 
-def load(path: Path) -> Artefact:
+def load(path: Path) -> TrainedModel:
     """The artefact in a directory of ``farsight train``, or in the file itself.
 
     Raises:

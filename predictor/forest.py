@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from core.errors import InvalidValueError
 from predictor.features import Floats
-from predictor.quantiles import Distribution, linear_quantiles
+from predictor.quantiles import LengthDistributions, linear_quantiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Forest:
             node = children[2 * node + above]
         return self.leaf[node]
 
-    def distribution(self, features: Floats, levels: Sequence[float]) -> Distribution:
+    def distribution(self, features: Floats, levels: Sequence[float]) -> LengthDistributions:
         """Mean, quantiles and rank of each row from one descent. O(rows · (trees · depth + pool · log pool))."""
         leaves = self.apply(features)
         begin, counts = self.leaf_begin[leaves], np.diff(self.leaf_begin)[leaves]
@@ -83,7 +83,7 @@ class Forest:
         row_ends = np.cumsum(num_samples)
         for row in np.split(pool, row_ends[:-1]):
             row.sort()  # a view: sorted in place
-        return Distribution(
+        return LengthDistributions(
             mean=self.leaf_mean[leaves].mean(axis=1),
             quantiles=linear_quantiles(pool, row_ends - num_samples, num_samples, levels),
             rank=self.leaf_rank[leaves].mean(axis=1, dtype=np.float64),

@@ -39,7 +39,7 @@ Model = TypeVar("Model")
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome(Generic[Example]):
+class PredictionOutcome(Generic[Example]):
     """A request that ended, beside its prediction.
 
     Attributes:
@@ -119,7 +119,7 @@ class ContinuousLearning(Generic[Example, Model]):
         """Whether a fit has begun and been neither judged nor given up."""
         return self._num_fitting is not None
 
-    def observe(self, outcomes: Iterable[Outcome[Example]]) -> None:
+    def observe(self, outcomes: Iterable[PredictionOutcome[Example]]) -> None:
         """Takes ended requests, oldest first: some are held back; from the others ``RULE`` picks those to train on."""
         for outcome in outcomes:
             if outcome.censored:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from core.errors import InvalidValueError
 from predictor.features import Floats
-from predictor.quantiles import Distribution, linear_quantiles
+from predictor.quantiles import LengthDistributions, linear_quantiles
 
 NUM_BINS = 32
 """Bins of equal mass: the most that the paper tries."""
@@ -42,7 +42,7 @@ class BinnedLinear:
     begin: NDArray[np.int64]
     samples: NDArray[np.int32]
 
-    def distribution(self, features: Floats, levels: Sequence[float]) -> Distribution:
+    def distribution(self, features: Floats, levels: Sequence[float]) -> LengthDistributions:
         """The distribution of each row's bin; ``rank`` is the score. O(rows · features).
 
         Raises:
@@ -55,7 +55,7 @@ class BinnedLinear:
         counts = np.diff(self.begin)
         means = np.add.reduceat(self.samples.astype(np.float64), self.begin[:-1]) / counts
         quantiles = linear_quantiles(self.samples, self.begin[bins], counts[bins], levels)
-        return Distribution(means[bins], quantiles, scores, counts[bins])
+        return LengthDistributions(means[bins], quantiles, scores, counts[bins])
 
 
 def fit_linear(features: Floats, output_lens: NDArray[np.integer], num_bins: int = NUM_BINS) -> BinnedLinear:

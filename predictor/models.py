@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from predictor.features import Floats
 from predictor.forest import Forest
 from predictor.linear import BinnedLinear
-from predictor.quantiles import Distribution
+from predictor.quantiles import LengthDistributions
 
 FULL = "full"
 """Name of the model that uses all features."""
@@ -24,7 +24,7 @@ LENGTH = "length"
 class Model(Protocol):
     """Maps features to distributions of output lengths."""
 
-    def distribution(self, features: Floats, levels: Sequence[float]) -> Distribution: ...
+    def distribution(self, features: Floats, levels: Sequence[float]) -> LengthDistributions: ...
 
 
 _MODELS: dict[str, type[Forest] | type[BinnedLinear]] = {"forest": Forest, "linear": BinnedLinear}

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
-class Distribution:
+class LengthDistributions:
     """Distributions of the output lengths of some requests, in tokens.
 
     Attributes:

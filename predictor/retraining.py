@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from core.errors import InvalidValueError
 from core.forecast import QUANTILES
-from predictor.artefact import Artefact, from_bytes
+from predictor.artefact import TrainedModel, from_bytes
 from predictor.features import Floats
 from predictor.forest import Forest
 from predictor.metrics import pinball
@@ -36,12 +36,12 @@ class Sample:
     output_len: int
 
 
-def can_be_retrained(artefact: Artefact) -> bool:
+def can_be_retrained(artefact: TrainedModel) -> bool:
     """Whether it is a forest that keeps its train set."""
     return TRAIN_FEATURES in artefact.arrays
 
 
-def feature_set(artefact: Artefact) -> str:
+def feature_set(artefact: TrainedModel) -> str:
     """Names the way in which requests are read; features of different ways do not mix."""
     metadata = artefact.metadata
     if "words" in artefact.arrays:
@@ -49,7 +49,7 @@ def feature_set(artefact: Artefact) -> str:
     return f"{metadata['encoder']}-{metadata['d_user']}-{metadata['d_app']}"
 
 
-def samples_of(artefact: Artefact) -> list[Sample]:
+def samples_of(artefact: TrainedModel) -> list[Sample]:
     """Its train set."""
     rows, lens = artefact.arrays[TRAIN_FEATURES], artefact.arrays[TRAIN_LENS]
     return [Sample(row, int(length)) for row, length in zip(rows, lens, strict=True)]
@@ -89,16 +89,16 @@ def retrain(task: Retraining) -> bytes:
         arrays |= pack(grow(short, task.output_lens, small), LENGTH)
     arrays |= {TRAIN_FEATURES: task.features, TRAIN_LENS: task.output_lens.astype(np.int32)}
     metadata |= {"version": int(metadata["version"]) + 1, "num_examples": len(task.output_lens)}
-    return Artefact(metadata, arrays).to_bytes()
+    return TrainedModel(metadata, arrays).to_bytes()
 
 
-def retraining(artefact: Artefact, samples: Sequence[Sample]) -> Retraining:
+def retraining(artefact: TrainedModel, samples: Sequence[Sample]) -> Retraining:
     """A fit of these samples; the version after the artefact's."""
     features = np.stack([each.features for each in samples]).astype(np.float32)
     return Retraining(artefact.to_bytes(), features, np.array([each.output_len for each in samples], np.int64))
 
 
-def score(artefact: Artefact, samples: Sequence[Sample]) -> float:
+def score(artefact: TrainedModel, samples: Sequence[Sample]) -> float:
     """Mean pinball loss in tokens, over ``QUANTILES``; lower is better."""
     forest = unpack(artefact.arrays, "forest", FULL)
     assert isinstance(forest, Forest)

@@ -8,13 +8,13 @@ import numpy as np
 
 from core.errors import InvalidValueError
 from core.forecast import QUANTILES, Forecast, ForecastQuestion
-from predictor.artefact import Artefact, ArtefactError
+from predictor.artefact import ArtefactError, TrainedModel
 from predictor.embedding_cache import EmbeddingCache
 from predictor.encoders import Encoder
 from predictor.features import FeatureShape, Floats
 from predictor.history import HistoryPredictor
 from predictor.models import FULL, LENGTH, unpack
-from predictor.quantiles import Distribution
+from predictor.quantiles import LengthDistributions
 from predictor.readers import EmbeddingReader, Reader, WordReader
 from predictor.shedding import Effort
 from predictor.words import WordScorer
@@ -38,7 +38,7 @@ class TextPredictor:
     """
 
     def __init__(
-        self, artefact: Artefact, encoder: Encoder | None, history: HistoryPredictor, cache_size: int = 1024
+        self, artefact: TrainedModel, encoder: Encoder | None, history: HistoryPredictor, cache_size: int = 1024
     ) -> None:
         try:
             self.version = int(artefact.metadata["version"])
@@ -83,7 +83,9 @@ class TextPredictor:
                     answers[number] = answer
         return answers
 
-    def _forecasts(self, questions: Sequence[ForecastQuestion], found: Distribution, source: str) -> list[Forecast]:
+    def _forecasts(
+        self, questions: Sequence[ForecastQuestion], found: LengthDistributions, source: str
+    ) -> list[Forecast]:
         limits = np.array([each.max_new_tokens for each in questions], np.float64)
         means = np.clip(found.mean, 1.0, limits).tolist()
         quantiles = np.clip(found.quantiles, 1.0, limits[:, None]).tolist()
@@ -94,13 +96,13 @@ class TextPredictor:
         ]
 
 
-def encoder_of(artefact: Artefact) -> str | None:
+def encoder_of(artefact: TrainedModel) -> str | None:
     """Name of the encoder that an artefact was trained with; None if it needs none."""
     name = artefact.metadata.get("encoder")
     return None if name is None else str(name)
 
 
-def _reader(artefact: Artefact, encoder: Encoder | None, cache_size: int) -> Reader:
+def _reader(artefact: TrainedModel, encoder: Encoder | None, cache_size: int) -> Reader:
     metadata = artefact.metadata
     if encoder_of(artefact) is None:
         return WordReader(WordScorer(artefact.arrays["words"]))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from core.errors import InvalidValueError
 from core.forecast import Example
-from predictor.artefact import Artefact
+from predictor.artefact import TrainedModel
 from predictor.encoders import Encoder
 from predictor.features import FeatureShape, Floats, input_lens
 from predictor.linear import fit_linear
@@ -68,7 +68,7 @@ def train(
     recipe: Recipe,
     version: int = 1,
     progress: Progress | None = None,
-) -> Artefact:
+) -> TrainedModel:
     """Trains an artefact: a model of everything, and one of input length and instruction where that is cheaper.
 
     Args:
@@ -96,13 +96,13 @@ def train(
 
 def _train_on_words(
     examples: Sequence[Example], recipe: Recipe, metadata: dict[str, Any], progress: Progress | None
-) -> Artefact:
+) -> TrainedModel:
     questions = [each.question for each in examples]
     lens = np.array([each.output_len for each in examples])
     scorer, scores = fit_words(questions, lens, recipe.forest.seed, progress)
     features = with_scores(questions, scores)
     forest = grow(features, lens, recipe.forest)
-    return Artefact(metadata, {"words": scorer.weights, **pack(forest, FULL), **_kept(features, lens)})
+    return TrainedModel(metadata, {"words": scorer.weights, **pack(forest, FULL), **_kept(features, lens)})
 
 
 def _train_on_embeddings(
@@ -111,7 +111,7 @@ def _train_on_embeddings(
     recipe: Recipe,
     metadata: dict[str, Any],
     progress: Progress | None,
-) -> Artefact:
+) -> TrainedModel:
     d_user, d_app = (encoder.dim if d is None else d for d in (recipe.d_user, recipe.d_app))
     shape = FeatureShape(encoder.dim, d_user, d_app)  # raises before anything is encoded
     metadata |= {"encoder": encoder.name, "dim": encoder.dim, "d_user": d_user, "d_app": d_app}
@@ -121,10 +121,10 @@ def _train_on_embeddings(
     full = shape.matrix(own_lens, user, app)
     short = replace(shape, d_user=0).matrix(own_lens, None, app)
     if recipe.model == "linear":
-        return Artefact(metadata, _pack_both(fit_linear(full, lens), fit_linear(short, lens)))
+        return TrainedModel(metadata, _pack_both(fit_linear(full, lens), fit_linear(short, lens)))
     small = replace(recipe.forest, num_trees=min(LENGTH_TREES, recipe.forest.num_trees))
     forests = _pack_both(grow(full, lens, recipe.forest), grow(short, lens, small))
-    return Artefact(metadata, {**forests, **_kept(full, lens)})
+    return TrainedModel(metadata, {**forests, **_kept(full, lens)})
 
 
 def _kept(features: Floats, output_lens: NDArray[np.integer]) -> dict[str, NDArray[Any]]:

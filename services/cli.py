@@ -46,7 +46,9 @@ def main(
 
 @app.command()
 def serve(
-    model: Annotated[str | None, typer.Option(help="Model directory or hub id; default: the embedded model.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model directory, GGUF file or hub id; default: the embedded model.")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
     device: Annotated[
         str | None,
@@ -55,9 +57,15 @@ def serve(
     config: Annotated[Path | None, typer.Option(help="TOML file; flags override it.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on; default: 127.0.0.1.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; default: 8000.")] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="Bits of the weights: full, int8 or int4; default: what the preset says.")
+    ] = None,
     kv_memory: Annotated[str | None, typer.Option(help="KV pool, as 512MiB or 2GiB; default: auto.")] = None,
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest sequence, in tokens; default: the model's context.")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="Compute threads of a replica; default: the cores but one, shared by replicas.")
     ] = None,
     prefix_cache: Annotated[
         bool | None,
@@ -112,8 +120,10 @@ def serve(
         },
         "engine": {
             "device": device,
+            "weights": weights,
             "kv_memory": kv_memory,
             "max_model_len": max_model_len,
+            "num_threads": threads,
             "prefix_cache": prefix_cache,
             "benchmark_mode": benchmark_mode,
         },
@@ -246,7 +256,9 @@ def batch(
         str | None,
         typer.Option(help="Dashboard of a Ray cluster, as http://host:8265; default: a private cluster here."),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Model directory or hub id; default: the embedded model.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model directory, GGUF file or hub id; default: the embedded model.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file; flags override it.")] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight at once.")] = 64,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from actors.runtime.site import Site
+from actors.runtime.peer import Site
 from core.config.load import FarsightConfig, load_config
 from core.errors import ConfigError, FarsightError
 from policies.compose import check_scheduler

@@ -10,16 +10,17 @@ from pathlib import Path
 
 import numpy as np
 
+from core.config.scheduling import BatchConfig
 from core.errors import InvalidValueError
 from policies.presets import find_preset
 from simulator import predictors
 from simulator.cluster.latency import A100_7B, LinearLatency, Roofline
-from simulator.predictors import Foresee
+from simulator.predictors import PredictLengths
 from simulator.summary import Sla
 from simulator.traffic.arrivals import debatch, rescale
 from simulator.traffic.prefixes import mooncake_blocks
 from simulator.traffic.traces import find_data, read_rows, read_trace
-from simulator.traffic.workload import Arrival, Workload
+from simulator.traffic.workload import SimRequest, Workload
 from simulator.traffic.workloads import BLOCK_SIZE, WORKLOADS, build_workload, retime
 
 DEFAULT_REQUESTS = 1000
@@ -56,6 +57,7 @@ class Experiment:
         max_num_seqs: Most sequences in one step.
         max_batch_tokens: Most tokens computed in one step; longer prompts take several steps.
         watermark: Share of the KV pool that admission may fill, for presets with a watermark.
+        batch: How presets of batch mode form batches: ``[batch]`` of a server.
         seed: Random seed of all draws.
     """
 
@@ -73,6 +75,7 @@ class Experiment:
     max_num_seqs: int = 256
     max_batch_tokens: int = 2048
     watermark: float = 0.95
+    batch: BatchConfig = field(default_factory=BatchConfig)
     sla: Sla = field(default_factory=Sla)
     seed: int = 0
 
@@ -107,11 +110,11 @@ def make_arrivals(experiment: Experiment) -> Workload:
     """
     if experiment.predictor not in PREDICTORS:
         raise InvalidValueError("predictor", experiment.predictor, f"one of {', '.join(PREDICTORS)}")
-    foresee = PREDICTORS[experiment.predictor](experiment)
-    return foresee(_requests(experiment))
+    predict = PREDICTORS[experiment.predictor](experiment)
+    return predict(_requests(experiment))
 
 
-def _requests(experiment: Experiment) -> list[Arrival]:
+def _requests(experiment: Experiment) -> list[SimRequest]:
     name = experiment.workload
     num_requests = DEFAULT_REQUESTS if experiment.num_requests is None else experiment.num_requests
     if name in TRACES:
@@ -127,7 +130,7 @@ def _requests(experiment: Experiment) -> list[Arrival]:
     return _window(Path(name), experiment.num_requests, experiment)
 
 
-def _window(path: Path, num_requests: int | None, experiment: Experiment) -> list[Arrival]:
+def _window(path: Path, num_requests: int | None, experiment: Experiment) -> list[SimRequest]:
     """Consecutive requests of a trace, moved to instant 0."""
     arrivals = read_trace(path)
     instants = np.array([arrival.arrived_at for arrival in arrivals])
@@ -145,7 +148,7 @@ def _window(path: Path, num_requests: int | None, experiment: Experiment) -> lis
     return retime(arrivals, instants)
 
 
-PREDICTORS: dict[str, Callable[[Experiment], Foresee]] = {
+PREDICTORS: dict[str, Callable[[Experiment], PredictLengths]] = {
     "none": lambda experiment: predictors.none,
     "history": lambda experiment: predictors.history,
     "shuffled": lambda experiment: predictors.Shuffled(seed=experiment.seed),

@@ -37,7 +37,7 @@ def write_plots(
 
     Args:
         title: Description of the run.
-        timeline: None or empty without samples, as in batch mode.
+        timeline: None or empty without samples.
         capacity: KV tokens of one replica.
     """
     from matplotlib.figure import Figure
@@ -84,15 +84,15 @@ def draw_jct(axes: Any, records: Sequence[Record]) -> None:
 def draw_memory(axes: Any, timeline: Timeline, capacity: int) -> None:
     """KV in use, for several replicas their range, and the mean peak that admission predicts, if it does."""
     _draw_replicas(axes, timeline, 100 * timeline.series("used_tokens") / capacity, "in use", max_lines=1)
-    foreseen = timeline.series("predicted_tokens")
-    if foreseen.size and not np.isnan(foreseen).all():
+    predicted = timeline.series("predicted_tokens")
+    if predicted.size and not np.isnan(predicted).all():
         axes.plot(
             timeline.times_s(),
-            100 * foreseen.mean(axis=1) / capacity,
+            100 * predicted.mean(axis=1) / capacity,
             color="#c0392b",
             linewidth=1,
             linestyle="--",
-            label="predicted peak of the admitted" + (", mean" if foreseen.shape[1] > 1 else ""),
+            label="predicted peak of the admitted" + (", mean" if predicted.shape[1] > 1 else ""),
         )
     axes.axhline(100, color="black", linewidth=1)
     axes.set(title="KV memory", xlabel="virtual time in s", ylabel="% of the pool", ylim=(0, None), xlim=(0, None))

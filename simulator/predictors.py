@@ -14,25 +14,25 @@ import numpy as np
 
 from core.errors import InvalidValueError
 from core.forecast import QUANTILES, Forecast
-from simulator.traffic.workload import Arrival
+from simulator.traffic.workload import SimRequest
 
-Foresee = Callable[[Sequence[Arrival]], list[Arrival]]
+PredictLengths = Callable[[Sequence[SimRequest]], list[SimRequest]]
 """Sets the forecasts of a workload."""
 
 _NORMAL_QUANTILES = tuple(NormalDist().inv_cdf(q) for q in QUANTILES)
 
 
-def oracle(arrivals: Sequence[Arrival]) -> list[Arrival]:
+def oracle(arrivals: Sequence[SimRequest]) -> list[SimRequest]:
     """Forecasts the true length with certainty. O(n)."""
     return [replace(a, forecast=_certain(a.output_len)) for a in arrivals]
 
 
-def history(arrivals: Sequence[Arrival]) -> list[Arrival]:
+def history(arrivals: Sequence[SimRequest]) -> list[SimRequest]:
     """Removes forecasts, so that policies use their own window of finished requests. O(n)."""
     return [replace(a, forecast=None) for a in arrivals]
 
 
-def none(arrivals: Sequence[Arrival]) -> list[Arrival]:
+def none(arrivals: Sequence[SimRequest]) -> list[SimRequest]:
     """No information: ``num_samples`` 0 and a prior, uniform over the lengths that the request may generate. O(n)."""
     return [replace(a, forecast=_prior(a.max_new_tokens)) for a in arrivals]
 
@@ -56,12 +56,12 @@ class Noisy:
         if not (math.isfinite(self.sigma) and self.sigma >= 0):
             raise InvalidValueError("sigma", self.sigma, "a finite number of at least 0")
 
-    def __call__(self, arrivals: Sequence[Arrival]) -> list[Arrival]:
+    def __call__(self, arrivals: Sequence[SimRequest]) -> list[SimRequest]:
         """O(n)."""
         noise = np.exp(self.sigma * np.random.default_rng(self.seed).standard_normal(len(arrivals)))
         return [replace(a, forecast=self._forecast(a, float(x))) for a, x in zip(arrivals, noise, strict=True)]
 
-    def _forecast(self, arrival: Arrival, noise: float) -> Forecast:
+    def _forecast(self, arrival: SimRequest, noise: float) -> Forecast:
         centre = arrival.output_len * noise
         spread = [centre * math.exp(self.sigma * z) for z in _NORMAL_QUANTILES]
         within = [min(max(length, 1.0), float(arrival.max_new_tokens)) for length in spread]
@@ -74,18 +74,18 @@ class Shuffled:
     """Gives each request the forecast of a random other one: the law is right, each forecast useless.
 
     Attributes:
-        foresee: The predictor whose forecasts are permuted.
+        predict: The predictor whose forecasts are permuted.
         seed: Random seed of the permutation.
     """
 
-    foresee: Foresee = oracle
+    predict: PredictLengths = oracle
     seed: int = 0
 
-    def __call__(self, arrivals: Sequence[Arrival]) -> list[Arrival]:
+    def __call__(self, arrivals: Sequence[SimRequest]) -> list[SimRequest]:
         """O(n)."""
-        foreseen = self.foresee(arrivals)
-        order = np.random.default_rng(self.seed).permutation(len(foreseen))
-        return [replace(a, forecast=foreseen[int(i)].forecast) for a, i in zip(foreseen, order, strict=True)]
+        predicted = self.predict(arrivals)
+        order = np.random.default_rng(self.seed).permutation(len(predicted))
+        return [replace(a, forecast=predicted[int(i)].forecast) for a, i in zip(predicted, order, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +96,9 @@ class Trained:
         predict: One forecast for each arrival, in order. It must not look at ``output_len``.
     """
 
-    predict: Callable[[Sequence[Arrival]], Sequence[Forecast]]
+    predict: Callable[[Sequence[SimRequest]], Sequence[Forecast]]
 
-    def __call__(self, arrivals: Sequence[Arrival]) -> list[Arrival]:
+    def __call__(self, arrivals: Sequence[SimRequest]) -> list[SimRequest]:
         """Raises ``InvalidValueError`` unless there are as many forecasts as arrivals."""
         forecasts = self.predict(arrivals)
         if len(forecasts) != len(arrivals):

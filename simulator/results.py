@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from core.config.scheduling import BatchConfig
 from core.errors import ConfigError, InvalidValueError
 from simulator.cluster.latency import LinearLatency, Roofline
 from simulator.cluster.records import Record
@@ -55,6 +56,7 @@ def read_config(path: Path) -> Experiment:
     if not isinstance(config, dict):
         raise ConfigError("--config", str(path), "a JSON object")
     config.pop("farsight_version", None)
+    config.setdefault("batch", dataclasses.asdict(BatchConfig()))  # earlier versions had no such settings
     if config.get("rate") == "inf":
         config["rate"] = math.inf
     latency = config.get("latency")

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from core.errors import IntegrityError, InvalidValueError
-from policies.batching.multi_bin import sample_edges
-from policies.compose import build_batcher, build_router, build_scheduler, is_steady
+from core.config.scheduling import SchedulerConfig
+from core.errors import IntegrityError
+from estimator.knn import padded_batch_s
+from policies.compose import (
+    build_batch_runner,
+    build_router,
+    build_scheduler,
+    configured_batch_scheduler,
+    is_batch_mode,
+    is_steady,
+)
 from policies.presets import find_preset
 from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
-from policies.settings import BatchSettings, PolicySettings
-from simulator.cluster.batch_fleet import BatchFleet, StaticExecution
+from policies.settings import PolicySettings
 from simulator.cluster.fleet import Fleet, FleetShape
-from simulator.cluster.latency import LatencyModel
 from simulator.cluster.records import Recorder
 from simulator.cluster.replica import ReplicaShape
 from simulator.cluster.timeline import Timeline
@@ -23,15 +28,13 @@ from simulator.experiment import Experiment
 from simulator.summary import Summary, summarize
 from simulator.traffic.workload import Workload
 
-NUM_BINS = 8
-"""Of Multi-Bin: of equal mass by the lengths that are foreseen."""
-RELOAD_S = 10.0
-"""After a static batch ran out of memory: weights of 13 GB at 1.3 GB/s."""
+ANNOUNCE_S = 0.5
+"""Interval at which a server's ingress replicas announce their open streams."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a run leaves.
+class RunOutcome:
+    """The result of a run.
 
     Attributes:
         failed: Ids of requests that no replica could ever hold.
@@ -48,36 +51,33 @@ def run(
     *,
     progress: Callable[[int], None] | None = None,
     timeline: Timeline | None = None,
-) -> Outcome:
-    """To the last token.
+) -> RunOutcome:
+    """Runs an experiment to its last token.
 
     Args:
-        arrivals: Of ``make_arrivals``, which several runs may share.
-        progress: Told how many requests have ended, now and then.
-        timeline: Samples the replicas as time goes on; not in batch mode.
+        arrivals: From ``make_arrivals``; several runs may share them.
+        progress: Called from time to time with the number of ended requests.
+        timeline: Samples the replicas as time goes on.
 
     Raises:
-        InvalidValueError: A closed loop of a batch-mode preset.
         IntegrityError: The preset left requests waiting for ever.
     """
-    is_batch = find_preset(experiment.preset).mode == "batch"
     shape = _replica_shape(experiment, arrivals)
-    if is_batch:
-        recorder, failed, num_padding_tokens = _run_batches(experiment, arrivals, progress)
-    else:
-        recorder, failed = _run_continuous(experiment, shape, arrivals, progress, timeline)
-        num_padding_tokens = 0
+    build = _batch_fleet if is_batch_mode(experiment.preset) else _continuous_fleet
+    fleet = build(experiment, shape, arrivals, timeline)
+    recorder, failed = fleet.run(arrivals, progress), fleet.refused
     if num_lost := len(arrivals) - len(recorder.done) - len(failed):
         raise IntegrityError(f"preset {experiment.preset}: {num_lost} of {len(arrivals)} requests never ended")
+    num_computed = sum(usage.num_output_tokens for usage in recorder.usage.values())
     summary = summarize(
         recorder,
         shape,
         experiment.latency,
         experiment.sla,
         num_failed=len(failed),
-        num_padding_tokens=num_padding_tokens,
+        num_padding_tokens=num_computed - sum(record.num_tokens for record in recorder.done),
     )
-    return Outcome(recorder, tuple(failed), summary)
+    return RunOutcome(recorder, tuple(failed), summary)
 
 
 def _replica_shape(experiment: Experiment, arrivals: Workload) -> ReplicaShape:
@@ -90,16 +90,13 @@ def _replica_shape(experiment: Experiment, arrivals: Workload) -> ReplicaShape:
         max_batch_tokens=experiment.max_batch_tokens,
         look_every=0 if is_steady(preset) else 1,
         shares_prefixes=any(arrival.prefix for arrival in arrivals),
+        execution="static" if preset.mode == "batch" else "ragged",
     )
 
 
-def _run_continuous(
-    experiment: Experiment,
-    shape: ReplicaShape,
-    arrivals: Workload,
-    progress: Callable[[int], None] | None,
-    timeline: Timeline | None,
-) -> tuple[Recorder, list[str]]:
+def _continuous_fleet(
+    experiment: Experiment, shape: ReplicaShape, arrivals: Workload, timeline: Timeline | None
+) -> Fleet:
     settings = PolicySettings(
         watermark=experiment.watermark,
         max_new_tokens=max((arrival.max_new_tokens for arrival in arrivals), default=1),
@@ -112,49 +109,27 @@ def _run_continuous(
     def make_scheduler(index: int) -> ReplicaScheduler:
         return build_scheduler(experiment.preset, limits, replace(settings, seed=first_seed + index))
 
-    fleet = Fleet(
+    return Fleet(
         FleetShape(shape, experiment.latency, experiment.num_replicas),
         build_router(experiment.preset, settings=settings),
         make_scheduler,
         clients=experiment.clients,
         timeline=timeline,
     )
-    return fleet.run(arrivals, progress), fleet.refused
 
 
-def _run_batches(
-    experiment: Experiment, arrivals: Workload, progress: Callable[[int], None] | None
-) -> tuple[Recorder, list[str], int]:
-    """Static batches; what they compute beyond the outputs is the third of the results."""
-    if experiment.clients is not None:
-        raise InvalidValueError("clients", experiment.clients, f"none with {experiment.preset}, which forms batches")
-    latency = experiment.latency
-    foreseen = [arrival.max_new_tokens if arrival.forecast is None else arrival.forecast.mean for arrival in arrivals]
-    settings = BatchSettings(
-        memory_tokens=experiment.kv_tokens,
-        serving_time_s=partial(_static_batch_s, latency),
-        edges=sample_edges(foreseen, NUM_BINS) if foreseen else (0.0, math.inf),
+def _batch_fleet(experiment: Experiment, shape: ReplicaShape, _: Workload, timeline: Timeline | None) -> Fleet:
+    """Batch mode as on a server, but for its estimates of batches: from step costs, not learned from what ran."""
+    machine = configured_batch_scheduler(
+        SchedulerConfig(preset=experiment.preset),
+        experiment.batch,
+        experiment.max_num_seqs,
+        partial(padded_batch_s, experiment.latency),
     )
-    num_ended = 0
-
-    def note(prompt_lens: list[int], output_lens: list[int], seconds: float) -> None:
-        nonlocal num_ended
-        num_ended += len(prompt_lens)
-        if progress is not None:
-            progress(num_ended)
-
-    fleet = BatchFleet(
-        build_batcher(experiment.preset, settings),
-        StaticExecution(latency, experiment.kv_tokens),
-        experiment.num_replicas,
-        reload_s=RELOAD_S,
-        on_run=note,
+    return Fleet(
+        FleetShape(shape, experiment.latency, experiment.num_replicas, announce_s=ANNOUNCE_S),
+        machine,
+        lambda _: build_batch_runner(experiment.max_num_seqs),
+        clients=experiment.clients,
+        timeline=timeline,
     )
-    recorder = fleet.run(arrivals)
-    num_outputs = sum(record.num_tokens for record in recorder.done)
-    return recorder, fleet.failed, fleet.counts.num_tokens - num_outputs
-
-
-def _static_batch_s(latency: LatencyModel, num_jobs: int, prompt_len: int, output_len: int) -> float:
-    """What an exact estimate says of a padded batch."""
-    return StaticExecution(latency).run([prompt_len] * num_jobs, [output_len] * num_jobs).seconds

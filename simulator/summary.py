@@ -44,7 +44,7 @@ class Sla:
 
 
 @dataclass(frozen=True, slots=True)
-class Distribution:
+class MeanAndPercentiles:
     """A distribution over requests, or over gaps between tokens; percentiles by nearest rank."""
 
     mean: Number = None
@@ -59,7 +59,7 @@ class Summary:
     Rates are per second of the makespan, from the first arrival to the last token. Slowdown is the JCT of a request
     divided by its time alone on an idle replica without a cached prefix; below 1 if a prefix was cached. Memory means
     are over the steps of all replicas; the peak is that of one replica. If outputs are returned whole, as in batch
-    mode, there are no times between tokens, TTFT alone decides whether a request is good, and memory is not counted.
+    mode, there are no times between tokens, and TTFT alone decides whether a request is good.
 
     Attributes:
         num_failed: Requests that were refused or that fit into no replica.
@@ -75,12 +75,12 @@ class Summary:
     num_requests: int
     num_failed: int
     num_preempted: int
-    ttft_s: Distribution
-    tpot_s: Distribution
-    itl_s: Distribution
-    mtpot_s: Distribution
-    jct_s: Distribution
-    slowdown: Distribution
+    ttft_s: MeanAndPercentiles
+    tpot_s: MeanAndPercentiles
+    itl_s: MeanAndPercentiles
+    mtpot_s: MeanAndPercentiles
+    jct_s: MeanAndPercentiles
+    slowdown: MeanAndPercentiles
     goodput_share: float
     goodput_requests_per_s: float
     requests_per_s: float
@@ -103,8 +103,8 @@ class Summary:
         flat: dict[str, Number] = {}
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, Distribution):
-                flat |= {f"{field.name}_{each.name}": getattr(value, each.name) for each in fields(Distribution)}
+            if isinstance(value, MeanAndPercentiles):
+                flat |= {f"{field.name}_{each.name}": getattr(value, each.name) for each in fields(MeanAndPercentiles)}
             else:
                 flat[field.name] = value
         return flat
@@ -170,22 +170,22 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-def distribution(values: Sequence[float]) -> Distribution:
+def distribution(values: Sequence[float]) -> MeanAndPercentiles:
     """The distribution of values in any order; None without values."""
     if not values:
-        return Distribution()
+        return MeanAndPercentiles()
     ordered = np.sort(np.asarray(values))
     p50, p99 = np.percentile(ordered, (50, 99), method="inverted_cdf")
-    return Distribution(float(ordered.mean()), float(p50), float(p99))
+    return MeanAndPercentiles(float(ordered.mean()), float(p50), float(p99))
 
 
-def _inter_token(recorder: Recorder, streamed: Sequence[Record]) -> Distribution:
+def _inter_token(recorder: Recorder, streamed: Sequence[Record]) -> MeanAndPercentiles:
     """The exact mean, and percentiles with 1 % accuracy from the histogram of gaps."""
     if not streamed:
-        return Distribution()
+        return MeanAndPercentiles()
     total_s = sum(record.last_token_at - record.first_token_at for record in streamed)
     num_gaps = sum(record.num_tokens - 1 for record in streamed)
-    return Distribution(total_s / num_gaps, recorder.itl_s(0.5), recorder.itl_s(0.99))
+    return MeanAndPercentiles(total_s / num_gaps, recorder.itl_s(0.5), recorder.itl_s(0.99))
 
 
 def _slowdowns(done: Sequence[Record], shape: ReplicaShape, latency: LatencyModel) -> list[float]:
@@ -246,10 +246,10 @@ def tables(summary: Summary) -> list[Table]:
     """Tables: first the latencies, then the other numbers."""
     from rich.table import Table
 
-    latencies = Table("latency", *(field.name for field in fields(Distribution)))
+    latencies = Table("latency", *(field.name for field in fields(MeanAndPercentiles)))
     for heading, name in _LATENCIES.items():
         value = getattr(summary, name)
-        latencies.add_row(heading, *(show(getattr(value, field.name)) for field in fields(Distribution)))
+        latencies.add_row(heading, *(show(getattr(value, field.name)) for field in fields(MeanAndPercentiles)))
     counts = Table("run", "")
     for heading, name in _COUNTS.items():
         counts.add_row(heading, show(getattr(summary, name)))

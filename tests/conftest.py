@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 from collections.abc import Generator
 from pathlib import Path
 
@@ -19,6 +20,11 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ.setdefault("RAY_agent_register_timeout_ms", "120000")
 os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# A shell without job control starts background commands with SIGINT ignored, and every process under test would inherit
+# that; tests of Ctrl-C would then wait for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples in every run, no deadline, and no complaint that drawing them takes long: a verdict must not depend
 # on the machine's speed.

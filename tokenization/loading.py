@@ -7,6 +7,9 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from core.errors import InvalidValueError
+from tokenization.gguf.file import is_gguf, read_gguf
+from tokenization.gguf.texts import gguf_tokenizer
+from tokenization.model_dir import model_file
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -15,13 +18,15 @@ def load_tokenizer(path: Path) -> Tokenizer:
     ``tokenizer.json`` may carry a truncation and a padding from training; both are turned off.
 
     Args:
-        path: A model directory with a ``tokenizer.json``, or such a file.
+        path: A model directory with a ``tokenizer.json``, such a file, or a GGUF file.
 
     Raises:
         InvalidValueError: no such file, or one that cannot be read.
     """
-    file = path / "tokenizer.json" if path.is_dir() else path
-    if not file.is_file():
+    if is_gguf(path):
+        return gguf_tokenizer(read_gguf(path))
+    file = model_file(path, "tokenizer.json") if path.is_dir() else path
+    if file is None or not file.is_file():
         raise InvalidValueError("model", str(path), "a model directory with a tokenizer.json")
     try:
         tokenizer = Tokenizer.from_file(str(file))

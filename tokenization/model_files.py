@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +9,11 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from core.errors import ConfigError
 from tokenization.control_tokens import control_ids
+from tokenization.gguf.file import GGUFFile, is_gguf, read_gguf
+from tokenization.gguf.texts import gguf_special_tokens, gguf_templates, gguf_tokenizer
 from tokenization.loading import load_tokenizer
+from tokenization.model_dir import model_file, read_json_file, read_text
 from tokenization.plain_text import PlainTextEncoder
 
 
@@ -35,27 +36,31 @@ def load_model_texts(folder: Path) -> ModelTexts:
     """
     Args:
         folder: Holds ``tokenizer.json`` and, for chat, a template in ``chat_template.jinja`` or in
-            ``tokenizer_config.json``; the former wins, as in ``transformers``.
+            ``tokenizer_config.json``; the former wins, as in ``transformers``. Or a GGUF file, which holds both.
 
     Raises:
-        InvalidValueError: No usable tokenizer.
-        ConfigError: A file beside it is not JSON.
+        InvalidValueError: No usable tokenizer, or a file beside it cannot be read.
     """
+    if is_gguf(folder):
+        return _gguf_texts(read_gguf(folder))
     tokenizer = load_tokenizer(folder)
-    config = _read_json(folder / "tokenizer_config.json")
-    special_tokens = _special_tokens({**_read_json(folder / "special_tokens_map.json"), **config})
-    templates = _templates(folder, config)
+    config = _read_json(folder, "tokenizer_config.json")
+    special_tokens = _special_tokens({**_read_json(folder, "special_tokens_map.json"), **config})
+    return _model_texts(tokenizer, special_tokens, _templates(folder, config))
+
+
+def _gguf_texts(file: GGUFFile) -> ModelTexts:
+    return _model_texts(gguf_tokenizer(file), gguf_special_tokens(file), gguf_templates(file))
+
+
+def _model_texts(tokenizer: Tokenizer, special_tokens: dict[str, str], templates: dict[str, str]) -> ModelTexts:
     control = control_ids(tokenizer, set(special_tokens.values()), templates.values())
     return ModelTexts(tokenizer, PlainTextEncoder(tokenizer, control), special_tokens, templates.get("default"))
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError("model", str(path), f"a JSON file ({error})") from error
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    path = model_file(folder, name)
+    value = {} if path is None else read_json_file(path)
     return value if isinstance(value, dict) else {}
 
 
@@ -73,10 +78,14 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Sources by name; the one for plain chats is ``default``."""
     found = config.get("chat_template")
     if isinstance(found, list):
-        templates = {entry["name"]: entry["template"] for entry in found}
+        templates = {entry["name"]: entry["template"] for entry in found if _is_named_template(entry)}
     else:
         templates = {"default": found} if isinstance(found, str) else {}
-    path = folder / "chat_template.jinja"
-    if path.exists():
-        templates["default"] = path.read_text(encoding="utf-8")
+    path = model_file(folder, "chat_template.jinja")
+    if path is not None:
+        templates["default"] = read_text(path)
     return templates
+
+
+def _is_named_template(entry: Any) -> bool:
+    return isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in ("name", "template"))

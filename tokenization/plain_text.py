@@ -26,6 +26,9 @@ Ids = tuple[int, ...]
 _UNKNOWN = "\U000f1234"
 """A character for private use, which no vocabulary has."""
 
+_LONG_CHARS = 4096
+"""A text of so many characters is tokenised in more than about a millisecond."""
+
 _FILL = "\ufffc"
 """Stands for the client's characters while the other control tokens are looked for."""
 
@@ -66,7 +69,7 @@ class PlainTextEncoder:
             client: The parts of the text that are the client's, in order and apart.
             add_special_tokens: Whether the tokenizer puts tokens such as ``<s>`` around the text.
         """
-        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        encoding = _encode(self._tokenizer, text, add_special_tokens)
         ids = encoding.ids
         if client and self._reaches(encoding, ids, text, client):
             encoding, ids = self._guarded(text, client)
@@ -100,7 +103,7 @@ class PlainTextEncoder:
     def _guarded(self, text: str, client: Sequence[Span]) -> tuple[Encoding, list[int]]:
         """The ids by the twin, without those that the tokenizer adds by itself."""
         twin = self._twin
-        encoding = twin.tokenizer.encode(twin.rename(text, self._trusted(text, client)), add_special_tokens=False)
+        encoding = _encode(twin.tokenizer, twin.rename(text, self._trusted(text, client)))
         known = twin.ids
         return encoding, [known.get(each, each) for each in encoding.ids]
 
@@ -113,8 +116,15 @@ class PlainTextEncoder:
             parts += [text[at:begin], filled]
             at = end
         filled_text = "".join([*parts, text[at:]])
-        encoding = self._tokenizer.encode(filled_text, add_special_tokens=False)
+        encoding = _encode(self._tokenizer, filled_text)
         return list(self._control_spans(encoding, encoding.ids, filled_text))
+
+
+def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False) -> Encoding:
+    """As ``Tokenizer.encode``, which holds the interpreter's lock meanwhile; ``encode_batch`` does not."""
+    if len(text) < _LONG_CHARS:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
 
 class _Twin:

@@ -1,4 +1,4 @@
-"""Text from tokens, one token at a time, in time linear in their number.
+"""Text from tokens, one token at a time, in time linear in their number; and the bytes that single tokens stand for.
 
 The text of a whole output is what ``Tokenizer.decode`` gives for all its tokens at once. A token is looked at when it
 comes and decoded together with two tokens before it at most, so a step's work has a bound: the tokens of one
@@ -8,13 +8,13 @@ character, which are four at most in UTF-8.
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Sequence
 from typing import Protocol
 
 from tokenizers import Tokenizer
 
-from tokenization.token_bytes import byte_level_bytes, fallback_byte, has_byte_fallback, is_byte_level, special_ids
-
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _REPLACEMENT = "\ufffd"
 _ANCHOR_WORDS = ("▁a", "a", "A", "▁the", "the", "▁x", "x")
 _MAX_FIRST = 4
@@ -202,3 +202,48 @@ def _state_of(data: bytes) -> bool | None:
     except UnicodeDecodeError:
         return None
     return bool(text)
+
+
+def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Ids of the special tokens, which are no text."""
+    return frozenset(token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+
+
+def decoder_state(tokenizer: Tokenizer) -> bytes:
+    """The decoder as JSON; empty if there is none."""
+    return b"" if tokenizer.decoder is None else bytes(tokenizer.decoder.__getstate__())
+
+
+def is_byte_level(tokenizer: Tokenizer) -> bool:
+    """Whether the characters of its tokens stand for bytes, as GPT-2's do."""
+    return b'"ByteLevel"' in decoder_state(tokenizer)
+
+
+def has_byte_fallback(tokenizer: Tokenizer) -> bool:
+    """Whether tokens such as ``<0xE2>`` stand for bytes, as Llama 2's do."""
+    return b'"ByteFallback"' in decoder_state(tokenizer)
+
+
+def fallback_byte(token: str) -> bytes | None:
+    """The byte of a token such as ``<0xE2>``; None of any other token."""
+    found = _BYTE_TOKEN.fullmatch(token)
+    return bytes([int(found[1], 16)]) if found else None
+
+
+def byte_level_bytes(token: str) -> bytes:
+    """The bytes of a byte-level token; one with a character outside the alphabet is text as it stands."""
+    try:
+        return bytes(map(_BYTE_OF_CHAR.__getitem__, token))
+    except KeyError:
+        return token.encode()
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's alphabet: a printable byte is the character of its number; the others follow from 256 on, in order."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [byte for byte in range(256) if byte not in printable]
+    chars = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    return {char: byte for byte, char in chars.items()}
+
+
+_BYTE_OF_CHAR = _byte_level_alphabet()

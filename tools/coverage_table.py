@@ -15,14 +15,15 @@ from farsight_rooms import ROOMS
 
 PAGE = """# Coverage
 
-Branches that the pure tests (`tests/unit`, `tests/sim`, `tests/protocol`) take, measured on {date} with
-`make coverage`, which writes this page. A branch is one way out of a condition or a loop.
+Branches that the pure tests take, measured on {date} with `make coverage`, which writes this page. A branch is one way
+out of a condition or a loop. The pure tests are those of `tests/unit`, `tests/sim` and `tests/protocol` that
+`make test` runs; they start neither Ray nor a server. Processes that a test starts are measured as well.
 
 {table}
 
-Not measured: tests that start Ray or a server (`tests/actors`, `tests/e2e`, `tests/nodes`) and tests on a GPU
-(`tests/gpu`). They reach most of what is open in `actors/`, `engine/` and `services/`. No number here is a gate: a
-branch that no test takes is a question to its author.
+Not measured are tests that start Ray or a server (`tests/actors`, `tests/e2e`, `tests/nodes`), tests on a GPU
+(`tests/gpu`) and tests marked `long`. They take most of the remaining branches of `actors/`, `engine/` and `services/`.
+No number here is a gate: a branch that no test takes is a question to its author.
 """
 
 

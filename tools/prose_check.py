@@ -28,7 +28,10 @@ CODE = (*ROOMS, "tools", "benchmarks", "tests")
 PAGES = ("docs", "deploy", "benchmarks")
 RECORD = Path(__file__).with_name("prose_record.json")
 
-WORDS = re.compile(r"\b(anew|whoever|somebody|nobody)\b", re.IGNORECASE)
+WORDS = re.compile(
+    r"(?<![\w.`])(anew|whoever|somebody|nobody|everybody|foreseen|foresees?|foretells?|learnt)\b(?!`)", re.IGNORECASE
+)
+"""Words that the project's prose avoids; the same letters in a quoted identifier are no prose."""
 BEGINNING = re.compile(r"(?:^\W*|[.:!?]\s+)(Of)\b", re.MULTILINE)
 """A sentence that begins with the preposition; a capital one elsewhere begins no sentence."""
 

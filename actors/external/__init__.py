@@ -1,1 +1,1 @@
-"""Replicas that are other OpenAI-compatible servers: what stands before them."""
+"""Replicas that are external OpenAI-compatible servers: the component that represents each of them."""

@@ -1,4 +1,4 @@
-"""OpenAIBackend: stands for a replica that is another server, in the place of its Scheduler and of its ModelWorker."""
+"""OpenAIBackend: represents a replica that is an external server, in place of a Scheduler and a ModelWorker."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ from actors.external.openai_wire import BackendFailed, failed
 from actors.log.log_outbox import LogOutbox
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.metrics import BackendMetrics, EngineMetrics
-from actors.runtime.peer import LOOK_AGAIN_S, PeerLost
+from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, wait_for
 from actors.runtime.request_traces import request_trace
-from actors.runtime.waiting import wait_for
-from actors.worker.token_channel import TICK_S
-from actors.worker.token_channels import TokenChannels
+from actors.worker.token_channels import TICK_S, TokenChannels
 from core.messages.cache import StartedRequest
 from core.messages.fleet import ReplicaNews, ReplicaState
 from core.messages.forecasts import ForecastsMade
@@ -44,10 +42,11 @@ from policies.external.events import (
     OutputFailed,
     OutputGrew,
     ProbeDone,
+    ProbeTick,
     ReturnRequest,
     SendRequest,
-    TimePassed,
 )
+from policies.replica.decision_trace import account_closed
 from policies.replica.events import (
     AccountClosed,
     ForecastsArrived,
@@ -57,22 +56,21 @@ from policies.replica.events import (
     RequestsArrived,
     RequestStarted,
 )
-from policies.replica.trace import account_closed
 
 SAY_AGAIN_S = 1.0
-"""The Router hears of the replica at least this often, so that a new one knows it soon."""
+"""The Router gets the replica's state at least this often, in seconds, so that a new Router soon knows it."""
 
 NEWS_S = 0.05
-"""The Router hears of starts and ends this late, of several at once: they change what it thinks."""
+"""Starts and ends of requests are collected for so many seconds and reported to the Router in one message."""
 
 LOOK_S = 0.25
-"""How often the machine is told that time has passed, and the queues are counted."""
+"""Seconds between two ``ProbeTick`` events to the state machine, and between two counts of the queues."""
 
 logger = logging.getLogger(__name__)
 
 
 class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
-    """Turns messages and what the server does into events of the state machine, and its instructions into calls."""
+    """Turns messages and the server's answers into events of the state machine, and carries out its instructions."""
 
     kind = "OpenAIBackend"
 
@@ -95,7 +93,7 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
         self._ended: list[FinishedSequence] = []
         self._events_due = asyncio.Event()
         self._news_due = asyncio.Event()
-        self._router_sends = False  # the Router has been told that requests may come, and of nothing later
+        self._router_sends = False  # the last state that the Router received said that requests may come
         self._returned: list[tuple[Request, TokenDelta]] = []
         self._answered_at: float | None = None
         self._router = context.peers.router()
@@ -107,7 +105,7 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
     async def start(self) -> None:
         """
         Raises:
-            InvalidValueError: the model's directory does not say how many tokens there are.
+            InvalidValueError: The model's directory does not tell the size of the vocabulary.
         """
         self._vocab_size = await asyncio.to_thread(vocabulary_size, Path(self.context.site.model_dir))
         await self._server.open()
@@ -168,7 +166,7 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
         return breaker.state.value if breaker.closed else f"{breaker.state.value}: {breaker.reason}"
 
     def _handle(self, event: BackendEvent) -> list[Refusal]:
-        """Gives the machine an event and carries out what it says; returns refusals."""
+        """Passes an event to the state machine and carries out its instructions; returns the refusals among them."""
         refusals = []
         for instruction in self._machine.handle(event, time.monotonic()):
             match instruction:
@@ -209,7 +207,10 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
         logger.warning("%s (%s): the breaker is %s%s", self._replica, self._config.url, breaker.state.value, why)
 
     def _release_returned(self) -> None:
-        """Once the Router knows that nothing is to come here; else it would send them here again, and again."""
+        """Returns requests to their ingress replicas, but not before the Router knows that the breaker is open.
+
+        Otherwise the Router would place them on this replica again at once.
+        """
         if self._machine.breaker.closed or not self._router_sends:
             returned, self._returned = self._returned, []
             for request, delta in returned:
@@ -230,13 +231,13 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
         self._task_ended_badly(done)
 
     def _task_ended_badly(self, task: asyncio.Task[None]) -> None:
-        """A defect of ours ends the component: the Supervisor starts it again and says so."""
+        """Ends the component if a task failed by a defect of Farsight; the Supervisor starts it again."""
         error = None if task.cancelled() else task.exception()
         if error is not None and not self.failed.done():
             self.failed.set_exception(error)
 
     async def _stream(self, key: Key, stream: BackendStream) -> None:
-        """One request from sending to its end."""
+        """Sends one request and passes its output on until the end."""
         try:
             async with aclosing(self._server.complete(stream.request, stream.reading)) as chunks:
                 async for chunk in chunks:
@@ -270,7 +271,8 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
             listed = await self._server.probe(generates=generates)
             limits = [limit for limit in (self._config.max_model_len, listed.max_model_len) if limit]
             if not limits:
-                raise failed("model", "it does not say how long sequences may be: set max_model_len", trips=True)
+                message = "the server does not report its limit of sequence length; set [[replica]] max_model_len"
+                raise failed("model", message, trips=True)
         except BackendFailed as error:
             self._metrics.failed(error.failure.kind)
             self._handle(ProbeDone(error.failure))
@@ -297,9 +299,9 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
         return request_trace(account, self._replica, time.time() - time.monotonic(), ended=ended)
 
     async def _look(self) -> None:
-        """Lets the machine see what time it is: probes become due."""
+        """Tells the state machine the time at regular intervals, so that probes become due."""
         while True:
-            self._handle(TimePassed())
+            self._handle(ProbeTick())
             self._queues.set_queues(self._machine.num_sent, self._machine.num_waiting)
             if self._probe is not None and self._probe.done():
                 self._task_ended_badly(self._probe)
@@ -316,7 +318,7 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
             await wait_for(self._news_due, SAY_AGAIN_S if told else LOOK_AGAIN_S)
 
     async def _tell_events(self) -> None:
-        """A Router that dies meanwhile need not hear of them: its successor asks the ingress replicas."""
+        """Reports starts and ends. One lost with a Router does no harm: its successor asks the ingress replicas."""
         while True:
             await self._events_due.wait()
             await asyncio.sleep(NEWS_S)
@@ -327,7 +329,7 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
 
     @staticmethod
     async def _try(call: Awaitable[None]) -> bool:
-        """Whether the Router has taken it."""
+        """Whether the Router received the message."""
         try:
             await call
         except PeerLost:
@@ -335,7 +337,7 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
         return True
 
     async def _watch_ingresses(self) -> None:
-        """Ends what belongs to ingress replicas that have fallen silent, or have never asked for their tokens."""
+        """Aborts requests of ingress replicas that have stopped polling for tokens, or have never polled."""
         while True:
             await asyncio.sleep(TICK_S)
             for ingress_id in self._channels.silent(self._machine.ingress_ids):

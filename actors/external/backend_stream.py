@@ -1,9 +1,9 @@
-"""One request at another server: from its chunks to the deltas of our token path."""
+"""One request at an external server: turns its chunks into the deltas of our token path."""
 
 from __future__ import annotations
 
 from actors.external.openai_server import Reading
-from actors.external.openai_wire import Chunk, Usage
+from actors.external.openai_wire import Chunk, TokenUsage
 from core.messages.tokens import TokenDelta
 from core.request import Request, SequenceStatus
 
@@ -11,7 +11,7 @@ _STATUSES = {"length": SequenceStatus.FINISHED_LENGTH}
 
 
 class BackendStream:
-    """Counts tokens that have no ids: one for each component of text, and at the end as the server's usage says.
+    """Counts tokens without ids: one for each chunk with text, corrected at the end by the server's usage.
 
     Attributes:
         reading: Whether the client reads.
@@ -22,16 +22,16 @@ class BackendStream:
         self.reading = Reading()
         self._output_len = len(request.output_ids)
         self._finish_reason: str | None = None
-        self._usage: Usage | None = None
+        self._usage: TokenUsage | None = None
 
     def take(self, chunk: Chunk) -> TokenDelta | None:
-        """What a chunk holds for the client, if anything; how it ended is kept for ``end``."""
+        """The delta of a chunk; None if it has no text. Finish reason and usage are kept for ``end``."""
         self._finish_reason = chunk.finish_reason or self._finish_reason
         self._usage = chunk.usage or self._usage
         return self._delta(chunk.text, 1) if chunk.text else None
 
     def end(self) -> TokenDelta:
-        """The last delta: it makes the count right, and says what was cached."""
+        """The last delta; it corrects the token count and tells how many prompt tokens were cached."""
         begun_at, missing = len(self.request.output_ids), 0
         if self._usage is not None:
             missing = max(0, begun_at + self._usage.completion_tokens - self._output_len)
@@ -40,12 +40,12 @@ class BackendStream:
 
     @property
     def cached_len(self) -> int | None:
-        """Tokens of the prompt that the server had cached; None if it does not say."""
+        """Prompt tokens that the server had cached; None if it does not report them."""
         return None if self._usage is None else self._usage.cached_tokens
 
     @property
     def status(self) -> SequenceStatus:
-        """How the sequence ended; whatever is not its limit is a stop."""
+        """How the sequence ended; every finish reason except the length limit counts as a stop."""
         return _STATUSES.get(self._finish_reason or "", SequenceStatus.FINISHED_STOPPED)
 
     def _delta(self, text: str, num_tokens: int, finish_reason: str | None = None, cached_len: int = 0) -> TokenDelta:

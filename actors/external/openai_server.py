@@ -16,11 +16,11 @@ import aiohttp
 from actors.external.openai_wire import (
     DONE,
     BackendFailed,
-    Call,
     Chunk,
     Decode,
     EventReader,
     ListedModel,
+    ServerCall,
     by_text,
     by_tokens,
     failed,
@@ -33,25 +33,25 @@ from core.errors import ConfigError
 from core.request import PromptSource, Request, SamplingParams
 
 KEEP_ALIVE_S = 2.0
-"""Connections without a request are closed so soon: before the other side does it, uvicorn after 5 s."""
+"""Idle connections are closed after so many seconds: earlier than the server closes them (uvicorn after 5 s)."""
 
 _PROBE = Request("probe", 0, "", (0,), SamplingParams(1))
-"""What a probe has continued by one token; what comes out does not matter."""
+"""Prompt of a probe, which asks for one token; which token comes does not matter."""
 
 _PROBE_CHAT = PromptSource(messages=(("user", "a"),))
 _PROBE_TEXT = PromptSource("a")
 
 PROBE_S = 10.0
-"""Whoever takes longer to say that it is well is not."""
+"""A server that takes longer than so many seconds to answer a health check counts as failed."""
 
 MAX_REFUSAL_BYTES = 16_384
 
 
 def find_api_key(config: ReplicaConfig) -> str:
-    """Empty if it wants none.
+    """The API key of a replica; empty if none is configured.
 
     Raises:
-        ConfigError: the environment does not hold it.
+        ConfigError: The environment variable is not set.
     """
     name = config.api_key_env
     key = os.environ.get(name, "") if name else ""
@@ -61,9 +61,9 @@ def find_api_key(config: ReplicaConfig) -> str:
 
 
 class Reading:
-    """Whether the client of a stream reads; while it does not, the server is not read either.
+    """Whether the client of a stream reads. While it does not, we do not read from the server either.
 
-    Its buffers fill and it pauses, as it would for a client of its own.
+    The connection's buffers then fill and the server pauses, as it would for a slow client of its own.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class OpenAIServer:
     """A server of ``model`` and the connections to it.
 
     Args:
-        decode: Token ids to text, where prompts go as text.
+        decode: Decodes token ids, for servers that take prompts as text.
         api_key: Sent as a bearer token; empty for none.
     """
 
@@ -101,21 +101,21 @@ class OpenAIServer:
         self._has_health = True
 
     async def open(self) -> None:
-        """On the event loop that uses it."""
+        """Opens the HTTP session. Called on the event loop that uses it."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._config.connect_timeout_s)
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
         self._session = aiohttp.ClientSession(timeout=timeout, connector=connector, headers=self._headers)
 
     async def close(self) -> None:
-        """Breaks off what is under way."""
+        """Closes the HTTP session and breaks off requests in progress."""
         if self._session is not None:
             await self._session.close()
 
     async def complete(self, request: Request, reading: Reading) -> AsyncGenerator[Chunk, None]:
-        """The chunks of one completion; the last one that holds anything has the finish reason or the usage.
+        """The chunks of one completion; the last non-empty one has the finish reason or the usage.
 
         Raises:
-            BackendFailed: it did not come to its end, or too slowly.
+            BackendFailed: The answer did not end, or came too slowly.
         """
         call = self._call(request)
         limit_s, waited_for = self._config.first_token_timeout_s, "first token"
@@ -144,10 +144,10 @@ class OpenAIServer:
             raise failed("broken", "the stream ended before the answer did")
 
     async def probe(self, *, generates: bool) -> ListedModel:
-        """Whether it answers and serves the model; if ``generates``, also whether a token comes.
+        """Checks that the server answers and serves the model; with ``generates``, also that it generates a token.
 
         Raises:
-            BackendFailed: no.
+            BackendFailed: A check failed.
         """
         if self._has_health:
             await self._check_health()
@@ -157,7 +157,7 @@ class OpenAIServer:
         return listed
 
     async def _generate(self) -> None:
-        """Has a token made; where prompts go as text a chat is asked for, and else a completion."""
+        """Asks for one token: by a chat if prompts go as text, else by a completion."""
         probes = [_PROBE]
         if self._config.prompt == "text":
             probes = [replace(_PROBE, source=source) for source in (_PROBE_CHAT, _PROBE_TEXT)]
@@ -171,13 +171,13 @@ class OpenAIServer:
                 if request is probes[-1] or not error.failure.of_request:
                     raise
 
-    def _call(self, request: Request) -> Call:
+    def _call(self, request: Request) -> ServerCall:
         if self._config.prompt == "text":
             return by_text(request, self.model, self._decode)
         return by_tokens(request, self.model)
 
     async def _check_health(self) -> None:
-        """Not every server has it (``GET /health``): who says so once is asked no more."""
+        """``GET /health``. A server that answers that it has no such path is not asked again."""
         try:
             await self._get("/health", may_lack=True)
         except BackendFailed as error:
@@ -194,17 +194,17 @@ class OpenAIServer:
             body: bytes = await _in_time(reply.read(), due_at, message)
             return body
 
-    def _post(self, call: Call) -> Any:
+    def _post(self, call: ServerCall) -> Any:
         assert self._session is not None
         url = self._config.base_url + call.path
         return self._session.post(url, data=json.dumps(call.body), headers={"Content-Type": "application/json"})
 
 
 class _Reply:
-    """A reply whose status is 200, in time, with what goes wrong said as ``BackendFailed``.
+    """Waits for a reply with status 200 until ``due_at``; every fault is raised as ``BackendFailed``.
 
     Args:
-        message: Says that it was too late.
+        message: Text of the fault if the reply is too late.
         may_lack: As in ``refusal``.
     """
 
@@ -227,7 +227,7 @@ class _Reply:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """A stream that is left before its end takes its connection with it: so the server sees that nobody reads."""
+        """Closes the connection of a stream that is left before its end, so that the server stops generating."""
         assert self._reply is not None
         if kind is None:
             self._reply.release()
@@ -244,12 +244,12 @@ async def _in_time(work: Any, due_at: float, message: str) -> Any:
         async with asyncio.timeout_at(due_at):
             return await work
     except aiohttp.ConnectionTimeoutError as error:
-        raise failed("connect", f"no connection: {error}") from error
+        raise failed("connect", f"cannot connect: {error}") from error
     except TimeoutError as error:
         raise failed("timeout", message) from error
     except aiohttp.ClientConnectorError as error:
-        raise failed("connect", f"no connection: {error.os_error.strerror or error}") from error
+        raise failed("connect", f"cannot connect: {error.os_error.strerror or error}") from error
     except aiohttp.ClientPayloadError as error:
-        raise failed("broken", "the connection broke in the middle of the answer") from error
+        raise failed("broken", "the connection broke during the answer") from error
     except (aiohttp.ClientError, OSError, ValueError) as error:
         raise failed("broken", f"the connection broke: {error or type(error).__name__}") from error

@@ -1,4 +1,4 @@
-"""What is said to an OpenAI-compatible server, and what it says: bodies, chunks, lists of models. No I/O."""
+"""Encodes requests to an OpenAI-compatible server and parses its replies: bodies, chunks, model lists. No I/O."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 from core.errors import FarsightError
 from core.request import PromptSource, Request, SamplingParams
-from policies.external.events import Failure
+from policies.external.events import ServerFailure
 
 MAX_SEED = 2**63 - 1
-"""The largest that every server takes."""
+"""The largest seed that every server accepts."""
 
 MAX_MESSAGE = 300
-"""Characters of a server's own words that are passed on."""
+"""Characters of a server's error text that are passed on."""
 
 DONE = b"[DONE]"
 
@@ -25,22 +25,23 @@ CHATS = "/v1/chat/completions"
 
 
 class BackendFailed(FarsightError):
-    """The other server did not do what it should."""
+    """The external server did not do what it was asked."""
 
-    def __init__(self, failure: Failure) -> None:
+    def __init__(self, failure: ServerFailure) -> None:
         self.failure = failure
         super().__init__(failure.message)
 
 
 def failed(kind: str, message: str, *, trips: bool = False, of_request: bool = False) -> BackendFailed:
-    return BackendFailed(Failure(kind, message, trips, of_request))
+    return BackendFailed(ServerFailure(kind, message, trips, of_request))
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
-    """
+class TokenUsage:
+    """Token counts that the server reports.
+
     Attributes:
-        cached_tokens: Of the prompt, that were not computed again; None where the server does not say.
+        cached_tokens: Prompt tokens that the server did not compute again; None if it does not report them.
     """
 
     completion_tokens: int
@@ -53,14 +54,15 @@ class Chunk:
 
     text: str
     finish_reason: str | None = None
-    usage: Usage | None = None
+    usage: TokenUsage | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ListedModel:
-    """
+    """A model in the answer to ``GET /v1/models``.
+
     Attributes:
-        max_model_len: Tokens of prompt and output together; None where the server does not say (most do not).
+        max_model_len: Most tokens of prompt and output together; None if the server does not report it (most do not).
     """
 
     name: str
@@ -68,39 +70,40 @@ class ListedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """What is posted where."""
+class ServerCall:
+    """Path and body of a POST request."""
 
     path: str
     body: dict[str, Any]
 
 
 Decode = Callable[[Sequence[int], Sequence[int]], str]
-"""The text of token ids that follow others."""
+"""(preceding token ids, token ids) -> text of the latter."""
 
 
-def by_tokens(request: Request, model: str) -> Call:
-    """A completion of token ids, so that both sides mean the same.
+def by_tokens(request: Request, model: str) -> ServerCall:
+    """A completion whose prompt is token ids, so that both sides mean the same tokens.
 
-    What has been put out by an earlier attempt goes with the prompt, and off the limits. Sampling is said in full,
-    neutral values too: some servers have defaults of their own (vLLM the model's ``generation_config.json``). Who must
-    not share cached prefixes here does not share them there either, where the server knows ``cache_salt`` (vLLM).
+    The output of an earlier attempt is appended to the prompt and subtracted from the limits. All sampling parameters
+    are sent, neutral values too, because some servers have other defaults (vLLM takes them from the model's
+    ``generation_config.json``). Requests that must not share cached prefixes here do not share them there either, if
+    the server supports ``cache_salt`` (vLLM).
     """
     prompt = [*request.prompt_ids, *request.output_ids]
     body = {"model": model, "prompt": prompt, **_sampling(request), **_extensions(request)}
-    if request.cache_salt:  # of a length that every server takes
+    if request.cache_salt:  # hashed to a length that every server takes
         body["cache_salt"] = hashlib.blake2b(request.cache_salt.encode(), digest_size=16).hexdigest()
-    return Call(COMPLETIONS, body)
+    return ServerCall(COMPLETIONS, body)
 
 
-def by_text(request: Request, model: str, decode: Decode) -> Call:
-    """A chat or a completion as the client wrote it; OpenAI's own fields, and others only where they change something.
+def by_text(request: Request, model: str, decode: Decode) -> ServerCall:
+    """A chat or a completion as the client wrote it: OpenAI's own fields, and extensions only if they are not neutral.
 
     Args:
-        decode: Gives the texts of what came, or was put out, as token ids.
+        decode: Decodes a prompt that came as token ids, and output of an earlier attempt.
 
     Raises:
-        BackendFailed: an answer to a chat that another replica has begun cannot go on.
+        BackendFailed: Another replica has begun to answer this chat; a server that takes text cannot continue it.
     """
     source = request.source or PromptSource(decode(request.prompt_ids, ()))
     neutral = _extensions(replace(request, sampling=SamplingParams(request.sampling.max_new_tokens)))
@@ -108,16 +111,16 @@ def by_text(request: Request, model: str, decode: Decode) -> Call:
     rest = {**_sampling(request), **extensions}
     if not source.messages:
         prompt = source.text + decode(request.output_ids, request.prompt_ids)
-        return Call(COMPLETIONS, {"model": model, "prompt": prompt, **rest})
+        return ServerCall(COMPLETIONS, {"model": model, "prompt": prompt, **rest})
     if request.output_ids:
-        message = "another replica began to answer this chat, and a server that takes text cannot go on with it"
+        message = "another replica began to answer this chat; a server that takes text cannot continue it"
         raise failed("request", message, of_request=True)
     messages = [{"role": role, "content": content} for role, content in source.messages]
-    return Call(CHATS, {"model": model, "messages": messages, **rest})
+    return ServerCall(CHATS, {"model": model, "messages": messages, **rest})
 
 
 def _sampling(request: Request) -> dict[str, Any]:
-    """Fields that every server knows."""
+    """Fields that every server supports."""
     sampling = request.sampling
     body: dict[str, Any] = {
         "max_tokens": sampling.max_new_tokens - len(request.output_ids),
@@ -138,7 +141,7 @@ def _sampling(request: Request) -> dict[str, Any]:
 
 
 def _extensions(request: Request) -> dict[str, Any]:
-    """Fields that vLLM has added, and others after it."""
+    """Fields that vLLM has added, and other servers after it."""
     sampling = request.sampling
     body: dict[str, Any] = {
         "top_k": sampling.top_k or -1,
@@ -169,20 +172,20 @@ class EventReader:
 
 
 def parse_chunk(data: bytes, model: str) -> Chunk:
-    """One event of the stream of a completion, or of a chat.
+    """Parses one event of the stream of a completion or chat.
 
     Raises:
-        BackendFailed: it is none, tells of an error, or comes from another model.
+        BackendFailed: The event is malformed, reports an error, or comes from another model.
     """
     body = _object(data)
     if body.get("error"):
         raise _told(body)
     name = body.get("model")
     if name is not None and name != model:
-        raise failed("model", f"it answers as model {name!r}, not {model!r}", trips=True)
+        raise failed("model", f"the server answers as model {name!r}, expected {model!r}", trips=True)
     choices = body.get("choices")
     if not isinstance(choices, list) or len(choices) > 1:
-        raise failed("protocol", f"a chunk without one choice: {_short(data)}")
+        raise failed("protocol", f"expected a chunk with exactly one choice, got {_short(data)}")
     usage = _usage(body.get("usage"))
     if not choices:
         return Chunk("", None, usage)
@@ -191,65 +194,65 @@ def parse_chunk(data: bytes, model: str) -> Chunk:
     text = delta.get("content") if isinstance(delta, dict) else choice.get("text")
     reason = choice.get("finish_reason")
     if not isinstance(text, str | None) or not isinstance(reason, str | None):
-        raise failed("protocol", f"a chunk without text: {_short(data)}")
+        raise failed("protocol", f"expected a chunk with text, got {_short(data)}")
     return Chunk(text or "", reason, usage)
 
 
 def _told(body: dict[str, Any]) -> BackendFailed:
-    """An error in the midst of a stream; some servers say there what the status could not say any more (vLLM)."""
+    """An error event within a stream. Some servers (vLLM) report there what the HTTP status can no longer tell."""
     error = body["error"]
-    message = f"the server says: {error_message(body)}"
+    message = f"the server reports: {error_message(body)}"
     code = error.get("code") if isinstance(error, dict) else None
     refused = code in (400, 422)
     return failed("request" if refused else "broken", message, of_request=refused)
 
 
-def _usage(raw: Any) -> Usage | None:
-    """As far as it can be understood; a server may leave it out."""
+def _usage(raw: Any) -> TokenUsage | None:
+    """The usage, as far as it is well formed; servers may leave it out."""
     if not isinstance(raw, dict) or type(raw.get("completion_tokens")) is not int:
         return None
     details = raw.get("prompt_tokens_details")
     cached = details.get("cached_tokens") if isinstance(details, dict) else None
-    return Usage(raw["completion_tokens"], cached if type(cached) is int else None)
+    return TokenUsage(raw["completion_tokens"], cached if type(cached) is int else None)
 
 
 def find_model(data: bytes, model: str) -> ListedModel:
     """The model of that name in the answer to ``GET /v1/models``.
 
     Raises:
-        BackendFailed: the list cannot be understood, or does not hold it.
+        BackendFailed: The list is malformed, or does not name the model.
     """
     listed = _object(data).get("data")
     if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
-        raise failed("protocol", f"no list of models: {_short(data)}")
+        raise failed("protocol", f"expected a list of models, got {_short(data)}")
     for each in listed:
         if each.get("id") == model:
             length = each.get("max_model_len")
             return ListedModel(model, length if type(length) is int and length > 0 else None)
     names = ", ".join(repr(each.get("id")) for each in listed) or "none"
-    raise failed("model", f"it serves {names[:MAX_MESSAGE]}, not {model!r}", trips=True)
+    raise failed("model", f"the server serves {names[:MAX_MESSAGE]}, expected {model!r}", trips=True)
 
 
-def refusal(status: int, data: bytes, *, may_lack: bool = False) -> Failure:
-    """What a reply other than 200 means.
+def refusal(status: int, data: bytes, *, may_lack: bool = False) -> ServerFailure:
+    """The fault behind a reply with another status than 200.
 
     Args:
-        may_lack: A server may do without what was asked for.
+        may_lack: The requested path is optional for a server.
     """
     message = f"HTTP {status}: {_words(data)}"
     if status in (401, 403):
-        return Failure("auth", message, trips=True)
+        return ServerFailure("auth", message, trips=True)
     if status == 404 and not may_lack:
-        return Failure("model", message, trips=True)
+        return ServerFailure("model", message, trips=True)
     if status in (429, 503):
-        return Failure("busy", message)
+        return ServerFailure("busy", message)
     if 400 <= status < 500:
-        return Failure("request", message, of_request=True)
-    return Failure("http", message)
+        return ServerFailure("request", message, of_request=True)
+    return ServerFailure("http", message)
 
 
 def error_message(body: dict[str, Any]) -> str:
-    """What an error object says: OpenAI's, or the plain ones of older servers."""
+    """The message of an error object, in OpenAI's form or in the plain form of older servers."""
     error = body.get("error")
     if isinstance(error, dict):
         error = error.get("message")
@@ -270,7 +273,7 @@ def _object(data: bytes) -> dict[str, Any]:
     except ValueError:
         body = None
     if not isinstance(body, dict):
-        raise failed("protocol", f"no JSON object: {_short(data)}")
+        raise failed("protocol", f"expected a JSON object, got {_short(data)}")
     return body
 
 

@@ -20,29 +20,29 @@ MAX_BATCH = 64
 """Questions that are answered together."""
 
 NICENESS = 10
-"""Of the thread that answers."""
+"""Niceness of the thread that answers."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """A forecast and the numbers it was made from, packed as float32; none where the request was not looked at."""
+class ForecastAnswer:
+    """A forecast and its features, packed as float32; empty if the request's own features were not computed."""
 
     forecast: Forecast
     features: bytes
 
 
 class ForecastServer:
-    """Answers in order of asking; what is asked while a batch is under way goes into the next one together.
+    """Answers questions in batches, in order of asking; questions that come during a batch form the next one.
 
     Args:
-        predictor: Replaced between batches by ``swap``.
-        cpu_share: Of one core that full forecasts may take; beyond it they look at less.
+        predictor: The version that serves; ``swap`` replaces it between batches.
+        cpu_share: Share of one core that full forecasts may take; beyond it forecasts use fewer features.
     """
 
     def __init__(self, predictor: TextPredictor, cpu_share: float) -> None:
         self.predictor = predictor
         self._budget = EffortBudget(cpu_share)
-        self._asked: asyncio.Queue[tuple[ForecastQuestion, asyncio.Future[Answer]]] = asyncio.Queue()
+        self._asked: asyncio.Queue[tuple[ForecastQuestion, asyncio.Future[ForecastAnswer]]] = asyncio.Queue()
         self._num_open = 0
         self._thread = ThreadPoolExecutor(1, "forecasts", initializer=_give_way)
 
@@ -52,17 +52,17 @@ class ForecastServer:
         return self._num_open
 
     def swap(self, predictor: TextPredictor) -> None:
-        """The next batch is another version's."""
+        """Serves the next batch with another version."""
         self.predictor = predictor
 
-    async def answer(self, questions: Sequence[ForecastQuestion]) -> list[Answer]:
-        """One answer a question.
+    async def answer(self, questions: Sequence[ForecastQuestion]) -> list[ForecastAnswer]:
+        """One answer for each question.
 
         Raises:
-            FarsightError: the model stumbled over them.
+            FarsightError: The model failed on the batch that holds them.
         """
         loop = asyncio.get_running_loop()
-        futures: list[asyncio.Future[Answer]] = [loop.create_future() for _ in questions]
+        futures: list[asyncio.Future[ForecastAnswer]] = [loop.create_future() for _ in questions]
         for question, future in zip(questions, futures, strict=True):
             self._asked.put_nowait((question, future))
         self._num_open += len(questions)
@@ -72,7 +72,7 @@ class ForecastServer:
             self._num_open -= len(questions)
 
     async def run(self) -> None:
-        """Serves until cancelled. What breaks a batch is told to those who asked."""
+        """Serves until cancelled. An exception in a batch is raised to the callers of its questions."""
         loop = asyncio.get_running_loop()
         while True:
             batch = [await self._asked.get()]
@@ -83,7 +83,7 @@ class ForecastServer:
             try:
                 work = loop.run_in_executor(self._thread, _answer, self.predictor, questions, effort)
                 answers, seconds = await work
-            except Exception as error:  # whatever the model stumbled over: the next batch may do
+            except Exception as error:  # whatever the model raises: the next batch may succeed
                 for _, future in batch:
                     if not future.done():
                         future.set_exception(FarsightError(f"no forecast: {error!r}"))
@@ -95,15 +95,17 @@ class ForecastServer:
 
 
 def _give_way() -> None:
-    """Whoever asks goes on without the answer, so serving comes first. Linux has priorities for threads."""
+    """Lowers this thread's priority: callers go on without a forecast, so serving comes first. Linux only."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
-def _answer(predictor: TextPredictor, questions: list[ForecastQuestion], effort: Effort) -> tuple[list[Answer], float]:
-    """And the seconds of a core that it took."""
+def _answer(
+    predictor: TextPredictor, questions: list[ForecastQuestion], effort: Effort
+) -> tuple[list[ForecastAnswer], float]:
+    """Answers the questions; also returns the CPU seconds that this took."""
     began = time.thread_time()
     forecasts, features = predictor.forecast_with_features(questions, effort)
     packed = [b"" if row is None else row.tobytes() for row in features]
-    answers = [Answer(forecast, row) for forecast, row in zip(forecasts, packed, strict=True)]
+    answers = [ForecastAnswer(forecast, row) for forecast, row in zip(forecasts, packed, strict=True)]
     return answers, time.thread_time() - began

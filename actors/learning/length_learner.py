@@ -1,4 +1,4 @@
-"""Trains the predictor of output lengths on, while it serves."""
+"""Retrains the predictor of output lengths while it serves."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from actors.calls.log_store import LogStoreCalls
 from actors.learning.model_registry import ModelRegistry
 from actors.runtime.peer import PeerLost
 from core.messages.log import ExamplePage, LoggedExample, LogQuery
-from predictor.artefact import Artefact, from_bytes
-from predictor.learning import ContinuousLearning, Outcome
+from predictor.artefact import TrainedModel, from_bytes
+from predictor.learning import ContinuousLearning, PredictionOutcome
 from predictor.learning_process import FitProcess
 from predictor.retraining import TRAIN_FEATURES, Sample, feature_set, retrain, retraining, samples_of, score
 
 LOOK_S = 2.0
-"""How often the log is asked for more ..."""
+"""Seconds between two reads of the log."""
 
 POLL_S = 0.5
-"""... and a fit whether it has ended."""
+"""Seconds between two checks whether a fit has ended."""
 
 PAGE = 250
 """Examples read at once."""
 
 FIT_TIMEOUT_S = 600.0
-"""A fit that takes longer is given up."""
+"""A fit that takes more seconds is given up."""
 
 _END = 2**63 - 1
-"""Beyond the last row of any log."""
+"""A row number above that of any log."""
 
 logger = logging.getLogger(__name__)
 
 
 class LengthLearner:
-    """Follows the log's examples; every so often it fits a new version to what was predicted badly.
+    """Reads examples from the log; periodically fits a new version to those that were predicted badly.
 
     Args:
         current: The version that serves.
         use: Called with each version that is to serve from now on.
-        period_s: Seconds between the beginnings of two fits.
+        period_s: Seconds between the starts of two fits.
     """
 
     def __init__(
         self,
         log_store: LogStoreCalls,
         shelf: ModelRegistry,
-        current: Artefact,
-        use: Callable[[Artefact], None],
+        current: TrainedModel,
+        use: Callable[[TrainedModel], None],
         period_s: float,
     ) -> None:
         self._log_store = log_store
@@ -59,20 +59,20 @@ class LengthLearner:
         self._use = use
         self._feature_set = feature_set(current)
         self._width = current.arrays[TRAIN_FEATURES].shape[1]
-        self._learning: ContinuousLearning[Sample, Artefact] = ContinuousLearning(
+        self._learning: ContinuousLearning[Sample, TrainedModel] = ContinuousLearning(
             score, current, samples_of(current), period_s
         )
         self._row: int | None = None
-        self._unsaved: tuple[Artefact, float] | None = None
+        self._unsaved: tuple[TrainedModel, float] | None = None
 
     async def run(self) -> None:
-        """Until cancelled. What goes wrong with a fit or the log is told; the version in force stays."""
+        """Runs until cancelled. Faults of a fit or of the log are logged; the current version then stays in use."""
         while True:
             try:
                 await self._read()
                 await self._save()
             except PeerLost:
-                pass  # it comes back
+                pass  # the log store will be back
             examples = self._learning.begin(time.monotonic())
             if examples is not None:
                 await self._fit(examples)
@@ -91,17 +91,17 @@ class LengthLearner:
     async def _page(self, after_row: int, limit: int) -> ExamplePage:
         return await self._log_store.read_examples(LogQuery(after_row, limit))
 
-    def _outcome(self, example: LoggedExample) -> Outcome[Sample] | None:
-        """None where the request was not looked at, or read in another way."""
+    def _outcome(self, example: LoggedExample) -> PredictionOutcome[Sample] | None:
+        """None if the request has no logged features, or features of another set."""
         forecast, finished = example.forecast, example.finished
         if forecast.feature_set != self._feature_set or len(forecast.features) != 4 * self._width:
             return None
         features = np.frombuffer(forecast.features, np.float32)
         sample = Sample(features, finished.output_len)
-        return Outcome(sample, forecast.mean, finished.output_len, censored=finished.finish_reason != "stop")
+        return PredictionOutcome(sample, forecast.mean, finished.output_len, censored=finished.finish_reason != "stop")
 
     async def _fit(self, examples: list[Sample]) -> None:
-        """In a niced process of its own; serving goes on."""
+        """Fits in a niced process of its own, while serving goes on."""
         task = await asyncio.to_thread(retraining, self._current, examples)
         process = await asyncio.to_thread(FitProcess, retrain, task, time.monotonic(), FIT_TIMEOUT_S)
         try:

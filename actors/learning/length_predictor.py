@@ -1,4 +1,4 @@
-"""Forecasts output lengths, from what the log says about finished requests."""
+"""Forecasts output lengths from the log of finished requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from predictor.history import HistoryPredictor
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 1.0
-"""How often the log is asked for more."""
+"""Seconds between two reads of the log."""
 
 WINDOW = 1000
 """Finished requests that a forecast rests on."""
@@ -35,11 +35,11 @@ _COMPLETE = ("stop", "length")
 """Finish reasons of outputs that were not cut off from outside."""
 
 _END = 2**63 - 1
-"""Beyond the last row of any log."""
+"""A row number above that of any log."""
 
 
 class LengthPredictor(Component, LengthPredictorCalls):
-    """Follows the log and holds a forecast ready; what it knows is a function of the log alone."""
+    """Reads the log and keeps a forecast ready; its state is a function of the log alone."""
 
     kind = "LengthPredictor"
 
@@ -55,10 +55,10 @@ class LengthPredictor(Component, LengthPredictorCalls):
         self._show()
 
     async def start(self) -> None:
-        """Loads what ``farsight train`` made, if there is something, and then what has been learned since.
+        """Loads the artefact of ``farsight train``, if one is configured, and any newer version learned since.
 
         Raises:
-            ConfigError: the artefact or its encoder cannot be loaded.
+            ConfigError: The artefact or its encoder cannot be loaded.
         """
         if self.context.config.predictor.artefact:
             self._reader = await TextForecasts.load(self.context, self._log_store, self._predictor)
@@ -88,9 +88,9 @@ class LengthPredictor(Component, LengthPredictorCalls):
                 await self._catch_up()
                 self._failing = False
             except PeerLost:
-                pass  # it comes back; until then last_step_age_s tells
-            except Exception:  # a page that cannot be had is no reason never to ask again
-                if not self._failing:  # told once, not every second
+                pass  # the log store will be back; until then last_step_age_s shows the fault
+            except Exception:  # one page that cannot be read is no reason to stop reading
+                if not self._failing:  # logged once, not every second
                     logger.exception("%s cannot read the log", self.name)
                 self._failing = True
             await asyncio.sleep(PERIOD_S)
@@ -131,5 +131,5 @@ class LengthPredictor(Component, LengthPredictorCalls):
 
 @functools.cache
 def _gauge(registry: CollectorRegistry) -> Gauge:
-    """One a registry: a predictor may be stopped and another one started in the same process."""
+    """One for each registry: a predictor may be stopped and another one started in the same process."""
     return Gauge("farsight:forecast_mean_tokens", "Expected output length of a request.", registry=registry)

@@ -1,4 +1,4 @@
-"""Versions of what predicts output lengths, as the log store keeps them."""
+"""Versions of the predictor of output lengths, as the log store keeps them."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from prometheus_client import CollectorRegistry, Counter
 
 from actors.calls.log_store import LogStoreCalls
 from core.messages import log as log_messages
-from predictor.artefact import Artefact, ArtefactError, from_bytes
+from predictor.artefact import ArtefactError, TrainedModel, from_bytes
 from predictor.retraining import feature_set
 
 logger = logging.getLogger(__name__)
 
 
 class ModelRegistry:
-    """The versions that read requests as the first one does; others would not understand their features.
+    """The versions that use the same features as ``first``; other versions cannot read the logged features.
 
     Args:
-        first: What ``farsight train`` made.
+        first: The artefact of ``farsight train``.
     """
 
-    def __init__(self, log_store: LogStoreCalls, first: Artefact, registry: CollectorRegistry) -> None:
+    def __init__(self, log_store: LogStoreCalls, first: TrainedModel, registry: CollectorRegistry) -> None:
         self._log_store = log_store
         self._kind = f"length-predictor {feature_set(first)}"
         self._errors = _errors(registry)
         self._broken: set[int] = set()
 
-    async def newest(self, above: int) -> Artefact | None:
-        """The current version, if it is above this one; in its place, should it be damaged, the one before it.
+    async def newest(self, above: int) -> TrainedModel | None:
+        """The current version if it is above ``above``; if it is damaged, the newest intact one between the two.
 
         Raises:
-            PeerLost: the log store is not there.
+            PeerLost: The log store does not answer.
         """
         infos = (await self._log_store.artefacts()).artefacts
         mine = {info.version: info.current for info in infos if info.kind == self._kind}
@@ -45,10 +45,10 @@ class ModelRegistry:
                     return artefact
         return None
 
-    async def _read(self, version: int) -> Artefact | None:
+    async def _read(self, version: int) -> TrainedModel | None:
         found = (await self._log_store.read_artefact(log_messages.ArtefactName(self._kind, version))).artefact
         if found is None:
-            return None  # retention was quicker
+            return None  # retention has dropped it meanwhile
         try:
             return from_bytes(found.data, f"version {version} of {self._kind}")
         except ArtefactError as error:
@@ -57,11 +57,11 @@ class ModelRegistry:
             logger.error("%s; an earlier version serves", error)
             return None
 
-    async def put(self, artefact: Artefact, score: float) -> None:
-        """Keeps a version and makes it the current one; doing so twice is once.
+    async def put(self, artefact: TrainedModel, score: float) -> None:
+        """Stores a version and makes it the current one; repeating the call changes nothing.
 
         Raises:
-            PeerLost: the log store is not there.
+            PeerLost: The log store does not answer.
         """
         version = int(artefact.metadata["version"])
         num_examples = int(artefact.metadata["num_examples"])
@@ -73,5 +73,5 @@ class ModelRegistry:
 
 @functools.cache
 def _errors(registry: CollectorRegistry) -> Counter:
-    """One a registry: a predictor may be stopped and another one started in the same process."""
+    """One for each registry: a predictor may be stopped and another one started in the same process."""
     return Counter("farsight:forecast_artefact_errors", "Versions of a predictor that were damaged.", registry=registry)

@@ -13,11 +13,11 @@ from core.messages.step_times import ReplicaStepProfile, StepProfileReply, StepS
 from estimator.step_profile import StepProfile
 
 TERMS = ("step", "prefill_token", "decode_seq", "context_token", "prefill_pair")
-"""What each coefficient is the price of, in the order of ``StepProfile.coefficients``."""
+"""Names of the coefficients, in the order of ``StepProfile.coefficients``."""
 
 
 class ServingTimeEstimator(Component, ServingTimeEstimatorCalls):
-    """One step-time profile per replica, fed by their schedulers."""
+    """Keeps one step-time profile for each replica, from the samples that the Schedulers send."""
 
     kind = "ServingTimeEstimator"
 
@@ -49,10 +49,10 @@ def _row(replica: str, profile: StepProfile) -> ReplicaStepProfile:
 
 @functools.cache
 def _gauge(registry: CollectorRegistry) -> Gauge:
-    """One a registry: several estimators may share a process, and each has its own replicas."""
+    """One for each registry: several estimators may share a process, and each has its own replicas."""
     return Gauge(
         "farsight:step_profile_seconds",
-        "What a step, and each unit of work in it, adds to its duration.",
+        "Fitted seconds of a step, and of each unit of work in it.",
         ("replica", "term"),
         registry=registry,
     )

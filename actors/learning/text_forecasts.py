@@ -1,4 +1,4 @@
-"""Forecasts of a length predictor that has an artefact: served, logged, and kept up to date."""
+"""Serves, logs and updates the forecasts of a length predictor that has an artefact."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from actors.calls.log_store import LogStoreCalls
-from actors.learning.forecasting import Answer, ForecastServer
+from actors.learning.forecasting import ForecastAnswer, ForecastServer
 from actors.learning.length_learner import LengthLearner
 from actors.learning.model_registry import ModelRegistry
 from actors.log.log_outbox import LogOutbox
@@ -21,30 +21,30 @@ from actors.runtime.peer import PeerLost
 from core.errors import ConfigError, FarsightError
 from core.forecast import Forecast, ForecastQuestion
 from core.messages.log import ForecastRecord, ForecastRecords
-from predictor.artefact import Artefact, load
+from predictor.artefact import TrainedModel, load
 from predictor.encoders import SentenceEncoder
 from predictor.history import HistoryPredictor
 from predictor.retraining import MAX_FEATURES, can_be_retrained, feature_set
 from predictor.text_predictor import TextPredictor, encoder_of
 
 KEEP_UP_S = 5.0
-"""How often a predictor that does not learn itself looks for a newer version."""
+"""Seconds between two looks for a newer version, by a predictor that does not learn itself."""
 
 
 class TextForecasts:
-    """Made by ``load``.
+    """The forecasts of one LengthPredictor; ``load`` makes it.
 
     Args:
-        artefact: The version to begin with.
-        predictor: That serves it.
-        history: For what that is too dear for.
+        artefact: The first version.
+        predictor: The predictor that serves this version.
+        history: Answers when a forecast from the text would cost too much CPU time.
     """
 
     def __init__(
         self,
         context: ComponentContext,
         log_store: LogStoreCalls,
-        artefact: Artefact,
+        artefact: TrainedModel,
         predictor: TextPredictor,
         history: HistoryPredictor,
     ) -> None:
@@ -66,10 +66,10 @@ class TextForecasts:
     async def load(
         cls, context: ComponentContext, log_store: LogStoreCalls, history: HistoryPredictor
     ) -> TextForecasts:
-        """Reads the configured artefact, and what has been learned from it since.
+        """Loads the configured artefact, or the newest version learned from it since.
 
         Raises:
-            ConfigError: the artefact or its encoder cannot be loaded.
+            ConfigError: The artefact or its encoder cannot be loaded.
         """
         settings = context.config.predictor
         path = Path(settings.artefact)
@@ -82,7 +82,7 @@ class TextForecasts:
         return forecasts
 
     def work(self) -> list[Coroutine[Any, Any, None]]:
-        """What has to run as long as it serves."""
+        """Coroutines that must run as long as it serves."""
         work = [self._server.run(), self._outbox.run()]
         if self._settings.learn and can_be_retrained(self._artefact):
             learner = LengthLearner(
@@ -97,7 +97,7 @@ class TextForecasts:
         return self._server.num_open
 
     async def answer(self, questions: Sequence[ForecastQuestion]) -> list[Forecast]:
-        """One forecast a question; they are logged beside the numbers they were made from."""
+        """One forecast for each question; logs them together with their features."""
         answers = await self._server.answer(questions)
         now = time.time()
         for question, answer in zip(questions, answers, strict=True):
@@ -105,8 +105,8 @@ class TextForecasts:
             self._counter.labels(answer.forecast.source).inc()
         return [answer.forecast for answer in answers]
 
-    def _use(self, artefact: Artefact) -> None:
-        """This version serves from the next batch on."""
+    def _use(self, artefact: TrainedModel) -> None:
+        """Serves this version from the next batch on."""
         self._artefact = artefact
         predictor = TextPredictor(artefact, self._encoder, self._history)
         self._server.swap(predictor)
@@ -121,7 +121,7 @@ class TextForecasts:
             self._use(newest)
 
     async def _keep_up(self) -> None:
-        """Follows the versions that another predictor learns."""
+        """Switches to each newer version that another predictor has learned."""
         while True:
             await asyncio.sleep(KEEP_UP_S)
             await self._look_for_newer()
@@ -129,24 +129,24 @@ class TextForecasts:
 
 @functools.cache
 def _version(registry: CollectorRegistry) -> Gauge:
-    """One a registry, as the counter: a predictor may be stopped and another one started in the same process."""
+    """One for each registry: a predictor may be stopped and another one started in the same process."""
     return Gauge("farsight:forecast_version", "Version of the predictor that serves.", registry=registry)
 
 
 @functools.cache
 def _counter(registry: CollectorRegistry) -> Counter:
-    return Counter("farsight:forecasts", "Forecasts by what they rest on.", ("source",), registry=registry)
+    return Counter("farsight:forecasts", "Forecasts, by the predictor that made them.", ("source",), registry=registry)
 
 
-def _load(path: Path, device: str, history: HistoryPredictor) -> tuple[Artefact, TextPredictor]:
+def _load(path: Path, device: str, history: HistoryPredictor) -> tuple[TrainedModel, TextPredictor]:
     artefact = load(path)
     name = encoder_of(artefact)
     encoder = None if name is None else SentenceEncoder(name, device)
     return artefact, TextPredictor(artefact, encoder, history)
 
 
-def _record(request_id: str, made_at: float, answer: Answer, features: str) -> ForecastRecord:
-    """Wide features stay out of the log: no learner trains on them."""
+def _record(request_id: str, made_at: float, answer: ForecastAnswer, features: str) -> ForecastRecord:
+    """The log record of a forecast. Wide features are left out: no learner trains on them."""
     forecast = answer.forecast
     fits = len(answer.features) <= 4 * MAX_FEATURES
     return ForecastRecord(

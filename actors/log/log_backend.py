@@ -1,4 +1,4 @@
-"""What a log can be kept in: the operations that every storage backend of the log store has."""
+"""The interface of the storage backends of the log store."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from core.messages.log import (
 )
 
 Record = FinishedRequest | ForecastRecord | FinishedBatch | RequestTrace
-"""What is written once and known by its first field."""
+"""A record, which is written once; its first field is its key."""
 
 RECORD_KINDS: dict[type[Record], str] = {
     ForecastRecord: "forecasts",
@@ -31,20 +31,20 @@ RECORD_KINDS: dict[type[Record], str] = {
     FinishedBatch: "batches",
     RequestTrace: "traces",
 }
-"""Names of the kinds, in the order in which a commit writes them: forecasts before the requests they were made of, so
-that the examples of one commit come in order of finishing."""
+"""Names of the kinds, in the order in which a commit writes them. Forecasts come before finished requests, so that the
+examples of one commit are in order of finishing."""
 
 MAX_INT = 2**63 - 1
-"""The largest integer, and row, of a log."""
+"""The largest integer, and row number, of a log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """How much is kept.
+    """How much a log keeps.
 
     Attributes:
-        max_rows: Records of each kind; the oldest go.
-        max_artefacts: Versions of each kind of artefact; the newest stay, and the current one.
+        max_rows: Most records of each kind; the oldest are dropped.
+        max_artefacts: Most versions of each kind of artefact; the newest are kept, and the current one.
     """
 
     max_rows: int
@@ -52,26 +52,26 @@ class Retention:
 
 
 class LogBackend(Protocol):
-    """One log. Every operation takes effect as a whole or not at all, and lasts when it returns.
+    """One log. Every operation takes effect as a whole or not at all, and is durable when it returns.
 
     Attributes:
-        errors: What the operations raise when the log cannot be had, beside what they name.
+        errors: Exceptions that every operation may raise when the storage fails.
     """
 
     errors: tuple[type[Exception], ...]
 
     async def open(self) -> None:
-        """Makes the log ready, and new if it is not there; one of an earlier version is brought to this one.
+        """Opens the log; creates it if there is none, and migrates a log of an earlier version.
 
         Raises:
-            ConfigError: there is something else, or nothing that may be trusted with a log.
+            ConfigError: The place holds something else, or the storage must not be trusted with a log.
         """
 
     async def close(self) -> None:
-        """Lets go of it; also of one that was never opened."""
+        """Closes the log; allowed if it was never opened."""
 
     async def write(self, records: Sequence[Record]) -> dict[str, int]:
-        """Appends what is not there yet and drops what is too old; says how many of each kind were new."""
+        """Appends records that are new, drops the oldest beyond the limit; returns the number of new ones by kind."""
 
     async def read_requests(self, query: LogQuery) -> LogPage:
         """O(records read)."""
@@ -83,30 +83,30 @@ class LogBackend(Protocol):
         """O(records read)."""
 
     async def read_traces(self, response_id: str) -> tuple[RequestTrace, ...]:
-        """What is known of the requests behind an answer, in order of ``trace_id``. O(log records + found)."""
+        """The traces of the requests behind an answer, in order of ``trace_id``. O(log records + found)."""
 
     async def put_artefact(self, artefact: Artefact) -> bool:
-        """Keeps a new version and drops what is too old; False if this very version is there already.
+        """Stores a new version, drops the oldest ones beyond the limit; False if this very version is stored already.
 
         Raises:
-            MessageError: a later version has been there, or this one with another content.
+            MessageError: A later version has been stored, or this version with another content.
         """
 
     async def set_current(self, kind: str, version: int) -> None:
-        """Marks the version that is to be used, and no other of its kind.
+        """Makes this version the current one of its kind.
 
         Raises:
-            MessageError: it is not kept.
+            MessageError: The version is not stored.
         """
 
     async def artefact(self, kind: str, version: int | None) -> Artefact | None:
         """A version, or the current one; None if there is none."""
 
     async def artefacts(self) -> tuple[ArtefactInfo, ...]:
-        """All that are kept, by kind and version."""
+        """All stored versions, by kind and version."""
 
     async def num_bytes(self) -> int | None:
-        """Stored size, if it can be told cheaply."""
+        """Stored size in bytes; None if it is expensive to determine."""
 
 
 def values(record: Record | Artefact) -> tuple[Any, ...]:
@@ -116,7 +116,7 @@ def values(record: Record | Artefact) -> tuple[Any, ...]:
 
 
 def trace_range(response_id: str) -> tuple[str, str]:
-    """The traces of an answer have ids from the first of these on and before the second."""
+    """Bounds of the trace ids of an answer: from the first, inclusive, to the second, exclusive."""
     return f"{response_id}/", f"{response_id}0"
 
 
@@ -128,12 +128,12 @@ def check_integers(record: Record | Artefact, field: str) -> None:
 
 
 def version_refused(version: int, last_version: int) -> MessageError:
-    """An artefact that would change or precede what has been there."""
+    """The error for an artefact that would change or precede a stored version."""
     return MessageError("Artefact.version", version, f"a version above {last_version}, the last of its kind")
 
 
 def version_unknown(kind: str, version: int) -> MessageError:
-    """What is not kept cannot be made current."""
+    """The error for a version that is not stored and so cannot become the current one."""
     return MessageError("ArtefactName.version", version, f"a version of {kind} that is kept")
 
 

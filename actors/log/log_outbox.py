@@ -1,4 +1,4 @@
-"""The way of records to the log store, from the component that makes them."""
+"""Sends records from the component that makes them to the log store."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from actors.runtime.peer import PeerLost
 from core.errors import FarsightError, MessageError
 
 SEND_S = 0.2
-"""How often they go ..."""
+"""Seconds between two messages."""
 
 PAGE = 1000
-"""... so many in a message ..."""
+"""Most records in one message."""
 
 MAX_UNLOGGED = 20_000
-"""... and how many may wait; beyond them the oldest are lost."""
+"""Most records that wait; beyond it the oldest are lost."""
 
 logger = logging.getLogger(__name__)
 
@@ -28,11 +28,11 @@ Message = TypeVar("Message")
 
 
 class LogOutbox(Generic[Record, Message]):
-    """Keeps records until the log store has them: what is sent twice is written once.
+    """Keeps records until the log store has written them; it writes a record that is sent twice only once.
 
     Args:
-        send: Takes them at the log store, such as ``peers.log_store().append``.
-        message: Puts records into its message.
+        send: The method of the log store, such as ``peers.log_store().append``.
+        message: Makes a message from records.
     """
 
     def __init__(
@@ -46,17 +46,17 @@ class LogOutbox(Generic[Record, Message]):
         return len(self._records)
 
     def __iter__(self) -> Iterator[Record]:
-        """Those that wait."""
+        """The waiting records."""
         return iter(self._records)
 
     def add(self, record: Record) -> None:
         self._records.append(record)
 
     async def run(self) -> None:
-        """Until cancelled. What cannot be written now, by a full disk or a Redis server that restarts, goes later.
+        """Sends records until cancelled; those that cannot be written now (full disk, Redis restart) are sent later.
 
         Raises:
-            MessageError: a record is refused; it would be again.
+            MessageError: The log store refuses a record; it would refuse it again.
         """
         told = False
         while True:
@@ -65,15 +65,15 @@ class LogOutbox(Generic[Record, Message]):
                 try:
                     await self._send(self._message(records))
                 except PeerLost:
-                    break  # it comes back
+                    break  # the log store will be back
                 except MessageError:
                     raise
                 except FarsightError as error:
                     if not told:
-                        logger.warning("%d records wait: %s", len(self._records), error)
+                        logger.warning("%d log records wait and will be sent again: %s", len(self._records), error)
                     told = True
                     break
                 told = False
                 for record in records:
-                    if self._records and self._records[0] is record:  # else it fell out at the end of the queue
+                    if self._records and self._records[0] is record:  # else the full queue dropped it meanwhile
                         self._records.popleft()

@@ -44,17 +44,17 @@ from core.messages.log import (
 logger = logging.getLogger(__name__)
 
 REDIS_SCHEMA_VERSION = 1
-"""Kept under ``farsight:version``; raised when what is under the other keys changes."""
+"""Stored under ``farsight:version``; raised when the form of the other keys changes."""
 
 PREFIX = "farsight:"
-"""Of every key."""
+"""Prefix of every key."""
 
 CONNECT_S = 5.0
 ANSWER_S = 30.0
-"""How long the server may take to be reached, and to answer."""
+"""Longest waits in seconds for a connection and for an answer."""
 
 _REQUIRED = {"appendonly": "yes", "appendfsync": "always", "no-appendfsync-on-rewrite": "no"}
-"""Settings of the server without which an answer does not mean that the write is on disk."""
+"""Required settings of the server: without them an answer does not mean that the write is on disk."""
 
 T = TypeVar("T")
 
@@ -74,19 +74,19 @@ _VERSION = PREFIX + "version"
 
 
 class UntrustworthyServerError(RedisError):
-    """The server may lose what it has acknowledged, or holds a log of another version."""
+    """The server may lose acknowledged writes, or holds a log of another version."""
 
 
 class RedisLog:
-    """Keys of one database of a server; several stores may write to it at once.
+    """The log in one database of a Redis server; several stores may write to it at once.
 
-    Every operation is one script: other clients see all of it or nothing, and so does the server's append-only file.
-    Each new connection first makes sure that the server syncs that file before it answers, keeps what it is given, and
-    holds a log of this version; else nothing is written over it.
+    Every operation is one script: other clients and the server's append-only file see all of it or nothing. Each new
+    connection first checks that the server syncs that file before it answers, does not evict the log's keys, and holds
+    a log of this version; otherwise the connection is refused and nothing is written.
 
     Args:
         url: ``redis://`` or ``rediss://``, with the number of the database behind the host.
-        patient: A server that cannot be reached is no error of ``open``: the first operations will tell.
+        patient: ``open`` accepts a server that cannot be reached; the first operations then report it.
     """
 
     errors: tuple[type[Exception], ...] = (RedisError, OSError)
@@ -96,7 +96,7 @@ class RedisLog:
         self._retention = retention
         self._patient = patient
         try:
-            # No retries in here: whoever asked repeats the message, and its ids keep that from doing harm.
+            # No retries here: the sender repeats the message, which its ids make harmless.
             self._redis = redis.asyncio.Redis.from_url(
                 url,
                 redis_connect_func=_greet,
@@ -121,11 +121,11 @@ class RedisLog:
         except self.errors as error:
             absent = isinstance(error, RedisConnectionError | RedisTimeoutError | OSError)
             if absent and self._patient:
-                logger.warning("the log cannot be had yet: %s", error)
+                logger.warning("the Redis server of the log does not answer yet: %s", error)
                 return
             await self.close()
             shown = without_password(self._url)
-            raise ConfigError("log.path", shown, f"a Redis server that may keep the log ({error})") from error
+            raise ConfigError("log.path", shown, f"a Redis server that can keep the log ({error})") from error
 
     async def close(self) -> None:
         await self._redis.aclose()
@@ -196,7 +196,7 @@ class RedisLog:
         return tuple(sorted(found, key=lambda each: (each.kind, each.version)))
 
     async def num_bytes(self) -> None:
-        """None: a server tells the size of one key at a time, or of all that it holds."""
+        """None: a server tells the size of one key at a time, or of all its databases."""
 
     async def _page(self, stream: str, kind: Callable[..., T], query: LogQuery) -> tuple[int, tuple[T, ...]]:
         found, written = await self._read([stream, _LAST], _after(query))
@@ -204,41 +204,41 @@ class RedisLog:
 
 
 def without_password(url: str) -> str:
-    """The URL as it may be shown."""
+    """The URL without its password, to be shown."""
     parts = urlsplit(url)
     _, at, host = parts.netloc.rpartition("@")
     return urlunsplit(parts._replace(netloc=f"***@{host}" if at else host, query=""))
 
 
 async def _greet(connection: Any) -> None:
-    """What every new connection begins with.
+    """The checks at the beginning of every new connection.
 
     Raises:
-        UntrustworthyServerError: the server must not be given a log.
+        UntrustworthyServerError: The server must not be trusted with a log.
     """
     await connection.on_connect()
     for setting, expected in _REQUIRED.items():
         value = await _setting(connection, setting)
         if value != expected:
             raise UntrustworthyServerError(
-                f"its {setting} is {value!r}, not {expected!r}: it may lose what it has acknowledged"
+                f"its setting {setting} is {value!r}, expected {expected!r}: it may lose acknowledged writes"
             )
     policy = await _setting(connection, "maxmemory-policy")
     if policy.startswith("allkeys") and await _setting(connection, "maxmemory") != "0":
-        raise UntrustworthyServerError(f"its maxmemory-policy is {policy!r}: it drops records to make room")
+        raise UntrustworthyServerError(f"its maxmemory-policy is {policy!r}: it drops records when memory is short")
     version = int(await _ask(connection, "GET", _VERSION) or 0)
-    if not version:  # a new log, unless another store is quicker
+    if not version:  # a new log, unless another store creates it first
         await _ask(connection, "SET", _VERSION, REDIS_SCHEMA_VERSION, "NX")
         version = int(await _ask(connection, "GET", _VERSION))
     if version != REDIS_SCHEMA_VERSION:
-        raise UntrustworthyServerError(f"it has a log of version {version}, not {REDIS_SCHEMA_VERSION}")
+        raise UntrustworthyServerError(f"it has a log of version {version}, expected version {REDIS_SCHEMA_VERSION}")
 
 
 async def _setting(connection: Any, name: str) -> str:
     try:
         answer = await _ask(connection, "CONFIG", "GET", name)
     except ResponseError as error:
-        raise UntrustworthyServerError(f"it does not tell its {name}: {error}") from error
+        raise UntrustworthyServerError(f"its setting {name} cannot be read: {error}") from error
     return answer[1].decode() if answer else ""
 
 
@@ -256,7 +256,7 @@ def _after(query: LogQuery) -> list[int]:
 
 
 def _last_row(found: list[Any], written: bytes, query: LogQuery) -> int:
-    """Of a page: rows are the first half of the ids of stream entries."""
+    """The last row of a page; the first half of a stream entry's id is its row."""
     return int(found[-1][0].partition(b"-")[0]) if found else min(query.after_row, int(written))
 
 

@@ -1,10 +1,10 @@
-"""What the log does inside a Redis server, in Lua; see ``actors.log.log_redis`` for the keys."""
+"""The Lua scripts of the log, which run in the Redis server; see ``actors.log.log_redis`` for the keys."""
 
 from __future__ import annotations
 
-# A stream holds the records of a kind under row numbers, which a counter gives; a hash beside it knows the row of each
-# id. An example is an entry without data of its own: it gets its number when the second of forecast and request comes.
-# Traces are found by the beginning of their ids, which a sorted set has in order.
+# A stream holds the records of one kind under row numbers from a counter; a hash maps each id to its row. An example is
+# an entry without data of its own: it gets its row when the second of forecast and finished request is written. A
+# sorted set of the trace ids finds traces by the beginning of their ids.
 WRITE = """
 local examples, example_rows, last, trace_ids = KEYS[9], KEYS[10], KEYS[11], KEYS[12]
 local partner, ids = {6, 5}, {[4] = trace_ids}
@@ -90,8 +90,8 @@ end
 return found
 """
 
-# What is known of a version lies under "kind:version" of two hashes, apart from its data; a sorted set per kind has the
-# versions in order. The newest stay, and the current one.
+# One hash holds the description of each version and another its data, both under "kind:version"; a sorted set for each
+# kind has the versions in order. The newest versions are kept, and the current one.
 _PRUNE = """
 local function prune(kind, versions, info, data, current, keep)
     local used = redis.call('HGET', current, kind)

@@ -62,13 +62,13 @@ _NUM_REQUEST_COLUMNS = len(dataclasses.fields(FinishedRequest))
 _QUANTILES = [field.name for field in dataclasses.fields(ForecastRecord)].index("quantiles")
 _ENDED = [field.name for field in dataclasses.fields(RequestTrace)].index("ended")
 
-# CROSS JOIN: in this order, so that a page costs what it holds.
+# CROSS JOIN forces this join order, so that the cost of a page is proportional to its size.
 _SELECT_EXAMPLES = f"""
 SELECT examples.row, {_columns(FinishedRequest, "r.")}, {_columns(ForecastRecord, "f.")}
 FROM examples CROSS JOIN finished_requests AS r USING (request_id) CROSS JOIN forecasts AS f USING (request_id)
 WHERE examples.row > ? ORDER BY examples.row LIMIT ?"""
 
-# The newest stay, and the current one.
+# The newest versions are kept, and the current one.
 _DROP_ARTEFACTS = """
 DELETE FROM artefacts WHERE kind = :kind
 AND version NOT IN (SELECT version FROM artefacts WHERE kind = :kind ORDER BY version DESC LIMIT :keep)
@@ -83,11 +83,11 @@ _Row = Sequence[Any]
 
 
 class SqliteLog:
-    """A file, one connection, one writer.
+    """The log in one file, with one connection and one writer.
 
-    WAL with ``synchronous=FULL`` syncs at every commit: neither ``kill -9`` nor a power cut loses what was committed.
+    WAL with ``synchronous=FULL`` syncs at every commit: neither ``kill -9`` nor a power cut loses a committed record.
 
-    Two of them may not write to one file: each would count its own rows only, and drop too few.
+    Two ``SqliteLog`` objects must not write to one file: each counts only its own rows and would drop too few.
     """
 
     errors: tuple[type[Exception], ...] = (sqlite3.Error,)
@@ -96,7 +96,7 @@ class SqliteLog:
         self._path = path.absolute()  # ":memory:" and "" mean something else to SQLite
         self._retention = retention
         self._connection: aiosqlite.Connection | None = None
-        self._lock = asyncio.Lock()  # who reads sees no row before its commit
+        self._lock = asyncio.Lock()  # so that a reader sees no row before its commit
         self._num_rows: dict[type[Record], int] = {}
 
     async def open(self) -> None:
@@ -192,7 +192,7 @@ class SqliteLog:
     async def _page(
         self, sql: str, table: str, query: LogQuery, make: Callable[[_Row], T]
     ) -> tuple[int, tuple[T, ...]]:
-        """The last row of a page, and what ``make`` makes of the columns behind the row number."""
+        """The last row of a page, and its records, which ``make`` builds from the columns after the row number."""
         async with self._reading() as connection:
             rows = list(await connection.execute_fetchall(sql, (min(query.after_row, MAX_INT), query.limit)))
             written = await _scalar(connection, _LAST_ROW, (table,))
@@ -231,7 +231,7 @@ class SqliteLog:
 
 
 async def _open(path: Path) -> aiosqlite.Connection:
-    """A connection to the log at ``path``, which is made if it is not there; a foreign file stays as it is."""
+    """A connection to the log at ``path``; creates the file if there is none, and leaves a foreign file unchanged."""
     connection = await aiosqlite.connect(path, isolation_level=None)
     try:
         await _prepare(connection, path)
@@ -244,16 +244,16 @@ async def _open(path: Path) -> aiosqlite.Connection:
 
 
 async def _prepare(connection: aiosqlite.Connection, path: Path) -> None:
-    """Brings an empty file, or that of an earlier version, to this version, in one transaction; refuses all else."""
+    """Migrates an empty file or one of an earlier version to this version in one transaction; refuses others."""
     await connection.execute("BEGIN IMMEDIATE")
     application_id = await _scalar(connection, "PRAGMA application_id")
     version = await _scalar(connection, "PRAGMA user_version")
     empty = await _scalar(connection, "SELECT COUNT(*) FROM sqlite_schema") == 0
     if not (empty and application_id == 0 and version == 0):
         if application_id != APPLICATION_ID:
-            raise ConfigError("log.path", str(path), "a log of Farsight, but this is another program's database")
+            raise ConfigError("log.path", str(path), "a log of Farsight; the file is another program's database")
         if not 1 <= version <= SQL_SCHEMA_VERSION:
-            expected = f"a log of version {SQL_SCHEMA_VERSION} or earlier, but this is of {version}"
+            expected = f"a log of version {SQL_SCHEMA_VERSION} or earlier; the file has version {version}"
             raise ConfigError("log.path", str(path), expected)
     for version_made, statements in enumerate(STEPS[version:], version + 1):
         for statement in (*statements, f"PRAGMA user_version = {version_made}"):
@@ -262,7 +262,7 @@ async def _prepare(connection: aiosqlite.Connection, path: Path) -> None:
 
 
 async def _scalar(connection: aiosqlite.Connection, sql: str, parameters: Sequence[Any] = ()) -> int:
-    """The one number that ``sql`` selects; 0 if there is no row, or no number in it."""
+    """The number that ``sql`` selects; 0 if it selects no row or NULL."""
     rows = list(await connection.execute_fetchall(sql, parameters))
     return int(rows[0][0] or 0) if rows else 0
 

@@ -1,11 +1,11 @@
-"""The tables of a log in SQLite, and how a file of an earlier version gets them."""
+"""The tables of a log in SQLite, and the migrations from earlier versions."""
 
 from __future__ import annotations
 
 APPLICATION_ID = 0x46415253
 """``PRAGMA application_id`` of the file: "FARS"."""
 
-# AUTOINCREMENT: a row number is never given twice, also after the newest rows have been deleted.
+# AUTOINCREMENT: a row number is never used again, even after the newest rows have been deleted.
 VERSION_1 = (
     """
 CREATE TABLE finished_requests (
@@ -24,8 +24,8 @@ CREATE TABLE finished_requests (
     f"PRAGMA application_id = {APPLICATION_ID}",
 )
 
-# A row of ``examples`` stands for a request of which both the end and the forecast are known. It gets its number when
-# the second of them is written, so that a reader that goes on from its last row also finds what became known late.
+# A row of ``examples`` stands for a request whose end and forecast are both known. It gets its number when the second
+# of them is written, so that a reader that continues after its last row also finds late examples.
 VERSION_2 = (
     """
 CREATE TABLE forecasts (
@@ -83,7 +83,7 @@ CREATE TABLE artefacts (
 )""",
 )
 
-# Found by the beginning of their ids, for which the index of the unique column serves.
+# Traces are found by the beginning of their ids, through the index of the unique column.
 VERSION_3 = (
     """
 CREATE TABLE traces (
@@ -101,7 +101,7 @@ CREATE TABLE traces (
 )
 
 STEPS = (VERSION_1, VERSION_2, VERSION_3)
-"""What takes a file from each version to the next; an empty file is of version 0."""
+"""The statements that migrate a file from each version to the next; an empty file has version 0."""
 
 SQL_SCHEMA_VERSION = len(STEPS)
 """``PRAGMA user_version`` of the file."""

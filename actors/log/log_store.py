@@ -1,4 +1,4 @@
-"""The log: what finished, what had been predicted of it, and what was learned; it loses nothing it has acknowledged."""
+"""The log of finished requests, forecasts, traces and learned artefacts; it loses nothing that it has acknowledged."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ logger = logging.getLogger(__name__)
 FILE_NAME = "farsight-log.sqlite"
 
 MAX_PAGE = 10_000
-"""Records in one page, whatever was asked for."""
+"""Most records in one page, whatever the query's limit."""
 
 MAX_EXAMPLES = 250
-"""Examples in one ``ExamplePage``: to decode and encode them holds up the event loop for about 6 ms."""
+"""Most examples in one ``ExamplePage``: decoding and encoding so many blocks the event loop for about 6 ms."""
 
 MAX_COMMIT = 10_000
-"""Records after which a commit takes no further message."""
+"""A commit takes no further message once it has so many records."""
 
 
 class LogStore(Component, LogStoreCalls):
-    """Writes records of what was served, and artefacts of what was learned from them, and gives them to the learners.
+    """Writes records of served requests and artefacts learned from them, and serves them to the learners.
 
-    One writer: what arrives while a commit is under way goes into the next one together, so many ingress replicas share
-    the price of a sync to disk. Records are known by their ids and artefacts by their versions: a message whose answer
-    was lost may be repeated and changes nothing.
+    There is one writer: messages that arrive during a commit go into the next commit together, so that many ingress
+    replicas share one sync to disk. Records are identified by their ids and artefacts by their versions: a message
+    whose answer was lost may be repeated and changes nothing.
 
-    Every method raises MessageError for a message it does not understand, and FarsightError when the log cannot be had
-    or the store is closed; then nothing of the message is written, as far as is known, and it may be repeated.
+    Every method raises MessageError for a malformed message, and FarsightError when the storage fails or the store is
+    closed. After an error nothing of the message is known to be written, and the sender may repeat it.
     """
 
     kind = "LogStore"
@@ -76,10 +76,10 @@ class LogStore(Component, LogStoreCalls):
         self._num_bytes = _num_bytes(context.registry)
 
     async def start(self) -> None:
-        """Opens the log, or makes it.
+        """Opens or creates the log.
 
         Raises:
-            ConfigError: it cannot be opened, or what is there is not a log of this version or an earlier one.
+            ConfigError: The log cannot be opened, or is not a log of this version or an earlier one.
         """
         backend = self._make_backend()
         await backend.open()
@@ -87,7 +87,7 @@ class LogStore(Component, LogStoreCalls):
         self.spawn(self._write())
 
     async def stop(self) -> None:
-        """Writes what it has been given and closes the log."""
+        """Writes the records received so far and closes the log."""
         self._closing = True
         await self._inbox.join()
         await super().stop()
@@ -117,9 +117,9 @@ class LogStore(Component, LogStoreCalls):
     async def read(self, query: LogQuery) -> LogPage:
         """At most ``MAX_PAGE`` records.
 
-        Where there is nothing after ``after_row``, ``last_row`` is ``after_row``, but never beyond the last row ever
-        written: a reader that is ahead of the log sees so that the log has lost rows, and one that asks from
-        ``2**63 - 1`` learns where the log ends.
+        If there are none after ``after_row``, ``last_row`` is ``after_row``, but at most the last row ever written. So
+        a reader that is ahead of the log notices that the log was replaced, and a query after row ``2**63 - 1`` returns
+        the end of the log.
         """
         with self._open("read") as backend:
             return await backend.read_requests(_limited(query, MAX_PAGE))
@@ -173,7 +173,7 @@ class LogStore(Component, LogStoreCalls):
                 raise
             expected = "a file, or the extra 'redis' installed: pip install 'farsight[redis]'"
             raise ConfigError("log.path", log.path.partition("://")[0] + "://", expected) from error
-        # At the first start an absent server is a mistake. Later it is an outage that the rest of the service survives.
+        # At the first start an absent server is a configuration error; later it is an outage that the service survives.
         return RedisLog(log.path, retention, patient=self.context.restarts > 0)
 
     def _path(self) -> Path:
@@ -186,7 +186,7 @@ class LogStore(Component, LogStoreCalls):
 
     @contextlib.contextmanager
     def _open(self, verb: str) -> Iterator[LogBackend]:
-        """The log; what goes wrong with it is told as a FarsightError."""
+        """The backend; its errors are raised as FarsightError."""
         if self._backend is None or self._closing:
             raise FarsightError(f"{self.name} is closed")
         with self._telling(verb, self._backend):
@@ -211,7 +211,7 @@ class LogStore(Component, LogStoreCalls):
             await done
 
     async def _write(self) -> None:
-        """Commits what has come in, all of it at once, again and again."""
+        """Commits the waiting messages together, again and again."""
         while True:
             batch = [await self._inbox.get()]
             num_records = len(batch[0][0])
@@ -221,7 +221,7 @@ class LogStore(Component, LogStoreCalls):
             failure: str | None = None
             try:
                 await self._commit([record for records, _ in batch for record in records])
-            except Exception as error:  # whatever it is: the writer lives on, and those who wait hear of it
+            except Exception as error:  # whatever it is, the writer goes on and every waiting sender gets the error
                 failure = str(error)
             for records, done in batch:
                 self._queue -= len(records)
@@ -240,7 +240,7 @@ class LogStore(Component, LogStoreCalls):
         await self._note(added, self._backend)
 
     async def _note(self, added: dict[str, int], backend: LogBackend) -> None:
-        """For those who watch; what is written is written, even if its size cannot be told."""
+        """Updates the metrics; a failure to read the size does not fail the commit."""
         self._written_at = time.monotonic()
         for kind, count in added.items():
             self._num_records.labels(kind).inc(count)
@@ -256,10 +256,10 @@ def _limited(query: LogQuery, max_limit: int) -> LogQuery:
 
 @functools.cache
 def _num_records(registry: CollectorRegistry) -> Counter:
-    """One a registry: a store may be stopped and another one started in the same process."""
-    return Counter("farsight:log_records", "Records written.", ["kind"], registry=registry)
+    """One for each registry: a store may be stopped and another one started in the same process."""
+    return Counter("farsight:log_records", "Records written to the log, by kind.", ["kind"], registry=registry)
 
 
 @functools.cache
 def _num_bytes(registry: CollectorRegistry) -> Gauge:
-    return Gauge("farsight:log_bytes", "Size of the log file; 0 on Redis.", registry=registry)
+    return Gauge("farsight:log_bytes", "Size of the log file in bytes; 0 for a log on Redis.", registry=registry)

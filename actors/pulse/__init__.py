@@ -1,1 +1,1 @@
-"""Whether a process or a step makes progress: clocks, bounds, and the judgement; no Ray, no clock of its own."""
+"""Judges whether a process or a step makes progress: thread clocks, time bounds, verdicts. No Ray."""

@@ -1,7 +1,7 @@
-"""Whether a process hangs, judged by what it answers and what its threads do. No clock, no I/O: readings are handed in.
+"""Judges whether a process hangs, by its answers and by the activity of its threads. No clock, no I/O.
 
-That something is late proves nothing on a busy machine. A thread that has neither computed nor waited for a processor
-in all that time proves much: it is stopped, or waits for what does not come.
+On a busy machine lateness alone proves nothing. A thread that meanwhile has neither computed nor waited for a processor
+proves much: it is stopped, or it waits for something that does not come.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 from core.messages.pulse import Pulse, ThreadClock, Work
 
 PATIENCE = 10.0
-"""So many times the bound has a thread that computes, waits for a processor, or of which nothing is known."""
+"""Factor on the time bound for a thread that computes, waits for a processor, or whose activity is unknown."""
 
 START_S = 600.0
-"""A process that has never been heard of may take so long to come up."""
+"""Seconds that a process which has never answered may take to come up."""
 
 MAX_LATE = 2.0
-"""A look counts as this many periods at most: by how much the watcher itself was late is not held against anyone."""
+"""A look counts for at most so many periods, so that a late watcher does not condemn the process."""
 
 
 class Stillness:
-    """How long something has been due, and for how much of that its thread has stood still."""
+    """Measures how long an answer has been due, and for how much of that time its thread has stood still."""
 
     def __init__(self) -> None:
         self.due_s = 0.0
@@ -27,12 +27,13 @@ class Stillness:
         self._clock: ThreadClock | None = None
 
     def look(self, passed_s: float, clock: ThreadClock | None, bound_s: float) -> bool:
-        """Whether it will not come any more.
+        """Takes one reading; returns whether the answer must be given up.
 
         Args:
-            passed_s: Since the look before.
-            clock: Of the thread it is to come from, as read now; None where it cannot be read.
-            bound_s: In which a thread that stands still would have brought it.
+            passed_s: Seconds since the last reading.
+            clock: Present clock of the thread that should answer; None if it cannot be read.
+            bound_s: Seconds after which the answer is given up if the thread stands still; ``PATIENCE`` times as many
+                if it does not.
         """
         self.due_s += passed_s
         before, self._clock = self._clock, clock
@@ -44,11 +45,11 @@ class Stillness:
 
 
 class HostJudge:
-    """Judges one process, from its first look on.
+    """Judges one process.
 
     Args:
-        silence_s: What a process that stands still may owe an answer.
-        period_s: Between two looks, if the watcher is in time.
+        silence_s: Seconds that a process whose thread stands still may leave a question unanswered.
+        period_s: Seconds between two looks, if the watcher is in time.
     """
 
     def __init__(self, silence_s: float, period_s: float) -> None:
@@ -60,11 +61,11 @@ class HostJudge:
         self._work: dict[str, tuple[int, Stillness]] = {}
 
     def look(self, now: float, pulse: Pulse | None, clock: ThreadClock | None) -> str:
-        """Why the process is to be replaced; empty if it is not.
+        """Why the process must be replaced; empty if it need not be.
 
         Args:
-            pulse: What it has answered since the last look; None if nothing.
-            clock: Of the thread that answers, as read now; None where it cannot be read.
+            pulse: Its answer since the last look; None if there was none.
+            clock: Present clock of the thread that answers; None if it cannot be read.
         """
         passed_s = 0.0 if self._looked_at is None else min(now - self._looked_at, MAX_LATE * self._period_s)
         self._looked_at = now
@@ -80,7 +81,7 @@ class HostJudge:
         return f"no answer for {self._silence.due_s:.1f} s{how}"
 
     def _stuck(self, work: tuple[Work, ...], passed_s: float) -> str:
-        """Why, if one of the components does not get on with what it is at."""
+        """Which component is stuck in a unit of work, and how; empty if none is."""
         before, self._work = self._work, {}
         for each in work:
             count, stillness = before.get(each.name, (None, Stillness()))

@@ -1,4 +1,4 @@
-"""What the system knows of processes and threads on this machine. Linux tells; elsewhere nothing is known."""
+"""Reads clocks and identities of processes and threads on this machine from Linux; elsewhere nothing is known."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from core.messages.pulse import ProcessLife, ThreadClock
 
 _PROC = Path("/proc")
 _BEGAN, _STATE = 19, 0
-"""Fields of a ``stat`` file, counted from behind the name, which may hold anything."""
+"""Indexes of fields of a ``stat`` file, counted after the process name, which may hold any characters."""
 
 
 def own_life(node_id: str) -> ProcessLife:
-    """Of this process; the calling thread is the one that answers."""
+    """The identity of this process; the calling thread is recorded as the one that answers."""
     pid = os.getpid()
     return ProcessLife(node_id, pid, _began(pid), threading.get_native_id())
 
 
 def read_clock(pid: int, thread_id: int) -> ThreadClock | None:
-    """None if there is no such thread, or the system does not tell."""
+    """The clock of a thread; None if there is no such thread, or the system does not tell."""
     folder = _PROC / str(pid) / "task" / str(thread_id)
     try:
         computed_ns, waited_ns, _ = (folder / "schedstat").read_text().split()
@@ -33,18 +33,18 @@ def read_clock(pid: int, thread_id: int) -> ThreadClock | None:
 
 
 def clock_of(life: ProcessLife) -> ThreadClock | None:
-    """Of the thread that answers; None where that process has ended."""
+    """The clock of the thread that answers; None if the process has ended."""
     clock = read_clock(life.pid, life.thread_id)
     return clock if clock is not None and is_alive(life) else None
 
 
 def is_alive(life: ProcessLife) -> bool:
-    """Whether that very process is there still; of this machine."""
+    """Whether this very process, on this machine, still exists; a later process with its pid does not count."""
     return life.began != 0 and _began(life.pid) == life.began
 
 
 def kill(life: ProcessLife) -> None:
-    """Ends that very process of this machine, also a stopped one; harmless where it has ended."""
+    """Kills this very process on this machine, also if it is stopped; does nothing if it has ended."""
     if is_alive(life):
         with contextlib.suppress(ProcessLookupError):
             os.kill(life.pid, signal.SIGKILL)

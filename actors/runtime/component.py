@@ -1,8 +1,10 @@
-"""What every logical component is: a plain object with a name, messages in, a state that can be looked at."""
+"""What every logical component is: a plain object with a name, messages in, a state that can be looked at; and which
+class answers for which name."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -10,11 +12,12 @@ from typing import Any, ClassVar
 from prometheus_client import CollectorRegistry
 
 from actors.calls.message import declared
-from actors.runtime.peer import PeerBook
-from actors.runtime.site import Site
+from actors.runtime.names import ROUTER
+from actors.runtime.peer import PeerBook, Site
 from core.config.load import FarsightConfig
 from core.errors import MessageError
 from core.messages.pulse import Work
+from policies.compose import is_batch_mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,3 +128,39 @@ class Component:
     @property
     def breaker(self) -> str:
         return ""
+
+
+_CLASSES = {
+    "router": "actors.scheduling.router:Router",
+    "scheduler": "actors.scheduling.scheduler:Scheduler",
+    "kv-offload-manager": "actors.scheduling.kv_offload_manager:KVOffloadManager",
+    "worker": "actors.worker.model_worker:ModelWorker",
+    "rank": "actors.worker.rank:Rank",
+    "backend": "actors.external.backend:OpenAIBackend",
+    "length-predictor": "actors.learning.length_predictor:LengthPredictor",
+    "serving-time-estimator": "actors.learning.serving_time_estimator:ServingTimeEstimator",
+    "log-store": "actors.log.log_store:LogStore",
+    "supervisor": "actors.supervision.supervisor:Supervisor",
+}
+
+
+_BATCHER = "actors.scheduling.batcher:Batcher"
+"""What takes requests in, under the Router's name, where idle workers pull them in batches."""
+
+
+def component_class(name: str, config: FarsightConfig) -> type[Component]:
+    """The class of the component of that name, such as ``scheduler-0``."""
+    module, _, attribute = _path(name, config).partition(":")
+    found: type[Component] = getattr(importlib.import_module(module), attribute)
+    return found
+
+
+def kind_of(name: str, config: FarsightConfig) -> str:
+    """The kind of the component of that name, without importing it."""
+    return _path(name, config).partition(":")[2]
+
+
+def _path(name: str, config: FarsightConfig) -> str:
+    if name == ROUTER and is_batch_mode(config.scheduler.preset):
+        return _BATCHER
+    return _CLASSES[name if name in _CLASSES else name.rpartition("-")[0]]

@@ -12,13 +12,11 @@ import ray
 from prometheus_client import CollectorRegistry, generate_latest
 
 from actors.pulse.process_clock import own_life
-from actors.runtime.component import Component, ComponentContext
+from actors.runtime.component import Component, ComponentContext, component_class
 from actors.runtime.health import HealthServer
-from actors.runtime.local_link import listen
 from actors.runtime.metrics import RefusedMessages
-from actors.runtime.peer import PeerLost
-from actors.runtime.registry import component_class
-from actors.runtime.site import Site
+from actors.runtime.peer import PeerLost, Site
+from actors.runtime.remote import listen
 from actors.runtime.watching import Lives, own_node, period_s
 from core.codec import encode
 from core.messages.pulse import Pulse

@@ -12,9 +12,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors.runtime.host import ComponentHost
 from actors.runtime.names import SUPERVISOR, actor_name, host_of, worker_name
 from actors.runtime.nodes import head_node, living_nodes
-from actors.runtime.peer import LOOK_AGAIN_S
+from actors.runtime.peer import LOOK_AGAIN_S, Site
 from actors.runtime.rank_groups import rank_options
-from actors.runtime.site import Site
 from actors.runtime.watching import watched
 
 CREATE_TIMEOUT_S = 30.0

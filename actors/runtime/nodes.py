@@ -25,7 +25,7 @@ _HOMES = "homes"
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class ClusterNode:
     """A node that lives.
 
     Attributes:
@@ -39,7 +39,7 @@ class Node:
     num_gpus: int = 0
 
 
-def living_nodes() -> list[Node]:
+def living_nodes() -> list[ClusterNode]:
     """Of the cluster of this process."""
     found = []
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
@@ -47,16 +47,16 @@ def living_nodes() -> list[Node]:
         if node["Alive"]:
             resources = node["Resources"]
             computes = any(resources.get(kind) for kind in ("CPU", "GPU"))
-            found.append(Node(node["NodeID"], _HEAD in resources, computes, int(resources.get("GPU", 0))))
+            found.append(ClusterNode(node["NodeID"], _HEAD in resources, computes, int(resources.get("GPU", 0))))
     return found
 
 
-def head_node(nodes: Sequence[Node]) -> str:
+def head_node(nodes: Sequence[ClusterNode]) -> str:
     """The id of the head; empty if it is not among them."""
     return next((node.node_id for node in nodes if node.is_head), "")
 
 
-def choose_node(replica: str, homes: Mapping[str, str], nodes: Sequence[Node], *, on_gpu: bool = False) -> str:
+def choose_node(replica: str, homes: Mapping[str, str], nodes: Sequence[ClusterNode], *, on_gpu: bool = False) -> str:
     """The id of the node that a replica is to live on.
 
     Its home as long as that lives, else the node that is home to the fewest; of equals one that is not the head.

@@ -1,9 +1,12 @@
-"""How a component speaks to another one, wherever that lives."""
+"""How a component speaks to another one, wherever that lives, and waits for it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from actors.calls.failures import register
@@ -25,7 +28,11 @@ from actors.runtime.names import (
     serving_time_estimator_name,
     worker_name,
 )
+from core.config.load import FarsightConfig
 from core.errors import FarsightError
+from core.messages.status import ComponentCounts
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from actors.runtime.remote import RemoteActor
@@ -164,3 +171,55 @@ class PeerBook:
         """Ends the connections to processes of this node."""
         for actor in self._actors.values():
             actor.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Known to every process of the service.
+
+    Attributes:
+        config: ``model.name`` is what clients ask for.
+        model_dir: Where config, weights and tokenizer lie.
+        placement: ``fused`` or ``split``.
+        namespace: Of Ray, where the actors have their names.
+        detached: Whether the actors outlive the job that started them.
+    """
+
+    config: FarsightConfig
+    model_dir: str
+    placement: str
+    namespace: str = NAMESPACE
+    detached: bool = True
+
+    def peers(self, local: Mapping[str, Answering] | None = None, host: str = "") -> PeerBook:
+        """The other components as the process named ``host`` sees them, which has those in ``local`` itself."""
+        delay_s = self.config.actors.scheduler_delay_s if host.startswith("scheduler-") else 0.0
+        return PeerBook(self.placement, local, host, delay_s, self.namespace)
+
+
+async def current_counts(peers: PeerBook, known: ComponentCounts) -> ComponentCounts:
+    """What the Supervisor says now; while there is none, what was known before."""
+    try:
+        return await peers.supervisor().counts()
+    except PeerLost:
+        return known
+
+
+async def wait_for(event: asyncio.Event, timeout_s: float) -> None:
+    """Until the event is set, but no longer than ``timeout_s``.
+
+    Not by ``asyncio.wait_for``: in Python 3.11 that swallows a cancellation that comes just as the event is set.
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+
+
+async def again_and_again(work: Callable[[], Coroutine[Any, Any, None]], pause_s: float) -> None:
+    """Runs work that never ends by itself. What breaks it is logged, and it begins again: it keeps no state."""
+    while True:
+        try:
+            await work()
+        except Exception:
+            logger.exception("%s broke and begins again", getattr(work, "__qualname__", work))
+            await asyncio.sleep(pause_s)

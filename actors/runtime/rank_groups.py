@@ -8,7 +8,7 @@ from ray.util import get_placement_group, placement_group, remove_placement_grou
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.runtime.names import rank_of
-from actors.runtime.site import Site
+from actors.runtime.peer import Site
 from core.config.load import FarsightConfig
 
 _CPU_SHARE = 0.01

@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 from actors.pulse.liveness import HostJudge
 from actors.pulse.process_clock import clock_of, kill, own_life
 from actors.runtime.cluster_store import ClusterStore
-from actors.runtime.site import Site
+from actors.runtime.peer import Site
 from core.codec import decode, encode
 from core.messages.pulse import ProcessLife, Pulse, ThreadClock
 

@@ -9,7 +9,7 @@ import uuid
 from actors.log.log_outbox import LogOutbox
 from actors.runtime.component import ComponentContext
 from actors.runtime.metrics import BatchMetrics
-from actors.runtime.waiting import again_and_again, wait_for
+from actors.runtime.peer import again_and_again, wait_for
 from actors.scheduling.batch_times import LiveBatchTimes
 from actors.scheduling.event_recorder import EventRecorder, recorded
 from actors.scheduling.router import FleetShell

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from actors.calls.learning import LengthPredictorCalls
 from actors.calls.scheduling import RouterCalls, SchedulerCalls
 from actors.runtime.component import Component, ComponentContext
-from actors.runtime.layout import current_counts, initial_counts
 from actors.runtime.metrics import QueueDelay
-from actors.runtime.names import ROUTER
-from actors.runtime.peer import PeerLost
+from actors.runtime.names import ROUTER, initial_counts
+from actors.runtime.peer import PeerLost, current_counts
 from actors.scheduling.event_recorder import Handle
 from core.costs import StepCost, profile_cost
 from core.decisions import Decision, DecisionPacker, on_clock, pack_decisions
@@ -26,6 +25,7 @@ from core.messages.placement import PlacementView
 from core.messages.requests import (
     Announce,
     AnnounceReply,
+    IngressLoad,
     Key,
     Keys,
     OpenRequest,
@@ -33,6 +33,7 @@ from core.messages.requests import (
     Refusal,
     Submit,
     SubmitReply,
+    total_load,
 )
 from core.messages.status import ComponentRows, ComponentStatus
 from core.request import Request
@@ -58,9 +59,9 @@ from policies.fleet.events import (
     RequestsStarted,
     StepsPriced,
 )
-from policies.fleet.machine import FleetMachine
-from policies.fleet.placement_stats import PlacementStats
 from policies.fleet.queue_delay import queue_delay_s
+from policies.fleet.scheduler import FleetMachine
+from policies.placement.base import PlacementStats
 from policies.presets import max_running
 from policies.replica.events import ForecastsArrived, RefuseRequest, RequestsAborted, RequestsArrived
 from policies.settings import PolicySettings
@@ -99,6 +100,7 @@ class _IngressReplica:
     heard_at: float
     row: ComponentStatus | None = None
     late_refusals: list[Refusal] = field(default_factory=list)
+    load: IngressLoad = field(default_factory=IngressLoad)
 
 
 class FleetShell(Component, RouterCalls):
@@ -167,7 +169,10 @@ class FleetShell(Component, RouterCalls):
         late, ingress.late_refusals = ingress.late_refusals, []
         lost = tuple(answers.lost.get(announced.ingress_id, ()))
         refusals = (*answers.refusals, *late)
-        return AnnounceReply(lost, refusals, tuple(self._schedulers), self._newly_placed(announced.open))
+        ingress.load = announced.load
+        others = total_load(seen.load for name, seen in self._ingresses.items() if name != announced.ingress_id)
+        placed = self._newly_placed(announced.open)
+        return AnnounceReply(lost, refusals, tuple(self._schedulers), placed, others, self._outlook())
 
     def _newly_placed(self, announced: Iterable[OpenRequest]) -> tuple[Placed, ...]:
         """Where those are that waited when they were submitted."""

@@ -11,11 +11,10 @@ from collections.abc import Awaitable, Iterator
 from actors.calls.scheduling import SchedulerCalls
 from actors.log.log_outbox import LogOutbox
 from actors.runtime.component import Component, ComponentContext
-from actors.runtime.layout import current_counts, initial_counts
 from actors.runtime.metrics import EngineMetrics
-from actors.runtime.peer import LOOK_AGAIN_S, PeerLost
+from actors.runtime.names import initial_counts
+from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, current_counts, wait_for
 from actors.runtime.request_traces import request_trace
-from actors.runtime.waiting import wait_for
 from actors.scheduling.event_recorder import EventRecorder, recorded
 from core.costs import profile_cost
 from core.messages.cache import CacheReply, KVCacheEvent, StartedRequest
@@ -27,6 +26,7 @@ from core.messages.requests import Key, Keys, Refusal, Refusals, Submit
 from core.messages.step_times import ReplicaStepProfile, StepSample, StepSamples
 from policies.compose import configured_replica, is_batch_mode
 from policies.event_log import MachineConfig
+from policies.replica.decision_trace import account_closed
 from policies.replica.events import (
     AccountClosed,
     BatchBroken,
@@ -44,7 +44,6 @@ from policies.replica.events import (
     WorkerLost,
     WorkerReported,
 )
-from policies.replica.trace import account_closed
 
 SAY_AGAIN_S = 1.0
 """The Router hears of the replica at least this often, so that a new one knows it soon."""

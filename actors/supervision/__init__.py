@@ -1,1 +1,1 @@
-"""Who should be alive, and how many: the Supervisor and its autoscaler."""
+"""Which components should be alive, and how many: the Supervisor and its autoscaler."""

@@ -1,36 +1,49 @@
-"""How many there should be: of a stateless component by what queues before it, of replicas by the predicted queue
-delay."""
+"""Decides the number of length predictors from their queues, and of replicas from the predicted queue delay."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
 
+from actors.runtime.names import host_of, length_predictor_name
+from actors.runtime.peer import PeerBook, PeerLost
+from core.config.load import FarsightConfig
 from core.config.model import ModelConfig
+from core.errors import FarsightError
 from core.load_snapshot import LoadSnapshot
+from core.messages.status import ComponentCounts
 from policies.fleet.queue_delay import queue_delay_s
 
+logger = logging.getLogger(__name__)
+
 LOOK_S = 1.0
-"""How often the queues are looked at."""
+"""Seconds between two looks at the queues."""
 
 FULL_QUEUE = 32
-"""Questions in the hands of each on average, from which on one more is wanted ..."""
+"""One more component is wanted if each has at least so many open questions on average ..."""
 
 FULL_FOR_S = 3.0
-"""... if it is so each time for this long."""
+"""... at every look for so many seconds."""
 
 IDLE_FOR_S = 60.0
-"""After so long without any question, one fewer is wanted."""
+"""One fewer is wanted after so many seconds without any open question."""
 
 LATE_FOR_S = 3.0
-"""More replicas are wanted if at each look for this long a new request would have waited too long."""
+"""More replicas are wanted if, at every look for so many seconds, the predicted delay was above the target."""
+
+
+Scaling = Callable[[str, int, int], Coroutine[None, None, None]]
+"""(kind, wanted number, number as last seen) -> scales the kind, unless its number has changed meanwhile."""
 
 
 class QueueScaler:
-    """Adds one at a time while all have their hands full, and takes one away after a long idle time.
+    """Adds one component at a time while all are busy, and removes one after a long idle time.
 
     Args:
-        least: Never fewer.
-        most: Never more.
+        least: Fewest components.
+        most: Most components.
     """
 
     def __init__(self, least: int, most: int) -> None:
@@ -39,11 +52,11 @@ class QueueScaler:
         self._idle_since: float | None = None
 
     def wanted(self, queues: Sequence[int], now: float) -> int:
-        """How many there should be.
+        """The wanted number of components.
 
         Args:
-            queues: Questions in the hands of each of those there are now; not empty.
-            now: Seconds, not before that of the call before.
+            queues: Open questions of each present component; not empty.
+            now: Seconds, never less than in the previous call.
         """
         count = len(queues)
         self._full_since = _since(self._full_since, sum(queues) >= FULL_QUEUE * count, now)
@@ -55,14 +68,14 @@ class QueueScaler:
 
 
 class ReplicaScaler:
-    """Adds as many replicas as bring the predicted delay to its target, and takes one away after a calm time.
+    """Adds as many replicas as bring the predicted delay to its target, and removes one after a calm time.
 
-    A replica takes seconds to minutes to load its model, so those that are missing are wanted at once, but one that is
-    idle is given up only where the rest would have kept to half of the target all the while, at the highest load
-    that there was. Between the two nothing changes.
+    A replica takes seconds to minutes to load its model, so all missing replicas are wanted at once. One is removed
+    only if, at every look of the calm time, the others alone would have kept the predicted delay below half of the
+    target. Between the two nothing changes.
 
     Args:
-        bounds: How many at least and at most, the target and the calm time.
+        bounds: Fewest and most replicas, the target and the calm time.
     """
 
     def __init__(self, bounds: ModelConfig) -> None:
@@ -72,12 +85,12 @@ class ReplicaScaler:
         self._calm_since: float | None = None
 
     def wanted(self, outlook: LoadSnapshot, count: int, now: float) -> int:
-        """How many there should be.
+        """The wanted number of replicas.
 
         Args:
-            count: How many there should be so far. As long as others take requests, some are starting or leaving: that
-                is waited for.
-            now: Seconds, not before that of the call before.
+            count: The wanted number so far. While another number takes requests, replicas are starting or leaving, and
+                nothing changes.
+            now: Seconds, never less than in the previous call.
         """
         if count != self._count or outlook.num_replicas != count:
             self._count, self._late_since, self._calm_since = count, None, None
@@ -98,7 +111,7 @@ class ReplicaScaler:
 
 def _exceeds(outlook: LoadSnapshot, count: int, seconds: float) -> bool:
     delay_s = queue_delay_s(outlook, count)
-    assert delay_s is not None, "what is predicted for one number of replicas is for another one"
+    assert delay_s is not None, "a delay that is predicted for one number of replicas is predicted for every number"
     return delay_s > seconds
 
 
@@ -110,3 +123,78 @@ def _since(before: float | None, holds: bool, now: float) -> float | None:
 
 def _lasted(since: float | None, seconds: float, now: float) -> bool:
     return since is not None and now - since >= seconds
+
+
+class Autoscaler:
+    """Follows the load within the configured bounds; a kind whose bounds leave no choice is not watched.
+
+    Args:
+        counts: Returns the desired numbers now.
+        scale: Changes a number; raises FarsightError if that fails, and then nothing has changed.
+    """
+
+    def __init__(
+        self, config: FarsightConfig, peers: PeerBook, counts: Callable[[], ComponentCounts], scale: Scaling
+    ) -> None:
+        self._config = config
+        self._peers = peers
+        self._counts = counts
+        self._scale = scale
+
+    def tasks(self) -> list[Coroutine[None, None, None]]:
+        """Coroutines that run as long as the Supervisor."""
+        actors, model = self._config.actors, self._config.model
+        found = []
+        if actors.max_length_predictors > actors.length_predictors:
+            found.append(self._follow_questions(QueueScaler(actors.length_predictors, actors.max_length_predictors)))
+        if model.max_replicas > model.min_replicas:
+            found.append(self._follow_delay(ReplicaScaler(model)))
+        return found
+
+    async def _follow_delay(self, scaler: ReplicaScaler) -> None:
+        """Scales replicas by the queue delay that the Router predicts."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                outlook = await self._peers.router().outlook()
+            except PeerLost:
+                continue  # the Router is down and is restarted first
+            count = self._counts().replicas
+            wanted = scaler.wanted(outlook, count, time.monotonic())
+            if wanted != count:
+                num, target_s = outlook.demand.num_requests, self._config.model.target_queue_delay_s
+                before_s, after_s = (queue_delay_s(outlook, each) or 0.0 for each in (count, wanted))
+                reason = f"with {num} in flight a request would wait {before_s:.2f} s, with {wanted} {after_s:.2f} s"
+                await self._carry_out("replica", wanted, count, f"{reason} (target {target_s:g} s)")
+
+    async def _follow_questions(self, scaler: QueueScaler) -> None:
+        """Scales length predictors by their open questions."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            queues = await self._predictor_queues()
+            if queues is None:
+                continue  # a predictor has died and is restarted first
+            wanted = scaler.wanted(queues, time.monotonic())
+            if wanted != len(queues):
+                await self._carry_out("length-predictor", wanted, len(queues), f"their queues are {queues}")
+
+    async def _carry_out(self, kind: str, wanted: int, count: int, reason: str) -> None:
+        logger.warning("%s: %d -> %d; %s", kind, count, wanted, reason)
+        try:
+            await self._scale(kind, wanted, count)
+        except FarsightError:
+            logger.exception("%s: not scaled", kind)
+
+    async def _predictor_queues(self) -> list[int] | None:
+        """Open questions of each predictor; None if one does not answer."""
+        num = self._counts().length_predictors
+        queues = []
+        for index in range(num):
+            name = length_predictor_name(index)
+            host = self._peers.actor(host_of(name, self._peers.placement))
+            try:
+                rows = await host.rows()
+            except PeerLost:
+                return None
+            queues += [row.queue for row in rows if row.name == name]
+        return queues if len(queues) == num else None

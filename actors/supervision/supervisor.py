@@ -1,9 +1,10 @@
-"""Supervisor: knows which components should be alive, sees deaths, starts them again.
+"""Supervisor: knows which components should be alive, detects deaths, restarts what died.
 
-Nothing in this process must survive. A new Supervisor finds living actors by their names and adopts them; how many
-there should be, and how often each was started, it finds in the cluster's key-value store: an actor that died with its
-predecessor has no name to be found by. It restarts by itself and not by Ray's ``max_restarts``: Ray tells callers
-of a restarting actor only once it is back, a second later; of a dead one within 15 ms.
+No state of this process needs to survive. A new Supervisor finds living actors by their names and adopts them. The
+desired numbers and the restart counts are in the cluster's key-value store, because an actor that died together with
+the previous Supervisor can no longer be found by name. The Supervisor restarts actors itself and does not use Ray's
+``max_restarts``: for a restarting actor Ray fails callers only when it is back, a second later; for a dead one within
+15 ms.
 """
 
 from __future__ import annotations
@@ -23,14 +24,13 @@ from actors.calls.supervisor import SupervisorCalls
 from actors.runtime.cluster_store import ClusterStore
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.hosts import find_host, list_hosts, recreate_host
-from actors.runtime.layout import SCALABLE, by_host, initial_counts, wanted_components
 from actors.runtime.metrics import ComponentRestarts
-from actors.runtime.names import SUPERVISOR, host_of
+from actors.runtime.names import SCALABLE, SUPERVISOR, by_host, host_of, initial_counts, wanted_components
 from actors.runtime.nodes import Homes
 from actors.runtime.peer import LOOK_AGAIN_S, PeerLost
 from actors.runtime.rank_groups import remove_rank_group
 from actors.runtime.watching import watched
-from actors.supervision.autoscaler import Autoscaler
+from actors.supervision.autoscaling import Autoscaler
 from core.codec import decode, encode
 from core.errors import FarsightError, MessageError
 from core.messages.fleet import ReplicaName
@@ -39,13 +39,14 @@ from core.messages.tenants import TenantBudgets, TenantReport, TenantUsages
 from policies.tenancy.budgets import SharedBudgets
 
 HEALTHY_AFTER_S = 10.0
-"""Who lived so long and dies is started again at once; who dies sooner waits, each time twice as long ..."""
+"""A host that lived for so many seconds is restarted at once. After a second shorter life in a row the restart is
+delayed, each time for twice as long ..."""
 
 MAX_BACKOFF_S = 5.0
-"""... up to this."""
+"""... up to so many seconds."""
 
 DRAIN_S = 20.0
-"""How long a replica that is given up may finish what it runs; the rest is resumed elsewhere."""
+"""Seconds that a replica which is being removed may take to finish its requests; the rest is resumed elsewhere."""
 
 _COUNTS = "counts"
 """Key of the stored ``ComponentCounts``."""
@@ -54,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 
 class Supervisor(Component, SupervisorCalls):
-    """Keeps one task a host, which starts it, watches it and starts it again."""
+    """Runs one task for each host, which starts, watches and restarts it."""
 
     kind = "Supervisor"
 
@@ -118,14 +119,14 @@ class Supervisor(Component, SupervisorCalls):
         return TenantUsages(self._tenants.usage(time.monotonic()))
 
     async def _scale(self, kind: str, count: int, known: int | None = None) -> None:
-        """From the number that is ``known``; from any number if the caller has not looked."""
+        """Scales a kind, unless its number is no longer ``known``; None scales from any number."""
         async with self._scaling:
             before = self._counts
             if known not in (None, getattr(before, SCALABLE[kind])):
                 return
             try:
                 await self._change(dataclasses.replace(before, **{SCALABLE[kind]: count}))
-            except FarsightError:  # what was to be added cannot start
+            except FarsightError:  # the added components cannot start
                 await self._change(before)
                 raise
 
@@ -147,7 +148,7 @@ class Supervisor(Component, SupervisorCalls):
 
     @property
     def queue(self) -> int:
-        """Hosts that have not come up yet."""
+        """Number of hosts that have not come up yet."""
         return sum(not future.done() for future in self._started.values())
 
     @property
@@ -155,7 +156,10 @@ class Supervisor(Component, SupervisorCalls):
         return time.monotonic() - self._acted_at
 
     async def _take_over(self, hosts: list[str]) -> None:
-        """What an earlier Supervisor kept; the first one finds no process alive, and what is stored is another's."""
+        """Takes over an earlier Supervisor's counts and hosts.
+
+        The first Supervisor of a service finds no living process; stored values are then those of another service.
+        """
         if all(host == self._own for host in hosts):
             await self._store.clear()
         data = await self._store.get(_COUNTS)
@@ -171,14 +175,14 @@ class Supervisor(Component, SupervisorCalls):
         return by_host(self._components(self._counts), self._site.placement)
 
     def _keep_wanted(self) -> None:
-        """A task for every other host that has none."""
+        """Starts a task for every other wanted host that has none."""
         for host in self._wanted():
             if host not in self._keepers and host != self._own:
                 self._started[host] = asyncio.get_running_loop().create_future()
                 self._keepers[host] = self._watched(self._keep(host))
 
     def _watched(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs it; if it breaks, the Supervisor has failed and is started again."""
+        """Runs ``work`` as a task; if it raises, the Supervisor fails and is restarted."""
         task = asyncio.create_task(work)
         task.add_done_callback(
             lambda done: None if done.cancelled() or not done.exception() else self._task_ended(done)
@@ -186,7 +190,7 @@ class Supervisor(Component, SupervisorCalls):
         return task
 
     async def _add_to_living(self) -> None:
-        """Components that are new in processes which host others already."""
+        """Adds new components to living processes that host other components."""
         await self._add_own()
         for host in self._wanted():
             handle = find_host(host, self._site.namespace) if host != self._own else None
@@ -194,7 +198,7 @@ class Supervisor(Component, SupervisorCalls):
                 await self._add(host, handle)
 
     async def _add_own(self) -> None:
-        """The components that live in this process: the process that keeps the Supervisor keeps them too."""
+        """Adds the components that share this process; the keeper of this process keeps them as well."""
         if self._own not in self._wanted():
             return
         handle = find_host(self._own, self._site.namespace)
@@ -210,7 +214,7 @@ class Supervisor(Component, SupervisorCalls):
             self._mark_started(self._own)
 
     async def _keep(self, host: str) -> None:
-        stored = await self._store.get(_restarts_key(host))  # of a life that an earlier Supervisor has begun
+        stored = await self._store.get(_restarts_key(host))  # an earlier Supervisor may have started this life
         restarts, failures, why = (-1 if stored is None else int(stored)), 0, ""
         while True:
             self._acted_at = began = time.monotonic()
@@ -232,16 +236,15 @@ class Supervisor(Component, SupervisorCalls):
         return await recreate_host(host, self._site, restarts, await self._homes.of(host), why)
 
     async def _live(self, host: str, handle: Any, restarts: int) -> tuple[int, str]:
-        """One life of a host, if it is not known otherwise after so many restarts; returns their number in the end, and
-        why it came."""
+        """Adds the host's components and waits until its life ends; returns the restart count, and why it ended."""
         while True:
             try:
                 restarts = await handle.restarts.remote()
                 await self._add(host, handle)
                 await handle.ended.remote()
-            except ActorUnavailableError:  # its node may be lost; until Ray knows, the name is not free either
+            except ActorUnavailableError:  # its node may be lost; until Ray knows, the name is still taken
                 await asyncio.sleep(LOOK_AGAIN_S)
-            except ActorUnschedulableError:  # its node was lost before it began; the next start is on another one
+            except ActorUnschedulableError:  # its node was lost before the start; the next start is on another one
                 return restarts - 1, "its node was lost"
             except RayActorError as error:
                 self._not_started(host, error)
@@ -264,7 +267,7 @@ class Supervisor(Component, SupervisorCalls):
             self._started[host].set_result(None)
 
     def _not_started(self, host: str, error: BaseException) -> None:
-        """The very first start of a component shows whether it can work at all; later ones are tried again."""
+        """Fails the very first start of a host, which shows that it cannot work at all; later starts are repeated."""
         future = self._started[host]
         if future.done():
             return
@@ -272,7 +275,7 @@ class Supervisor(Component, SupervisorCalls):
         future.set_exception(cause)
 
     async def _drain(self, replica: str) -> None:
-        """Nothing new goes there and it may finish; what it does not finish in time is resumed elsewhere."""
+        """Stops new placements on the replica and waits for its requests; the rest is resumed elsewhere."""
         router = self.context.peers.router()
         deadline = time.monotonic() + DRAIN_S
         while time.monotonic() < deadline:
@@ -287,12 +290,12 @@ class Supervisor(Component, SupervisorCalls):
         try:
             await self.context.peers.router().forget(ReplicaName(replica))
         except PeerLost:
-            return  # the next Router has not heard of it
+            return  # the Router is down; its successor does not know the replica
 
     async def _end_component(self, component: str) -> None:
         host = host_of(component, self._site.placement)
         handle = find_host(host, self._site.namespace)
-        if host == self._own or host in self._wanted():  # others live on there
+        if host == self._own or host in self._wanted():  # other components live on in that process
             if handle is not None:
                 await handle.remove.remote(component)
             return

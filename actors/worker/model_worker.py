@@ -25,20 +25,18 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from actors.calls.worker import WorkerCalls
 from actors.pulse.process_clock import read_clock
-from actors.pulse.step_bounds import StepBounds
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.metrics import EngineMetrics
-from actors.runtime.waiting import wait_for
-from actors.worker.step_loop import Step, StepLoop
-from actors.worker.token_channel import TICK_S
-from actors.worker.token_channels import POLL_TIMEOUT_S, TokenChannels
+from actors.runtime.peer import wait_for
+from actors.worker.step_loop import Step, StepBounds, StepLoop
+from actors.worker.token_channels import POLL_TIMEOUT_S, TICK_S, TokenChannels
 from core.errors import RankLost
 from core.messages.plans import Plan, ReportPoll, StepReport, WorkerState
 from core.messages.pulse import Work
 from core.messages.rank import RankTicket
 from core.messages.step_times import StepSample
 from core.messages.tokens import TokenBatches, TokenDelta, TokenPoll
-from estimator.samples import step_sample
+from kvcache.step_batch import step_sample
 
 if TYPE_CHECKING:
     from core.config.load import FarsightConfig

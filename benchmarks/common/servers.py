@@ -128,12 +128,12 @@ class RunningServer:
 
 
 def _ending_with_us() -> list[str]:
-    """What a command begins with whose process is told to end (TERM) when the thread that starts it is gone.
+    """Leading words of a command whose process gets TERM when the thread that started it is gone.
 
     A benchmark that is killed ends no server: without this, that would go on. Where util-linux is missing it does.
     """
     found = shutil.which("setpriv")
-    # We may have ended before the process says that it wants to be told.
+    # This process may have ended before the child registers for the signal.
     begin = ["sh", "-c", '[ "$PPID" = "$0" ] && exec "$@"', str(os.getpid())]
     return [found, "--pdeathsig", "TERM", *begin] if found else []
 

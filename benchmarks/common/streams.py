@@ -115,7 +115,7 @@ class Streams:
 
 @asynccontextmanager
 async def open_streams(base_url: str, number: int, num_tokens: int) -> AsyncIterator[Streams]:
-    """Begins them; those that still run at the end are left by their clients."""
+    """Begins the streams; clients of streams that still run at the end disconnect."""
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(base_url, connector=connector, timeout=aiohttp.ClientTimeout(None)) as session:
         streams = Streams(session, number, num_tokens)
@@ -127,7 +127,7 @@ async def open_streams(base_url: str, number: int, num_tokens: int) -> AsyncIter
 
 @asynccontextmanager
 async def streams_midway(base_url: str, number: int, num_tokens: int) -> AsyncIterator[Streams]:
-    """Streams that have all begun and not ended; where the machine is too busy for that, it is tried again."""
+    """Streams that have all begun and not ended; repeated if the machine was too busy for that."""
     for _ in range(MAX_TRIES):
         async with open_streams(base_url, number, num_tokens) as streams:
             if await streams.all_midway():

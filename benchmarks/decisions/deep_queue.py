@@ -31,7 +31,7 @@ from policies.settings import BatchSettings, PolicySettings
 from simulator.cluster.latency import A100_7B
 from simulator.cluster.records import Record, Recorder
 from simulator.cluster.replica import Replica, ReplicaShape
-from simulator.traffic.workload import Arrival, as_request
+from simulator.traffic.workload import SimRequest, as_request
 
 NUM_WAITING = 10_000
 TARGET_MS = 2.0
@@ -63,7 +63,7 @@ def _rows_of(preset: str, num_reports: int) -> list[Row]:
     return [Row(claim.format(name), value, TARGET_MS, "ms") for name, value in figures.items()]
 
 
-def arrivals(seed: int, *, prefixes: bool = False) -> Iterator[Arrival]:
+def arrivals(seed: int, *, prefixes: bool = False) -> Iterator[SimRequest]:
     """Prompts of about 300 tokens and outputs of about 150, both log-normal, each with a forecast around its length."""
     rng = np.random.default_rng(seed)
     index = 0
@@ -78,7 +78,7 @@ def arrivals(seed: int, *, prefixes: bool = False) -> Iterator[Arrival]:
             num_shared = int(rng.integers(1, SHARED_BLOCKS))
             prefix = tuple(range(1 + family * SHARED_BLOCKS, 1 + family * SHARED_BLOCKS + num_shared))
             prompt_len += num_shared * BLOCK_SIZE
-        yield Arrival(f"r{index}", 0.0, prompt_len, output_len, 1024, prefix=prefix, forecast=forecast)
+        yield SimRequest(f"r{index}", 0.0, prompt_len, output_len, 1024, prefix=prefix, forecast=forecast)
         index += 1
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.decisions.row import Row
 from core.costs import StepCost
 from core.messages.cache import KVCacheEvent
-from kvcache.prefix import hash_blocks
+from kvcache.block_manager import hash_blocks
 from policies.placement.base import ReplicaLoad
 from policies.placement.e2 import E2Router
 from policies.placement.e2_profiles import from_step_cost

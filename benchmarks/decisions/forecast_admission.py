@@ -6,7 +6,7 @@ import numpy as np
 
 from benchmarks.decisions.row import Row, median_s
 from policies.admission.forecast import ForecastAdmission
-from policies.job import Job
+from policies.interfaces import Job
 
 RUNNING = 256
 QUEUED = 1000

@@ -7,7 +7,7 @@ import numpy as np
 from benchmarks.decisions.row import Row, median_s
 from core.costs import StepCost
 from core.forecast import Forecast
-from policies.job import Job
+from policies.interfaces import Job
 from policies.order.gittins import DecodePrice, Gittins
 
 NUM_RUNNING, NUM_QUEUED = 256, 1000

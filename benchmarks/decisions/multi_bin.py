@@ -7,7 +7,7 @@ from itertools import count
 
 from benchmarks.decisions.row import Row, median_s
 from policies.batching.multi_bin import MultiBinBatcher, uniform_edges
-from policies.job import Job
+from policies.interfaces import Job
 
 PER_CALL = 100
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from benchmarks.decisions.row import Row, median_s
 from policies.admission.past_future import HistoryLengths, PastFuture, future_memory
-from policies.job import Job
+from policies.interfaces import Job
 from policies.lengths.history import LengthHistory
 
 RUNNING = 256

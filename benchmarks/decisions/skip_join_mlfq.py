@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks.decisions.row import Row, median_s
 from core.costs import StepCost
-from policies.job import Job
+from policies.interfaces import Job
 from policies.order.skip_join_mlfq import SkipJoinMlfq
 from policies.settings import MlfqRules
 

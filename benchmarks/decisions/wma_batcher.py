@@ -11,7 +11,7 @@ from benchmarks.decisions.row import Row, median_s
 from core.costs import StepCost
 from policies.batching.hrrn import HighestResponseRatio, HrrnOrder
 from policies.batching.wma import WmaBatcher
-from policies.job import Job
+from policies.interfaces import Job
 
 NUM_BATCHES = 1000
 BATCH_SIZE = 20

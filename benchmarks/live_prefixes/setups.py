@@ -31,7 +31,7 @@ from simulator.summary import Sla
 from simulator.traffic.arrivals import Poisson, debatch, rescale
 from simulator.traffic.prefixes import PROGRAMMING, PrefixLaw, prefix_workload, real_prefixes
 from simulator.traffic.traces import find_data, read_trace
-from simulator.traffic.workload import Arrival
+from simulator.traffic.workload import SimRequest
 from simulator.traffic.workloads import retime
 
 BLOCK = 64
@@ -47,7 +47,7 @@ A6000 = DeviceProfile(
 )
 """Mistral-7B as in Preble's evaluation."""
 
-Draw = Callable[[np.random.Generator, int], list[Arrival]]
+Draw = Callable[[np.random.Generator, int], list[SimRequest]]
 """(rng, number of requests) -> requests, at instants whose gaps are right but for their scale."""
 
 
@@ -81,28 +81,28 @@ class PrefixSetup:
     def sized(self, num_requests: int) -> PrefixSetup:
         return replace(self, num_requests=num_requests)
 
-    def arrivals(self, seed: int) -> list[Arrival]:
+    def arrivals(self, seed: int) -> list[SimRequest]:
         requests = self.draw(np.random.default_rng(seed), self.num_requests)
         at = rescale(np.array([each.arrived_at for each in requests]), self.rate)
         return Noisy(SIGMA, seed)(retime(requests, at))
 
 
-def zipf_prefixes(kind: str, rng: np.random.Generator, num_requests: int) -> list[Arrival]:
+def zipf_prefixes(kind: str, rng: np.random.Generator, num_requests: int) -> list[SimRequest]:
     """Requests of the file of real prefixes, by Zipf's law of 1.1 over the prefixes; Poisson arrivals."""
     path = find_data("prefix_groups.jsonl.gz")
     return real_prefixes(rng, Poisson(1.0).sample(rng, num_requests).tolist(), path, kind, BLOCK)
 
 
-def law_prefixes(law: PrefixLaw, num_prefixes: int, rng: np.random.Generator, num_requests: int) -> list[Arrival]:
+def law_prefixes(law: PrefixLaw, num_prefixes: int, rng: np.random.Generator, num_requests: int) -> list[SimRequest]:
     """Requests by one of the laws of Preble's workloads; Poisson arrivals."""
     return prefix_workload(rng, Poisson(1.0).sample(rng, num_requests).tolist(), law, num_prefixes, BLOCK)
 
 
-def mooncake(rng: np.random.Generator, num_requests: int) -> list[Arrival]:
+def mooncake(rng: np.random.Generator, num_requests: int) -> list[SimRequest]:
     """Whole conversations of Mooncake's trace, drawn at random until there are so many requests, in their order; the
     batches of its instants are spread."""
     conversations = _conversations()
-    chosen: list[Arrival] = []
+    chosen: list[SimRequest] = []
     for index in rng.permutation(len(conversations)):
         chosen += conversations[int(index)]
         if len(chosen) >= num_requests:
@@ -112,17 +112,17 @@ def mooncake(rng: np.random.Generator, num_requests: int) -> list[Arrival]:
 
 
 @lru_cache(maxsize=1)
-def _conversations() -> list[list[Arrival]]:
+def _conversations() -> list[list[SimRequest]]:
     """By the block that follows the system prompt of all."""
     trace = read_trace(find_data("mooncake_conversation.jsonl.gz"))
     instants = debatch(np.array([each.arrived_at for each in trace]))
-    found: dict[tuple[int, ...], list[Arrival]] = {}
+    found: dict[tuple[int, ...], list[SimRequest]] = {}
     for each in retime(trace, instants):
         found.setdefault(each.prefix[:2], []).append(_shrunk(each))
     return list(found.values())
 
 
-def _shrunk(arrival: Arrival) -> Arrival:
+def _shrunk(arrival: SimRequest) -> SimRequest:
     prompt_len, output_len = (max(1, num // SHRINK) for num in (arrival.prompt_len, arrival.output_len))
     most = max(1, arrival.max_new_tokens // SHRINK)
     full = arrival.prefix[: prompt_len // BLOCK]
@@ -149,7 +149,7 @@ SETUPS = SHARED | LONG
 
 
 def simulated(
-    preset: str, scheduler: dict[str, str], e2: E2Config, setup: PrefixSetup, arrivals: list[Arrival]
+    preset: str, scheduler: dict[str, str], e2: E2Config, setup: PrefixSetup, arrivals: list[SimRequest]
 ) -> list[Record]:
     """The same in the simulator."""
     settings = replace(configured_settings(SchedulerConfig()), cost=A6000.cost, block_size=BLOCK, e2=e2)
@@ -157,7 +157,7 @@ def simulated(
     return _run(setup, router, preset, scheduler.get("order", ""), arrivals)
 
 
-def oracle(setup: PrefixSetup, arrivals: list[Arrival]) -> list[Record]:
+def oracle(setup: PrefixSetup, arrivals: list[SimRequest]) -> list[Record]:
     """Round-robin's replicas behind a partition of the prefixes that is fixed in advance, as many of them on each."""
     heads = dict.fromkeys(
         (each.prefix[setup.num_leading] for each in arrivals if len(each.prefix) > setup.num_leading), 1.0
@@ -167,7 +167,7 @@ def oracle(setup: PrefixSetup, arrivals: list[Arrival]) -> list[Record]:
 
 
 def _run(
-    setup: PrefixSetup, router: GlobalScheduler, preset: str, order: str, arrivals: Sequence[Arrival]
+    setup: PrefixSetup, router: GlobalScheduler, preset: str, order: str, arrivals: Sequence[SimRequest]
 ) -> list[Record]:
     swaps = find_preset(preset).kv == "cheapest-victim"
     shape = ReplicaShape(

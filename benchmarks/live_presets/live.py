@@ -17,14 +17,15 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.live_presets.house import House, running
+from benchmarks.live_presets.local_service import Service, running
 from core.config.load import FarsightConfig, load_config
 from core.request import SamplingParams
 from estimator.device_profile import DeviceProfile
-from services.api.text.prompt_text import PromptText
+from services.api.requests import unnamed_request
+from services.api.text.prompts import PromptText
 from services.launch.launch import EMBEDDED_MODEL
 from simulator.cluster.records import Record, Recorder
-from simulator.traffic.workload import Arrival
+from simulator.traffic.workload import SimRequest
 
 LATEST_S = 600.0
 """After the last arrival: a run that takes longer has got stuck."""
@@ -76,7 +77,7 @@ class LiveRun:
 
 
 def run_live(
-    arrivals: Sequence[Arrival],
+    arrivals: Sequence[SimRequest],
     hardware: Hardware,
     settings: dict[str, dict[str, Any]],
     speed: float = 1.0,
@@ -107,7 +108,7 @@ def _profile(profile: DeviceProfile, speed: float) -> dict[str, float]:
 
 
 def _config(
-    device: str, arrivals: Sequence[Arrival], hardware: Hardware, settings: dict[str, dict[str, Any]]
+    device: str, arrivals: Sequence[SimRequest], hardware: Hardware, settings: dict[str, dict[str, Any]]
 ) -> FarsightConfig:
     kv_bytes = hardware.profile.kv_bytes
     engine = {
@@ -125,33 +126,33 @@ def _config(
     tables: dict[str, dict[str, Any]] = {
         "engine": engine,
         "model": {"replicas": hardware.num_replicas},
-        "server": {"max_queued_requests": len(arrivals), "max_queued_tokens": 2**40},
+        "server": {"max_queued_requests": len(arrivals), "max_queued_tokens": 2**40, "max_wait_s": 0.0},
         "predictor": {"artefact": "given" if predicted else "", "wait_s": LATEST_S if predicted else 0.0},
     }
     return load_config(None, {name: tables.get(name, {}) | settings.get(name, {}) for name in {*tables, *settings}})
 
 
-async def _run(arrivals: Sequence[Arrival], config: FarsightConfig, speed: float, model_dir: Path) -> LiveRun:
+async def _run(arrivals: Sequence[SimRequest], config: FarsightConfig, speed: float, model_dir: Path) -> LiveRun:
     forecasts = {each.request_id: each.forecast for each in arrivals if each.forecast is not None}
     recorder = Recorder()
     prompts = [prompt_ids(each, config.engine.kv_block_size) for each in arrivals]
-    async with running(config, forecasts, model_dir) as house:
+    async with running(config, forecasts, model_dir) as service:
         async with asyncio.timeout(arrivals[-1].arrived_at / speed + LATEST_S), asyncio.TaskGroup() as group:
-            watches = [group.create_task(host.ended()) for host in house.hosts]  # raise what breaks a component
-            await _ready(house)
+            watches = [group.create_task(host.ended()) for host in service.hosts]  # raise what breaks a component
+            await _ready(service)
             lags: list[float] = []
             watches.append(group.create_task(_watch_lag(lags)))
             began_at = asyncio.get_running_loop().time()
             each = zip(arrivals, prompts, strict=True)
-            await asyncio.gather(*(_one(house, *request, recorder, began_at, speed) for request in each))
+            await asyncio.gather(*(_one(service, *request, recorder, began_at, speed) for request in each))
             for watch in watches:
                 watch.cancel()
-        preemptions = await house.metric("vllm:num_preemptions_total")
-        gap_s = await house.metric(f"{_GAP}_sum") / max(1.0, await house.metric(f"{_GAP}_count"))
+        preemptions = await service.metric("vllm:num_preemptions_total")
+        gap_s = await service.metric(f"{_GAP}_sum") / max(1.0, await service.metric(f"{_GAP}_count"))
         return LiveRun(recorder.done, int(preemptions), gap_s, sum(lags) / max(1, len(lags)))
 
 
-def prompt_ids(arrival: Arrival, block_size: int) -> tuple[int, ...]:
+def prompt_ids(arrival: SimRequest, block_size: int) -> tuple[int, ...]:
     """Tokens that two prompts have in common as far as the names of their blocks are the same."""
     if not arrival.prefix:
         return (_TOKEN,) * arrival.prompt_len
@@ -178,15 +179,15 @@ async def _watch_lag(lags: list[float]) -> None:
         lags.append(loop.time() - due_at)
 
 
-async def _ready(house: House) -> None:
+async def _ready(service: Service) -> None:
     """A first request has gone through everything."""
-    async with aclosing(house.client.stream((_TOKEN,), SamplingParams(2))) as deltas:
+    async with aclosing(service.client.stream(unnamed_request((_TOKEN,), SamplingParams(2)))) as deltas:
         async for _ in deltas:
             pass
 
 
 async def _one(
-    house: House, arrival: Arrival, prompt: tuple[int, ...], recorder: Recorder, began_at: float, speed: float
+    service: Service, arrival: SimRequest, prompt: tuple[int, ...], recorder: Recorder, began_at: float, speed: float
 ) -> None:
     """Books the life of a request as its client sees it."""
     loop = asyncio.get_running_loop()
@@ -194,7 +195,7 @@ async def _one(
     sampling = SamplingParams(arrival.max_new_tokens, benchmark_len=arrival.output_len)
     text = None if arrival.forecast is None else PromptText("", arrival.request_id)
     await asyncio.sleep(began_at + arrival.arrived_at / speed - loop.time())
-    stream = house.client.stream(prompt, sampling, text)
+    stream = service.client.stream(unnamed_request(prompt, sampling), text)
     async with aclosing(stream) as deltas:
         async for delta in deltas:
             if delta.error is not None:

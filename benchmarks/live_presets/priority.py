@@ -1,4 +1,4 @@
-"""A live run before other work on the machine, which would make its timers late."""
+"""Gives a live run priority over other work on the machine, which would make its timers late."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def before_others() -> Iterator[None]:
-    """The calling thread, and those that it starts, run before all that is not real-time (Linux, SCHED_RR).
+    """Runs the calling thread, and threads that it starts, before all non-real-time work (Linux, SCHED_RR).
 
     Raises:
-        PermissionError: only root may ask for that.
+        PermissionError: Only root may do that.
     """
     os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     try:
@@ -22,7 +22,7 @@ def before_others() -> Iterator[None]:
 
 
 def can_come_first() -> bool:
-    """Whether ``before_others`` is allowed here."""
+    """Whether this process may call ``before_others``."""
     if not hasattr(os, "sched_setscheduler"):
         return False
     try:

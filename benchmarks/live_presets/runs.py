@@ -16,7 +16,7 @@ from benchmarks.live_presets.study import Setup, Study, System
 from core.errors import ConfigError
 from simulator.cluster.records import Record
 from simulator.summary import Sla
-from simulator.traffic.workload import Arrival
+from simulator.traffic.workload import SimRequest
 
 MAX_LAG_S = 0.004
 """Mean lag above which a run was disturbed by other work on the machine. At 2 ms mean JCTs were within 8 % of the
@@ -47,7 +47,7 @@ class Figures:
         evictions: Evictions for each request; NaN where they are not counted.
         gap_s: Mean time between two steps of the worker; NaN in the simulator.
         lag_s: As in ``LiveRun``; 0 in the simulator.
-        refused: Why the service does not know the system; empty if it does. Then nothing else holds.
+        refused: Why the service does not support the system; empty if it does. If set, no other field is valid.
     """
 
     jct_s: float = float("nan")
@@ -81,19 +81,19 @@ class Store:
         return self._found.get(run)
 
     def put(self, run: Run, figures: Figures) -> None:
-        """One write a line: lines of several processes do not mix."""
+        """Appends each line with one write, so that lines of several processes do not mix."""
         self._found[run] = figures
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"run": asdict(run), "figures": asdict(figures)}) + "\n")
 
 
 def measure(study: Study, path: Path, runs: Sequence[Run], *, real_time: bool = False) -> None:
-    """Carries out runs of one setup and seed, all on the same arrivals, those aside whose results are there.
+    """Carries out runs of one setup and seed, all on the same arrivals, except those with a stored result.
 
-    What the service has refused or other work has disturbed is tried again: it may be another version, or quieter.
+    Runs that the service refused or other work disturbed are repeated: the version or the load may have changed.
 
     Args:
-        real_time: Live ones, and they alone, come before other work on the machine.
+        real_time: Give live runs, and only them, priority over other work on the machine.
     """
     store = Store(path)
     missing = [run for run in runs if (found := store.get(run)) is None or not found.counts]
@@ -105,7 +105,7 @@ def measure(study: Study, path: Path, runs: Sequence[Run], *, real_time: bool = 
         store.put(run, _carry_out(run, study.systems[run.system], setup, arrivals, real_time))
 
 
-def _carry_out(run: Run, system: System, setup: Setup, arrivals: list[Arrival], real_time: bool) -> Figures:
+def _carry_out(run: Run, system: System, setup: Setup, arrivals: list[SimRequest], real_time: bool) -> Figures:
     if run.live and system.settings is not None:
         try:
             with before_others() if real_time else nullcontext():
@@ -122,7 +122,7 @@ def _carry_out(run: Run, system: System, setup: Setup, arrivals: list[Arrival], 
 
 
 def figures(records: Sequence[Record], sla: Sla, evictions: float, num_warmup: int = 0) -> Figures:
-    """Figures of the requests of a run, without so many that came first."""
+    """Figures of the requests of a run, without the first ``num_warmup``."""
     came = sorted(record.arrival.arrived_at for record in records)
     counted = [record for record in records if record.arrival.arrived_at >= came[num_warmup]]
     jct_s = np.array([record.jct_s for record in counted])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from simulator.cluster.records import Record
 from simulator.summary import Sla
-from simulator.traffic.workload import Arrival
+from simulator.traffic.workload import SimRequest
 
 if TYPE_CHECKING:
     from benchmarks.live_presets.claims import Claim
@@ -35,7 +35,7 @@ class Setup(Protocol):
     @property
     def num_warmup(self) -> int: ...
 
-    def arrivals(self, seed: int) -> list[Arrival]:
+    def arrivals(self, seed: int) -> list[SimRequest]:
         """With forecasts."""
         ...
 
@@ -46,16 +46,16 @@ class Setup(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """Who serves.
+    """A system that serves the arrivals.
 
     Attributes:
         settings: Settings of the live service, by table; None for a system that is only simulated, whose figures then
             stand for live ones.
-        predict: The same in the simulator: records of a setup's arrivals; None where it cannot say.
+        predict: Simulates the system: records of a setup's arrivals; None if the simulator does not support it.
     """
 
     settings: dict[str, dict[str, Any]] | None
-    predict: Callable[[Any, list[Arrival]], list[Record]] | None
+    predict: Callable[[Any, list[SimRequest]], list[Record]] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Study:
     """One command.
 
     Attributes:
-        cache: Where results are kept unless told.
+        cache: Default file of the results.
     """
 
     description: str

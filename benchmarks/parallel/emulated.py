@@ -1,4 +1,4 @@
-"""Stages that take their time and compute nothing: ``python -m benchmarks.parallel.emulated`` is such a rank.
+"""Pipeline stages that only take time and compute nothing: ``python -m benchmarks.parallel.emulated`` is such a rank.
 
 On a machine whose processors others use as well, two stages that really compute show how busy it is, not what the
 pipeline is worth.
@@ -17,8 +17,8 @@ from engine.parallel.__main__ import main
 
 BASE_S = 0.03
 ROW_S = 0.003
-"""A stage takes ``BASE_S + rows * ROW_S``: the former for its weights, whatever the batch. Long enough that what rank 0
-does between steps counts for little, on a busy machine as well."""
+"""A stage takes ``BASE_S + rows * ROW_S`` seconds; the base stands for its weights. Both are so long that the work of
+rank 0 between steps matters little, on a busy machine as well."""
 
 
 def stage_s(rows: int) -> float:
@@ -26,7 +26,7 @@ def stage_s(rows: int) -> float:
 
 
 def emulate_stages() -> None:
-    """In this process, from now on."""
+    """Replaces the layers of this process from now on."""
 
     def run(
         layers: DecoderLayers, hidden: Tensor, layout: StepLayout, pool: KVPool, attention: StepAttention

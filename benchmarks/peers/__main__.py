@@ -1,8 +1,12 @@
 """Farsight beside a peer: ``python -m benchmarks.peers --model DIR --peer vllm --peer-venv VENV``.
 
-Starts both on the same model directory in bfloat16, loads them by turns (one idles while the other works) and ends
-both. Ratios are Farsight / peer. Versions and flags go into the JSON file. Exits with 1 if a request failed or Farsight
-left a process behind.
+Starts both on the same model with the same number of compute threads, loads them by turns (one idles while the other
+works) and ends both. Ratios are Farsight / peer. Versions and flags go into the JSON file. Exits with 1 if a request
+failed or Farsight left a process behind.
+
+With ``--peer llama.cpp``, ``--peer-venv`` names the directory of ``llama-server``, and ``--peer-model`` the GGUF
+file. Pass that file as ``--model`` too, and the directory that it was made of as ``--vocab-from``: then both compute
+with the same weights.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.servers import RunningServer, ServerCommand, farsight_command, vocab_size
-from benchmarks.peers.commands import Peer, installed_versions, peer
+from benchmarks.peers.commands import Peer, PeerOptions, peer, versions
 from services.bench.compare import num_errors, run_bench
 from services.bench.options import BenchOptions
 from services.bench.report import write_json
@@ -31,8 +35,12 @@ FARSIGHT_OPTIONS = ("--dtype", "bfloat16", "--proxy", "haproxy")
 def main() -> int:
     """Measures and prints the tables."""
     args = _parse()
-    other = peer(args.peer, args.peer_venv, args.model, args.max_model_len, args.peer_option)
-    own = farsight_command(args.model, [*FARSIGHT_OPTIONS, *args.farsight_option])
+    model, threads = args.peer_model or args.model, args.threads
+    options = PeerOptions(
+        args.peer_venv, model, args.max_model_len, threads, max(args.concurrency), tuple(args.peer_option)
+    )
+    other = peer(args.peer, options)
+    own = farsight_command(args.model, [*FARSIGHT_OPTIONS, "--threads", str(threads), *args.farsight_option])
     logs = args.logs or Path(tempfile.mkdtemp(prefix="farsight-peers-"))
     logs.mkdir(exist_ok=True)
     ends: dict[str, Any] = {}
@@ -42,11 +50,11 @@ def main() -> int:
         with _running(own, logs / "farsight.log", ends) as own_server:
             print(f"Farsight ready after {own_server.wait_until_ready(args.ready_timeout):.0f} s", flush=True)
             servers = {"peer": _facts(other.command), "farsight": _facts(own)}
-            facts = {"peer": other.name, "peer_versions": installed_versions(args.peer_venv), "servers": servers}
+            facts = {"peer": other.name, "peer_versions": versions(other.name, args.peer_venv), "servers": servers}
             record = run_bench(_options(other, peer_server, own_server, args), print, PROGRAM, facts)
     print(json.dumps(ends))
     write_json(args.json, {**record, "ends": ends})
-    # How the peer ends is its own affair: `transformers serve` has to be killed.
+    # A peer that does not end properly is no failure: `transformers serve` has to be killed.
     return 1 if num_errors(record) or ends["farsight"]["left_behind"] else 0
 
 
@@ -66,7 +74,7 @@ def _facts(command: ServerCommand) -> dict[str, Any]:
 def _options(
     other: Peer, peer_server: RunningServer, own_server: RunningServer, args: argparse.Namespace
 ) -> BenchOptions:
-    """The peer comes first: ratios are taken to it. Neither is sent what the other does not know."""
+    """The targets, the peer first: ratios are relative to it. Neither gets a field that the other does not support."""
     return BenchOptions(
         url=(peer_server.command.base_url, own_server.command.base_url),
         label=(other.name, "farsight"),
@@ -81,7 +89,7 @@ def _options(
         ignore_eos=other.takes_extensions,
         usage=other.takes_extensions,
         prompt_form="ids" if other.takes_ids else "text",
-        vocab_size=vocab_size(args.model),
+        vocab_size=vocab_size(args.vocab_from or args.model),
         sla=args.sla,
         json=args.json,
         plots=args.plots,
@@ -91,8 +99,11 @@ def _options(
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--peer", choices=("vllm", "transformers"), required=True)
+    parser.add_argument("--peer", choices=("vllm", "transformers", "llama.cpp"), required=True)
     parser.add_argument("--peer-venv", type=Path, required=True, help="virtual environment in which it is installed")
+    parser.add_argument("--peer-model", type=Path, help="the peer's model, if it needs another file [that of --model]")
+    parser.add_argument("--vocab-from", type=Path, help="model directory whose vocabulary prompts use [--model]")
+    parser.add_argument("--threads", type=int, default=1, help="compute threads of each server")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["skewed", "uniform", "hol"])
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 32, 128])
     parser.add_argument("--repeats", type=int, default=3)

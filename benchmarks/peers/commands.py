@@ -1,4 +1,4 @@
-"""How each peer is started so that it does well on few cores, and what exactly was started."""
+"""The command that starts each peer so that it does well on few cores, and the versions that were started."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PACKAGES = ("vllm", "transformers", "torch", "accelerate")
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TRACK": "1"}
 
-SINGLE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+SINGLE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """With its default executor vLLM runs three processes whose shared-memory readers spin; on two cores the spinning
 starves its HTTP server. In one process it is quicker and its streams are smooth. The variable is needed beside the
 flag: without it vLLM turns ``uni`` back into ``mp`` on a CPU."""
@@ -29,7 +29,7 @@ class Peer:
 
     Attributes:
         takes_ids: Prompts may be token ids.
-        takes_extensions: It knows ``ignore_eos`` and ``stream_options``; without them both servers are asked without.
+        takes_extensions: It supports ``ignore_eos`` and ``stream_options``; if not, neither server is sent them.
     """
 
     name: str
@@ -38,45 +38,89 @@ class Peer:
     takes_extensions: bool
 
 
-def peer(name: str, venv: Path, model_dir: Path, max_model_len: int, options: Sequence[str]) -> Peer:
-    """A peer by its name, ``vllm`` or ``transformers``.
+@dataclass(frozen=True, slots=True)
+class PeerOptions:
+    """What a peer is started with.
 
-    Args:
-        venv: Where it is installed.
-        max_model_len: In tokens; vLLM plans its memory by it.
-        options: More arguments of its server.
+    Attributes:
+        installed: A virtual environment; for ``llama.cpp`` the directory that holds ``llama-server``.
+        model: A model directory; for ``llama.cpp`` a GGUF file.
+        max_model_len: In tokens; vLLM plans its memory by it, llama.cpp has this much for each request in flight.
+        threads: Compute threads.
+        in_flight: The most requests in flight; llama.cpp has so many slots.
+        more: More arguments of its server.
     """
+
+    installed: Path
+    model: Path
+    max_model_len: int = 2048
+    threads: int = 1
+    in_flight: int = 1
+    more: Sequence[str] = ()
+
+
+def peer(name: str, options: PeerOptions) -> Peer:
+    """A peer by its name, ``vllm``, ``transformers`` or ``llama.cpp``."""
     if name == "vllm":
-        return Peer(name, vllm_command(venv, model_dir, max_model_len, options), True, True)
-    return Peer(name, transformers_command(venv, model_dir, options), False, False)
+        return Peer(name, vllm_command(options), True, True)
+    if name == "llama.cpp":
+        return Peer(name, llama_cpp_command(options), True, True)
+    return Peer(name, transformers_command(options), False, False)
 
 
-def vllm_command(venv: Path, model_dir: Path, max_model_len: int, options: Sequence[str]) -> ServerCommand:
+def vllm_command(options: PeerOptions) -> ServerCommand:
     """``vllm serve`` of its CPU build, in one process, with prefix caching off: the prompts share nothing anyway."""
-    port, model_name = free_port(), model_dir.resolve().name
-    words = [str(venv / "bin/vllm"), "serve", str(model_dir), "--served-model-name", model_name]
-    words += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(max_model_len)]
-    words += ["--dtype", "bfloat16", "--no-enable-prefix-caching", "--distributed-executor-backend", "uni", *options]
+    port, model_name = free_port(), options.model.resolve().name
+    words = [str(options.installed / "bin/vllm"), "serve", str(options.model), "--served-model-name", model_name]
+    words += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(options.max_model_len)]
+    words += ["--dtype", "bfloat16", "--no-enable-prefix-caching", "--distributed-executor-backend", "uni"]
     env = {**OFFLINE, **SINGLE_PROCESS, "VLLM_CPU_KVCACHE_SPACE": KV_SPACE_GIB, "VLLM_NO_USAGE_STATS": "1"}
-    env |= {"VLLM_CACHE_ROOT": str(venv / "cache")}  # compiled graphs; kept out of the home directory
-    return ServerCommand(words, port, model_name, env)
+    env |= {"OMP_NUM_THREADS": str(options.threads)}
+    env |= {"VLLM_CACHE_ROOT": str(options.installed / "cache")}  # compiled graphs; kept out of the home directory
+    return ServerCommand([*words, *options.more], port, model_name, env)
 
 
-def transformers_command(venv: Path, model_dir: Path, options: Sequence[str]) -> ServerCommand:
+def llama_cpp_command(options: PeerOptions) -> ServerCommand:
+    """``llama-server`` with a slot for every request in flight, without its cache of prompts."""
+    port, model_name = free_port(), options.model.resolve().name
+    words = [str(options.installed / "llama-server"), "--model", str(options.model), "--alias", model_name]
+    words += ["--host", "127.0.0.1", "--port", str(port), "--threads", str(options.threads), "--no-webui"]
+    words += ["--parallel", str(options.in_flight), "--ctx-size", str(options.max_model_len * options.in_flight)]
+    words += ["--no-cache-prompt"]
+    return ServerCommand([*words, *options.more], port, model_name)
+
+
+def transformers_command(options: PeerOptions) -> ServerCommand:
     """``transformers serve`` with continuous batching; its own sizing of the cache is made for GPUs."""
     port = free_port()
-    words = [str(venv / "bin/transformers"), "serve", str(model_dir), "--continuous-batching", "--device", "cpu"]
+    words = [str(options.installed / "bin/transformers"), "serve", str(options.model)]
+    words += ["--continuous-batching", "--device", "cpu"]
     words += ["--dtype", "bfloat16", "--host", "127.0.0.1", "--port", str(port), "--no-cb-use-cuda-graph"]
     words += ["--cb-block-size", CB_BLOCK_TOKENS, "--cb-num-blocks", CB_BLOCKS, "--cb-max-batch-tokens", "2048"]
-    return ServerCommand([*words, *options], port, str(model_dir), {**OFFLINE, "OMP_NUM_THREADS": "1"})
+    env = {**OFFLINE, "OMP_NUM_THREADS": str(options.threads)}
+    return ServerCommand([*words, *options.more], port, str(options.model), env)
+
+
+def versions(name: str, installed: Path) -> dict[str, str]:
+    """The versions of a peer and of what it stands on.
+
+    Raises:
+        OSError: It is not there.
+        subprocess.CalledProcessError: It does not run.
+    """
+    if name == "llama.cpp":
+        words = [str(installed / "llama-server"), "--version"]
+        done = subprocess.run(words, capture_output=True, text=True, check=True)
+        return {name: (done.stdout + done.stderr).strip()}
+    return installed_versions(installed)
 
 
 def installed_versions(venv: Path) -> dict[str, str]:
-    """What of ``PACKAGES`` is installed there, and its Python.
+    """The versions of Python and of those ``PACKAGES`` that are installed in a virtual environment.
 
     Raises:
-        OSError: There is no Python.
-        subprocess.CalledProcessError: It does not run.
+        OSError: The environment has no Python.
+        subprocess.CalledProcessError: Its Python does not run.
     """
     script = (
         "import importlib.metadata as m, json, platform, sys\n"
@@ -85,5 +129,5 @@ def installed_versions(venv: Path) -> dict[str, str]:
     )
     words = [str(venv / "bin/python"), "-c", script, *PACKAGES, "vllm-cpu"]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
-    versions: dict[str, str] = json.loads(done.stdout)
-    return versions
+    found: dict[str, str] = json.loads(done.stdout)
+    return found

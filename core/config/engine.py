@@ -9,7 +9,7 @@ from core.errors import ConfigError, InvalidValueError
 from core.units import parse_memory
 
 BACKENDS = ("auto", "native", "torch", "xformers")
-WEIGHTS = ("auto", "full", "int4")
+WEIGHTS = ("auto", "full", "int8", "int4")
 EXECUTIONS = ("ragged", "static")
 EMULATED = "emulated:"
 
@@ -38,15 +38,17 @@ class EngineConfig:
         max_model_len: Tokens a sequence may reach, prompt and output together; 0 is the model's own context, which only
             an emulated device can go beyond.
         num_threads: Compute threads of a worker; 0 shares all cores that it may use but one, which serves HTTP and
-            scheduling, among the replicas.
+            scheduling, among the replicas, and gives none more than a NUMA node has.
         benchmark_mode: Requests may say, with ``benchmark_len``, where their outputs end. Only to measure scheduling.
         backend: The code that computes a step: ``native`` is one compiled call on the CPU, ``xformers`` torch
             operations with xformers' attention on a GPU, ``torch`` the reference on either; ``auto`` takes one of the
             former where it is available and supports the model.
         gpu_memory_utilization: Share of a GPU's memory that weights, KV pool and the largest step may take together.
         compile: Let torch compile what lies between two attentions. It takes minutes at the start.
-        weights: ``int4`` rounds the matrices of the layers to 4 bits, in groups of 128 with a scale each: a quarter of
-            the memory, slower steps. ``full`` leaves them as they are; ``auto`` is what the preset says.
+        weights: ``int8`` and ``int4`` round the matrices to 8 bits in groups of 128, or to 4 bits in groups of 32 (the
+            vocabulary head always to 8). On the CPU a step multiplies them as they are, with activations in 8 bits: a
+            half or a third of bfloat16's memory, and faster. On a GPU they are unpacked each time, which is slower.
+            ``full`` leaves what the checkpoint has, also where that is quantised; ``auto`` is what the preset says.
     """
 
     device: str = "cpu"

@@ -14,8 +14,8 @@ class ModelConfig:
     """Which model is served.
 
     Attributes:
-        path: A directory or a hub id; empty means the embedded model.
-        name: The name clients ask for; empty means the directory's name.
+        path: A directory, a GGUF file or a hub id; empty means the embedded model.
+        name: The name clients ask for; empty means the name of the directory or the file.
         dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
         replicas: Copies of the model on our own engine, each with a worker and a scheduler of its own. In a file with
             ``[[replica]]`` tables that does not say, there are none.

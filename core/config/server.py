@@ -9,6 +9,10 @@ from core.config.checks import require
 
 PROXIES = ("auto", "serve", "haproxy")
 PREFIX_SHARING = ("auto", "all", "tenant", "key")
+_POSITIVE = (
+    *("head_timeout_s", "body_timeout_s", "idle_timeout_s", "write_timeout_s"),
+    *("start_patience_s", "first_token_deadline_s"),
+)
 
 
 def is_loopback(host: str) -> bool:
@@ -28,8 +32,11 @@ class ServerConfig:
     Attributes:
         ingress_replicas: HTTP processes; 0 picks by the machine's size.
         max_body_bytes: Larger request bodies are refused.
-        max_queued_requests: Requests in flight at once, per ingress replica; more are refused with 429.
+        max_queued_requests: Requests in flight at once, at all ingress replicas together; more are refused with 429.
         max_queued_tokens: The same, counted in prompt tokens.
+        max_queued_requests_per_key: The same for the requests of one tenant, where keys are in use; 0 is no limit.
+        max_queued_tokens_per_key: The same, counted in prompt tokens.
+        max_wait_s: A request is refused with 429 where the predicted queue delay exceeds so many seconds; 0 is off.
         prefix_sharing: Which requests share cached prefixes: ``all``, or only those of one ``tenant`` (``key`` is
             another name for it). A key belongs to a tenant; where no keys are in use, each key that clients send is a
             tenant, and requests without a key are one. ``auto`` is ``tenant`` where keys are in use, else ``all``.
@@ -37,9 +44,16 @@ class ServerConfig:
         proxy: ``serve`` is Ray Serve's own proxy. ``haproxy`` carries several times the requests; the ingress
             replicas behind it listen on the loopback interface alone (ports 30000 to 32699). ``auto`` takes HAProxy
             where it is available.
+        head_timeout_s: Seconds from the connection, or the first byte, to the end of a request's head.
+        body_timeout_s: Seconds that a request's body may stand still.
+        idle_timeout_s: Seconds that a connection stays open without a request.
+        write_timeout_s: Seconds that a client may take nothing of its answer.
+        max_connections_per_address: Connections that one client address may have open; 0 is no limit. Where all
+            clients come through one address, as behind a load balancer, it bounds them together.
         start_patience_s: Seconds that a start may take, all its tries together, before the server gives up.
         first_token_deadline_s: With ``[[replica]]`` tables, a request without a token after so many seconds fails,
-            wherever it has been by then; not while it is on our own engine.
+            wherever it has been by then. On our own engine, or without such tables, it fails after ``max_wait_s`` and
+            this together; never where ``max_wait_s`` is 0.
     """
 
     host: str = "127.0.0.1"
@@ -48,8 +62,16 @@ class ServerConfig:
     max_body_bytes: int = 4 * 1024 * 1024
     max_queued_requests: int = 2048
     max_queued_tokens: int = 2_000_000
+    max_queued_requests_per_key: int = 0
+    max_queued_tokens_per_key: int = 0
+    max_wait_s: float = 300.0
     prefix_sharing: str = "auto"
     proxy: str = "auto"
+    head_timeout_s: float = 10.0
+    body_timeout_s: float = 30.0
+    idle_timeout_s: float = 75.0
+    write_timeout_s: float = 60.0
+    max_connections_per_address: int = 8192
     start_patience_s: float = 600.0
     first_token_deadline_s: float = 120.0
 
@@ -62,5 +84,8 @@ class ServerConfig:
         for name in ("max_body_bytes", "max_queued_requests", "max_queued_tokens"):
             value = getattr(self, name)
             require(value >= 1, f"server.{name}", value, "an integer >= 1")
-        for name in ("start_patience_s", "first_token_deadline_s"):
+        for name in ("max_connections_per_address", "max_queued_requests_per_key", "max_queued_tokens_per_key"):
+            require(getattr(self, name) >= 0, f"server.{name}", getattr(self, name), "an integer >= 0")
+        require(self.max_wait_s >= 0, "server.max_wait_s", self.max_wait_s, "a number >= 0 (0 is off)")
+        for name in _POSITIVE:
             require(getattr(self, name) > 0, f"server.{name}", getattr(self, name), "a number > 0")

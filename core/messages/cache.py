@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CachedRun:
-    """Cached blocks that follow each other, by their chained hashes (``kvcache.prefix``).
+    """Cached blocks that follow each other, by their chained hashes (``kvcache.block_manager``).
 
     Attributes:
         parent: Hash of the block before the first of them, cached as well; 0 if the first begins a sequence.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from core.load_snapshot import LoadSnapshot
 from core.request import Request
 
 Key = tuple[str, int]
@@ -73,11 +76,38 @@ class OpenRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class IngressLoad:
+    """What is in flight at ingress replicas.
+
+    Attributes:
+        by_key: (client's key, "" without one; requests; prompt tokens).
+    """
+
+    by_key: tuple[tuple[str, int, int], ...] = ()
+
+
+def total_load(loads: Iterable[IngressLoad]) -> IngressLoad:
+    """The sum, key by key."""
+    requests: Counter[str] = Counter()
+    tokens: Counter[str] = Counter()
+    for load in loads:
+        for key, num_requests, prompt_tokens in load.by_key:
+            requests[key] += num_requests
+            tokens[key] += prompt_tokens
+    return IngressLoad(tuple((key, requests[key], tokens[key]) for key in requests))
+
+
+@dataclass(frozen=True, slots=True)
 class Announce:
-    """Ingress -> Router, every second and after a fault: all its open streams, so that a new Router knows them."""
+    """Ingress -> Router, every half second and after a fault: all its open streams, so that a new Router knows them.
+
+    Attributes:
+        load: What is in flight there, also what has not been sent yet.
+    """
 
     ingress_id: str
     open: tuple[OpenRequest, ...]
+    load: IngressLoad = IngressLoad()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +119,13 @@ class AnnounceReply:
         refusals: Attempts that will never run.
         replicas: Every replica whose tokens may be for this ingress.
         placed: Attempts that no longer wait, as far as the ingress did not know.
+        others: What is in flight at all other ingress replicas.
+        outlook: From which the queue delay is predicted.
     """
 
     lost: tuple[Key, ...]
     refusals: tuple[Refusal, ...]
     replicas: tuple[str, ...]
     placed: tuple[Placed, ...] = ()
+    others: IngressLoad = IngressLoad()
+    outlook: LoadSnapshot | None = None

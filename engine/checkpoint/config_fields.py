@@ -8,10 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import InvalidValueError
+from tokenization.model_dir import model_file, read_json_file
+
+Shape = tuple[int, ...]
+
+MAX_SIZE = 1 << 31
+"""Largest size of anything in a configuration."""
 
 
 class UnsupportedModelError(InvalidValueError):
     """A checkpoint that the engine cannot run; names the field of its configuration that is the reason."""
+
+
+class CheckpointError(InvalidValueError):
+    """A checkpoint whose files or tensors are not those of its configuration."""
 
 
 class Fields:
@@ -36,11 +46,13 @@ class Fields:
         """Names of the fields that are neither missing nor null."""
         return [name for name, value in self._values.items() if value is not None]
 
-    def size(self, name: str) -> int:
+    def size(self, name: str, most: int = MAX_SIZE) -> int:
         """An integer >= 1; null stands for the default."""
         value = self._or_default(name)
         if type(value) is not int or value < 1:
             raise self.error(name, "an integer >= 1")
+        if value > most:
+            raise self.error(name, f"an integer <= {most}")
         return value
 
     def size_or_none(self, name: str) -> int | None:
@@ -91,14 +103,16 @@ class Fields:
         return self._defaults.get(name) if value is None else value
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None if there is no such file."""
-    if not path.is_file():
+def read_json(folder: Path, name: str) -> dict[str, Any] | None:
+    """The object in a JSON file of a model directory; None if there is no such file.
+
+    Raises:
+        InvalidValueError: A file that cannot be read, or holds anything else.
+    """
+    path = model_file(folder, name)
+    if path is None:
         return None
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InvalidValueError(str(path), str(error), "a JSON file") from error
+    raw = read_json_file(path)
     if not isinstance(raw, dict):
         raise InvalidValueError(str(path), raw, "a JSON object")
     return raw

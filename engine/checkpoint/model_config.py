@@ -8,15 +8,19 @@ A field that would change the computation in a way the engine does not know is a
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from core.errors import ConfigError, InvalidValueError
 from engine.checkpoint.architectures import ARCHITECTURES, Architecture, Windows
 from engine.checkpoint.config_fields import Fields, UnsupportedModelError, read_json
+from engine.checkpoint.gguf_model import gguf_config, rope_factors
+from engine.checkpoint.quantization import Quantization, read_quantization
+from engine.checkpoint.rotary_config import FactorScaling, read_rotary
 from engine.checkpoint.rotary_config import RotaryConfig as RotaryConfig
-from engine.checkpoint.rotary_config import read_rotary
+from tokenization.gguf.file import GGUFFile, is_gguf, read_gguf
+from tokenization.model_dir import model_file
 
 if TYPE_CHECKING:  # reading a configuration must not cost a process the whole of torch
     import torch
@@ -26,6 +30,9 @@ MODEL_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
 
 POSITION_OFFSET = 2
 """The rows that OPT's table of positions begins with and that no position uses."""
+
+MAX_LAYERS = 4096
+"""Most layers of a model; the deepest ones have some hundred."""
 
 _LAYER_NORM_EPS = 1e-5  # torch's own default: OPT has no field for it
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -49,6 +56,8 @@ class ModelConfig:
         out_bias: The same for attention's output.
         mlp_bias: The same for both layers of the MLP.
         final_norm: Whether there is a norm before lm_head.
+        quantization: How the matrices of a safetensors checkpoint are stored; None in a float type, and for GGUF
+            files, which say it of each tensor.
     """
 
     vocab_size: int
@@ -73,6 +82,7 @@ class ModelConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     final_norm: bool = True
+    quantization: Quantization | None = None
 
     @property
     def up_size(self) -> int:
@@ -101,18 +111,38 @@ class ModelConfig:
 
 
 def load_model_config(model_dir: Path) -> ModelConfig:
-    """The configuration in ``model_dir``.
+    """The configuration in ``model_dir``, or in a GGUF file.
 
     Raises:
         UnsupportedModelError: another architecture, or a feature that the engine does not compute.
         InvalidValueError: no readable ``config.json``.
     """
-    raw = read_json(model_dir / "config.json")
+    if is_gguf(model_dir):
+        return config_of(read_gguf(model_dir))
+    raw = read_json(model_dir, "config.json")
     if raw is None:
-        raise InvalidValueError("model", str(model_dir), "a model directory with a config.json")
+        raise InvalidValueError("model", str(model_dir), "a model directory with a config.json, or a GGUF file")
     name = _architecture(raw)
-    generation = read_json(model_dir / "generation_config.json") or {}
+    generation = read_json(model_dir, "generation_config.json") or {}
     return _read(Fields(raw, ARCHITECTURES[name].defaults), name, generation)
+
+
+def config_of(file: GGUFFile) -> ModelConfig:
+    """The configuration in a GGUF file.
+
+    Raises:
+        As ``load_model_config``.
+    """
+    raw = gguf_config(file)
+    name = _architecture(raw)
+    config = _read(Fields(raw, ARCHITECTURES[name].defaults), name, {})
+    factors = rope_factors(file)
+    if factors is None or config.rotary is None:
+        return config
+    if len(factors) != config.rotary.rotary_dim // 2 or config.rotary.scaling is not None:
+        expected = f"{config.rotary.rotary_dim // 2} numbers and no other scaling"
+        raise UnsupportedModelError("rope_freqs.weight", f"{len(factors)} numbers", expected)
+    return replace(config, rotary=replace(config.rotary, scaling=FactorScaling(factors)))
 
 
 def resolve_max_model_len(config: ModelConfig, asked: int) -> int:
@@ -133,16 +163,20 @@ def resolve_max_model_len(config: ModelConfig, asked: int) -> int:
 
 
 def resolve_model_dir(name_or_path: str, *, weights: bool = True) -> Path:
-    """The directory of a model: an existing one as it is, else a hub id, downloaded or found in the hub's cache.
+    """Where a model lies: an existing directory or GGUF file as it is, else a hub id, downloaded or in the hub's cache.
 
     Args:
         weights: Whether the weights are needed; the other files of a hub id are small.
 
     Raises:
-        InvalidValueError: Neither a directory nor a model that the hub provides.
+        InvalidValueError: Neither a directory, nor a GGUF file, nor a model that the hub provides.
     """
     path = Path(name_or_path).expanduser()
     if path.is_dir():
+        return _alone_in(path) or path
+    if is_gguf(path):
+        if not path.is_file():
+            raise InvalidValueError("model", name_or_path, "a GGUF file that exists, and is a regular file")
         return path
     patterns = [pattern for pattern in MODEL_FILES if weights or "safetensors" not in pattern]
     import huggingface_hub  # only here: most starts are from a directory, and the import costs time
@@ -151,8 +185,18 @@ def resolve_model_dir(name_or_path: str, *, weights: bool = True) -> Path:
         return Path(huggingface_hub.snapshot_download(name_or_path, allow_patterns=patterns))
     except (OSError, ValueError, RuntimeError) as error:  # no network, unknown or gated, malformed id
         reason = str(error).strip().split("\n")[0]
-        expected = f"a model directory or a Hugging Face hub id ({reason})"
+        expected = f"a model directory, a GGUF file or a Hugging Face hub id ({reason})"
         raise InvalidValueError("model", name_or_path, expected) from error
+
+
+def _alone_in(folder: Path) -> Path | None:
+    """The GGUF file of a directory that holds a single one and no ``config.json``."""
+    if model_file(folder, "config.json") is not None:
+        return None
+    found = sorted(folder.glob("*.gguf"))
+    if len(found) > 1:
+        raise InvalidValueError("model", str(folder), f"the path of one GGUF file, such as {found[0]}")
+    return model_file(folder, found[0].name) if found else None
 
 
 def _architecture(raw: dict[str, Any]) -> str:
@@ -165,7 +209,7 @@ def _architecture(raw: dict[str, Any]) -> str:
 def _read(config: Fields, name: str, generation: dict[str, Any]) -> ModelConfig:
     architecture = ARCHITECTURES[name]
     _check_fixed(config, architecture)
-    num_layers, num_heads = config.size("num_hidden_layers"), config.size("num_attention_heads")
+    num_layers, num_heads = config.size("num_hidden_layers", MAX_LAYERS), config.size("num_attention_heads")
     head_dim = _head_dim(config, num_heads)
     biases = architecture.biases(config)
     return ModelConfig(
@@ -190,14 +234,13 @@ def _read(config: Fields, name: str, generation: dict[str, Any]) -> ModelConfig:
         qkv_bias=biases.qkv,
         out_bias=biases.out,
         mlp_bias=biases.mlp,
+        quantization=read_quantization(config["quantization_config"]),
         final_norm=not (architecture.norm == "layer" and config.flag("_remove_final_layer_norm")),
     )
 
 
 def _check_fixed(config: Fields, architecture: Architecture) -> None:
     """Refuses fields that would change the computation."""
-    if config["quantization_config"] is not None:
-        raise config.error("quantization_config", "none (weights in a float type)")
     for name, value in architecture.fixed.items():
         if config[name] is not None and config[name] != value:
             raise config.error(name, json.dumps(value))

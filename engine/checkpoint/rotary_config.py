@@ -43,6 +43,13 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True, slots=True)
+class FactorScaling:
+    """Each frequency is divided by a factor of its own: what a GGUF file holds in place of Llama 3's parameters."""
+
+    factors: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LongScaling:
     """Each frequency is divided by a factor of its own, and the tables multiplied with ``attention_factor``.
 
@@ -67,7 +74,7 @@ class RotaryConfig:
 
     rotary_dim: int
     theta: float
-    scaling: LinearScaling | Llama3Scaling | LongScaling | None = None
+    scaling: LinearScaling | Llama3Scaling | FactorScaling | LongScaling | None = None
 
     @property
     def max_len(self) -> int | None:

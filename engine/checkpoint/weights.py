@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Container, Iterator, Sequence, Set, Sized
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from core.errors import InvalidValueError
+from engine.checkpoint.config_fields import CheckpointError as CheckpointError
 from engine.checkpoint.model_config import POSITION_OFFSET, ModelConfig
+from engine.checkpoint.names import names_of
+from engine.checkpoint.quantized import JoinedLinear, QuantizedLinear, join_records
+from engine.checkpoint.sources import open_checkpoint
 
 LARGE_MODEL_PARAMETERS = 500_000_000
 """Parameters above which ``auto`` keeps the checkpoint's own dtype: exactness would cost twice the memory and time."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class CheckpointError(InvalidValueError):
-    """A checkpoint whose files or tensors are not those of its configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,26 +29,18 @@ class Linear:
     weight: Tensor
     bias: Tensor | None
 
-    def dense(self) -> Tensor:
-        return self.weight
+    @property
+    def outputs(self) -> int:
+        """Outputs of the layer."""
+        return len(self.weight)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The weight in ``dtype``."""
+        return self.weight.to(dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class PackedLinear:
-    """The same with weights of 4 bits, unpacked each time they are multiplied with.
-
-    Attributes:
-        packed: uint8 ``[out, in / 2]``: two neighbours in a byte, the first in its lower half, each plus 8.
-        scales: ``[out, groups]``, of as many neighbours each.
-    """
-
-    packed: Tensor
-    scales: Tensor
-    bias: Tensor | None
-
-    def dense(self) -> Tensor:
-        pairs = torch.stack((self.packed & 15, self.packed >> 4), -1).view(*self.scales.shape, -1)
-        return (pairs.to(self.scales.dtype) - 8).mul_(self.scales[..., None]).view(len(self.packed), -1)
+Matrix = Linear | QuantizedLinear | JoinedLinear
+"""A linear layer, in whatever form it is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +64,13 @@ class LayerWeights:
     """
 
     input_norm: Norm
-    qkv: Linear | PackedLinear
+    qkv: Matrix
     q_norm: Tensor | None
     k_norm: Tensor | None
-    out: Linear | PackedLinear
+    out: Matrix
     post_norm: Norm
-    up: Linear | PackedLinear
-    down: Linear | PackedLinear
+    up: Matrix
+    down: Matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +81,14 @@ class ModelWeights:
         embedding: ``[vocab, hidden]``.
         positions: ``[context, hidden]``, by position; None if positions are not learned.
         norm: Before ``lm_head``; None if there is none.
-        lm_head: ``[vocab, hidden]``; ``embedding`` itself when they are tied.
+        lm_head: ``[vocab, hidden]``; ``embedding`` itself when they are tied and neither is quantised.
     """
 
     embedding: Tensor
     positions: Tensor | None
     layers: tuple[LayerWeights, ...]
     norm: Norm | None
-    lm_head: Tensor
+    lm_head: Tensor | QuantizedLinear
 
 
 def parse_dtype(name: str, config: ModelConfig, device: str = "cpu") -> torch.dtype:
@@ -122,42 +111,28 @@ def parse_dtype(name: str, config: ModelConfig, device: str = "cpu") -> torch.dt
     return _DTYPES[name]
 
 
-def load_weights(model_dir: Path, config: ModelConfig, dtype: torch.dtype, device: str = "cpu") -> ModelWeights:
-    """Reads ``model.safetensors``, or the shards that ``model.safetensors.index.json`` lists, onto the device.
+def load_weights(
+    model_dir: Path, config: ModelConfig, dtype: torch.dtype, device: str = "cpu", *, keep_quantized: bool = True
+) -> ModelWeights:
+    """Reads a checkpoint onto the device.
+
+    Args:
+        model_dir: A directory with ``model.safetensors`` or the shards of its index, or a GGUF file.
+        keep_quantized: Whether matrices that are quantised in the checkpoint stay so, where there is a record of their
+            format; otherwise they become floats. On a GPU they always do.
 
     Raises:
         CheckpointError: no such files, an unreadable file, or a missing, unexpected or odd tensor; names it.
+        InvalidValueError: a file that leads out of the directory, or a damaged GGUF file.
     """
-    weights, targets = allocate_weights(config, dtype, device)
-    missing = set(targets)
-    for file, found in checkpoint_tensors(model_dir, device):
-        name = known_name(found, targets, config)
-        if name is not None:
-            _fill(targets[name], file.get_tensor(found), found)
-            missing.discard(name)
-    check_complete(missing, targets)
+    source = open_checkpoint(model_dir, config, device)
+    keeps = keep_quantized and device == "cpu"
+    allocation = Allocation(config, dtype, device, record=source.record if keeps else None)
+    weights = allocation.model()
+    for name in source.names():
+        if name in allocation.targets:  # the others are kept as records
+            source.fill(name, allocation.targets[name])
     return weights
-
-
-def known_name(found: str, targets: Container[str], config: ModelConfig) -> str | None:
-    """Which of the target tensors this tensor of a checkpoint is; None if it carries nothing.
-
-    Raises:
-        CheckpointError: a tensor that such a model does not have.
-    """
-    name = found if found in targets else f"model.{found}"  # a checkpoint of the model without its head
-    if name in targets:
-        return name
-    if _may_be_ignored(found, config):
-        return None
-    expected = f"only tensors of {config.architecture} with {config.num_hidden_layers} layers"
-    raise CheckpointError(found, "a tensor of that name", expected)
-
-
-def check_complete(missing: Set[str], targets: Sized) -> None:
-    """Raises CheckpointError if tensors are missing."""
-    if missing:
-        raise CheckpointError(min(missing), "nothing", f"a tensor ({len(missing)} of {len(targets)} are missing)")
 
 
 def allocate_weights(
@@ -168,40 +143,47 @@ def allocate_weights(
     return allocation.model(), allocation.targets
 
 
-def _fill(target: Tensor, tensor: Tensor, name: str) -> None:
-    if tensor.shape != target.shape or not tensor.is_floating_point() or tensor.itemsize < 2:
-        found = f"{tensor.dtype} {list(tensor.shape)}"
-        raise CheckpointError(name, found, f"float32, bfloat16 or float16 of shape {list(target.shape)}")
-    target.copy_(tensor)
-
-
 class Allocation:
     """Makes the tensors of a model, or of some of its layers.
 
     Args:
         config: Its layers and their sizes are those to be made.
         first_layer: Number of the first of them in the checkpoint.
+        record: Gives a matrix of the checkpoint as it is quantised, or None; without it no matrix is.
 
     Attributes:
         targets: Where each tensor of the checkpoint goes: views into the fused tensors, by the checkpoint's names.
+            Matrices that are kept quantised are not among them.
         names: The checkpoint's names of its tensors.
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str, first_layer: int = 0) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: str,
+        first_layer: int = 0,
+        record: Callable[[str], QuantizedLinear | None] | None = None,
+    ) -> None:
         self.targets: dict[str, Tensor] = {}
-        self.names = TENSOR_NAMES.get(config.architecture, TensorNames())
+        self.names = names_of(config)
         self._config = config
         self._dtype = dtype
         self._device = device
         self._first_layer = first_layer
+        self._record = record
 
     def model(self) -> ModelWeights:
         """All of it."""
         embedding = self.embedding()
-        lm_head = embedding
-        if not self._config.tie_word_embeddings:
-            lm_head = self.tensor("lm_head.weight", self._config.vocab_size, self._config.hidden_size)
-        return ModelWeights(embedding, self.positions(), self.layers(), self.final_norm(), lm_head)
+        return ModelWeights(embedding, self.positions(), self.layers(), self.final_norm(), self._lm_head(embedding))
+
+    def _lm_head(self, embedding: Tensor) -> Tensor | QuantizedLinear:
+        tied = self._config.tie_word_embeddings
+        kept = self._kept([self.names.embedding if tied else "lm_head.weight"])
+        if kept is not None:
+            return kept[0]
+        return embedding if tied else self.tensor("lm_head.weight", *embedding.shape)
 
     def embedding(self) -> Tensor:
         return self.tensor(self.names.embedding, self._config.vocab_size, self._config.hidden_size)
@@ -238,16 +220,30 @@ class Allocation:
     def _up_sizes(self) -> list[int]:
         return [self._config.intermediate_size] * (self._config.up_size // self._config.intermediate_size)
 
-    def _linear(self, prefix: str, names: Sequence[str], sizes: list[int], inputs: int, *, bias: bool) -> Linear:
+    def _linear(self, prefix: str, names: Sequence[str], sizes: list[int], inputs: int, *, bias: bool) -> Matrix:
         """A layer of ``sum(sizes)`` outputs; the checkpoint holds them in so many tensors or in a single one."""
         sizes = sizes if len(names) > 1 else [sum(sizes)]
+        biases = self._empty(sum(sizes)) if bias else None
+        if biases is not None:
+            self._register(prefix, names, "bias", torch.split(biases, sizes))
+        kept = self._kept([f"{prefix}{name}.weight" for name in names])
+        if kept is not None:
+            return join_records(kept, biases)
         weight = self._empty(sum(sizes), inputs)
         self._register(prefix, names, "weight", torch.split(weight, sizes))
-        if not bias:
-            return Linear(weight, None)
-        biases = self._empty(sum(sizes))
-        self._register(prefix, names, "bias", torch.split(biases, sizes))
         return Linear(weight, biases)
+
+    def _kept(self, names: Sequence[str]) -> list[QuantizedLinear] | None:
+        """The records of matrices that are multiplied together; None unless each has one."""
+        if self._record is None:
+            return None
+        found = []
+        for name in names:
+            record = self._record(name)
+            if record is None:
+                return None
+            found.append(record)
+        return found
 
     def _register(self, prefix: str, names: Sequence[str], kind: str, parts: Sequence[Tensor]) -> None:
         self.targets.update({f"{prefix}{name}.{kind}": part for name, part in zip(names, parts, strict=True)})
@@ -263,73 +259,3 @@ class Allocation:
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
-
-
-@dataclass(frozen=True, slots=True)
-class TensorNames:
-    """A checkpoint's names of its tensors; those of a layer without ``layers.N.``. Llama's by default."""
-
-    model: str = "model"
-    norm: str = "norm"
-    input_norm: str = "input_layernorm"
-    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    out: str = "self_attn.o_proj"
-    post_norm: str = "post_attention_layernorm"
-    up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    down: str = "mlp.down_proj"
-
-    @property
-    def embedding(self) -> str:
-        return f"{self.model}.embed_tokens.weight"
-
-    def layer(self, index: int) -> str:
-        """Prefix of the names of a layer's tensors."""
-        return f"{self.model}.layers.{index}."
-
-
-TENSOR_NAMES = {
-    "Phi3ForCausalLM": TensorNames(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
-    "OPTForCausalLM": TensorNames(
-        model="model.decoder",
-        norm="final_layer_norm",
-        input_norm="self_attn_layer_norm",
-        out="self_attn.out_proj",
-        post_norm="final_layer_norm",
-        up=("fc1",),
-        down="fc2",
-    ),
-}
-
-
-def _may_be_ignored(name: str, config: ModelConfig) -> bool:
-    """Tensors that carry nothing: a second copy of tied embeddings, and the rotary tables of old checkpoints."""
-    return (name == "lm_head.weight" and config.tie_word_embeddings) or name.endswith("rotary_emb.inv_freq")
-
-
-def checkpoint_tensors(model_dir: Path, device: str) -> Iterator[tuple[Any, str]]:
-    """Every tensor: the safetensors file that it is in, open to be read onto the device, and its name.
-
-    Raises:
-        CheckpointError: there are no files, or one cannot be read.
-    """
-    for path in _files(model_dir):
-        try:
-            with safe_open(path, framework="pt", device=device) as file:
-                for name in file.keys():  # noqa: SIM118 (not a dict: it cannot be iterated itself)
-                    yield file, name
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(path.name, str(error), "a readable safetensors file") from error
-
-
-def _files(model_dir: Path) -> list[Path]:
-    index = model_dir / "model.safetensors.index.json"
-    if not index.is_file():
-        path = model_dir / "model.safetensors"
-        if not path.is_file():
-            raise CheckpointError("model", str(model_dir), "a directory with model.safetensors or its index")
-        return [path]
-    try:
-        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(index.name, repr(error), "a JSON object with a weight_map") from error
-    return [model_dir / shard for shard in shards]

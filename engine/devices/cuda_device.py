@@ -13,9 +13,9 @@ from engine.checkpoint.model_config import ModelConfig, resolve_max_model_len
 from engine.checkpoint.weights import ModelWeights, load_weights, parse_dtype
 from engine.devices.device import Device, num_host_pool_blocks, num_pool_blocks
 from engine.devices.model_device import AUTO_SHARE, available_bytes
+from engine.kv.copiers import HostBlocks, StreamCopier
 from engine.kv.kv_pool import KVPool
-from engine.kv.stream_copier import HostBlocks, StreamCopier
-from engine.models.int4 import pack_weights
+from engine.models.quantize import quantize_weights
 from engine.steps.backends import GraphBackend, TorchBackend, gpu_attention
 from engine.steps.careful_steps import CarefulSteps
 from engine.steps.largest_step import largest_step
@@ -32,14 +32,14 @@ def load_device(
     num_replicas: int,
     *,
     swaps: bool,
-    packed: bool,
+    bits: int,
 ) -> Device:
     """Loads the model and shares out the GPU's memory: weights, then the largest step, then the KV pool.
 
     Args:
         num_replicas: Workers that share this machine's memory where a setting is automatic; each has a GPU of its own.
         swaps: Whether there is use for a host pool.
-        packed: Round the matrices of the layers to 4 bits.
+        bits: Round the matrices to 8 or 4 bits; 0 leaves them as the checkpoint has them.
 
     Raises:
         InvalidValueError: there is no GPU, or the model or a setting cannot be used; names the field.
@@ -51,8 +51,8 @@ def load_device(
     token_bytes = config.kv_bytes_per_token(dtype)
     context_len = resolve_max_model_len(config, engine.max_model_len)
     weights = load_weights(model_dir, config, dtype, engine.device)
-    if packed:
-        weights = pack_weights(weights)
+    if bits:
+        weights = quantize_weights(weights, bits)
     num_blocks = num_pool_blocks(engine, token_bytes, context_len, _free_bytes(config, weights, engine))
     num_bytes = int(AUTO_SHARE / num_replicas * available_bytes())
     num_host_blocks = num_host_pool_blocks(engine, token_bytes, num_blocks if swaps else 0, num_bytes)

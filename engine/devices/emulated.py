@@ -18,8 +18,8 @@ from engine.kv.copies import Copies
 from engine.sampling.logged_tokens import ItemLogprobs, LoggedTokens
 from engine.sequence import Sequence
 from engine.step_fault import StepFault
-from estimator.samples import step_work
 from kvcache import KVCopy, StepBatch, StepItem
+from kvcache.step_batch import step_work
 
 LEAST_SHARE = 0.5
 """Least share of its time that a step takes, however late the host is."""

@@ -9,7 +9,7 @@ from core.errors import ConfigError, InvalidValueError
 from engine.checkpoint.model_config import ModelConfig
 from engine.devices.device import Device, num_host_pool_blocks, num_pool_blocks
 from engine.devices.emulated import EmulatedCopier, EmulatedRunner
-from engine.text.detokenizer import Detokenizer
+from engine.sequence import Detokenizer
 from estimator.device_profile import DeviceProfile, find_device_profile
 
 

@@ -12,7 +12,7 @@ from core.processors import compute_threads
 from engine.checkpoint.model_config import ModelConfig, resolve_max_model_len
 from engine.checkpoint.weights import parse_dtype
 from engine.devices.device import Device, num_host_pool_blocks, num_pool_blocks
-from engine.kv.kv_copier import KVCopier
+from engine.kv.copiers import KVCopier
 from engine.kv.kv_pool import KVPool
 from engine.steps.model_runner import ModelRunner
 
@@ -28,19 +28,20 @@ def load_device(
     num_replicas: int,
     *,
     swaps: bool,
-    packed: bool,
+    bits: int,
 ) -> Device:
     """Loads the model and sizes its pools.
 
     Args:
         num_replicas: Workers that share this machine's cores and memory where a setting is automatic.
         swaps: Whether there is use for a host pool.
-        packed: Round the matrices of the layers to 4 bits.
+        bits: Round the matrices to 8 or 4 bits; 0 leaves them as the checkpoint has them.
 
     Raises:
         InvalidValueError: the model or a setting cannot be used; names the field.
     """
-    torch.set_num_threads(compute_threads(engine.num_threads, num_replicas))
+    num_threads = compute_threads(engine.num_threads, num_replicas)
+    torch.set_num_threads(num_threads)
     dtype = parse_dtype(dtype_name, config)
     token_bytes = config.kv_bytes_per_token(dtype)
     context_len = resolve_max_model_len(config, engine.max_model_len)
@@ -54,7 +55,8 @@ def load_device(
         block_size=engine.kv_block_size,
         context_len=context_len,
         backend=engine.backend,
-        packed=packed,
+        bits=bits,
+        num_threads=num_threads,
     )
     copier = None
     if num_host_blocks:

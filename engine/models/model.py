@@ -14,8 +14,9 @@ from torch.nn import functional as F
 
 from engine.attention.attention import StepAttention, StepLayout
 from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.quantized import QuantizedLinear
 from engine.checkpoint.rotary_config import RotaryConfig
-from engine.checkpoint.weights import LayerWeights, Linear, ModelWeights, Norm, PackedLinear
+from engine.checkpoint.weights import LayerWeights, Matrix, ModelWeights, Norm
 from engine.kv.kv_pool import KVPool
 from engine.models.rotary import rotary_tables
 
@@ -59,11 +60,12 @@ def embed(layout: StepLayout, embedding: Tensor, positions: Tensor | None) -> Te
     return hidden
 
 
-def output_logits(rows: Tensor, config: ModelConfig, norm: Norm | None, lm_head: Tensor) -> Tensor:
+def output_logits(rows: Tensor, config: ModelConfig, norm: Norm | None, lm_head: Tensor | QuantizedLinear) -> Tensor:
     """Logits of rows behind the last layer, float32 ``[R, outputs of lm_head]``."""
     if norm is not None:
         rows = _norm(rows, norm, config)
-    return F.linear(rows, lm_head).float()
+    weight = lm_head if isinstance(lm_head, Tensor) else lm_head.dense(rows.dtype)
+    return F.linear(rows, weight).float()
 
 
 def make_layers(
@@ -198,6 +200,6 @@ def _rotate(heads: Tensor, rotation: Rotation) -> Tensor:
     return heads
 
 
-def linear(rows: Tensor, layer: Linear | PackedLinear) -> Tensor:
-    """A layer of ``rows``, ``[T, outputs]``."""
-    return F.linear(rows, layer.dense(), layer.bias)
+def linear(rows: Tensor, layer: Matrix) -> Tensor:
+    """A layer of ``rows``, ``[T, outputs]``; quantised weights are unpacked each time: slow, and the reference."""
+    return F.linear(rows, layer.dense(rows.dtype), layer.bias)

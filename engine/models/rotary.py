@@ -7,7 +7,13 @@ import math
 import torch
 from torch import Tensor
 
-from engine.checkpoint.rotary_config import LinearScaling, Llama3Scaling, LongScaling, RotaryConfig
+from engine.checkpoint.rotary_config import (
+    FactorScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    RotaryConfig,
+)
 
 
 def rotary_tables(config: RotaryConfig, max_len: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -31,6 +37,8 @@ def frequencies(config: RotaryConfig) -> Tensor:
     plain = 1.0 / (config.theta**exponents)
     if isinstance(scaling, LinearScaling):
         return plain / scaling.factor
+    if isinstance(scaling, FactorScaling):
+        return plain / torch.tensor(scaling.factors, dtype=torch.float32)
     return plain if scaling is None else _llama3(plain, scaling)
 
 

@@ -1,9 +1,10 @@
-// Causal attention over the blocks of the KV pool, for decode rows and prompt chunks alike: softmax is kept up while
-// the keys are walked once, a chunk of tokens at a time, so that the scratch memory does not grow with the context.
+// Causal attention over the blocks of the KV pool, for decode rows and prompt chunks alike. The kernel reads the keys
+// once, kChunkTokens tokens at a time, and corrects the softmax between chunks, so the scratch memory does not grow with
+// the context.
 //
-// A query's result is one sequence of roundings, whatever tile it is in: scores are chains over the dimensions, results
-// chains over the tokens, and the softmax is corrected at the multiples of kChunkTokens, counted from the beginning of
-// the sequence. Tokens that a query does not see have the weight 0, which changes no sum.
+// A query's result is one sequence of roundings, whatever tile computes it: scores are chains over the dimensions,
+// results are chains over the tokens, and the softmax is corrected at the multiples of kChunkTokens, counted from the
+// beginning of the sequence. Tokens that a query does not see have the weight 0, which changes no sum.
 //
 // Layout of a block in one layer, in lanes:
 //   keys    [kv_heads][lanes of head_dim][block_size]      a vector holds 16 tokens
@@ -16,7 +17,7 @@
 
 namespace farsight {
 
-constexpr int kMaxQueries = 8;     // queries of one tile: tokens of a chunk times the heads that share keys
+constexpr int kMaxQueries = 8;     // most queries in one tile: tokens times the heads that share keys
 constexpr int kChunkTokens = 128;  // keys between two corrections of the softmax
 constexpr int kMaxHeadDim = 256;
 constexpr float kLowest = -1e30f;
@@ -26,18 +27,20 @@ struct Shape {
   int group() const { return heads / kv_heads; }
 };
 
-// Consecutive tokens of one sequence: query rows `row`.., results to rows `out_row`..
+// Consecutive tokens of one sequence. Their queries are the rows from `row` on, their results go to the rows from
+// `out_row` on; the last token is token kv_len - 1 of the sequence.
 struct Item {
   int row, out_row, num_queries, kv_len;
   const int32_t* blocks;
 };
 
-// One layer of the pool.
+// Keys and values of one layer of the pool.
 struct Cache {
   uint32_t* keys;
   uint32_t* values;
 };
 
+// Writes key and value [kv_heads, head_dim] of one token into its slot, rounded to T.
 template <class T>
 inline void store_kv(const Shape& shape, const Cache& cache, int64_t slot, const float* key, const float* value) {
   const int d = shape.head_dim, size = shape.block_size;
@@ -56,7 +59,7 @@ inline void store_kv(const Shape& shape, const Cache& cache, int64_t slot, const
   }
 }
 
-// A value that shares its lane with a token that is not there yet would be added to rubbish: 0 * NaN is NaN.
+// Clears the value that shares a lane with the sequence's last one. It has the weight 0, but 0 * NaN is NaN.
 template <class T>
 inline void end_values(const Shape& shape, const Cache& cache, const Item& item) {
   if (item.kv_len % T::kPerLane == 0) return;
@@ -76,8 +79,9 @@ struct Softmax {
   alignas(64) uint32_t weights[N][kChunkTokens];
 };
 
-// scores[r][t] = query r . key t, for U vectors of tokens of one block from lane address `k` on. What will be read
-// next is fetched meanwhile: blocks lie anywhere, and waiting for them would be most of the time.
+// scores[r][t] = query r . key t, for U vectors of tokens of one block from address `k` on. The function prefetches the
+// next block's keys and this block's values: blocks lie anywhere in memory, and waiting for them would take most of the
+// time.
 template <class T, int N, int U>
 inline void score_vectors(const uint32_t* k, int lanes, int size, const uint32_t* const (&queries)[N],
                           const uint32_t* next, const uint32_t* values, float (&scores)[N][kChunkTokens], int t) {
@@ -100,7 +104,7 @@ inline void score_vectors(const uint32_t* k, int lanes, int size, const uint32_t
     for (int u = 0; u < U; ++u) store(scores[r] + t + u * kWidth, acc[r][u]);
 }
 
-// scores[r][t] for the tokens first .. first + count (whole vectors); the sequence ends at `last`.
+// Computes scores[r][t] for the tokens first .. first + count, in whole vectors. No query sees a token from `last` on.
 template <class T, int N>
 inline void score(const Shape& shape, const Cache& cache, const int32_t* blocks, int kv_head,
                   const uint32_t* const (&queries)[N], int first, int count, int last, Softmax<N>& soft) {
@@ -121,8 +125,8 @@ inline void score(const Shape& shape, const Cache& cache, const int32_t* blocks,
   }
 }
 
-// Turns scores into weights of the values; returns by what the results so far are to be multiplied.
-// Query r may see the tokens begin[r] .. end[r].
+// Turns the scores of one chunk into weights of its values. Query r sees the tokens begin[r] .. end[r]. The caller must
+// multiply the results of earlier chunks by `corrections`.
 template <class T, int N>
 inline void weigh(Softmax<N>& soft, int first, int count, const int (&begin)[N], const int (&end)[N], float scale,
                   float (&corrections)[N]) {
@@ -152,7 +156,7 @@ inline void weigh(Softmax<N>& soft, int first, int count, const int (&begin)[N],
   }
 }
 
-// results[r] += weights[r] . values for the tokens first .. first + count, two vectors of dimensions at a time.
+// Adds weights[r] . values to results[r] for the tokens first .. first + count, two vectors of dimensions at a time.
 template <class T, int N>
 inline void mix(const Shape& shape, const uint32_t* values, const int32_t* blocks, int kv_head, int first, int count,
                 const Softmax<N>& soft, float (*results)[kMaxHeadDim]) {
@@ -189,20 +193,21 @@ inline void mix(const Shape& shape, const uint32_t* values, const int32_t* block
   }
 }
 
-// The queries first_query .. + N of an item and a KV head, counted token by token, head by head.
+// Attends the queries first_query .. first_query + N of an item and KV head, in the order of tokens and then of heads.
+// Results are float32 [rows, heads, head_dim].
 template <class T, int N>
 void attend(const Shape& shape, const Cache& cache, const Item& item, int kv_head, int first_query, int window,
-            const uint32_t* queries, uint32_t* out) {
+            const uint32_t* queries, float* out) {
   const int d = shape.head_dim, lanes = d / T::kPerLane, group = shape.group();
   const uint32_t* query[N];
-  uint32_t* result[N];
+  float* result[N];
   int begin[N], end[N];
   Softmax<N> soft;
   alignas(64) float results[N][kMaxHeadDim];
   for (int r = 0; r < N; ++r) {
     const int token = (first_query + r) / group, head = kv_head * group + (first_query + r) % group;
     query[r] = queries + (int64_t(item.row + token) * shape.heads + head) * lanes;
-    result[r] = out + (int64_t(item.out_row + token) * shape.heads + head) * lanes;
+    result[r] = out + (int64_t(item.out_row + token) * shape.heads + head) * d;
     end[r] = item.kv_len - item.num_queries + token + 1;
     begin[r] = window > 0 ? std::max(0, end[r] - window) : 0;
     soft.highest[r] = kLowest;
@@ -224,14 +229,13 @@ void attend(const Shape& shape, const Cache& cache, const Item& item, int kv_hea
   }
   for (int r = 0; r < N; ++r) {
     const float factor = 1.0f / soft.total[r];
-    for (int i = 0; i < d; ++i) results[r][i] = results[r][i] * factor + 0.0f;  // no -0, which a weight of 0 ends
-    pack<T>(results[r], d, result[r]);
+    for (int i = 0; i < d; ++i) result[r][i] = results[r][i] * factor + 0.0f;  // -0 becomes +0, as where weights of 0 are added
   }
 }
 
 template <class T>
 void attend_tile(const Shape& shape, const Cache& cache, const Item& item, int kv_head, int first_query, int count,
-                 int window, const uint32_t* queries, uint32_t* out) {
+                 int window, const uint32_t* queries, float* out) {
   switch (count) {
 #define FARSIGHT_CASE(n) \
   case n: return attend<T, n>(shape, cache, item, kv_head, first_query, window, queries, out);

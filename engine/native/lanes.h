@@ -1,11 +1,11 @@
-// The unit of all arithmetic here: a vector of 16 lanes of 32 bits. A lane holds one float32, or two bfloat16 that
-// are neighbours along the dimension that is summed over; products are always added up in float32. With that, one
-// text of every kernel serves both types. GCC's and Clang's vector types make it portable; where the processor
-// multiplies pairs of bfloat16 by itself that is used.
+// The unit of all arithmetic in this directory: a vector of 16 lanes of 32 bits. A lane holds one float32, or two
+// bfloat16 that are neighbours along the summed dimension; products are always added in float32. One source text of
+// each kernel therefore serves both types. The vector types of GCC and Clang make it portable; on processors with
+// AVX512-BF16, one instruction multiplies the pairs.
 //
-// Every result here is one exactly specified sequence of roundings, whatever else is in the step (ADR 27). So the
-// compiler may fuse nothing by itself (-ffp-contract=off): a fused multiply-add is written `fma`, and a sum of lanes
-// has one order.
+// Every result is one exactly specified sequence of roundings, whatever else is in the step (ADR 27). The compiler
+// must not fuse operations by itself (-ffp-contract=off): fused multiply-adds are written `fma`, and a sum of lanes has
+// one order.
 #pragma once
 
 #include <algorithm>
@@ -39,8 +39,8 @@ inline void store(void* to, V v) {
 
 inline f32v splat(float x) { return x - f32v{}; }
 
-// a * b + c: rounded once with AVX-512, elsewhere the product is rounded as well. Compilers have no fused operation on
-// vectors of this width, and made of scalars or halves it was three times slower on AVX2 than two operations.
+// a * b + c. With AVX-512 the result is rounded once; elsewhere the product is rounded, then the sum. Compilers have no
+// fused operation on vectors of this width, and one made of scalars or half vectors was three times slower on AVX2.
 inline f32v fma(f32v a, f32v b, f32v c) {
 #ifdef __AVX512F__
   return (f32v)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -49,7 +49,7 @@ inline f32v fma(f32v a, f32v b, f32v c) {
 #endif
 }
 
-// The sum of all lanes: the upper half is added to the lower one, of that again, down to one lane.
+// The sum of all lanes: the upper half is added to the lower half, then again within that half, down to one lane.
 inline float sum(f32v v) {
   alignas(64) float lanes[kWidth];
   store(lanes, v);
@@ -58,7 +58,7 @@ inline float sum(f32v v) {
   return lanes[0];
 }
 
-// Up to kWidth values from there on; the lanes behind them are 0.
+// Loads min(count, kWidth) values; the other lanes are 0.
 inline f32v load_first(const float* from, int count) {
   if (count >= kWidth) return load<f32v>(from);
   f32v v = {};
@@ -78,8 +78,8 @@ inline float largest(f32v v) {
 
 inline f32v max(f32v a, f32v b) { return a > b ? a : b; }
 
-// e^x; below -87 it is 0, above 88 it stays what it is there. Polynomial of 2^f (Cephes, exp2f), f within half a unit
-// either side of 0; relative error below 3e-7.
+// e^x; 0 below -87, and e^88 above 88. A polynomial of 2^f (Cephes, exp2f) with f in -0.5 .. 0.5; the relative error is
+// below 3e-7.
 inline f32v exp(f32v x) {
   const f32v bounded = max(x, splat(-87.0f));
   const f32v clamped = (bounded < 88.0f ? bounded : splat(88.0f)) * 1.44269504088896341f;
@@ -117,7 +117,7 @@ struct F32 {
   static float widen(Element x) { return x; }
   static Element narrow(float x) { return x; }
 
-  // acc + a * b, lane by lane; a is one lane for all.
+  // acc + a * b, lane by lane; every lane uses the same a.
   static f32v fma(f32v acc, uint32_t a, f32v b) {
     float x;
     std::memcpy(&x, &a, sizeof x);
@@ -132,7 +132,7 @@ struct Bf16 {
   static float widen(Element x) { return from_bf16(x); }
   static Element narrow(float x) { return round_to_bf16(x); }
 
-  // The upper neighbour first, then the lower one, as the instruction does it (which takes subnormal numbers for 0).
+  // Adds the product of the upper neighbours first, as the instruction does (which takes subnormal numbers for 0).
   static f32v fma(f32v acc, uint32_t a, f32v b) {
 #ifdef __AVX512BF16__
     return (f32v)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32(int(a)), (__m512bh)b);
@@ -145,7 +145,7 @@ struct Bf16 {
   }
 };
 
-// Rounds n values (a whole number of lanes) to T and lays them out in lanes.
+// Rounds n values to T and stores them in lanes; n is a multiple of T::kPerLane.
 template <class T>
 inline void pack(const float* __restrict from, int n, uint32_t* to) {
   auto* out = reinterpret_cast<typename T::Element*>(to);

@@ -20,9 +20,8 @@ from core.errors import FarsightError
 
 _HERE = Path(__file__).parent
 _SOURCE = _HERE / "step.cpp"
-_FLAGS = ["-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno"]
-_FLAGS += ["-fno-strict-aliasing"]
-_THREADS = ["-fopenmp"]
+COMPILE_FLAGS = ["-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno"]
+COMPILE_FLAGS += ["-fno-strict-aliasing", "-pthread"]
 _BUILD_TIMEOUT_S = 300
 
 
@@ -58,7 +57,7 @@ def cache_dir() -> Path:
 def _fingerprint(compiler: str) -> str:
     """Hash of the sources, the compiler and the processor."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    parts = [version, " ".join(_FLAGS).encode(), _processor().encode()]
+    parts = [version, " ".join(COMPILE_FLAGS).encode(), _processor().encode()]
     parts += [path.read_bytes() for path in sorted([*_HERE.glob("*.h"), _SOURCE])]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
@@ -78,18 +77,17 @@ def _build(compiler: str, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as directory:
             built = Path(directory) / "step.so"
-            if _compile(compiler, built, _THREADS) is not None:
-                error = _compile(compiler, built, [])  # without OpenMP it computes on one thread
-                if error is not None:
-                    raise NativeUnavailable(f"{compiler} fails: {error}")
+            error = _compile(compiler, built)
+            if error is not None:
+                raise NativeUnavailable(f"{compiler} fails: {error}")
             built.replace(path)
     except OSError as error:
         raise NativeUnavailable(f"{path.parent}: {error}") from error
 
 
-def _compile(compiler: str, built: Path, more: list[str]) -> str | None:
+def _compile(compiler: str, built: Path) -> str | None:
     """Why the compiler failed; empty if it did not."""
-    command = [compiler, *_FLAGS, *more, "-shared", "-fPIC", str(_SOURCE), "-o", str(built)]
+    command = [compiler, *COMPILE_FLAGS, "-shared", "-fPIC", str(_SOURCE), "-o", str(built)]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from ctypes import Structure, byref, c_float, c_int32, c_void_p
+from ctypes import POINTER, Array, Structure, byref, c_char_p, c_float, c_int32, c_void_p
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,8 @@ from torch import Tensor
 from core.errors import IntegrityError
 from engine.attention.layout import check_row_tokens
 from engine.checkpoint.model_config import ModelConfig
-from engine.checkpoint.weights import LayerWeights, Linear, ModelWeights, Norm, PackedLinear
+from engine.checkpoint.quantized import JoinedLinear, QuantizedLinear
+from engine.checkpoint.weights import LayerWeights, Linear, Matrix, ModelWeights, Norm
 from engine.kv.kv_pool import KVPool
 from engine.models.rotary import rotary_tables
 from engine.native.layout import NativeStep
@@ -22,6 +23,10 @@ from engine.native.library import load_library
 _DTYPES = (torch.float32, torch.bfloat16)
 _MAX_HEAD_DIM = 256
 _VECTOR = 16
+_PANEL = 64
+_LARGEST_GROUP = 65536
+"""Products of 255 and 127 that certainly fit 32 bits when they are added up."""
+_OUT_OF_MEMORY = 1
 _ACTIVATIONS = ("silu", "relu", "gelu")  # in the order of step.cpp
 
 
@@ -37,8 +42,20 @@ class _Config(Structure):
     )
 
 
+class _Quantized(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("values", "scales", "minima")),
+        *((name, c_int32) for name in ("n", "k", "bits", "group")),
+    )
+
+
 class _Linear(Structure):
-    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("n", c_int32), ("k", c_int32))
+    _fields_ = (
+        *((name, c_void_p) for name in ("weight", "bias")),
+        *((name, c_int32) for name in ("n", "k")),
+        ("parts", POINTER(_Quantized)),
+        ("num_parts", c_int32),
+    )
 
 
 class _Norm(Structure):
@@ -80,6 +97,18 @@ def native_problem(config: ModelConfig, dtype: torch.dtype, block_size: int) -> 
     return None
 
 
+def matrix_problem(weights: ModelWeights) -> str | None:
+    """Why the compiled step cannot multiply with these matrices; None if it can."""
+    for layer in weights.layers:
+        for matrix in (layer.qkv, layer.out, layer.up, layer.down):
+            if isinstance(matrix, JoinedLinear) and any(part.outputs % _PANEL for part in matrix.parts[:-1]):
+                return f"quantised parts of other than multiples of {_PANEL} outputs"
+            parts = matrix.parts if isinstance(matrix, JoinedLinear) else (matrix,)
+            if any(isinstance(part, QuantizedLinear) and part.group > _LARGEST_GROUP for part in parts):
+                return f"groups of more than {_LARGEST_GROUP} weights"
+    return None
+
+
 class NativeModel:
     """A model packed for the compiled step. Only one thread at a time may use it.
 
@@ -88,26 +117,33 @@ class NativeModel:
     Args:
         weights: The matrices are copied; the caller may drop them.
         max_len: Longest sequence to be run, in tokens.
+        num_threads: Threads that compute a step, the caller's included.
 
     Raises:
         NativeUnavailable: there is no compiler.
+        MemoryError: the weights do not fit a second time.
+        RuntimeError: the system refuses a thread.
     """
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, pool: KVPool, max_len: int) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: ModelWeights, pool: KVPool, max_len: int, num_threads: int
+    ) -> None:
         self._library = load_library()
-        self._library.fs_create.restype = c_void_p
+        self._library.fs_failure.restype = c_char_p
         self._vocab_size = config.vocab_size
         self._max_len = max_len
         self._keep: list[Any] = [pool, weights.embedding, weights.positions]
         self._logits = torch.empty(0, config.vocab_size)
         self._best = np.empty(0, dtype=np.int64)
-        self._handle = c_void_p(self._library.fs_create(byref(self._config(config, weights, pool, max_len))))
+        self._handle = c_void_p()
+        self._call("fs_create", byref(self._config(config, weights, pool, max_len, num_threads)), byref(self._handle))
         weakref.finalize(self, self._library.fs_destroy, self._handle)
         for index, layer in enumerate(weights.layers):
             packed = self._layer(layer, config.sliding_windows[index], pool, index)
-            self._library.fs_add_layer(self._handle, byref(packed))
-        head = self._linear(Linear(weights.lm_head, None))
-        self._library.fs_set_head(self._handle, byref(self._norm(weights.norm)), byref(head))
+            self._call("fs_add_layer", self._handle, byref(packed))
+        lm_head = weights.lm_head
+        head = self._linear(Linear(lm_head, None) if isinstance(lm_head, Tensor) else lm_head)
+        self._call("fs_set_head", self._handle, byref(self._norm(weights.norm)), byref(head))
 
     def forward(self, step: NativeStep) -> tuple[Tensor, np.ndarray]:
         """Runs a step: writes its keys and values into the pool.
@@ -136,8 +172,16 @@ class NativeModel:
             self._logits.data_ptr(),
             _address(self._best),
         )
-        self._library.fs_step(self._handle, byref(arguments))
+        self._call("fs_step", self._handle, byref(arguments))
         return self._logits[:num_samples], self._best[:num_samples]
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        """Calls a function of the library that may fail."""
+        status = getattr(self._library, name)(*arguments)
+        if status == _OUT_OF_MEMORY:
+            raise MemoryError(f"{name}: out of memory")
+        if status:
+            raise RuntimeError(f"{name}: {self._library.fs_failure().decode(errors='replace')}")
 
     def _check(self, step: NativeStep) -> None:
         check_row_tokens(step.rows, self._vocab_size)
@@ -145,7 +189,9 @@ class NativeModel:
         if positions.min() < 0 or positions.max() >= self._max_len:
             raise IntegrityError(f"positions {positions.min()}..{positions.max()} of {self._max_len}")
 
-    def _config(self, config: ModelConfig, weights: ModelWeights, pool: KVPool, max_len: int) -> _Config:
+    def _config(
+        self, config: ModelConfig, weights: ModelWeights, pool: KVPool, max_len: int, num_threads: int
+    ) -> _Config:
         cos = sin = None
         if config.rotary is not None:
             half = config.rotary.rotary_dim // 2  # both halves of a row are the same
@@ -164,7 +210,7 @@ class NativeModel:
             0 if config.rotary is None else config.rotary.rotary_dim,
             int(config.norm == "layer"),
             _ACTIVATIONS.index(config.activation),
-            torch.get_num_threads(),
+            num_threads,
             config.norm_eps,
             cos,
             sin,
@@ -187,11 +233,14 @@ class NativeModel:
     def _norm(self, norm: Norm | None) -> _Norm:
         return _Norm(None, None) if norm is None else _Norm(self._floats(norm.weight), self._floats(norm.bias))
 
-    def _linear(self, linear: Linear | PackedLinear) -> _Linear:
-        if isinstance(linear, PackedLinear):
-            raise TypeError("weights of 4 bits are not compiled")
-        n, k = linear.weight.shape
-        return _Linear(linear.weight.data_ptr(), self._floats(linear.bias), n, k)
+    def _linear(self, linear: Matrix) -> _Linear:
+        """Arguments whose tensors ``linear`` owns: valid as long as it is."""
+        bias = self._floats(linear.bias)
+        if isinstance(linear, Linear):
+            n, k = linear.weight.shape
+            return _Linear(linear.weight.data_ptr(), bias, n, k, None, 0)
+        parts = quantized_arguments(linear)
+        return _Linear(None, bias, linear.outputs, parts[0].k, parts, len(parts))
 
     def _floats(self, values: Tensor | None) -> int | None:
         """The address of float32 values that live as long as the model."""
@@ -200,6 +249,18 @@ class NativeModel:
         kept = values.float().contiguous()
         self._keep.append(kept)
         return kept.data_ptr()
+
+
+def quantized_arguments(linear: QuantizedLinear | JoinedLinear) -> Array[_Quantized]:
+    """``FsQuantized`` of each part; its tensors are the parts'."""
+    parts = linear.parts if isinstance(linear, JoinedLinear) else (linear,)
+    return (_Quantized * len(parts))(*map(_quantized, parts))
+
+
+def _quantized(part: QuantizedLinear) -> _Quantized:
+    minima = None if part.minima is None else part.minima.data_ptr()
+    sizes = part.outputs, part.inputs, part.bits, part.group
+    return _Quantized(part.values.data_ptr(), part.scales.data_ptr(), minima, *sizes)
 
 
 def _address(array: np.ndarray) -> int:

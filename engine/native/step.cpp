@@ -1,362 +1,300 @@
-// One step of a decoder model in one call that knows nothing of Python: the same arithmetic as engine/model.py.
+// One step of a decoder model in one call that knows nothing of Python: the same arithmetic as engine/models/model.py.
 // The residual stream and everything elementwise is float32; matrix products and attention take the model's type.
-// What becomes of a row does not depend, to the bit, on what else is in the step or how many threads there are (ADR 27).
-#include <memory>
+// The bits of a row depend neither on the other rows of the step nor on the number of threads (ADR 27).
+//
+// The caller's thread walks through the layers; `Team::share` spreads the rows, panels or heads of each stage over the
+// threads and returns when the stage is complete.
+#include <exception>
+#include <new>
+#include <string>
 
 #include "attention.h"
-#include "linear.h"
+#include "interface.h"
+#include "model.h"
+#include "rows.h"
 
 using namespace farsight;
 
-extern "C" {
-
-struct FsConfig {
-  int32_t bf16, num_layers, hidden, intermediate, vocab, heads, kv_heads, head_dim, block_size;
-  int32_t rotary_dim, layer_norm, activation, num_threads;
-  float norm_eps;
-  const float* cos;  // [positions, rotary_dim / 2], or none
-  const float* sin;
-  const void* embedding;  // [vocab, hidden], in the model's type; stays where it is
-  const void* positions;  // [n, hidden], or none
-};
-
-// FsConfig.activation
-enum { kSilu = 0, kRelu = 1, kGelu = 2 };  // silu is gated
-
-struct FsLinear {
-  const void* weight;  // [n, k], in the model's type; copied
-  const float* bias;   // or none; stays where it is
-  int32_t n, k;
-};
-
-struct FsNorm {
-  const float* weight;  // none: no norm
-  const float* bias;
-};
-
-struct FsLayer {
-  FsNorm input_norm, post_norm;
-  const float* q_norm;  // or none
-  const float* k_norm;
-  FsLinear qkv, out, up, down;
-  int32_t window;  // 0: none
-  void* keys;
-  void* values;
-};
-
-struct FsStep {
-  int32_t num_rows, num_items, num_samples;
-  const int64_t* token_ids;    // [rows]
-  const int64_t* positions;    // [rows]
-  const int64_t* slot_ids;     // [rows]
-  const int32_t* lengths;      // [items, 2]: queries, tokens with them
-  const int32_t* tables;       // [items, width]
-  int32_t width;
-  const int64_t* sample_rows;  // ascending
-  float* logits;               // [samples, vocab]
-  int64_t* best;               // [samples]
-};
-}
-
 namespace {
 
-struct Layer {
-  FsNorm input_norm, post_norm;
-  const float *q_norm, *k_norm;
-  Linear qkv, out, up, down;
-  int window;
-  Cache cache;
-};
+constexpr int kItemTokens = 16;     // most tokens of a sequence that are attended in one task
+constexpr int kTasksPerThread = 6;  // tasks of attention at least, if there are so many
 
-struct Model {
-  FsConfig config;
-  Shape shape;
-  std::vector<Layer> layers;
-  FsNorm norm;
-  Linear lm_head;
-  // Scratch, kept from step to step: fresh memory would cost page faults.
-  std::vector<float> hidden, wide, sampled;
-  std::vector<uint32_t> packed, queries, attended;
-};
-
-template <class V>
-void ensure(V& v, size_t n) {
-  if (v.size() < n) v.resize(n);
-}
-
-// Value i is added up in lane i % kWidth.
-float mean(const float* x, int n) {
-  f32v s = {};
-  for (int i = 0; i < n; i += kWidth) s += load_first(x + i, n - i);
-  return sum(s) / n;
-}
-
-float mean_square(const float* x, int n) {
-  f32v s = {};
-  for (int i = 0; i < n; i += kWidth) {
-    const f32v v = load_first(x + i, n - i);
-    s = fma(v, v, s);
-  }
-  return sum(s) / n;
-}
-
-void rms_norm(const float* x, int n, const float* weight, float eps, float* out) {
-  const float factor = 1.0f / std::sqrt(mean_square(x, n) + eps);
-  for (int i = 0; i < n; ++i) out[i] = x[i] * factor * weight[i];
-}
-
-void layer_norm(const float* x, int n, const FsNorm& norm, float eps, float* out) {
-  const float center = mean(x, n);
-  for (int i = 0; i < n; ++i) out[i] = x[i] - center;
-  const float factor = 1.0f / std::sqrt(mean_square(out, n) + eps);
-  for (int i = 0; i < n; ++i) out[i] = out[i] * factor * norm.weight[i] + (norm.bias ? norm.bias[i] : 0.0f);
-}
-
-// Norms `rows` rows of [hidden] into lanes.
-template <class T>
-void norm_rows(const Model& m, const FsNorm& norm, const float* x, int rows, uint32_t* out) {
-  const int n = m.config.hidden, lanes = n / T::kPerLane;
-#pragma omp parallel for num_threads(m.config.num_threads) if (m.config.num_threads > 1)
-  for (int row = 0; row < rows; ++row) {
-    const float* from = x + size_t(row) * n;
-    float buffer[n];
-    if (!norm.weight)
-      std::copy(from, from + n, buffer);
-    else if (m.config.layer_norm)
-      layer_norm(from, n, norm, m.config.norm_eps, buffer);
-    else
-      rms_norm(from, n, norm.weight, m.config.norm_eps, buffer);
-    pack<T>(buffer, n, out + size_t(row) * lanes);
-  }
+// Norms `rows` rows of [hidden] and packs them as inputs of `linear`.
+void norm_rows(Model& m, const FsNorm& norm, const Linear& linear, const float* x, int rows) {
+  const int n = m.config.hidden;
+  m.team.share_ranges(rows, [&](int begin, int end) {
+    std::vector<float> buffer(n);
+    for (int row = begin; row < end; ++row) {
+      const float* from = x + size_t(row) * n;
+      if (norm.weight) {
+        if (m.config.layer_norm)
+          layer_norm(from, n, norm, m.config.norm_eps, buffer.data());
+        else
+          rms_norm(from, n, norm.weight, m.config.norm_eps, buffer.data());
+        from = buffer.data();
+      }
+      linear.pack(from, m.packed.data() + size_t(row) * linear.stride);
+    }
+  });
 }
 
 template <class T>
-void embed(const Model& m, const FsStep& s, float* hidden) {
+void embed(Model& m, const FsStep& s) {
   const int n = m.config.hidden;
   const auto* table = static_cast<const typename T::Element*>(m.config.embedding);
   const auto* positions = static_cast<const typename T::Element*>(m.config.positions);
-  for (int row = 0; row < s.num_rows; ++row) {
-    float* to = hidden + size_t(row) * n;
-    const auto* from = table + s.token_ids[row] * n;
-    for (int i = 0; i < n; ++i) to[i] = T::widen(from[i]);
-    if (!positions) continue;
-    const auto* more = positions + s.positions[row] * n;
-    for (int i = 0; i < n; ++i) to[i] += T::widen(more[i]);
-  }
-}
-
-// Turns the two halves of the first rotary_dim values against each other.
-void rotate(float* head, int rotary_dim, const float* cos, const float* sin) {
-  const int half = rotary_dim / 2;
-  for (int i = 0; i < half; ++i) {
-    const float a = head[i], b = head[i + half];
-    head[i] = a * cos[i] - b * sin[i];
-    head[i + half] = b * cos[i] + a * sin[i];
-  }
-}
-
-// Norms and turns the queries and keys of every row; queries go to m.queries, keys and values into the pool.
-template <class T>
-void take_qkv(Model& m, const Layer& layer, const FsStep& s) {
-  const FsConfig& c = m.config;
-  const int d = c.head_dim, half = c.rotary_dim / 2, turned = c.heads + c.kv_heads;
-#pragma omp parallel for num_threads(c.num_threads) if (c.num_threads > 1)
-  for (int row = 0; row < s.num_rows; ++row) {
-    float* qkv = m.wide.data() + size_t(row) * layer.qkv.n;
-    const int64_t position = s.positions[row];
-    for (int head = 0; head < turned; ++head) {
-      const float* norm = head < c.heads ? layer.q_norm : layer.k_norm;
-      if (norm) rms_norm(qkv + head * d, d, norm, c.norm_eps, qkv + head * d);
-      if (half) rotate(qkv + head * d, c.rotary_dim, c.cos + position * half, c.sin + position * half);
+  m.team.share_ranges(s.num_rows, [&](int begin, int end) {
+    for (int row = begin; row < end; ++row) {
+      float* to = m.hidden.data() + size_t(row) * n;
+      const auto* from = table + s.token_ids[row] * n;
+      for (int i = 0; i < n; ++i) to[i] = T::widen(from[i]);
+      if (!positions) continue;
+      const auto* more = positions + s.positions[row] * n;
+      for (int i = 0; i < n; ++i) to[i] += T::widen(more[i]);
     }
-    pack<T>(qkv, c.heads * d, m.queries.data() + size_t(row) * (c.heads * d / T::kPerLane));
-    store_kv<T>(m.shape, layer.cache, s.slot_ids[row], qkv + c.heads * d, qkv + turned * d);
+  });
+}
+
+// Norms and turns `heads` consecutive heads of the row at `position`.
+void turn(const FsConfig& c, float* first, int heads, const float* norm, int64_t position) {
+  const int d = c.head_dim, half = c.rotary_dim / 2;
+  for (int head = 0; head < heads; ++head) {
+    float* at = first + head * d;
+    if (norm) rms_norm(at, d, norm, c.norm_eps, at);
+    if (half) rotate(at, c.rotary_dim, c.cos + position * half, c.sin + position * half);
   }
 }
 
+// Takes queries from a row of the qkv product to m.queries.
+template <class T>
+void take_queries(Model& m, const Layer& layer, float* qkv, int64_t position, int query_row) {
+  const FsConfig& c = m.config;
+  const int size = c.heads * c.head_dim;
+  turn(c, qkv, c.heads, layer.q_norm, position);
+  pack<T>(qkv, size, m.queries.data() + size_t(query_row) * (size / T::kPerLane));
+}
+
+// Takes keys and values from a row of the qkv product into the pool.
+template <class T>
+void take_kv(Model& m, const Layer& layer, float* qkv, int64_t position, int64_t slot) {
+  const FsConfig& c = m.config;
+  float* keys = qkv + c.heads * c.head_dim;
+  turn(c, keys, c.kv_heads, layer.k_norm, position);
+  store_kv<T>(m.shape, layer.cache, slot, keys, keys + c.kv_heads * c.head_dim);
+}
+
+// Queries, keys and values of every row.
+template <class T>
+void project(Model& m, const Layer& layer, const FsStep& s) {
+  const Linear& linear = *layer.qkv;
+  apply(m.team, linear, m.packed.data(), s.num_rows, m.wide.data(), false);
+  m.team.share_ranges(s.num_rows, [&](int begin, int end) {
+    for (int row = begin; row < end; ++row) {
+      float* qkv = m.wide.data() + size_t(row) * linear.n;
+      take_queries<T>(m, layer, qkv, s.positions[row], row);
+      take_kv<T>(m, layer, qkv, s.positions[row], s.slot_ids[row]);
+    }
+  });
+}
+
+// Keys and values of every row, queries only of the sampled rows: query row r is that of sample r. A panel that holds
+// both queries and keys is computed for both.
+template <class T>
+void project_sampled(Model& m, const Layer& layer, const FsStep& s) {
+  const Linear& linear = *layer.qkv;
+  const int size = m.config.heads * m.config.head_dim;
+  apply(m.team, linear, m.packed.data(), s.num_rows, m.wide.data(), false, size / kPanel, linear.panels);
+  m.team.share_ranges(s.num_rows, [&](int begin, int end) {
+    for (int row = begin; row < end; ++row)
+      take_kv<T>(m, layer, m.wide.data() + size_t(row) * linear.n, s.positions[row], s.slot_ids[row]);
+  });
+  ensure(m.picked, size_t(s.num_samples) * linear.stride);
+  for (int r = 0; r < s.num_samples; ++r)
+    std::copy_n(m.packed.data() + s.sample_rows[r] * linear.stride, linear.stride,
+                m.picked.data() + size_t(r) * linear.stride);
+  apply(m.team, linear, m.picked.data(), s.num_samples, m.wide.data(), false, 0, (size + kPanel - 1) / kPanel);
+  m.team.share_ranges(s.num_samples, [&](int begin, int end) {
+    for (int r = begin; r < end; ++r)
+      take_queries<T>(m, layer, m.wide.data() + size_t(r) * linear.n, s.positions[s.sample_rows[r]], r);
+  });
+}
+
+// Attends every item and packs the results as inputs of layer.out. One task is one item and some of its KV heads, all
+// of them where there are many items; the task that completes an item packs its rows.
 template <class T>
 void attend_items(Model& m, const Layer& layer, const std::vector<Item>& items) {
-  const int group = m.shape.group(), num = int(items.size()) * m.shape.kv_heads;
-#pragma omp parallel for num_threads(m.config.num_threads) if (m.config.num_threads > 1) schedule(dynamic)
-  for (int i = 0; i < num; ++i) {
-    const Item& item = items[i / m.shape.kv_heads];
-    const int queries = item.num_queries * group;
-    for (int first = 0; first < queries; first += kMaxQueries)
-      attend_tile<T>(m.shape, layer.cache, item, i % m.shape.kv_heads, first, std::min(kMaxQueries, queries - first),
-                     layer.window, m.queries.data(), m.attended.data());
-  }
+  const int kv_heads = m.shape.kv_heads, group = m.shape.group(), size = m.config.heads * m.config.head_dim;
+  const int wanted = kTasksPerThread * m.team.size();  // so that no thread waits long for another
+  const int parts = std::clamp(wanted / std::max(1, int(items.size())), 1, kv_heads);
+  for (size_t i = 0; i < items.size(); ++i) m.parts_left[i].store(parts, std::memory_order_relaxed);
+  m.team.share(int(items.size()) * parts, [&](int task) {
+    const Item& item = items[task / parts];
+    const int part = task % parts, queries = item.num_queries * group;
+    for (int head = kv_heads * part / parts; head < kv_heads * (part + 1) / parts; ++head)
+      for (int first = 0; first < queries; first += kMaxQueries)
+        attend_tile<T>(m.shape, layer.cache, item, head, first, std::min(kMaxQueries, queries - first), layer.window,
+                       m.queries.data(), m.attended.data());
+    if (m.parts_left[task / parts].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+    for (int row = item.out_row; row < item.out_row + item.num_queries; ++row)
+      layer.out->pack(m.attended.data() + size_t(row) * size, m.packed.data() + size_t(row) * layer.out->stride);
+  });
 }
 
-// silu(gate) * up, in place of the gate.
-void gate_up(float* gate, const float* up, int n) {
-  for (int i = 0; i < n; i += kWidth) {
-    const f32v g = load_first(gate + i, n - i);
-    store_first(gate + i, g / (1.0f + exp(-g)) * load_first(up + i, n - i), n - i);
-  }
-}
-
-void relu(float* x, int n) {
-  for (int i = 0; i < n; ++i) x[i] = x[i] > 0 ? x[i] : 0.0f;
-}
-
-void gelu(float* x, int n) {
-  for (int i = 0; i < n; ++i) x[i] *= 0.5f * (1.0f + std::erf(x[i] * 0.70710678f));
-}
-
-// What lies between the two products of the MLP, of every row, into lanes.
-template <class T>
-void activate(Model& m, int rows, uint32_t* out) {
-  const int n = m.config.intermediate, lanes = n / T::kPerLane, wide = m.layers[0].up.n;
-#pragma omp parallel for num_threads(m.config.num_threads) if (m.config.num_threads > 1)
-  for (int row = 0; row < rows; ++row) {
-    float* x = m.wide.data() + size_t(row) * wide;
-    switch (m.config.activation) {
-      case kSilu: gate_up(x, x + n, n); break;
-      case kRelu: relu(x, n); break;
-      default: gelu(x, n);
+// Applies the activation to every row of the first product of the MLP and packs it for the second.
+void activate(Model& m, const Layer& layer, int rows) {
+  const int n = m.config.intermediate;
+  m.team.share_ranges(rows, [&](int begin, int end) {
+    for (int row = begin; row < end; ++row) {
+      float* x = m.wide.data() + size_t(row) * layer.up->n;
+      switch (m.config.activation) {
+        case kSilu: gate_up(x, x + n, n); break;
+        case kRelu: relu(x, n); break;
+        default: gelu(x, n);
+      }
+      layer.down->pack(x, m.packed.data() + size_t(row) * layer.down->stride);
     }
-    pack<T>(x, n, out + size_t(row) * lanes);
-  }
+  });
 }
 
-std::vector<Item> items_of(const FsStep& s) {
-  std::vector<Item> items(s.num_items);
+// Sequences of the step, and the same cut into items of at most kItemTokens tokens.
+struct Work {
+  std::vector<Item> sequences, items;
+};
+
+Work work_of(const FsStep& s) {
+  Work work;
   int row = 0;
   for (int i = 0; i < s.num_items; ++i) {
-    items[i] = {row, row, s.lengths[2 * i], s.lengths[2 * i + 1], s.tables + size_t(i) * s.width};
-    row += s.lengths[2 * i];
+    const int queries = s.lengths[2 * i], kv_len = s.lengths[2 * i + 1];
+    const int32_t* blocks = s.tables + size_t(i) * s.width;
+    work.sequences.push_back({row, row, queries, kv_len, blocks});
+    for (int first = 0; first < queries; first += kItemTokens) {
+      const int count = std::min(kItemTokens, queries - first);
+      work.items.push_back({row + first, row + first, count, kv_len - queries + first + count, blocks});
+    }
+    row += queries;
   }
-  return items;
+  return work;
 }
 
-// Of the last layer only the rows that are sampled are wanted: each becomes an item of one query.
-std::vector<Item> sampled_items(const FsStep& s, const std::vector<Item>& items) {
+// Each sampled row as an item of one query; `project_sampled` has put the queries of sample r into query row r.
+std::vector<Item> sampled_items(const FsStep& s, const std::vector<Item>& sequences) {
   std::vector<Item> sampled(s.num_samples);
   size_t i = 0;
   for (int r = 0; r < s.num_samples; ++r) {
     const int row = int(s.sample_rows[r]);
-    while (row >= items[i].row + items[i].num_queries) ++i;
-    sampled[r] = {row, r, 1, int(s.positions[row]) + 1, items[i].blocks};
+    while (row >= sequences[i].row + sequences[i].num_queries) ++i;
+    sampled[r] = {r, r, 1, int(s.positions[row]) + 1, sequences[i].blocks};
   }
   return sampled;
 }
 
-// The likeliest token; -1 where there is none: a NaN among the logits, which no comparison finds, +inf, or all -inf.
-void choose(const float* logits, int n, int64_t* best) {
-  int at = 0;
-  float top = logits[0];
-  int32_t lacks = 0;
-  int i = 0;
-  if (n >= 2 * kWidth) {
-    f32v tops = load<f32v>(logits);
-    i32v nans = tops != tops;
-    for (i = kWidth; i + kWidth <= n; i += kWidth) {
-      const f32v x = load<f32v>(logits + i);
-      nans |= x != x;
-      tops = max(tops, x);
-    }
-    for (int lane = 0; lane < kWidth; ++lane) lacks |= nans[lane];
-    top = largest(tops);
-    while (!lacks && logits[at] != top) ++at;
+void make_room(Model& m, const FsStep& s, size_t query_lanes) {
+  const size_t rows = s.num_rows;
+  size_t widest = 0, longest = m.lm_head->stride;
+  for (const Layer& layer : m.layers) {
+    widest = std::max<size_t>({widest, size_t(layer.qkv->n), size_t(layer.up->n)});
+    for (const Linear* linear : {layer.qkv.get(), layer.out.get(), layer.up.get(), layer.down.get()})
+      longest = std::max<size_t>(longest, linear->stride);
   }
-  for (; i < n; ++i) {
-    lacks |= logits[i] != logits[i];
-    if (logits[i] > top) top = logits[i], at = i;
+  ensure(m.hidden, rows * m.config.hidden);
+  ensure(m.sampled, size_t(s.num_samples) * m.config.hidden);
+  ensure(m.wide, rows * widest);
+  ensure(m.packed, rows * longest);
+  ensure(m.queries, rows * query_lanes);
+  ensure(m.attended, rows * m.config.heads * m.config.head_dim);
+  if (m.num_parts_left < rows) {
+    m.parts_left.reset(new std::atomic<int>[rows]);
+    m.num_parts_left = rows;
   }
-  *best = lacks || !std::isfinite(top) ? -1 : at;
 }
 
 template <class T>
 void run(Model& m, const FsStep& s) {
   const FsConfig& c = m.config;
-  const int hidden = c.hidden, threads = c.num_threads;
-  const size_t rows = s.num_rows, query_lanes = size_t(c.heads) * c.head_dim / T::kPerLane;
-  const size_t widest = std::max(m.layers[0].qkv.n, m.layers[0].up.n);
-  ensure(m.hidden, rows * hidden);
-  ensure(m.sampled, size_t(s.num_samples) * hidden);
-  ensure(m.wide, rows * widest);
-  ensure(m.packed, rows * std::max(m.layers[0].qkv.lanes, m.layers[0].down.lanes));
-  ensure(m.queries, rows * query_lanes);
-  ensure(m.attended, rows * query_lanes);
-
+  make_room(m, s, size_t(c.heads) * c.head_dim / T::kPerLane);
+  embed<T>(m, s);
+  Work work = work_of(s);
   float* x = m.hidden.data();
-  embed<T>(m, s, x);
-  const std::vector<Item> items = items_of(s);
-  int num = s.num_rows;
-  for (size_t i = 0; i < m.layers.size(); ++i) {
-    const Layer& layer = m.layers[i];
-    norm_rows<T>(m, layer.input_norm, x, num, m.packed.data());
-    apply<T>(layer.qkv, m.packed.data(), num, m.wide.data(), false, threads);
-    take_qkv<T>(m, layer, s);
-    for (const Item& item : items) end_values<T>(m.shape, layer.cache, item);
-    if (i + 1 < m.layers.size()) {
-      attend_items<T>(m, layer, items);
-    } else {
-      if (s.num_samples == 0) return;
-      attend_items<T>(m, layer, sampled_items(s, items));
-      for (int r = 0; r < s.num_samples; ++r)
-        std::copy_n(x + s.sample_rows[r] * hidden, hidden, m.sampled.data() + size_t(r) * hidden);
+  int rows = s.num_rows;
+  for (const Layer& layer : m.layers) {
+    norm_rows(m, layer.input_norm, *layer.qkv, x, rows);
+    const bool narrows = &layer == &m.layers.back() && s.num_samples < s.num_rows;
+    if (narrows)
+      project_sampled<T>(m, layer, s);
+    else
+      project<T>(m, layer, s);
+    for (const Item& sequence : work.sequences) end_values<T>(m.shape, layer.cache, sequence);
+    if (narrows) {  // only sampled rows go on
+      work.items = sampled_items(s, work.sequences);
+      rows = s.num_samples;
+      for (int r = 0; r < rows; ++r)
+        std::copy_n(x + s.sample_rows[r] * c.hidden, c.hidden, m.sampled.data() + size_t(r) * c.hidden);
       x = m.sampled.data();
-      num = s.num_samples;
     }
-    apply<T>(layer.out, m.attended.data(), num, x, true, threads);
-    norm_rows<T>(m, layer.post_norm, x, num, m.packed.data());
-    apply<T>(layer.up, m.packed.data(), num, m.wide.data(), false, threads);
-    activate<T>(m, num, m.packed.data());
-    apply<T>(layer.down, m.packed.data(), num, x, true, threads);
+    attend_items<T>(m, layer, work.items);
+    apply(m.team, *layer.out, m.packed.data(), rows, x, true);
+    norm_rows(m, layer.post_norm, *layer.up, x, rows);
+    apply(m.team, *layer.up, m.packed.data(), rows, m.wide.data(), false);
+    activate(m, layer, rows);
+    apply(m.team, *layer.down, m.packed.data(), rows, x, true);
   }
-  norm_rows<T>(m, m.norm, x, num, m.packed.data());
-  apply<T>(m.lm_head, m.packed.data(), num, s.logits, false, threads);
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (int r = 0; r < num; ++r) choose(s.logits + size_t(r) * c.vocab, c.vocab, s.best + r);
+  norm_rows(m, m.norm, *m.lm_head, x, rows);
+  apply(m.team, *m.lm_head, m.packed.data(), rows, s.logits, false);
+  m.team.share(rows, [&](int r) { choose(s.logits + size_t(r) * c.vocab, c.vocab, s.best + r); });
 }
 
-void take(const Model& m, Linear& linear, const FsLinear& from) {
-  if (m.config.bf16)
-    pack_linear<Bf16>(linear, static_cast<const uint16_t*>(from.weight), from.bias, from.n, from.k);
-  else
-    pack_linear<F32>(linear, static_cast<const float*>(from.weight), from.bias, from.n, from.k);
+thread_local std::string failure;
+
+// Calls body(); returns 0, or 1 if memory ran out, or 2 after another exception, which fs_failure describes. No
+// exception may leave a C function.
+template <class Body>
+int32_t guarded(const Body& body) {
+  try {
+    body();
+    return 0;
+  } catch (const std::bad_alloc&) {
+    return 1;
+  } catch (const std::exception& error) {
+    failure = error.what();
+    return 2;
+  }
 }
 
 }  // namespace
 
 extern "C" {
 
-void* fs_create(const FsConfig* config) {
-  auto model = std::make_unique<Model>();
-  model->config = *config;
-  model->shape = {config->heads, config->kv_heads, config->head_dim, config->block_size};
-  model->layers.reserve(config->num_layers);
-  return model.release();
+const char* fs_failure() { return failure.c_str(); }
+
+int32_t fs_create(const FsConfig* config, void** handle) {
+  return guarded([&] { *handle = new Model(*config); });
 }
 
-void fs_add_layer(void* handle, const FsLayer* from) {
-  Model& m = *static_cast<Model*>(handle);
-  Layer& layer = m.layers.emplace_back();
-  layer.input_norm = from->input_norm;
-  layer.post_norm = from->post_norm;
-  layer.q_norm = from->q_norm;
-  layer.k_norm = from->k_norm;
-  layer.window = from->window;
-  layer.cache = {static_cast<uint32_t*>(from->keys), static_cast<uint32_t*>(from->values)};
-  take(m, layer.qkv, from->qkv);
-  take(m, layer.out, from->out);
-  take(m, layer.up, from->up);
-  take(m, layer.down, from->down);
+int32_t fs_add_layer(void* handle, const FsLayer* from) {
+  return guarded([&] {
+    Model& m = *static_cast<Model*>(handle);
+    m.layers.push_back(make_layer(m.config, *from));
+  });
 }
 
-void fs_set_head(void* handle, const FsNorm* norm, const FsLinear* lm_head) {
-  Model& m = *static_cast<Model*>(handle);
-  m.norm = *norm;
-  take(m, m.lm_head, *lm_head);
+int32_t fs_set_head(void* handle, const FsNorm* norm, const FsLinear* lm_head) {
+  return guarded([&] {
+    Model& m = *static_cast<Model*>(handle);
+    m.norm = *norm;
+    m.lm_head = make_linear(m.config, *lm_head);
+  });
 }
 
-void fs_step(void* handle, const FsStep* step) {
-  Model& m = *static_cast<Model*>(handle);
-  if (m.config.bf16)
-    run<Bf16>(m, *step);
-  else
-    run<F32>(m, *step);
+int32_t fs_step(void* handle, const FsStep* step) {
+  return guarded([&] {
+    Model& m = *static_cast<Model*>(handle);
+    if (m.config.bf16)
+      run<Bf16>(m, *step);
+    else
+      run<F32>(m, *step);
+  });
 }
 
 void fs_destroy(void* handle) { delete static_cast<Model*>(handle); }

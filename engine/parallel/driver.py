@@ -17,7 +17,7 @@ from engine.kv.kv_pool import KVPool
 from engine.parallel.links import Link
 from engine.parallel.stage import Stage
 from engine.parallel.wire import Copied, Finished, StepOrder, pack_order
-from engine.sampling.logprobs import find_prompt_rows
+from engine.sampling.sampler import find_prompt_rows
 from engine.sequence import Sequence
 from engine.steps.backends import StepLogits
 from engine.steps.careful_steps import CarefulSteps, Counts

@@ -10,18 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.checkpoint.weights import (
-    Allocation,
-    CheckpointError,
-    LayerWeights,
-    Norm,
-    check_complete,
-    checkpoint_tensors,
-    known_name,
-)
+from engine.checkpoint.sources import open_checkpoint
+from engine.checkpoint.weights import Allocation, LayerWeights, Norm
 from engine.parallel.mesh import Part
-
-_FLOATS = ("F32", "BF16", "F16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +39,17 @@ class _Cut:
 
 
 def load_shard(model_dir: Path, part: Part, dtype: torch.dtype, device: str = "cpu") -> StageWeights:
-    """Reads one rank's part.
+    """Reads one rank's part; quantised matrices become floats.
 
     Raises:
         CheckpointError: As in ``load_weights``; tensors of other ranks must be there as well, but are not read.
     """
-    whole = Allocation(part.whole, dtype, "meta")
-    whole.model()
     allocation = Allocation(part.config, dtype, device, part.layers.start)
     weights, cuts = _allocate(allocation, part), _cuts(allocation, part)
-    missing = set(whole.targets)
-    for file, found in checkpoint_tensors(model_dir, device):
-        name = known_name(found, whole.targets, part.whole)
-        if name is None:
-            continue
-        missing.discard(name)
+    source = open_checkpoint(model_dir, part.whole, device)
+    for name in source.names():
         for target, cut in _wanted(name, allocation, weights, part, cuts):
-            _fill(target, file.get_slice(found), whole.targets[name].shape, cut, found)
-    check_complete(missing, whole.targets)
+            _fill(target, source.rows(name), cut)
     return weights
 
 
@@ -137,11 +121,8 @@ def _scaled(heads: range, head_dim: int) -> range:
     return range(heads.start * head_dim, heads.stop * head_dim)
 
 
-def _fill(target: Tensor, source: Any, shape: torch.Size, cut: _Cut | None, name: str) -> None:
-    """Copies the cut's part of ``source``, a slice of a safetensors file; writes zeros if the part is empty."""
-    if list(source.get_shape()) != list(shape) or source.get_dtype() not in _FLOATS:
-        found = f"{source.get_dtype()} {source.get_shape()}"
-        raise CheckpointError(name, found, f"float32, bfloat16 or float16 of shape {list(shape)}")
+def _fill(target: Tensor, source: Any, cut: _Cut | None) -> None:
+    """Copies the cut's part of ``source``, which is sliced like a tensor; writes zeros if the part is empty."""
     if cut is None:
         target.copy_(source[:])
     elif not cut.ranges:

@@ -15,9 +15,8 @@ from engine.attention.attention import AttentionBackend
 from engine.attention.layout import find_sample_rows, layout_of
 from engine.attention.step_sizes import StepSizes
 from engine.attention.torch_attention import TorchAttention
-from engine.kv.kv_copier import KVCopier
+from engine.kv.copiers import HostBlocks, KVCopier, StreamCopier
 from engine.kv.kv_pool import KVPool
-from engine.kv.stream_copier import HostBlocks, StreamCopier
 from engine.models.model import DecoderLayers, embed, output_logits
 from engine.parallel.exchange import Exchange
 from engine.parallel.group import Arrival

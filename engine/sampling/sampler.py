@@ -1,4 +1,4 @@
-"""From logits to the next tokens.
+"""From logits to the next tokens and, where asked for, to their log probabilities before any adjustment.
 
 A draw is a function of (seed, position), the logits and the tokens so far alone: no generator state, so a sequence that
 is preempted, moved to another worker or batched with others draws the same tokens.
@@ -6,15 +6,21 @@ is preempted, moved to another worker or batched with others draws the same toke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from core.errors import IntegrityError
+from core.messages.tokens import TokenLogprobs
 from core.request import SamplingParams
 from engine.sampling.logged_tokens import NoToken
 from engine.sampling.logit_adjustments import TokenHistory, adjust_logits
 from engine.sampling.no_token import why_no_token
+from engine.sequence import Sequence
+from kvcache import StepBatch
 
 NO_TOKEN = -1
 """Stands for the token of a row that has none: a score is NaN or +inf, or all are -inf. Never a token id."""
@@ -64,9 +70,9 @@ class Sampler:
     def sample(
         self,
         logits: Tensor,
-        params: Sequence[SamplingParams],
-        positions: Sequence[int],
-        histories: Sequence[TokenHistory] = (),
+        params: SequenceOf[SamplingParams],
+        positions: SequenceOf[int],
+        histories: SequenceOf[TokenHistory] = (),
         best: list[int] | None = None,
     ) -> list[int]:
         """The next token of each row; ``NO_TOKEN`` where there is none, which does not affect the other rows.
@@ -96,9 +102,9 @@ class Sampler:
     def _choose(
         self,
         logits: Tensor,
-        params: Sequence[SamplingParams],
-        positions: Sequence[int],
-        histories: Sequence[TokenHistory],
+        params: SequenceOf[SamplingParams],
+        positions: SequenceOf[int],
+        histories: SequenceOf[TokenHistory],
     ) -> list[int]:
         """The same for rows that are not all plain."""
         scores = self._adjust(logits, params, histories)
@@ -113,7 +119,9 @@ class Sampler:
                 tokens[row] = token
         return tokens
 
-    def _adjust(self, logits: Tensor, params: Sequence[SamplingParams], histories: Sequence[TokenHistory]) -> Tensor:
+    def _adjust(
+        self, logits: Tensor, params: SequenceOf[SamplingParams], histories: SequenceOf[TokenHistory]
+    ) -> Tensor:
         adjusted = [row for row, param in enumerate(params) if param.adjusts]
         if not adjusted:
             return logits
@@ -123,7 +131,7 @@ class Sampler:
         )
         return scores if len(adjusted) == len(params) else logits.index_copy(0, rows, scores)
 
-    def _draw(self, logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
+    def _draw(self, logits: Tensor, params: SequenceOf[SamplingParams], positions: SequenceOf[int]) -> list[int]:
         """Inverse of the cumulative distribution, over the vocabulary in order of token id."""
         scores = warp_logits(logits, params)
         cumulative = scores.softmax(-1, dtype=torch.float64).cumsum(-1)
@@ -141,7 +149,7 @@ class Sampler:
         return why_no_token(logits, scores, param, history)
 
 
-def warp_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+def warp_logits(logits: Tensor, params: SequenceOf[SamplingParams]) -> Tensor:
     """Temperature, top-k, top-p, then min-p, as transformers' logits warpers; dropped tokens are -inf.
 
     A row that has no likeliest token becomes NaN as a whole.
@@ -197,3 +205,88 @@ def _keep_min_p(scores: Tensor, floored: list[tuple[int, float]]) -> None:
     probabilities = chosen.softmax(-1)
     threshold = shares[:, None] * probabilities.amax(-1, keepdim=True)
     scores[rows] = chosen.masked_fill_(probabilities < threshold, float("-inf"))
+
+
+_CHUNK_ROWS = 64
+"""Rows that are normalised at once: a prompt of a large vocabulary would need several times its logits' memory."""
+
+_LOWEST = -9999.0
+"""Replaces a log probability that is NaN, which the wire refuses."""
+
+
+def token_logprobs(logits: Tensor, tokens: SequenceOf[int], num_top: SequenceOf[int]) -> list[TokenLogprobs]:
+    """Log probabilities of one token for each row and of the ``num_top`` likeliest of the row.
+
+    Args:
+        logits: float32 ``[rows, vocab]``.
+    """
+    found: list[TokenLogprobs] = []
+    for start in range(0, len(tokens), _CHUNK_ROWS):
+        rows = slice(start, start + _CHUNK_ROWS)
+        found += _chunk_logprobs(logits[rows], tokens[rows], num_top[rows])
+    return found
+
+
+def _chunk_logprobs(logits: Tensor, tokens: SequenceOf[int], num_top: SequenceOf[int]) -> list[TokenLogprobs]:
+    logprobs = logits.log_softmax(-1)
+    logprobs = logprobs.nan_to_num_(nan=_LOWEST, neginf=_LOWEST, posinf=0.0)
+    own = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    widest = min(max(num_top), logits.shape[-1])
+    if not widest:
+        return [((token,), (logprob,)) for token, logprob in zip(tokens, own, strict=True)]
+    best = logprobs.topk(widest)
+    found = []
+    for token, logprob, count, ids, values in zip(
+        tokens, own, num_top, best.indices.tolist(), best.values.tolist(), strict=True
+    ):
+        found.append(((token, *ids[:count]), (logprob, *values[:count])))
+    return found
+
+
+class PromptRows(NamedTuple):
+    """Rows of a step whose logits say how likely the next tokens of a prompt were.
+
+    Attributes:
+        item: Index in the batch.
+        position: Position of the first row's token in its sequence; the row is about the token after it.
+        row: The first row in the step.
+        num_rows: Number of rows.
+    """
+
+    item: int
+    position: int
+    row: int
+    num_rows: int
+
+
+def find_prompt_rows(batch: StepBatch, order: list[int], sequences: Mapping[str, Sequence]) -> list[PromptRows]:
+    """The rows of a step, its items in ``order``, that bring log probabilities of prompts not known yet.
+
+    Raises:
+        IntegrityError: tokens before them were never computed here.
+    """
+    wanted = {i for i in order if sequences[batch.items[i].request_id].prompt_logprobs is not None}
+    if not wanted:
+        return []
+    found = []
+    row = 0
+    for i in order:
+        item = batch.items[i]
+        if i in wanted:
+            sequence = sequences[item.request_id]
+            known = len(sequence.prompt_logprobs or ())
+            if item.start > known:
+                raise IntegrityError(f"{item.request_id}: log probabilities up to token {known}, not {item.start}")
+            count = min(item.start + item.num_tokens, sequence.prompt_len - 1) - known
+            if count > 0:
+                found.append(PromptRows(i, known, row + known - item.start, count))
+        row += item.num_tokens
+    return found
+
+
+def prompt_logprobs(logits: Tensor, rows: PromptRows, sequence: Sequence) -> list[TokenLogprobs]:
+    """Log probabilities of the tokens that the rows are about; ``logits`` of the rows, float32 ``[num_rows,
+    vocab]``.
+    """
+    tokens = sequence.token_ids[rows.position + 1 : rows.position + 1 + rows.num_rows]
+    return token_logprobs(logits, tokens, [sequence.sampling.logprobs or 0] * rows.num_rows)

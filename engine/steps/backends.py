@@ -15,12 +15,12 @@ from engine.attention.layout import build_layout
 from engine.attention.step_sizes import StepSizes
 from engine.attention.torch_attention import TorchAttention
 from engine.checkpoint.model_config import ModelConfig
-from engine.checkpoint.weights import ModelWeights, PackedLinear
+from engine.checkpoint.weights import ModelWeights
 from engine.kv.kv_pool import KVPool
 from engine.models.model import DecoderModel
 from engine.native.layout import build_native_step
 from engine.native.library import NativeUnavailable
-from engine.native.model import NativeModel, native_problem
+from engine.native.model import NativeModel, matrix_problem, native_problem
 from engine.sequence import Sequence
 from engine.steps.decode_graphs import Capture, DecodeGraphs
 from kvcache import StepBatch
@@ -142,11 +142,17 @@ class GraphBackend(TorchBackend):
 
 
 class NativeBackend:
-    """One compiled call, without the interpreter's lock."""
+    """One compiled call, without the interpreter's lock, on threads of its own.
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, pool: KVPool, max_len: int) -> None:
-        self._model = NativeModel(config, weights, pool, max_len)
+    Torch gets one thread: its pool would spin on the cores of those threads after each operation of the sampler.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: ModelWeights, pool: KVPool, max_len: int, num_threads: int = 1
+    ) -> None:
+        self._model = NativeModel(config, weights, pool, max_len, num_threads)
         self._block_size = pool.block_size
+        torch.set_num_threads(1)
 
     def run(
         self,
@@ -160,8 +166,13 @@ class NativeBackend:
         return StepLogits(logits, best.tolist())
 
 
-def make_backend(name: str, config: ModelConfig, weights: ModelWeights, pool: KVPool, max_len: int) -> StepBackend:
+def make_backend(
+    name: str, config: ModelConfig, weights: ModelWeights, pool: KVPool, max_len: int, num_threads: int = 1
+) -> StepBackend:
     """The backend of that name on the CPU; ``auto`` is the compiled one where it is available.
+
+    Args:
+        num_threads: Threads of the compiled step; torch operations use those of ``torch.set_num_threads``.
 
     Raises:
         ConfigError: ``native`` or ``xformers`` was asked for and is not available.
@@ -170,12 +181,10 @@ def make_backend(name: str, config: ModelConfig, weights: ModelWeights, pool: KV
         raise ConfigError("engine.backend", name, "auto, native or torch (xformers computes on a GPU)")
     if name == "torch":
         return TorchBackend(config, weights, pool, max_len)
-    problem = native_problem(config, pool.dtype, pool.block_size)
-    if any(isinstance(layer.qkv, PackedLinear) for layer in weights.layers):
-        problem = "weights of 4 bits are not compiled"
+    problem = native_problem(config, pool.dtype, pool.block_size) or matrix_problem(weights)
     if problem is None:
         try:
-            return NativeBackend(config, weights, pool, max_len)
+            return NativeBackend(config, weights, pool, max_len, num_threads)
         except NativeUnavailable as error:
             problem = str(error)
     if name == "native":

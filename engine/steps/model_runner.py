@@ -13,10 +13,9 @@ from engine.attention.layout import find_sample_rows, order_items
 from engine.checkpoint.model_config import ModelConfig, load_model_config, resolve_max_model_len
 from engine.checkpoint.weights import load_weights
 from engine.kv.kv_pool import KVPool
-from engine.models.int4 import pack_weights
+from engine.models.quantize import quantize_weights
 from engine.sampling.logged_tokens import ItemLogprobs, LoggedTokens, NoToken
-from engine.sampling.logprobs import PromptRows, find_prompt_rows, prompt_logprobs, token_logprobs
-from engine.sampling.sampler import NO_TOKEN, Sampler
+from engine.sampling.sampler import NO_TOKEN, PromptRows, Sampler, find_prompt_rows, prompt_logprobs, token_logprobs
 from engine.sequence import Sequence
 from engine.step_fault import StepFault
 from engine.steps.backends import StepBackend, StepLogits, make_backend
@@ -67,7 +66,8 @@ class ModelRunner:
         block_size: int,
         context_len: int = 0,
         backend: str = "auto",
-        packed: bool = False,
+        bits: int = 0,
+        num_threads: int = 1,
     ) -> ModelRunner:
         """A runner of the checkpoint in ``model_dir`` with a pool of ``num_blocks`` blocks.
 
@@ -75,18 +75,20 @@ class ModelRunner:
             context_len: Tokens that a sequence may reach by the configuration, if the pool holds them; 0 is the model's
                 own context.
             backend: As in ``make_backend``.
-            packed: Round the matrices of the layers to 4 bits.
+            bits: Round the matrices to 8 or 4 bits; 0 leaves them as the checkpoint has them.
+            num_threads: As in ``make_backend``.
 
         Raises:
             InvalidValueError: The checkpoint cannot be used; names the reason.
         """
         config = load_model_config(model_dir)
         weights = load_weights(model_dir, config, dtype)
-        if packed:
-            weights = pack_weights(weights)
+        if bits:
+            weights = quantize_weights(weights, bits)
         pool = KVPool(config, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
         max_model_len = min(resolve_max_model_len(config, context_len), pool.num_slots)
-        return cls(config, pool, make_backend(backend, config, weights, pool, max_model_len), max_model_len)
+        steps = make_backend(backend, config, weights, pool, max_model_len, num_threads)
+        return cls(config, pool, steps, max_model_len)
 
     def begin(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> None:
         """Does nothing: there is one step at a time."""

@@ -7,17 +7,21 @@ from functools import cached_property
 from pathlib import Path
 
 from engine.checkpoint.config_fields import read_json
+from tokenization.gguf.file import is_gguf, read_gguf
+from tokenization.gguf.texts import vocabulary_len
 from tokenization.loading import load_tokenizer
 from tokenization.text_stream import TextDecoder
 
 
 def vocabulary_size(model_dir: Path) -> int:
-    """Vocabulary size by ``config.json``; without that file, the number of the tokenizer's tokens.
+    """Vocabulary size by ``config.json``; without that file, and for a GGUF file, the number of tokens.
 
     Raises:
         InvalidValueError: neither can be read.
     """
-    config = read_json(model_dir / "config.json") or {}
+    if is_gguf(model_dir):
+        return vocabulary_len(read_gguf(model_dir))
+    config = read_json(model_dir, "config.json") or {}
     size = config.get("vocab_size")
     return size if type(size) is int else load_tokenizer(model_dir).get_vocab_size()
 

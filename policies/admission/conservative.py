@@ -9,8 +9,7 @@ import numpy as np
 from core.decisions import Facts
 from core.errors import InvalidValueError
 from policies.admission.past_future import future_memory
-from policies.interfaces import ADMISSIONS, Admission, ReplicaContext
-from policies.job import Job
+from policies.interfaces import ADMISSIONS, Admission, Job, ReplicaContext
 from policies.lengths.history import IntArray
 
 

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from core.decisions import Facts
 from core.errors import IntegrityError, InvalidValueError
 from policies.admission.past_future import future_memory
-from policies.interfaces import ADMISSIONS, Admission, ReplicaContext
-from policies.job import Job
+from policies.interfaces import ADMISSIONS, Admission, Job, ReplicaContext
 from policies.lengths.history import FloatArray, IntArray
 from policies.order.gittins import Gittins
 

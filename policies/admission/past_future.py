@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from core.decisions import Facts
 from core.errors import InvalidValueError
-from policies.interfaces import ADMISSIONS, Admission, ReplicaContext
-from policies.job import Job
+from policies.interfaces import ADMISSIONS, Admission, Job, ReplicaContext
 from policies.lengths.history import IntArray, LengthHistory
 
 ENTRIES_PER_POINT = 200

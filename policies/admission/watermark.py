@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from core.decisions import Facts
 from core.errors import InvalidValueError
-from policies.interfaces import ADMISSIONS, Admission, ReplicaContext
-from policies.job import Job
+from policies.interfaces import ADMISSIONS, Admission, Job, ReplicaContext
 
 
 class Aggressive(Admission):

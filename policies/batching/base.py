@@ -16,7 +16,7 @@ from itertools import count
 from sortedcontainers import SortedDict
 
 from core.errors import IntegrityError
-from policies.job import Job
+from policies.interfaces import Job
 from policies.parts import Parts
 from policies.settings import BatchSettings
 

@@ -6,7 +6,7 @@ from sortedcontainers import SortedKeyList
 
 from core.errors import IntegrityError, InvalidValueError
 from policies.batching.base import BATCHERS, BatchContext, Batcher, BatchQueue, FormedBatch, first_arrived
-from policies.job import Job
+from policies.interfaces import Job
 
 
 def vanilla_batch_size(

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from core.costs import StepCost
 from core.decisions import Facts
 from policies.batching.base import FormedBatch
-from policies.interfaces import ORDERS, Order, ReplicaContext
-from policies.job import Job
+from policies.interfaces import ORDERS, Job, Order, ReplicaContext
 from policies.order.first_rows import in_order
 from policies.order.job_table import JobTable
 from policies.settings import ServingTime

@@ -17,7 +17,7 @@ import numpy as np
 
 from core.errors import IntegrityError, InvalidValueError
 from policies.batching.base import BATCHERS, BatchContext, Batcher, BatchQueue, FormedBatch, first_sealed, predicted_len
-from policies.job import Job
+from policies.interfaces import Job
 
 MIN_LENGTHS = 100
 """Least number of lengths for learning edges, and the number of jobs between two updates ..."""
@@ -82,13 +82,14 @@ class MultiBinBatcher(Batcher):
     The most urgent sealed batch goes first; a batch has the urgency of its most urgent job. Within a bin urgency has
     no effect, since all its jobs leave together.
 
-    ``add`` costs O(log k) plus O(k) for due bins, ``remove`` O(B), ``pull`` O(sealed batches).
+    ``add`` costs O(log k), ``remove`` O(B), ``pull`` O(k + log of the sealed batches).
 
     Args:
         edges: l_0 ... l_k in tokens, not falling. A length below l_0 goes to the first bin, one from l_k on to the
             last.
         batch_size: B; a bin is sealed when it holds B jobs.
-        max_wait_s: A bin with fewer than B jobs is sealed when its oldest job has waited this long since its arrival.
+        max_wait_s: An idle worker may pull a bin with fewer than B jobs once its oldest job has waited this long since
+        its arrival; the bin then has the turn of a batch completed at that instant, and takes jobs until it is pulled.
         Infinity as in the paper, where a rare length may wait without bound.
     """
 
@@ -115,7 +116,6 @@ class MultiBinBatcher(Batcher):
         return bisect_right(self._inner, length)
 
     def add(self, job: Job, now: float) -> None:
-        self._seal_due(now)
         self._enter(job, now)
 
     def _enter(self, job: Job, now: float) -> None:
@@ -185,13 +185,19 @@ class MultiBinBatcher(Batcher):
         return batch.arrived_at + self.max_wait_s
 
     def _seal_due(self, now: float) -> None:
-        due = [(self._due_at(batch), index) for index, batch in self._open.items() if self._due_at(batch) <= now]
-        for _, index in sorted(due):
+        """Seals the first due bin if its turn comes before that of all sealed batches. The others go on filling."""
+        open_bins = self._open.items()
+        due = [(each.urgency, self._due_at(each), index) for index, each in open_bins if self._due_at(each) <= now]
+        if not due:
+            return
+        urgency, due_at, index = min(due)
+        head = self._sealed.peek(now)
+        if head is None or head.sealed_at is None or (urgency, due_at) < (head.urgency, head.sealed_at):
             self._seal(index, now)
 
     def _seal(self, index: int, now: float) -> None:
         batch = self._open.pop(index)
-        batch.sealed_at = now
+        batch.sealed_at = min(now, self._due_at(batch))
         for job in batch.jobs:
             del self._bin_of[job.request_id]
         self._sealed.put(batch)
@@ -209,14 +215,14 @@ class LearnedBins(MultiBinBatcher):
         super().__init__((0.0, math.inf), batch_size, max_wait_s)
         self.num_bins = num_bins
         self._lengths: deque[float] = deque(maxlen=MAX_LENGTHS)
-        self._num_unlearnt = 0
+        self._num_unused = 0
 
     def add(self, job: Job, now: float) -> None:
         """Adds the job; recomputes the edges every ``MIN_LENGTHS`` jobs."""
         self._lengths.append(predicted_len(job))
-        self._num_unlearnt += 1
-        if self._num_unlearnt >= MIN_LENGTHS:
-            self._num_unlearnt = 0
+        self._num_unused += 1
+        if self._num_unused >= MIN_LENGTHS:
+            self._num_unused = 0
             self.rebin(sample_edges(self._lengths, self.num_bins), now)
         super().add(job, now)
 

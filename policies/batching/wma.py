@@ -37,7 +37,7 @@ from policies.batching.base import (
     predicted_len,
 )
 from policies.batching.hrrn import HighestResponseRatio
-from policies.job import Job
+from policies.interfaces import Job
 
 IntArray = NDArray[np.int64]
 Lengths = TypeVar("Lengths", int, IntArray)

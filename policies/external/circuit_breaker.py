@@ -1,8 +1,8 @@
-"""Whether requests go to another server: a circuit breaker (M. Nygard, "Release It!", 2nd edition, chapter 5).
+"""Decides whether requests go to an external server: a circuit breaker (M. Nygard, "Release It!", 2nd ed., chapter 5).
 
-A state machine without clock or I/O. It opens when several requests in a row fail or are slow, or at once on what no
-waiting will mend, such as a server of another model; after a pause, twice as long each time, one probe decides whether
-it closes again. No client's request is risked for that.
+A state machine without clock or I/O. It opens when several requests in a row fail or are slow, and at once on a fault
+that waiting does not mend, such as a server that serves another model. After a pause, which doubles each time, one
+probe decides whether it closes again; no client's request is risked for that.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from core.errors import IntegrityError
 
 
 class BreakerState(StrEnum):
-    """``CLOSED`` lets requests through; ``HALF_OPEN`` waits for a probe to end, ``OPEN`` for the time of the next."""
+    """``CLOSED`` lets requests through; ``HALF_OPEN`` waits for a probe to end, ``OPEN`` until the next one is due."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -26,11 +26,12 @@ class BreakerState(StrEnum):
 class BreakerRules:
     """
     Attributes:
-        max_failures: It opens at so many failures without a success between them. (A share of what ended lately would
-            take as long to see a death as the server was busy before.)
-        window_s: Those before so many seconds do not count.
-        pause_s: From opening to the first probe; doubled each time, until a request succeeds, up to ``max_pause_s``.
-        check_s: While it is closed a probe is due so often, and ``recheck_s`` after one that failed.
+        max_failures: The breaker opens at so many failures without a success between them. (A share of recent requests
+            would take longer to notice a death, the busier the server was before.)
+        window_s: Failures older than so many seconds do not count.
+        pause_s: Seconds from opening to the first probe; doubled each time, until a request succeeds, up to
+            ``max_pause_s``.
+        check_s: Seconds between probes while the breaker is closed; ``recheck_s`` after a probe that failed.
     """
 
     max_failures: int = 3
@@ -43,7 +44,7 @@ class BreakerRules:
 
 @dataclass(frozen=True, slots=True)
 class Succeeded:
-    """A request has its answer."""
+    """The server has answered a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class Failed:
     """A request failed by the server's fault, or was too slow.
 
     Attributes:
-        trips: It would go on failing: no use in trying others.
+        trips: Every other request would fail as well: the breaker opens at once.
     """
 
     reason: str
@@ -60,7 +61,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class ProbePassed:
-    """The server answers, and serves what it should."""
+    """The server answers and serves the expected model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +79,11 @@ BreakerEvent = Succeeded | Failed | ProbePassed | ProbeFailed | ProbeBegun
 
 
 class CircuitBreaker:
-    """Begins half open: nothing goes to a server that has not answered its first probe.
+    """Begins half open: no request goes to a server that has not answered its first probe.
 
     Attributes:
-        reason: Why it is not closed; empty if it is.
-        probe_at: When the next probe is due, in seconds on the caller's clock.
+        reason: Why the breaker is not closed; empty if it is.
+        probe_at: Instant of the next probe, in seconds on the caller's clock.
     """
 
     def __init__(self, rules: BreakerRules | None = None) -> None:
@@ -98,7 +99,7 @@ class CircuitBreaker:
         return self.state is BreakerState.CLOSED
 
     def handle(self, event: BreakerEvent, now: float) -> bool:
-        """The only mutator; whether the state is another one now. ``now`` in seconds on the caller's clock."""
+        """The only mutator; returns whether the state changed. ``now`` is in seconds on the caller's clock."""
         before = self.state
         match event:
             case Succeeded():

@@ -1,4 +1,4 @@
-"""What the scheduler of another server hears, and what it answers, beside what every replica's scheduler does."""
+"""Events and instructions of the scheduler of an external server, beyond those of every replica's scheduler."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from policies.replica.events import (
 )
 
 FAILURE_KINDS = ("connect", "timeout", "busy", "http", "broken", "protocol", "model", "auth", "request")
-"""No connection; too slow; full; another error status; broke off in its answer; not understood; another model than it
-should serve; our key refused; a request refused that others would be answered to."""
+"""No connection; too slow; full; another error status; answer broken off; answer not understood; another model than
+expected; our key refused; one request refused by a server that is otherwise well."""
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """Why the other server did not do what it should.
+class ServerFailure:
+    """Why the external server did not do what it was asked.
 
     Attributes:
-        kind: For counting: one of ``FAILURE_KINDS``.
-        message: For people.
-        trips: It would go on failing: nothing more goes there until a probe passes.
-        of_request: The server is well; this request it does not take.
+        kind: One of ``FAILURE_KINDS``, for counting.
+        message: Text for people.
+        trips: Every request would fail: no more are sent until a probe passes.
+        of_request: The server is well; it only refuses this request.
     """
 
     kind: str
@@ -42,17 +42,17 @@ class Failure:
 class ProbeDone:
     """
     Attributes:
-        failure: None if it passed.
-        max_model_len: Tokens that a sequence may reach there, if it passed.
+        failure: None if the probe passed.
+        max_model_len: Tokens that a sequence may reach on the server, if the probe passed.
     """
 
-    failure: Failure | None
+    failure: ServerFailure | None
     max_model_len: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class OutputGrew:
-    """So many tokens more have come; the first ones among them, or not."""
+    """The server has sent so many more tokens, whether its first ones or later ones."""
 
     key: Key
     num_tokens: int
@@ -60,10 +60,10 @@ class OutputGrew:
 
 @dataclass(frozen=True, slots=True)
 class OutputEnded:
-    """The server has said how it ended.
+    """The output is complete.
 
     Attributes:
-        cached_len: Prompt tokens that it says it had cached; None if it does not say.
+        cached_len: Prompt tokens that the server reports as cached; None if it does not report them.
     """
 
     key: Key
@@ -73,15 +73,15 @@ class OutputEnded:
 
 @dataclass(frozen=True, slots=True)
 class OutputFailed:
-    """It has not: the request ended otherwise, or never began."""
+    """The output is incomplete, or never began."""
 
     key: Key
-    failure: Failure
+    failure: ServerFailure
 
 
 @dataclass(frozen=True, slots=True)
-class TimePassed:
-    """Nothing has happened, but time."""
+class ProbeTick:
+    """Only time has passed since the last event."""
 
 
 BackendEvent = (
@@ -92,27 +92,27 @@ BackendEvent = (
     | OutputGrew
     | OutputEnded
     | OutputFailed
-    | TimePassed
+    | ProbeTick
 )
 
 
 @dataclass(frozen=True, slots=True)
 class SendRequest:
-    """This goes to the server now."""
+    """Send this request to the server now."""
 
     request: Request
 
 
 @dataclass(frozen=True, slots=True)
 class CancelRequest:
-    """No client waits for this attempt any more: the server must stop it."""
+    """Make the server stop this attempt: no client waits for it any more."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class ReturnRequest:
-    """Without a token so far: its ingress replica is to have it placed again."""
+    """Return this request, which has no token yet, to its ingress replica, which has it placed again."""
 
     request: Request
     reason: str
@@ -123,7 +123,7 @@ class FailRequest:
     """The attempt has failed: its client already has tokens, so no other server can continue it.
 
     Attributes:
-        output_len: Tokens that it has got.
+        output_len: Tokens that the client has received.
     """
 
     request: Request
@@ -133,10 +133,11 @@ class FailRequest:
 
 @dataclass(frozen=True, slots=True)
 class AskServer:
-    """A probe is due.
+    """Probe the server.
 
     Attributes:
-        generates: Whether it is to have a token made as well: then it decides whether requests go there.
+        generates: Whether the probe also makes the server generate a token; such a probe decides whether the breaker
+            closes.
     """
 
     generates: bool
@@ -144,7 +145,7 @@ class AskServer:
 
 @dataclass(frozen=True, slots=True)
 class BreakerChanged:
-    """Requests go there from now on, or no more."""
+    """The breaker has opened or closed, or the server's limit of sequence length has changed."""
 
 
 BackendInstruction = (

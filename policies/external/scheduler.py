@@ -1,8 +1,8 @@
-"""The scheduler of a replica that is another server: a state machine, ``handle(event, now) -> [Instruction]``.
+"""The scheduler of a replica that is an external server: a state machine, ``handle(event, now) -> [Instruction]``.
 
-It stands where ``ReplicaScheduler`` stands, but has no steps to plan: it decides who is sent when, by the same orders,
-and by its circuit breaker whether anybody is. A request goes elsewhere only before its first token; every request gets
-exactly one of an end, a failure and a return.
+It takes the place of ``ReplicaScheduler``, but plans no steps: one of the same orders decides which request is sent
+next, and a circuit breaker decides whether any is sent. A request goes to another replica only before its first token;
+every request gets exactly one of an end, a failure and a return.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from policies.external.events import (
     BreakerChanged,
     CancelRequest,
     FailRequest,
-    Failure,
     OutputEnded,
     OutputFailed,
     OutputGrew,
     ProbeDone,
+    ProbeTick,
     ReturnRequest,
     SendRequest,
-    TimePassed,
+    ServerFailure,
 )
-from policies.interfaces import Order
-from policies.job import Job
+from policies.interfaces import Job, Order
+from policies.replica.decision_trace import Account, Accounts, account_closed, forecast_facts
 from policies.replica.events import (
     ForecastsArrived,
     RefuseRequest,
@@ -53,16 +53,14 @@ from policies.replica.events import (
     RequestsArrived,
     RequestStarted,
 )
-from policies.replica.trace import account_closed, forecast_facts
-from policies.replica.trace_log import Account, Journal
 
 NUM_REMEMBERED = 4096
-"""Attempts that have ended lately: their ingress replicas may not have heard of it."""
+"""Ended attempts that are remembered: their ingress replicas may not know yet that they ended."""
 
 
 @dataclass(slots=True)
 class _Held:
-    """A request that is here; waiting where it has not been sent."""
+    """A request of this replica; it waits until it is sent."""
 
     request: Request
     job: Job
@@ -83,12 +81,12 @@ class _Held:
 
 
 class BackendScheduler:
-    """Requests of one other server.
+    """Schedules the requests of one external server.
 
     Args:
-        order: Who of those that wait is sent next; what it knows of running jobs does not matter here.
-        max_num_seqs: Requests sent at once.
-        breaker: Whether any are.
+        order: Ranks the waiting requests. It never sees a running job.
+        max_num_seqs: Most requests that are sent and not ended.
+        breaker: Decides whether any request is sent.
     """
 
     def __init__(self, order: Order, max_num_seqs: int, breaker: CircuitBreaker | None = None) -> None:
@@ -99,12 +97,12 @@ class BackendScheduler:
         self._held: dict[str, _Held] = {}
         self._num_sent = 0
         self._recent: dict[Key, None] = {}
-        self._journal = Journal()
+        self._accounts = Accounts()
         self._probing = False
 
     @property
     def num_sent(self) -> int:
-        """Requests that the server has."""
+        """Requests that were sent and have not ended."""
         return self._num_sent
 
     @property
@@ -117,16 +115,16 @@ class BackendScheduler:
         return {held.request.ingress_id for held in self._held.values()}
 
     def keys_of(self, ingress_id: str) -> tuple[Key, ...]:
-        """All that is here of an ingress replica."""
+        """The attempts of an ingress replica that wait or are sent."""
         return tuple(held.key for held in self._held.values() if held.request.ingress_id == ingress_id)
 
     def unknown(self, keys: Iterable[Key]) -> tuple[Key, ...]:
-        """Those of these attempts that are neither here nor ended lately."""
+        """Those of these attempts that neither wait nor are sent nor have ended lately."""
         return tuple(key for key in keys if key not in self._recent and not self._knows(key))
 
     def accounts(self, response_id: str) -> list[Account]:
-        """What has been decided so far about the requests of an answer."""
-        return list(self._journal.of(response_id))
+        """The decision traces of the requests of an answer."""
+        return list(self._accounts.of(response_id))
 
     def handle(self, event: BackendEvent, now: float) -> list[BackendInstruction]:
         """The only mutator. ``now`` is seconds on the caller's monotonic clock."""
@@ -137,7 +135,7 @@ class BackendScheduler:
             case RequestsAborted(keys):
                 out += self._abort(keys, now)
             case ForecastsArrived(made):
-                self._foresee(made, now)
+                self._take_forecasts(made, now)
             case ProbeDone():
                 out += self._take_probe(event, now)
             case OutputGrew(key, num_tokens):
@@ -148,10 +146,10 @@ class BackendScheduler:
                 out += self._end(event, now)
             case OutputFailed(key, failure):
                 out += self._fail(key, failure, now)
-            case TimePassed():
+            case ProbeTick():
                 out += self._ask(now)
         out += self._send(now)
-        out += [account_closed(account) for account in self._journal.take_closed()]
+        out += [account_closed(account) for account in self._accounts.pop_closed()]
         return out
 
     def _arrive(self, event: RequestsArrived, now: float) -> list[BackendInstruction]:
@@ -159,14 +157,14 @@ class BackendScheduler:
         for request, placement in zip(event.requests, chain(event.placements, repeat(b"")), strict=False):
             key = request.request_id, request.attempt
             if self._knows(key) or key in self._recent:
-                continue  # a duplicate, or older than what is here
+                continue  # a duplicate, or older than the attempt that is held
             out += self._leave([request.request_id], "superseded", now)
-            self._journal.open(request, placement)
+            self._accounts.open(request, placement)
             if self.max_model_len and request.max_total_len > self.max_model_len:
                 out.append(self._refuse(request, now))
             elif not self.breaker.closed:
-                self._journal.note(request.request_id, "returned", now, {"reason": self.breaker.reason})
-                self._journal.close(request.request_id)
+                self._accounts.note(request.request_id, "returned", now, {"reason": self.breaker.reason})
+                self._accounts.close(request.request_id)
                 out += self._returned(request, self.breaker.reason, now, now)
             else:
                 self._hold(request, now)
@@ -174,10 +172,11 @@ class BackendScheduler:
 
     def _refuse(self, request: Request, now: float) -> RefuseRequest:
         message = (
-            f"prompt and max_tokens make {request.max_total_len} tokens, the server holds at most {self.max_model_len}"
+            f"prompt and max_tokens together are {request.max_total_len} tokens; the limit of the server is "
+            f"{self.max_model_len}"
         )
-        self._journal.note(request.request_id, "refused", now, {"reason": message})
-        self._journal.close(request.request_id)
+        self._accounts.note(request.request_id, "refused", now, {"reason": message})
+        self._accounts.close(request.request_id)
         return RefuseRequest(request.request_id, request.attempt, "max_tokens", message)
 
     def _hold(self, request: Request, now: float) -> None:
@@ -195,12 +194,12 @@ class BackendScheduler:
             job.deadline_at = now + request.deadline_s
         self._held[request.request_id] = _Held(request, job)
         self._order.add(job, now)
-        self._journal.note(request.request_id, "arrived", now, self._queue())
+        self._accounts.note(request.request_id, "arrived", now, self._queue())
         if request.forecast is not None:
-            self._journal.note(request.request_id, "forecast", now, forecast_facts(request.forecast))
+            self._accounts.note(request.request_id, "forecast", now, forecast_facts(request.forecast))
         if self._num_sent >= self._max_num_seqs:
             facts = {"reason": "places", "max_num_seqs": self._max_num_seqs, **self._queue()}
-            self._journal.note(request.request_id, "waits", now, facts)
+            self._accounts.note(request.request_id, "waits", now, facts)
 
     def _send(self, now: float) -> list[BackendInstruction]:
         """Sends waiting requests while there are free slots; none unless the breaker is closed."""
@@ -215,7 +214,7 @@ class BackendScheduler:
             held.sent_at = now
             self._num_sent += 1
             facts = {"waited_s": now - job.arrived_at, **self._queue()}
-            self._journal.note(job.request_id, "sent", now, facts)
+            self._accounts.note(job.request_id, "sent", now, facts)
             out.append(SendRequest(held.request))
         return out
 
@@ -224,7 +223,7 @@ class BackendScheduler:
         return self._leave(ids, "aborted", now)
 
     def _leave(self, request_ids: Iterable[str], why: str, now: float) -> list[BackendInstruction]:
-        """These are here no more, though they had not ended."""
+        """Forgets requests that have not ended; cancels those that were sent."""
         out: list[BackendInstruction] = []
         for request_id in request_ids:
             held = self._held.get(request_id)
@@ -236,14 +235,14 @@ class BackendScheduler:
             self._let_go(held)
         return out
 
-    def _foresee(self, made: Iterable[ForecastMade], now: float) -> None:
+    def _take_forecasts(self, made: Iterable[ForecastMade], now: float) -> None:
         for each in made:
             held = self._current((each.request_id, each.attempt))
             if held is None:
                 continue
             held.request = replace(held.request, forecast=each.forecast)
             held.job.forecast = each.forecast
-            self._journal.note(each.request_id, "forecast", now, forecast_facts(each.forecast))
+            self._accounts.note(each.request_id, "forecast", now, forecast_facts(each.forecast))
             if not held.sent:
                 self._order.foreseen(held.job)
 
@@ -260,7 +259,7 @@ class BackendScheduler:
             out.append(RequestStarted(StartedRequest(*held.key, event.cached_len, queue_s)))
         return [*out, self._ended(held, event.status, now, event.cached_len or 0)]
 
-    def _fail(self, key: Key, failure: Failure, now: float) -> list[BackendInstruction]:
+    def _fail(self, key: Key, failure: ServerFailure, now: float) -> list[BackendInstruction]:
         """Records the failure for the server even if the attempt is gone already."""
         out = [] if failure.of_request else self._judge(Failed(failure.message, failure.trips), now)
         held = self._current(key)
@@ -285,7 +284,7 @@ class BackendScheduler:
         return [ReturnRequest(request, reason), RequestEnded(finished, arrived_at, now)]
 
     def _judge(self, event: BreakerEvent, now: float) -> list[BackendInstruction]:
-        """The breaker hears of it; when it opens, all that waits goes elsewhere."""
+        """Tells the breaker; when it opens, returns every waiting request."""
         if not self.breaker.handle(event, now):
             return []
         out: list[BackendInstruction] = [BreakerChanged()]
@@ -338,8 +337,8 @@ class BackendScheduler:
 
     def _note_end(self, held: _Held, kind: str, now: float, facts: Facts) -> None:
         request_id = held.request.request_id
-        self._journal.note(request_id, kind, now, {"output_tokens": held.job.output_len, **facts})
-        self._journal.close(request_id)
+        self._accounts.note(request_id, kind, now, {"output_tokens": held.job.output_len, **facts})
+        self._accounts.close(request_id)
 
     def _queue(self) -> dict[str, float | str]:
         return {"num_admitted": self._num_sent, "num_waiting": self.num_waiting}
@@ -349,12 +348,14 @@ class BackendScheduler:
         self.breaker.check_integrity()
         num_sent = sum(held.sent for held in self._held.values())
         if num_sent != self._num_sent or num_sent > self._max_num_seqs:
-            raise IntegrityError(f"{num_sent} requests are sent, {self._num_sent} are counted")
+            raise IntegrityError(
+                f"{num_sent} requests are sent, {self._num_sent} are counted, at most {self._max_num_seqs} may be"
+            )
         if self.num_waiting and not self.breaker.closed:
-            raise IntegrityError(f"{self.num_waiting} requests wait for a server that none go to")
+            raise IntegrityError(f"{self.num_waiting} requests wait while the breaker is {self.breaker.state}")
         waiting = {job.request_id for job in self._order.ranked(0.0)}
         if waiting != {request_id for request_id, held in self._held.items() if not held.sent}:
             raise IntegrityError("the order and the requests that wait disagree")
         if self._recent.keys() & {held.key for held in self._held.values()}:
-            raise IntegrityError("a request that is here counts as ended")
-        self._journal.check_integrity(set(self._held))
+            raise IntegrityError("a held request counts as ended")
+        self._accounts.check_integrity(set(self._held))

@@ -1,7 +1,7 @@
-"""The scheduler over replicas in batch mode: replicas that have nothing to do pull batches from one central queue.
+"""The scheduler over replicas in batch mode: idle replicas pull batches from one central queue.
 
-It holds a table of requests in flight, as ``GlobalScheduler`` does: announcements, aborts and what is found lost are
-the table's, and so the same. Where that one has a placement, this one has a ``CentralQueue``.
+Like ``GlobalScheduler`` it holds a table of requests in flight, which handles announcements, aborts and losses in both
+modes. ``GlobalScheduler`` has a placement beside the table, ``BatchScheduler`` a ``CentralQueue``.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from policies.fleet.events import (
     ReportLost,
     RequestsEnded,
 )
-from policies.fleet.machine import FleetMachine
 from policies.fleet.request_table import Entry
-from policies.job import Job
+from policies.fleet.scheduler import FleetMachine
+from policies.interfaces import Job
 from policies.placement.base import Choice
 from policies.replica.events import ForecastsArrived, RefuseRequest, RequestsAborted, RequestsArrived
 from policies.settings import ServingTime
@@ -47,9 +47,9 @@ class _Run:
     """A batch in a replica.
 
     Attributes:
-        left: Requests that have not ended, and their output when they were placed, in tokens.
-        output_len: The longest output of those that have, in tokens.
-        whole: Nobody has left before the end.
+        left: Output tokens of each unfinished request when it was placed.
+        output_len: Longest output of the finished requests, in tokens.
+        whole: Whether no request has left before its end.
     """
 
     batch: FormedBatch
@@ -63,14 +63,14 @@ class _Run:
 class BatchScheduler(FleetMachine):
     """Forms batches, and gives the next one to each replica that has nothing in flight.
 
-    A batch that ran out of memory comes back through the ingress replicas, like everything that is lost, because only
-    they know its tokens; here it is remembered which requests those are, and once all are back, or gone, the batch is
-    split.
+    The requests of a batch that ran out of memory come back through the ingress replicas, like all lost requests,
+    because only these know the tokens that clients have. This object remembers which requests those are, and splits
+    the batch once all of them are back or gone.
 
     Args:
         batcher: Forms batches; this object owns it from now on.
         serving_time_s: Estimated seconds of a batch, for the record.
-        forecast_wait_s: As for ``CentralQueue``.
+        forecast_wait_s: As in ``CentralQueue``.
     """
 
     def __init__(self, batcher: Batcher, serving_time_s: ServingTime, forecast_wait_s: float = 0.0) -> None:
@@ -79,23 +79,23 @@ class BatchScheduler(FleetMachine):
         self._waiting = CentralQueue(batcher, forecast_wait_s)
         self._runs: dict[str, _Run] = {}  # by replica
         self._resting: dict[str, frozenset[Key]] = {}  # by replica
-        self._kinds: set[tuple[int, bool]] = set()  # of replicas, by what they can hold, when all were last asked about
+        self._kinds: set[tuple[int, bool]] = set()  # (longest request, external) of the replicas at the last check
         self._numbers = itertools.count()
         self._ended: list[GlobalInstruction] = []
         self.num_splits = 0
 
     @property
     def num_waiting(self) -> int:
-        """Requests that no replica has taken."""
+        """Number of requests that no replica has taken."""
         return self._table.num_queued
 
     @property
     def next_due_at(self) -> float | None:
-        """When the next ``TimePassed`` is due; None if there is nothing to wait for."""
-        return self._waiting.next_due_at(any_idle=any(map(self._is_idle, self._names())))
+        """The instant at which the next ``TimePassed`` is due; None if nothing is."""
+        return self._waiting.next_due_at(lambda: any(map(self._is_idle, self._names())))
 
     def handle(self, event: GlobalEvent, now: float) -> list[GlobalInstruction]:
-        """As of ``FleetMachine``; after every event idle replicas pull."""
+        """See ``FleetMachine.handle``; after every event idle replicas pull."""
         self._now = now
         out = self._take(event)
         self._waiting.pass_time(now)
@@ -106,7 +106,7 @@ class BatchScheduler(FleetMachine):
         return out
 
     def _take(self, event: GlobalEvent) -> list[GlobalInstruction]:
-        """News of caches, costs and starts change nothing: no replica is chosen by them."""
+        """Events about caches, costs and starts change nothing: no replica is chosen by them."""
         match event:
             case RequestsArrived(requests):
                 return self._arrive(requests)
@@ -136,25 +136,29 @@ class BatchScheduler(FleetMachine):
             case ReplicaRests(name, keys):
                 self._resting[name] = frozenset(keys)
             case HistoryLearned(forecast):
-                self._waiting.foresee_usually(forecast)
+                self._waiting.set_usual_forecast(forecast)
                 self._table.mean_output_len = forecast.mean
             case ForecastsArrived(made):
-                self._foresee(made)
+                self._take_forecasts(made)
         return []
 
     def _names(self) -> list[str]:
         return [load.name for load in self._table.loads()]
 
     def _is_idle(self, name: str) -> bool:
-        """Nothing is in flight there, or only what its clients have stopped reading."""
-        resting = self._resting.get(name, frozenset())
+        """Whether a replica has nothing in flight but requests whose clients do not read."""
+        if not self.num_on(name):
+            return True
+        resting = self._resting.get(name)
+        if not resting:
+            return False
         return all(key in resting for key in self._table.keys_on(name))
 
     def _arrive(self, requests: Iterable[Request]) -> list[GlobalInstruction]:
         awaits = self._waiting.is_awaited
         fresh, out = self._table.accept(each for each in requests if not awaits((each.request_id, each.attempt)))
         if not self._table.loads():
-            self._kinds = set()  # whether they fit cannot be said yet
+            self._kinds = set()  # no replica is up that says whether they fit
         for request in fresh:
             if self._table.never_fits(request):
                 self._waiting.remove(request.request_id, self._now)
@@ -165,11 +169,11 @@ class BatchScheduler(FleetMachine):
         return out
 
     def _measure_replicas(self) -> list[GlobalInstruction]:
-        """A replica came up: the smallest bounds all batches, and what fits none of them is refused."""
+        """After a replica came up: the smallest one bounds all batches; requests that fit none are refused."""
         lives = self.lives()
         self._waiting.hold(min(ready.num_blocks * ready.block_size for ready in lives), self._now)
         kinds = {(ready.max_model_len, ready.external) for ready in lives}
-        if kinds == self._kinds:  # those who came since have been asked about when they came
+        if kinds == self._kinds:  # requests that came since were checked when they came
             return []
         self._kinds = kinds
         unfit = [request for request, _ in self._table.all_queued() if self._table.never_fits(request)]
@@ -178,7 +182,7 @@ class BatchScheduler(FleetMachine):
         return [self._table.refuse(request) for request in unfit]
 
     def _refuse_failed(self) -> list[GlobalInstruction]:
-        """A request that runs out of memory alone would do so for ever."""
+        """Refuses requests that ran out of memory alone: they would do so again."""
         refused: list[GlobalInstruction] = []
         for job in self._waiting.take_failed():
             request = self._queued(job.request_id)
@@ -194,13 +198,16 @@ class BatchScheduler(FleetMachine):
 
     def _pull(self) -> list[GlobalInstruction]:
         out: list[GlobalInstruction] = []
+        if not self._table.num_queued:
+            return out
         for name in self._names():
-            if not self._table.num_queued:
-                break
             if self._is_idle(name):
                 batch = self._waiting.pull(lambda job, name=name: self._holds(name, job), self._now)  # type: ignore[misc]
-                if batch is not None:
-                    out.append(self._run(name, batch))
+                if batch is None:
+                    continue
+                out.append(self._run(name, batch))
+                if not self._table.num_queued:
+                    break
         return out
 
     def _holds(self, name: str, job: Job) -> bool:
@@ -223,7 +230,7 @@ class BatchScheduler(FleetMachine):
             self._leave(entry.replica, request_id, output_len)
 
     def _leave(self, name: str, request_id: str, output_len: int | None) -> None:
-        """A request of a batch is in flight no more; the last one ends the batch."""
+        """Books that a request of a batch is no longer in flight; the last one ends the batch."""
         run = self._runs.get(name)
         if run is None or request_id not in run.left:
             return
@@ -251,13 +258,16 @@ class BatchScheduler(FleetMachine):
         )
 
     def _forget_aborted(self, keys: Iterable[Key]) -> None:
-        """Requests of broken batches, awaited as these attempts or earlier ones."""
+        """Forgets requests of broken batches that are awaited as these attempts or earlier ones."""
         for request_id, attempt in keys:
             if self._waiting.is_awaited_up_to(request_id, attempt):
                 self._waiting.remove(request_id, self._now)
 
     def _break_off(self, name: str, keys: tuple[Key, ...]) -> None:
-        """Said again until it was heard: what has come back since, or was never placed there, is passed over."""
+        """Takes a broken batch, which its replica repeats until it was heard.
+
+        Attempts that have come back since, or were never placed there, are ignored.
+        """
         members = []
         for request_id, attempt in keys:
             entry = self._table.entry(request_id)
@@ -271,13 +281,13 @@ class BatchScheduler(FleetMachine):
         self._waiting.break_off(members, len(keys), None if run is None else run.batch, self._now)
         self.num_splits += 1
 
-    def _foresee(self, made: Iterable[ForecastMade]) -> None:
+    def _take_forecasts(self, made: Iterable[ForecastMade]) -> None:
         queued, _ = self._table.foresee(made)
         for each in queued:
-            self._waiting.foresee(each.request_id, each.forecast, self._now)
+            self._waiting.set_forecast(each.request_id, each.forecast, self._now)
 
     def _reconcile(self, ingress_id: str, announced: tuple[OpenRequest, ...]) -> list[GlobalInstruction]:
-        """What a broken batch has lost is said whenever its ingress replica still takes it for running."""
+        """Reports requests of broken batches as lost whenever their ingress replica still takes them for running."""
         awaits = self._waiting.is_awaited
         broken = tuple(key for each in announced if awaits(key := (each.request_id, each.attempt)))
         self._forget_awaited(ingress_id, announced)
@@ -286,7 +296,7 @@ class BatchScheduler(FleetMachine):
         return self._table.reconcile(ingress_id, others) + reports
 
     def _forget_awaited(self, ingress_id: str, announced: Iterable[OpenRequest]) -> None:
-        """Requests of broken batches whose clients have left meanwhile."""
+        """Forgets requests of broken batches whose clients have left meanwhile."""
         still_open = {stream.request_id for stream in announced}
         for member in self._waiting.awaited():
             if member.ingress_id == ingress_id and member.request_id not in still_open:
@@ -299,7 +309,7 @@ class BatchScheduler(FleetMachine):
         self._resting.pop(name, None)
 
     def check_integrity(self) -> None:
-        """As of ``FleetMachine``, and the queue and the batches agree with its table."""
+        """See ``FleetMachine``; also checks that the queue and the batches agree with the table."""
         super().check_integrity()
         self._waiting.check_integrity()
         if self._waiting.num_waiting != self._table.num_queued:

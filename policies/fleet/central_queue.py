@@ -1,4 +1,4 @@
-"""What waits in batch mode: for its forecast, for company, for a worker, or for the rest of a batch that broke off."""
+"""Requests that wait in batch mode: for a forecast, for company, for a worker, or for the rest of a broken batch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from core.forecast import Forecast
 from core.messages.requests import Key
 from core.request import Request
 from policies.batching.base import Batcher, FormedBatch
-from policies.job import Job
-from policies.replica.tracked import make_job
+from policies.interfaces import Job
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """An attempt that ran in a batch when that broke off."""
+    """An attempt that ran in a batch when the batch broke off."""
 
     request_id: str
     attempt: int
@@ -28,10 +27,10 @@ class _Broken:
     """A batch that broke off. Its requests come back from their ingress replicas, with the tokens they have by then.
 
     Attributes:
-        num_jobs: When it broke off.
-        arrived_at: Of each, when it first came.
-        awaited: Those that have not come back.
-        back: Those that have.
+        num_jobs: Size of the batch when it broke off.
+        arrived_at: First arrival of each request, by id.
+        awaited: Requests that have not come back.
+        back: Requests that have come back.
     """
 
     num_jobs: int
@@ -43,7 +42,7 @@ class _Broken:
 
 
 class CentralQueue:
-    """One for all workers of batch mode, in front of the ``Batcher`` that forms the batches.
+    """The one queue for all workers of batch mode, in front of the ``Batcher`` that forms the batches.
 
     Args:
         forecast_wait_s: A request without a forecast waits so long for one before it is put into a batch.
@@ -52,9 +51,9 @@ class CentralQueue:
     def __init__(self, batcher: Batcher, forecast_wait_s: float = 0.0) -> None:
         self._batcher = batcher
         self._forecast_wait_s = forecast_wait_s
-        self._jobs: dict[str, Job] = {}  # all that waits, wherever
-        self._unforeseen: dict[str, float] = {}  # until when its forecast is waited for, in that order
-        self._broken: dict[str, _Broken] = {}  # by each request of theirs, awaited or back
+        self._jobs: dict[str, Job] = {}  # all waiting requests
+        self._unpredicted: dict[str, float] = {}  # deadline of each forecast that is waited for, earliest first
+        self._broken: dict[str, _Broken] = {}  # by the id of each of its requests, awaited or back
         self._failed: list[Job] = []
         self._usual: Forecast | None = None
 
@@ -62,18 +61,22 @@ class CentralQueue:
     def num_waiting(self) -> int:
         return len(self._jobs)
 
-    def next_due_at(self, *, any_idle: bool) -> float | None:
-        """When something is to be done without anybody coming or going; ``any_idle``: whether a worker could pull."""
-        due = [next(iter(self._unforeseen.values()))] if self._unforeseen else []
-        company_at = self._batcher.next_due_at() if any_idle else None
-        if company_at is not None:
+    def next_due_at(self, any_idle: Callable[[], bool]) -> float | None:
+        """The instant at which something is due although no request comes or goes; None if nothing is.
+
+        Args:
+            any_idle: Whether a worker could pull; asked only where a batch becomes ready by waiting.
+        """
+        due = [next(iter(self._unpredicted.values()))] if self._unpredicted else []
+        company_at = self._batcher.next_due_at()
+        if company_at is not None and any_idle():
             due.append(company_at)
         return min(due, default=None)
 
     def add(self, request: Request, now: float) -> None:
-        """A request has arrived, or has come back; it is not here yet."""
+        """Takes a request that has arrived or come back; it must not be here yet."""
         request_id = request.request_id
-        job = self._jobs[request_id] = make_job(request, now)
+        job = self._jobs[request_id] = Job.of(request, now)
         broken = self._broken.get(request_id)
         if broken is not None:
             del broken.awaited[request_id]
@@ -81,46 +84,50 @@ class CentralQueue:
             broken.back[request_id] = job
             self._settle(broken, now)
         elif job.forecast is None and self._forecast_wait_s and not request.attempt:
-            self._unforeseen[request_id] = now + self._forecast_wait_s
+            self._unpredicted[request_id] = now + self._forecast_wait_s
         else:
             self._form(job, now)
 
-    def foresee(self, request_id: str, forecast: Forecast, now: float) -> None:
-        """The forecast of a request that waits. One that is in a batch already stays there."""
+    def set_forecast(self, request_id: str, forecast: Forecast, now: float) -> None:
+        """Takes the forecast of a waiting request. A request that is in a batch already stays there."""
         self._jobs[request_id].forecast = forecast
-        if self._unforeseen.pop(request_id, None) is not None:
+        if self._unpredicted.pop(request_id, None) is not None:
             self._form(self._jobs[request_id], now)
 
-    def foresee_usually(self, forecast: Forecast) -> None:
-        """What is expected of a request that nobody has looked at: the lengths of outputs that have ended."""
+    def set_usual_forecast(self, forecast: Forecast) -> None:
+        """Takes the forecast for requests that have none of their own: the lengths of outputs that have ended."""
         self._usual = forecast
 
     def hold(self, memory_tokens: float, now: float) -> None:
-        """Every worker holds so many KV tokens at least."""
+        """Sets the KV tokens that every worker holds at least."""
         self._batcher.hold(memory_tokens, now)
 
     def remove(self, request_id: str, now: float) -> None:
-        """A request is gone, waiting here or awaited; unknown ones are fine."""
+        """Forgets a request that waits here or is awaited; unknown ids are ignored."""
         job = self._jobs.pop(request_id, None)
         broken = self._broken.pop(request_id, None)
         if broken is not None:
             broken.awaited.pop(request_id, None)
             broken.back.pop(request_id, None)
             self._settle(broken, now)
-        elif self._unforeseen.pop(request_id, None) is None and job is not None:
+        elif self._unpredicted.pop(request_id, None) is None and job is not None:
             self._batcher.remove(request_id)
 
     def pass_time(self, now: float) -> None:
-        """What has waited long enough for its forecast goes on without."""
-        while self._unforeseen:
-            request_id, until = next(iter(self._unforeseen.items()))
+        """Puts requests into batches without a forecast where the wait for one is over."""
+        while self._unpredicted:
+            request_id, until = next(iter(self._unpredicted.items()))
             if until > now:
                 return
-            del self._unforeseen[request_id]
+            del self._unpredicted[request_id]
             self._form(self._jobs[request_id], now)
 
     def pull(self, fits: Callable[[Job], bool], now: float) -> FormedBatch | None:
-        """The batch that an idle worker runs next; jobs that do not fit this worker stay here."""
+        """The batch that an idle worker runs next; jobs that do not fit this worker stay here.
+
+        Args:
+            fits: Whether this worker can hold a job.
+        """
         unfit: list[Job] = []
         batch = self._batcher.pull(now)
         while batch is not None:
@@ -136,12 +143,12 @@ class CentralQueue:
         return batch
 
     def break_off(self, members: list[Member], num_jobs: int, batch: FormedBatch | None, now: float) -> None:
-        """Those of a pulled batch that had not ended will come back, to be halved once all are back or gone.
+        """Awaits the unfinished requests of a broken batch, which is halved once all are back or gone.
 
         Args:
-            members: One at least; none of them waits here.
-            num_jobs: Of the batch when it broke off, those among them of whom nothing is to be heard any more.
-            batch: As it was pulled; None if another life of this queue did that.
+            members: At least one; none of them waits here.
+            num_jobs: Size of the batch when it broke off, requests that will not come back included.
+            batch: The batch as it was pulled; None if an earlier life of this queue pulled it.
         """
         awaited = {member.request_id: member for member in members}
         jobs = [] if batch is None else [job for job in batch.jobs if job.request_id in awaited]
@@ -153,7 +160,7 @@ class CentralQueue:
         self._broken |= {member.request_id: broken for member in members}
 
     def is_awaited(self, key: Key) -> bool:
-        """Whether this attempt, or a later one of its request, ran in a batch that broke off, and has not come back."""
+        """Whether this attempt, or a later one of its request, ran in a broken batch and has not come back."""
         broken = self._broken.get(key[0])
         member = None if broken is None else broken.awaited.get(key[0])
         return member is not None and member.attempt >= key[1]
@@ -165,11 +172,11 @@ class CentralQueue:
         return member is not None and member.attempt <= attempt
 
     def awaited(self) -> list[Member]:
-        """All that have not come back."""
+        """All requests of broken batches that have not come back."""
         return [broken.awaited[rid] for rid, broken in self._broken.items() if rid in broken.awaited]
 
     def take_failed(self) -> list[Job]:
-        """Those that ran out of memory alone; they are not here any more."""
+        """Takes the requests that ran out of memory alone; they are not here any more."""
         failed, self._failed = self._failed, []
         return failed
 
@@ -179,7 +186,7 @@ class CentralQueue:
         self._batcher.add(job, now)
 
     def _settle(self, broken: _Broken, now: float) -> None:
-        """Once nobody is awaited any more, what has come back waits again in halves."""
+        """Splits a broken batch once none of its requests is awaited: the halves wait again."""
         if broken.awaited or not broken.back:
             return
         batch = FormedBatch(0, broken.created_at, broken.sealed_at)
@@ -196,19 +203,19 @@ class CentralQueue:
             self._failed.append(failed)
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError unless everybody waits in one place."""
+        """Raises IntegrityError unless every request waits in exactly one place."""
         self._batcher.check_integrity()
         groups = {id(broken): broken for broken in self._broken.values()}.values()
         back = [request_id for broken in groups for request_id in broken.back]
-        if self._batcher.num_waiting + len(self._unforeseen) + len(back) != len(self._jobs):
-            raise IntegrityError(f"{len(self._jobs)} requests wait, but not as many in all places together")
+        if self._batcher.num_waiting + len(self._unpredicted) + len(back) != len(self._jobs):
+            raise IntegrityError(f"{len(self._jobs)} requests wait, but their places hold another number")
         for broken in groups:
             if not broken.awaited:
-                raise IntegrityError("a broken batch waits for nobody")
+                raise IntegrityError("a broken batch awaits no request")
             if broken.awaited.keys() & self._jobs.keys() or not broken.back.keys() <= self._jobs.keys():
-                raise IntegrityError("a request of a broken batch is awaited and waits, or is back and does not")
-        if not self._unforeseen.keys() <= self._jobs.keys():
-            raise IntegrityError("a forecast is waited for that nobody needs")
+                raise IntegrityError("a request of a broken batch is awaited and waits, or is back and does not wait")
+        if not self._unpredicted.keys() <= self._jobs.keys():
+            raise IntegrityError("a forecast is awaited for a request that does not wait")
 
 
 def _drop_unfit(batch: FormedBatch, fits: Callable[[Job], bool]) -> list[Job]:

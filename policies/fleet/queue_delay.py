@@ -42,6 +42,21 @@ def queue_delay_s(outlook: LoadSnapshot, num_replicas: int) -> float | None:
     return ahead * each.batch_s(running) / running / num_replicas + prompts_s
 
 
+def ended_after_s(outlook: LoadSnapshot, num_requests: int) -> float | None:
+    """Seconds until so many of the requests in flight have ended, if no others come.
+
+    Returns:
+        None where no replica serves, there are no requests, or steps have not been measured.
+    """
+    demand, cost = outlook.demand, outlook.cost
+    if not outlook.num_replicas or not demand.num_requests or cost is None or not outlook.kv_tokens:
+        return None
+    each = _MeanRequest(demand, cost)
+    places = min(outlook.max_num_seqs, max(1, int(outlook.kv_tokens / each.context_len)))
+    running = min(places, -(-demand.num_requests // outlook.num_replicas))
+    return num_requests * each.batch_s(running) / running / outlook.num_replicas
+
+
 def _batches_s(demand: Demand, each: _MeanRequest, places: int, num_replicas: int) -> float:
     """Of n rests of batches, each anything up to the whole, the shortest is 1 / (n + 1) of one in the mean."""
     if not demand.num_waiting and demand.num_busy < num_replicas:

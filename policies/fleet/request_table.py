@@ -9,16 +9,17 @@ one knew.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from core.errors import IntegrityError
 from core.load_snapshot import Demand
 from core.messages.forecasts import ForecastMade
+from core.messages.placement import ReplicaView
 from core.messages.plans import FinishedSequence, WorkerReady
 from core.messages.requests import Key, OpenRequest
 from core.request import Request, SequenceStatus
 from policies.fleet.events import AbortOnReplica, AskReplica, GlobalInstruction, ReportLost
-from policies.fleet.replica import FleetReplica
 from policies.placement.base import Choice, ReplicaLoad
 from policies.replica.events import RefuseRequest
 
@@ -49,6 +50,62 @@ class Entry:
         return 0 if self.choice is None else self.choice.hit_len
 
 
+class _Queued(NamedTuple):
+    """A request that waits for a replica, and since when."""
+
+    request: Request
+    since: float
+
+
+@dataclass(slots=True)
+class FleetReplica:
+    """A replica and what is in flight on it.
+
+    Attributes:
+        ready: Its latest worker life; None before the first.
+        up: Whether it takes requests now.
+        draining: Nothing new is to be placed on it.
+        requests: Tokens of work of each request that is placed on it, by id.
+    """
+
+    load: ReplicaLoad
+    ready: WorkerReady | None = None
+    up: bool = False
+    draining: bool = False
+    requests: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.load.name
+
+    @property
+    def takes(self) -> bool:
+        """Whether requests may be placed on it."""
+        return self.up and not self.draining
+
+    def enter(self, request_id: str, work_tokens: float) -> None:
+        self.requests[request_id] = work_tokens
+        self._weigh(work_tokens)
+
+    def remove(self, request_id: str) -> None:
+        self._weigh(-self.requests.pop(request_id))
+
+    def _weigh(self, more_tokens: float) -> None:
+        self.load.num_requests = len(self.requests)
+        self.load.work_tokens += more_tokens
+
+    def view(self) -> ReplicaView:
+        capacity = 0 if self.ready is None else self.ready.num_blocks * self.ready.block_size
+        load = self.load
+        return ReplicaView(self.name, self.takes, load.num_requests, load.work_tokens, capacity_tokens=capacity)
+
+    def fits(self, request: Request) -> bool:
+        """Whether its worker holds the request when it is as long as it may get."""
+        if self.ready is None or (self.ready.external and request.sampling.own_engine_field):
+            return False
+        return request.max_total_len <= self.ready.max_model_len
+
+
 OnRemoved = Callable[[str, Entry | None, int | None], None]
 """Told of each request that is to be in flight no more: its id, its line if it was placed, and the tokens of its output
 if that has come to its end. A request that was in no line is told as well: its owner may know of it otherwise."""
@@ -68,8 +125,7 @@ class RequestTable:
         self._on_removed = on_removed
         self._replicas: dict[str, FleetReplica] = {}
         self._placed: dict[str, Entry] = {}
-        self._queued: dict[str, Request] = {}  # they wait for a replica ...
-        self._queued_since: dict[str, float] = {}  # ... since then; they are here until they are placed or gone
+        self._queued: dict[str, _Queued] = {}  # until they are placed or gone
         self._gone: set[str] = set()  # replicas given up: what an ingress replica still has there is lost
         self._open: tuple[ReplicaLoad, ...] | None = None  # replicas that take requests; None if that has changed
         self._open_max_len = 0  # tokens that a sequence may reach on each of them
@@ -141,11 +197,12 @@ class RequestTable:
 
     def queued(self, request_id: str) -> Request | None:
         """A request that waits for a replica."""
-        return self._queued.get(request_id)
+        queued = self._queued.get(request_id)
+        return None if queued is None else queued.request
 
     def all_queued(self) -> tuple[tuple[Request, float], ...]:
         """Every request that waits for a replica, and since when. O(waiting)."""
-        return tuple((request, self._queued_since[request_id]) for request_id, request in self._queued.items())
+        return tuple(self._queued.values())
 
     def keys_on(self, replica: str) -> Iterator[Key]:
         """The attempts that are placed on a known replica."""
@@ -154,12 +211,12 @@ class RequestTable:
     def _keys(self) -> list[tuple[Key, str]]:
         """Every attempt in flight and its ingress replica."""
         placed = [((rid, entry.attempt), entry.ingress_id) for rid, entry in self._placed.items()]
-        return placed + [((rid, request.attempt), request.ingress_id) for rid, request in self._queued.items()]
+        return placed + [((rid, each.request.attempt), each.request.ingress_id) for rid, each in self._queued.items()]
 
     def attempt_of(self, request_id: str) -> int | None:
         """The attempt in flight; None if there is none."""
         if request_id in self._queued:
-            return self._queued[request_id].attempt
+            return self._queued[request_id].request.attempt
         entry = self._placed.get(request_id)
         return None if entry is None else entry.attempt
 
@@ -167,7 +224,7 @@ class RequestTable:
         """What is in flight, but for what other servers have; for the predicted queue delay. O(in flight)."""
         own = {name: each for name, each in self._replicas.items() if each.ready is None or not each.ready.external}
         placed = [entry for entry in self._placed.values() if entry.replica in own]
-        waiting = self._queued.values()
+        waiting = [request for request, _ in self._queued.values()]
         return Demand(
             num_requests=len(placed) + len(waiting),
             num_waiting=len(waiting),
@@ -203,7 +260,6 @@ class RequestTable:
     def refuse(self, request: Request) -> RefuseRequest:
         """Says why a request never fits; it is not queued any more. Its owner is not told."""
         self._queued.pop(request.request_id, None)
-        self._queued_since.pop(request.request_id, None)
         known = [replica.ready for replica in self._replicas.values() if replica.ready is not None]
         field = request.sampling.own_engine_field
         if field and all(ready.external for ready in known):
@@ -215,26 +271,21 @@ class RequestTable:
 
     def enqueue(self, request: Request, now: float) -> None:
         """A request waits for a replica; if it did so before, since then."""
-        self._queued[request.request_id] = request
-        self._queued_since.setdefault(request.request_id, now)
-
-    def take_queued(self) -> tuple[Request, ...]:
-        """Every queued request, each to be placed, queued again or refused at once: it keeps its time of waiting."""
-        waiting, self._queued = tuple(self._queued.values()), {}
-        return waiting
+        before = self._queued.get(request.request_id)
+        self._queued[request.request_id] = _Queued(request, now if before is None else before.since)
 
     def place(self, request: Request, choice: Choice, now: float) -> None:
         """Enters a request, queued or new, on the chosen replica."""
         ready = self._replicas[choice.replica].ready
         assert ready is not None
-        self._queued.pop(request.request_id, None)
+        queued = self._queued.pop(request.request_id, None)
         entry = Entry(
             attempt=request.attempt,
             ingress_id=request.ingress_id,
             replica=choice.replica,
             worker_incarnation=ready.worker_incarnation,
             choice=choice,
-            waited_s=now - self._queued_since.pop(request.request_id, now),
+            waited_s=0.0 if queued is None else now - queued.since,
             known_len=request.known_len,
             expected_len=self._expected_len(request),
             most_len=request.max_total_len - request.known_len,
@@ -263,9 +314,10 @@ class RequestTable:
         for each in made:
             if self.attempt_of(each.request_id) != each.attempt:
                 continue
-            request = self._queued.get(each.request_id)
-            if request is not None:
-                self._queued[each.request_id] = replace(request, forecast=each.forecast)
+            waiting = self._queued.get(each.request_id)
+            if waiting is not None:
+                request = replace(waiting.request, forecast=each.forecast)
+                self._queued[each.request_id] = _Queued(request, waiting.since)
                 queued.append(each)
                 continue
             placed.append(each)
@@ -277,7 +329,6 @@ class RequestTable:
     def remove(self, request_id: str, output_len: int | None = None) -> None:
         """A request is in flight no more; ``output_len``: tokens of an output that has come to its end."""
         self._queued.pop(request_id, None)
-        self._queued_since.pop(request_id, None)
         entry = self._placed.pop(request_id, None)
         if entry is not None:
             self._replicas[entry.replica].remove(request_id)
@@ -373,8 +424,6 @@ class RequestTable:
             raise IntegrityError("the in-flight table and the replicas disagree")
         if self._queued.keys() & self._placed.keys():
             raise IntegrityError("a request is placed and waits")
-        if self._queued.keys() != self._queued_since.keys():
-            raise IntegrityError("queued requests and their queue-entry times disagree")
         for replica in self._replicas.values():
             load, work_tokens = replica.load, sum(replica.requests.values())
             if load.num_requests != len(replica.requests):

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from core.errors import InvalidValueError
-from policies.interfaces import KV_POLICIES, KvMoves, KvPolicy, KvView, ReplicaContext
-from policies.job import Job
+from policies.interfaces import KV_POLICIES, Job, KvMoves, KvPolicy, KvView, ReplicaContext
 from policies.order.gittins import Gittins
 
 

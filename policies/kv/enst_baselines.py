@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from core.decisions import Facts
-from policies.interfaces import KV_POLICIES, KvMoves, KvPolicy, KvView, ReplicaContext
-from policies.job import Job
+from policies.interfaces import KV_POLICIES, Job, KvMoves, KvPolicy, KvView, ReplicaContext
 from policies.kv.enst_offload import by_enst, enst_s, host_has_room, make_room
 from policies.order.skip_join_mlfq import SkipJoinMlfq
 

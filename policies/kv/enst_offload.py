@@ -14,8 +14,7 @@ from operator import itemgetter
 
 from core.decisions import Facts
 from core.errors import InvalidValueError
-from policies.interfaces import KV_POLICIES, KvMoves, KvPolicy, KvView, ReplicaContext
-from policies.job import Job
+from policies.interfaces import KV_POLICIES, Job, KvMoves, KvPolicy, KvView, ReplicaContext
 from policies.order.skip_join_mlfq import Group, SkipJoinMlfq, Urgency
 
 _Turn = tuple[Urgency, float, int, float]

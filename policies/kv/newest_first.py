@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from policies.interfaces import KV_POLICIES, KvMoves, KvPolicy, KvView, ReplicaContext
-from policies.job import Job
+from policies.interfaces import KV_POLICIES, Job, KvMoves, KvPolicy, KvView, ReplicaContext
 
 
 @dataclass(frozen=True, slots=True)

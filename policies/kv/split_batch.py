@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from policies.interfaces import Admission, KvMoves, KvPolicy, KvView
-from policies.job import Job
+from policies.interfaces import Admission, Job, KvMoves, KvPolicy, KvView
 
 
 class WholeBatch(Admission):

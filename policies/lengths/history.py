@@ -30,7 +30,7 @@ class LengthHistory:
         initial: Finished lengths to start from, oldest first. The paper starts from the longest possible output; one
             such entry is enough and is outweighed soon, a window full of them holds admission back for 1000 requests.
         interpolated: Draw as LightLLM does, linearly between [generated] + longer lengths + [limit], rounded to even;
-            some mass then lies above the longest entry. What has generated nothing draws plain entries there as here.
+            some mass then lies above the longest entry. Jobs without output draw plain entries in both modes.
 
     Raises:
         InvalidValueError: The window is below 1, or a length is negative.

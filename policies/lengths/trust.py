@@ -30,7 +30,7 @@ def crps(points: FloatArray, value: float) -> float:
 
 
 class PredictorGate:
-    """Weight omega of the forecast's half of a length law.
+    """Computes omega, the weight of the forecast's half of a length law.
 
     omega = 0.97 / (1 + exp(-20 (CRPS_hist - CRPS_pred) / CRPS_hist)) over the last completions; 0.5 before there are
     enough. Cut outputs are left out: their true length is not known, and the score would favour short forecasts.

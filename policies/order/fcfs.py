@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from sortedcontainers import SortedDict
 
 from core.costs import StepCost
-from policies.interfaces import ORDERS, Order, ReplicaContext
-from policies.job import Job
+from policies.interfaces import ORDERS, Job, Order, ReplicaContext
 
 _Key = tuple[tuple[int, float], int]
 

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from core.costs import StepCost
 from core.decisions import Facts
 from core.errors import IntegrityError, InvalidValueError
-from policies.interfaces import ORDERS, Order, ReplicaContext
-from policies.job import Job
+from policies.interfaces import ORDERS, Job, Order, ReplicaContext
 from policies.lengths import law as length_law
 from policies.lengths.history import LengthHistory
 from policies.lengths.trust import PredictorGate

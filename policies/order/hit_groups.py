@@ -12,8 +12,7 @@ from sortedcontainers import SortedDict
 from core.costs import StepCost
 from core.decisions import Facts
 from core.errors import IntegrityError, InvalidValueError
-from policies.interfaces import ORDERS, Order, ReplicaContext
-from policies.job import Job
+from policies.interfaces import ORDERS, Job, Order, ReplicaContext
 
 _Urgency = tuple[int, float]
 _Turn = tuple[float, int]

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from core.errors import IntegrityError
-from policies.job import Job
+from policies.interfaces import Job
 
 _FIRST_ROWS = 64
 

@@ -18,8 +18,7 @@ from sortedcontainers import SortedDict
 from core.costs import StepCost
 from core.decisions import Facts
 from core.errors import IntegrityError
-from policies.interfaces import ORDERS, Order, ReplicaContext
-from policies.job import Job
+from policies.interfaces import ORDERS, Job, Order, ReplicaContext
 from policies.settings import MlfqRules
 
 Urgency = tuple[int, float]

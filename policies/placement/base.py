@@ -1,8 +1,12 @@
-"""What every placement policy sees and answers."""
+"""The interface of placement policies, counts of what they chose, and the two policies that look at no prompt.
+
+Round-robin is the baseline of Preble; it is fair if requests cost alike.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -10,10 +14,13 @@ from core.costs import StepCost
 from core.decisions import Facts
 from core.forecast import Forecast
 from core.messages.cache import KVCacheEvent
-from core.messages.placement import PrefixView, ReplicaView
+from core.messages.placement import PrefixView, ReasonCount, RecentPlacement, ReplicaView
 from core.request import Request
 from policies.parts import Parts
 from policies.settings import PolicySettings
+
+NUM_RECENT = 20
+"""Placements that a dashboard shows one by one."""
 
 
 @dataclass(slots=True)
@@ -31,11 +38,11 @@ class ReplicaLoad:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A replica and, in a few words, why.
+    """The chosen replica, and the reason in a few words.
 
     Attributes:
-        hit_len: Prompt tokens believed to be cached there when the request starts.
-        pending_len: Of those, tokens that requests placed before it are still to compute.
+        hit_len: Prompt tokens believed to be cached on the replica when the request starts.
+        pending_len: Tokens of ``hit_len`` that requests placed before it have yet to compute.
     """
 
     replica: str
@@ -44,7 +51,7 @@ class Choice:
     pending_len: int = 0
 
     def facts(self) -> Facts:
-        """Everything that is in it, by name."""
+        """All fields by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
@@ -53,9 +60,9 @@ class LoadChoice(Choice):
     """A choice by load.
 
     Attributes:
-        work_tokens: Outstanding on the chosen replica, without this request ...
-        most_work_tokens: ... and on the one with the most.
-        num_replicas: Between which was chosen.
+        work_tokens: Outstanding tokens on the chosen replica, without this request.
+        most_work_tokens: Outstanding tokens on the replica that has the most.
+        num_replicas: Number of replicas that could have been chosen.
     """
 
     work_tokens: float = 0.0
@@ -63,55 +70,123 @@ class LoadChoice(Choice):
     num_replicas: int = 1
 
 
-class Placement(ABC):
-    """Picks a replica for each request, and may learn from what becomes of it.
+class PlacementStats:
+    """What a dashboard shows of placements: counts by reason, of which there are few, and the last ``NUM_RECENT``."""
 
-    Who only picks says how in ``choose`` and inherits the rest, which does nothing.
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._recent: deque[RecentPlacement] = deque(maxlen=NUM_RECENT)
+
+    def add(self, request: Request, choice: Choice, placed_at: float) -> None:
+        """A request was placed, at so many seconds since the epoch."""
+        self._counts[choice.reason] += 1
+        self._recent.appendleft(
+            RecentPlacement(placed_at, choice.replica, choice.reason, request.known_len, choice.hit_len)
+        )
+
+    def reasons(self) -> tuple[ReasonCount, ...]:
+        """The commonest first."""
+        return tuple(ReasonCount(*each) for each in self._counts.most_common())
+
+    def recent(self) -> tuple[RecentPlacement, ...]:
+        """The newest first."""
+        return tuple(self._recent)
+
+
+class Placement(ABC):
+    """Picks a replica for each request; may learn from later events of the request.
+
+    A policy must define ``choose``. Every other method is an optional hook that does nothing by default.
 
     Attributes:
-        block_size: Tokens that each hash of ``prefix`` stands for; 0 where prefixes are not looked at.
+        block_size: Tokens that each hash of ``prefix`` stands for; 0 if the policy does not use prefixes.
     """
 
     block_size: int = 0
 
     @abstractmethod
     def choose(self, request: Request, prefix: Sequence[int], loads: tuple[ReplicaLoad, ...], now: float) -> Choice:
-        """One of ``loads``, never empty; the request is placed there and counts from now on.
+        """Picks one of ``loads``; the caller places the request there.
 
         Args:
-            prefix: Chained hashes of the full blocks of its known tokens; empty without a ``block_size``.
-            loads: The same object from call to call while the same replicas can take requests.
+            prefix: Chained hashes of the full blocks of the request's known tokens; empty if ``block_size`` is 0.
+            loads: The replicas that take requests, at least one. The same tuple object from call to call while these
+                replicas stay the same; its elements change in place.
         """
 
     def replica_up(self, name: str, capacity: int) -> None:
-        """A worker life begins that holds ``capacity`` KV tokens: what was known of this replica is void."""
+        """A life of the replica's worker begins, with room for ``capacity`` KV tokens; earlier knowledge is void."""
 
     def replica_gone(self, name: str) -> None:
-        """The replica will not come back; unknown ones are fine."""
+        """The replica will not come back. Unknown names are ignored."""
 
     def started(self, request_id: str, cached_len: int, queue_s: float, now: float) -> None:
-        """A request has first run, ``queue_s`` after it was placed, and found ``cached_len`` tokens cached."""
+        """A request has run for the first time, ``queue_s`` after its placement, with ``cached_len`` tokens cached."""
 
     def foreseen(self, request_id: str, forecast: Forecast, now: float) -> None:
         """A new forecast of a request in flight, which was placed without one or with another one."""
 
     def ended(self, request_id: str, output_len: int | None, now: float) -> None:
-        """A request is not in flight any more; None where its output did not come to its end."""
+        """A request is no longer in flight. ``output_len`` is None if its output is incomplete."""
 
     def noticed(self, replica: str, notice: KVCacheEvent) -> None:
-        """News of what the replica caches, in blocks of ``block_size``; the first one of a worker life is whole."""
+        """The replica's cached blocks, of ``block_size`` tokens, have changed; a worker life's first event is whole."""
 
     def priced(self, replica: str, cost: StepCost) -> None:
-        """What steps cost there, as measured by now."""
+        """The measured step cost of the replica is new or has changed."""
 
     def show(self, view: ReplicaView) -> ReplicaView:
-        """A replica with what this policy knows of it beside."""
+        """``view`` with this policy's own numbers about the replica added."""
         return view
 
     def busiest_prefixes(self, limit: int) -> tuple[PrefixView, ...]:
-        """The nodes of the prefix tree that most requests went through lately, each after the one above it."""
+        """The ``limit`` nodes of the prefix tree with the most recent requests, each after its parent."""
         return ()
 
 
 PLACEMENTS: Parts[Placement, PolicySettings] = Parts("scheduler.placement")
 """Placements by the names that presets and ``[scheduler] placement`` use."""
+
+
+class RoundRobin(Placement):
+    """Each request goes to the next replica. O(1)."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def choose(self, request: Request, prefix: Sequence[int], loads: tuple[ReplicaLoad, ...], now: float) -> Choice:
+        """The replica for this request, of those given (never empty)."""
+        chosen = loads[self._next % len(loads)].name
+        self._next += 1
+        return Choice(chosen, "in turn")
+
+
+@PLACEMENTS.register("round-robin")
+def build_round_robin(settings: PolicySettings) -> RoundRobin:
+    """Replicas in turn."""
+    return RoundRobin()
+
+
+class LeastWork(Placement):
+    """Goes where the fewest tokens are outstanding; of equals the first. O(replicas)."""
+
+    def choose(self, request: Request, prefix: Sequence[int], loads: tuple[ReplicaLoad, ...], now: float) -> Choice:
+        """The replica for this request, of those given (never empty)."""
+        least, most = min(loads, key=_work), max(loads, key=_work)
+        return LoadChoice(
+            least.name,
+            "least work",
+            work_tokens=least.work_tokens,
+            most_work_tokens=most.work_tokens,
+            num_replicas=len(loads),
+        )
+
+
+def _work(load: ReplicaLoad) -> float:
+    return load.work_tokens
+
+
+@PLACEMENTS.register("least-work")
+def build_least_work(settings: PolicySettings) -> LeastWork:
+    """The replica with the fewest outstanding tokens."""
+    return LeastWork()

@@ -17,7 +17,7 @@ from policies.placement.e2_profiles import Regressions, from_step_cost
 from policies.placement.load_cost import Query
 from policies.placement.prefix_loads import PrefixLoads
 from policies.placement.prefix_scaling import PrefixScaling
-from policies.placement.prefix_tree import Node, Path
+from policies.placement.prefix_tree import Path, PrefixNode
 from policies.placement.replica_slots import bits, is_single
 from policies.settings import E2Config, PolicySettings
 
@@ -27,9 +27,9 @@ class E2Choice(Choice):
     """``reason`` is exploit, explore, balance or rebalance; the cost is that of the chosen replica, in GPU-seconds.
 
     Attributes:
-        load_s: L, of the requests placed there within the window.
-        evict_s: M, of computing again what has to make room.
-        prefill_s: P, of the prompt tokens not cached there.
+        load_s: L: load of the requests placed on the replica within the window.
+        evict_s: M: recomputation of the prefixes that must be evicted to make room.
+        prefill_s: P: prefill of the prompt tokens that the replica does not cache.
     """
 
     load_s: float = 0.0
@@ -46,7 +46,7 @@ def key_portion(spans: Sequence[int]) -> int:
     """Which node of a path is the key portion: the deepest with more tokens than all before it together (section 3).
 
     Args:
-        spans: Lengths of its nodes from the root on, at least one, each above 0.
+        spans: Lengths of the path's nodes from the root on, at least one, each above 0.
     """
     key, before = 0, 0
     for i, span in enumerate(spans):
@@ -57,15 +57,15 @@ def key_portion(spans: Sequence[int]) -> int:
 
 
 class E2Router(Placement):
-    """Places a request where its prefix is cached if that saves more than it computes, else where it costs least.
+    """Places a request where its prefix is cached if more of the prompt is cached than not, else where it costs least.
 
     Cost of a placement: O(length of its path + nodes that its replica evicts), and a few numpy operations over all
     replicas.
 
     Args:
         regressions: PT and DT, the same for all replicas.
-        block_size: Tokens an element of a path stands for.
-        ties: Draws among replicas of equal cost; without it the one of the lowest number (its slot).
+        block_size: Tokens that an element of a path stands for.
+        ties: Draws among replicas of equal cost; without it the replica with the lowest slot is chosen.
     """
 
     def __init__(
@@ -86,13 +86,13 @@ class E2Router(Placement):
         self._scaling = PrefixScaling(self.config.window_s)
 
     def choose(self, request: Request, prefix: Sequence[int], loads: tuple[ReplicaLoad, ...], now: float) -> E2Choice:
-        """A replica for this request, of those given (never empty)."""
+        """Chooses one of ``loads`` for this request."""
         return self.place(request.request_id, tuple(prefix), request.known_len, loads, now)
 
     def place(
         self, request_id: str, prefix: Path, prompt_len: int, loads: tuple[ReplicaLoad, ...], now: float
     ) -> E2Choice:
-        """Algorithm 1; ``choose`` by what it needs to know of the request, which is not in flight yet."""
+        """Algorithm 1, with only the fields of the request that it uses. The request must not be in flight."""
         query = self.prefixes.match(request_id, prefix, prompt_len, loads, now)
         self._scaling.advance(now)
         cached = query.matched[-1].end * self.block_size if query.matched else 0
@@ -106,16 +106,16 @@ class E2Router(Placement):
         return E2Choice(self._slots.names[slot], reason, *hits, load_s, evict_s, placed.prefill_s)
 
     def replica_up(self, name: str, capacity: int) -> None:
-        """A worker life begins that holds ``capacity`` KV tokens: nothing is cached there. O(nodes)."""
+        """A worker life begins with room for ``capacity`` KV tokens and an empty cache. O(nodes)."""
         self.prefixes.replica_up(name, capacity)
 
     def replica_gone(self, name: str) -> None:
-        """The replica will not come back; unknown ones are fine. O(nodes)."""
+        """The replica will not come back. Unknown names are ignored. O(nodes)."""
         self.prefixes.replica_gone(name)
 
     def started(self, request_id: str, cached_len: int, queue_s: float, now: float) -> None:
-        """A request has first run and found so many tokens cached: its load is set right by that, and the tree
-        where the replica tells no notices.
+        """A request has run for the first time and found so many tokens cached: corrects its load, and corrects the
+        tree if the replica sends no KV cache events.
         """
         placed = self.prefixes.started(request_id, cached_len, now)
         if placed is None or placed.key is None or not self.config.autoscale:
@@ -126,23 +126,23 @@ class E2Router(Placement):
             self._replicate(placed.key)
 
     def ended(self, request_id: str, output_len: int | None, now: float) -> None:
-        """A request is not in flight any more; None where its output did not come to its end. O(nodes of its path)."""
+        """A request is no longer in flight; None if its output is incomplete. O(nodes of its path)."""
         self.prefixes.ended(request_id, output_len, now)
 
     def noticed(self, replica: str, notice: KVCacheEvent) -> None:
-        """The replica tells what it caches."""
+        """Applies a KV cache event of the replica."""
         self.prefixes.noticed(replica, notice)
 
     def priced(self, replica: str, cost: StepCost) -> None:
-        """Steps of this replica cost so much: PT and DT are those of the mean over the replicas that have said so."""
+        """Sets the replica's step cost. PT and DT follow the mean cost of all replicas with a measured cost."""
         self.prefixes.priced(replica, cost)
 
     def show(self, view: ReplicaView) -> ReplicaView:
-        """A replica with its load within the window and what it is believed to cache."""
+        """Adds the replica's load within the window and its believed cache contents to ``view``."""
         return self.prefixes.show(view)
 
     def busiest_prefixes(self, limit: int) -> tuple[PrefixView, ...]:
-        """By the requests placed within the window."""
+        """The nodes with the most requests placed within the window."""
         return self.prefixes.busiest(limit)
 
     def _exploit(self, query: Query) -> tuple[int, str]:
@@ -162,7 +162,7 @@ class E2Router(Placement):
         return self._cost.cheapest(query, self._slots.open_mask), "explore"
 
     def _decode_heavy(self) -> int | None:
-        """A replica that mostly decodes has arithmetic to spare: it takes what is explored, unless all are alike."""
+        """The replica with the largest decode share, which has arithmetic to spare; None if the shares are alike."""
         loads_s = self.load.prefill_s + self.load.decode_s
         used = (loads_s > 0) & (self._slots.closed == 0)
         ratios = np.divide(self.load.decode_s, loads_s, out=np.full(len(loads_s), -1.0), where=used)
@@ -172,7 +172,7 @@ class E2Router(Placement):
         return slot
 
     def _relief_of(self, slot: int) -> int | None:
-        """The lightest replica, if this one is too heavy and has requests enough to tell (load shift)."""
+        """The lightest replica, if this one is too heavy and has enough requests to judge by (load shift)."""
         config = self.config
         if not config.rebalance or self.load.num_requests[slot] < config.rebalance_after:
             return None
@@ -184,8 +184,8 @@ class E2Router(Placement):
         lightest = int((loads_s + self._slots.closed).argmin())
         return lightest if loads_s[slot] > self.config.rebalance_ratio * loads_s[lightest] else None
 
-    def _replicate(self, prefix: Node) -> None:
-        """Prefix autoscaling: its requests may go to the lightest replica that it is not on; KV is computed there."""
+    def _replicate(self, prefix: PrefixNode) -> None:
+        """Prefix autoscaling: lets the prefix's requests go to the lightest replica that does not have it yet."""
         loads_s = self.load.prefill_s + self.load.decode_s + self._slots.closed
         loads_s[bits(prefix.replicas | prefix.assigned, len(loads_s))] = np.inf
         lightest = int(loads_s.argmin())
@@ -198,7 +198,7 @@ class E2Router(Placement):
         self.prefixes.check_integrity()
 
 
-def _key_of(matched: list[Node]) -> Node:
+def _key_of(matched: list[PrefixNode]) -> PrefixNode:
     return matched[key_portion([len(node.span) for node in matched])]
 
 

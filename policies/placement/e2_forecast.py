@@ -1,7 +1,7 @@
-"""E2 priced with forecasts: a request goes where it and those that it meets there lose the least time.
+"""E2 priced with forecasts: a request goes to the replica where it and the requests there lose the least time.
 
-Preble prices a replica by what was placed there within a window. Here the requests that are there now count, with what
-their forecasts leave of them; the tree, hits and evictions are those of E2.
+Preble prices a replica by the requests placed on it within a window. This policy counts the requests that are on the
+replica now, with their predicted remaining work; the tree, hits and evictions are those of E2.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from policies.placement.load_cost import Query
 from policies.placement.prefix_loads import PrefixLoads
 from policies.placement.prefix_tree import Path
 from policies.placement.replica_slots import Floats
-from policies.placement.residual_work import Demand, ResidualWork
+from policies.placement.residual_work import RequestLengths, ResidualWork
 from policies.settings import MAX_TREE_BYTES, PolicySettings
 
 WINDOW_S = 180.0
-"""Over which uses of a prefix count when it is to be evicted, and outputs where nothing is foreseen; H of Preble."""
+"""Seconds over which uses of a prefix weigh against its eviction, and over which the mean output length is taken that
+replaces a missing forecast; H of Preble."""
 
 INITIAL_OUTPUT_LEN = 200.0
 """Output tokens assumed without a forecast and before any request has ended."""
@@ -35,15 +36,15 @@ INITIAL_OUTPUT_LEN = 200.0
 
 @dataclass(frozen=True, slots=True)
 class ForecastChoice(Choice):
-    """``reason`` is hit or miss; seconds that the request costs itself and those it meets, by cause.
+    """``reason`` is hit or miss. The seconds are delays of the request and of those on the replica, by cause.
 
     Attributes:
-        queue_s: Of prompts that are computed there before.
-        prefill_s: Of its own prompt, for it and for all that are there.
-        decode_s: Of steps that it shares with others, for it and for them.
-        evict_s: Of computing again what has to make room.
-        memory_s: Until its predicted peak fits.
-        predicted_len: Of its output.
+        queue_s: Prefill of earlier prompts on the replica, which the request waits for.
+        prefill_s: Prefill of its own prompt, counted for itself and for each request that it delays.
+        decode_s: Steps that it shares with others, counted for itself and for them.
+        evict_s: Recomputation of the prefixes that must be evicted to make room, counted as ``prefill_s``.
+        memory_s: Wait until the predicted memory peak fits.
+        predicted_len: Predicted output tokens that are still to come.
     """
 
     queue_s: float = 0.0
@@ -59,14 +60,14 @@ class ForecastChoice(Choice):
 
 
 class E2Forecast(Placement):
-    """Places a request where the sum of its own delay and of the delay that it brings to others is least.
+    """Places a request where the sum of its own delay and of the delay that it causes to others is least.
 
     Cost of a placement: O(length of its path + nodes evicted) and some numpy operations over all requests in flight.
 
     Args:
         cost: What steps cost, the same on all replicas.
-        block_size: Tokens an element of a path stands for.
-        max_tree_bytes: As ``PrefixLoads`` takes it.
+        block_size: Tokens that an element of a path stands for.
+        max_tree_bytes: As in ``PrefixLoads``.
     """
 
     def __init__(self, cost: StepCost, block_size: int, max_tree_bytes: int = MAX_TREE_BYTES) -> None:
@@ -83,9 +84,9 @@ class E2Forecast(Placement):
     def choose(
         self, request: Request, prefix: Sequence[int], loads: tuple[ReplicaLoad, ...], now: float
     ) -> ForecastChoice:
-        """A replica for this request, of those given (never empty)."""
+        """Chooses one of ``loads`` for this request."""
         had_len = len(request.output_ids)
-        demand = Demand(request.known_len, had_len, request.sampling.max_new_tokens - had_len)
+        demand = RequestLengths(request.known_len, had_len, request.sampling.max_new_tokens - had_len)
         forecast = request.forecast
         output_len = self.prefixes.load.overall_output_len if forecast is None else forecast.mean
         return self.place(request.request_id, tuple(prefix), demand, output_len, loads, now)
@@ -94,12 +95,12 @@ class E2Forecast(Placement):
         self,
         request_id: str,
         prefix: Path,
-        demand: Demand,
+        demand: RequestLengths,
         output_len: float,
         loads: tuple[ReplicaLoad, ...],
         now: float,
     ) -> ForecastChoice:
-        """``choose`` by what it needs to know of the request, which is not in flight yet.
+        """``choose`` with only the fields of the request that it uses. The request must not be in flight.
 
         Args:
             output_len: The predicted output length.
@@ -116,7 +117,7 @@ class E2Forecast(Placement):
         )
 
     def replica_up(self, name: str, capacity: int) -> None:
-        """A worker life begins that holds ``capacity`` KV tokens: nothing is cached there."""
+        """A worker life begins with room for ``capacity`` KV tokens and an empty cache."""
         slot = self.prefixes.replica_up(name, capacity)
         if slot < len(self.work.queued_s):
             self.work.clear(slot)
@@ -124,13 +125,13 @@ class E2Forecast(Placement):
             self.work.add_replica()
 
     def replica_gone(self, name: str) -> None:
-        """The replica will not come back; unknown ones are fine."""
+        """The replica will not come back. Unknown names are ignored."""
         slot = self.prefixes.replica_gone(name)
         if slot is not None:
             self.work.clear(slot)
 
     def started(self, request_id: str, cached_len: int, queue_s: float, now: float) -> None:
-        """A request has first run: from now on it produces tokens."""
+        """A request has run for the first time: it produces tokens from now on."""
         placed = self.prefixes.started(request_id, cached_len, now)
         if placed is not None:
             self.work.advance(now)
@@ -138,40 +139,40 @@ class E2Forecast(Placement):
 
     def foreseen(self, request_id: str, forecast: Forecast, now: float) -> None:
         """A forecast of a request that was placed without one."""
-        self.work.foresee(request_id, forecast.mean)
+        self.work.predict(request_id, forecast.mean)
 
     def ended(self, request_id: str, output_len: int | None, now: float) -> None:
-        """A request is not in flight any more; None where its output did not come to its end."""
+        """A request is no longer in flight; None if its output is incomplete."""
         if self.prefixes.ended(request_id, output_len, now) is not None:
             self.work.advance(now)
             self.work.remove(request_id)
 
     def noticed(self, replica: str, notice: KVCacheEvent) -> None:
-        """The replica tells what it caches."""
+        """Applies a KV cache event of the replica."""
         self.prefixes.noticed(replica, notice)
 
     def priced(self, replica: str, cost: StepCost) -> None:
-        """Steps of this replica cost so much: what holds is the mean over the replicas that have said so."""
+        """Sets the replica's step cost. Prices follow the mean cost of all replicas with a measured cost."""
         mean = self.prefixes.priced(replica, cost)
         if mean is not None:
             self._cost = mean
             self.work.price(mean)
 
     def show(self, view: ReplicaView) -> ReplicaView:
-        """A replica with what was placed there within the window and what it is believed to cache."""
+        """Adds the replica's load within the window and its believed cache contents to ``view``."""
         return self.prefixes.show(view)
 
     def busiest_prefixes(self, limit: int) -> tuple[PrefixView, ...]:
-        """By the requests placed within the window."""
+        """The nodes with the most requests placed within the window."""
         return self.prefixes.busiest(limit)
 
     def _cheapest(self, query: Query, length: float) -> tuple[int, tuple[float, float, float, float, float]]:
-        """And the parts of its price there, in the order of ``ForecastChoice``.
+        """The cheapest slot, and the terms of its price in the order of ``ForecastChoice``.
 
-        Evictions and memory are priced only where the rest alone could still win: they are never below 0.
+        Evictions and memory are priced only where the other terms alone could still win: both are never below 0.
         """
         work, prefixes = self.work, self.prefixes
-        delayed = 1 + work.num_requests  # by what is computed there: those that wait now will run beside it
+        delayed = 1 + work.num_requests  # requests that its prefill delays: those that wait now will run beside it
         prefill_s = prefixes.cost.prefill_by_slot(query) * delayed
         decode_s = self._meeting_s(query.prompt_len, length)
         costs_s = work.queued_s + prefill_s + decode_s + prefixes.slots.closed
@@ -189,14 +190,14 @@ class E2Forecast(Placement):
         return slot, (float(work.queued_s[slot]), float(prefill_s[slot]), float(decode_s[slot]), evict_s, memory_s)
 
     def _meeting_s(self, prompt_len: int, length: float) -> Floats:
-        """By slot: a step that two requests share takes each of them longer by what the other adds to it."""
+        """By slot, the delay of shared steps: each of two requests slows the other by its own share of the step."""
         cost = self._cost
         steps, context_steps = self.work.meetings(length)
         step_s = 2 * cost.decode_seq_s + cost.context_token_s * prompt_len
         return steps * step_s + context_steps * cost.context_token_s
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError unless everything agrees."""
+        """Raises IntegrityError unless the tree, the loads and the residual work agree."""
         self.prefixes.check_integrity()
         self.work.check_integrity()
 

@@ -9,22 +9,22 @@ import numpy as np
 
 from policies.placement.e2_profiles import Regressions
 from policies.placement.load_window import LoadWindow
-from policies.placement.prefix_tree import Node, RadixTree
+from policies.placement.prefix_tree import PrefixNode, RadixTree
 from policies.placement.replica_slots import Floats, ReplicaSlots, bits, is_single
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A request that is to be placed.
+    """A request to be placed.
 
     Attributes:
-        path: Nodes of its prompt's full blocks, from the root on.
-        matched: The first of them, as far as a replica that is open caches them.
-        prompt_len: Tokens, beyond the full blocks too.
+        path: Nodes of the prompt's full blocks, from the root on.
+        matched: The leading nodes of ``path`` that at least one open replica caches.
+        prompt_len: Tokens of the whole prompt, not only of its full blocks.
     """
 
-    path: list[Node]
-    matched: list[Node]
+    path: list[PrefixNode]
+    matched: list[PrefixNode]
     prompt_len: int
 
     @property
@@ -49,10 +49,10 @@ class LoadCost:
     Args:
         prefill_s: PT: (tokens computed, tokens of context at their end) -> seconds.
         block_size: Tokens of a path element.
-        ties: Draws among equals; without it the lowest slot.
+        ties: Draws among replicas of equal cost; without it the lowest slot is chosen.
 
     Attributes:
-        capacity: By slot, path elements that the replica holds.
+        capacity: By slot, path elements that fit on the replica.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class LoadCost:
         self._ties = ties
 
     def price(self, regressions: Regressions) -> None:
-        """Steps cost something else from now on."""
+        """Sets new step costs."""
         self._prefill_s = regressions.prefill_s
 
     def cheapest(self, query: Query, among: int) -> int:
-        """The slot of this mask (never empty) where the request costs least.
+        """The slot of the mask ``among`` (never empty) where the request costs least.
 
         M is priced only where L + P alone could still win, which changes nothing: M is never negative. O(nodes matched
         + those evicted) and some numpy operations over all replicas.
@@ -106,7 +106,7 @@ class LoadCost:
         return min(tied) if self._ties is None else int(self._ties.choice(sorted(tied)))
 
     def prefill_by_slot(self, query: Query) -> Floats:
-        """P by slot. Who caches a node caches those before it, so deeper nodes overwrite what these have set."""
+        """P by slot. A replica that caches a node caches all before it, so deeper nodes overwrite earlier values."""
         prompt_len, matched = query.prompt_len, query.matched
         costs = np.empty(len(self._slots.names))
         costs.fill(self._prefill_s(prompt_len, prompt_len))

@@ -36,7 +36,7 @@ class LoadWindow:
         self._output_lens: list[int] = []
 
     def price(self, regressions: Regressions) -> None:
-        """Decoding costs something else from now on; what prefills cost is corrected by whoever entered them."""
+        """Sets new step costs and recomputes ``decode_s``. The caller corrects ``prefill_s`` request by request."""
         self._regressions = regressions
         for replica in range(len(self.num_requests)):
             self._price_decode(replica)
@@ -50,14 +50,14 @@ class LoadWindow:
         self.decode_s = np.append(self.decode_s, 0.0)
 
     def add(self, replica: int, prefill_s: float, context_len: int) -> None:
-        """A request is placed that computes for ``prefill_s`` before its first token."""
+        """Counts a placed request that computes for ``prefill_s`` before its first token."""
         self.num_requests[replica] += 1
         self._context_lens[replica] += context_len
         self.prefill_s[replica] += prefill_s
         self._price_decode(replica)
 
     def remove(self, replica: int, prefill_s: float, context_len: int) -> None:
-        """A request has left the window; the figures that it came with, corrected."""
+        """Subtracts a request that left the window; ``prefill_s`` as added, plus its corrections."""
         self.num_requests[replica] -= 1
         self._context_lens[replica] -= context_len
         self.prefill_s[replica] -= prefill_s
@@ -66,18 +66,18 @@ class LoadWindow:
         self._price_decode(replica)
 
     def correct(self, replica: int, more_s: float) -> None:
-        """A request of the window computes for so much longer (or less, below 0) than it was placed with."""
+        """Adds to the prefill seconds of a request of the window; negative if it computes less than expected."""
         self.prefill_s[replica] += more_s
 
     def ended(self, replica: int, output_len: int, now: float) -> None:
-        """A request has come to its end there."""
+        """Counts the output of a request that ended on the replica."""
         self._outputs.append((now, replica, output_len))
         self._num_outputs[replica] += 1
         self._output_lens[replica] += output_len
         self._price_decode(replica)
 
     def advance(self, now: float) -> None:
-        """Outputs older than the window count no more. Amortised O(1)."""
+        """Drops outputs older than the window. Amortised O(1)."""
         outputs = self._outputs
         while outputs and outputs[0][0] <= now - self._window_s:
             _, replica, output_len = outputs.popleft()
@@ -86,7 +86,7 @@ class LoadWindow:
             self._price_decode(replica)
 
     def clear(self, replica: int) -> None:
-        """What was placed on the replica is lost with it. O(outputs in the window)."""
+        """Forgets everything placed on the replica, whose worker life is over. O(outputs in the window)."""
         self.num_requests[replica] = self._context_lens[replica] = 0
         self._num_outputs[replica] = self._output_lens[replica] = 0
         self.prefill_s[replica] = self.decode_s[replica] = 0.0

@@ -15,10 +15,10 @@ class OraclePartition(Placement):
     The heaviest prefix goes to the lightest replica first. Unknown prefixes go to the lightest one. O(1) a placement.
 
     Args:
-        loads: By the path element that tells prefixes apart, the load that is to come, in any unit.
-        num_replicas: Replicas to share it among: the i-th is the i-th (modulo their number) that takes requests.
+        loads: The future load of each prefix, in any unit, by the path element that tells the prefixes apart.
+        num_replicas: Number of owners; owner i is the i-th (modulo their number) of the replicas that take requests.
         block_size: Tokens of a path element.
-        num_leading: Elements before that one, which all prefixes have in common.
+        num_leading: Path elements before that element, which all prefixes share.
     """
 
     def __init__(self, loads: Mapping[int, float], num_replicas: int, block_size: int, num_leading: int = 0) -> None:
@@ -37,7 +37,7 @@ class OraclePartition(Placement):
         self._lightest = totals.index(min(totals))
 
     def choose(self, request: Request, prefix: Sequence[int], loads: tuple[ReplicaLoad, ...], now: float) -> Choice:
-        """The owner of the request's prefix, of those given (never empty)."""
+        """Chooses the owner of the request's prefix among ``loads``."""
         head = prefix[self._num_leading] if len(prefix) > self._num_leading else None
         known = head in self._owners
         owner = self._lightest if head is None else self._owners.get(head, self._lightest)

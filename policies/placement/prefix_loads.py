@@ -1,4 +1,4 @@
-"""What is cached and placed where: the bookkeeping that placements by prefix share (Preble, section 4.2)."""
+"""The bookkeeping that placements by prefix share: cached prefixes, placed requests, loads (Preble, section 4.2)."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from policies.placement.base import ReplicaLoad
 from policies.placement.e2_profiles import Regressions, from_step_cost
 from policies.placement.load_cost import LoadCost, Query
 from policies.placement.load_window import LoadWindow
-from policies.placement.prefix_tree import PLACE_BYTES, Node, Path, RadixTree
+from policies.placement.prefix_tree import PLACE_BYTES, Path, PrefixNode, RadixTree
 from policies.placement.prefix_view import busiest_prefixes
 from policies.placement.replica_slots import ReplicaSlots
 from policies.settings import MAX_TREE_BYTES
 
 ROOM_SHARE = 1 / 16
-"""A tree that has outgrown its memory is cut back by this share of it, so that each cut lasts a while."""
+"""A tree that exceeds its memory limit is cut to this share below the limit, so that cuts are rare."""
 
 COST_CHANGE = 0.05
-"""A mean price that differs by more than this share is another one."""
+"""Requests are priced again when the mean step cost has changed by more than this share."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,20 +32,20 @@ class PlacedRequest:
     """A request from its placement until it has ended and left the window.
 
     Attributes:
-        end: Last node of its path, by which the tree knows it.
+        end: Last node of its path, which stands for the whole path in the tree.
         key: Its key portion, if it was placed where that is cached.
-        hit_len: Tokens cached there when it starts, as believed and, once it has started, as found.
-        pending_len: Of those, tokens that others in flight were computing when it was placed.
-        prefill_s: As it counts in the load of its replica.
-        counts: Whether the window still holds it.
-        is_use: Whether the tree still counts it among the uses of its path; it ceases to with the window at the latest.
+        hit_len: Tokens cached on the replica when it starts: believed at first, found once it has started.
+        pending_len: Tokens of ``hit_len`` that requests in flight were computing when it was placed.
+        prefill_s: Its prefill seconds in the load of its replica.
+        counts: Whether the load of the window still includes it.
+        is_use: Whether the tree still counts it among the uses of its path; never longer than the window.
     """
 
     request_id: str
     placed_at: float
     slot: int
-    end: Node
-    key: Node | None
+    end: PrefixNode
+    key: PrefixNode | None
     prompt_len: int
     hit_len: int
     prefill_s: float
@@ -57,19 +57,19 @@ class PlacedRequest:
 class PrefixLoads:
     """The prefix tree, the load of the window, and the requests that are in either; it decides nothing.
 
-    Where the tree takes more than ``max_tree_bytes``, the uses of the window are forgotten from the oldest on, and with
-    them the nodes that nobody caches; then what replicas cache, what was used longest ago first. The load of the window
-    stays as it is. What requests in flight go through is kept whatever it takes.
+    If the tree takes more than ``max_tree_bytes``, the oldest uses of the window are forgotten first, together with the
+    nodes that no replica caches, then the least recently used cached nodes. The load of the window stays as it is. The
+    paths of requests in flight are kept, however much memory they take.
 
     Args:
         regressions: PT and DT, the same for all replicas, until steps have been measured.
         block_size: Tokens an element of a path stands for.
-        window_s, initial_output_len: As ``LoadWindow`` takes them.
-        ties: As ``LoadCost`` takes it.
-        max_tree_bytes: As ``RadixTree.num_bytes`` counts them.
+        window_s, initial_output_len: As in ``LoadWindow``.
+        ties: As in ``LoadCost``.
+        max_tree_bytes: Limit of ``RadixTree.num_bytes``.
 
     Attributes:
-        in_flight: By id, requests placed and not ended.
+        in_flight: Placed requests that have not ended, by id.
     """
 
     def __init__(
@@ -99,7 +99,9 @@ class PrefixLoads:
     def match(
         self, request_id: str, prefix: Path, prompt_len: int, loads: tuple[ReplicaLoad, ...], now: float
     ) -> Query:
-        """What replicas that are open cache of a request; ``enter`` must follow before anything else is asked.
+        """Enters the request's path into the tree and finds what open replicas cache of it.
+
+        The caller must call ``enter`` before any other method: until then the new nodes belong to no replica.
 
         Raises:
             InvalidValueError: the request is in flight.
@@ -114,11 +116,13 @@ class PrefixLoads:
             num -= 1
         return Query(path, path[:num], prompt_len)
 
-    def enter(self, request_id: str, query: Query, slot: int, now: float, key: Node | None = None) -> PlacedRequest:
-        """The replica computes and caches the path.
+    def enter(
+        self, request_id: str, query: Query, slot: int, now: float, key: PrefixNode | None = None
+    ) -> PlacedRequest:
+        """Records that a request was placed on the replica, which will compute and cache its path.
 
-        Until it says so, that is pending where the replica tells what it caches. Where it does not, what it has no room
-        for beside the path is taken to be evicted.
+        If the replica sends KV cache events, the new part of the path stays pending until an event confirms it. If it
+        sends none, the least recently used nodes are assumed evicted as soon as the path exceeds its capacity.
         """
         hit_len, pending_len = self._hits(query, slot)
         prefill_s = self.cost.prefill_s(slot, query)
@@ -137,7 +141,7 @@ class PrefixLoads:
         return placed
 
     def priced(self, replica: str, cost: StepCost) -> StepCost | None:
-        """Steps of this replica cost so much; the mean price, if it has changed. O(requests of the window)."""
+        """Sets the replica's step cost; returns the mean cost if that has changed. O(requests of the window)."""
         if self.slots.find(replica) is None:
             return None
         self._costs[replica] = cost
@@ -157,9 +161,9 @@ class PrefixLoads:
         return mean
 
     def _hits(self, query: Query, slot: int) -> tuple[int, int]:
-        """Tokens that it will find when it starts, and how many of them are still being computed.
+        """Tokens that the request will find cached when it starts, and how many of them are still being computed.
 
-        Whoever computes them was placed before and is ahead of it. The last token of a prompt is always computed.
+        The requests that compute them were placed earlier and run first. The last prompt token is always computed.
         """
         end = min(query.hit_end(slot), self._left_end(query, slot))
         cached = next((node.end for node in reversed(query.matched) if _is_cached(node, slot)), 0)
@@ -167,15 +171,15 @@ class PrefixLoads:
         return min(end, most) * self._block_size, (min(end, most) - min(cached, most)) * self._block_size
 
     def _left_end(self, query: Query, slot: int) -> int:
-        """Elements of the path that are left when those placed before have made themselves room. O(nodes that go)."""
+        """Elements of the path that remain after the evictions that earlier requests cause. O(evicted nodes)."""
         excess = self.tree.num_cached[slot] - self.cost.capacity[slot]
-        if excess <= 0 or not self._informed >> slot & 1:  # where it does not tell, they were taken to go at once
+        if excess <= 0 or not self._informed >> slot & 1:  # without KV cache events, ``enter`` evicted them at once
             return query.end
         going = {copy.node: num for copy, num in self.tree.lru(slot, excess)}
         return next((node.end - going[node] for node in query.matched if node in going), query.end)
 
     def replica_up(self, name: str, capacity: int) -> int:
-        """A worker life begins that holds ``capacity`` KV tokens: nothing is cached there. Its slot. O(nodes)."""
+        """A worker life begins with room for ``capacity`` KV tokens and an empty cache; returns its slot. O(nodes)."""
         slot = self.slots.find(name)
         if slot is not None:
             self._clear(slot)
@@ -190,7 +194,7 @@ class PrefixLoads:
         return slot
 
     def replica_gone(self, name: str) -> int | None:
-        """The replica will not come back. The slot that it had; None of unknown ones. O(nodes)."""
+        """The replica will not come back. Returns the slot that it had; None if it is unknown. O(nodes)."""
         slot = self.slots.find(name)
         if slot is not None:
             self._clear(slot)
@@ -199,17 +203,17 @@ class PrefixLoads:
         return slot
 
     def started(self, request_id: str, cached_len: int, now: float) -> PlacedRequest | None:
-        """A request has first run and found so many tokens cached: its load is set right by that, and the tree
-        where the replica tells no notices.
+        """A request has run for the first time and found so many tokens cached: corrects its load, and corrects the
+        tree if the replica sends no KV cache events.
 
         Returns:
-            It; None of one that is not in flight.
+            The request; None if it is not in flight.
         """
         placed = self.in_flight.get(request_id)
         if placed is None:
             return None
         self.advance(now)
-        is_informed = bool(self._informed >> placed.slot & 1)  # notices tell what it finds, and what became of it since
+        is_informed = bool(self._informed >> placed.slot & 1)  # then events have already corrected the tree
         if not is_informed and cached_len < placed.hit_len:
             self.tree.correct(placed.end, placed.slot, cached_len // self._block_size)
         prefill_s = self._prefill_s(placed.prompt_len - cached_len, placed.prompt_len)
@@ -219,10 +223,10 @@ class PrefixLoads:
         return placed
 
     def ended(self, request_id: str, output_len: int | None, now: float) -> PlacedRequest | None:
-        """A request is not in flight any more; None where its output did not come to its end. O(nodes of its path).
+        """A request is no longer in flight; ``output_len`` is None if its output is incomplete. O(nodes of its path).
 
         Returns:
-            It; None of one that was not in flight.
+            The request; None if it was not in flight.
         """
         placed = self.in_flight.pop(request_id, None)
         if placed is None:
@@ -236,7 +240,10 @@ class PrefixLoads:
         return placed
 
     def noticed(self, replica: str, notice: KVCacheEvent) -> None:
-        """The replica tells what it caches, and from now on it alone. O(what has changed, by the length of paths)."""
+        """Applies a KV cache event; from the first whole one on, events alone say what is cached on the replica.
+
+        Cost: O(changed nodes times the length of their paths).
+        """
         slot, tree = self.slots.find(replica), self.tree
         if slot is None:
             return
@@ -248,12 +255,12 @@ class PrefixLoads:
                 tree.evict(tree.path_to(name) or (), slot)
         for run in notice.stored:
             before = tree.path_to(run.parent) if run.parent else ()
-            if before is not None:  # else it follows what is not known: a notice was lost, or the tree was cut back
+            if before is not None:  # else its parent is unknown: an event was lost, or the tree was cut back
                 tree.store(before + run.hashes, slot)
         self._cut_back()
 
     def show(self, view: ReplicaView) -> ReplicaView:
-        """A replica with its load within the window and what it is believed to cache."""
+        """Adds the replica's load within the window and its believed cache contents to ``view``."""
         slot = self.slots.find(view.replica)
         if slot is None:
             return view
@@ -266,7 +273,7 @@ class PrefixLoads:
         return busiest_prefixes(self.tree, self.slots.names, self._block_size, limit)
 
     def advance(self, now: float) -> None:
-        """What was placed a window ago counts no more. Amortised O(nodes of a path)."""
+        """Drops requests that were placed a window ago or earlier. Amortised O(nodes of a path)."""
         window, expired_at = self._window, now - self._window_s
         while window and window[0].placed_at <= expired_at:
             placed = window.popleft()
@@ -277,17 +284,17 @@ class PrefixLoads:
         self.load.advance(now)
 
     def _forget_use(self, placed: PlacedRequest) -> None:
-        """The tree counts it no more. Who is in flight is found by its path still."""
+        """Stops counting the request as a use of its path. While it is in flight it keeps its path."""
         if self._uses and self._uses[0] is placed:
             self._uses.popleft()
         if placed.is_use:
             placed.is_use = False
             self.tree.forget(placed.end, placed.slot)
         if self.in_flight.get(placed.request_id) is not placed:
-            placed.end = self.tree.root  # nodes that are gone go
+            placed.end = self.tree.root  # keeps no removed node alive
 
     def _cut_back(self) -> None:
-        """Amortised O(1) for each element that has come."""
+        """Cuts the tree to its memory limit. Amortised O(1) for each inserted element."""
         tree, most = self.tree, self._max_tree_bytes
         if tree.num_bytes <= most:
             return
@@ -298,9 +305,9 @@ class PrefixLoads:
             pass
 
     def _cut_cached(self, most: int) -> list[bool]:
-        """What was used longest ago is taken to be cached no more; by replica, whether anything was.
+        """Forgets that replicas cache their least recently used nodes; returns by slot whether any was forgotten.
 
-        Replicas that tell what they cache tell of it again when it is stored again.
+        A replica that sends KV cache events reports such a node again when it stores it again.
         """
         tree, was_cut = self.tree, []
         for slot in sorted(range(len(tree.num_cached)), key=tree.num_cached.__getitem__, reverse=True):
@@ -329,7 +336,7 @@ class PrefixLoads:
         uses = [placed for placed in self._uses if placed.is_use]
         self.tree.check_counts(((each.end, each.slot) for each in in_flight), ((each.end, each.slot) for each in uses))
         if len(uses) != sum(placed.is_use for placed in self._window):
-            raise IntegrityError("uses are counted that the window does not hold, or the other way round")
+            raise IntegrityError("the uses that the tree counts are not those of the window")
         for slot, num_requests in enumerate(self.load.num_requests):
             times_s = [placed.prefill_s for placed in counted if placed.slot == slot]
             if len(times_s) != num_requests:
@@ -338,5 +345,5 @@ class PrefixLoads:
                 raise IntegrityError(f"replica {slot}: prefill times add up to {sum(times_s)}")
 
 
-def _is_cached(node: Node, slot: int) -> bool:
+def _is_cached(node: PrefixNode, slot: int) -> bool:
     return bool((node.replicas & ~node.pending) >> slot & 1)

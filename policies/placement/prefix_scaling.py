@@ -1,11 +1,11 @@
-"""Which prefix has become too popular for the replicas that cache it (Preble, section 4.2: autoscaling)."""
+"""Detects prefixes that have become too popular for the replicas that cache them (Preble, section 4.2: autoscaling)."""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
 
-from policies.placement.prefix_tree import Node
+from policies.placement.prefix_tree import PrefixNode
 
 
 @dataclass(slots=True, eq=False)
@@ -19,26 +19,26 @@ class _Queueing:
 
 
 class PrefixScaling:
-    """Queueing times by prefix, and whether their mean has doubled between the two halves of the window.
+    """Queueing times by prefix; tells whether their mean has doubled between the two halves of the window.
 
     Every operation is amortised O(1).
     """
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
-        self._early: deque[tuple[float, Node, _Queueing, float]] = deque()
-        self._late: deque[tuple[float, Node, _Queueing, float]] = deque()
-        self._queueing: dict[Node, _Queueing] = {}
+        self._early: deque[tuple[float, PrefixNode, _Queueing, float]] = deque()
+        self._late: deque[tuple[float, PrefixNode, _Queueing, float]] = deque()
+        self._queueing: dict[PrefixNode, _Queueing] = {}
 
-    def observe(self, prefix: Node, queue_s: float, now: float) -> None:
-        """A request of this prefix has waited so long before it first ran."""
+    def observe(self, prefix: PrefixNode, queue_s: float, now: float) -> None:
+        """Records how long a request of this prefix waited before it first ran."""
         queueing = self._queueing.setdefault(prefix, _Queueing())
         queueing.num_late += 1
         queueing.late_s += queue_s
         self._late.append((now, prefix, queueing, queue_s))
 
     def advance(self, now: float) -> None:
-        """The window ends now: samples pass into its earlier half and out of it."""
+        """Moves the end of the window to ``now``: samples pass into its earlier half and out of it."""
         while self._late and self._late[0][0] <= now - self._window_s / 2:
             sample = self._late.popleft()
             _, _, queueing, queue_s = sample
@@ -54,14 +54,14 @@ class PrefixScaling:
             if not queueing.num_early + queueing.num_late and self._queueing.get(prefix) is queueing:
                 del self._queueing[prefix]
 
-    def doubled(self, prefix: Node) -> bool:
-        """Whether requests of the later half waited twice as long as those of the earlier one, in the mean."""
+    def doubled(self, prefix: PrefixNode) -> bool:
+        """Whether requests of the later half waited, on average, at least twice as long as those of the earlier one."""
         queueing = self._queueing.get(prefix)
         if queueing is None or not queueing.num_early or not queueing.num_late:
             return False
         late_s = queueing.late_s / queueing.num_late
         return late_s > 0 and late_s >= 2 * queueing.early_s / queueing.num_early
 
-    def restart(self, prefix: Node) -> None:
-        """The prefix has been given another replica: only what it waits from now on is compared."""
+    def restart(self, prefix: PrefixNode) -> None:
+        """Discards the prefix's samples; called when it gets another replica."""
         self._queueing.pop(prefix, None)

@@ -1,8 +1,8 @@
-"""The global prefix tree of Preble (section 4.2): which replica caches which prefix, and who has used it lately.
+"""The global prefix tree of Preble (section 4.2): which replica caches which prefix, and how often it was used lately.
 
 A radix tree over paths of ints, here chained hashes of token blocks; lengths are counted in path elements. A chained
-hash stands for one place in the tree, by which notices find it. The tree is a hint: replicas know the truth, and what
-they report corrects it.
+hash occurs at one place in the tree, so KV cache events find their node by it. The tree is a hint: replicas know the
+truth, and their reports correct it.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from core.errors import IntegrityError
 Path = tuple[int, ...]
 
 PLACE_BYTES, NODE_BYTES, COPY_BYTES = 110, 500, 130
-"""Of an element (an int, where it is in a span, and its entry among the places), of a node with its two tables, and of
-what is known of a node on one replica; CPython 3.11 on 64 bits."""
+"""Estimated bytes of an element (an int, its place in a span, its entry in the table of places), of a ``PrefixNode``
+with its two tables, and of a ``Copy``; CPython 3.11 on 64 bits."""
 
 
-class Node:
-    """A run of elements that nobody has told apart so far.
+class PrefixNode:
+    """A run of elements that every path so far goes through as a whole or not at all.
 
     Attributes:
-        span: Its elements; empty at the root alone.
+        span: Its elements; empty only at the root.
         end: Elements from the root to the end of the span.
-        replicas: Those that cache the whole span, and so all before it, or will when those in flight have run: bit i
-            stands for replica i.
-        pending: Of those, where it is only going to be cached.
-        assigned: Those that may serve it as well, though they need not cache it yet (prefix autoscaling).
-        copies: By replica, what is known of the node there.
+        replicas: Bit mask of the replicas that cache the whole span, and so everything before it, or that will once
+            their requests in flight have run; bit i stands for replica i.
+        pending: Bit mask of the replicas in ``replicas`` that do not cache the whole span yet.
+        assigned: Bit mask of further replicas that may serve the prefix without having cached it (prefix autoscaling).
+        copies: The state of the node on each replica, by the replica's number.
     """
 
     __slots__ = ("assigned", "children", "copies", "end", "parent", "pending", "replicas", "span")
 
-    def __init__(self, span: Path, parent: Node | None) -> None:
+    def __init__(self, span: Path, parent: PrefixNode | None) -> None:
         self.span = span
         self.parent = parent
         self.end: int = len(span) + (parent.end if parent else 0)
-        self.children: dict[int, Node] = {}
+        self.children: dict[int, PrefixNode] = {}
         self.replicas = 0
         self.pending = 0
         self.assigned = 0
@@ -50,17 +50,18 @@ class Node:
 class Copy:
     """One node on one replica.
 
-    The copies that are cached and unused form a ring by last access; ``older`` and ``newer`` are None outside of it.
+    Copies that are cached and that no request in flight uses form a ring by last access; ``older`` and ``newer`` are
+    None outside of it.
 
     Attributes:
-        ref_count: Requests in flight there that go through the node.
-        num_recent: Requests placed there within the window that go through the node.
-        stored: Of a node that is pending, how many elements from its start the replica has said that it caches.
+        ref_count: Requests in flight on the replica that go through the node.
+        num_recent: Requests placed on the replica within the window that go through the node.
+        stored: Leading elements of a pending node that the replica has reported as cached.
     """
 
     __slots__ = ("newer", "node", "num_recent", "older", "ref_count", "stored")
 
-    def __init__(self, node: Node, ref_count: int = 0, num_recent: int = 0) -> None:
+    def __init__(self, node: PrefixNode, ref_count: int = 0, num_recent: int = 0) -> None:
         self.node = node
         self.ref_count = ref_count
         self.num_recent = num_recent
@@ -72,32 +73,33 @@ class Copy:
 class Match(NamedTuple):
     """The nodes that a path goes through in full, and how many elements it shares with the one after them."""
 
-    nodes: list[Node]
+    nodes: list[PrefixNode]
     partial: int
 
 
 class RadixTree:
-    """Longest-prefix tree with, per node and replica, what caching, requests in flight and a window of requests say.
+    """Longest-prefix tree that knows, for each node and replica, what is cached, in flight and recently used.
 
-    A request holds one reference, its last node: whatever is split later, its path is the way from there to the root.
-    On a replica a request's path leaves the last-access order while it is in flight and comes back, deepest node
-    first, when it ends. So children are always older than their parents, and eviction takes leaves first.
+    A request keeps a reference to its last node only: however nodes are split later, its path leads from there to the
+    root. While a request is in flight, its path is outside the last-access order of its replica; when it ends, the path
+    is inserted again, deepest node first. So children are always older than their parents, and eviction takes leaves
+    first.
     """
 
     def __init__(self) -> None:
-        self.root = Node((), None)
-        self._places: dict[int, Node] = {}  # by element
-        self._oldest: list[Copy] = []  # by replica: the ring's fixed point, ``newer`` of it is the oldest
+        self.root = PrefixNode((), None)
+        self._places: dict[int, PrefixNode] = {}  # by element
+        self._oldest: list[Copy] = []  # by replica: the ring's sentinel, whose ``newer`` is the oldest copy
         self.num_cached: list[int] = []  # by replica: elements
         self._num_nodes = self._num_copies = 0
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the tree takes, as ``PLACE_BYTES`` and the others estimate it. O(1)."""
+        """Memory of the tree, estimated from ``PLACE_BYTES``, ``NODE_BYTES`` and ``COPY_BYTES``. O(1)."""
         return PLACE_BYTES * len(self._places) + NODE_BYTES * self._num_nodes + COPY_BYTES * self._num_copies
 
     def add_replica(self) -> int:
-        """A new replica, with nothing cached; its number."""
+        """Adds a replica with an empty cache and returns its number."""
         ring = Copy(self.root)
         ring.older = ring.newer = ring
         self._oldest.append(ring)
@@ -106,7 +108,7 @@ class RadixTree:
 
     def match_prefix(self, path: Path) -> Match:
         """The longest prefix of ``path`` in the tree, on any replica. O(its length)."""
-        nodes: list[Node] = []
+        nodes: list[PrefixNode] = []
         node = self.root
         while node.end < len(path):
             child = node.children.get(path[node.end])
@@ -118,8 +120,8 @@ class RadixTree:
             node = child
         return Match(nodes, 0)
 
-    def insert(self, path: Path) -> list[Node]:
-        """The nodes of exactly this path, from the root on; splits the node where it leaves the tree, adds the rest.
+    def insert(self, path: Path) -> list[PrefixNode]:
+        """The nodes of exactly this path, from the root on; splits and adds nodes as needed.
 
         A new node belongs to no replica: call ``hold`` before anything else. O(length).
         """
@@ -129,7 +131,7 @@ class RadixTree:
             node = self._split(node.children[path[node.end]], partial)
             nodes.append(node)
         if node.end < len(path):
-            leaf = node.children[path[node.end]] = Node(path[node.end :], node)
+            leaf = node.children[path[node.end]] = PrefixNode(path[node.end :], node)
             self._num_nodes += 1
             self._places.update(dict.fromkeys(leaf.span, leaf))
             nodes.append(leaf)
@@ -137,7 +139,7 @@ class RadixTree:
 
     def path_to(self, element: int) -> Path | None:
         """The path that ends with this element; None if it is not in the tree. O(length)."""
-        node: Node | None = self._places.get(element)
+        node: PrefixNode | None = self._places.get(element)
         if node is None:
             return None
         parts = [node.span[: node.span.index(element) + 1]]
@@ -146,16 +148,16 @@ class RadixTree:
         return tuple(itertools.chain.from_iterable(reversed(parts)))
 
     def caches(self, element: int, replica: int) -> bool:
-        """Whether the replica is believed to cache the element, or to be about to. O(1)."""
+        """Whether the replica is believed to cache the element now or once its requests in flight have run. O(1)."""
         node = self._places.get(element)
         return node is not None and bool(node.replicas >> replica & 1)
 
-    def hold(self, nodes: Sequence[Node], replica: int, *, pending: bool = False) -> None:
-        """A request with this path is placed on the replica, which caches all of it from now on. O(nodes).
+    def hold(self, nodes: Sequence[PrefixNode], replica: int, *, pending: bool = False) -> None:
+        """Records a request with this path on the replica, which caches the whole path from now on. O(nodes).
 
         Args:
-            pending: What is not cached yet counts as such only from ``store`` on; it is forgotten if nobody who holds
-                it is left before that.
+            pending: Mark the nodes that are not cached yet as pending until ``store`` confirms them. They are forgotten
+                if all requests in flight that go through them end before that.
         """
         bit = 1 << replica
         for node in nodes:
@@ -165,7 +167,7 @@ class RadixTree:
                 self._num_copies += 1
             elif copy.newer is not None:
                 _unlink(copy)
-            pending = pending or bool(node.pending & bit)  # what follows it cannot be cached before it is
+            pending = pending or bool(node.pending & bit)  # a node cannot be cached before its parent is
             if not node.replicas & bit:
                 node.replicas |= bit
                 node.pending |= bit if pending else 0
@@ -173,9 +175,9 @@ class RadixTree:
             copy.ref_count += 1
             copy.num_recent += 1
 
-    def release(self, end: Node, replica: int) -> None:
-        """A request whose path ends here is not in flight any more: its last access. O(nodes)."""
-        node: Node | None = end
+    def release(self, end: PrefixNode, replica: int) -> None:
+        """A request whose path ends at ``end`` is no longer in flight: the last access of its path. O(nodes)."""
+        node: PrefixNode | None = end
         while node is not None and node is not self.root:
             parent, copy = node.parent, node.copies[replica]
             copy.ref_count -= 1
@@ -188,9 +190,9 @@ class RadixTree:
                     self._drop_if_unused(copy, replica)
             node = parent
 
-    def forget(self, end: Node, replica: int) -> None:
-        """A request whose path ends here has left the window. O(nodes)."""
-        node: Node | None = end
+    def forget(self, end: PrefixNode, replica: int) -> None:
+        """A request whose path ends at ``end`` has left the window. O(nodes)."""
+        node: PrefixNode | None = end
         while node is not None and node is not self.root:
             parent, copy = node.parent, node.copies[replica]
             copy.num_recent -= 1
@@ -198,11 +200,11 @@ class RadixTree:
                 self._drop_if_unused(copy, replica)
             node = parent
 
-    def lru(self, replica: int, num: int, keep: Collection[Node] = ()) -> Iterator[tuple[Copy, int]]:
-        """What the replica would evict for ``num`` elements: (copy, elements from its end), the oldest first.
+    def lru(self, replica: int, num: int, keep: Collection[PrefixNode] = ()) -> Iterator[tuple[Copy, int]]:
+        """What the replica would evict to free ``num`` elements: (copy, elements from its end), the oldest first.
 
         Args:
-            keep: Nodes that are about to be used and stay, whenever they were used last.
+            keep: Nodes that are about to be used and are not evicted.
         """
         ring = self._oldest[replica]
         copy = _newer(ring)
@@ -214,7 +216,7 @@ class RadixTree:
             copy = _newer(copy)
 
     def evict_lru(self, replica: int, num: int) -> None:
-        """The replica makes room for ``num`` elements: what nobody in flight holds goes, the oldest first."""
+        """Evicts ``num`` elements that no request in flight on the replica uses, the least recently used first."""
         for copy, taken in list(self.lru(replica, num)):
             node = copy.node
             if taken < len(node.span):
@@ -222,9 +224,9 @@ class RadixTree:
             self._uncache(node, replica)
 
     def store(self, path: Path, replica: int) -> None:
-        """The replica says that it caches all of this path: it has just been used there. O(length).
+        """Records that the replica caches all of this path, which was just used there. O(length).
 
-        A node that it is about to cache stays whole as long as somebody computes it, whatever part is there already.
+        A pending node of which only the first part is cached is not split while requests in flight compute the rest.
         """
         bit = 1 << replica
         nodes, partial = self.match_prefix(path)
@@ -250,9 +252,10 @@ class RadixTree:
             if not copy.ref_count:
                 _link_after(copy, _older(self._oldest[replica]))
 
-    def _extend(self, nodes: list[Node], path: Path, replica: int) -> list[Node] | None:
-        """The nodes of this path, where it goes on behind one that only this replica caches and nobody has used: as
-        outputs grow, no node follows another. None if it does not.
+    def _extend(self, nodes: list[PrefixNode], path: Path, replica: int) -> list[PrefixNode] | None:
+        """Lengthens a leaf that only this replica caches and no recent request uses; None if the path has no such leaf.
+
+        So a growing output does not become a chain of nodes.
         """
         last = nodes[-1] if nodes else self.root
         copy = last.copies.get(replica)
@@ -267,16 +270,15 @@ class RadixTree:
         return nodes
 
     def forget_cached(self, replica: int) -> None:
-        """Nothing is known any more of what the replica caches but what those in flight compute there. O(nodes)."""
+        """Forgets what the replica caches, except that the paths of its requests in flight become pending. O(nodes)."""
         for node in reversed(list(_subtree(self.root, replica))):
             if node.replicas >> replica & 1:
                 self._lose(node.copies[replica], replica)
 
     def evict(self, path: Path, replica: int) -> None:
-        """The replica does not cache the last element of ``path`` any more, nor anything after it.
+        """The replica no longer caches the last element of ``path``, nor anything after it; unknown paths are ignored.
 
-        What requests in flight go through is pending again: they compute it. O(length and nodes below); nothing
-        happens where the path is unknown.
+        Nodes that its requests in flight go through become pending again. O(length and nodes below).
         """
         if not path:
             return
@@ -292,11 +294,12 @@ class RadixTree:
             self._split(node, before)
         self._uncache(node, replica)
 
-    def correct(self, end: Node, replica: int, hit_len: int) -> None:
-        """A request found only ``hit_len`` elements of its path: what hangs off the path later is not there either.
+    def correct(self, end: PrefixNode, replica: int, hit_len: int) -> None:
+        """A request in flight found only ``hit_len`` elements of its path cached.
 
-        The request is in flight: its own path it computes now, and what others in flight hold stays. O(nodes that go
-        and their siblings).
+        Branches that leave its path after ``hit_len`` cannot be cached either and are removed, except where other
+        requests in flight use them. Its own path stays, since the request computes it now. O(removed nodes and their
+        siblings).
         """
         node = end
         while node.parent is not None and node.end > hit_len:
@@ -306,7 +309,7 @@ class RadixTree:
             node = node.parent
 
     def clear(self, replica: int) -> None:
-        """Nothing is known of the replica any more; references to its requests are void. O(nodes)."""
+        """Forgets everything about the replica; references to its requests become invalid. O(nodes)."""
         for node in reversed(list(_subtree(self.root))):
             node.assigned &= ~(1 << replica)
             copy = node.copies.get(replica)
@@ -317,11 +320,11 @@ class RadixTree:
                 else:
                     self._drop_if_unused(copy, replica)
 
-    def _split(self, node: Node, num: int) -> Node:
-        """Puts the first ``num`` elements into a node of their own, above: who ends at ``node`` still does."""
+    def _split(self, node: PrefixNode, num: int) -> PrefixNode:
+        """Moves the first ``num`` elements into a new parent node; requests that end at ``node`` still end there."""
         parent = node.parent
         assert parent is not None
-        upper = Node(node.span[:num], parent)
+        upper = PrefixNode(node.span[:num], parent)
         self._num_nodes += 1
         self._num_copies += len(node.copies)
         parent.children[upper.span[0]] = upper
@@ -340,14 +343,14 @@ class RadixTree:
         return upper
 
     def _give_up(self, copy: Copy, replica: int) -> None:
-        """Nobody computes what the node is short of any more: what the replica has of it stays."""
+        """No request in flight computes the rest of a pending node any more: keeps only its cached part."""
         if copy.stored:
             upper = self._split(copy.node, copy.stored)
             _link_after(upper.copies[replica], _older(self._oldest[replica]))
         self._uncache_one(copy, replica)
 
-    def _uncache(self, node: Node, replica: int) -> None:
-        """The replica caches neither the node nor what is below it."""
+    def _uncache(self, node: PrefixNode, replica: int) -> None:
+        """The replica no longer caches the node and the nodes below it."""
         cached = [each for each in _subtree(node, replica) if each.replicas >> replica & 1]
         for each in reversed(cached):
             self._lose(each.copies[replica], replica)
@@ -369,7 +372,7 @@ class RadixTree:
         self._drop_if_unused(copy, replica)
 
     def _drop_if_unused(self, copy: Copy, replica: int) -> None:
-        """Section 4.2: a node goes when no replica caches it and no request in the window has used it."""
+        """Section 4.2: removes a node that no replica caches and no request in the window has used."""
         node = copy.node
         if copy.ref_count or copy.num_recent or node.replicas >> replica & 1:
             return
@@ -409,8 +412,10 @@ class RadixTree:
         for replica, size in enumerate(idle):
             self._check_ring(replica, size)
 
-    def check_counts(self, in_flight: Iterable[tuple[Node, int]], recent: Iterable[tuple[Node, int]]) -> None:
-        """Raises IntegrityError unless these are the (last node, replica) of all that is held and not forgotten."""
+    def check_counts(
+        self, in_flight: Iterable[tuple[PrefixNode, int]], recent: Iterable[tuple[PrefixNode, int]]
+    ) -> None:
+        """Raises IntegrityError unless the reference counts are those of these (last node, replica) pairs."""
         refs, uses = self._paths_through(in_flight), self._paths_through(recent)
         for node in _subtree(self.root):
             for replica, copy in node.copies.items():
@@ -419,10 +424,10 @@ class RadixTree:
         if refs or uses:
             raise IntegrityError("a request goes through nodes that the tree does not have")
 
-    def _paths_through(self, ends: Iterable[tuple[Node, int]]) -> Counter[tuple[Node, int]]:
-        counts: Counter[tuple[Node, int]] = Counter()
+    def _paths_through(self, ends: Iterable[tuple[PrefixNode, int]]) -> Counter[tuple[PrefixNode, int]]:
+        counts: Counter[tuple[PrefixNode, int]] = Counter()
         for end, replica in ends:
-            node: Node | None = end
+            node: PrefixNode | None = end
             while node is not None and node is not self.root:
                 counts[node, replica] += 1
                 node = node.parent
@@ -448,8 +453,8 @@ def _common_len(path: Path, start: int, span: Path) -> int:
     return min(len(path) - start, len(span))
 
 
-def _subtree(node: Node, replica: int | None = None) -> Iterator[Node]:
-    """The node and all below it, parents first; only what the replica caches where one is named."""
+def _subtree(node: PrefixNode, replica: int | None = None) -> Iterator[PrefixNode]:
+    """The node and all below it, parents first; with ``replica``, only nodes that it caches or will cache."""
     stack = [node]
     while stack:
         node = stack.pop()
@@ -480,7 +485,7 @@ def _unlink(copy: Copy) -> None:
     copy.older = copy.newer = None
 
 
-def _check_child(node: Node, first: int, child: Node) -> None:
+def _check_child(node: PrefixNode, first: int, child: PrefixNode) -> None:
     if child.parent is not node or not child.span or child.span[0] != first or child.end != node.end + len(child.span):
         raise IntegrityError(f"a node after {node.end} elements does not fit its parent")
     if not child.copies:

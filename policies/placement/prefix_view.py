@@ -7,25 +7,25 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from core.messages.placement import PrefixView
-from policies.placement.prefix_tree import Node, RadixTree
+from policies.placement.prefix_tree import PrefixNode, RadixTree
 
 
 def busiest_prefixes(tree: RadixTree, names: Sequence[str], block_size: int, limit: int) -> tuple[PrefixView, ...]:
-    """The ``limit`` nodes that most requests went through lately, each after the one above it.
+    """The ``limit`` nodes with the most recent requests, each after its parent.
 
-    No node is busier than the one above it, so only the children of those shown are looked at: O(those).
+    A node is never busier than its parent, so only children of shown nodes are visited: O(those).
 
     Args:
-        names: Of the replicas, by their numbers in the tree.
+        names: Names of the replicas, by their numbers in the tree.
         block_size: Tokens of an element of a path.
     """
     shown = _busiest(tree.root, limit)
     return tuple(_view(node, depth, names, block_size) for node, depth in _in_order(tree.root, shown))
 
 
-def _busiest(root: Node, limit: int) -> set[Node]:
-    shown: set[Node] = set()
-    order = itertools.count()  # of two as busy the one found first; nodes themselves have no order
+def _busiest(root: PrefixNode, limit: int) -> set[PrefixNode]:
+    shown: set[PrefixNode] = set()
+    order = itertools.count()  # breaks ties by order of discovery; nodes themselves cannot be compared
     heap = [(-_num_recent(child), next(order), child) for child in root.children.values()]
     heapq.heapify(heap)
     while heap and len(shown) < limit:
@@ -36,18 +36,18 @@ def _busiest(root: Node, limit: int) -> set[Node]:
     return shown
 
 
-def _in_order(node: Node, shown: set[Node], depth: int = 0) -> Iterator[tuple[Node, int]]:
+def _in_order(node: PrefixNode, shown: set[PrefixNode], depth: int = 0) -> Iterator[tuple[PrefixNode, int]]:
     """Depth first, the busiest child first."""
     for child in sorted(shown.intersection(node.children.values()), key=_num_recent, reverse=True):
         yield child, depth
         yield from _in_order(child, shown, depth + 1)
 
 
-def _num_recent(node: Node) -> int:
+def _num_recent(node: PrefixNode) -> int:
     return sum(copy.num_recent for copy in node.copies.values())
 
 
-def _view(node: Node, depth: int, names: Sequence[str], block_size: int) -> PrefixView:
+def _view(node: PrefixNode, depth: int, names: Sequence[str], block_size: int) -> PrefixView:
     return PrefixView(
         depth=depth,
         num_tokens=len(node.span) * block_size,

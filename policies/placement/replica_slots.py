@@ -1,4 +1,4 @@
-"""Replicas as small numbers: bits of a mask and places of an array."""
+"""Numbers replicas by small slots, which serve as bits of a mask and as indexes of arrays."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Floats = npt.NDArray[np.float64]
 
 
 class ReplicaSlots:
-    """A number for each replica that is known, given again when it is gone, and which of them are open.
+    """Assigns a slot to each known replica, reuses slots of replicas that are gone, and marks the open ones.
 
     Attributes:
-        names: By slot; empty for a free slot.
-        open_mask: Bits of those that a request may go to.
-        closed: By slot, 0 for those and infinity for the others: what to add before a minimum is taken.
+        names: Name of the replica, by slot; empty for a free slot.
+        open_mask: Bits of the replicas that a request may go to.
+        closed: By slot, 0 for open replicas and infinity for all others; added to costs before a minimum is taken.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class ReplicaSlots:
         return self._slots.get(name)
 
     def take(self, name: str) -> tuple[int, bool]:
-        """A slot for a replica that has none; whether there was none like it before."""
+        """Assigns a slot to a replica that has none; returns the slot, and whether it is a new one."""
         is_new = "" not in self.names
         slot = len(self.names) if is_new else self.names.index("")
         if is_new:
@@ -43,14 +43,14 @@ class ReplicaSlots:
         return slot, is_new
 
     def give_back(self, name: str) -> None:
-        """The replica is gone: nothing goes there, its slot may be another one's."""
+        """Frees the slot of a replica that is gone, for another replica to take."""
         slot = self._slots.pop(name)
         self.names[slot] = ""
         self.closed[slot] = np.inf
         self._loads = None
 
     def open(self, loads: tuple[ReplicaLoad, ...]) -> None:
-        """Makes these the ones that a request may go to. O(replicas), O(1) if it is the object of the last call."""
+        """Opens exactly these replicas. O(replicas), or O(1) if ``loads`` is the same object as in the last call."""
         if loads is self._loads:
             return
         self.closed[:] = np.inf
@@ -65,7 +65,7 @@ class ReplicaSlots:
 
 
 def is_single(mask: int) -> bool:
-    """Whether one bit at most is set."""
+    """Whether at most one bit is set."""
     return not mask & (mask - 1)
 
 

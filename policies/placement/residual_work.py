@@ -1,8 +1,8 @@
-"""What is still to be done of the requests on each replica, by their forecasts and by how long they have run.
+"""The remaining work of the requests on each replica, from their forecasts and the time that they have run.
 
-Nobody tells the router how many tokens a request has produced, so it goes by a clock for each replica: the tokens that
-each of the sequences decoding there has got by now, at the pace of a step of that batch. A request ends when the clock
-has come as far from where it started as its output is foreseen to be long.
+The router is not told how many tokens a request has produced. So it keeps a token clock for each replica, which
+advances by one for each estimated step of the batch that decodes there; a request has produced as many tokens as the
+clock advanced since its start. Its remaining output is the predicted length minus that.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from policies.placement.replica_slots import Floats
 _TABLES = ("_held", "_running", "_begun_at", "_lengths", "_own_lens", "_context_lens", "_produced", "_left")
 
 MORE_SEATS = 8
-"""Requests of a replica that there is room for at first, and how many more when they do not suffice."""
+"""Initial number of seats (requests) for each replica, and how many more are added when they do not suffice."""
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
-    """What is known of a request before it is placed.
+class RequestLengths:
+    """The lengths of a request that are known before it is placed, in tokens.
 
     Attributes:
-        prompt_len: Tokens known, the output of earlier attempts among them ...
-        had_len: ... which is so long.
-        most: Tokens that it may still have.
+        prompt_len: Known tokens: the prompt and the output of earlier attempts.
+        had_len: Tokens of that output of earlier attempts.
+        most: Most output tokens that may still come.
     """
 
     prompt_len: int
@@ -44,15 +44,15 @@ class Demand:
 
 @dataclass(slots=True)
 class _Seat:
-    """Where a request is, and what its start and end change.
+    """The place of a request in the arrays.
 
     Attributes:
-        prefill_s: To compute what is not cached of its prompt.
+        prefill_s: Seconds to compute the part of its prompt that is not cached.
     """
 
     slot: int
     seat: int
-    demand: Demand
+    demand: RequestLengths
     prefill_s: float
     has_started: bool = False
 
@@ -60,16 +60,16 @@ class _Seat:
 class ResidualWork:
     """Requests in flight by replica, as arrays of shape (slots, seats).
 
-    What each has produced and has left is worked out once an instant, with the first question, in O(slots * seats)
-    numpy work; who is placed, starts or ends at that instant changes one element. ``meetings`` is three numpy
-    operations over the arrays, ``memory_wait_s`` some over a row.
+    Produced and remaining tokens are computed at most once for each instant, on the first question, in O(slots * seats)
+    numpy work; a request that is placed, starts or ends at that instant changes one element. ``meetings`` takes three
+    numpy operations over the arrays, ``memory_wait_s`` a few over one row.
 
     Args:
-        cost: What steps cost, the same on all replicas.
+        cost: Cost of steps, the same on all replicas.
 
     Attributes:
         queued_s: By slot, prefill seconds of the requests that have not started.
-        num_requests: By slot, all of them; floats, to be multiplied with.
+        num_requests: By slot, number of requests; floats, because they are factors of float arrays.
     """
 
     def __init__(self, cost: StepCost) -> None:
@@ -78,15 +78,15 @@ class ResidualWork:
         self._free: list[list[int]] = []
         shape = (0, MORE_SEATS)
         self._held = np.zeros(shape, np.bool_)
-        self._running: Floats = np.zeros(shape)  # 1 of those that have started: a factor
-        self._begun_at: Floats = np.zeros(shape)  # of its replica's clock
+        self._running: Floats = np.zeros(shape)  # 1 for requests that have started, else 0; used as a factor
+        self._begun_at: Floats = np.zeros(shape)  # reading of the replica's token clock at the start
         self._lengths: Floats = np.zeros(shape)  # predicted output lengths from the placement on; 0 for free seats
         self._own_lens: Floats = np.zeros(shape)  # prompt tokens that no other request holds; 0 for free seats
         self._context_lens: Floats = np.zeros(shape)
-        self._produced: Floats = np.zeros(shape)  # these two as of ``_now``, unless they are out of date
+        self._produced: Floats = np.zeros(shape)  # this and ``_left`` as of ``_now`` if ``_is_current``
         self._left: Floats = np.zeros(shape)
         self._is_current = True
-        self._ones: Floats = np.ones(MORE_SEATS)  # a sum by it takes a fifth of the time of ``sum(axis=1)``
+        self._ones: Floats = np.ones(MORE_SEATS)  # ``vecdot`` with it takes a fifth of the time of ``sum(axis=1)``
         self._clocks: Floats = np.zeros(0)
         self._steps_s: Floats = np.zeros(0)
         self._contexts: list[int] = []
@@ -108,7 +108,7 @@ class ResidualWork:
         self._free.append(list(range(self._held.shape[1]))[::-1])
 
     def clear(self, slot: int) -> None:
-        """What was placed on the replica is lost with it."""
+        """Forgets all requests of the replica."""
         for request_id in [each for each, seat in self._seats.items() if seat.slot == slot]:
             self.remove(request_id)
 
@@ -119,9 +119,16 @@ class ResidualWork:
             self._now = now
             self._is_current = False
 
-    def add(self, request_id: str, slot: int, demand: Demand, left: float, own_len: int, prefill_s: float) -> None:
-        """A request is placed, to have ``left`` tokens of output: it computes ``own_len`` tokens of its prompt in
-        ``prefill_s``, and holds those alone."""
+    def add(
+        self, request_id: str, slot: int, demand: RequestLengths, left: float, own_len: int, prefill_s: float
+    ) -> None:
+        """Adds a placed request.
+
+        Args:
+            left: Predicted output tokens that are still to come.
+            own_len: Prompt tokens that it computes itself; no other request holds their KV.
+            prefill_s: Seconds to compute them.
+        """
         if not self._free[slot]:
             self._widen()
         seat = self._free[slot].pop()
@@ -135,7 +142,7 @@ class ResidualWork:
         self._queue(slot, prefill_s)
 
     def start(self, request_id: str, own_len: int) -> None:
-        """It has its first token, and ``own_len`` is what it had to compute."""
+        """The request has its first token; ``own_len`` is the number of prompt tokens that it computed."""
         seat = self._seats[request_id]
         if seat.has_started:
             return
@@ -147,7 +154,7 @@ class ResidualWork:
         self._run(slot, 1, seat.demand.prompt_len)
         self._queue(slot, -seat.prefill_s)
 
-    def foresee(self, request_id: str, output_len: float) -> None:
+    def predict(self, request_id: str, output_len: float) -> None:
         """Sets the predicted length of its whole output; unknown requests are ignored."""
         seat = self._seats.get(request_id)
         if seat is not None:
@@ -155,7 +162,7 @@ class ResidualWork:
             self._is_current = False
 
     def remove(self, request_id: str) -> None:
-        """It is not in flight any more."""
+        """The request is no longer in flight."""
         seat = self._seats.pop(request_id)
         at = seat.slot, seat.seat
         self._held[at] = False
@@ -169,17 +176,17 @@ class ResidualWork:
             self._queue(seat.slot, -seat.prefill_s)
 
     def remaining(self) -> Floats:
-        """Output tokens that requests have before them, 0 where no request is; shape (slots, seats).
+        """Expected remaining output tokens of each request, 0 on free seats; shape (slots, seats).
 
-        One that has outlived its forecast is expected to go on for a quarter of what it has, at least 16 tokens
-        (as ``length_law``).
+        A request that has outlived its forecast is expected to produce a quarter of its output so far again, at least
+        ``MIN_REMAINING`` tokens (as in ``policies.lengths.law.remaining``).
         """
         if not self._is_current:
             self._work_out()
         return self._left
 
     def _work_out(self) -> None:
-        """What has been produced and is left, as of now."""
+        """Computes produced and remaining tokens as of now."""
         np.subtract(self._clocks[:, None], self._begun_at, out=self._produced)
         self._produced *= self._running
         np.subtract(self._lengths, self._produced, out=self._left)
@@ -189,14 +196,17 @@ class ResidualWork:
         self._is_current = True
 
     def meetings(self, length: float) -> tuple[Floats, Floats]:
-        """By slot, the steps that its requests take together with one of so many tokens, and the sum over those steps
-        of the context that they bring."""
+        """By slot, the steps that its requests share with a request of ``length`` output tokens, summed over the
+        requests, and the same sum weighted with the context of each."""
         shared = np.minimum(self.remaining(), length)
         return np.vecdot(shared, self._ones), np.vecdot(shared, self._context_lens)
 
     def memory_wait_s(self, slot: int, own_len: int, length: float, capacity: int) -> float:
-        """Seconds until a request fits: until those that end first have freed what the predicted peak of all of them
-        (Past-Future, section 3.3) is above the replica's tokens; 0 where it is not. O(n log n)."""
+        """Seconds until the request fits into the replica's memory; 0 if it fits now. O(n log n).
+
+        It fits once the requests that end first have freed as many tokens as the predicted peak of all requests
+        (Past-Future, section 3.3) exceeds ``capacity``.
+        """
         all_left, held = self.remaining()[slot], self._held[slot]
         holding = self._own_lens[slot] + self._produced[slot]
         at_their_ends = np.vecdot(holding + all_left, self._ones) + self.num_requests[slot]
@@ -215,12 +225,12 @@ class ResidualWork:
         return float(left[order[last]] * self._steps_s[slot])
 
     def _queue(self, slot: int, more_s: float) -> None:
-        """Rounding errors do not outlive a pause."""
+        """Adds to ``queued_s``; with an empty queue it is set to 0, which removes rounding errors."""
         waiting = self.num_requests[slot] > self._num_running[slot]
         self.queued_s[slot] = max(0.0, self.queued_s[slot] + more_s) if waiting else 0.0
 
     def price(self, cost: StepCost) -> None:
-        """Steps cost so much from now on; prompts that wait keep the price that they came with. O(slots)."""
+        """Sets the step cost; prompts that wait keep the price that they were added with. O(slots)."""
         self._cost = cost
         for slot in range(len(self._free)):
             self._run(slot, 0, 0)
@@ -240,12 +250,12 @@ class ResidualWork:
             free.extend(range(width + MORE_SEATS - 1, width - 1, -1))
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError unless the arrays say of every replica what its requests add up to."""
+        """Raises IntegrityError unless the arrays agree with the requests of every replica."""
         if self._is_current:
             before = self._produced.copy(), self._left.copy()
             self._work_out()
             if not (np.array_equal(before[0], self._produced) and np.array_equal(before[1], self._left)):
-                raise IntegrityError("what requests have produced or have left is not as of now")
+                raise IntegrityError("produced or remaining tokens are not those of the present instant")
         for slot, free in enumerate(self._free):
             seats = [seat for seat in self._seats.values() if seat.slot == slot]
             running = [seat for seat in seats if seat.has_started]

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from core.errors import IntegrityError
 from core.messages.cache import KVCacheEvent
 from core.messages.plans import SlotProgress, StepReport, WorkerReady, WorkerState
 from core.messages.requests import Key
 from core.request import Request, Residency
+from kvcache.block_manager import NO_PARENT
 from kvcache.cache_journal import CacheMirror
-from policies.interfaces import KvView
-from policies.job import Job
-from policies.replica.hits import ReplicaHits
-from policies.replica.tracked import Tracked, make_tracked
+from policies.interfaces import Job, KvView, ScheduledRequest, make_scheduled
 
 NUM_REMEMBERED = 4096
 """Ended requests that a Scheduler still knows when asked: the last tokens may be on their way to the ingress."""
+
+LOOK_UPS = 64
+"""Requests looked up at one report at most: about half a millisecond. Of more that a change concerns, the oldest come
+first."""
+
+_Boundary = tuple[int, int]
+"""The last cached block of a prompt and the first that is not; ``NO_PARENT`` where there is none."""
 
 
 class WorkerMirror:
@@ -29,7 +34,7 @@ class WorkerMirror:
         changed: Told of each job whose KV or hits are different by what is booked here; ``Order.changed``.
 
     Attributes:
-        tracked: All requests, by id.
+        scheduled: All requests, by id.
         admitted: Those with a place, in order of admission.
         hosted: Those with KV on the host, or on its way there.
         shipped: Those that a plan of this lease has named.
@@ -42,10 +47,10 @@ class WorkerMirror:
     """
 
     def __init__(self, changed: Callable[[Job], None]) -> None:
-        self.tracked: dict[str, Tracked] = {}
-        self.admitted: dict[str, Tracked] = {}
-        self.hosted: dict[str, Tracked] = {}
-        self.shipped: dict[str, Tracked] = {}
+        self.requests: dict[str, ScheduledRequest] = {}
+        self.admitted: dict[str, ScheduledRequest] = {}
+        self.hosted: dict[str, ScheduledRequest] = {}
+        self.shipped: dict[str, ScheduledRequest] = {}
         self.worker: WorkerReady | None = None
         self.lease = 0
         self.cache = CacheMirror()
@@ -55,7 +60,7 @@ class WorkerMirror:
         self._changed = changed
         self._hits = ReplicaHits(self.cache, changed)
         self._numbers = itertools.count()
-        self._undelivered: dict[str, Tracked] = {}  # shipped, and the worker may not have them yet
+        self._undelivered: dict[str, ScheduledRequest] = {}  # shipped, and the worker may not have them yet
         self._recent: dict[Key, None] = {}  # ended lately, oldest first
         self._shared_blocks = 0  # as last reported
         self._on_host = 0  # blocks of all in ``hosted``
@@ -65,7 +70,7 @@ class WorkerMirror:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.tracked) - len(self.admitted)
+        return len(self.requests) - len(self.admitted)
 
     @property
     def preemption_is_known(self) -> bool:
@@ -79,19 +84,19 @@ class WorkerMirror:
 
     def resting(self) -> tuple[Key, ...]:
         """All that is here, if it all waits for clients that do not read: else nothing."""
-        if not all(each.stalled for each in self.tracked.values()):
+        if not all(each.stalled for each in self.requests.values()):
             return ()
         return self.keys()
 
     def keys(self) -> tuple[Key, ...]:
         """Of all that is here."""
-        return tuple((each.request.request_id, each.request.attempt) for each in self.tracked.values())
+        return tuple((each.request_id, each.request.attempt) for each in self.requests.values())
 
     def knows(self, key: Key) -> bool:
         """Whether this attempt, or a later one of the request, is here, or it has ended lately."""
         request_id, attempt = key
-        tracked = self.tracked.get(request_id)
-        return (tracked is not None and tracked.request.attempt >= attempt) or key in self._recent
+        scheduled = self.requests.get(request_id)
+        return (scheduled is not None and scheduled.request.attempt >= attempt) or key in self._recent
 
     def remember(self, key: Key) -> None:
         """This attempt has ended."""
@@ -99,18 +104,19 @@ class WorkerMirror:
         if len(self._recent) > NUM_REMEMBERED:
             del self._recent[next(iter(self._recent))]
 
-    def add(self, request: Request, now: float) -> Tracked:
-        tracked = self.tracked[request.request_id] = make_tracked(request, now, next(self._numbers))
-        self._hits.add(tracked)
-        return tracked
+    def add(self, request: Request, now: float) -> ScheduledRequest:
+        scheduled = self.requests[request.request_id] = make_scheduled(request, now, next(self._numbers))
+        if self.cache.seq is not None:
+            self._hits.add(scheduled)
+        return scheduled
 
-    def remove(self, request_id: str) -> Tracked:
-        tracked = self.tracked.pop(request_id)
-        self._count_host(tracked, 0, is_leaving=False)
+    def remove(self, request_id: str) -> ScheduledRequest:
+        scheduled = self.requests.pop(request_id)
+        self._count_host(scheduled, 0, is_leaving=False)
         for table in (self.admitted, self.hosted, self.shipped, self._undelivered):
             table.pop(request_id, None)
         self._hits.remove(request_id)
-        return tracked
+        return scheduled
 
     def connect(self, state: WorkerState, now: float) -> None:
         """Another worker, or one that outlived another Scheduler: what it holds is here, and nothing else."""
@@ -122,10 +128,10 @@ class WorkerMirror:
             adopted.shipped_in, adopted.delivered, adopted.started = 0, True, True
             self.shipped[request.request_id] = adopted
         for progress in state.report.progress:
-            adopted = self.tracked[progress.request_id]
+            adopted = self.requests[progress.request_id]
             adopted.num_preemptions, adopted.num_moves = progress.num_preemptions, progress.num_moves
             adopted.residency = progress.residency
-            self.note_host(adopted)
+            self.recount_host(adopted)
         self.stale = True
 
     def lose_worker(self) -> None:
@@ -136,10 +142,10 @@ class WorkerMirror:
         self._shared_blocks = self.short_blocks = self._on_host = 0
         self._leaving.clear()
         self.plan_seq = self.report_seq = self._applied_plan_seq = self._preempted_in = 0
-        for table in (self.tracked, self.admitted, self.hosted, self.shipped, self._undelivered):
+        for table in (self.requests, self.admitted, self.hosted, self.shipped, self._undelivered):
             table.clear()
 
-    def take_report(self, report: StepReport) -> bool:
+    def apply_report(self, report: StepReport) -> bool:
         """Takes over what a report says of the worker as a whole; False, and nothing, if it is old or a stranger's."""
         worker = self.worker
         if worker is None or report.worker_incarnation != worker.worker_incarnation or report.lease != self.lease:
@@ -149,83 +155,83 @@ class WorkerMirror:
         self.report_seq = report.report_seq
         self._applied_plan_seq = report.plan_seq
         self._shared_blocks, self.short_blocks = report.shared_blocks, report.short_blocks
-        for tracked in list(self._undelivered.values()):
-            if tracked.shipped_in is not None and report.plan_seq >= tracked.shipped_in:
-                tracked.delivered = True
-                del self._undelivered[tracked.job.request_id]
+        for scheduled in list(self._undelivered.values()):
+            if scheduled.shipped_in is not None and report.plan_seq >= scheduled.shipped_in:
+                scheduled.delivered = True
+                del self._undelivered[scheduled.request_id]
         return True
 
-    def take_progress(self, tracked: Tracked, progress: SlotProgress) -> float:
+    def apply_progress(self, scheduled: ScheduledRequest, progress: SlotProgress) -> float:
         """Takes over what a report says of one request; seconds that it has run since the one before."""
         assert self.worker is not None
-        believed_len = tracked.job.cached_len
-        ran_s = tracked.take(progress, self.worker.block_size)
-        if tracked.num_blocks or tracked.job.cached_len != believed_len:
-            self._hits.reported(tracked)
-        if tracked.num_host_blocks or tracked.counted_on_host or tracked.residency is Residency.HOST:
-            self.note_host(tracked)
-        self._changed(tracked.job)
+        believed_len = scheduled.cached_len
+        ran_s = scheduled.update(progress, self.worker.block_size)
+        if scheduled.num_blocks or scheduled.cached_len != believed_len:
+            self._hits.reported(scheduled)
+        if scheduled.num_host_blocks or scheduled.counted_on_host or scheduled.residency is Residency.HOST:
+            self.recount_host(scheduled)
+        self._changed(scheduled)
         return ran_s
 
-    def take_notices(self, notices: Iterable[KVCacheEvent]) -> list[KVCacheEvent]:
+    def apply_notices(self, notices: Iterable[KVCacheEvent]) -> list[KVCacheEvent]:
         """Those that are news. What is cached has changed then, and so may have what those find who wait."""
-        return self._hits.take(notices, self.tracked)
+        return self._hits.apply(notices, self.requests)
 
-    def ship(self, tracked: Tracked) -> None:
+    def ship(self, scheduled: ScheduledRequest) -> None:
         """The latest plan names it, and carries it unless the worker is known to have it."""
-        if tracked.shipped_in is None:
-            tracked.shipped_in = self.plan_seq
-            self.shipped[tracked.job.request_id] = tracked
-            self._undelivered[tracked.job.request_id] = tracked
+        if scheduled.shipped_in is None:
+            scheduled.shipped_in = self.plan_seq
+            self.shipped[scheduled.request_id] = scheduled
+            self._undelivered[scheduled.request_id] = scheduled
 
-    def drop_kv(self, tracked: Tracked) -> None:
+    def drop_kv(self, scheduled: ScheduledRequest) -> None:
         """Its KV is ordered dropped, wherever it is."""
-        tracked.drop_kv()
-        self._changed(tracked.job)
-        if tracked.residency is Residency.HOST:
-            self.move(tracked, Residency.DEVICE)
-        self.note_host(tracked)
+        scheduled.drop_kv()
+        self._changed(scheduled)
+        if scheduled.residency is Residency.HOST:
+            self.move(scheduled, Residency.DEVICE)
+        self.recount_host(scheduled)
         self.stale = True
-        self.note_preemption()
+        self.mark_preemption()
 
-    def move(self, tracked: Tracked, residency: Residency) -> None:
+    def move(self, scheduled: ScheduledRequest, residency: Residency) -> None:
         """Its KV is ordered to the host, or back."""
-        tracked.told = None
-        tracked.residency = residency
-        tracked.num_moves += 1
-        self.note_host(tracked)
+        scheduled.told = None
+        scheduled.residency = residency
+        scheduled.num_moves += 1
+        self.recount_host(scheduled)
         self.stale = True
         if residency is Residency.HOST:
-            self.note_preemption()
+            self.mark_preemption()
 
-    def note_preemption(self) -> None:
+    def mark_preemption(self) -> None:
         """The next plan makes blocks free: until it is in force, what is short has its answer."""
         self._preempted_in = self.plan_seq + 1
 
-    def note_host(self, tracked: Tracked) -> None:
+    def recount_host(self, scheduled: ScheduledRequest) -> None:
         """What it has on the host may have changed."""
-        num_blocks = tracked.blocks_on_host
-        if not num_blocks and not tracked.counted_on_host:
+        num_blocks = scheduled.blocks_on_host
+        if not num_blocks and not scheduled.counted_on_host:
             return
-        self._count_host(tracked, num_blocks, is_leaving=tracked.is_leaving)
+        self._count_host(scheduled, num_blocks, is_leaving=scheduled.is_leaving)
         if num_blocks:
-            self.hosted[tracked.job.request_id] = tracked
+            self.hosted[scheduled.request_id] = scheduled
         else:
-            self.hosted.pop(tracked.job.request_id, None)
+            self.hosted.pop(scheduled.request_id, None)
 
-    def _count_host(self, tracked: Tracked, num_blocks: int, *, is_leaving: bool) -> None:
-        self._on_host += num_blocks - tracked.counted_on_host
-        tracked.counted_on_host = num_blocks
+    def _count_host(self, scheduled: ScheduledRequest, num_blocks: int, *, is_leaving: bool) -> None:
+        self._on_host += num_blocks - scheduled.counted_on_host
+        scheduled.counted_on_host = num_blocks
         if is_leaving:
-            self._leaving.add(tracked.job.request_id)
+            self._leaving.add(scheduled.request_id)
         else:
-            self._leaving.discard(tracked.job.request_id)
+            self._leaving.discard(scheduled.request_id)
 
     def capacity(self) -> int:
         """KV tokens that jobs may hold: the pool, with what they share counted for each, less unused ends of blocks."""
         assert self.worker is not None
         size = self.worker.block_size
-        ends = sum([-each.job.known_len % size for each in self.admitted.values()])
+        ends = sum([-each.known_len % size for each in self.admitted.values()])
         return (self.worker.num_blocks + self._shared_blocks) * size - ends
 
     def view(self, running: list[Job]) -> KvView:
@@ -235,13 +241,13 @@ class WorkerMirror:
         size = worker.block_size
         taken = {job.request_id for job in running}
         held = sum([each.num_blocks for each in self.admitted.values()]) - self._shared_blocks
-        starting = [job.known_len for job in running if self.tracked[job.request_id].num_blocks == 0]
+        starting = [job.known_len for job in running if self.requests[job.request_id].num_blocks == 0]
         short = 0 if self.is_answering else self.short_blocks
         return KvView(
             running=running,
-            idle=[each.job for rid, each in self.admitted.items() if rid not in taken],
+            idle=[each for rid, each in self.admitted.items() if rid not in taken],
             offloaded=[
-                each.job for rid, each in self.hosted.items() if each.residency is Residency.HOST and rid not in taken
+                each for rid, each in self.hosted.items() if each.residency is Residency.HOST and rid not in taken
             ],
             free=(worker.num_blocks - held) * size,
             needed=(sum(-(-known_len // size) for known_len in starting) + short) * size,
@@ -254,18 +260,137 @@ class WorkerMirror:
     def check_integrity(self) -> None:
         """Raises IntegrityError unless places, lengths and payloads agree."""
         self._hits.check_integrity()
-        if self.shipped.keys() != {rid for rid, each in self.tracked.items() if each.shipped_in is not None}:
+        if self.shipped.keys() != {rid for rid, each in self.requests.items() if each.shipped_in is not None}:
             raise IntegrityError("what has been shipped and what is known to be disagree")
-        if not self.admitted.keys() <= self.tracked.keys():
-            raise IntegrityError(f"admitted {set(self.admitted)} are not all known: {set(self.tracked)}")
+        if not self.admitted.keys() <= self.requests.keys():
+            raise IntegrityError(f"admitted {set(self.admitted)} are not all known: {set(self.requests)}")
         if self._on_host != sum(each.blocks_on_host for each in self.hosted.values()):
             raise IntegrityError("the blocks on the host are counted wrong")
         if self._leaving != {rid for rid, each in self.hosted.items() if each.is_leaving}:
             raise IntegrityError("those on their way to the host are not those that are known to be")
-        for request_id, tracked in self.tracked.items():
-            if tracked.delivered and tracked.shipped_in is None:
+        for request_id, scheduled in self.requests.items():
+            if scheduled.delivered and scheduled.shipped_in is None:
                 raise IntegrityError(f"{request_id}: delivered but never shipped")
-            if tracked.job.known_len > tracked.max_total_len:
+            if scheduled.known_len > scheduled.max_total_len:
                 raise IntegrityError(f"{request_id}: longer than it may be")
-            if (tracked.blocks_on_host > 0) != (request_id in self.hosted):
+            if (scheduled.blocks_on_host > 0) != (request_id in self.hosted):
                 raise IntegrityError(f"{request_id}: on the host and not known to be, or the other way round")
+
+
+class ReplicaHits:
+    """Looks up only those whose prompt's cached part may have grown or shrunk.
+
+    Who is cached has its predecessors. So the cached part of a prompt changes only if its last block is evicted or the
+    first block after it is stored: requests are found by these two. A report costs O(what it tells + ``LOOK_UPS``).
+
+    Args:
+        cache: What the worker caches.
+        changed: Told of each job whose hits have changed.
+        block_size: Of the worker's.
+    """
+
+    def __init__(self, cache: CacheMirror, changed: Callable[[Job], None], block_size: int = 1) -> None:
+        self._cache = cache
+        self._changed = changed
+        self._block_size = block_size
+        self._boundaries: dict[str, _Boundary] = {}
+        self._by_last: dict[int, dict[str, ScheduledRequest]] = {}
+        self._by_next: dict[int, dict[str, ScheduledRequest]] = {}
+        self._due: dict[str, ScheduledRequest] = {}
+        self._reported: dict[str, ScheduledRequest] = {}  # looked up when they wait again
+
+    @property
+    def num_due(self) -> int:
+        """Requests to be looked up at the next reports."""
+        return len(self._due)
+
+    def add(self, scheduled: ScheduledRequest) -> None:
+        """A request has come, and the cache is known."""
+        self._look_up(scheduled)
+
+    def remove(self, request_id: str) -> None:
+        """A request is gone; unknown ones are fine."""
+        self._due.pop(request_id, None)
+        self._reported.pop(request_id, None)
+        self._take_out(request_id)
+
+    def reported(self, scheduled: ScheduledRequest) -> None:
+        """The worker has said what this one found."""
+        self._reported[scheduled.request_id] = scheduled
+
+    def apply(self, notices: Iterable[KVCacheEvent], everyone: Mapping[str, ScheduledRequest]) -> list[KVCacheEvent]:
+        """Those notices that are news; looks up whom they concern.
+
+        Args:
+            everyone: All requests by id, the oldest first.
+        """
+        news = [notice for notice in notices if self._cache.take(notice)]
+        for notice in news:
+            if notice.whole:
+                self._due = dict(everyone)
+                continue
+            for name in notice.evicted:
+                self._due.update(self._by_last.get(name, {}))
+            for run in notice.stored:
+                for name in run.hashes:
+                    self._due.update(self._by_next.get(name, {}))
+        if news:
+            self._due.update((rid, each) for rid, each in self._reported.items() if not each.num_blocks)
+        for request_id in list(itertools.islice(self._due, LOOK_UPS)):
+            self._look_up(self._due.pop(request_id))
+        return news
+
+    def _look_up(self, scheduled: ScheduledRequest) -> None:
+        """At least one token of a prompt is always computed."""
+        hashes, job, size = scheduled.request.prefix_hashes, scheduled, self._block_size
+        if len(hashes) != job.prompt_len // size:
+            return
+        num_cached = self._cache.num_cached(hashes)
+        self._put(scheduled, _boundary(hashes, num_cached))
+        if scheduled.num_blocks:  # what it found has been said
+            self._reported[job.request_id] = scheduled
+            return
+        self._reported.pop(job.request_id, None)
+        cached_len = min(num_cached, (job.prompt_len - 1) // size) * size
+        if cached_len != job.cached_len:
+            job.cached_len, scheduled.told = cached_len, None
+            self._changed(job)
+
+    def _put(self, scheduled: ScheduledRequest, boundary: _Boundary) -> None:
+        request_id = scheduled.request_id
+        if self._boundaries.get(request_id) == boundary:
+            return
+        self._take_out(request_id)
+        self._boundaries[request_id] = boundary
+        for table, name in zip((self._by_last, self._by_next), boundary, strict=True):
+            if name != NO_PARENT:
+                table.setdefault(name, {})[request_id] = scheduled
+
+    def _take_out(self, request_id: str) -> None:
+        boundary = self._boundaries.pop(request_id, None)
+        if boundary is None:
+            return
+        for table, name in zip((self._by_last, self._by_next), boundary, strict=True):
+            if name != NO_PARENT:
+                del table[name][request_id]
+                if not table[name]:
+                    del table[name]
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless everybody who is not due is where the cache says."""
+        for request_id, boundary in self._boundaries.items():
+            for table, name in zip((self._by_last, self._by_next), boundary, strict=True):
+                if name != NO_PARENT and request_id not in table.get(name, {}):
+                    raise IntegrityError(f"{request_id} is not found by the end of its cached part")
+        for table in (self._by_last, self._by_next):
+            for waiting in table.values():
+                for request_id, scheduled in waiting.items():
+                    hashes = scheduled.request.prefix_hashes
+                    actual = _boundary(hashes, self._cache.num_cached(hashes))
+                    if request_id not in self._due and self._boundaries[request_id] != actual:
+                        raise IntegrityError(f"{request_id}: its cached part has changed and nobody has looked")
+
+
+def _boundary(hashes: tuple[int, ...], num_cached: int) -> _Boundary:
+    last = hashes[num_cached - 1] if num_cached else NO_PARENT
+    return last, hashes[num_cached] if num_cached < len(hashes) else NO_PARENT

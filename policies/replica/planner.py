@@ -7,10 +7,8 @@ import math
 from core.costs import StepCost
 from core.messages.plans import Plan, Slot
 from core.request import Residency
-from policies.interfaces import Order
-from policies.job import Job
+from policies.interfaces import Job, Order, ScheduledRequest
 from policies.replica.mirror import WorkerMirror
-from policies.replica.tracked import Tracked
 
 
 class ReplicaPlans:
@@ -27,11 +25,11 @@ class ReplicaPlans:
         cost: What steps cost; None before anything has been measured.
     """
 
-    def __init__(self, order: Order, grant_lead_s: float, shadow: WorkerMirror) -> None:
+    def __init__(self, order: Order, grant_lead_s: float, mirror: WorkerMirror) -> None:
         self.cost: StepCost | None = None
         self._order = order
         self._grant_lead_s = grant_lead_s
-        self._shadow = shadow
+        self._mirror = mirror
         self._standby: list[str] = []
         self._sent: list[str] = []  # those that the latest plan lets execute
         self._contended = False  # whether anybody else wanted to execute by then
@@ -42,13 +40,13 @@ class ReplicaPlans:
 
     def said(self) -> list[str]:
         """Those that the latest plan lets execute, as far as they still have their places."""
-        return [request_id for request_id in self._sent if request_id in self._shadow.admitted]
+        return [request_id for request_id in self._sent if request_id in self._mirror.admitted]
 
     def is_due(self, running: list[Job], standby: list[str]) -> bool:
         """Whether a plan of these would say anything new."""
-        shadow = self._shadow
+        mirror = self._mirror
         return (
-            shadow.stale
+            mirror.stale
             or standby != self._standby
             or [job.request_id for job in running] != self.said()
             or self._is_contended(running) > self._contended
@@ -63,75 +61,75 @@ class ReplicaPlans:
             standby: Who may start when there is room, best first.
             reserve_blocks: As in ``Plan``.
         """
-        shadow = self._shadow
-        assert shadow.worker is not None
+        mirror = self._mirror
+        assert mirror.worker is not None
         self._standby, self._sent = standby, [job.request_id for job in running]
         self._contended = self._is_contended(running)
-        shadow.stale = False
-        shadow.plan_seq += 1
+        mirror.stale = False
+        mirror.plan_seq += 1
         return Plan(
-            worker_incarnation=shadow.worker.worker_incarnation,
-            lease=shadow.lease,
-            plan_seq=shadow.plan_seq,
-            as_of_report_seq=shadow.report_seq,
+            worker_incarnation=mirror.worker.worker_incarnation,
+            lease=mirror.lease,
+            plan_seq=mirror.plan_seq,
+            as_of_report_seq=mirror.report_seq,
             reserve_blocks=reserve_blocks,
             slots=tuple(self._slots(running)),
         )
 
     def _slots(self, running: list[Job]) -> list[Slot]:
-        tracked, admitted = self._shadow.tracked, self._shadow.admitted
+        scheduled, admitted = self._mirror.requests, self._mirror.admitted
         decode_s = self._decode_s(running)
         # All of them take part in the next step, so no prefill may use up its tokens before the decodes have theirs.
-        executing = [tracked[job.request_id] for job in running if job.decodes]
-        executing += [tracked[job.request_id] for job in running if not job.decodes]
+        executing = [scheduled[job.request_id] for job in running if job.decodes]
+        executing += [scheduled[job.request_id] for job in running if not job.decodes]
         taken = set(self._sent)
         slots = [self._slot(each, decode_s, standby=False) for each in executing]
         slots += [self._slot(each, decode_s, standby=False) for rid, each in admitted.items() if rid not in taken]
-        slots += [self._slot(tracked[rid], decode_s, standby=True) for rid in self._standby]
+        slots += [self._slot(scheduled[rid], decode_s, standby=True) for rid in self._standby]
         named = {slot.request_id for slot in slots}
         # Shipped earlier and pushed out of the standby window by preempted ones: still the worker's to keep.
-        kept = [each for rid, each in self._shadow.shipped.items() if rid not in named]
+        kept = [each for rid, each in self._mirror.shipped.items() if rid not in named]
         kept.sort(key=_number)
         return slots + [self._slot(each, decode_s, standby=True) for each in kept]
 
-    def _slot(self, tracked: Tracked, decode_s: float | None, *, standby: bool) -> Slot:
-        if tracked.shipped_in is None:
-            self._shadow.ship(tracked)
-        if tracked.residency is Residency.HOST and self._is_away(tracked):
-            assert tracked.slot is not None
-            return tracked.slot  # it does not run there, whatever it is granted
-        tracked.granted_len = self._grant(tracked, decode_s)
-        tracked.slot = Slot(
-            request_id=tracked.request.request_id,
-            attempt=tracked.request.attempt,
-            prefill_to=tracked.max_total_len,
-            length_to=tracked.granted_len,
+    def _slot(self, scheduled: ScheduledRequest, decode_s: float | None, *, standby: bool) -> Slot:
+        if scheduled.shipped_in is None:
+            self._mirror.ship(scheduled)
+        if scheduled.residency is Residency.HOST and self._is_away(scheduled):
+            assert scheduled.slot is not None
+            return scheduled.slot  # it does not run there, whatever it is granted
+        scheduled.granted_len = self._grant(scheduled, decode_s)
+        scheduled.slot = Slot(
+            request_id=scheduled.request_id,
+            attempt=scheduled.request.attempt,
+            prefill_to=scheduled.max_total_len,
+            length_to=scheduled.granted_len,
             standby=standby,
-            num_preemptions=tracked.num_preemptions,
-            request=None if tracked.delivered else tracked.request,
-            residency=tracked.residency,
-            num_moves=tracked.num_moves,
+            num_preemptions=scheduled.num_preemptions,
+            request=None if scheduled.delivered else scheduled.request,
+            residency=scheduled.residency,
+            num_moves=scheduled.num_moves,
         )
-        return tracked.slot
+        return scheduled.slot
 
     @staticmethod
-    def _is_away(tracked: Tracked) -> bool:
+    def _is_away(scheduled: ScheduledRequest) -> bool:
         """Whether its KV is on the host, and the worker has the payload, now as when the last slot was written."""
-        last = tracked.slot
-        if last is None or last.residency is not Residency.HOST or last.num_moves != tracked.num_moves:
+        last = scheduled.slot
+        if last is None or last.residency is not Residency.HOST or last.num_moves != scheduled.num_moves:
             return False
-        return last.standby and last.request is None and last.num_preemptions == tracked.num_preemptions
+        return last.standby and last.request is None and last.num_preemptions == scheduled.num_preemptions
 
     def _is_contended(self, running: list[Job]) -> bool:
         """Whether anybody else wants to execute."""
-        return len(running) < len(self._shadow.tracked)
+        return len(running) < len(self._mirror.requests)
 
     def _grants_are_used_up(self, running: list[Job]) -> bool:
         """Whether a job that is to execute has come near the end of what the latest plan grants it."""
-        tracked = self._shadow.tracked
+        scheduled = self._mirror.requests
         lead = self._lead(self._decode_s(running))
         for job in running:
-            each = tracked[job.request_id]
+            each = scheduled[job.request_id]
             if job.prompt_len + job.output_len + lead >= each.granted_len < each.max_total_len:
                 return True
         return False
@@ -147,12 +145,12 @@ class ReplicaPlans:
         context_len = sum([job.prompt_len + job.output_len for job in running])
         return self.cost.step_s(0, max(1, len(running)), max(1, context_len))  # one price may be all there is
 
-    def _grant(self, tracked: Tracked, decode_s: float | None) -> int:
+    def _grant(self, scheduled: ScheduledRequest, decode_s: float | None) -> int:
         """Total length up to which it may go on before the order looks at it again; its next step at least.
 
         Where nobody else wants its place there is nothing to look at: whoever comes brings a new plan.
         """
-        most, job = tracked.max_total_len, tracked.job
+        most, job = scheduled.max_total_len, scheduled
         if decode_s is None or self.cost is None or not self._contended:
             return most
         slice_s = max(self._order.slice_s(job), 2 * self._grant_lead_s)
@@ -164,5 +162,5 @@ class ReplicaPlans:
         return min(most, known_len + num_tokens)
 
 
-def _number(tracked: Tracked) -> int:
-    return tracked.number
+def _number(scheduled: ScheduledRequest) -> int:
+    return scheduled.number

@@ -1,7 +1,7 @@
 """The scheduler of one model replica: a state machine, ``handle(event, now) -> [Instruction]``.
 
-What it hears goes on the books (``WorkerMirror``); from these it is decided whose turn it is (``StepSelector``), and
-the worker is told (``ReplicaPlans``).
+An event goes one way: it is booked (``WorkerMirror``), from the books it is decided whose turn it is
+(``StepSelector``), and the worker is told (``ReplicaPlans``). ``DecisionTrace`` observes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from core.messages.plans import FinishedSequence, SlotProgress, StepReport, Work
 from core.messages.requests import Key
 from core.request import Request, Residency, SequenceStatus
 from kvcache.cache_journal import CacheMirror
-from policies.interfaces import ReplicaPolicies
+from policies.interfaces import ReplicaPolicies, ScheduledRequest
+from policies.replica.decision_trace import Account, DecisionTrace
 from policies.replica.events import (
     BatchBroken,
     CacheTold,
@@ -35,12 +36,21 @@ from policies.replica.events import (
     WorkerLost,
     WorkerReported,
 )
+from policies.replica.facts import (
+    Adopted,
+    Arrived,
+    EndReached,
+    Fact,
+    HostFull,
+    Left,
+    Predicted,
+    StartedAlone,
+    TurnedAway,
+    TurnsChanged,
+)
 from policies.replica.mirror import WorkerMirror
 from policies.replica.planner import ReplicaPlans
 from policies.replica.step_selector import StepSelector
-from policies.replica.trace import ReplicaTrace
-from policies.replica.trace_log import Account
-from policies.replica.tracked import Tracked
 
 COST_CHANGE = 0.05
 """A price that differs by more than this share is another one."""
@@ -74,257 +84,273 @@ class ReplicaScheduler:
     def __init__(self, policies: ReplicaPolicies, limits: SchedulerLimits) -> None:
         self.order, self.admission = policies.order, policies.admission
         self.limits = limits
-        self._shadow = WorkerMirror(policies.order.changed)
-        self._notes = ReplicaTrace(policies, limits.max_num_seqs, self._shadow.tracked, self._shadow.admitted)
-        self.turns = StepSelector(policies, limits.max_num_seqs, self._shadow, self._notes)
-        self._plans = ReplicaPlans(policies.order, limits.grant_lead_s, self._shadow)
+        self._mirror = mirror = WorkerMirror(policies.order.changed)
+        self._trace = DecisionTrace(policies, limits.max_num_seqs, mirror.requests, mirror.admitted)
+        self.selector = StepSelector(policies, limits.max_num_seqs, mirror)
+        self._planner = ReplicaPlans(policies.order, limits.grant_lead_s, mirror)
 
     @property
     def num_waiting(self) -> int:
-        return self._shadow.num_waiting
+        return self._mirror.num_waiting
 
     @property
     def num_admitted(self) -> int:
-        return len(self._shadow.admitted)
+        return len(self._mirror.admitted)
 
     @property
     def num_running(self) -> int:
         """Admitted requests that are to execute next."""
-        return len(self.turns.running)
+        return len(self.selector.running)
 
     @property
     def num_offloaded(self) -> int:
         """Requests with KV on the host, or on its way there."""
-        return len(self._shadow.hosted)
+        return len(self._mirror.hosted)
 
     @property
     def num_preemptions(self) -> int:
         """Ordered so far, of all requests."""
-        return self.turns.num_preemptions
+        return self.selector.num_preemptions
 
     @property
     def cache(self) -> CacheMirror:
         """The worker's, where its reports tell of it."""
-        return self._shadow.cache
+        return self._mirror.cache
 
     def resting(self) -> tuple[Key, ...]:
         """All that is here, if it all waits for clients that do not read: else nothing."""
-        return self._shadow.resting()
+        return self._mirror.resting()
 
     def unknown(self, keys: Iterable[Key]) -> tuple[Key, ...]:
         """Those of these attempts that are neither here nor ended lately."""
-        return tuple(key for key in keys if not self._shadow.knows(key))
+        return tuple(key for key in keys if not self._mirror.knows(key))
 
     def accounts(self, response_id: str) -> Iterator[Account]:
         """What has been decided so far about the requests of an answer that are here. O(requests)."""
-        return self._notes.journal.of(response_id)
+        return self._trace.accounts.of(response_id)
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
-        """The only mutator. ``now`` is seconds on the caller's monotonic clock."""
+        """The only mutator: books the event, decides, tells the worker. ``now`` is seconds on the caller's monotonic
+        clock.
+
+        The trace observes each fact when it happens, and nowhere else.
+        """
         out: list[Instruction] = []
+        for said in itertools.chain(self._book(event, now), self._decide(now), self._tell(now)):
+            if isinstance(said, Fact):
+                self._trace.observe(said, now)
+            else:
+                out.append(said)
+        return out + self._trace.settle(self._mirror.worker is not None, now)
+
+    # -- Book: what has happened, on the mirror and in the order
+
+    def _book(self, event: Event, now: float) -> Iterable[Fact | Instruction]:
         match event:
-            case RequestsArrived():
-                out += self._arrive(event.requests, now, event.placements)
-            case RequestsAborted():
-                self._abort(event.keys, now)
             case WorkerReported():
-                out += self._take_report(event.report, now)
+                return self._book_report(event.report, now)
             case StepsRan():
-                self._take_steps(event, now)
-            case WorkerConnected():
-                out += self._connect(event.state, now)
-            case WorkerLost():
-                self._lose_all(now)
+                self._book_steps(event, now)
+            case RequestsArrived():
+                return self._book_arrivals(event, now)
+            case RequestsAborted():
+                return self._book_aborts(event.keys)
             case ForecastsArrived():
-                self._foresee(event.made, now)
+                return self._book_forecasts(event.made)
             case CostLearned():
                 self._learn_cost(event.cost)
-        out += self._replan(now)
-        return out + self._notes.settle(self._shadow.worker is not None, now)
+            case WorkerConnected():
+                return self._connect(event.state, now)
+            case WorkerLost():
+                return self._lose_all()
+        return ()
 
-    def _arrive(
-        self, requests: tuple[Request, ...], now: float, placements: tuple[bytes, ...] = ()
-    ) -> list[Instruction]:
-        refused: list[Instruction] = []
-        for index, request in enumerate(requests):
-            placement = placements[index] if index < len(placements) else b""
-            if self._shadow.knows((request.request_id, request.attempt)):
-                continue  # a duplicate delivery, or one that comes after the end
-            if request.request_id in self._shadow.tracked:
-                self._forget(request.request_id, "superseded", now)
-            problem = self._never_fits(request)
-            if problem is not None:
-                self._notes.turned_away(request, placement, problem.message, now)
-                refused.append(problem)
-                continue
-            tracked = self._shadow.add(request, now)
-            self.order.add(tracked.job, now)
-            self._notes.arrived(tracked, placement, now)
-        return refused
+    def _book_arrivals(self, event: RequestsArrived, now: float) -> Iterator[Fact | Instruction]:
+        placements = itertools.chain(event.placements, itertools.repeat(b""))
+        for request, placement in zip(event.requests, placements, strict=False):
+            yield from self._book_arrival(request, placement, now)
+
+    def _book_arrival(self, request: Request, placement: bytes, at: float) -> Iterator[Fact | Instruction]:
+        if self._mirror.knows((request.request_id, request.attempt)):
+            return  # a duplicate delivery, or one that comes after the end
+        if request.request_id in self._mirror.requests:
+            yield from self._forget(request.request_id, "superseded")
+        problem = self._never_fits(request)
+        if problem is not None:
+            yield TurnedAway(request, placement, problem.message, at)
+            yield problem
+            return
+        scheduled = self._mirror.add(request, at)
+        self.order.add(scheduled, at)
+        yield Arrived(scheduled, placement, at)
 
     def _never_fits(self, request: Request) -> RefuseRequest | None:
-        worker = self._shadow.worker
+        worker = self._mirror.worker
         if worker is None or request.max_total_len <= worker.max_model_len:
             return None
         limit = worker.max_model_len
         message = f"prompt and max_tokens make {request.max_total_len} tokens, the worker holds at most {limit}"
         return RefuseRequest(request.request_id, request.attempt, "max_tokens", message)
 
-    def _foresee(self, made: Iterable[ForecastMade], now: float) -> None:
+    def _book_forecasts(self, made: Iterable[ForecastMade]) -> Iterator[Fact]:
         for each in made:
-            tracked = self._shadow.tracked.get(each.request_id)
-            if tracked is not None and tracked.request.attempt == each.attempt:
-                tracked.request = replace(tracked.request, forecast=each.forecast)
-                tracked.job.forecast = each.forecast
-                self.order.foreseen(tracked.job)
-                self._notes.foreseen(tracked, now)
+            scheduled = self._mirror.requests.get(each.request_id)
+            if scheduled is not None and scheduled.request.attempt == each.attempt:
+                scheduled.request = replace(scheduled.request, forecast=each.forecast)
+                scheduled.forecast = each.forecast
+                self.order.foreseen(scheduled)
+                yield Predicted(scheduled)
 
-    def _abort(self, keys: tuple[Key, ...], now: float) -> None:
+    def _book_aborts(self, keys: tuple[Key, ...]) -> Iterator[Fact]:
         for request_id, attempt in keys:
-            tracked = self._shadow.tracked.get(request_id)
-            if tracked is not None and tracked.request.attempt <= attempt:
-                self._forget(request_id, "aborted", now)
+            scheduled = self._mirror.requests.get(request_id)
+            if scheduled is not None and scheduled.request.attempt <= attempt:
+                yield from self._forget(request_id, "aborted")
 
-    def _forget(self, request_id: str, why: str, now: float) -> None:
-        tracked = self._let_go(request_id)
-        if tracked.shipped_in is not None:
-            self._shadow.stale = True  # the worker forgets what a plan no longer names
-        self._notes.left(tracked, why, now)
+    def _forget(self, request_id: str, why: str) -> Iterator[Fact]:
+        scheduled = self._let_go(request_id)
+        if scheduled.shipped_in is not None:
+            self._mirror.stale = True  # the worker forgets what a plan no longer names
+        yield Left(scheduled, why)
 
-    def _let_go(self, request_id: str) -> Tracked:
-        tracked = self._shadow.remove(request_id)
-        self.order.remove(tracked.job)
-        return tracked
+    def _let_go(self, request_id: str) -> ScheduledRequest:
+        scheduled = self._mirror.remove(request_id)
+        self.order.remove(scheduled)
+        return scheduled
 
-    def _connect(self, state: WorkerState, now: float) -> list[Instruction]:
+    def _connect(self, state: WorkerState, now: float) -> Iterator[Fact | Instruction]:
         """Takes over what the worker holds, in its order and ahead of what arrived meanwhile; both go on at once."""
-        shadow = self._shadow
-        waiting = [each for rid, each in shadow.tracked.items() if rid not in shadow.admitted]
-        newcomers = [*shadow.admitted.values(), *waiting]
+        mirror = self._mirror
+        waiting = [each for rid, each in mirror.requests.items() if rid not in mirror.admitted]
+        newcomers = [*mirror.admitted.values(), *waiting]
         self._lose_worker()
-        shadow.connect(state, now)
+        mirror.connect(state, now)
         self._price()
-        for adopted in shadow.tracked.values():
-            self.order.add(adopted.job, now)
+        for adopted in mirror.requests.values():
+            self.order.add(adopted, now)
         for progress in state.report.progress:
-            self._notes.adopted(shadow.tracked[progress.request_id], now)
-        refused = [out for known in newcomers for out in self._arrive((known.request,), known.job.arrived_at)]
-        return refused + self._take_report(state.report, now)
+            yield Adopted(mirror.requests[progress.request_id])
+        for known in newcomers:
+            yield from self._book_arrival(known.request, b"", known.arrived_at)
+        yield from self._book_report(state.report, now)
 
     def _learn_cost(self, cost: StepCost) -> None:
         """The order hears of prices that have changed: every rank is worked out anew then."""
-        if self._plans.cost is None or not cost.is_like(self._plans.cost, COST_CHANGE):
-            self._plans.cost = cost
+        if self._planner.cost is None or not cost.is_like(self._planner.cost, COST_CHANGE):
+            self._planner.cost = cost
             self._price()
 
     def _price(self) -> None:
-        worker, cost = self._shadow.worker, self._plans.cost
+        worker, cost = self._mirror.worker, self._planner.cost
         if worker is not None and cost is not None:
             self.order.price(cost, worker.num_blocks * worker.block_size)
 
-    def _lose_all(self, now: float) -> None:
-        for tracked in self._shadow.tracked.values():
-            self._notes.left(tracked, "worker_lost", now)
+    def _lose_all(self) -> Iterator[Fact]:
+        for scheduled in self._mirror.requests.values():
+            yield Left(scheduled, "worker_lost")
         self._lose_worker()
 
     def _lose_worker(self) -> None:
-        for tracked in self._shadow.tracked.values():
-            self.order.remove(tracked.job)
-        self._shadow.lose_worker()
-        self.turns.running = []
-        self._plans.begin_anew()
+        for tracked in self._mirror.requests.values():
+            self.order.remove(tracked)
+        self._mirror.lose_worker()
+        self.selector.running = []
+        self._planner.begin_anew()
 
-    def _take_report(self, report: StepReport, now: float) -> list[Instruction]:
-        if not self._shadow.take_report(report):
-            return []
-        told: list[Instruction] = [CacheTold(notice) for notice in self._shadow.take_notices(report.cache)]
-        tracked_by_id = self._shadow.tracked
+    def _book_report(self, report: StepReport, now: float) -> Iterator[Fact | Instruction]:
+        mirror = self._mirror
+        if not mirror.apply_report(report):
+            return
+        for notice in mirror.apply_notices(report.cache):
+            yield CacheTold(notice)
         for progress in report.progress:
-            tracked = tracked_by_id.get(progress.request_id)
-            if tracked is not None and tracked.told != progress:
-                told += self._take_progress(tracked, progress, now)
-        return told + [out for finished in report.finished for out in self._end(finished, now)]
+            scheduled = mirror.requests.get(progress.request_id)
+            if scheduled is None or scheduled.told == progress or scheduled.request.attempt != progress.attempt:
+                continue
+            if progress.ran_s > 0 and not scheduled.started:
+                yield RequestStarted(scheduled.first_run(progress.cached_len, progress.ran_s, now))
+            ran_s = mirror.apply_progress(scheduled, progress)
+            if ran_s > 0:
+                scheduled.last_ran_at = now
+                self.order.ran(scheduled, ran_s, now)
+            if scheduled.residency is Residency.HOST or progress.request_id not in mirror.admitted:
+                yield from self._book_place(scheduled, progress)
+        for finished in report.finished:
+            yield from self._book_end(finished, now)
 
-    def _take_steps(self, event: StepsRan, now: float) -> None:
-        worker, tracked_by_id = self._shadow.worker, self._shadow.tracked
+    def _book_place(self, scheduled: ScheduledRequest, progress: SlotProgress) -> Iterator[Fact]:
+        """A place that the worker has given by itself, or an offload that it has refused."""
+        mirror = self._mirror
+        if progress.num_preemptions < scheduled.num_preemptions or progress.num_moves < scheduled.num_moves:
+            return  # it does not know the latest orders yet
+        if scheduled.residency is Residency.DEVICE:
+            if progress.num_blocks > 0:
+                mirror.admitted[progress.request_id] = scheduled  # a standby
+                yield StartedAlone(scheduled)
+        elif progress.residency is Residency.DEVICE:
+            # There was no room on the host, or nothing to move: its KV is dropped like that of any preempted one.
+            scheduled.residency, scheduled.told = Residency.DEVICE, None
+            yield HostFull(scheduled)
+            mirror.drop_kv(scheduled)
+
+    def _book_steps(self, event: StepsRan, now: float) -> None:
+        worker, requests = self._mirror.worker, self._mirror.requests
         assert worker is not None
         for request_id in event.request_ids:
-            tracked = tracked_by_id[request_id]
-            tracked.decode(event.num_steps, event.duration_s, worker.block_size)
-            self.order.changed(tracked.job)
-            tracked.job.last_ran_at = now
-            self.order.ran(tracked.job, event.duration_s, now)
+            scheduled = requests[request_id]
+            scheduled.decode(event.num_steps, event.duration_s, worker.block_size)
+            self.order.changed(scheduled)
+            scheduled.last_ran_at = now
+            self.order.ran(scheduled, event.duration_s, now)
 
-    def _take_progress(self, tracked: Tracked, progress: SlotProgress, now: float) -> list[Instruction]:
-        shadow = self._shadow
-        if tracked.request.attempt != progress.attempt:
-            return []
-        started: list[Instruction] = []
-        if progress.ran_s > 0 and not tracked.started:
-            started.append(RequestStarted(tracked.start(progress.cached_len, progress.ran_s, now)))
-        ran_s = shadow.take_progress(tracked, progress)
-        if ran_s > 0:
-            tracked.job.last_ran_at = now
-            self.order.ran(tracked.job, ran_s, now)
-        if progress.num_preemptions < tracked.num_preemptions or progress.num_moves < tracked.num_moves:
-            return started  # it does not know the latest orders yet
-        if tracked.residency is Residency.HOST and progress.residency is Residency.DEVICE:
-            self._take_refusal(tracked, now)
-        elif tracked.residency is Residency.HOST:
-            return started
-        elif progress.num_blocks > 0 and progress.request_id not in shadow.admitted:
-            shadow.admitted[progress.request_id] = tracked  # a standby that the worker started by itself
-            self._notes.started(tracked, now)
-        return started
-
-    def _take_refusal(self, tracked: Tracked, now: float) -> None:
-        """There was no room on the host, or nothing to move: its KV is dropped like that of any preempted one."""
-        tracked.residency, tracked.told = Residency.DEVICE, None
-        self._notes.host_full(tracked, now)
-        self._shadow.drop_kv(tracked)
-
-    def _end(self, finished: FinishedSequence, now: float) -> list[Instruction]:
-        self._shadow.remember((finished.request_id, finished.attempt))
-        tracked = self._shadow.tracked.get(finished.request_id)
-        if tracked is None or tracked.request.attempt != finished.attempt:
-            return []  # reported again before the acknowledgement arrived, or aborted meanwhile
-        started: list[Instruction] = []
-        if finished.ran_s > 0 and not tracked.started:
-            started.append(RequestStarted(tracked.start(finished.cached_len, finished.ran_s, now)))
-        job = self._let_go(finished.request_id).job
-        job.output_len = finished.output_len
-        self._notes.finished(tracked, finished.status, now)
+    def _book_end(self, finished: FinishedSequence, now: float) -> Iterator[Fact | Instruction]:
+        self._mirror.remember((finished.request_id, finished.attempt))
+        scheduled = self._mirror.requests.get(finished.request_id)
+        if scheduled is None or scheduled.request.attempt != finished.attempt:
+            return  # reported again before the acknowledgement arrived, or aborted meanwhile
+        if finished.ran_s > 0 and not scheduled.started:
+            yield RequestStarted(scheduled.first_run(finished.cached_len, finished.ran_s, now))
+        self._let_go(finished.request_id)
+        scheduled.output_len = finished.output_len
+        yield EndReached(scheduled, finished.status)
         censored = finished.status is not SequenceStatus.FINISHED_STOPPED
-        self.order.learn(job, censored=censored)
+        self.order.learn(scheduled, censored=censored)
         self.admission.learn(finished.output_len, censored=censored)
-        return [*started, RequestEnded(finished, job.arrived_at, now)]
+        yield RequestEnded(finished, scheduled.arrived_at, now)
 
-    def _replan(self, now: float) -> list[Instruction]:
-        """A scheduling point: decides anew, and makes a plan if it would say something new."""
-        if self._shadow.worker is None:
-            return []
-        broken: list[Instruction] = []
-        if not self.turns.decide(now):
-            broken.append(self._break_off(now))
-        running = self.turns.running
-        standby = [job.request_id for job in itertools.islice(self.turns.waiting(now), self.limits.standby_slots)]
-        if not self._plans.is_due(running, standby):
-            return broken
-        if self.order.preemptive:
-            self._notes.turns(self._plans.said(), [job.request_id for job in running], now)
-        return [*broken, SendPlan(self._plans.write(running, standby, self.turns.reserve_blocks()))]
+    # -- Decide: whose turn it is
 
-    def _break_off(self, now: float) -> BatchBroken:
+    def _decide(self, now: float) -> Iterator[Fact | Instruction]:
+        if self._mirror.worker is None:
+            return
+        fits = yield from self.selector.choose(now)
+        if not fits:
+            yield from self._break_off()
+
+    def _break_off(self) -> Iterator[Fact | Instruction]:
         """Forgets everything; what the worker has of it is free at the next step boundary."""
-        keys = self._shadow.keys()
+        keys = self._mirror.keys()
         for request_id, _ in keys:
-            self._forget(request_id, "batch_broken", now)
-        if self._shadow.stale:
-            self._shadow.note_preemption()
-        return BatchBroken(keys)
+            yield from self._forget(request_id, "batch_broken")
+        if self._mirror.stale:
+            self._mirror.mark_preemption()
+        yield BatchBroken(keys)
+
+    # -- Tell: the worker, if there is something new to say
+
+    def _tell(self, now: float) -> Iterator[Fact | Instruction]:
+        if self._mirror.worker is None:
+            return
+        selector, running = self.selector, self.selector.running
+        standby = [job.request_id for job in itertools.islice(selector.waiting(now), self.limits.standby_slots)]
+        if not self._planner.is_due(running, standby):
+            return
+        if self.order.preemptive:
+            yield TurnsChanged(self._planner.said(), [job.request_id for job in running])
+        yield SendPlan(self._planner.write(running, standby, selector.reserve_blocks()))
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless the books, the turns and the journal agree."""
-        self._notes.journal.check_integrity(set(self._shadow.tracked))
-        self._shadow.check_integrity()
-        self.turns.check_integrity()
+        self._trace.accounts.check_integrity(set(self._mirror.requests))
+        self._mirror.check_integrity()
+        self.selector.check_integrity()

@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from core.costs import StepCost
 from core.decisions import Facts
 from core.errors import InvalidValueError
-from policies.interfaces import ORDERS, Order, ReplicaContext
-from policies.job import Job
+from policies.interfaces import ORDERS, Job, Order, ReplicaContext
 
 AHEAD_S = 1.0
 """Seconds that a ranking counts ahead for each job it names, so that one tenant does not fill all free slots."""

@@ -18,7 +18,7 @@ from services.api.access.caller import is_admin
 from services.api.answers.replies import ErrorReply
 from services.api.backend import GenerationBackend
 from services.api.errors import SERVER_ERROR, ApiError
-from services.api.parsing import JsonRoute
+from services.api.middleware import JsonRoute
 from services.api.schemas import StrictModel
 
 INGRESS = "ingress"

@@ -1,22 +1,19 @@
 """The HTTP application: its routes and what each returns."""
 
-import dataclasses
+import asyncio
 import functools
-import uuid
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
-from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 from core.errors import FarsightError
 from core.messages.placement import PlacementView
-from core.request import Origin
 from services.api.access.door import Door
 from services.api.access.install import install_door, usage_routes
 from services.api.access.metered import MeteredBackend
+from services.api.access.presented import owner_of, salt_of, sent_key
 from services.api.admin import Administration, admin_routes
-from services.api.answers.chunk_writer import ChunkWriter
 from services.api.answers.replies import (
     ChatCompletion,
     Completion,
@@ -30,27 +27,24 @@ from services.api.answers.replies import (
     model_card,
     status_reply,
 )
-from services.api.answers.sse import EventStream, chunks
+from services.api.answers.sse import ChunkWriter, EventStream, chunks
 from services.api.backend import GenerationBackend
+from services.api.body_workers import BodyWorkers, read_body
 from services.api.errors import SERVER_ERROR, ApiError, install_error_handlers, unhealthy
-from services.api.generate import ChoiceResult, ClientGone, collect, while_connected
-from services.api.jobs import Generation, chat_jobs, check_model, completion_jobs
-from services.api.middleware import BodyLimit, LastResort
-from services.api.ownership import owner_of, salt_of, sent_key
+from services.api.generate import ClientGone, collect, while_connected
+from services.api.middleware import BodyLimit, JsonRoute, LastResort
 from services.api.pages.dashboard import operator_page
 from services.api.pages.explain import explain_routes
 from services.api.pages.page import html_page
 from services.api.pages.routes import docs_routes
-from services.api.parsing import JsonRoute
-from services.api.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
+from services.api.requests import Generation, check_model, generation_of
+from services.api.schemas import ChatCompletionRequest, CompletionRequest
 from services.api.text.prompts import PromptEncoder
 
 DEFAULT_MAX_BODY_BYTES = 4 * 1024 * 1024
 API_VERSION = "1"
 METRICS_TYPE = "text/plain; version=0.0.4"
 _CLIENT_CLOSED_REQUEST = 499
-
-_Reply = TypeVar("_Reply")
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorReply, "description": "The request is invalid for this server."},
@@ -69,6 +63,7 @@ def build_app(
     *,
     shares_across_keys: bool = True,
     door: Door | None = None,
+    workers: BodyWorkers | None = None,
 ) -> FastAPI:
     """The application over one backend.
 
@@ -79,6 +74,7 @@ def build_app(
         administration: The admin token and its rights; without it all admin routes refuse.
         shares_across_keys: Whether requests of different tenants, or bearer keys, share cached prefixes.
         door: Asks for keys and counts for tenants; without one every request comes in.
+        workers: Read large bodies; without them a thread of this process does.
     """
     app = FastAPI(
         title="Farsight",
@@ -93,7 +89,7 @@ def build_app(
         app.include_router(usage_routes(door, _ERRORS))
         shares_across_keys = shares_across_keys or not door.is_open  # a caller's tenant is in the salt already
     app.include_router(_model_routes(backend))
-    app.include_router(_generation_routes(backend, encoder, shares_across_keys))
+    app.include_router(_generation_routes(backend, encoder, workers, shares_across_keys))
     app.include_router(explain_routes(backend, administration.token if administration else ""))
     app.include_router(_operator_routes(backend))
     app.include_router(admin_routes(backend, administration or Administration()))
@@ -121,25 +117,38 @@ def _model_routes(backend: GenerationBackend) -> APIRouter:
     return router
 
 
-def _generation_routes(backend: GenerationBackend, encoder: PromptEncoder, shares_across_keys: bool) -> APIRouter:
-    router = APIRouter(prefix="/v1", tags=["generation"], responses=_ERRORS | _EVENTS, route_class=JsonRoute)
-    named = functools.partial(_named, shares_across_keys=shares_across_keys)
+def _generation_routes(
+    backend: GenerationBackend, encoder: PromptEncoder, workers: BodyWorkers | None, shares_across_keys: bool
+) -> APIRouter:
+    async def respond(generation: Generation, request: Request) -> Completion | ChatCompletion | Response:
+        named = _named(generation, request, shares_across_keys=shares_across_keys)
+        if named.stream:
+            return EventStream(chunks(backend, named, ChunkWriter(named, encoder.texts)))
+        return await _answer(request, backend, named, encoder)
+
+    class LargeBodies(JsonRoute):
+        """Has a large body read elsewhere, and answers as for any other."""
+
+        async def handle_large(self, request: Request, body: bytes) -> Response:
+            chat = self.path_format.endswith("/chat/completions")
+            try:
+                generation = await while_connected(request.receive, _read_large(body, chat, backend, encoder, workers))
+            except ClientGone:
+                return Response(status_code=_CLIENT_CLOSED_REQUEST)
+            reply = await respond(generation, request)
+            return reply if isinstance(reply, Response) else JSONResponse(reply.model_dump(mode="json"))
+
+    router = APIRouter(prefix="/v1", tags=["generation"], responses=_ERRORS | _EVENTS, route_class=LargeBodies)
 
     @router.post("/completions", response_model=Completion)
-    async def create_completion(body: CompletionRequest, request: Request) -> Completion | Response:
-        generation = named("cmpl", await completion_jobs(body, backend.model, encoder), request)
-        if body.stream:
-            return _stream(backend, body, generation, encoder, chat=False)
-        reply = functools.partial(completion, body.model, generation, texts=encoder.texts)
-        return await _answer(request, backend, generation, reply)
+    async def create_completion(body: CompletionRequest, request: Request) -> Completion | ChatCompletion | Response:
+        return await respond(await generation_of(body, backend.model, encoder), request)
 
     @router.post("/chat/completions", response_model=ChatCompletion)
-    async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> ChatCompletion | Response:
-        generation = named("chatcmpl", await chat_jobs(body, backend.model, encoder), request)
-        if body.stream:
-            return _stream(backend, body, generation, encoder, chat=True)
-        reply = functools.partial(chat_completion, body.model, generation, texts=encoder.texts)
-        return await _answer(request, backend, generation, reply)
+    async def create_chat_completion(
+        body: ChatCompletionRequest, request: Request
+    ) -> Completion | ChatCompletion | Response:
+        return await respond(await generation_of(body, backend.model, encoder), request)
 
     return router
 
@@ -179,31 +188,28 @@ def _operator_routes(backend: GenerationBackend) -> APIRouter:
     return router
 
 
-def _named(prefix: str, generation: Generation, request: Request, *, shares_across_keys: bool) -> Generation:
+async def _read_large(
+    body: bytes, chat: bool, backend: GenerationBackend, encoder: PromptEncoder, workers: BodyWorkers | None
+) -> Generation:
+    if workers is not None:
+        return await workers.read(body, chat=chat, model=backend.model)
+    return await asyncio.to_thread(read_body, body, chat=chat, model=backend.model, encoder=encoder)
+
+
+def _named(generation: Generation, request: Request, *, shares_across_keys: bool) -> Generation:
     """Sets the id of the answer, its owner, and the cache salt that decides which requests share prefixes with it."""
     key = sent_key(request.headers)
-    jobs = generation.jobs
-    if not shares_across_keys:
-        jobs = [dataclasses.replace(job, cache_salt=salt_of(key, job.cache_salt)) for job in jobs]
-    origin = Origin(f"{prefix}-{uuid.uuid4().hex}", owner=owner_of(key))
-    return dataclasses.replace(generation, jobs=jobs, origin=origin)
-
-
-def _stream(
-    backend: GenerationBackend, body: SamplingFields, generation: Generation, encoder: PromptEncoder, *, chat: bool
-) -> EventStream:
-    writer = ChunkWriter(body.model, generation, encoder.texts, chat=chat, include_usage=body.include_usage)
-    return EventStream(chunks(backend, generation, writer))
+    salt = str if shares_across_keys else functools.partial(salt_of, key)
+    return generation.named(owner_of(key), salt)
 
 
 async def _answer(
-    request: Request,
-    backend: GenerationBackend,
-    generation: Generation,
-    reply: Callable[[list[ChoiceResult]], _Reply],
-) -> _Reply | Response:
-    """The complete answer; None if the client has disconnected."""
+    request: Request, backend: GenerationBackend, generation: Generation, encoder: PromptEncoder
+) -> Completion | ChatCompletion | Response:
+    """The complete answer, or an empty reply if the client has disconnected."""
+    reply = chat_completion if generation.chat else completion
     try:
-        return reply(await while_connected(request.receive, collect(backend, generation)))
+        results = await while_connected(request.receive, collect(backend, generation))
+        return reply(generation, results, encoder.texts)
     except ClientGone:
         return Response(status_code=_CLIENT_CLOSED_REQUEST)

@@ -10,8 +10,8 @@ from core.messages.log import RequestTrace
 from core.messages.placement import PlacementView
 from core.messages.status import ComponentCounts, StatusReply
 from core.messages.tokens import TokenDelta
-from core.request import Origin, SamplingParams
-from services.api.text.prompt_text import PromptText
+from core.request import Request
+from services.api.text.prompts import PromptText
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +44,18 @@ class GenerationBackend(Protocol):
     def model(self) -> ModelInfo: ...
 
     def stream(
-        self,
-        prompt_ids: tuple[int, ...],
-        sampling: SamplingParams,
-        text: PromptText | None = None,
-        origin: Origin | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
+        self, request: Request, text: PromptText | None = None, key: str = ""
     ) -> AsyncGenerator[TokenDelta, None]:
-        """Yields the deltas of one request; the last has ``finish_reason`` set. The predictor reads ``text``; a
-        lower ``priority`` goes first; requests with the same ``cache_salt`` share cached prefixes.
-
-        ``explain`` finds its decisions by ``origin``.
+        """Yields the deltas of one request; the last has ``finish_reason`` set.
 
         Closing the generator early, or cancelling the task that iterates over it, aborts the request.
         Closing it after the last delta aborts nothing.
+
+        Args:
+            request: Without a name (``requests.unnamed_request``); the backend gives it one. ``explain`` finds its
+                decisions by its ``origin``.
+            text: Its prompt, which the length predictor reads; None if it came as token ids.
+            key: What the access layer knows the client by; requests in flight are counted by it, too.
 
         Raises:
             CapacityError: Before the first delta: the service is full.

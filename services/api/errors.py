@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from core.errors import CapacityError, InvalidValueError
-from services.api.schemas import EXPECTED
+from services.api.fields import EXPECTED, shown
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ def install_error_handlers(app: FastAPI) -> None:
     async def answer(request: Request, error: Exception) -> Response:
         found = as_api_error(error)
         if found.status == 404 and isinstance(error, HTTPException):
-            found.message = f"No route {request.method} {request.url.path}; /docs lists all routes."
+            found.message = f"No route {request.method} {shown(request.url.path)}; /docs lists all routes."
         return found.response()
 
     for kind in (ApiError, CapacityError, InvalidValueError, RequestValidationError, HTTPException):
@@ -148,7 +148,7 @@ def _path(detail: Mapping[str, Any]) -> str:
     """The field as the client wrote it, such as ``messages[0].role``."""
     steps = detail["loc"][1:]
     joined = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
-    return f"{joined}{detail.get('ctx', {}).get('suffix', '')}".lstrip(".")
+    return shown(f"{joined}{detail.get('ctx', {}).get('suffix', '')}".lstrip("."))
 
 
 def _expected(detail: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The fields of the OpenAI API that a request may carry, and the errors for all others.
+"""What the fields of a request may hold: limits, expected values, and the fields of the OpenAI API that are refused.
 
 An unsupported field is never ignored. It is refused unless it holds the value that means "not used", which some
 clients send by default.
@@ -6,13 +6,80 @@ clients send by default.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 from pydantic_core import PydanticCustomError
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 256
+"""Characters of one stop string. At every token, text that may begin a stop string is compared with all of them,
+at a cost that grows with the square of its length."""
+
+MAX_STOP_TOKEN_IDS = 1024
+MAX_PROMPTS = 256
+MAX_N = 128
+MAX_LOGPROBS = 5
+MAX_TOP_LOGPROBS = 20
+MAX_BIASES = 1024
+
+MAX_SEQUENCES = 256
+"""Most outputs that one request may run, over all its prompts."""
+
+PROMPT = "a non-empty string, a list of strings, a list of token ids or a list of lists of token ids"
+CONTENT = 'a string or a non-empty list of {"type": "text", "text": ...} parts'
+
+MAX_PRIORITY = 2**31 - 1
+
+EXPECTED: dict[str, str] = {
+    "": "a JSON object",
+    "model": "the name of the served model, as a string",
+    "prompt": PROMPT,
+    "messages": "a non-empty list of messages",
+    "messages.role": "'system', 'developer', 'user' or 'assistant'",
+    "messages.content": CONTENT,
+    "messages.name": "a string or null",
+    "max_tokens": "an integer >= 1",
+    "min_tokens": "an integer >= 0",
+    "max_completion_tokens": "an integer >= 1",
+    "temperature": "a number from 0 to 2",
+    "top_p": "a number > 0 and <= 1",
+    "top_k": "an integer >= -1 (0 and -1 keep all tokens)",
+    "min_p": "a number from 0 to 1",
+    "repetition_penalty": "a number from 0.01 to 100 (1 changes nothing)",
+    "presence_penalty": "a number from -2 to 2",
+    "frequency_penalty": "a number from -2 to 2",
+    "logit_bias": f"an object of up to {MAX_BIASES} token ids, each with a number from -100 to 100",
+    "n": f"an integer from 1 to {MAX_N}",
+    "best_of": f"an integer from 1 to {MAX_N}",
+    "echo": "true or false",
+    "parse_special": "true or false",
+    "logprobs": f"an integer from 0 to {MAX_LOGPROBS} for a completion, true or false for a chat",
+    "top_logprobs": f"an integer from 0 to {MAX_TOP_LOGPROBS}",
+    "priority": f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}",
+    "cache_salt": "a string of 1 to 1024 characters",
+    "benchmark_len": "an integer >= 1",
+    "seed": "an integer from 0 to 2**64 - 1",
+    "stop": f"a non-empty string of up to {MAX_STOP_CHARS} characters or a list of up to {MAX_STOP_STRINGS} of them",
+    "stop_token_ids": f"a list of token ids, at most {MAX_STOP_TOKEN_IDS}",
+    "ignore_eos": "true or false",
+    "stream": "true or false",
+    "stream_options": "an object and stream to be true",
+    "stream_options.include_usage": "true or false",
+    "user": "a string",
+    "kind": "the name of a kind of component, as a string",
+    "count": "an integer from 1 to 1000",
+}
+"""The expected value by field path, without list positions."""
+
+
+MAX_SHOWN_CHARS = 200
+"""Characters of a client's text that an error shows, as ``InvalidValueError`` does of a value."""
+
+
+def shown(text: str) -> str:
+    """A client's text as errors show it."""
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[: MAX_SHOWN_CHARS - 3]}..."
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,38 +141,6 @@ def refused(suffix: str, got: Any, expected: str) -> PydanticCustomError:
         suffix: The place inside the validated value, such as ``[3]`` or ``.tools``.
     """
     return PydanticCustomError("refused", "expected {expected}", {"suffix": suffix, "got": got, "expected": expected})
-
-
-def strip_neutral(data: Any, known: Iterable[str], neutral: Mapping[str, NeutralOnly]) -> Any:
-    """Drops unsupported fields that hold a neutral value.
-
-    Raises:
-        PydanticCustomError: An unsupported field holds another value, or a field is unknown.
-    """
-    if not isinstance(data, dict):
-        return data
-    fields = set(known)
-    kept = {}
-    for name, value in data.items():
-        if name in fields:
-            kept[name] = value
-        elif name not in neutral:
-            raise _unknown_field(name, fields)
-        elif not neutral[name].accepts(value):
-            raise refused(f".{name}", value, neutral[name].expected)
-    return kept
-
-
-def _unknown_field(name: str, fields: set[str]) -> PydanticCustomError:
-    close = difflib.get_close_matches(name, sorted(fields))
-    # Prefer the match with the same beginning: max_completion_tokens means max_tokens rather than min_tokens.
-    nearest = max(close, key=lambda each: _common_start(each, name), default=None)
-    hint = f"did you mean {nearest!r}?" if nearest else f"the fields are {', '.join(sorted(fields))}"
-    return PydanticCustomError("unknown_field", "unknown field; {hint}", {"suffix": f".{name}", "hint": hint})
-
-
-def _common_start(one: str, other: str) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def _same(value: Any, neutral: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Runs the generation jobs of one HTTP request and cancels them when the client disconnects."""
+"""Runs the requests of one HTTP body and cancels them when the client disconnects."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 from starlette.types import Receive
 
 from core.messages.tokens import TokenDelta, TokenLogprobs
-from core.request import Fault, Origin
+from core.request import Fault
 from services.api.backend import GenerationBackend
 from services.api.errors import INVALID_REQUEST, SERVER_ERROR, ApiError
-from services.api.jobs import Generation, Job
+from services.api.requests import Generation
 
 _T = TypeVar("_T")
 _QUEUED_DELTAS = 64
@@ -28,7 +28,7 @@ class ClientGone(Exception):
 
 @dataclass(slots=True)
 class ChoiceResult:
-    """The output of one job so far.
+    """The output of one request so far.
 
     Attributes:
         cached_len: Prompt tokens whose KV came from the prefix cache.
@@ -68,25 +68,26 @@ def first_cached_len(delta: TokenDelta) -> int:
     return delta.cached_len if delta.start == 0 or not delta.token_ids else 0
 
 
-async def run_jobs(backend: GenerationBackend, generation: Generation) -> AsyncGenerator[tuple[int, TokenDelta], None]:
-    """Yields the deltas of all jobs as they arrive, each with its job's index. Closing it closes every backend stream.
+async def run_requests(
+    backend: GenerationBackend, generation: Generation
+) -> AsyncGenerator[tuple[int, TokenDelta], None]:
+    """Yields the deltas of all requests as they arrive, each with its request's index. Closing it closes every backend
+    stream.
 
     Raises:
-        ApiError: A job failed after its start, or its stream ended without a finish reason.
+        ApiError: A request failed after its start, or its stream ended without a finish reason.
         Exception: Any error that the backend raised.
     """
-    jobs = generation.jobs
-    origins = [dataclasses.replace(generation.origin, choice=index) for index in range(len(jobs))]
-    deltas = _run_one(backend, 0, jobs[0], origins[0]) if len(jobs) == 1 else _run_several(backend, jobs, origins)
+    deltas = _run_one(backend, generation, 0) if len(generation.requests) == 1 else _run_several(backend, generation)
     async with aclosing(deltas):
         async for index, delta in deltas:
             yield index, _without_output(delta) if generation.prompt_only else delta
 
 
 async def collect(backend: GenerationBackend, generation: Generation) -> list[ChoiceResult]:
-    """The complete outputs, in the order of the jobs."""
-    results = [ChoiceResult() for _ in generation.jobs]
-    async with aclosing(run_jobs(backend, generation)) as deltas:
+    """The complete outputs, in the order of the requests."""
+    results = [ChoiceResult() for _ in generation.requests]
+    async with aclosing(run_requests(backend, generation)) as deltas:
         async for index, delta in deltas:
             results[index].add(delta)
     return results
@@ -129,9 +130,9 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T
 
 
 async def _run_one(
-    backend: GenerationBackend, index: int, job: Job, origin: Origin
+    backend: GenerationBackend, generation: Generation, index: int
 ) -> AsyncGenerator[tuple[int, TokenDelta], None]:
-    deltas = backend.stream(job.prompt_ids, job.sampling, job.text, origin, job.priority, job.cache_salt)
+    deltas = backend.stream(generation.requests[index], generation.texts[index // generation.num_tries])
     async with aclosing(deltas) as stream:
         async for delta in stream:
             if delta.finish_reason in ("error", "abort"):
@@ -143,13 +144,13 @@ async def _run_one(
 
 
 async def _run_several(
-    backend: GenerationBackend, jobs: Sequence[Job], origins: Sequence[Origin]
+    backend: GenerationBackend, generation: Generation
 ) -> AsyncGenerator[tuple[int, TokenDelta], None]:
     queue: asyncio.Queue[tuple[int, TokenDelta] | Exception | None] = asyncio.Queue(_QUEUED_DELTAS)
 
-    async def pump(index: int, job: Job) -> None:
+    async def pump(index: int) -> None:
         try:
-            async with aclosing(_run_one(backend, index, job, origins[index])) as deltas:
+            async with aclosing(_run_one(backend, generation, index)) as deltas:
                 async for item in deltas:
                     await queue.put(item)
         except Exception as error:
@@ -157,7 +158,7 @@ async def _run_several(
         else:
             await queue.put(None)
 
-    pumps = [asyncio.create_task(pump(index, job)) for index, job in enumerate(jobs)]
+    pumps = [asyncio.create_task(pump(index)) for index in range(len(generation.requests))]
     try:
         num_open = len(pumps)
         while num_open:
@@ -173,7 +174,7 @@ async def _run_several(
 
 
 def _failed(delta: TokenDelta) -> ApiError:
-    """The error for a failed job; it recommends a retry only if the failure was not caused by the request."""
+    """The error for a failed request; it recommends a retry only if the failure was not caused by the request."""
     reason = delta.error or "the request was aborted by the server"
     message = f"The generation failed: {reason}."
     match delta.fault:

@@ -2,73 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+from pydantic_core import PydanticCustomError
 
-from services.api.fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL, MESSAGE_NEUTRAL, NeutralOnly, refused, strip_neutral
-
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 256
-"""Characters of one stop string. At every token, text that may begin a stop string is compared with all of them,
-at a cost that grows with the square of its length."""
-
-MAX_STOP_TOKEN_IDS = 1024
-MAX_PROMPTS = 256
-MAX_N = 128
-MAX_LOGPROBS = 5
-MAX_TOP_LOGPROBS = 20
-MAX_BIASES = 1024
-
-MAX_SEQUENCES = 256
-"""Most outputs that one request may run, over all its prompts."""
-
-_PROMPT = "a non-empty string, a list of strings, a list of token ids or a list of lists of token ids"
-_CONTENT = 'a string or a non-empty list of {"type": "text", "text": ...} parts'
-
-MAX_PRIORITY = 2**31 - 1
-
-EXPECTED: dict[str, str] = {
-    "": "a JSON object",
-    "model": "the name of the served model, as a string",
-    "prompt": _PROMPT,
-    "messages": "a non-empty list of messages",
-    "messages.role": "'system', 'developer', 'user' or 'assistant'",
-    "messages.content": _CONTENT,
-    "messages.name": "a string or null",
-    "max_tokens": "an integer >= 1",
-    "min_tokens": "an integer >= 0",
-    "max_completion_tokens": "an integer >= 1",
-    "temperature": "a number from 0 to 2",
-    "top_p": "a number > 0 and <= 1",
-    "top_k": "an integer >= -1 (0 and -1 keep all tokens)",
-    "min_p": "a number from 0 to 1",
-    "repetition_penalty": "a number from 0.01 to 100 (1 changes nothing)",
-    "presence_penalty": "a number from -2 to 2",
-    "frequency_penalty": "a number from -2 to 2",
-    "logit_bias": f"an object of up to {MAX_BIASES} token ids, each with a number from -100 to 100",
-    "n": f"an integer from 1 to {MAX_N}",
-    "best_of": f"an integer from 1 to {MAX_N}",
-    "echo": "true or false",
-    "parse_special": "true or false",
-    "logprobs": f"an integer from 0 to {MAX_LOGPROBS} for a completion, true or false for a chat",
-    "top_logprobs": f"an integer from 0 to {MAX_TOP_LOGPROBS}",
-    "priority": f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}",
-    "cache_salt": "a string of 1 to 1024 characters",
-    "benchmark_len": "an integer >= 1",
-    "seed": "an integer from 0 to 2**64 - 1",
-    "stop": f"a non-empty string of up to {MAX_STOP_CHARS} characters or a list of up to {MAX_STOP_STRINGS} of them",
-    "stop_token_ids": f"a list of token ids, at most {MAX_STOP_TOKEN_IDS}",
-    "ignore_eos": "true or false",
-    "stream": "true or false",
-    "stream_options": "an object and stream to be true",
-    "stream_options.include_usage": "true or false",
-    "user": "a string",
-    "kind": "the name of a kind of component, as a string",
-    "count": "an integer from 1 to 1000",
-}
-"""The expected value by field path, without list positions."""
+from services.api.fields import (
+    CHAT_NEUTRAL,
+    COMPLETION_NEUTRAL,
+    CONTENT,
+    EXPECTED,
+    MAX_BIASES,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_PRIORITY,
+    MAX_PROMPTS,
+    MAX_SEQUENCES,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
+    MESSAGE_NEUTRAL,
+    PROMPT,
+    NeutralOnly,
+    refused,
+    shown,
+)
 
 
 def _is_ids(value: Any) -> bool:
@@ -79,7 +41,7 @@ def _check_prompt(value: Any) -> str | list[str] | list[int] | list[list[int]]:
     if isinstance(value, str) and value:
         return value
     if not isinstance(value, list) or not value:
-        raise refused("", value, _PROMPT)
+        raise refused("", value, PROMPT)
     if _is_ids(value):
         return value
     several = all(isinstance(item, str) for item in value) or all(isinstance(item, list) for item in value)
@@ -99,7 +61,7 @@ def _check_prompt_item(first: Any, index: int, item: Any) -> None:
         if not isinstance(item, str) or not item:
             raise refused(f"[{index}]", item, "a non-empty string")
     elif not _is_ids(item) or not item:
-        raise refused(f"[{index}]", item, "a non-empty list of token ids" if isinstance(first, list) else _PROMPT)
+        raise refused(f"[{index}]", item, "a non-empty list of token ids" if isinstance(first, list) else PROMPT)
 
 
 def _check_stop(value: Any) -> tuple[str, ...]:
@@ -135,7 +97,7 @@ def _check_content(value: Any) -> str:
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
-        raise refused("", value, _CONTENT)
+        raise refused("", value, CONTENT)
     return "\n".join(_part_text(index, part) for index, part in enumerate(value))
 
 
@@ -167,6 +129,39 @@ LogitBias = Annotated[
     PlainValidator(_check_logit_bias, json_schema_input_type=_Biases | None),
 ]
 Content = Annotated[str, PlainValidator(_check_content, json_schema_input_type=str | list[dict[str, str]])]
+
+
+def strip_neutral(data: Any, known: Iterable[str], neutral: Mapping[str, NeutralOnly]) -> Any:
+    """Drops unsupported fields that hold a neutral value.
+
+    Raises:
+        PydanticCustomError: An unsupported field holds another value, or a field is unknown.
+    """
+    if not isinstance(data, dict):
+        return data
+    fields = set(known)
+    kept = {}
+    for name, value in data.items():
+        if name in fields:
+            kept[name] = value
+        elif name not in neutral:
+            raise _unknown_field(name, fields)
+        elif not neutral[name].accepts(value):
+            raise refused(f".{name}", value, neutral[name].expected)
+    return kept
+
+
+def _unknown_field(name: str, fields: set[str]) -> PydanticCustomError:
+    name = shown(name)
+    close = difflib.get_close_matches(name, sorted(fields))
+    # Prefer the match with the same beginning: max_completion_tokens means max_tokens rather than min_tokens.
+    nearest = max(close, key=lambda each: _common_start(each, name), default=None)
+    hint = f"did you mean {nearest!r}?" if nearest else f"the fields are {', '.join(sorted(fields))}"
+    return PydanticCustomError("unknown_field", "unknown field; {hint}", {"suffix": f".{name}", "hint": hint})
+
+
+def _common_start(one: str, other: str) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 class StrictModel(BaseModel):

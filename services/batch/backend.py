@@ -16,11 +16,11 @@ from ray.exceptions import RayActorError, RayError
 
 from actors.runtime.hosts import create_host
 from actors.runtime.names import SUPERVISOR, host_of
-from actors.runtime.site import Site
+from actors.runtime.peer import Site
 from core.config.load import FarsightConfig
 from services.api.backend import GenerationBackend
 from services.api.text.prompts import PromptEncoder
-from services.ingress.connect import open_client
+from services.ingress.ingress import open_client
 from services.launch.cluster import ServiceFailed
 from services.launch.launch import find_model, find_site, start_components
 from services.launch.stages import Stages

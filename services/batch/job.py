@@ -33,7 +33,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def main(
     source: Annotated[Path, typer.Argument(metavar="IN", help="Input file: one request per line.")],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="Output file for the answers.")],
-    model: Annotated[str | None, typer.Option(help="Model directory or hub id; default: the embedded model.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model directory, GGUF file or hub id; default: the embedded model.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file; flags override it.")] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight at once.")] = DEFAULT_CONCURRENCY,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,

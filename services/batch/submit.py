@@ -28,7 +28,7 @@ from services.batch.lines import read_batch
 from services.batch.progress import ProgressStore, partial_path
 from services.batch.runner import DEFAULT_CONCURRENCY
 from services.launch.signals import INTERRUPTED, StopSignal
-from services.launch.stages import Stage, Stages
+from services.launch.stages import Stages, StartStage
 
 SUBMIT_WAIT_S = 120.0
 """Seconds to retry a submission: a new or busy cluster accepts no job for a while."""
@@ -119,8 +119,8 @@ def entrypoint(python: str, source: Path, target: Path, options: BatchOptions) -
     if options.config is not None:
         words += ["--config", str(options.config.resolve())]
     if options.model is not None:
-        is_directory = Path(options.model).is_dir()
-        words += ["--model", str(Path(options.model).resolve()) if is_directory else options.model]
+        is_local = Path(options.model).exists()  # a directory or a GGUF file, not a hub id
+        words += ["--model", str(Path(options.model).resolve()) if is_local else options.model]
     if options.overwrite:
         words.append("--overwrite")
     return shlex.join(words)
@@ -245,7 +245,7 @@ def _submit_locally(command: str, stop: StopSignal, say: Say, patience_s: float)
             return INTERRUPTED  # The signal also ends the cluster, and the job ends with it.
 
 
-def _connect_patiently(address: str, stages: Stages, stage: Stage) -> JobClient:
+def _connect_patiently(address: str, stages: Stages, stage: StartStage) -> JobClient:
     """The dashboard of a cluster that has just started may not answer yet."""
     while True:
         try:

@@ -10,7 +10,7 @@ import aiohttp
 
 from core.errors import FarsightError
 from services.bench.answers import SHOWN_CHARS, Answer, CountedBy, Failure, StreamReader, shown
-from services.bench.targets import PATHS, BodyForm, Call, Target
+from services.bench.targets import PATHS, BenchTarget, BodyForm, Call
 
 READ_BUFFER_BYTES = 1 << 20
 LOOKUP_TIMEOUT_S = 30.0
@@ -78,7 +78,7 @@ def _kind(error: Exception) -> str:
 
 
 @asynccontextmanager
-async def open_client(target: Target, form: BodyForm, timeout_s: float, keep_alive: bool) -> AsyncIterator[Client]:
+async def open_client(target: BenchTarget, form: BodyForm, timeout_s: float, keep_alive: bool) -> AsyncIterator[Client]:
     """A client for one server.
 
     Args:
@@ -95,7 +95,7 @@ async def open_client(target: Target, form: BodyForm, timeout_s: float, keep_ali
         yield Client(session, target.root + PATHS[form.endpoint])
 
 
-async def find_model(target: Target) -> str:
+async def find_model(target: BenchTarget) -> str:
     """The first model that the server lists.
 
     Raises:

@@ -28,7 +28,7 @@ from services.bench.statistics import (
     run_metrics,
     summarize,
 )
-from services.bench.targets import Target, make_call
+from services.bench.targets import BenchTarget, make_call
 
 WARM_UP_TOKENS = 8
 SALT_BITS = 24
@@ -46,7 +46,7 @@ class Bench:
         targets: The servers; ratios are relative to the first.
     """
 
-    def __init__(self, options: BenchOptions, targets: Sequence[Target], say: Say) -> None:
+    def __init__(self, options: BenchOptions, targets: Sequence[BenchTarget], say: Say) -> None:
         self.salt = secrets.randbits(SALT_BITS) if options.salt is None else options.salt
         self._options = options
         self._targets = targets
@@ -80,7 +80,7 @@ class Bench:
         options = self._options
         return Connection(body_form(options, case.longest_output), options.timeout, options.keep_alive)
 
-    def _warm_up(self, target: Target, case: Case) -> None:
+    def _warm_up(self, target: BenchTarget, case: Case) -> None:
         """Sends a few short requests that are not counted; a request that fails here fails again in the run."""
         connection, salt = self._connection(case), self._next_salt()
         chosen = case.requests[: self._options.warm_up]
@@ -88,7 +88,7 @@ class Bench:
         if calls:
             measure(target, calls, connection, case.load if isinstance(case.load, int) else len(calls))
 
-    def _measure(self, target: Target, case: Case) -> RunResult:
+    def _measure(self, target: BenchTarget, case: Case) -> RunResult:
         connection, salt = self._connection(case), self._next_salt()
         calls = [make_call(request, target.model, connection.form, salt) for request in case.requests]
         return measure(target, calls, connection, case.load)
@@ -125,7 +125,7 @@ class Bench:
         self._say(f"plot: {path}")
 
 
-def _target_record(target: Target, runs: Sequence[RunResult], metrics: Sequence[Metrics]) -> dict[str, Any]:
+def _target_record(target: BenchTarget, runs: Sequence[RunResult], metrics: Sequence[Metrics]) -> dict[str, Any]:
     records = [
         {
             "metrics": numbers,
@@ -163,7 +163,7 @@ def run_bench(
     return record
 
 
-def make_targets(options: BenchOptions) -> list[Target]:
+def make_targets(options: BenchOptions) -> list[BenchTarget]:
     """The servers of the options; a server without a model name is asked for one.
 
     Raises:
@@ -175,9 +175,9 @@ def make_targets(options: BenchOptions) -> list[Target]:
         pid = options.server_pid[i] if options.server_pid else None
         if pid is not None and not psutil.pid_exists(pid):
             raise ConfigError("--server-pid", pid, "the id of a process on this machine")
-        target = Target(label, url, "", pid, options.api_key)
+        target = BenchTarget(label, url, "", pid, options.api_key)
         model = options.model[i if len(options.model) > 1 else 0] if options.model else run_async(find_model(target))
-        targets.append(Target(label, url, model, pid, options.api_key))
+        targets.append(BenchTarget(label, url, model, pid, options.api_key))
     return targets
 
 

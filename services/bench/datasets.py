@@ -20,8 +20,8 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 from core.errors import InvalidValueError
-from services.bench.requests import BenchRequest, Part
-from services.bench.workloads import GROUP_EXPONENT, Zipf
+from services.bench.requests import BenchRequest, PromptPart
+from services.bench.workloads import GROUP_EXPONENT, ZipfRanks
 
 BLOCK_TOKENS = 512
 """Prompt tokens per entry of ``hash_ids``."""
@@ -91,7 +91,7 @@ def parse_prefix_groups(
         raise InvalidValueError("--prefix-groups", name, "a file with at least one prefix")
     rng = random.Random(seed)
     rng.shuffle(groups)  # The seed decides which group is popular.
-    zipf, taken = Zipf(len(groups), GROUP_EXPONENT), [0] * len(groups)
+    zipf, taken = ZipfRanks(len(groups), GROUP_EXPONENT), [0] * len(groups)
     requests = []
     for i in range(limit):
         group = zipf.draw(rng)
@@ -171,20 +171,21 @@ def _trace_row(row: _Row, i: int, rng: random.Random) -> BenchRequest:
     prompt_tokens, output_tokens = max(1, row.count(INPUTS)), max(1, row.count(OUTPUTS))
     blocks = row.fields.get("hash_ids")
     if blocks is None:
-        parts: tuple[Part, ...] = (Part(rng.getrandbits(31), prompt_tokens),)
+        parts: tuple[PromptPart, ...] = (PromptPart(rng.getrandbits(31), prompt_tokens),)
     else:
         parts = _block_parts(row, blocks, prompt_tokens)
     return BenchRequest(i, output_tokens, parts, arrival_s=row.seconds())
 
 
-def _block_parts(row: _Row, blocks: Any, prompt_tokens: int) -> tuple[Part, ...]:
+def _block_parts(row: _Row, blocks: Any, prompt_tokens: int) -> tuple[PromptPart, ...]:
     if not isinstance(blocks, list) or len(blocks) * BLOCK_TOKENS < prompt_tokens:
         row.refuse("hash_ids", f"a list with a number for every {BLOCK_TOKENS} tokens of the prompt")
     if not all(isinstance(block, int) and block >= 0 for block in blocks):
         row.refuse("hash_ids", "a list of numbers, 0 or more")
     starts = range(0, prompt_tokens, BLOCK_TOKENS)
     return tuple(
-        Part(block, min(BLOCK_TOKENS, prompt_tokens - start)) for block, start in zip(blocks, starts, strict=False)
+        PromptPart(block, min(BLOCK_TOKENS, prompt_tokens - start))
+        for block, start in zip(blocks, starts, strict=False)
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from services.bench.answers import Answer
 from services.bench.client import Client, open_client
 from services.bench.processes import ProcessTree, machine_cpu_s
-from services.bench.targets import BodyForm, Call, Target
+from services.bench.targets import BenchTarget, BodyForm, Call
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class Connection:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class CpuUsage:
     """CPU seconds used during a run.
 
     Attributes:
@@ -48,10 +48,12 @@ class RunResult:
     answers: Sequence[Answer]
     began_at: float
     wall_s: float
-    usage: Usage
+    usage: CpuUsage
 
 
-def measure(target: Target, calls: Sequence[Call], connection: Connection, load: int | Sequence[float]) -> RunResult:
+def measure(
+    target: BenchTarget, calls: Sequence[Call], connection: Connection, load: int | Sequence[float]
+) -> RunResult:
     """Sends the calls and waits for the last answer.
 
     Args:
@@ -75,7 +77,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 async def _measure(
-    target: Target, calls: Sequence[Call], connection: Connection, load: int | Sequence[float]
+    target: BenchTarget, calls: Sequence[Call], connection: Connection, load: int | Sequence[float]
 ) -> RunResult:
     tree = ProcessTree(target.server_pid) if target.server_pid is not None else None
     gc.collect()  # Collect the garbage of the preparation now, not during the run.
@@ -90,9 +92,9 @@ async def _measure(
         after = _cpu(tree)
     client_s, server_s, machine_s = (late - early for late, early in zip(after, before, strict=True))
     if tree is None:
-        return RunResult(answers, began_at, wall_s, Usage(client_s))
+        return RunResult(answers, began_at, wall_s, CpuUsage(client_s))
     others_s = max(0.0, machine_s - server_s - client_s)
-    return RunResult(answers, began_at, wall_s, Usage(client_s, server_s, others_s))
+    return RunResult(answers, began_at, wall_s, CpuUsage(client_s, server_s, others_s))
 
 
 def _cpu(tree: ProcessTree | None) -> tuple[float, float, float]:

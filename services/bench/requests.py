@@ -16,7 +16,7 @@ _SALT_SHIFT = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PromptPart:
     """A section of a prompt. Parts with the same seed and length hold the same tokens, which requests then share."""
 
     seed: int
@@ -38,7 +38,7 @@ class BenchRequest:
 
     id: int
     output_tokens: int
-    parts: tuple[Part, ...] = ()
+    parts: tuple[PromptPart, ...] = ()
     text: str | None = None
     kind: str = ""
     arrival_s: float | None = None
@@ -61,7 +61,7 @@ class BenchRequest:
         return " ".join(words)
 
 
-def _rng(part: Part, salt: int) -> random.Random:
+def _rng(part: PromptPart, salt: int) -> random.Random:
     return random.Random(part.seed + (salt << _SALT_SHIFT))
 
 
@@ -80,12 +80,12 @@ def _clip(request: BenchRequest, max_prompt_tokens: int | None, max_output_token
     return request
 
 
-def _first_tokens(parts: Sequence[Part], num_tokens: int) -> tuple[Part, ...]:
+def _first_tokens(parts: Sequence[PromptPart], num_tokens: int) -> tuple[PromptPart, ...]:
     """Cuts parts to a length; a cut part stays shared among requests that are cut at the same place."""
-    kept: list[Part] = []
+    kept: list[PromptPart] = []
     for part in parts:
         if num_tokens <= 0:
             break
-        kept.append(Part(part.seed, min(part.num_tokens, num_tokens)))
+        kept.append(PromptPart(part.seed, min(part.num_tokens, num_tokens)))
         num_tokens -= part.num_tokens
     return tuple(kept)

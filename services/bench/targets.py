@@ -14,7 +14,7 @@ PATHS: Mapping[str, str] = {"completions": "/v1/completions", "chat": "/v1/chat/
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class BenchTarget:
     """A server.
 
     Attributes:

@@ -15,7 +15,7 @@ from bisect import bisect
 from collections.abc import Callable
 from dataclasses import replace
 
-from services.bench.requests import BenchRequest, Part
+from services.bench.requests import BenchRequest, PromptPart
 
 PROMPT_LENS = (64, 256)
 OUTPUT_LENS = (8, 256)
@@ -40,7 +40,7 @@ NUM_GROUPS = 16
 PREFIX_TOKENS = 512
 
 
-class Zipf:
+class ZipfRanks:
     """Draws ranks 0 .. ``num_ranks`` - 1, rank ``r`` with a weight of ``(r + 1) ** -exponent``."""
 
     def __init__(self, num_ranks: int, exponent: float) -> None:
@@ -80,7 +80,7 @@ def _by_output_length(
     for i in range(num_requests):
         # The order of the draws is fixed, so that figures of one seed stay comparable between versions.
         output_tokens, prompt_tokens = draw(rng), rng.randint(*PROMPT_LENS)
-        requests.append(BenchRequest(i, output_tokens, (Part(rng.getrandbits(31), prompt_tokens),)))
+        requests.append(BenchRequest(i, output_tokens, (PromptPart(rng.getrandbits(31), prompt_tokens),)))
     return requests
 
 
@@ -119,11 +119,11 @@ def _lengthen(requests: list[BenchRequest], rng: random.Random) -> None:
 
 
 def _zipf(num_requests: int, rng: random.Random) -> list[BenchRequest]:
-    prompts = Zipf(ZIPF_PROMPT_LENS[1] - ZIPF_PROMPT_LENS[0] + 1, ZIPF_EXPONENT)
-    outputs = Zipf(ZIPF_OUTPUT_LENS[1] - ZIPF_OUTPUT_LENS[0] + 1, ZIPF_EXPONENT)
+    prompts = ZipfRanks(ZIPF_PROMPT_LENS[1] - ZIPF_PROMPT_LENS[0] + 1, ZIPF_EXPONENT)
+    outputs = ZipfRanks(ZIPF_OUTPUT_LENS[1] - ZIPF_OUTPUT_LENS[0] + 1, ZIPF_EXPONENT)
     requests = []
     for i in range(num_requests):
-        prompt = Part(rng.getrandbits(31), ZIPF_PROMPT_LENS[0] + prompts.draw(rng))
+        prompt = PromptPart(rng.getrandbits(31), ZIPF_PROMPT_LENS[0] + prompts.draw(rng))
         requests.append(BenchRequest(i, ZIPF_OUTPUT_LENS[0] + outputs.draw(rng), (prompt,)))
     return requests
 
@@ -131,6 +131,6 @@ def _zipf(num_requests: int, rng: random.Random) -> list[BenchRequest]:
 def _with_prefixes(
     requests: list[BenchRequest], num_groups: int, prefix_tokens: int, rng: random.Random
 ) -> list[BenchRequest]:
-    zipf = Zipf(num_groups, GROUP_EXPONENT)
-    prefixes = [Part(rng.getrandbits(31), prefix_tokens) for _ in range(num_groups)]
+    zipf = ZipfRanks(num_groups, GROUP_EXPONENT)
+    prefixes = [PromptPart(rng.getrandbits(31), prefix_tokens) for _ in range(num_groups)]
     return [replace(request, parts=(prefixes[zipf.draw(rng)], *request.parts)) for request in requests]

@@ -76,9 +76,9 @@ def _headline(choice: dict[str, Any]) -> str:
         parts.append(f"first token after {_seconds(summary['ttft_s'])}")
     parts.append(f"waited {_seconds(summary['waited_s'])}")
     if summary["output_tokens"] is not None:
-        foreseen = summary["predicted_tokens"]
+        predicted = summary["predicted_tokens"]
         parts.append(
-            f"{summary['output_tokens']} tokens" + ("" if foreseen is None else f" ({foreseen:.0f} predicted)")
+            f"{summary['output_tokens']} tokens" + ("" if predicted is None else f" ({predicted:.0f} predicted)")
         )
     parts += [
         f"{summary[name]} {noun}{'' if summary[name] == 1 else 's'}"

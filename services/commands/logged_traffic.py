@@ -19,7 +19,7 @@ from core.forecast import Forecast
 from core.messages.log import FinishedRequest, LogQuery
 
 if TYPE_CHECKING:
-    from simulator.traffic.workload import Arrival
+    from simulator.traffic.workload import SimRequest
 
 PAGE = 5000
 _ENDS = ("stop", "length", "abort")
@@ -45,13 +45,13 @@ class Traffic:
     logged: Sequence[Logged]
     num_left_out: int
 
-    def arrivals(self) -> list[Arrival]:
+    def arrivals(self) -> list[SimRequest]:
         """Arrivals for the simulator, from instant 0 on. A forecast counts as known at its request's arrival."""
-        from simulator.traffic.workload import Arrival
+        from simulator.traffic.workload import SimRequest
 
         begin = min((each.request.received_at for each in self.logged), default=0.0)
         return [
-            Arrival(
+            SimRequest(
                 each.request.request_id,
                 each.request.received_at - begin,
                 each.request.prompt_len,

@@ -13,7 +13,7 @@ import typer
 
 from core.config.engine import EngineConfig
 from core.errors import ConfigError, FarsightError
-from core.processors import usable_processors
+from core.processors import compute_threads, usable_processors
 
 if TYPE_CHECKING:
     from engine.steps.model_runner import ModelRunner
@@ -29,7 +29,9 @@ _DEFAULTS = EngineConfig()
 
 def profile(
     out: Annotated[Path, typer.Option(help="Write the profile to this JSON file.")],
-    model: Annotated[str | None, typer.Option(help="Model directory or hub id; default: the embedded model.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model directory, GGUF file or hub id; default: the embedded model.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     max_num_seqs: Annotated[int, typer.Option(help="Most sequences in one step.")] = _DEFAULTS.max_num_seqs,
     max_model_len: Annotated[int, typer.Option(help="Longest sequence, in tokens; 0: the model's context.")] = 0,
@@ -62,7 +64,8 @@ def _profile(out: Path, model: str | None, dtype: str, engine: EngineConfig, rou
     worker = build_worker(resolve_model_dir(model or str(_EMBEDDED_MODEL)), dtype, engine, incarnation="profile")
     runner: ModelRunner = worker.runner  # type: ignore[assignment]  # what ``build_worker`` builds computes
     steps = _measure(runner, engine, rounds)
-    machine = _machine(model or _EMBEDDED_MODEL.name, runner, steps)
+    num_threads = compute_threads(engine.num_threads, num_sharers=1)
+    machine = _machine(model or _EMBEDDED_MODEL.name, runner, steps, num_threads)
     found = fit(steps, machine, runner.config.kv_bytes_per_token(runner.pool.dtype))
     out.write_text(found.to_json(), "utf-8")
     if as_json:
@@ -92,12 +95,9 @@ def _measure(runner: ModelRunner, engine: EngineConfig, rounds: int) -> list[Mea
         return measure(StepBench(runner), grid, rounds, progress)
 
 
-def _machine(model: str, runner: ModelRunner, steps: list[MeasuredStep]) -> ProfiledMachine:
-    import torch
-
+def _machine(model: str, runner: ModelRunner, steps: list[MeasuredStep], num_threads: int) -> ProfiledMachine:
     from estimator.profile_file import ProfiledMachine
 
-    num_threads = torch.get_num_threads()
     wall_s = sum(step.sample.duration_s for step in steps)
     return ProfiledMachine(
         model=model,
@@ -131,12 +131,12 @@ def _print(found: ProfileFile, steps: list[MeasuredStep]) -> None:
     for name in ("base_s", "prefill_token_s", "decode_seq_s", "context_token_s", "prefill_pair_s"):
         prices.add_row(name.removesuffix("_s"), f"{getattr(found, name):.3e}")
     console.print(prices)
-    learnt = fit_steps([step.sample for step in steps if not is_held_back(step)])
+    learned = fit_steps([step.sample for step in steps if not is_held_back(step)])
     errors = Table("steps held back", "number", "shortest ms", "longest ms", "error p50", "p90")
     for kind in ("prefill", "decode", "mixed", "all"):
         samples = [step.sample for step in steps if is_held_back(step) and kind in (step.kind, "all")]
         if samples:
-            off = relative_errors(learnt, samples)
+            off = relative_errors(learned, samples)
             times_ms = [1e3 * each.duration_s for each in samples]
             cells = [f"{min(times_ms):.2f}", f"{max(times_ms):.2f}"]
             cells += [f"{100 * float(np.quantile(off, level)):.1f} %" for level in (0.5, 0.9)]

@@ -103,7 +103,7 @@ def _experiment(log: str, preset: str, replicas: int, max_num_seqs: int, machine
 
 def _truth(traffic: Traffic) -> _Row:
     """The logged run, with the same measures as the summary of a simulation."""
-    from simulator.summary import Distribution, distribution
+    from simulator.summary import MeanAndPercentiles, distribution
 
     requests = [each.request for each in traffic.logged]
     measured = {
@@ -112,7 +112,7 @@ def _truth(traffic: Traffic) -> _Row:
     }
     row: _Row = {"preset": LOGGED, "num_requests": len(requests), "num_failed": 0}
     for name, value in measured.items():
-        row |= {f"{name}_{field.name}": getattr(value, field.name) for field in dataclasses.fields(Distribution)}
+        row |= {f"{name}_{field.name}": getattr(value, field.name) for field in dataclasses.fields(MeanAndPercentiles)}
     return row
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from actors.runtime.layout import SCALABLE
+from actors.runtime.names import SCALABLE
 from core.errors import InvalidValueError
 from services.commands.ask import ask
 

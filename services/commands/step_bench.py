@@ -15,9 +15,9 @@ from engine.sequence import Sequence as TokenSequence
 from engine.steps.model_runner import ModelRunner
 from estimator.grid import StepShape
 from estimator.profile_file import HeldBackErrors, ProfiledMachine, ProfiledRange, ProfileFile
-from estimator.samples import step_sample
 from estimator.step_profile import StepProfile
 from kvcache import StepBatch, StepItem
+from kvcache.step_batch import step_sample
 
 HELD_BACK_EVERY = 3
 """One round in this many is held back from the fit to measure its error."""
@@ -135,17 +135,17 @@ def num_fitted(rounds: int) -> int:
 
 def fit_steps(samples: Sequence[StepSample]) -> StepProfile:
     """The profile of a whole measurement."""
-    learnt = StepProfile(window=_ENDLESS)
-    learnt.observe(samples)
-    return learnt
+    learned = StepProfile(window=_ENDLESS)
+    learned.observe(samples)
+    return learned
 
 
-def relative_errors(learnt: StepProfile, samples: Sequence[StepSample]) -> list[float]:
+def relative_errors(learned: StepProfile, samples: Sequence[StepSample]) -> list[float]:
     """|predicted - measured| / measured of each step."""
     errors = []
     for each in samples:
         work = each.prefill_tokens, each.decode_seqs, each.context_tokens, each.prefill_pairs
-        predicted_s = learnt.step_time_s(*work)
+        predicted_s = learned.step_time_s(*work)
         assert predicted_s is not None, "there are samples enough"
         errors.append(abs(predicted_s - each.duration_s) / each.duration_s)
     return errors
@@ -153,9 +153,9 @@ def relative_errors(learnt: StepProfile, samples: Sequence[StepSample]) -> list[
 
 def fit(steps: Sequence[MeasuredStep], machine: ProfiledMachine, kv_bytes: int) -> ProfileFile:
     """The profile file: prices fitted to most rounds, errors measured on the rounds held back."""
-    learnt = fit_steps([step.sample for step in steps if not is_held_back(step)])
-    errors = relative_errors(learnt, [step.sample for step in steps if is_held_back(step)])
-    base_s, prefill_token_s, decode_seq_s, context_token_s, prefill_pair_s = learnt.coefficients()
+    learned = fit_steps([step.sample for step in steps if not is_held_back(step)])
+    errors = relative_errors(learned, [step.sample for step in steps if is_held_back(step)])
+    base_s, prefill_token_s, decode_seq_s, context_token_s, prefill_pair_s = learned.coefficients()
     samples = [step.sample for step in steps]
     return ProfileFile(
         base_s=max(base_s, _SHORTEST_S),

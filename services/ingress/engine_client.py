@@ -7,13 +7,13 @@ import dataclasses
 import functools
 import itertools
 import logging
+import math
 import os
 import socket
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -22,36 +22,31 @@ from actors.log.log_outbox import LogOutbox
 from actors.runtime.health import HealthServer
 from actors.runtime.metrics import RequestMetrics
 from actors.runtime.names import is_backend
-from actors.runtime.peer import LOOK_AGAIN_S, PeerLost
-from actors.runtime.site import Site
-from actors.runtime.waiting import again_and_again, wait_for
-from core.errors import CapacityError, InvalidValueError
+from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, Site, again_and_again, wait_for
+from core.errors import InvalidValueError
 from core.forecast import Forecast, ForecastQuestion
 from core.messages.forecasts import ForecastMade, ForecastsMade
-from core.messages.log import FinishedRequest, FinishedRequests, RequestTrace, RequestTraces
+from core.messages.log import FinishedRequests, RequestTrace, RequestTraces
 from core.messages.placement import PlacementView
 from core.messages.requests import Keys, Refusal, Submit
 from core.messages.status import ComponentCounts, ComponentStatus, Scale, StatusReply
-from core.messages.tokens import TokenBatches, TokenDelta, TokenPoll
-from core.request import Origin, Request, SamplingParams
-from kvcache.prefix import hash_blocks, salted_root
+from core.messages.tokens import TokenDelta, TokenPoll
+from core.request import Request
+from kvcache.block_manager import hash_blocks, salted_root
 from services.api.backend import ModelInfo
-from services.api.text.prompt_text import PromptText
+from services.api.text.prompts import PromptText
 from services.ingress.explanations import Explanations
+from services.ingress.first_check import FirstCheck, TooMuch
 from services.ingress.ledger import RequestLedger
-from services.ingress.mailbox import Mailbox
 from services.ingress.overview import Overview
 from services.ingress.predictor_client import PredictorClient
-from services.ingress.stream_trace import StreamTrace
-from services.ingress.token_inbox import TokenInbox
+from services.ingress.streams import ClientStream, TokenInbox
 
 ANNOUNCE_S = 0.5
 """How often the Router hears what is open here, and says what is lost."""
 
 UNHEALTHY_AFTER_S = 5.0
 """Without a word from the Router for so long, new requests would only wait."""
-
-RETRY_AFTER_S = 1.0
 
 SLOW_DELTAS = 256
 """A client that leaves so many deltas unread lets its sequence rest ..."""
@@ -63,43 +58,6 @@ OWN_ENGINE_S = 1.0
 """How often it is looked whether a request past its deadline is on our own engine still."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Stream:
-    """One open request: its tokens on the way to the client, and what the log will say of it."""
-
-    request: Request
-    deltas: Mailbox = field(default_factory=Mailbox)
-    received_at: float = field(default_factory=time.time)
-    began: float = field(default_factory=time.monotonic)
-    token_at: float | None = None
-    ttft_s: float | None = None
-    num_tokens: int = 0
-    attempts: int = 1
-    replica: str = ""
-    reason: str = "abort"
-    trouble: str = ""  # what the last server that gave it back has said
-    deadline: asyncio.TimerHandle | None = None
-    predicted: asyncio.Event = field(default_factory=asyncio.Event)
-    notes: StreamTrace = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.notes = StreamTrace(self.request, self.received_at)
-
-    def record(self, now: float) -> FinishedRequest:
-        return FinishedRequest(
-            request_id=self.request.request_id,
-            replica=self.replica,
-            attempts=self.attempts,
-            prompt_len=self.request.prompt_len,
-            output_len=self.num_tokens,
-            max_new_tokens=self.request.sampling.max_new_tokens,
-            finish_reason=self.reason,
-            received_at=self.received_at,
-            ttft_s=self.ttft_s,
-            jct_s=now - self.began,
-        )
 
 
 class EngineClient:
@@ -126,14 +84,17 @@ class EngineClient:
         self._router = self._peers.router()
         self._limits = site.config.server
         self._sends_text = any(each.prompt == "text" for each in site.config.replica)
-        self._deadline_s = site.config.server.first_token_deadline_s if site.config.replica else None
+        self._deadline_s = self._limits.first_token_deadline_s if site.config.replica else math.inf
+        self._own_deadline_s = self._limits.max_wait_s + self._limits.first_token_deadline_s
+        if not self._limits.max_wait_s:
+            self._own_deadline_s = math.inf
+        self._first_check = FirstCheck(self._limits)
         self._keep = keep
         self._ingress_id = uuid.uuid4().hex[:12]
         self._ledger = RequestLedger(self._ingress_id)
         self._ids = itertools.count()
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, ClientStream] = {}
         self._slow: set[str] = set()
-        self._open_tokens = 0
         self._outgoing_due = asyncio.Event()
         log_store = self._peers.log_store()
         self._log = LogOutbox(log_store.append, FinishedRequests)
@@ -164,13 +125,7 @@ class EngineClient:
         self._tasks = [asyncio.create_task(again_and_again(each, LOOK_AGAIN_S)) for each in work]
 
     async def stream(
-        self,
-        prompt_ids: tuple[int, ...],
-        sampling: SamplingParams,
-        text: PromptText | None = None,
-        origin: Origin | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
+        self, request: Request, text: PromptText | None = None, key: str = ""
     ) -> AsyncGenerator[TokenDelta, None]:
         """Deltas of one request, the last with a finish reason; closing early aborts it.
 
@@ -178,23 +133,16 @@ class EngineClient:
             CapacityError: too much is in flight already.
             InvalidValueError: no worker can ever run it.
         """
-        request = Request(
-            f"{self._ingress_id}-{next(self._ids)}",
-            0,
-            self._ingress_id,
-            prompt_ids,
-            sampling,
-            origin=origin,
-            priority=priority,
-            prefix_hashes=self._prefix_hashes(prompt_ids, sampling, cache_salt),
-            cache_salt=cache_salt,
-            source=text.source if self._sends_text and text is not None else None,
-        )
-        stream = self._open(request)
+        self._admit(request, key)
+        try:
+            stream = self._open(self._named(request, text))
+        except BaseException:
+            self._first_check.leave(request, key)
+            raise
         try:
             if text is not None and self._forecaster is not None:
                 await self._ask(stream, text, self._forecaster)
-            self._ledger.open(stream.request)
+            self._ledger.open(stream)
             self._outgoing_due.set()
             reason = None
             while reason is None:
@@ -203,42 +151,54 @@ class EngineClient:
                 reason = delta.finish_reason
                 yield delta
         finally:
+            self._first_check.leave(request, key)
             self._close(stream)
 
-    def _open(self, request: Request) -> _Stream:
-        self._admit(request.prompt_len)
-        stream = _Stream(request)
+    def _named(self, request: Request, text: PromptText | None) -> Request:
+        return dataclasses.replace(
+            request,
+            request_id=f"{self._ingress_id}-{next(self._ids)}",
+            ingress_id=self._ingress_id,
+            prefix_hashes=self._prefix_hashes(request),
+            source=text.source if self._sends_text and text is not None else None,
+        )
+
+    def _open(self, request: Request) -> ClientStream:
+        stream = ClientStream(request)
         self._streams[request.request_id] = stream
-        self._open_tokens += request.prompt_len
         self._watch_deadline(stream)
         return stream
 
-    def _watch_deadline(self, stream: _Stream) -> None:
-        """Where there are other servers, a request has its first token in time, or fails."""
-        if self._deadline_s is not None:
-            loop = asyncio.get_running_loop()
-            stream.deadline = loop.call_later(self._deadline_s, self._miss_deadline, stream)
+    def _watch_deadline(self, stream: ClientStream) -> None:
+        """A request has its first token in time, or fails."""
+        seconds = min(self._deadline_s, self._own_deadline_s)
+        if seconds < math.inf:
+            stream.deadline = asyncio.get_running_loop().call_later(seconds, self._miss_deadline, stream)
 
-    def _miss_deadline(self, stream: _Stream) -> None:
+    def _miss_deadline(self, stream: ClientStream) -> None:
         request_id = stream.request.request_id
         replica = self._ledger.replica_of(request_id)
         if replica is None:
             return  # it has come to its end, without a single token
-        if replica and not is_backend(replica):  # our own engine comes to everything in the end
-            stream.deadline = asyncio.get_running_loop().call_later(OWN_ENGINE_S, self._miss_deadline, stream)
+        waited_s = time.monotonic() - stream.began
+        if (
+            replica and not is_backend(replica) and waited_s < self._own_deadline_s
+        ):  # our own engine comes to everything in the end
+            seconds = min(OWN_ENGINE_S, self._own_deadline_s - waited_s)
+            stream.deadline = asyncio.get_running_loop().call_later(seconds, self._miss_deadline, stream)
             return
         self._ledger.close(request_id, time.monotonic())
         where = f"it was on {replica}" if replica else "no replica takes requests"
-        self._fail(stream, stream.attempts, f"no token within {self._deadline_s:g} s; {where}")
+        self._fail(stream, stream.attempts, f"no token within {waited_s:.0f} s; {where}")
         self._outgoing_due.set()
 
-    def _prefix_hashes(self, prompt_ids: tuple[int, ...], sampling: SamplingParams, cache_salt: str) -> tuple[int, ...]:
+    def _prefix_hashes(self, request: Request) -> tuple[int, ...]:
         """Made here, once: there are several ingress replicas, and one Router."""
-        if not self._prefix_block_size or sampling.prompt_logprobs:
+        if not self._prefix_block_size or request.sampling.prompt_logprobs:
             return ()
-        return tuple(hash_blocks(prompt_ids, self._prefix_block_size, salted_root(cache_salt)))
+        return tuple(hash_blocks(request.prompt_ids, self._prefix_block_size, salted_root(request.cache_salt)))
 
-    async def _ask(self, stream: _Stream, text: PromptText, forecaster: PredictorClient) -> None:
+    async def _ask(self, stream: ClientStream, text: PromptText, forecaster: PredictorClient) -> None:
         """Asks how long it will be, and waits for the answer as long as the settings allow."""
         request = stream.request
         question = ForecastQuestion(
@@ -259,39 +219,33 @@ class EngineClient:
             stream = self._streams.get(request_id)
             if stream is None:
                 continue  # it has ended already
-            stream.request = dataclasses.replace(stream.request, forecast=forecast)
             stream.predicted.set()
-            attempt = self._ledger.foresee(request_id, forecast)
+            attempt = self._ledger.foresee(stream, forecast)
             if attempt is not None:
                 self._made.append(ForecastMade(request_id, attempt, forecast))
         if self._made:
             self._outgoing_due.set()
 
-    def _admit(self, num_tokens: int) -> None:
-        limits = self._limits
-        if len(self._streams) >= limits.max_queued_requests:
-            self._metrics.rejected("max_num_queued_reqs")
-            message = f"{len(self._streams)} requests are open, the limit is {limits.max_queued_requests}"
-            raise CapacityError(message, RETRY_AFTER_S)
-        if self._streams and self._open_tokens + num_tokens > limits.max_queued_tokens:
-            self._metrics.rejected("max_num_queued_tokens")
-            message = f"{self._open_tokens} prompt tokens are in flight, the limit is {limits.max_queued_tokens}"
-            raise CapacityError(message, RETRY_AFTER_S)
+    def _admit(self, request: Request, key: str) -> None:
+        try:
+            self._first_check.admit(request, key)
+        except TooMuch as error:
+            self._metrics.rejected(error.bound)
+            raise
 
-    def _close(self, stream: _Stream) -> None:
+    def _close(self, stream: ClientStream) -> None:
         """The client has all it will get."""
         if stream.deadline is not None:
             stream.deadline.cancel()
         request, now = stream.request, time.monotonic()
         del self._streams[request.request_id]
         self._slow.discard(request.request_id)
-        self._open_tokens -= request.prompt_len
         self._ledger.close(request.request_id, now)
         if self._ledger.has_outgoing:
             self._outgoing_due.set()
         record = stream.record(now)
         self._log.add(record)
-        for trace in stream.notes.end(record):
+        for trace in stream.trace.end(record):
             self._traces.add(trace)
         self._metrics.finished(
             record.finish_reason, record.jct_s, record.prompt_len, record.output_len, record.max_new_tokens
@@ -323,7 +277,7 @@ class EngineClient:
         for request in requests:
             if request.attempt and request.request_id in self._streams:
                 facts = {"attempt": request.attempt, "output_tokens": len(request.output_ids)}
-                self._streams[request.request_id].notes.note("resumed", facts)
+                self._streams[request.request_id].trace.note("resumed", facts)
 
     async def _submit(self, requests: tuple[Request, ...]) -> None:
         reply = await self._router.submit(Submit(requests))
@@ -333,8 +287,9 @@ class EngineClient:
     async def _pump_announcements(self) -> None:
         while True:
             try:
-                reply = await self._router.announce(self._ledger.announce())
+                reply = await self._router.announce(self._ledger.announce(self._first_check.load()))
                 self._heard_at = time.monotonic()
+                self._first_check.heard(reply)
                 self._end_refused(self._ledger.announced(reply))
                 self._follow(reply.replicas)
                 self._unfollow(set(reply.replicas))
@@ -350,7 +305,7 @@ class EngineClient:
             stream = self._streams.get(refusal.request_id)
             if stream is not None:
                 stream.reason = "error"
-                stream.notes.note("refused", {"reason": refusal.message})
+                stream.trace.note("refused", {"reason": refusal.message})
                 value = getattr(stream.request.sampling, refusal.field, stream.request.max_total_len)
                 stream.deltas.fail(InvalidValueError(refusal.field, value, refusal.message))
 
@@ -369,6 +324,7 @@ class EngineClient:
     async def _pump_tokens(self, replica: str) -> None:
         """Follows one worker, whatever life it is in."""
         worker = self._peers.worker(replica)
+        is_external = is_backend(replica)
         inbox = TokenInbox()
         while True:
             try:
@@ -380,22 +336,22 @@ class EngineClient:
                 self._after_faults()
                 await asyncio.sleep(LOOK_AGAIN_S)
                 continue
-            self._deliver(replica, inbox, reply)
+            deltas = inbox.receive(reply)
+            if is_external:
+                self._note_returned(replica, deltas)
+            self._deliver(replica, inbox.incarnation, deltas)
 
-    def _deliver(self, replica: str, inbox: TokenInbox, reply: TokenBatches) -> None:
+    def _deliver(self, replica: str, incarnation: str, deltas: Iterable[TokenDelta]) -> None:
         now = time.monotonic()
-        deltas = inbox.receive(reply)
-        if is_backend(replica):
-            self._note_returned(replica, deltas)
-        for delta in self._ledger.receive(replica, inbox.incarnation, deltas, now):
+        for delta in self._ledger.receive(replica, incarnation, deltas, now):
             stream = self._streams[delta.request_id]
             self._measure(stream, delta, now)
-            stream.replica, stream.attempts = replica, delta.attempt + 1
+            stream.answered_by, stream.attempts = replica, delta.attempt + 1
             stream.reason = delta.finish_reason or stream.reason
             stream.deltas.put(delta)
             if len(stream.deltas) >= SLOW_DELTAS and delta.request_id not in self._slow:
                 self._slow.add(delta.request_id)
-                stream.notes.note("client_slow", {"unread_deltas": len(stream.deltas)})
+                stream.trace.note("client_slow", {"unread_deltas": len(stream.deltas)})
         self._after_faults()
 
     def _note_returned(self, replica: str, deltas: Iterable[TokenDelta]) -> None:
@@ -415,14 +371,14 @@ class EngineClient:
             self._outgoing_due.set()
 
     @staticmethod
-    def _fail(stream: _Stream, attempts: int, reason: str) -> None:
+    def _fail(stream: ClientStream, attempts: int, reason: str) -> None:
         """Ends it, behind what has come."""
         if stream.trouble:
             reason = f"{reason}; {stream.trouble}"
         stream.reason = "error"
         stream.deltas.put(TokenDelta(stream.request.request_id, attempts, 0, (), "", "error", reason))
 
-    def _measure(self, stream: _Stream, delta: TokenDelta, now: float) -> None:
+    def _measure(self, stream: ClientStream, delta: TokenDelta, now: float) -> None:
         count = delta.num_tokens
         if not count:
             return
@@ -431,16 +387,16 @@ class EngineClient:
                 stream.deadline.cancel()
             stream.ttft_s = now - stream.began
             self._metrics.first_token(stream.ttft_s, count)
-            stream.notes.note("first_token", {"ttft_s": stream.ttft_s})
+            stream.trace.note("first_token", {"ttft_s": stream.ttft_s})
         else:
             self._metrics.tokens(now - stream.token_at, count)
         stream.token_at = now
         stream.num_tokens += count
 
-    def _note_read(self, stream: _Stream) -> None:
+    def _note_read(self, stream: ClientStream) -> None:
         if len(stream.deltas) <= READING_DELTAS and stream.request.request_id in self._slow:
             self._slow.discard(stream.request.request_id)
-            stream.notes.note("client_reads", {"unread_deltas": len(stream.deltas)})
+            stream.trace.note("client_reads", {"unread_deltas": len(stream.deltas)})
 
     def _row(self) -> ComponentStatus:
         return ComponentStatus(
@@ -491,8 +447,8 @@ class EngineClient:
         """
         own = [trace for trace in self._traces if trace.trace_id.startswith(f"{response_id}/")]
         for stream in self._streams.values():
-            if stream.notes.is_of(response_id):
-                own += stream.notes.so_far()
+            if stream.trace.is_of(response_id):
+                own += stream.trace.so_far()
         return await self._explanations.find(response_id, own)
 
     async def scale(self, kind: str, count: int) -> ComponentCounts:

@@ -3,31 +3,46 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import functools
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 from actors.runtime.garbage import collect_when_quiet, leave_full_collections_to_us
-from actors.runtime.peer import LOOK_AGAIN_S
-from actors.runtime.site import Site
-from actors.runtime.waiting import again_and_again
-from core.config.server import is_loopback
+from actors.runtime.hosts import keep_supervisor
+from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, Site, again_and_again
+from core.config.server import ServerConfig, is_loopback
+from core.messages.fleet import ServedModel
+from estimator.device_profile import profile_label
 from services.api.access.door import Door, door_settings
 from services.api.admin import Administration
 from services.api.app import build_app
-from services.api.pace import Pace
+from services.api.backend import ModelInfo
+from services.api.body_workers import BodyWorkers
+from services.api.middleware import LoopPace
 from services.api.text.prompts import PromptEncoder
-from services.ingress.connect import open_client
 from services.ingress.engine_client import EngineClient
 from services.ingress.liveness import Liveness, publish
 from services.ingress.paced_http import pace_http
 from services.ingress.tenants import TenantExchange
 from services.proxy.haproxy import PROXY_DIRECTORY_VARIABLE
+from services.proxy.timed_http import ConnectionLimits
 from services.run_file import ADMIN_TOKEN_VARIABLE
 
 QUIET_REQUESTS = 32
 """With no more than these open, a full collection of garbage takes a few milliseconds."""
+
+
+def connection_limits(server: ServerConfig, *, behind_haproxy: bool) -> ConnectionLimits:
+    """Limits of the connections of an ingress replica.
+
+    Behind our HAProxy all connections come from HAProxy's address, and HAProxy itself counts those of each client.
+    """
+    limits = ConnectionLimits.of(server)
+    return dataclasses.replace(limits, per_address=0) if behind_haproxy else limits
 
 
 class Ingress:
@@ -44,18 +59,25 @@ class Ingress:
         self._administration = Administration(os.environ.get(ADMIN_TOKEN_VARIABLE, ""), scales_ingress)
 
     async def __serve_build_asgi_app__(self) -> Any:
-        pace = Pace()
-        pace_http(pace)  # Ray Serve starts its server in this process once the application is built
+        pace = LoopPace()
+        server = self._site.config.server
+        # Ray Serve starts its server in this process once the application is built.
+        pace_http(pace, connection_limits(server, behind_haproxy=PROXY_DIRECTORY_VARIABLE in os.environ))
         client = await open_client(self._site)
         await self._tell_liveness(client)
         leave_full_collections_to_us()
         collect = functools.partial(collect_when_quiet, lambda: client.num_open + len(pace) <= QUIET_REQUESTS)
         self._collecting = asyncio.create_task(again_and_again(collect, LOOK_AGAIN_S))
-        server = self._site.config.server
         door = self._make_door(client)
         shares = server.prefix_sharing == "all" or (server.prefix_sharing == "auto" and door.is_open)
         return build_app(
-            client, self._encoder, server.max_body_bytes, self._administration, shares_across_keys=shares, door=door
+            client,
+            self._encoder,
+            server.max_body_bytes,
+            self._administration,
+            shares_across_keys=shares,
+            door=door,
+            workers=BodyWorkers(self._site.model_dir),
         )
 
     def _make_door(self, client: EngineClient) -> Door:
@@ -85,3 +107,39 @@ class Ingress:
         if directory:
             port = await Liveness(lambda: client.hears).start()
             publish(port, serve.get_replica_context().replica_id.unique_id, Path(directory))
+
+
+async def open_client(site: Site) -> EngineClient:
+    """A started client; waits until a replica is up."""
+    keeper = asyncio.create_task(keep_supervisor(site))  # the Router may be waiting for one
+    try:
+        served = await _wait_for_model(site)
+    finally:
+        keeper.cancel()
+        await asyncio.gather(keeper, return_exceptions=True)
+    ready = served.ready
+    model = ModelInfo(
+        name=site.config.model.name,
+        created=int(time.time()),
+        max_model_len=ready.max_model_len,
+        pool_limited=ready.pool_limited,
+        vocab_size=ready.vocab_size,
+        benchmark_mode=site.config.engine.benchmark_mode,
+        emulated=profile_label(site.config.engine.profile),
+    )
+    client = EngineClient(site, model, lambda: keep_supervisor(site), prefix_block_size=served.prefix_block_size)
+    await client.start()
+    return client
+
+
+async def _wait_for_model(site: Site) -> ServedModel:
+    with contextlib.closing(site.peers()) as peers:
+        router = peers.router()
+        while True:
+            try:
+                served = await router.model()
+            except PeerLost:
+                served = None
+            if served is not None:
+                return served
+            await asyncio.sleep(LOOK_AGAIN_S)

@@ -13,24 +13,30 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from core.forecast import Forecast
-from core.messages.requests import Announce, AnnounceReply, Key, OpenRequest, Placed, Refusal, SubmitReply
+from core.messages.requests import Announce, AnnounceReply, IngressLoad, Key, OpenRequest, Placed, Refusal, SubmitReply
 from core.messages.tokens import TokenDelta
 from core.request import Request
 
 MAX_ATTEMPTS = 20
 """A request that workers have lost so often may be what kills them: it is given up. A Router's absence costs none."""
 
+NO_LOAD = IngressLoad()
+
 ABORT_AGAIN_S = 1.0
 """An attempt that still sends tokens so long after its abort is aborted again: the message was lost."""
 
 
 @dataclass(slots=True)
-class _Open:
-    """``request`` is the current attempt; ``output_ids`` all that has come, over all attempts.
+class OpenStream:
+    """One open request. The ledger changes it until it ends; the replica that made it adds its client's side.
 
     Attributes:
-        num_unnamed: Tokens behind them that another server made: of these only the text is known, and nobody else can
-            go on where they end.
+        request: The current attempt.
+        output_ids: All tokens that have come, over all attempts.
+        num_unnamed: Tokens behind them that another server made. Only their text is known, so no other replica can go
+            on where they end.
+        sent: Whether a Router was sent the current attempt.
+        replica: Where the current attempt is; empty if that is not known.
         num_lost: Attempts that were lost after a Router had taken them.
     """
 
@@ -69,7 +75,7 @@ class RequestLedger:
 
     def __init__(self, ingress_id: str) -> None:
         self.ingress_id = ingress_id
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, OpenStream] = {}
         self._outgoing: dict[str, None] = {}  # ids whose current attempt has not been sent
         self._aborts: dict[Key, None] = {}
         self._aborted_at: OrderedDict[Key, float] = OrderedDict()  # within ``ABORT_AGAIN_S``, the oldest first
@@ -92,18 +98,16 @@ class RequestLedger:
         stream = self._open.get(request_id)
         return None if stream is None else stream.replica
 
-    def open(self, request: Request) -> None:
+    def open(self, stream: OpenStream) -> None:
         """A client wants this; it goes out with the next ``take_outgoing``."""
-        self._open[request.request_id] = _Open(request)
-        self._outgoing[request.request_id] = None
+        request_id = stream.request.request_id
+        self._open[request_id] = stream
+        self._outgoing[request_id] = None
 
-    def foresee(self, request_id: str, forecast: Forecast) -> int | None:
+    def foresee(self, stream: OpenStream, forecast: Forecast) -> int | None:
         """Its next attempts carry the forecast; returns the attempt that is on its way without, if one is."""
-        stream = self._open.get(request_id)
-        if stream is None:
-            return None
         stream.request = dataclasses.replace(stream.request, forecast=forecast)
-        return stream.request.attempt if stream.sent else None
+        return stream.request.attempt if stream.sent and stream.request.request_id in self._open else None
 
     def close(self, request_id: str, now: float) -> None:
         """The client has left, or was answered by other means; a request that has ended is closed already."""
@@ -168,10 +172,14 @@ class RequestLedger:
         """Its connection broke: what ran there is resumed wherever the Router places it."""
         self._resume([stream.key for stream in self._open.values() if stream.replica == replica])
 
-    def announce(self) -> Announce:
-        """All that has been sent and is still open."""
+    def announce(self, load: IngressLoad = NO_LOAD) -> Announce:
+        """All that has been sent and is still open.
+
+        Args:
+            load: What this replica has in flight, as its ``FirstCheck`` counts it.
+        """
         streams = [stream for stream in self._open.values() if stream.sent]
-        return Announce(self.ingress_id, tuple(map(_announced, streams)))
+        return Announce(self.ingress_id, tuple(map(_announced, streams)), load)
 
     def announced(self, reply: AnnounceReply) -> list[Refusal]:
         """The Router's answer: what is lost is resumed; returns refusals as ``submitted`` does."""
@@ -191,7 +199,7 @@ class RequestLedger:
             del self._open[refusal.request_id]
         return ended
 
-    def _current(self, key: Key) -> _Open | None:
+    def _current(self, key: Key) -> OpenStream | None:
         """The open request whose attempt this is, once it has been sent."""
         stream = self._open.get(key[0])
         return stream if stream is not None and stream.sent and stream.key == key else None
@@ -210,12 +218,12 @@ class RequestLedger:
             else:
                 self._follow_up(stream)
 
-    def _give_up(self, stream: _Open, reason: str) -> None:
+    def _give_up(self, stream: OpenStream, reason: str) -> None:
         request_id, attempt = stream.key
         del self._open[request_id]
         self._given_up.append(GivenUp(request_id, attempt + 1, reason))
 
-    def _follow_up(self, stream: _Open) -> None:
+    def _follow_up(self, stream: OpenStream) -> None:
         """A higher attempt goes on where the client's tokens end."""
         request_id, attempt = stream.key
         stream.request = dataclasses.replace(stream.request, attempt=attempt + 1, output_ids=tuple(stream.output_ids))
@@ -236,7 +244,7 @@ class RequestLedger:
             aborted_at[key] = now
 
 
-def _announced(stream: _Open) -> OpenRequest:
+def _announced(stream: OpenStream) -> OpenRequest:
     request = stream.request
     work_tokens = request.max_total_len - len(request.output_ids)
     return OpenRequest(request.request_id, request.attempt, stream.replica, stream.worker_incarnation, work_tokens)

@@ -12,11 +12,9 @@ import aiohttp
 from ray.exceptions import RayTaskError
 
 from actors.calls.failures import RemoteError
-from actors.runtime.layout import by_host, current_counts, initial_counts, wanted_components
-from actors.runtime.names import SUPERVISOR
-from actors.runtime.peer import PeerBook, PeerLost
-from actors.runtime.registry import kind_of
-from actors.runtime.site import Site
+from actors.runtime.component import kind_of
+from actors.runtime.names import SUPERVISOR, by_host, initial_counts, wanted_components
+from actors.runtime.peer import PeerBook, PeerLost, Site, current_counts
 from core.errors import FarsightError
 from core.messages.kv import KVUsage
 from core.messages.log import ArtefactInfo

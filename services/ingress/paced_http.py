@@ -7,12 +7,13 @@ import contextlib
 import logging
 import os
 import socket
+from collections import Counter
 from typing import Any, cast
 
 from uvicorn.config import HTTP_PROTOCOLS
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from services.api.pace import Pace
+from services.api.middleware import LoopPace
+from services.proxy.timed_http import ConnectionLimits, TimedHttp
 
 ACCEPTED_PER_TURN = 64
 """Connections taken from the listening socket in one turn of the event loop: some 5 ms."""
@@ -25,7 +26,7 @@ _DESCRIPTORS = "/proc/self/fd"
 logger = logging.getLogger(__name__)
 
 
-class PacedHttp(HttpToolsProtocol):
+class PacedHttp(TimedHttp):
     """One connection. The first bytes of a POST wait until the pace admits them; what is under way goes on.
 
     So a request that waits has cost no more than its connection: it is neither parsed nor routed, and Ray Serve has
@@ -33,8 +34,8 @@ class PacedHttp(HttpToolsProtocol):
     look at the status goes ahead of the queue.
     """
 
-    def __init__(self, pace: Pace, server: PacedServer, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, pace: LoopPace, server: PacedServer, *args: Any, **kwargs: Any) -> None:
+        super().__init__(server.limits, server.counts, *args, **kwargs)
         self._pace = pace
         self._server = server
         self._held: list[bytes] = []
@@ -51,6 +52,7 @@ class PacedHttp(HttpToolsProtocol):
         elif self._begins(data):
             self._held.append(data)
             self._unset_keepalive_if_required()  # the connection is not idle
+            self._wait(None)  # and what it waits for is us
             self._pace.submit(self._begin)
             if self._held:
                 self._rests = True
@@ -84,7 +86,9 @@ class PacedServer:
     10 ms: the socket's queue would fill, the kernel drop what comes then, and health checks wait behind all the rest.
     """
 
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self, pace: LoopPace, limits: ConnectionLimits) -> None:
+        self.limits = limits
+        self.counts: Counter[str] = Counter()
         self._pace = pace
         self._listener: tuple[int, int] | None = None  # port and file descriptor
         self._arguments: dict[str, Any] = {}
@@ -133,10 +137,10 @@ class PacedServer:
             logger.warning("a connection was lost while it was accepted", exc_info=greeting.exception())
 
 
-def pace_http(pace: Pace) -> None:
+def pace_http(pace: LoopPace, limits: ConnectionLimits) -> None:
     """What every uvicorn server uses that this process starts from now on, as Ray Serve does in an ingress replica."""
     # uvicorn takes a name to import, or what the name stands for.
-    cast(dict[str, Any], HTTP_PROTOCOLS)["auto"] = PacedServer(pace)
+    cast(dict[str, Any], HTTP_PROTOCOLS)["auto"] = PacedServer(pace, limits)
 
 
 def _duplicate(descriptor: int) -> socket.socket:

@@ -6,9 +6,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from actors.runtime.layout import current_counts, initial_counts
-from actors.runtime.names import length_predictor_name
-from actors.runtime.peer import LOOK_AGAIN_S, PeerBook, PeerLost
+from actors.runtime.names import initial_counts, length_predictor_name
+from actors.runtime.peer import LOOK_AGAIN_S, PeerBook, PeerLost, current_counts
 from core.config.load import FarsightConfig
 from core.errors import FarsightError
 from core.forecast import Forecast, ForecastQuestion

@@ -26,6 +26,7 @@ from services.launch.signals import StopSignal
 from services.launch.stages import Stages, StartTimedOut
 from services.proxy.haproxy import haproxy_environment
 from services.proxy.ports import LOOPBACK, free_ports, reserved_ports
+from services.proxy.timed_http import LIMITS_VARIABLE, ConnectionLimits
 from services.run_file import ADMIN_TOKEN_VARIABLE
 
 OBJECT_STORE_BYTES = 128 * 1024 * 1024
@@ -56,7 +57,7 @@ class ServiceFailed(FarsightError):
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class PrivateCluster:
     """A running private cluster; ``dashboard_url`` serves Ray's Jobs API and is empty without a dashboard."""
 
     dashboard_url: str
@@ -71,14 +72,14 @@ def private_cluster(
     server: ServerConfig | None = None,
     access: AccessConfig | None = None,
     dashboard: bool = False,
-) -> Iterator[Cluster]:
+) -> Iterator[PrivateCluster]:
     """A private Ray cluster with token auth, in a temporary directory and on ports of its own.
 
     Args:
         stop: Signals that abandon the start.
         stages: The stages of the start; Ray's becomes the first.
         proxy: Proxy of Ray Serve: ``serve`` or ``haproxy``.
-        server: Address and port of the proxy; None without a proxy.
+        server: Address and port of the proxy, and limits of its connections; None without a proxy.
         access: TLS of the proxy.
         dashboard: Whether to start Ray's dashboard, with the Jobs API.
 
@@ -89,14 +90,14 @@ def private_cluster(
     with reserved_ports(avoid=server.port if server else 0) as ports:
         directory = Path(tempfile.mkdtemp(prefix="farsight-"))
         stop.starting(lambda: remove_directory(directory))
-        _set_environment(directory, proxy, ports, server.host if server else LOOPBACK)
+        _set_environment(directory, proxy, ports, server)
         if proxy == "haproxy" and access is not None:
             write_tls_file(access, directory)
         import ray
 
         try:
             context = _start_ray(stop, stages, directory, ports, dashboard=dashboard)
-            yield Cluster(f"http://{context.dashboard_url}" if dashboard else "")
+            yield PrivateCluster(f"http://{context.dashboard_url}" if dashboard else "")
         finally:
             ray.shutdown()
             end_processes(directory)
@@ -272,7 +273,7 @@ def few_daemons(ports: range) -> Iterator[None]:
         parameter.RayParams = before
 
 
-def _set_environment(directory: Path, proxy: str, ports: range, host: str) -> None:
+def _set_environment(directory: Path, proxy: str, ports: range, server: ServerConfig | None) -> None:
     """Sets the environment; must run before Ray is imported, since its daemons and workers inherit it."""
     token = directory / "auth_token"
     token.write_text(secrets.token_hex(32))
@@ -299,13 +300,18 @@ def _set_environment(directory: Path, proxy: str, ports: range, host: str) -> No
         # Ray kills a proxy that is not up after three times this value; its default 5 s is too short on a busy machine.
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
         "RAY_enable_metrics_collection": "0",
+        # Ray adds 15 to the niceness of its workers, which then wait for every other process of the machine, and the
+        # threads of a step for the one that waits.
+        "RAY_worker_niceness": "0",
         # Time for Ray's processes to find each other; with Ray's 5, 60 and 60 s they give up on a busy machine.
         "RAY_gcs_rpc_server_connect_timeout_s": "20",
         "RAY_worker_register_timeout_seconds": "240",
         "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "240",
     }
+    limits = None if server is None else ConnectionLimits.of(server)
     if proxy == "haproxy":
-        os.environ |= haproxy_environment(directory, ports, host)
+        os.environ |= haproxy_environment(directory, ports, server.host if server else LOOPBACK, limits)
         del os.environ["RAY_SERVE_ENABLE_DIRECT_INGRESS"]
     else:
         os.environ["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] = "services.proxy.proxy_errors.middlewares"
+        os.environ[LIMITS_VARIABLE] = "" if limits is None else limits.to_json()

@@ -18,11 +18,11 @@ from typing import Any
 from actors.calls.message import Asked
 from actors.calls.supervisor import SupervisorCalls
 from actors.runtime.names import SUPERVISOR, host_of
-from actors.runtime.site import Site
+from actors.runtime.peer import Site
 from core.config.learning import PredictorConfig
 from core.config.load import FarsightConfig
 from core.errors import ConfigError
-from core.processors import usable_processors
+from core.processors import numa_nodes, usable_processors
 from estimator.device_profile import profile_label, resolve_device
 from policies.compose import check_scheduler
 from services.api.access.door import API_KEY_VARIABLE
@@ -32,7 +32,7 @@ from services.launch.door import absolute_paths, check_door
 from services.launch.proxy import ProxyStart, wait_routed
 from services.launch.signals import StopSignal
 from services.launch.stages import Stages
-from services.launch.starting import LOOK_S, StartingPieces
+from services.launch.starting import LOOK_S, StartingComponents
 from services.proxy.haproxy import choose_proxy
 from services.run_file import ADMIN_TOKEN_VARIABLE, published
 
@@ -54,15 +54,17 @@ DRAIN_INGRESS_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
+class LocatedModel:
     """The served model: its location and the name that clients use."""
 
     directory: Path
     name: str
 
 
-def find_model(config: FarsightConfig) -> ServedModel:
+def find_model(config: FarsightConfig) -> LocatedModel:
     """The configured model, or the embedded one. Without replicas of our own engine its tokenizer is enough.
+
+    Every header of its files is read, so that a damaged or unsupported model is refused before anything starts.
 
     Raises:
         InvalidValueError: The model does not exist, is not supported or cannot run as configured.
@@ -71,21 +73,29 @@ def find_model(config: FarsightConfig) -> ServedModel:
     from engine.checkpoint.model_config import resolve_model_dir
     from engine.parallel.mesh import Mesh
     from engine.text.vocabulary import vocabulary_size
+    from services.api.text.prompts import PromptEncoder
 
-    model = ServedModel(EMBEDDED_MODEL, config.model.name or EMBEDDED_NAME)
+    model = LocatedModel(EMBEDDED_MODEL, config.model.name or EMBEDDED_NAME)
     if config.model.path:
         directory = resolve_model_dir(config.model.path, weights=config.model.replicas > 0)
-        model = ServedModel(directory, config.model.name or Path(config.model.path).resolve().name)
+        model = LocatedModel(directory, config.model.name or _name_of(config.model.path))
     # Refuse a model that cannot run before anything starts.
     if config.model.replicas:
         mesh = Mesh(config.model.tensor_parallel, config.model.pipeline_parallel)
         check_worker(model.directory, config.engine, mesh)
     else:
         vocabulary_size(model.directory)
+    PromptEncoder(model.directory)  # the tokenizer and the chat template
     return model
 
 
-def find_site(config: FarsightConfig, model: ServedModel) -> Site:
+def _name_of(path: str) -> str:
+    """The name that clients use unless another is configured: the directory's, or the file's without ``.gguf``."""
+    name = Path(path).resolve().name
+    return name[: -len(".gguf")] if name.lower().endswith(".gguf") else name
+
+
+def find_site(config: FarsightConfig, model: LocatedModel) -> Site:
     """The configured service, with all open settings filled in.
 
     Raises:
@@ -205,7 +215,7 @@ class Service:
             return 0
 
 
-def start_components(site: Site) -> StartingPieces:
+def start_components(site: Site) -> StartingComponents:
     """Begins to start every component.
 
     Raises:
@@ -218,7 +228,7 @@ def start_components(site: Site) -> StartingPieces:
     check_gpus(site.config, ray.cluster_resources())  # type: ignore[no-untyped-call]
     host = create_host(host_of(SUPERVISOR, site.placement), site, 0)
     ray.get(host.add.remote([SUPERVISOR]))
-    return StartingPieces(site, host)
+    return StartingComponents(site, host)
 
 
 def check_gpus(config: FarsightConfig, resources: Mapping[str, float]) -> None:
@@ -313,6 +323,8 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
     look_for_servers(config, model.name, say)
     if config.engine.profile:
         say(f"The device is emulated ({profile_label(config.engine.profile)}): answers are made up.")
+    if advice := numa_advice(config, len(numa_nodes())):
+        say(advice)
     proxy = choose_proxy(config.server)
     with private_cluster(stop, stages=stages, proxy=proxy, server=config.server, access=site.config.access):
         service = Service(site)
@@ -326,6 +338,16 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
         with published(config.server.port, os.environ[ADMIN_TOKEN_VARIABLE], site.config.access.tls_cert):
             service.wait(stop)
         say("Stopping.")
+
+
+def numa_advice(config: FarsightConfig, num_nodes: int) -> str | None:
+    """What to set where replicas on the CPU cannot use all NUMA nodes of the machine; None if nothing."""
+    if config.engine.device != "cpu" or config.engine.num_threads or not 0 < config.model.replicas < num_nodes:
+        return None
+    return (
+        f"This machine has {num_nodes} NUMA nodes, and a replica takes no more threads than one node has processors. "
+        f"Set model.replicas = {num_nodes}, not {config.model.replicas}, to use all."
+    )
 
 
 def _example(url: str, name: str, key: str) -> str:

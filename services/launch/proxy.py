@@ -8,13 +8,13 @@ from typing import Any
 from core.config.access import AccessConfig
 from core.config.server import ServerConfig
 from core.errors import FarsightError
-from services.launch.stages import Stage, Stages
+from services.launch.stages import Stages, StartStage
 from services.proxy.ports import LOOPBACK
 
 _LOGGING = {"enable_access_log": False, "log_level": "WARNING"}
 
 
-def wait_routed(stages: Stages, stage: Stage) -> None:
+def wait_routed(stages: Stages, stage: StartStage) -> None:
     """Waits until the proxy forwards requests to the running ingress.
 
     Raises:

@@ -20,7 +20,7 @@ class StartTimedOut(FarsightError):
     """A start took longer than ``server.start_patience_s``."""
 
 
-class Stage:
+class StartStage:
     """One stage of a start; stages may run side by side.
 
     Args:
@@ -76,24 +76,24 @@ class Stages:
         with self._lock:
             self._say(line)
 
-    def begin(self, name: str, waits_for: Callable[[], str]) -> Stage:
+    def begin(self, name: str, waits_for: Callable[[], str]) -> StartStage:
         """A stage that ``end`` or ``abandon`` ends; others may run beside it."""
-        stage = Stage(name, waits_for, self._now())
+        stage = StartStage(name, waits_for, self._now())
         threading.Thread(target=self._tell_now_and_then, args=(stage,), name=f"stage {name}", daemon=True).start()
         return stage
 
-    def end(self, stage: Stage) -> None:
+    def end(self, stage: StartStage) -> None:
         """Prints the outcome of a stage and its duration."""
         self.abandon(stage)
         self.say(f"{stage.name}: {stage.outcome} after {self._now() - stage.began:.1f} s.")
 
-    def abandon(self, stage: Stage) -> None:
+    def abandon(self, stage: StartStage) -> None:
         """Stops the reports of a stage that has not ended; no effect on an ended stage."""
         with self._lock:  # The lock lets the stage's thread finish its line; no line follows.
             stage.over.set()
 
     @contextmanager
-    def stage(self, name: str, waits_for: Callable[[], str]) -> Iterator[Stage]:
+    def stage(self, name: str, waits_for: Callable[[], str]) -> Iterator[StartStage]:
         """A stage that ends with the context, without a line if the context raises."""
         stage = self.begin(name, waits_for)
         try:
@@ -102,7 +102,7 @@ class Stages:
             self.abandon(stage)
         self.end(stage)
 
-    def check(self, stage: Stage) -> None:
+    def check(self, stage: StartStage) -> None:
         """Checks the time limit; call it while a stage waits.
 
         Raises:
@@ -111,13 +111,13 @@ class Stages:
         if self.remaining_s <= 0:
             raise self.timed_out(stage)
 
-    def timed_out(self, stage: Stage) -> StartTimedOut:
+    def timed_out(self, stage: StartStage) -> StartTimedOut:
         """The error of a stage that ran out of time."""
         return StartTimedOut(
             f"{stage.name}: not ready {self.elapsed_s:.0f} s after the start began; it waits for {stage.waits_for()}"
         )
 
-    def _tell_now_and_then(self, stage: Stage) -> None:
+    def _tell_now_and_then(self, stage: StartStage) -> None:
         while not stage.over.wait(self._every_s):
             took_s = self._now() - stage.began
             with self._lock:

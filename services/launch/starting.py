@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from actors.calls.message import Asked
 from actors.calls.supervisor import SupervisorCalls
 from actors.runtime.names import SUPERVISOR
-from actors.runtime.site import Site
+from actors.runtime.peer import Site
 from core.errors import FarsightError
 from core.messages.status import StartState
 from services.launch.cluster import ServiceFailed
-from services.launch.stages import Stage, Stages
+from services.launch.stages import Stages, StartStage
 
 if TYPE_CHECKING:
     from services.launch.proxy import ProxyStart
@@ -29,10 +29,10 @@ _MIB = 1 << 20
 _COMPUTING = ("worker", "rank-")
 """Name prefixes of the hosts that load the model or emulate a device."""
 
-_Watched = list[tuple[Stage, Callable[[], bool]]]
+_Watched = list[tuple[StartStage, Callable[[], bool]]]
 
 
-class StartingPieces:
+class StartingComponents:
     """Every component of a service, about to start.
 
     Args:
@@ -99,7 +99,7 @@ class StartingPieces:
         except RayError as error:
             raise ServiceFailed(f"the supervisor died while it started: {error}") from error
 
-    def _all_up(self, stage: Stage, *, computing: bool) -> bool:
+    def _all_up(self, stage: StartStage, *, computing: bool) -> bool:
         if self._seen is None or self._missing(computing=computing):
             return False
         number = _number(self._seen.ready, computing=computing)
@@ -128,7 +128,8 @@ class StartingPieces:
         config = self._site.config
         if config.engine.profile:
             return f"{config.model.name} (emulated)"
-        files = Path(self._site.model_dir).glob("*.safetensors")
+        model = Path(self._site.model_dir)
+        files = model.glob("*.safetensors") if model.is_dir() else [model]
         return f"{config.model.name} ({sum(file.stat().st_size for file in files) / _MIB:.0f} MiB)"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import resource
 import shlex
@@ -12,6 +13,7 @@ from core.config.server import ServerConfig
 from core.errors import ConfigError
 from services.proxy import haproxy_config
 from services.proxy.ports import LOOPBACK, free_ports
+from services.proxy.timed_http import ConnectionLimits
 
 _NAMES = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT")
 
@@ -37,7 +39,9 @@ def max_connections() -> int:
     return max(100, min(_MAX_CONNECTIONS, (files - _SPARE_FILES) * 2 // 5))
 
 
-def haproxy_environment(directory: Path, ports: range, host: str = LOOPBACK) -> dict[str, str]:
+def haproxy_environment(
+    directory: Path, ports: range, host: str = LOOPBACK, limits: ConnectionLimits | None = None
+) -> dict[str, str]:
     """The variables that must be in the environment before Ray is imported.
 
     A wrapper of the binary edits the configuration that Ray writes (``services.proxy.haproxy_config``). Every service
@@ -48,6 +52,7 @@ def haproxy_environment(directory: Path, ports: range, host: str = LOOPBACK) -> 
         directory: Directory for the files of this service alone. The socket's path may have at most 97 characters.
         ports: Ports of this service alone: three for HAProxy, the rest for ingress replicas.
         host: Address that HAProxy listens on; everything behind it listens on the loopback interface.
+        limits: For client connections. An address never gets more than four fifths of all connections.
 
     Raises:
         ConfigError: There is no HAProxy for this system.
@@ -58,6 +63,9 @@ def haproxy_environment(directory: Path, ports: range, host: str = LOOPBACK) -> 
     except ImportError as error:
         raise ConfigError("server.proxy", "haproxy", "serve, since Ray brings HAProxy for Linux only") from error
     metrics, stats, fallback = free_ports(ports, len(_NAMES))
+    if limits is not None:
+        most = min(limits.per_address, max_connections() * 4 // 5)
+        (directory / haproxy_config.LIMITS_FILE).write_text(dataclasses.replace(limits, per_address=most).to_json())
     wrapper = directory / "haproxy"
     wrapper.write_text(_wrapper(get_haproxy_binary(), metrics, stats, directory, host))
     wrapper.chmod(0o700)

@@ -29,17 +29,34 @@ _SERVER = re.compile(r"^    server (\S+) \S+ check\b(?! backup)")
 _MESSAGES = {
     400: "The request is not valid HTTP.",
     408: "The request did not arrive within the time limit.",
+    429: "Your address has too many connections open.",
     500: "The server failed to process the request; its log has the details.",
     502: "The server closed the connection before it answered. The request may be sent again.",
     503: "No ingress replica accepts requests now. The request may be sent again.",
     504: "The server did not answer within the time limit. The request may be sent again.",
 }
-_CODES = {400: "bad_request", 408: "request_timeout", 500: "internal_error"}
+_CODES = {400: "bad_request", 408: "request_timeout", 429: "rate_limit_exceeded", 500: "internal_error"}
+
+HONEST_STATUS = {404: 503, 500: 503}
+"""What plain text of Ray's with these statuses means: no replica has started, or one died. Our own errors are JSON."""
+
+RETRY_AFTER_S = 1
+
+LIMITS_FILE = "limits.json"
+"""In HAProxy's directory: the connections' limits (``services.proxy.timed_http.ConnectionLimits``)."""
+
 _STARTING = "The service has not started yet or has stopped."
 
 
 def edited(
-    text: str, metrics_port: int, stats_port: int, liveness: Mapping[str, int], host: str = "", tls_file: str = ""
+    text: str,
+    metrics_port: int,
+    stats_port: int,
+    liveness: Mapping[str, int],
+    *,
+    host: str = "",
+    tls_file: str = "",
+    limits: Mapping[str, float] | None = None,
 ) -> str:
     """The edited configuration.
 
@@ -49,12 +66,14 @@ def edited(
     - The two pages of statistics move from all interfaces to the loopback interface.
     - ``splice-request`` is removed: with it, HAProxy misses the disconnect of a client whose body came after its head.
     - Health checks and ``/health`` go to the replica's liveness port, if it has one.
-    - HAProxy's own errors and Ray's plain texts get the shape of the OpenAI API and keep their status.
+    - HAProxy's own errors and Ray's plain texts get the shape of the OpenAI API, and an honest status.
+    - Connections get their limits.
 
     Args:
         liveness: Liveness port by replica id. Other servers keep Ray's health check.
         host: Address of the frontend; empty leaves Ray's.
         tls_file: Certificate chain and private key in PEM; empty for plain HTTP.
+        limits: As ``ConnectionLimits`` has them; without them Ray's timeouts stay.
     """
     lines: list[str] = []
     health: list[str] = []
@@ -68,6 +87,8 @@ def edited(
     lines = _with_frontend(lines, host, tls_file)
     if health:
         lines = [*_with_health_rule(lines), *_health_backend(health)]
+    if limits:
+        lines = _limited(lines, limits)
     return "\n".join(lines) + "\n"
 
 
@@ -81,17 +102,14 @@ def _edited_line(line: str, metrics_port: int, stats_port: int) -> list[str]:
     if stripped == f"bind *:{stats_port}":
         return [f"{indent}bind 127.0.0.1:{stats_port}"]
     if stripped.startswith("http-request return status 404 content-type text/plain"):
-        return [f"{indent}http-request return status 503 {_json(503, _STARTING)} hdr Retry-After 1"]
+        return [f"{indent}http-request return status 503 {_json(503, _STARTING)} hdr Retry-After {RETRY_AFTER_S}"]
     if stripped == "defaults":
-        return [line, *(f"    http-error status {status} {_json(status)}" for status in _MESSAGES)]
+        return [line, *(f"    http-error status {status} {_json(status)}{_retry(status)}" for status in _MESSAGES)]
     if stripped == _FRONTEND:
         plain = "{ res.hdr(content-type) -m beg text/plain }"
         return [
             line,
-            *(
-                f"    http-response return status {status} {_json(status)} if {{ status {status} }} {plain}"
-                for status in _MESSAGES
-            ),
+            *(_replaced(status, plain) for status in sorted({*_MESSAGES, *HONEST_STATUS})),
         ]
     return [line]
 
@@ -107,9 +125,61 @@ def _with_frontend(lines: list[str], host: str, tls_file: str) -> list[str]:
     return [*lines[:bind], f"    bind {address}{tls}", header, *lines[bind + 1 :]]
 
 
+def _replaced(status: int, condition: str) -> str:
+    told = HONEST_STATUS.get(status, status)
+    return f"    http-response return status {told} {_json(told)}{_retry(told)} if {{ status {status} }} {condition}"
+
+
+def _retry(status: int) -> str:
+    return f" hdr Retry-After {RETRY_AFTER_S}" if status == 503 else ""
+
+
+def _limited(lines: list[str], limits: Mapping[str, float]) -> list[str]:
+    """Timeouts and connections of clients.
+
+    HAProxy knows one timeout for a body that stands still and a client that reads nothing: the longer of the two. The
+    ingress replica ends the first sooner where it is shorter, the system the second.
+    """
+    timeouts = {
+        "http-request": limits["head_s"],
+        "client": max(limits["body_s"], limits["write_s"]),
+        "http-keep-alive": limits["idle_s"],
+    }
+    found = []
+    inside = False
+    for line in lines:
+        stripped = line.strip()
+        inside = stripped == _FRONTEND if not line.startswith(" ") else inside
+        if any(stripped.startswith(f"timeout {name} ") for name in timeouts):
+            continue
+        if inside and stripped.startswith("bind "):
+            line += f" tcp-ut {_ms(limits['write_s'])}"
+        found.append(line)
+        if stripped == "defaults":
+            found += [f"    timeout {name} {_ms(seconds)}" for name, seconds in timeouts.items()]
+        if inside and stripped == _FRONTEND and limits["per_address"]:
+            found += _address_rules(int(limits["per_address"]))
+    return found
+
+
+def _address_rules(most: int) -> list[str]:
+    """A client over the limit is told so; one that goes on is not spoken to."""
+    return [
+        "    stick-table type ipv6 size 100k expire 1m store conn_cur",
+        "    tcp-request connection track-sc0 src",
+        f"    tcp-request connection reject if {{ sc0_conn_cur gt {2 * most} }}",
+        f"    http-request return status 429 {_json(429)} hdr Retry-After {RETRY_AFTER_S} "
+        f"if {{ sc0_conn_cur gt {most} }}",
+    ]
+
+
+def _ms(seconds: float) -> str:
+    return f"{max(1, round(1000 * seconds))}ms"
+
+
 def error_json(status: int, message: str = "") -> str:
     """The body of a proxy's error, in the shape of the OpenAI API."""
-    kind = "server_error" if status >= 500 else "invalid_request_error"
+    kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
     code = _CODES.get(status, "unavailable" if status >= 500 else None)
     message = message or _MESSAGES.get(status, f"The request failed with status {status}.")
     return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}})
@@ -120,7 +190,10 @@ def _json(status: int, message: str = "") -> str:
 
 
 def _with_health_rule(lines: list[str]) -> list[str]:
-    """Before all others, since the first that fits is taken; while no replica's life is told it is not."""
+    """Puts the rule for ``/health`` before all others, since HAProxy takes the first that matches.
+
+    The rule applies only while at least one replica's liveness port is up.
+    """
     first = next(number for number, line in enumerate(lines) if line.strip().startswith("use_backend "))
     rule = f"    use_backend {_HEALTH_BACKEND} if {{ path {HEALTH_PATH} }} {{ nbsrv({_HEALTH_BACKEND}) gt 0 }}"
     return [*lines[:first], rule, *lines[first:]]
@@ -139,6 +212,12 @@ def read_liveness(directory: Path) -> dict[str, int]:
     return {file.name: int(file.read_text()) for file in files if not file.name.startswith(".")}
 
 
+def read_limits(directory: Path) -> dict[str, float] | None:
+    """What the service's settings are; None where it has written none."""
+    file = directory / LIMITS_FILE
+    return json.loads(file.read_text()) if file.exists() else None
+
+
 def main() -> None:
     """``haproxy_config.py FILE METRICS_PORT STATS_PORT DIRECTORY [HOST]``: edits the file in place.
 
@@ -146,11 +225,16 @@ def main() -> None:
     ``TLS_FILE`` in it turns TLS on.
     """
     file, directory = Path(sys.argv[1]), Path(sys.argv[4])
-    host = sys.argv[5] if len(sys.argv) > 5 else ""
     tls_file = directory / TLS_FILE
-    tls = str(tls_file) if tls_file.exists() else ""
-    ports = int(sys.argv[2]), int(sys.argv[3])
-    text = edited(file.read_text("utf-8"), *ports, read_liveness(directory), host, tls)
+    text = edited(
+        file.read_text("utf-8"),
+        int(sys.argv[2]),
+        int(sys.argv[3]),
+        read_liveness(directory),
+        host=sys.argv[5] if len(sys.argv) > 5 else "",
+        tls_file=str(tls_file) if tls_file.exists() else "",
+        limits=read_limits(directory),
+    )
     file.write_text(text, "utf-8")
 
 

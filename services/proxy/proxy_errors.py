@@ -12,7 +12,8 @@ from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.proxy.haproxy_config import error_json
+from services.proxy.haproxy_config import HONEST_STATUS, RETRY_AFTER_S, error_json
+from services.proxy.timed_http import time_proxy
 
 logger = logging.getLogger(__name__)
 
@@ -21,14 +22,19 @@ _RAYS_OWN = "/-/"
 
 
 def middlewares() -> list[Middleware]:
-    """The middleware that Ray Serve puts around its proxy (``RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH``)."""
+    """The middleware that Ray Serve puts around its proxy (``RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH``).
+
+    The proxy's process calls this before it listens, so its connections get their limits here too.
+    """
+    time_proxy()
     return [Middleware(OpenAIErrors)]
 
 
 class OpenAIErrors:
-    """Replaces the body of an error in plain text; the status stays.
+    """Replaces the body of an error in plain text, and a status that says something else than what happened.
 
-    An exception of the proxy, or a missing response, becomes a 500.
+    The proxy says 500 where a replica died and 404 where none has started. These, an exception of the proxy and a
+    missing response become a 503 that may be repeated.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -56,12 +62,15 @@ class OpenAIErrors:
                 raise
             logger.exception("a request could not be forwarded")
         if not started:  # Ray's proxy sends nothing when the replica has died, for example.
-            await _send_error(500, (), send)
+            await _send_error(503, (), send)
 
 
 async def _send_error(status: int, headers: Iterable[tuple[bytes, bytes]], send: Send) -> None:
+    status = HONEST_STATUS.get(status, status)
     body = error_json(status).encode()
     told = MutableHeaders(raw=list(headers))
+    if status == 503:
+        told["retry-after"] = str(RETRY_AFTER_S)
     told["content-type"] = "application/json"
     told["content-length"] = str(len(body))
     await send({"type": "http.response.start", "status": status, "headers": told.raw})

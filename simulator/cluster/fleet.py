@@ -1,4 +1,4 @@
-"""A fleet of replicas behind the global scheduler."""
+"""A fleet of replicas behind the scheduler over replicas, in either mode."""
 
 from __future__ import annotations
 
@@ -9,12 +9,26 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from enum import Enum
+from typing import NamedTuple
 
 from core.messages.cache import StartedRequest
 from core.messages.plans import FinishedSequence
+from core.messages.requests import Key
 from core.request import Request
-from policies.fleet.events import PlaceRequests, ReplicaUp, RequestsEnded, RequestsStarted
-from policies.fleet.scheduler import GlobalScheduler
+from policies.fleet.batch_scheduler import BatchScheduler
+from policies.fleet.events import (
+    BatchEnded,
+    GlobalEvent,
+    PlaceRequests,
+    ReplicaAway,
+    ReplicaBroke,
+    ReplicaUp,
+    RequestsEnded,
+    RequestsStarted,
+    TimePassed,
+)
+from policies.fleet.scheduler import FleetMachine
 from policies.replica.events import RefuseRequest, RequestsArrived
 from policies.replica.scheduler import ReplicaScheduler
 from simulator.cluster.events import Alarms
@@ -22,58 +36,96 @@ from simulator.cluster.latency import LatencyModel
 from simulator.cluster.records import Record, Recorder
 from simulator.cluster.replica import Replica, ReplicaShape
 from simulator.cluster.timeline import Timeline
-from simulator.traffic.workload import Arrival, as_request
+from simulator.traffic.workload import SimRequest, as_request
 
 
 @dataclass(frozen=True, slots=True)
 class FleetShape:
-    """The simulated cluster: a number of equal replicas."""
+    """The simulated cluster: a number of equal replicas.
+
+    Attributes:
+        announce_s: Interval at which ingress replicas announce their open streams, and so learn which requests a batch
+            that broke off has lost; 0 for at once.
+        reload_s: After a batch broke off its worker takes nothing for so long (Magnus III-C reloads the model); 0 for a
+            server of ours, which goes on.
+    """
 
     replica: ReplicaShape
     latency: LatencyModel
     num_replicas: int = 1
+    announce_s: float = 0.0
+    reload_s: float = 0.0
+
+
+class _Due(Enum):
+    """What rings beside the replicas.
+
+    ``MACHINE``: the scheduler over replicas wants to hear that time has passed. ``LOST``: ingress replicas announce
+    their streams, and requests of broken batches come back.
+    """
+
+    MACHINE = 0
+    LOST = 1
+
+
+class _Reload(NamedTuple):
+    """A worker has loaded its model again."""
+
+    replica: int
 
 
 class Fleet:
     """Runs a workload to its end.
 
     Args:
+        machine: The scheduler over replicas: it places each request, or forms batches that idle replicas pull.
         make_scheduler: A new scheduler for each replica.
         clients: Closed loop: number of requests in flight at any time; each ended request starts the next one, whatever
         its arrival time. None for an open loop.
         timeline: Samples the replicas during the run.
+        flush: Called with the present instant when nothing else can happen and requests still wait: no more will
+            come, so batches that wait for company without bound become ready.
+
+    Attributes:
+        refused: Ids of the requests that fit no replica.
+        batches: Batches that ended with all their requests, in order; none in continuous batching.
     """
 
     def __init__(
         self,
         shape: FleetShape,
-        router: GlobalScheduler,
+        machine: FleetMachine,
         make_scheduler: Callable[[int], ReplicaScheduler],
         *,
         clients: int | None = None,
         timeline: Timeline | None = None,
+        flush: Callable[[float], None] | None = None,
     ) -> None:
         self.recorder = Recorder()
         self._shape = shape
         self._num_names = 0
-        self.router = router
+        self.machine = machine
         self.now = 0.0
-        self._alarms = Alarms()
+        self._alarms: Alarms[int | _Due | _Reload] = Alarms()
         self._clients = clients
         self._timeline = timeline
-        self._next: deque[Arrival] = deque()
+        self._flush = flush
         self._under_way: dict[str, tuple[Request, Record]] = {}
         self._started: list[StartedRequest] = []
         self._ended: list[FinishedSequence] = []
+        self._broken: deque[tuple[str, tuple[Key, ...]]] = deque()
+        self._lost: list[str] = []  # requests of broken batches, until their ingress replicas learn of it
         self.refused: list[str] = []
-        self.replicas = [
-            Replica(str(i), make_scheduler(i), shape.replica, shape.latency, self.recorder, self._start, self._end)
-            for i in range(shape.num_replicas)
-        ]
+        self.batches: list[BatchEnded] = []
+        self.replicas = [self._make_replica(index, make_scheduler(index)) for index in range(shape.num_replicas)]
         for each in self.replicas:
-            self.router.handle(ReplicaUp(each.name, each.ready), 0.0)
+            self._tell(ReplicaUp(each.name, each.ready))
 
-    def run(self, arrivals: Iterable[Arrival], progress: Callable[[int], None] | None = None) -> Recorder:
+    def _make_replica(self, index: int, scheduler: ReplicaScheduler) -> Replica:
+        told = self._start, self._end, self._break_off
+        return Replica(str(index), scheduler, self._shape.replica, self._shape.latency, self.recorder, *told)
+
+    def run(self, arrivals: Iterable[SimRequest], progress: Callable[[int], None] | None = None) -> Recorder:
         """Runs all arrivals to the last token.
 
         Args:
@@ -87,14 +139,16 @@ class Fleet:
                 self._run_open(iter(arrivals), progress)
         return self.recorder
 
-    def _run_open(self, source: Iterator[Arrival], progress: Callable[[int], None] | None) -> None:
+    def _run_open(self, source: Iterator[SimRequest], progress: Callable[[int], None] | None) -> None:
         arrival = next(source, None)
         while True:
             arrives_at = math.inf if arrival is None else arrival.arrived_at
             wakes_at = self._alarms.next_at
+            if min(arrives_at, wakes_at) == math.inf:
+                if not self._flush_waiting():
+                    return
+                continue
             self.now = min(arrives_at, wakes_at)
-            if self.now == math.inf:
-                return
             self._look()
             if wakes_at <= arrives_at:
                 self._wake(progress)
@@ -105,19 +159,27 @@ class Fleet:
                     arrival = next(source, None)
                 self._arrive(together)
 
-    def _run_closed(self, source: Iterator[Arrival], progress: Callable[[int], None] | None) -> None:
+    def _run_closed(self, source: Iterator[SimRequest], progress: Callable[[int], None] | None) -> None:
         while True:
             free = (self._clients or 0) - len(self._under_way)
             if arrivals := [replace(each, arrived_at=self.now) for each in itertools.islice(source, free)]:
                 self._arrive(arrivals)
             wakes_at = self._alarms.next_at
             if wakes_at == math.inf:
-                if arrivals:
-                    continue  # The replicas refused all of them.
+                if arrivals or self._flush_waiting():
+                    continue  # The replicas refused all of them, or batches have become ready.
                 return
             self.now = wakes_at
             self._look()
             self._wake(progress)
+
+    def _flush_waiting(self) -> bool:
+        """Makes batches that wait for company ready; whether anything can happen now."""
+        if self._flush is None or not self._under_way:
+            return False
+        self._flush(self.now)
+        self._tell(TimePassed())
+        return self._alarms.next_at < math.inf
 
     def _look(self) -> None:
         """Checks invariants between events."""
@@ -125,35 +187,85 @@ class Fleet:
             self._timeline.advance(self.now, self.replicas)
 
     def _wake(self, progress: Callable[[int], None] | None) -> None:
-        index = self._alarms.pop()
+        match self._alarms.pop():
+            case int(index):
+                self._wake_replica(index, progress)
+            case _Reload(index):
+                self._tell(ReplicaUp(self.replicas[index].name, self.replicas[index].ready))
+            case _Due.MACHINE:
+                self._tell(TimePassed())
+            case _Due.LOST:
+                self._resume_lost()
+
+    def _wake_replica(self, index: int, progress: Callable[[int], None] | None) -> None:
         replica = self.replicas[index]
         replica.wake(self.now)
         self._alarms.set(index, replica.wakes_at)
+        self._tell_broken()
         if self._started:
-            self.router.handle(RequestsStarted(tuple(self._started)), self.now)
-            self._started.clear()
+            started, self._started = tuple(self._started), []
+            self._tell(RequestsStarted(started))
         if self._ended:
-            self.router.handle(RequestsEnded(tuple(self._ended)), self.now)
-            self._ended.clear()
+            ended, self._ended = tuple(self._ended), []
+            self._tell(RequestsEnded(ended))
             if progress is not None:
                 progress(len(self.recorder.done))
 
-    def _arrive(self, arrivals: list[Arrival]) -> None:
+    def _arrive(self, arrivals: list[SimRequest]) -> None:
         requests = [as_request(arrival, self._block_names(arrival)) for arrival in arrivals]
         for request, arrival in zip(requests, arrivals, strict=True):
             self._under_way[request.request_id] = request, Record(arrival)
-        for instruction in self.router.handle(RequestsArrived(tuple(requests)), self.now):
+        self._tell(RequestsArrived(tuple(requests)))
+
+    def _tell(self, event: GlobalEvent) -> None:
+        """Tells the scheduler over replicas, and carries out what it answers."""
+        for instruction in self.machine.handle(event, self.now):
             match instruction:
-                case PlaceRequests(name, group):
-                    index = int(name)
-                    placed = [(each, self._under_way[each.request_id][1]) for each in group]
-                    self.replicas[index].submit(placed, self.now)
-                    self._alarms.set(index, self.replicas[index].wakes_at)
+                case PlaceRequests(name, requests):
+                    self._place(int(name), requests)
                 case RefuseRequest(request_id):
                     self.refused.append(request_id)
                     del self._under_way[request_id]
+                case BatchEnded():
+                    self.batches.append(instruction)
+        self._tell_broken()
+        if isinstance(self.machine, BatchScheduler):
+            due_at = self.machine.next_due_at
+            self._alarms.set(_Due.MACHINE, math.inf if due_at is None else max(due_at, self.now))
 
-    def _block_names(self, arrival: Arrival) -> tuple[int, ...]:
+    def _place(self, index: int, requests: tuple[Request, ...]) -> None:
+        replica = self.replicas[index]
+        replica.submit([(each, self._under_way[each.request_id][1]) for each in requests], self.now)
+        self._alarms.set(index, replica.wakes_at)
+
+    def _break_off(self, name: str, keys: tuple[Key, ...]) -> None:
+        self._broken.append((name, keys))
+
+    def _tell_broken(self) -> None:
+        """Tells of batches that ran out of memory; their requests come back with the next announcement."""
+        while self._broken:
+            name, keys = self._broken.popleft()
+            shape, index = self._shape, int(name)
+            self._lost += [request_id for request_id, _ in keys]
+            if shape.reload_s:
+                self._alarms.set(_Reload(index), self.now + shape.reload_s)
+                self._tell(ReplicaAway(name))
+            self._tell(ReplicaBroke(name, keys))
+            every_s = shape.announce_s
+            self._alarms.set(_Due.LOST, (self.now // every_s + 1) * every_s if every_s else self.now)
+
+    def _resume_lost(self) -> None:
+        """Ingress replicas resume what they have learned to be lost: the next attempts, with the tokens of before."""
+        resumed = []
+        for request_id in self._lost:
+            request, record = self._under_way[request_id]
+            output_ids = (0,) * record.num_tokens
+            resumed.append(replace(request, attempt=request.attempt + 1, output_ids=output_ids))
+            self._under_way[request_id] = resumed[-1], record
+        self._lost.clear()
+        self._tell(RequestsArrived(tuple(resumed)))
+
+    def _block_names(self, arrival: SimRequest) -> tuple[int, ...]:
         """Block names of a prompt: first the shared blocks, then its own blocks with negative names."""
         shape = self._shape.replica
         if not shape.shares_prefixes:
@@ -163,7 +275,8 @@ class Fleet:
         return arrival.prefix + tuple(range(-self._num_names, -self._num_names + num_own))
 
     def _start(self, record: Record, queue_s: float) -> None:
-        self._started.append(StartedRequest(record.arrival.request_id, 0, record.cached_len, queue_s))
+        request, _ = self._under_way[record.arrival.request_id]
+        self._started.append(StartedRequest(request.request_id, request.attempt, record.cached_len, queue_s))
 
     def _end(self, record: Record, finished: FinishedSequence) -> None:
         del self._under_way[finished.request_id]

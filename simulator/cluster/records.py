@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
-from simulator.traffic.workload import Arrival
+from simulator.traffic.workload import SimRequest
 
 _BINS_PER_E = 100
 """Bins of the histogram of inter-token latencies for each factor of e: each is 1 % wide."""
@@ -22,7 +22,7 @@ class Record:
         num_swaps: Number of times its KV was moved to the host.
     """
 
-    arrival: Arrival
+    arrival: SimRequest
     replica: str = ""
     first_token_at: float = math.nan
     last_token_at: float = math.nan
@@ -49,15 +49,18 @@ class Record:
 
 
 @dataclass(slots=True)
-class Usage:
+class ReplicaUsage:
     """KV memory of one replica, weighted by its decoding steps.
 
     Attributes:
+        num_output_tokens: Output tokens computed, invalid ones of padded batches included.
+        num_prompt_tokens: Prompt tokens computed, padding included.
         token_steps: Sum over steps of the KV tokens in use.
     """
 
     num_steps: int = 0
     num_sequence_steps: int = 0
+    num_output_tokens: int = 0
     token_steps: float = 0.0
     busy_s: float = 0.0
     num_prompt_tokens: int = 0
@@ -69,7 +72,7 @@ class Recorder:
     """All records of a run."""
 
     done: list[Record] = field(default_factory=list)
-    usage: dict[str, Usage] = field(default_factory=dict)
+    usage: dict[str, ReplicaUsage] = field(default_factory=dict)
     gaps: Counter[int] = field(default_factory=Counter)
 
     def tokens(self, record: Record, num_tokens: int, first_s: float, rest_s: float, at: float) -> None:

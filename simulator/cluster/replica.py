@@ -2,7 +2,8 @@
 
 It advances from event to event. Consecutive steps that only decode the same sequences form one run, up to the next step
 in which anything can change. If an event arrives earlier, the finished steps are recorded and the run ends with the
-current step, as it would on a device.
+current step, as it would on a device. A padded batch (``execution`` ``static``) has two runs, its prompts and its
+outputs: an output that ends before the last one changes neither size nor price of the steps.
 """
 
 from __future__ import annotations
@@ -11,12 +12,16 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
-from core.costs import attention_pairs
+from core.errors import IntegrityError
 from core.messages.plans import FinishedSequence, Plan, WorkerReady, WorkerState
+from core.messages.requests import Key
 from core.request import Request, Residency
-from kvcache import BatchLimits, BlockManager, LeaseExecutor, StepBatch
+from kvcache import BatchLimits, BlockManager, LeaseExecutor, StaticExecutor, StepBatch, StepItem
+from kvcache.step_batch import step_work
 from policies.replica.events import (
+    BatchBroken,
     CostLearned,
     Event,
     RequestEnded,
@@ -28,7 +33,11 @@ from policies.replica.events import (
 )
 from policies.replica.scheduler import ReplicaScheduler
 from simulator.cluster.latency import LatencyModel
-from simulator.cluster.records import Record, Recorder, Usage
+from simulator.cluster.records import Record, Recorder, ReplicaUsage
+from simulator.cluster.step_run import StepRun
+
+Execution = Literal["ragged", "static"]
+"""As ``SchedulerConfig.execution``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +48,7 @@ class ReplicaShape:
         look_every: Steps between two calls of the scheduler without an event, while a request waits or could be
         preempted; 0 for never. Needed if a decision depends on time or on random draws.
         shares_prefixes: Whether sequences with equal prefixes share KV.
+        execution: ``static`` pads a batch and returns it together.
     """
 
     num_blocks: int
@@ -48,21 +58,21 @@ class ReplicaShape:
     max_batch_tokens: int = 2048
     look_every: int = 0
     shares_prefixes: bool = False
+    execution: Execution = "ragged"
 
+    @property
+    def num_tokens(self) -> int:
+        """KV tokens that a replica holds."""
+        return self.num_blocks * self.block_size
 
-@dataclass(slots=True)
-class _Run:
-    """Equal steps in progress, recorded when the last is over; ``num_told`` of them were reported to the scheduler."""
-
-    batch: StepBatch
-    began_at: float
-    num_steps: int
-    ends_at: float
-    prefill_tokens: int
-    decode_seqs: int
-    context_tokens: int
-    prefill_pairs: int
-    num_told: int = 0
+    def build_executor(self, incarnation: str) -> LeaseExecutor | StaticExecutor:
+        """A worker's executor with empty pools."""
+        blocks = BlockManager(self.num_blocks, self.block_size)
+        limits = BatchLimits(self.max_num_seqs, self.max_batch_tokens)
+        if self.execution == "static":
+            return StaticExecutor(blocks, limits, incarnation, self.num_tokens)
+        host = BlockManager(self.num_host_blocks, self.block_size) if self.num_host_blocks else None
+        return LeaseExecutor(blocks, limits, incarnation, host)
 
 
 class Replica:
@@ -71,6 +81,8 @@ class Replica:
     Args:
         on_start: Called with each request at its first step, and its waiting time.
         on_end: Called with each ended request, at the instant of its last token.
+        on_broken: Called with the name and the attempts of a batch that ran out of memory, which nothing runs any more.
+            Not needed in continuous batching.
     """
 
     def __init__(
@@ -82,25 +94,24 @@ class Replica:
         recorder: Recorder,
         on_start: Callable[[Record, float], None],
         on_end: Callable[[Record, FinishedSequence], None],
+        on_broken: Callable[[str, tuple[Key, ...]], None] | None = None,
     ) -> None:
         self.name = name
         self.scheduler = scheduler
         self.shape = shape
         self._latency = latency
         self._recorder = recorder
-        self._usage = recorder.usage.setdefault(name, Usage())
-        self._on_start, self._on_end = on_start, on_end
-        host = BlockManager(shape.num_host_blocks, shape.block_size) if shape.num_host_blocks else None
-        blocks = BlockManager(shape.num_blocks, shape.block_size)
-        limits = BatchLimits(shape.max_num_seqs, shape.max_batch_tokens)
-        self.executor = LeaseExecutor(blocks, limits, incarnation=name, host=host)
+        self._usage = recorder.usage.setdefault(name, ReplicaUsage())
+        self._on_start, self._on_end, self._on_broken = on_start, on_end, on_broken
+        self.executor = shape.build_executor(name)
         if shape.shares_prefixes:
             self.executor.share_prefixes(self._block_hashes)
         self._records: dict[str, Record] = {}
         self._hashes: dict[str, list[int]] = {}
-        self._run: _Run | None = None
+        self._run: StepRun | None = None
         self._plan: Plan | None = None  # Takes effect at the end of the current step.
         self._untold = False  # A run has ended that the scheduler does not know yet.
+        self._broke_off = False  # A batch has, and the scheduler does not know yet that the worker has dropped it.
         self._counted_preemptions = 0
         self._copies: list[tuple[float, int]] = []  # (done at, copy id), in order
         self._landed: list[int] = []  # Finished copies, recorded at the end of the current step.
@@ -110,8 +121,8 @@ class Replica:
 
     def _connect(self) -> None:
         shape = self.shape
-        size = shape.num_blocks * shape.block_size
-        ready = WorkerReady(self.name, shape.num_blocks, shape.block_size, size, True, 0, shape.num_host_blocks)
+        num_blocks, num_host_blocks = shape.num_blocks, shape.num_host_blocks
+        ready = WorkerReady(self.name, num_blocks, shape.block_size, shape.num_tokens, True, 0, num_host_blocks)
         self.ready = ready
         state = WorkerState(self.executor.take_over(), ready, (), self.executor.report())
         self._tell(WorkerConnected(state), 0.0)
@@ -124,12 +135,12 @@ class Replica:
         run_wakes_at = math.inf if run is None else min(run.ends_at, self._looks_at(run))
         return min(run_wakes_at, self._copies[0][0]) if self._copies else run_wakes_at
 
-    def _looks_at(self, run: _Run) -> float:
+    def _looks_at(self, run: StepRun) -> float:
         """The instant of the scheduler's next call during a run; infinity if it is not before the run's end."""
         num_steps = run.num_told + self.shape.look_every
         if not self.shape.look_every or num_steps >= run.num_steps or not self._looks:
             return math.inf
-        return run.began_at + self._seconds(run, num_steps)
+        return run.began_at + run.seconds(num_steps)
 
     @property
     def used_tokens(self) -> int:
@@ -140,7 +151,7 @@ class Replica:
     def used_tokens_at(self, now: float) -> int:
         """The same, including the steps of the current run that are over by ``now``."""
         run = self._run
-        return self.used_tokens + (0 if run is None else run.decode_seqs * self._steps_over(run, now))
+        return self.used_tokens + (0 if run is None else run.work.decode_seqs * run.steps_over(now))
 
     def submit(self, requests: list[tuple[Request, Record]], now: float) -> None:
         """Adds arriving requests."""
@@ -149,7 +160,7 @@ class Replica:
             self._records[request.request_id] = record
             self._hashes[request.request_id] = list(request.prefix_hashes)
         if self._run is not None and (self.scheduler.num_waiting == 0 or self.scheduler.order.preemptive):
-            self._tell_steps(self._run, self._steps_over(self._run, now), now)
+            self._tell_steps(self._run, self._run.steps_over(now), now)
         self._tell(RequestsArrived(tuple(request for request, _ in requests)), now)
         if self._run is None:
             self._begin(now)
@@ -172,13 +183,13 @@ class Replica:
         if self._run is None:
             self._begin(now)
 
-    def _tell_steps(self, run: _Run, num_steps: int, now: float) -> None:
+    def _tell_steps(self, run: StepRun, num_steps: int, now: float) -> None:
         """Reports the first steps of a run to the scheduler, and earlier unreported steps."""
         if self._untold:
             self._report(now)
         new = num_steps - run.num_told
-        if new > 0 and not run.prefill_tokens:
-            seconds = self._seconds(run, num_steps) - self._seconds(run, run.num_told)
+        if new > 0 and not run.work.prefill_tokens:
+            seconds = run.seconds(num_steps) - run.seconds(run.num_told)
             run.num_told = num_steps
             self._tell(StepsRan(tuple(item.request_id for item in run.batch.items), new, seconds), now)
 
@@ -198,6 +209,8 @@ class Replica:
                     self._take(plan, now)
                 case RequestEnded(finished):
                     self._end(finished, now)
+                case BatchBroken(keys):
+                    self._break_off(keys)
 
     def _take(self, plan: Plan, now: float) -> None:
         self._plan = plan
@@ -214,6 +227,15 @@ class Replica:
         record.finished_at = record.last_token_at
         self._recorder.done.append(record)
         self._on_end(record, finished)
+
+    def _break_off(self, keys: tuple[Key, ...]) -> None:
+        for request_id, _ in keys:
+            self._records.pop(request_id).num_evictions += 1
+            self._hashes.pop(request_id, None)
+        self._broke_off = True
+        if self._on_broken is None:
+            raise IntegrityError(f"replica {self.name}: a batch broke off, and nothing takes its requests")
+        self._on_broken(self.name, keys)
 
     def _report(self, now: float) -> None:
         self._untold = False
@@ -236,10 +258,13 @@ class Replica:
             if self._plan is None:
                 break
             batch = self._next_batch()
+        if self._broke_off:
+            self._broke_off = False
+            self._report(now)
         self._begin_copies(now)
         if batch is not None:
-            self._run = run = self._make_run(batch, now)
-            run.ends_at = now + self._seconds(run, run.num_steps)
+            self._run = run = StepRun(batch, step_work(batch), self._latency, now, 1)
+            run.end_after(self._steps_until_change(run))
 
     def _next_batch(self) -> StepBatch | None:
         if self._plan is not None:
@@ -256,75 +281,79 @@ class Replica:
             self._copies.append((done_at, copy.copy_id))
         self._copies.sort()
 
-    def _make_run(self, batch: StepBatch, now: float) -> _Run:
-        prefill = decode_seqs = context = pairs = 0
-        left: float = math.inf
-        for item in batch.items:
-            if item.num_tokens == 1:
-                decode_seqs += 1
-                context += item.start + 1
-            else:
-                prefill += item.num_tokens
-                pairs += attention_pairs(item.num_tokens, item.start)
-            record = self._records[item.request_id]
-            left = min(left, record.arrival.output_len - record.num_tokens)
-        num_steps = 1 if prefill else int(min(left, self.executor.horizon(batch)))
-        return _Run(batch, now, max(1, num_steps), math.inf, prefill, decode_seqs, context, pairs)
+    def _steps_until_change(self, run: StepRun) -> int:
+        """How often the batch can be repeated: until an output ends or, in a padded batch, the last one does."""
+        steps = 1 if run.work.prefill_tokens else self.executor.horizon(run.batch)
+        if steps == 1:
+            return 1
+        left = (self._records[item.request_id].arrival.output_len - self._output_len(item) for item in run.batch.items)
+        return min(steps, max(left) if self.executor.returns_together else max(1, min(left)))
 
-    def _seconds(self, run: _Run, num_steps: int) -> float:
-        """Seconds of the first steps of a run."""
-        if num_steps == 0:
-            return 0.0
-        if run.prefill_tokens:
-            return self._latency.step_s(run.prefill_tokens, run.decode_seqs, run.context_tokens, run.prefill_pairs)
-        return self._latency.decode_run_s(run.decode_seqs, run.context_tokens, num_steps)
-
-    def _steps_over(self, run: _Run, now: float) -> int:
-        """The number of steps of a run that are over by now."""
-        low, high = run.num_told, run.num_steps
-        while low < high:
-            middle = (low + high + 1) // 2
-            if run.began_at + self._seconds(run, middle) <= now:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+    def _output_len(self, item: StepItem) -> int:
+        """Output tokens of the sequence before a step that computes this item as its last known tokens."""
+        return item.start + item.num_tokens - self._records[item.request_id].arrival.prompt_len
 
     def _cut(self, now: float) -> None:
         """Ends a run with its current step."""
         run = self._run
         if run is not None:
-            run.num_steps = min(run.num_steps, self._steps_over(run, now) + 1)
-            run.ends_at = run.began_at + self._seconds(run, run.num_steps)
+            run.end_after(min(run.num_steps, run.steps_over(now) + 1))
 
-    def _book(self, run: _Run) -> bool:
+    def _book(self, run: StepRun) -> bool:
         """Records a finished run; returns whether a request ended."""
-        seconds = self._seconds(run, run.num_steps)
-        first_at, last_at = run.began_at + self._seconds(run, 1), run.began_at + seconds
-        last_s = seconds - self._seconds(run, run.num_steps - 1)
+        seconds, num_steps = run.seconds(run.num_steps), run.num_steps
+        if isinstance(self.executor, StaticExecutor):
+            return self._book_padded(self.executor, run, seconds)
+        first_at, last_at = run.began_at + run.seconds(1), run.began_at + seconds
+        last_s = seconds - run.seconds(num_steps - 1)
         stopped = []
         for item in run.batch.items:
             if not item.samples:
                 continue
             record = self._records[item.request_id]
             if record.num_tokens == 0:
-                record.cached_len = self.executor.cached_len(item.request_id)
+                record.cached_len = self.executor.sequences[item.request_id].cached_len or 0
                 self._on_start(record, run.began_at - record.arrival.arrived_at)
-            self._recorder.tokens(record, run.num_steps, first_at, last_s, last_at)
+            self._recorder.tokens(record, num_steps, first_at, last_s, last_at)
+            self._usage.num_output_tokens += num_steps
             if record.num_tokens >= record.arrival.output_len < record.arrival.max_new_tokens:
                 stopped.append(item.request_id)
         self._use(run, seconds)
-        return bool(self.executor.commit(run.batch, stopped, duration_s=seconds, num_steps=run.num_steps))
+        return bool(self.executor.commit(run.batch, stopped, duration_s=seconds, num_steps=num_steps))
 
-    def _use(self, run: _Run, seconds: float) -> None:
-        usage, num_steps, num_seqs = self._usage, run.num_steps, len(run.batch.items)
+    def _book_padded(self, executor: StaticExecutor, run: StepRun, seconds: float) -> bool:
+        """The outputs of a padded batch are returned together when its last step is over."""
+        batch, stopped_after = run.batch, {}
+        for item in batch.items:
+            if not item.samples:
+                continue
+            record = self._records[item.request_id]
+            arrival, output_len = record.arrival, self._output_len(item)
+            if output_len == 0:
+                self._on_start(record, run.began_at - arrival.arrived_at)
+            num_steps = arrival.output_len - output_len
+            if num_steps <= run.num_steps and arrival.output_len < arrival.max_new_tokens:
+                stopped_after[item.request_id] = num_steps
+        self._usage.num_output_tokens += run.num_steps * sum(item.samples for item in batch.items + batch.padding.items)
+        self._use(run, seconds)
+        finished = executor.commit(batch, duration_s=seconds, num_steps=run.num_steps, stopped_after=stopped_after)
+        for each in finished:
+            record = self._records[each.request_id]
+            record.num_tokens = each.output_len
+            record.first_token_at = record.last_token_at = run.began_at + seconds
+        return bool(finished)
+
+    def _use(self, run: StepRun, seconds: float) -> None:
+        usage, num_steps, work = self._usage, run.num_steps, run.work
         usage.num_steps += num_steps
-        usage.num_sequence_steps += num_steps * num_seqs
+        usage.num_sequence_steps += num_steps * len(run.batch.items)
         usage.busy_s += seconds
-        usage.num_prompt_tokens += run.prefill_tokens
-        used = self.used_tokens
-        usage.token_steps += num_steps * (used + run.decode_seqs * (num_steps - 1) / 2)
-        usage.peak_tokens = max(usage.peak_tokens, used)
+        usage.num_prompt_tokens += work.prefill_tokens
+        used, grown = self.used_tokens, work.decode_seqs * (num_steps - 1)
+        usage.token_steps += num_steps * (used + grown / 2)
+        # A padded batch grows within one run to the size with which it ends.
+        peak_tokens = used + grown if self.executor.returns_together else used
+        usage.peak_tokens = max(usage.peak_tokens, peak_tokens)
 
     def _block_hashes(self, request_id: str, num_blocks: int) -> list[int]:
         """The block names of the request's prompt, then names of its output blocks."""

@@ -75,5 +75,5 @@ def _state(replica: Replica, at: float) -> tuple[float, float, float, float, flo
     scheduler = replica.scheduler
     paused = scheduler.num_waiting + scheduler.num_admitted - scheduler.num_running
     offloaded = min(scheduler.num_offloaded, paused)
-    foreseen = getattr(scheduler.admission, "predicted_peak", math.nan)  # Few policies predict a peak.
-    return paused - offloaded, scheduler.num_running, offloaded, replica.used_tokens_at(at), foreseen
+    predicted = getattr(scheduler.admission, "predicted_peak", math.nan)  # Few policies predict a peak.
+    return paused - offloaded, scheduler.num_running, offloaded, replica.used_tokens_at(at), predicted

@@ -18,24 +18,24 @@ from functools import partial
 
 import numpy as np
 
-from simulator.reproduce.combined_runs import POLICIES, Cell, Outcome, outcomes
+from simulator.reproduce.combined_runs import POLICIES, CombinedCell, CombinedOutcome, outcomes
 from simulator.reproduce.rows import Exempt, Own, Reproduction, Row, at_least, at_most
 from simulator.traffic.traces import MissingTraceError
 
 SEEDS = (11, 12, 13)
 
-Runs = Sequence[dict[str, Outcome]]
+Runs = Sequence[dict[str, CombinedOutcome]]
 """Outcomes by policy, one mapping a seed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class RatioTarget:
     """A figure that must not be above ``limit``, as a ratio to that of another policy.
 
     Attributes:
         against: A policy of ``POLICIES``; ``mlfq`` is its best starvation limit, ``best`` the best of all others.
         measured: By the research; NaN where it says none.
-        metric: A field of ``Outcome``.
+        metric: A field of ``CombinedOutcome``.
     """
 
     against: str
@@ -60,12 +60,12 @@ class Target:
         metric = f"{self.ours}: {self.metric.removesuffix('_s')} / {self.against}"
         return Row("combined_targets", setting, metric, Own(at_most(self.limit)), ratio, note)
 
-    def _value(self, outcome: Outcome) -> float:
+    def _value(self, outcome: CombinedOutcome) -> float:
         return float(getattr(outcome, self.metric))
 
 
 @dataclass(frozen=True, slots=True)
-class Goodput:
+class GoodputTarget:
     """A share of good requests that must be reached."""
 
     measured: float
@@ -86,7 +86,9 @@ def _candidates(against: str) -> set[str]:
     return {name for name in POLICIES if name == against or (against == "mlfq" and name.startswith("mlfq "))}
 
 
-def cell_rows(cell: Cell, targets: Sequence[Target | Goodput], num_seeds: int = len(SEEDS)) -> list[Row]:
+def cell_rows(
+    cell: CombinedCell, targets: Sequence[RatioTarget | GoodputTarget], num_seeds: int = len(SEEDS)
+) -> list[Row]:
     """Runs every policy that a target names on the same requests of each seed; one row a target."""
     setting = f"{cell.name} {cell.load:g}"
     names = [name for name in POLICIES if any(name in target.names for target in targets)]
@@ -97,37 +99,45 @@ def cell_rows(cell: Cell, targets: Sequence[Target | Goodput], num_seeds: int = 
     return [target.row(setting, runs) for target in targets]
 
 
-TEXTS = Cell("i256", "apps8", 1.1, 30_000)
-ZIPF = Cell("zipf", "zipf", 1.1, 30_000, cv=4.0)
-CODE = Cell("code", "azure-code", 0.9, 121_000, num_requests=1500, sigma=None, first_rows=(0, 1500, 4500))
-CONV = Cell("conv", "azure-conv", 1.1, 121_000, sigma=None, first_rows=(0, 7000, 10_000))
-D1 = Cell("D1", "d1", 1.3, 121_000, num_requests=400, sigma=0.15)
-MIXED = Cell("v", "apps8-alpaca", 1.1, 30_000)
+TEXTS = CombinedCell("i256", "apps8", 1.1, 30_000)
+ZIPF = CombinedCell("zipf", "zipf", 1.1, 30_000, cv=4.0)
+CODE = CombinedCell("code", "azure-code", 0.9, 121_000, num_requests=1500, sigma=None, first_rows=(0, 1500, 4500))
+CONV = CombinedCell("conv", "azure-conv", 1.1, 121_000, sigma=None, first_rows=(0, 7000, 10_000))
+D1 = CombinedCell("D1", "d1", 1.3, 121_000, num_requests=400, sigma=0.15)
+MIXED = CombinedCell("v", "apps8-alpaca", 1.1, 30_000)
 
-_ROBUST = Target("farsight, none", math.nan, 1.02, ours="farsight, shuffled")
+_ROBUST = RatioTarget("farsight, none", math.nan, 1.02, ours="farsight, shuffled")
 """A useless predictor must not cost more than 2 % over none."""
 
-_LIGHT = Target("best", math.nan, 1.01)
+_LIGHT = RatioTarget("best", math.nan, 1.01)
 """With hardly a queue, no other policy may be better by more than 1 %."""
 
-CELLS: tuple[tuple[Cell, tuple[Target | Goodput, ...]], ...] = (
-    (TEXTS, (Target("past-future", 0.32, 0.40), Target("hrrn", 0.59, 0.65), Target("mlfq", 0.97, 1.00), _ROBUST)),
-    (replace(ZIPF, load=0.9), (Target("past-future", 0.71, 0.80), Target("mlfq", 0.79, 0.87), _ROBUST)),
-    (ZIPF, (Target("past-future", 0.33, 0.42), Target("mlfq", 0.41, 0.50), _ROBUST)),
-    (CODE, (Target("past-future", 0.42, 0.50), Target("mlfq", 0.55, 0.65))),
+CELLS: tuple[tuple[CombinedCell, tuple[RatioTarget | GoodputTarget, ...]], ...] = (
+    (
+        TEXTS,
+        (
+            RatioTarget("past-future", 0.32, 0.40),
+            RatioTarget("hrrn", 0.59, 0.65),
+            RatioTarget("mlfq", 0.97, 1.00),
+            _ROBUST,
+        ),
+    ),
+    (replace(ZIPF, load=0.9), (RatioTarget("past-future", 0.71, 0.80), RatioTarget("mlfq", 0.79, 0.87), _ROBUST)),
+    (ZIPF, (RatioTarget("past-future", 0.33, 0.42), RatioTarget("mlfq", 0.41, 0.50), _ROBUST)),
+    (CODE, (RatioTarget("past-future", 0.42, 0.50), RatioTarget("mlfq", 0.55, 0.65))),
     (
         CONV,
         (
-            Target("past-future", 0.59, 0.70),
-            Target("mlfq", 0.47, 0.60),
-            Goodput(0.926, 0.85),
-            Target("past-future", 0.71, 0.80, ours="farsight, gamma 0.5"),
-            Target("past-future", 1.27, 1.50, ours="farsight, gamma 0.5", metric="p99_jct_s"),
+            RatioTarget("past-future", 0.59, 0.70),
+            RatioTarget("mlfq", 0.47, 0.60),
+            GoodputTarget(0.926, 0.85),
+            RatioTarget("past-future", 0.71, 0.80, ours="farsight, gamma 0.5"),
+            RatioTarget("past-future", 1.27, 1.50, ours="farsight, gamma 0.5", metric="p99_jct_s"),
         ),
     ),
-    (replace(CONV, name="conv30", load=0.9, kv_tokens=30_000), (Target("past-future", 0.80, 0.92),)),
-    (D1, (Target("past-future", 0.79, 0.85), _ROBUST)),
-    (MIXED, (Target("past-future", 0.31, 0.40), Target("mlfq", 0.97, 1.00), _ROBUST)),
+    (replace(CONV, name="conv30", load=0.9, kv_tokens=30_000), (RatioTarget("past-future", 0.80, 0.92),)),
+    (D1, (RatioTarget("past-future", 0.79, 0.85), _ROBUST)),
+    (MIXED, (RatioTarget("past-future", 0.31, 0.40), RatioTarget("mlfq", 0.97, 1.00), _ROBUST)),
     *((replace(cell, load=0.7), (_LIGHT,)) for cell in (TEXTS, ZIPF, CODE, CONV, MIXED)),
 )
 

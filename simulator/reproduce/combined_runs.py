@@ -18,7 +18,7 @@ from simulator.cluster.latency import A100_7B
 from simulator.cluster.records import Record
 from simulator.cluster.replica import ReplicaShape
 from simulator.traffic.arrivals import Gamma, Poisson, rescale
-from simulator.traffic.workload import Arrival
+from simulator.traffic.workload import SimRequest
 from simulator.traffic.workloads import build_workload, retime
 
 BLOCK_SIZE = 16
@@ -29,7 +29,7 @@ many wait: each of them is promoted every 3 s."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class CombinedCell:
     """A workload at a load on one replica.
 
     Attributes:
@@ -49,7 +49,7 @@ class Cell:
     sigma: float | None = 0.5
     first_rows: tuple[int, ...] = ()
 
-    def arrivals(self, seed: int, index: int) -> list[Arrival]:
+    def arrivals(self, seed: int, index: int) -> list[SimRequest]:
         """The requests of a seed at the rate that makes the load; a trace gives another window for each index.
 
         A load of 1 is 0.85 N requests in the time in which FCFS that knows all lengths, all N queued at the start,
@@ -65,7 +65,7 @@ class Cell:
         process = Poisson(rate) if self.cv == 1.0 else Gamma(rate, self.cv)
         return retime(requests, process.sample(np.random.default_rng(seed + 1000), len(requests)))
 
-    def _requests(self, seed: int, index: int) -> list[Arrival]:
+    def _requests(self, seed: int, index: int) -> list[SimRequest]:
         """At the instants of their source."""
         rng = np.random.default_rng(seed)
         if not self.first_rows:
@@ -74,7 +74,7 @@ class Cell:
         window = build_workload(self.workload, rng, first + self.num_requests)[first:]
         return retime(window, np.array([each.arrived_at for each in window]) - window[0].arrived_at)
 
-    def foreseen(self, arrivals: list[Arrival], seed: int, forecasts: str) -> list[Arrival]:
+    def with_forecasts(self, arrivals: list[SimRequest], seed: int, forecasts: str) -> list[SimRequest]:
         """With forecasts that are ``given`` (as the cell says), ``shuffled`` among the requests, or ``none``."""
         if self.sigma is None or forecasts == "none":
             return predictors.history(arrivals)
@@ -88,7 +88,7 @@ class Policy:
 
     Attributes:
         look_every: Steps between two calls of the scheduler; 0: only at events.
-        forecasts: As in ``Cell.foreseen``.
+        forecasts: As in ``CombinedCell.with_forecasts``.
     """
 
     make: Callable[[SchedulerLimits], ReplicaScheduler]
@@ -122,7 +122,7 @@ POLICIES: dict[str, Policy] = {
 }
 
 
-def run(cell: Cell, arrivals: list[Arrival], policy: Policy) -> list[Record]:
+def run(cell: CombinedCell, arrivals: list[SimRequest], policy: Policy) -> list[Record]:
     shape = ReplicaShape(
         num_blocks=cell.kv_tokens // BLOCK_SIZE,
         block_size=BLOCK_SIZE,
@@ -136,7 +136,7 @@ def run(cell: Cell, arrivals: list[Arrival], policy: Policy) -> list[Record]:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CombinedOutcome:
     """The results of one run.
 
     Attributes:
@@ -149,9 +149,9 @@ class Outcome:
     good: float
 
 
-def outcome(records: list[Record]) -> Outcome:
+def outcome(records: list[Record]) -> CombinedOutcome:
     jct_s = np.array([record.jct_s for record in records])
-    return Outcome(
+    return CombinedOutcome(
         float(jct_s.mean()),
         float(np.quantile(jct_s, 0.99)),
         float(np.mean([record.ttft_s for record in records])),
@@ -159,10 +159,10 @@ def outcome(records: list[Record]) -> Outcome:
     )
 
 
-def outcomes(cell: Cell, seed: int, index: int, names: Iterable[str]) -> dict[str, Outcome]:
+def outcomes(cell: CombinedCell, seed: int, index: int, names: Iterable[str]) -> dict[str, CombinedOutcome]:
     """Every policy on the same requests."""
     arrivals = cell.arrivals(seed, index)
     return {
-        name: outcome(run(cell, cell.foreseen(arrivals, seed, POLICIES[name].forecasts), POLICIES[name]))
+        name: outcome(run(cell, cell.with_forecasts(arrivals, seed, POLICIES[name].forecasts), POLICIES[name]))
         for name in names
     }

@@ -29,8 +29,8 @@ from simulator.cluster.latency import GPUS, MODELS, LinearLatency, Roofline
 from simulator.cluster.records import Recorder
 from simulator.cluster.replica import ReplicaShape
 from simulator.reproduce.fast_serve_systems import Load, Testbed, serve, serve_batches
-from simulator.reproduce.rows import Fitted, Order, Printed, Reproduction, Row, near
-from simulator.traffic.workload import Arrival
+from simulator.reproduce.rows import Fitted, OrderCheck, Printed, Reproduction, Row, near
+from simulator.traffic.workload import SimRequest
 
 HELD_OUT_SEEDS = (2, 3, 4)
 _LONGEST = 1024
@@ -55,16 +55,16 @@ def _load_of_one_gpu(rate: float, longest_output: int, num_requests: int) -> Loa
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class JctTimes:
     """Mean and 90th percentile of JCT, in seconds; means over the held-out seeds."""
 
     mean_s: float
     p90_s: float
 
 
-def _times(run: Callable[[Load], Recorder], load: Load) -> Times:
+def _times(run: Callable[[Load], Recorder], load: Load) -> JctTimes:
     jcts = [[record.jct_s for record in run(replace(load, seed=seed)).done] for seed in HELD_OUT_SEEDS]
-    return Times(float(np.mean(jcts)), float(np.mean(np.percentile(jcts, 90, axis=1))))
+    return JctTimes(float(np.mean(jcts)), float(np.mean(np.percentile(jcts, 90, axis=1))))
 
 
 def least_attained_gain(load: Load) -> float:
@@ -82,7 +82,7 @@ def fig6_jct_s(preset: str, *, skip_join: bool = True, order: str = "", kv: str 
     """JCT of the three jobs of Figure 6, batch 1: a prompt token or an output token takes one unit of time."""
     latency = LinearLatency(StepCost(0.0, 1.0, 1.0, 0.0), kv_bytes=1)
     forecast = Forecast(2.0, (2.0,) * len(QUANTILES), 1, "given", 0)
-    jobs = [Arrival(f"J{i}", 0.0, prompt, 2, 2, forecast=forecast) for i, prompt in enumerate((5, 1, 2), start=1)]
+    jobs = [SimRequest(f"J{i}", 0.0, prompt, 2, 2, forecast=forecast) for i, prompt in enumerate((5, 1, 2), start=1)]
     rules = MlfqRules(quantum_s=1.0, starve_limit_s=math.inf, skip_join=skip_join)
     settings = PolicySettings(watermark=1.0, mlfq=rules, cost=latency.cost)
     limits = SchedulerLimits(1, 0)
@@ -130,7 +130,7 @@ def _against_baselines(
         batches = _times(partial(serve_batches, replace(bed, batch_size=size)), load)
         ratios.append((first.mean_s / ours.mean_s, batches.mean_s / ours.mean_s))
         tail_ratios.append((first.p90_s / ours.p90_s, batches.p90_s / ours.p90_s))
-        ordered = Order(ours.mean_s <= first.mean_s < batches.mean_s, fitted=True)
+        ordered = OrderCheck(ours.mean_s <= first.mean_s < batches.mean_s, fitted=True)
         note = "order FastServe <= Orca < FasterTransformer: "
         note += f"{ours.mean_s:.3g}, {first.mean_s:.3g}, {batches.mean_s:.3g} s; "
         note += f"least attained service over FCFS in a long queue: {least_attained_gain(load):.2f}"
@@ -185,12 +185,12 @@ def _variants() -> list[Row]:
         naive = _times(partial(serve, bed, preset="fastserve", rules=rules), load).mean_s
         ratios.append(naive / ours)
         note = "order: skip-join not behind; at most 20 output tokens"
-        rows.append(Row(name, f"rate {rate:g}", "MLFQ / FastServe", Order(naive >= ours), naive / ours, note))
+        rows.append(Row(name, f"rate {rate:g}", "MLFQ / FastServe", OrderCheck(naive >= ours), naive / ours, note))
     note = "within 25 %; both do the same work here, in another order"
     printed = Printed(near(24.0, share=0.25))
     rows.append(Row(name, "load, most, no preemption", "mean JCT", printed, max(ratios), note))
     note = "iterations cut off midway are not simulated"
-    return [*rows, Row(name, "MLFQ with preemption", "MLFQ / FastServe", Order(False), math.nan, note)]
+    return [*rows, Row(name, "MLFQ with preemption", "MLFQ / FastServe", OrderCheck(False), math.nan, note)]
 
 
 def _kv() -> list[Row]:

@@ -8,19 +8,18 @@ from functools import cached_property
 
 import numpy as np
 
-from policies.batching.base import Batcher
 from policies.batching.fcfs import FcfsBatches
 from policies.compose import build_router, build_scheduler
 from policies.replica.scheduler import SchedulerLimits
 from policies.settings import MlfqRules, PolicySettings
-from simulator.cluster.batch_fleet import BatchFleet, StaticExecution
 from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.latency import Roofline
+from simulator.cluster.padded import padded_fleet
 from simulator.cluster.records import Recorder
 from simulator.cluster.replica import ReplicaShape
 from simulator.traffic.arrivals import Gamma
-from simulator.traffic.lengths import LengthPair, Zipf
-from simulator.traffic.workload import Arrival
+from simulator.traffic.lengths import LengthPair, ZipfLengths
+from simulator.traffic.workload import SimRequest
 from simulator.traffic.workloads import draw
 
 BLOCK_SIZE = 16
@@ -38,10 +37,12 @@ class Load:
     num_requests: int
     seed: int = 1
 
-    def arrivals(self) -> list[Arrival]:
+    def arrivals(self) -> list[SimRequest]:
         rng = np.random.default_rng(self.seed)
         lengths = LengthPair(
-            Zipf(self.theta, self.longest_prompt), Zipf(self.theta, self.longest_output), self.longest_output
+            ZipfLengths(self.theta, self.longest_prompt),
+            ZipfLengths(self.theta, self.longest_output),
+            self.longest_output,
         )
         return draw("zipf", lengths, Gamma(self.rate, self.cv), rng, self.num_requests)
 
@@ -97,5 +98,4 @@ def serve(bed: Testbed, load: Load, preset: str, rules: MlfqRules | None = None,
 def serve_batches(bed: Testbed, load: Load) -> Recorder:
     """FasterTransformer: a batch runs until its longest output ends, and the stages of the pipeline take turns."""
     alone = replace(bed.device, pipeline_parallel=1)
-    batcher: Batcher = FcfsBatches(bed.batch_size)
-    return BatchFleet(batcher, StaticExecution(alone)).run(load.arrivals())
+    return padded_fleet(FcfsBatches(bed.batch_size), alone).run(load.arrivals())

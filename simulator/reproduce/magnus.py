@@ -13,13 +13,12 @@ from itertools import pairwise
 
 from policies.batching.base import Batcher
 from policies.batching.fcfs import FcfsBatches
-from policies.batching.wma import WmaBatcher
-from simulator.cluster.batch_fleet import BatchFleet, StaticExecution
+from simulator.cluster.padded import padded_fleet
 from simulator.reproduce.magnus_systems import (
     DEVICE,
     LIMIT,
-    MEMORY_TOKENS,
-    Outcome,
+    MagnusOutcome,
+    PaperBatcher,
     Pool,
     case_study_latency,
     certain,
@@ -31,7 +30,7 @@ from simulator.reproduce.magnus_systems import (
 from simulator.reproduce.rows import (
     Exempt,
     Fitted,
-    Order,
+    OrderCheck,
     Own,
     Printed,
     Reproduction,
@@ -42,12 +41,12 @@ from simulator.reproduce.rows import (
     per_cent,
 )
 from simulator.traffic.traces import MissingTraceError
-from simulator.traffic.workload import Arrival
+from simulator.traffic.workload import SimRequest
 
 
-def _case_study_requests() -> list[Arrival]:
+def _case_study_requests() -> list[SimRequest]:
     lengths = [n for _ in range(3) for n in (1000, *[10] * 6)]
-    return [Arrival(str(i), 0.0, n, n, LIMIT, forecast=certain(n)) for i, n in enumerate(lengths)]
+    return [SimRequest(str(i), 0.0, n, n, LIMIT, forecast=certain(n)) for i, n in enumerate(lengths)]
 
 
 def _case_study() -> list[Row]:
@@ -60,23 +59,23 @@ def _case_study() -> list[Row]:
         ("Magnus", _magnus_batcher, [3, 18], Printed, 60.0),
     )
     for system, make, sizes, check, seconds in batchers:
-        fleet = BatchFleet(make(), StaticExecution(case_study_latency()))
+        fleet = padded_fleet(make(), case_study_latency())
         total = max(record.finished_at for record in fleet.run(_case_study_requests()).done)
-        ours = fleet.counts.sizes
+        ours = [batch.num_requests for batch in fleet.batches]
         for metric, count in (("batches", len), ("smallest batch", min), ("largest batch", max)):
             rows.append(Row(name, system, metric, check(near(count(sizes))), count(ours), "exact"))
         rows.append(Row(name, system, "total s", Fitted(near(seconds, points=0.5)), total, fitted))
-        bare = BatchFleet(make(), StaticExecution(DEVICE))
+        bare = padded_fleet(make(), DEVICE)
         total = max(record.finished_at for record in bare.run(_case_study_requests()).done)
         rows.append(Row(name, f"{system}, roofline", "total s", Printed(near(seconds, share=0.25)), total, plain))
     return rows
 
 
 def _magnus_batcher() -> Batcher:
-    return WmaBatcher(MEMORY_TOKENS, estimated_hrrn(case_study_latency()))
+    return PaperBatcher(estimated_hrrn(case_study_latency()))
 
 
-Lines = dict[tuple[str, float], Outcome]
+Lines = dict[tuple[str, float], MagnusOutcome]
 """Outcomes by system and load."""
 
 LOADS = (2.0, 2.5, 3.0, 4.0)
@@ -101,7 +100,7 @@ def _order(name: str, lines: Lines, metric: str, best_first: tuple[str, ...], ca
     for load in _loads(lines):
         values = [getattr(lines[system, load], metric) for system in best_first]
         falling = values if _METRICS[metric] else values[::-1]
-        check = Order(all(more > less for more, less in pairwise(falling)), fitted=_has_fitted(best_first))
+        check = OrderCheck(all(more > less for more, less in pairwise(falling)), fitted=_has_fitted(best_first))
         ours = values[0] / values[-1]
         shown = ", ".join(f"{system} {value:.4g}" for system, value in zip(best_first, values, strict=True))
         setting = f"load {load:g}: {(' > ' if _METRICS[metric] else ' < ').join(best_first)}"
@@ -163,7 +162,14 @@ class _Unchanged(_Range):
 
     def rows(self, name: str, lines: Lines) -> list[Row]:
         return [
-            Row(name, f"{self.setting}, load {load:g}", self.what, Order(self.low <= ours <= self.high), ours, _SAME)
+            Row(
+                name,
+                f"{self.setting}, load {load:g}",
+                self.what,
+                OrderCheck(self.low <= ours <= self.high),
+                ours,
+                _SAME,
+            )
             for load, ours in zip(_loads(lines), self.changes(lines), strict=True)
         ]
 

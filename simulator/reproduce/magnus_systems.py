@@ -27,21 +27,22 @@ import numpy as np
 
 from core.costs import StepCost
 from core.forecast import QUANTILES, Forecast
-from policies.batching.base import Batcher, first_arrived
+from estimator.knn import padded_batch_s
+from policies.batching.base import Batcher, ChooseBatch, first_arrived
 from policies.batching.fcfs import FcfsBatches
 from policies.batching.hrrn import HighestResponseRatio
 from policies.batching.wma import WmaBatcher
 from policies.compose import build_router, build_scheduler
 from policies.replica.scheduler import SchedulerLimits
 from policies.settings import PolicySettings
-from simulator.cluster.batch_fleet import BatchFleet, StaticExecution
 from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.latency import GPUS, MODELS, LinearLatency, Roofline
+from simulator.cluster.padded import num_computed_tokens, padded_fleet
 from simulator.cluster.records import Record
 from simulator.cluster.replica import ReplicaShape
 from simulator.traffic.arrivals import Poisson
 from simulator.traffic.traces import count_tokens, find_data, read_rows
-from simulator.traffic.workload import Arrival
+from simulator.traffic.workload import SimRequest
 
 MEMORY_TOKENS = 16_096
 _CAPACITY_TOKENS = int(MEMORY_TOKENS / 0.7)
@@ -55,10 +56,6 @@ _CORRELATION = {"MT": 0.967, "GC": 0.981, "TD": 0.778, "CT": 0.996, "BF": 0.992,
 DEVICE = Roofline(GPUS["v100-32g"], MODELS["chatglm-6b"])
 
 
-def _batch_s(latency: LinearLatency, size: int, prompt_len: int, output_len: int) -> float:
-    return StaticExecution(latency).run([prompt_len] * size, [output_len] * size).seconds
-
-
 @cache
 def case_study_latency() -> LinearLatency:
     """Base and context time from 3 T(7, 1000, 1000) = 242 s and T(3, 1000, 1000) + T(18, 10, 10) = 60 s."""
@@ -66,11 +63,21 @@ def case_study_latency() -> LinearLatency:
     terms = [((7, 1000, 1000, 3),), ((3, 1000, 1000, 1), (18, 10, 10, 1))]
     units = [StepCost(1.0, 0.0, 0.0, 0.0), StepCost(0.0, 0.0, 0.0, 1.0), StepCost(0.0, prefill_s, 0.0, 0.0)]
     base, context, prefill = (
-        np.array([sum(times * _batch_s(LinearLatency(unit), *batch) for *batch, times in each) for each in terms])
+        np.array([sum(times * padded_batch_s(unit, *batch) for *batch, times in each) for each in terms])
         for unit in units
     )
     base_s, context_s = np.linalg.solve(np.stack([base, context], axis=1), np.array([242.0, 60.0]) - prefill)
     return LinearLatency(StepCost(float(base_s), prefill_s, 0.0, float(context_s)))
+
+
+class PaperBatcher(WmaBatcher):
+    """Batches for ``MEMORY_TOKENS``: the paper's Theta is 70 % of the memory that the weights leave."""
+
+    def __init__(self, choose: ChooseBatch, max_batch_size: int | None = None) -> None:
+        super().__init__(MEMORY_TOKENS, choose, max_batch_size=max_batch_size)
+
+    def hold(self, memory_tokens: float, now: float) -> None:
+        """Does nothing: the memory is given."""
 
 
 def certain(length: float) -> Forecast:
@@ -78,7 +85,7 @@ def certain(length: float) -> Forecast:
 
 
 def estimated_hrrn(latency: LinearLatency) -> HighestResponseRatio:
-    return HighestResponseRatio(cache(partial(_batch_s, latency)))
+    return HighestResponseRatio(cache(partial(padded_batch_s, latency)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +94,7 @@ class Pool:
 
     prompts: tuple[int, ...]
     outputs: tuple[int, ...]
-    foreseen: tuple[float, ...]
+    predicted: tuple[float, ...]
 
 
 @cache
@@ -105,22 +112,22 @@ def load_pool() -> Pool:
     for app, correlation in _CORRELATION.items():
         spread[apps == app] = outputs[apps == app].std() * math.sqrt(1 - correlation**2)
     spread *= _RMSE / math.sqrt(float((spread**2).mean()))
-    foreseen = np.clip(outputs + spread * np.random.default_rng(1).standard_normal(len(rows)), 1, LIMIT)
-    return Pool(tuple(prompts), tuple(outputs.tolist()), tuple(foreseen.tolist()))
+    predicted = np.clip(outputs + spread * np.random.default_rng(1).standard_normal(len(rows)), 1, LIMIT)
+    return Pool(tuple(prompts), tuple(outputs.tolist()), tuple(predicted.tolist()))
 
 
-def draw_requests(pool: Pool, rate: float, num: int, seed: int = 2) -> list[Arrival]:
+def draw_requests(pool: Pool, rate: float, num: int, seed: int = 2) -> list[SimRequest]:
     """Poisson arrivals of requests drawn with replacement."""
     rng = np.random.default_rng(seed)
     chosen = rng.integers(len(pool.outputs), size=num).tolist()
     return [
-        Arrival(str(i), at, pool.prompts[j], pool.outputs[j], LIMIT, forecast=certain(pool.foreseen[j]))
+        SimRequest(str(i), at, pool.prompts[j], pool.outputs[j], LIMIT, forecast=certain(pool.predicted[j]))
         for i, (at, j) in enumerate(zip(Poisson(rate).sample(rng, num).tolist(), chosen, strict=True))
     ]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class MagnusOutcome:
     """Results of one system at one rate: requests and tokens per second until the last return, and response times."""
 
     throughput: float
@@ -130,12 +137,12 @@ class Outcome:
     total: float
 
 
-def _outcome(done: list[Record], num_tokens: int) -> Outcome:
+def _outcome(done: list[Record], num_tokens: int) -> MagnusOutcome:
     ended_at = max(record.finished_at for record in done)
     waits = np.array([record.jct_s for record in done])
     valid = sum(record.arrival.output_len for record in done)
     tail_s = float(np.quantile(waits, 0.99))
-    return Outcome(len(done) / ended_at, float(waits.mean()), tail_s, valid / ended_at, num_tokens / ended_at)
+    return MagnusOutcome(len(done) / ended_at, float(waits.mean()), tail_s, valid / ended_at, num_tokens / ended_at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +179,7 @@ def _slower(latency: LinearLatency, factor: float) -> LinearLatency:
     return LinearLatency(slow)
 
 
-def _continuous(arrivals: list[Arrival], join_s: float) -> Outcome:
+def _continuous(arrivals: list[SimRequest], join_s: float) -> MagnusOutcome:
     """CCB: at most 7 at a time on each instance."""
     shape = ReplicaShape(num_blocks=_CAPACITY_TOKENS // 16, max_num_seqs=7, max_batch_tokens=8 * LIMIT)
     limits = SchedulerLimits(7, standby_slots=0)
@@ -185,14 +192,13 @@ def _continuous(arrivals: list[Arrival], join_s: float) -> Outcome:
     return _outcome(done, sum(record.num_tokens for record in done))
 
 
-def _static(batcher: Batcher, arrivals: list[Arrival], latency: LinearLatency) -> Outcome:
-    execution = StaticExecution(latency, _CAPACITY_TOKENS)
-    fleet = BatchFleet(batcher, execution, _NUM_WORKERS, reload_s=_RELOAD_S)
+def _static(batcher: Batcher, arrivals: list[SimRequest], latency: LinearLatency) -> MagnusOutcome:
+    fleet = padded_fleet(batcher, latency, _NUM_WORKERS, kv_tokens=_CAPACITY_TOKENS, reload_s=_RELOAD_S)
     done = fleet.run(arrivals).done
-    return _outcome(done, fleet.counts.num_tokens)
+    return _outcome(done, num_computed_tokens(fleet))
 
 
-def serve(system: str, arrivals: list[Arrival]) -> Outcome:
+def serve(system: str, arrivals: list[SimRequest]) -> MagnusOutcome:
     """One of the paper's systems on seven instances."""
     latency = case_study_latency()
     match system:
@@ -208,9 +214,9 @@ def serve(system: str, arrivals: list[Arrival]) -> Outcome:
         case "VS":
             return _static(FcfsBatches(7), arrivals, latency)
         case "GLP":
-            return _static(WmaBatcher(MEMORY_TOKENS, first_arrived, max_batch_size=7), arrivals, latency)
+            return _static(PaperBatcher(first_arrived, max_batch_size=7), arrivals, latency)
         case "ABP":
-            return _static(WmaBatcher(MEMORY_TOKENS, first_arrived), arrivals, latency)
+            return _static(PaperBatcher(first_arrived), arrivals, latency)
         case "Magnus":
-            return _static(WmaBatcher(MEMORY_TOKENS, estimated_hrrn(latency)), arrivals, latency)
+            return _static(PaperBatcher(estimated_hrrn(latency)), arrivals, latency)
     raise ValueError(system)

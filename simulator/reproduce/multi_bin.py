@@ -13,7 +13,6 @@ import numpy as np
 
 from core.costs import StepCost
 from policies.batching.multi_bin import exponential_edges, sample_edges, uniform_edges
-from simulator.cluster.batch_fleet import StaticExecution
 from simulator.cluster.latency import LinearLatency
 from simulator.reproduce.multi_bin_runs import (
     ACCURACY,
@@ -33,7 +32,7 @@ from simulator.reproduce.multi_bin_theory import (
     exponential_service_bound_s,
     exponential_throughput_bound,
 )
-from simulator.reproduce.rows import Figure, Fitted, Order, Own, Printed, Reproduction, Row, near
+from simulator.reproduce.rows import Figure, Fitted, OrderCheck, Own, Printed, Reproduction, Row, near
 from simulator.traffic.arrivals import AllAtOnce
 from simulator.traffic.lengths import GSM8K_LIKE
 
@@ -91,7 +90,7 @@ def _theory() -> list[Row]:
 
 def _figure_1() -> list[Row]:
     lengths = np.array([1, 5, 2, 6])
-    second = StaticExecution(LinearLatency(StepCost(1.0, 0.0, 0.0, 0.0)))
+    second = LinearLatency(StepCost(1.0, 0.0, 0.0, 0.0))
     rows = []
     for name, edges, reported in (("first come", (1, 7), 11), ("bins [1, 3], [4, 6]", (1, 4, 7), 8)):
         total = 4 / serve(lengths, lengths, edges, 2, AllAtOnce(), second).throughput
@@ -130,7 +129,7 @@ def _figure_4_order() -> list[Row]:
     low = [uniform_run(k, 4.0, 25_600).latency_s for k in (1, 2, 3)]
     high = [uniform_run(k, 8.0, 64_000).latency_s for k in (1, 2, 3)]
     name, metric = "multibin_fig4", "latency ratio"
-    slower, faster = Order(low[0] < low[1] < low[2]), Order(high[1] < high[0])
+    slower, faster = OrderCheck(low[0] < low[1] < low[2]), OrderCheck(high[1] < high[0])
     return [
         Row(name, "rate 4: k=3 / k=1", metric, slower, low[2] / low[0], "k=1 < k=2 < k=3"),
         Row(name, "rate 8: k=2 / k=1", metric, faster, high[1] / high[0], "k=1 has saturated"),
@@ -152,7 +151,7 @@ def _figure_6_latency() -> list[Row]:
     rows = []
     for k in (2, 4):
         note = f"below that of k=1, {least[1]:.3g} s; {_FITTED}"
-        rows.append(Row("multibin_fig6", f"k={k}", "least latency s", Order(least[k] < least[1]), least[k], note))
+        rows.append(Row("multibin_fig6", f"k={k}", "least latency s", OrderCheck(least[k] < least[1]), least[k], note))
     return rows
 
 
@@ -164,7 +163,7 @@ def _figure_7() -> list[Row]:
     gains = {}
     for k in (1, 2, 4, 8, 16, 32):
         edges = sample_edges(lengths.tolist(), k)
-        gains[k] = serve(lengths, lengths, edges, 8, AllAtOnce(), StaticExecution(PHI), prompts=prompts).throughput
+        gains[k] = serve(lengths, lengths, edges, 8, AllAtOnce(), PHI, prompts=prompts).throughput
     name, base = "multibin_real", gains[1]
     gain = 100 * (gains[32] / base - 1)
     law = (
@@ -175,7 +174,9 @@ def _figure_7() -> list[Row]:
     rows = [Row(name, "k=32 against k=1", "gain %", check, gain, f"within 10 points; {law}")]
     for less, more in ((1, 2), (2, 4), (4, 8), (8, 16), (16, 32)):
         ratio = gains[more] / gains[less]
-        rows.append(Row(name, f"k={more} / k={less}", "throughput ratio", Order(ratio > 1), ratio, "more bins, more"))
+        rows.append(
+            Row(name, f"k={more} / k={less}", "throughput ratio", OrderCheck(ratio > 1), ratio, "more bins, more")
+        )
     return rows
 
 
@@ -199,7 +200,7 @@ def _errors_exact() -> list[Row]:
         each = [128 / _UNIFORM.service_with_errors_s(k, rate) for k in (2, 4, 8)]
         note = f"never below the {plain:.4g} without bins, and more with more bins"
         good = plain <= each[0] + 1e-9 and each[0] < each[1] < each[2]
-        rows.append(Row(name, f"p={rate:g}: k=8 / k=1", "throughput ratio", Order(good), each[2] / plain, note))
+        rows.append(Row(name, f"p={rate:g}: k=8 / k=1", "throughput ratio", OrderCheck(good), each[2] / plain, note))
     return rows
 
 
@@ -232,7 +233,7 @@ def _figure_9_latency() -> list[Row]:
     best = min(latency, key=latency.__getitem__)
     falls = all(latency[k] > latency[k + 1] for k in range(1, best))
     rises = all(latency[k] < latency[k + 1] for k in range(best, 5))
-    shape = Order(1 < best < 5 and falls and rises)
+    shape = OrderCheck(1 < best < 5 and falls and rises)
     note = f"falls, then rises: {', '.join(f'{latency_s:.4g}' for latency_s in latency.values())} s"
     return [Row("multibin_exponential", "k=1..5, rate 3.2", "k of the least latency", shape, best, note)]
 
@@ -242,7 +243,7 @@ def _predictor() -> list[Row]:
     law = "LMSYS-Chat is not at hand: log-normal lengths, their spread set by the oracle's 45 %"
     errors = (
         "within 2 points; errors drawn evenly with the published accuracies; drawn where they hurt most, long answers "
-        "foreseen short, they take a third of the gain: the rest may lie in the lengths, which are not at hand"
+        "predicted short, they take a third of the gain: the rest may lie in the lengths, which are not at hand"
     )
     oracle, predicted = Fitted(near(45.0, points=2.0)), Printed(near(8.0, points=2.0))
     rows = [
@@ -250,7 +251,7 @@ def _predictor() -> list[Row]:
         Row(name, "4 bins, predictor", "gain %", predicted, gains[4, False], errors),
     ]
     for k in (2, 4, 8):
-        order = Order(0 < gains[k, False] < gains[k, True])
+        order = OrderCheck(0 < gains[k, False] < gains[k, True])
         setting, note = f"{k} bins, predictor, order", "above 0, below oracle"
         rows.append(Row(name, setting, "gain %", order, gains[k, False], note))
         rng = np.random.default_rng(29)

@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 from core.costs import StepCost
 from core.forecast import QUANTILES, Forecast
 from policies.batching.multi_bin import MultiBinBatcher, exponential_edges, sample_edges, uniform_edges
-from simulator.cluster.batch_fleet import BatchFleet, StaticExecution
-from simulator.cluster.latency import GPUS, LinearLatency, ModelShape, Roofline
+from simulator.cluster.latency import GPUS, LatencyModel, LinearLatency, ModelShape, Roofline
+from simulator.cluster.padded import padded_fleet
 from simulator.traffic.arrivals import AllAtOnce, ArrivalProcess, Poisson
 from simulator.traffic.lengths import GSM8K_LIKE, LogNormal
-from simulator.traffic.workload import Arrival
+from simulator.traffic.workload import SimRequest
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -43,7 +43,7 @@ PHI = Roofline(
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class MultiBinOutcome:
     """Requests a second until the last is returned, and mean seconds from arrival to return."""
 
     throughput: float
@@ -61,46 +61,44 @@ def serve(
     edges: Sequence[float],
     batch_size: int,
     process: ArrivalProcess,
-    execution: StaticExecution,
+    latency: LatencyModel,
     *,
     num_workers: int = 1,
     prompts: Ints | None = None,
     seed: int = 0,
-) -> Outcome:
+) -> MultiBinOutcome:
     """Serves these lengths in this order, binned by what was predicted. O(n + batches^2) if they pile up."""
     instants = process.sample(np.random.default_rng(seed), len(lengths)).tolist()
     longest = int(max(lengths.max(), predicted.max()))
     prompt_lens = [1] * len(lengths) if prompts is None else prompts.tolist()
     arrivals = [
-        Arrival(str(i), at, prompt, length, longest, forecast=_certain(foreseen))
-        for i, (at, prompt, length, foreseen) in enumerate(
+        SimRequest(str(i), at, prompt, length, longest, forecast=_certain(expected))
+        for i, (at, prompt, length, expected) in enumerate(
             zip(instants, prompt_lens, lengths.tolist(), predicted.tolist(), strict=True)
         )
     ]
-    fleet = BatchFleet(MultiBinBatcher(edges, batch_size), execution, num_workers)
-    done = fleet.run(arrivals).done
+    done = padded_fleet(MultiBinBatcher(edges, batch_size), latency, num_workers).run(arrivals).done
     ended_at = max(record.finished_at for record in done)
-    return Outcome(len(done) / ended_at, math.fsum(record.jct_s for record in done) / len(done))
+    return MultiBinOutcome(len(done) / ended_at, math.fsum(record.jct_s for record in done) / len(done))
 
 
 def _uniform_ticks(num: int, seed: int) -> Ints:
     return np.rint(np.random.default_rng(seed).uniform(1, 20, num) / TICK_S).astype(np.int64)
 
 
-def uniform_run(num_bins: int, rate: float, num: int, num_workers: int = 1, seed: int = 3) -> Outcome:
+def uniform_run(num_bins: int, rate: float, num: int, num_workers: int = 1, seed: int = 3) -> MultiBinOutcome:
     """Figures 3 and 4: U(1, 20) s, batches of 128, lengths known."""
     lengths = _uniform_ticks(num, seed)
     edges = uniform_edges(1 / TICK_S, 20 / TICK_S, num_bins)
-    execution = StaticExecution(_TICKS)
-    return serve(lengths, lengths, edges, 128, Poisson(rate), execution, num_workers=num_workers, seed=seed + 1)
+    return serve(lengths, lengths, edges, 128, Poisson(rate), _TICKS, num_workers=num_workers, seed=seed + 1)
 
 
-def gsm8k_run(num_bins: int, rate: float, num: int) -> Outcome:
+def gsm8k_run(num_bins: int, rate: float, num: int) -> MultiBinOutcome:
     rng = np.random.default_rng(6)
     known = GSM8K_LIKE.output.sample(rng, 100_000)
     lengths = GSM8K_LIKE.output.sample(rng, num)
     edges = sample_edges(known.tolist(), num_bins)
-    return serve(lengths, lengths, edges, 8, Poisson(rate), StaticExecution(_TOKENS), num_workers=8, seed=7)
+    return serve(lengths, lengths, edges, 8, Poisson(rate), _TOKENS, num_workers=8, seed=7)
 
 
 def least_latency_s(num_bins: int, num: int = 8_000) -> float:
@@ -139,17 +137,15 @@ def errors_run(num_bins: int, error_rate: float, num: int, seed: int = 9) -> flo
     edges = uniform_edges(1 / TICK_S, 20 / TICK_S, num_bins)
     bins = np.clip(np.searchsorted(edges[1:-1], lengths, side="right"), 0, num_bins - 1)
     bins = confuse(bins, neighbour_errors(num_bins, error_rate), np.random.default_rng(seed + 1))
-    return serve(
-        lengths, _midpoints(edges, bins), edges, 128, Poisson(14.0), StaticExecution(_TICKS), seed=seed + 2
-    ).throughput
+    return serve(lengths, _midpoints(edges, bins), edges, 128, Poisson(14.0), _TICKS, seed=seed + 2).throughput
 
 
-def exponential_run(num_bins: int, rate: float, num: int, seed: int = 11) -> Outcome:
+def exponential_run(num_bins: int, rate: float, num: int, seed: int = 11) -> MultiBinOutcome:
     """Figure 9: Exp(0.1) s, batches of 200, bins of Lemma A.1."""
     seconds = np.random.default_rng(seed).exponential(10.0, num)
     lengths = np.maximum(1, np.rint(seconds / TICK_S)).astype(np.int64)
     edges = [edge / TICK_S for edge in exponential_edges(0.1, 200, num_bins)]
-    return serve(lengths, lengths, edges, 200, Poisson(rate), StaticExecution(_TICKS), seed=seed + 1)
+    return serve(lengths, lengths, edges, 200, Poisson(rate), _TICKS, seed=seed + 1)
 
 
 ACCURACY = {2: (0.8614, 1.0), 4: (0.6297, 0.9591), 8: (0.4229, 0.7942)}
@@ -177,10 +173,8 @@ def predictor_gains(num_runs: int = 10, num: int = 800) -> dict[tuple[int, bool]
             bins = np.searchsorted(edges[1:-1], lengths, side="right")
             if not oracle:
                 bins = confuse(bins, published_confusion(k), rng)
-            foreseen = _midpoints(edges, bins)
-            execution = StaticExecution(_VICUNA)
-            totals[k, oracle] += (
-                1 / serve(lengths, foreseen, edges, 8, AllAtOnce(), execution, prompts=prompts).throughput
-            )
+            predicted = _midpoints(edges, bins)
+            run = serve(lengths, predicted, edges, 8, AllAtOnce(), _VICUNA, prompts=prompts)
+            totals[k, oracle] += 1 / run.throughput
     base = totals.pop((1, True))
     return {key: 100 * (base / total - 1) for key, total in totals.items()}

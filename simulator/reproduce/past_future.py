@@ -29,7 +29,7 @@ from simulator.reproduce.past_future_runs import (
     DISTRIBUTIONS,
     ORACLE,
     SHAREGPT_O1_LIKE,
-    Outcome,
+    PastFutureOutcome,
     aggressive,
     conservative,
     past_future,
@@ -37,7 +37,7 @@ from simulator.reproduce.past_future_runs import (
     serve,
 )
 from simulator.reproduce.past_future_windows import figure_3, figure_4
-from simulator.reproduce.rows import Check, Exempt, Fitted, Order, Printed, Reproduction, Row, between, judge, near
+from simulator.reproduce.rows import Check, Exempt, Fitted, OrderCheck, Printed, Reproduction, Row, between, judge, near
 from simulator.summary import Sla
 from simulator.traffic.lengths import D1, D2, D3
 
@@ -102,7 +102,7 @@ def table_1_line(distribution: str, line: int, num_requests: int = NUM_REQUESTS)
     method = methods[line]
     seeds = range(3 if method.name.startswith("Aggressive") else 1)
     outcomes = [serve(requests(DISTRIBUTIONS[distribution], num_requests, seed), method) for seed in seeds]
-    ours = [float(np.mean(values)) for values in zip(*map(Outcome.numbers, outcomes), strict=True)]
+    ours = [float(np.mean(values)) for values in zip(*map(PastFutureOutcome.numbers, outcomes), strict=True)]
     steps, current, future, evictions = reported[line]
     # A quarter of the figure and at least 2 points, but never more than was promised beforehand.
     points = min(7.0 if method.name == "Aggressive 99%" else 3.0, max(0.25 * evictions, 2.0))
@@ -145,7 +145,7 @@ def figure_1(distribution: str, num_requests: int = 600) -> list[Row]:
         ("evictions for 100 requests, Past-Future", ours.evictions, ours.evictions < 10),
     ]
     note = f"order only; {num_requests} requests, watermark 99 %, reserve 5 %"
-    return [Row("past_future_fig1", distribution, metric, Order(ok), value, note) for metric, value, ok in claims]
+    return [Row("past_future_fig1", distribution, metric, OrderCheck(ok), value, note) for metric, value, ok in claims]
 
 
 SATURATING = {
@@ -165,7 +165,7 @@ class Goodput:
     stalled: float
 
 
-def goodput(outcome: Outcome, sla: Sla) -> Goodput:
+def goodput(outcome: PastFutureOutcome, sla: Sla) -> Goodput:
     done = outcome.done
     seconds = max(record.finished_at for record in done)
     return Goodput(
@@ -202,7 +202,7 @@ def figure_7(name: str) -> list[Row]:
     light, full, heavy = (at(clients) for clients in all_clients)
     few, some, many = (f"{clients} clients" for clients in all_clients)
     ratio = light[2].good / light[1].good
-    row(few, "goodput, Past-Future / Aggressive", Order(abs(ratio - 1) <= 0.05), ratio, "the same, within 5 %")
+    row(few, "goodput, Past-Future / Aggressive", OrderCheck(abs(ratio - 1) <= 0.05), ratio, "the same, within 5 %")
     gain = Printed(between(2, 3))
     ratio = full[2].good / full[0].good
     row(some, "goodput, Past-Future / Conservative", gain, ratio, 'from "up to 2-3 times other schedulers"')
@@ -211,7 +211,7 @@ def figure_7(name: str) -> list[Row]:
     note = reason if ratio < 2 else "of other schedulers under heavy loads"
     row(many, "goodput, Past-Future / Aggressive", gain, ratio, note)
     less = heavy[1].stalled - heavy[2].stalled
-    row(many, "share with a gap above 1.5 s, Aggressive less Past-Future", Order(less > 0), less, "more than 0")
+    row(many, "share with a gap above 1.5 s, Aggressive less Past-Future", OrderCheck(less > 0), less, "more than 0")
     return rows
 
 
@@ -239,7 +239,7 @@ def figure_8(num_each: int = 250) -> list[Row]:
             there = float(np.interp(outcome.num_steps, steps, evictions))
             metric = f"evictions less those of {other} at equal steps"
             difference = outcome.evictions - there
-            rows.append(Row("past_future_varying", name, metric, Order(difference <= 0), difference, note))
+            rows.append(Row("past_future_varying", name, metric, OrderCheck(difference <= 0), difference, note))
     return rows
 
 

@@ -12,8 +12,7 @@ from policies.admission.conservative import Conservative
 from policies.admission.past_future import HistoryLengths, PastFuture, TrueLengths, future_memory
 from policies.admission.watermark import Aggressive
 from policies.compose import build_router
-from policies.interfaces import Admission, ReplicaPolicies
-from policies.job import Job
+from policies.interfaces import Admission, Job, ReplicaPolicies
 from policies.kv.newest_first import NewestGiveWay
 from policies.lengths.history import LengthHistory
 from policies.order.fcfs import Fcfs
@@ -23,7 +22,7 @@ from simulator.cluster.latency import A100_7B, LatencyModel
 from simulator.cluster.records import Record
 from simulator.cluster.replica import ReplicaShape
 from simulator.traffic.lengths import D1, D2, D3, LengthPair, LogNormal
-from simulator.traffic.workload import Arrival
+from simulator.traffic.workload import SimRequest
 
 CAPACITY = 121_060
 UNBOUNDED = 10**6
@@ -111,7 +110,7 @@ class Watched(Admission):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PastFutureOutcome:
     """What Table 1 says of a run; shares in percent."""
 
     num_steps: int
@@ -126,13 +125,13 @@ class Outcome:
 
 
 def serve(
-    arrivals: Sequence[Arrival],
+    arrivals: Sequence[SimRequest],
     method: Method,
     *,
     capacity: int = CAPACITY,
     latency: LatencyModel = A100_7B,
     clients: int | None = None,
-) -> Outcome:
+) -> PastFutureOutcome:
     """One replica under FCFS, with blocks of one token and whole prompts in one step."""
     admission = Watched(method.make(arrivals[0].max_new_tokens))
     shape = ReplicaShape(capacity, 1, 0, UNBOUNDED, UNBOUNDED, look_every=1 if method.draws else 0)
@@ -141,7 +140,7 @@ def serve(
     fleet = Fleet(FleetShape(shape, latency), build_router("fcfs"), lambda _: scheduler, clients=clients)
     recorder = fleet.run(arrivals)
     usage = recorder.usage["0"]
-    return Outcome(
+    return PastFutureOutcome(
         usage.num_steps,
         100 * usage.token_steps / usage.num_steps / capacity,
         100 * float(np.mean(admission.peaks)) / capacity,
@@ -150,12 +149,12 @@ def serve(
     )
 
 
-def requests(lengths: LengthPair, num: int, seed: int = 0, name: str = "r") -> list[Arrival]:
+def requests(lengths: LengthPair, num: int, seed: int = 0, name: str = "r") -> list[SimRequest]:
     """All at the start, each with its true length for a forecast."""
     rng = np.random.default_rng(seed)
     prompts, outputs = lengths.prompt.sample(rng, num).tolist(), lengths.output.sample(rng, num).tolist()
     return [
-        Arrival(f"{name}{i}", 0.0, prompt, output, lengths.max_new_tokens, forecast=_certain(output))
+        SimRequest(f"{name}{i}", 0.0, prompt, output, lengths.max_new_tokens, forecast=_certain(output))
         for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
     ]
 

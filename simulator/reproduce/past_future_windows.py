@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from simulator.reproduce.rows import Exempt, Order, Row
+from simulator.reproduce.rows import Exempt, OrderCheck, Row
 from simulator.traffic.traces import MissingTraceError, find_data, read_trace
 
 NAN = math.nan
@@ -48,8 +48,8 @@ def figure_3() -> list[Row]:
             continue
         adjacent, apart = adjacent_similarity(lengths, 1000, 1000, 1000), distant_similarity(lengths, 1000)
         note = "the paper's figure has no numbers; high is taken as 0.9; bins of 16 tokens"
-        rows.append(Row(name, setting, "similarity of adjacent windows", Order(adjacent > 0.9), adjacent, note))
-        order = Order(adjacent > apart - 0.01)
+        rows.append(Row(name, setting, "similarity of adjacent windows", OrderCheck(adjacent > 0.9), adjacent, note))
+        order = OrderCheck(adjacent > apart - 0.01)
         rows.append(Row(name, setting, "adjacent less apart", order, adjacent - apart, note))
     return rows
 
@@ -68,5 +68,7 @@ def figure_4() -> list[Row]:
     for running in (50, 200, 1000):
         similarities = {size: adjacent_similarity(lengths, size, running, max(sizes)) for size in sizes}
         ours = similarities[1000] / max(similarities.values())
-        rows.append(Row(name, f"Fig. 4, azure2023_conv, {running} running", metric, Order(ours >= 0.97), ours, note))
+        rows.append(
+            Row(name, f"Fig. 4, azure2023_conv, {running} running", metric, OrderCheck(ours >= 0.97), ours, note)
+        )
     return rows

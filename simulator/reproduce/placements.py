@@ -22,25 +22,25 @@ from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.latency import A100_7B
 from simulator.compare import paired_ratio
 from simulator.predictors import Noisy
-from simulator.reproduce.preble_runs import BLOCK, FOUR_A6000, SEATS, Cluster
+from simulator.reproduce.preble_runs import BLOCK, FOUR_A6000, SEATS, PrebleCluster
 from simulator.reproduce.rows import Exempt, Own, Reproduction, Row, at_most
 from simulator.traffic.arrivals import Gamma, Poisson
 from simulator.traffic.prefixes import PROGRAMMING, TOOL_USE, PrefixLaw, prefix_workload
-from simulator.traffic.workload import Arrival
+from simulator.traffic.workload import SimRequest
 from simulator.traffic.workloads import build_workload, retime
 
 SEEDS = tuple(range(10))
 SIGMA = 0.5
 GAMMA = 0.0  # `farsight` without ageing, as in the research; a server ages by 0.1
 HOST_TOKENS = 262_144
-FOUR_A100 = Cluster("7b, 4 a100", 4, A100_7B, 121_000)
+FOUR_A100 = PrebleCluster("7b, 4 a100", 4, A100_7B, 121_000)
 
-Draw = Callable[[np.random.Generator, int], list[Arrival]]
+Draw = Callable[[np.random.Generator, int], list[SimRequest]]
 """(rng, number of requests) -> requests without their instants."""
 
 
 @dataclass(frozen=True, slots=True)
-class System:
+class PlacementSystem:
     """A placement, or that of the preset if it is empty, in front of a preset's order, admission and KV policy."""
 
     preset: str
@@ -52,7 +52,7 @@ class System:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class PlacementCell:
     """A workload at a load.
 
     Attributes:
@@ -60,15 +60,15 @@ class Cell:
     """
 
     name: str
-    cluster: Cluster
+    cluster: PrebleCluster
     draw: Draw
     load: float
     num_requests: int = 800
     cv: float = 1.0
 
-    def arrivals(self, seed: int) -> list[Arrival]:
+    def arrivals(self, seed: int) -> list[SimRequest]:
         requests = retime(self.draw(np.random.default_rng(seed), self.num_requests), np.zeros(self.num_requests))
-        ends = run(self.cluster, System("fcfs"), requests).finished_at
+        ends = run(self.cluster, PlacementSystem("fcfs"), requests).finished_at
         num_done = int(0.85 * len(ends))
         rate = self.load * num_done / float(np.sort(ends)[num_done - 1])
         process = Poisson(rate) if self.cv == 1.0 else Gamma(rate, self.cv)
@@ -77,7 +77,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class PlacementTimes:
     """Seconds by request, in the order in which they ended."""
 
     jct_s: np.ndarray
@@ -87,7 +87,7 @@ class Times:
         return float(self.jct_s.mean() if name == "mean" else np.quantile(self.jct_s, 0.99))
 
 
-def run(cluster: Cluster, system: System, arrivals: Sequence[Arrival]) -> Times:
+def run(cluster: PrebleCluster, system: PlacementSystem, arrivals: Sequence[SimRequest]) -> PlacementTimes:
     """To the last token."""
     settings = PolicySettings(cost=cluster.latency.cost, block_size=BLOCK, gamma=GAMMA)
     limits = SchedulerLimits(SEATS, standby_slots=0)
@@ -99,16 +99,20 @@ def run(cluster: Cluster, system: System, arrivals: Sequence[Arrival]) -> Times:
         lambda index: build_scheduler(system.preset, limits, settings),
     )
     done = fleet.run(arrivals).done
-    return Times(np.array([each.jct_s for each in done]), np.array([each.finished_at for each in done]))
+    return PlacementTimes(np.array([each.jct_s for each in done]), np.array([each.finished_at for each in done]))
 
 
 def rows(
-    name: str, cell: Cell, contests: Sequence[tuple[System, System]], limit: float, seeds: Sequence[int] = SEEDS
+    name: str,
+    cell: PlacementCell,
+    contests: Sequence[tuple[PlacementSystem, PlacementSystem]],
+    limit: float,
+    seeds: Sequence[int] = SEEDS,
 ) -> list[Row]:
     """Each contest's first system over its second on the same requests, the mean and p99 of the JCT; the mean is
     judged."""
     systems = dict.fromkeys(system for contest in contests for system in contest)
-    runs: list[dict[System, Times]] = []
+    runs: list[dict[PlacementSystem, PlacementTimes]] = []
     for seed in seeds:
         arrivals = cell.arrivals(seed)
         runs.append({system: run(cell.cluster, system, arrivals) for system in systems})
@@ -130,18 +134,18 @@ REASONING = PrefixLaw("reasoning", TOOL_USE.prompt, 600, TOOL_USE.shared, TOOL_U
 """Tool prompts whose answers think aloud; 600 tokens are assumed."""
 
 
-def _prefixed(law: PrefixLaw, num_prefixes: int, rng: np.random.Generator, num_requests: int) -> list[Arrival]:
+def _prefixed(law: PrefixLaw, num_prefixes: int, rng: np.random.Generator, num_requests: int) -> list[SimRequest]:
     return prefix_workload(rng, [0.0] * num_requests, law, num_prefixes, BLOCK)
 
 
-def _named(name: str, rng: np.random.Generator, num_requests: int) -> list[Arrival]:
+def _named(name: str, rng: np.random.Generator, num_requests: int) -> list[SimRequest]:
     return build_workload(name, rng, num_requests)
 
 
-PROGRAMS = Cell("program", FOUR_A6000, partial(_prefixed, PROGRAMMING, 320), 0.9)
-REASONS = Cell("reasoning", FOUR_A6000, partial(_prefixed, REASONING, 400), 0.9)
-CHATS = Cell("sharegpt-like", FOUR_A100, partial(_named, "sharegpt-like"), 0.9)
-HEAVY = Cell("zipf, CV 4", replace(FOUR_A100, capacity=30_000), partial(_named, "zipf"), 0.9, cv=4.0)
+PROGRAMS = PlacementCell("program", FOUR_A6000, partial(_prefixed, PROGRAMMING, 320), 0.9)
+REASONS = PlacementCell("reasoning", FOUR_A6000, partial(_prefixed, REASONING, 400), 0.9)
+CHATS = PlacementCell("sharegpt-like", FOUR_A100, partial(_named, "sharegpt-like"), 0.9)
+HEAVY = PlacementCell("zipf, CV 4", replace(FOUR_A100, capacity=30_000), partial(_named, "zipf"), 0.9, cv=4.0)
 
 LONG = tuple(replace(cell, load=load) for cell in (PROGRAMS, REASONS, CHATS, HEAVY) for load in (0.8, 1.1))
 """Long outputs: of 190 tokens and more."""
@@ -150,9 +154,9 @@ ALONE = tuple(replace(cell, load=load) for cell in (CHATS, HEAVY) for load in (0
 """Nothing is shared."""
 
 CONTESTS = (
-    (System("farsight"), System("farsight", "e2")),
-    (System("preble", "e2-forecast"), System("preble")),
-    (System("farsight"), System("preble")),
+    (PlacementSystem("farsight"), PlacementSystem("farsight", "e2")),
+    (PlacementSystem("preble", "e2-forecast"), PlacementSystem("preble")),
+    (PlacementSystem("farsight"), PlacementSystem("preble")),
 )
 
 PLACEMENTS = (
@@ -160,7 +164,13 @@ PLACEMENTS = (
         "placement_unshared",
         "E2 beside least work without shared prefixes",
         tuple(
-            partial(rows, "placement_unshared", cell, [(System("preble"), System("preble", "least-work"))], 1.03)
+            partial(
+                rows,
+                "placement_unshared",
+                cell,
+                [(PlacementSystem("preble"), PlacementSystem("preble", "least-work"))],
+                1.03,
+            )
             for cell in ALONE
         ),
     ),

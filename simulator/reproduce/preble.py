@@ -33,17 +33,17 @@ from simulator.reproduce.preble_runs import (
     ROUND_ROBIN,
     STUDIES,
     TWO_A6000,
-    Cluster,
     Latencies,
+    PrebleCluster,
     instants,
     saturation,
     simulate,
     slowed,
 )
-from simulator.reproduce.rows import Exempt, Order, Printed, Reproduction, Row, between, near
+from simulator.reproduce.rows import Exempt, OrderCheck, Printed, Reproduction, Row, between, near
 from simulator.traffic.prefixes import TOOL_USE, VIDEO_QA, Level, PrefixLaw, prefix_workload
 from simulator.traffic.traces import MissingTraceError, find_data, read_trace
-from simulator.traffic.workload import Arrival
+from simulator.traffic.workload import SimRequest
 
 LOADS = (0.6, 0.8, 1.0, 1.2)
 SEEDS = (0, 1, 2)
@@ -58,7 +58,7 @@ _CAUSES = {
 _BEYOND = "; more than reported: round-robin falls behind at this load for as long as the run lasts"
 
 
-def workloads(study: str, cluster: Cluster, num_requests: int | None = None, seed: int = 7) -> list[Row]:
+def workloads(study: str, cluster: PrebleCluster, num_requests: int | None = None, seed: int = 7) -> list[Row]:
     """Figure 7: one workload on one cluster, by load; of the authors' size unless told."""
     rng = np.random.default_rng(seed)
     size, num_replicas = STUDIES[study], cluster.num_replicas
@@ -75,7 +75,7 @@ def workloads(study: str, cluster: Cluster, num_requests: int | None = None, see
         for metric, (low, high) in ranges.items():
             ours = factors[metric]
             note = f"order: Preble before round-robin{'' if ours > 1 else cause}"
-            rows.append(Row("preble_workloads", setting, f"{metric} order", Order(ours > 1), ours, note))
+            rows.append(Row("preble_workloads", setting, f"{metric} order", OrderCheck(ours > 1), ours, note))
             if load == LOADS[-1]:
                 printed = between(low, high)
                 why = "" if printed.holds(ours) else _BEYOND if ours > high else cause
@@ -108,13 +108,15 @@ def mixed(num_requests: int = MIXED_REQUESTS) -> list[Row]:
     rows = []
     for metric, reported in MIXED.items():
         ours, setting = factors[metric], f"tool + video, {FOUR_A6000.name}"
-        rows.append(Row("preble_mixed", setting, f"{metric} order", Order(ours > 1), ours, "Preble before round-robin"))
+        rows.append(
+            Row("preble_mixed", setting, f"{metric} order", OrderCheck(ours > 1), ours, "Preble before round-robin")
+        )
         printed = Printed(near(reported, share=0.25))
         rows.append(Row("preble_mixed", setting, f"{metric} factor", printed, ours, note))
     return rows
 
 
-def _coin_mix(rng: np.random.Generator, at: Sequence[float]) -> list[Arrival]:
+def _coin_mix(rng: np.random.Generator, at: Sequence[float]) -> list[SimRequest]:
     """Tool and video requests in order of arrival; their block names are kept apart."""
     is_tool = rng.random(len(at)) < 0.5
     tool_at = [each for each, tool in zip(at, is_tool, strict=True) if tool]
@@ -156,9 +158,9 @@ def ablation(num_requests: int = ABLATION_REQUESTS, seeds: Sequence[int] = SEEDS
             ours = _mean_s(runs[system.name], metric) / _mean_s(runs[before.name], metric)
             setting, name = f"tool, Zipf 1.1, {system.name}", f"{metric} / that of {before.name}"
             if metric in FALLS[system.name]:
-                order, note = Order(ours < 1), "order: below 1"
+                order, note = OrderCheck(ours < 1), "order: below 1"
             else:
-                order, note = Order(abs(ours - 1) <= 0.05), "no change; within 5 %"
+                order, note = OrderCheck(abs(ours - 1) <= 0.05), "no change; within 5 %"
             rows.append(Row("preble_ablation", setting, name, order, ours, note))
     return rows
 
@@ -180,7 +182,7 @@ def scheduler_rate(num_requests: int = 3000) -> list[Row]:
     for setting, (law, num_prefixes, reported) in RATES.items():
         ours = _placements_per_s(law, num_prefixes, num_requests)
         note = f"order: at least the {reported:g} of the authors' whole server; processor time of one core"
-        rows.append(Row("preble_scheduler_rate", setting, "requests/s", Order(ours >= reported), ours, note))
+        rows.append(Row("preble_scheduler_rate", setting, "requests/s", OrderCheck(ours >= reported), ours, note))
     return rows
 
 
@@ -191,7 +193,7 @@ def _placements_per_s(law: PrefixLaw, num_prefixes: int, num_requests: int) -> f
     loads = tuple(ReplicaLoad(str(i), 0, 0.0) for i in range(FOUR_A6000.num_replicas))
     for load in loads:
         router.replica_up(load.name, FOUR_A6000.capacity)
-    under_way: deque[Arrival] = deque()
+    under_way: deque[SimRequest] = deque()
     began = time.process_time()
     for each in arrivals:
         now = each.arrived_at

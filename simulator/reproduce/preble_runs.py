@@ -11,11 +11,10 @@ import numpy as np
 from core.costs import StepCost
 from policies.compose import build_scheduler
 from policies.fleet.scheduler import GlobalScheduler
-from policies.placement.base import Placement
+from policies.placement.base import Placement, RoundRobin
 from policies.placement.e2 import E2Router
 from policies.placement.e2_profiles import from_step_cost
 from policies.placement.oracle_partition import OraclePartition
-from policies.placement.round_robin import RoundRobin
 from policies.replica.scheduler import SchedulerLimits
 from policies.settings import E2Config
 from simulator.cluster.fleet import Fleet, FleetShape
@@ -24,7 +23,7 @@ from simulator.cluster.records import Record
 from simulator.cluster.replica import ReplicaShape
 from simulator.traffic.arrivals import Poisson
 from simulator.traffic.prefixes import AGENT, LONG_DOCUMENT, PROGRAMMING, TOOL_USE, VIDEO_QA, PrefixLaw, prefix_workload
-from simulator.traffic.workload import Arrival
+from simulator.traffic.workload import SimRequest
 
 BLOCK = 64
 SEATS = 256
@@ -48,7 +47,7 @@ H100_TOKENS = 700_000
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class PrebleCluster:
     """Equal replicas of one model."""
 
     name: str
@@ -62,9 +61,9 @@ class Cluster:
         return FleetShape(replica, self.latency, self.num_replicas)
 
 
-TWO_A6000 = Cluster("mistral-7b, 2 a6000", 2, MISTRAL_7B_A6000, A6000_TOKENS)
-FOUR_A6000 = Cluster("mistral-7b, 4 a6000", 4, MISTRAL_7B_A6000, A6000_TOKENS)
-EIGHT_H100 = Cluster("llama-3-70b, 8 h100 (TP 4, DP 2)", 2, LLAMA_3_70B_H100, H100_TOKENS)
+TWO_A6000 = PrebleCluster("mistral-7b, 2 a6000", 2, MISTRAL_7B_A6000, A6000_TOKENS)
+FOUR_A6000 = PrebleCluster("mistral-7b, 4 a6000", 4, MISTRAL_7B_A6000, A6000_TOKENS)
+EIGHT_H100 = PrebleCluster("llama-3-70b, 8 h100 (TP 4, DP 2)", 2, LLAMA_3_70B_H100, H100_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,7 @@ class Study:
     prefixes: int
     requests: int
 
-    def draw(self, rng: np.random.Generator, instants: Sequence[float], num_prefixes: int) -> list[Arrival]:
+    def draw(self, rng: np.random.Generator, instants: Sequence[float], num_prefixes: int) -> list[SimRequest]:
         return prefix_workload(rng, instants, self.law, num_prefixes, BLOCK, popularity=EVEN)
 
 
@@ -103,7 +102,7 @@ STUDIES = {
 
 
 @dataclass(frozen=True, slots=True)
-class System:
+class PrebleSystem:
     """What is compared: a placement and the order of the waiting queues.
 
     Attributes:
@@ -117,12 +116,12 @@ class System:
     order: str = "fcfs"
 
 
-ROUND_ROBIN = System("round-robin")
-ORACLE = System("oracle partition", partition=True)
-E2_ALONE = System("E2", E2Config(balance=False, rebalance=False, autoscale=False))
-E2_REBALANCED = System("+ rebalance, autoscale", E2Config(balance=False))
-E2_WHOLE = System("+ prefill/decode balance", E2Config())
-PREBLE = System("+ priority groups", E2Config(), order="hit-groups")
+ROUND_ROBIN = PrebleSystem("round-robin")
+ORACLE = PrebleSystem("oracle partition", partition=True)
+E2_ALONE = PrebleSystem("E2", E2Config(balance=False, rebalance=False, autoscale=False))
+E2_REBALANCED = PrebleSystem("+ rebalance, autoscale", E2Config(balance=False))
+E2_WHOLE = PrebleSystem("+ prefill/decode balance", E2Config())
+PREBLE = PrebleSystem("+ priority groups", E2Config(), order="hit-groups")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +136,7 @@ class Latencies:
     ends_at: float
 
 
-def simulate(cluster: Cluster, system: System, arrivals: Sequence[Arrival]) -> Latencies:
+def simulate(cluster: PrebleCluster, system: PrebleSystem, arrivals: Sequence[SimRequest]) -> Latencies:
     """A run to its last token."""
     limits = SchedulerLimits(SEATS, standby_slots=0)
     router = GlobalScheduler(_placement(cluster, system, arrivals))
@@ -145,7 +144,7 @@ def simulate(cluster: Cluster, system: System, arrivals: Sequence[Arrival]) -> L
     return _latencies(fleet.run(arrivals).done)
 
 
-def saturation(cluster: Cluster, arrivals: Sequence[Arrival]) -> float:
+def saturation(cluster: PrebleCluster, arrivals: Sequence[SimRequest]) -> float:
     """Requests a second that round-robin completes if all are there at the start."""
     at_once = [replace(each, arrived_at=0.0) for each in arrivals]
     return len(arrivals) / simulate(cluster, ROUND_ROBIN, at_once).ends_at
@@ -155,12 +154,12 @@ def instants(rng: np.random.Generator, num_requests: int, rate: float) -> list[f
     return [float(at) for at in Poisson(rate).sample(rng, num_requests)]
 
 
-def slowed(arrivals: Sequence[Arrival], factor: float) -> list[Arrival]:
+def slowed(arrivals: Sequence[SimRequest], factor: float) -> list[SimRequest]:
     """The same requests with all gaps so many times as long."""
     return [replace(each, arrived_at=each.arrived_at * factor) for each in arrivals]
 
 
-def _placement(cluster: Cluster, system: System, arrivals: Sequence[Arrival]) -> Placement:
+def _placement(cluster: PrebleCluster, system: PrebleSystem, arrivals: Sequence[SimRequest]) -> Placement:
     if system.e2 is not None:
         return E2Router(from_step_cost(cluster.latency.cost), BLOCK, system.e2)
     if not system.partition:

@@ -104,7 +104,7 @@ class Own:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class OrderCheck:
     """The source gives an order or the shape of a curve, without a number.
 
     Attributes:
@@ -132,7 +132,7 @@ class Exempt:
             raise InvalidValueError("reason", self.reason, "why nothing is compared")
 
 
-Check = Printed | Fitted | Own | Order | Exempt
+Check = Printed | Fitted | Own | OrderCheck | Exempt
 
 
 def judge(check: Check, ours: float) -> Verdict:
@@ -143,7 +143,7 @@ def judge(check: Check, ours: float) -> Verdict:
     match check:
         case Exempt():
             return "exempt"
-        case Order(holds, fitted):
+        case OrderCheck(holds, fitted):
             return ("fitted" if fitted else "ok") if holds else "off"
         case Fitted(figure):
             return "fitted" if figure.holds(ours) else "off"

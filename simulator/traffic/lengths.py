@@ -71,7 +71,7 @@ class Uniform:
         return rng.integers(self.shortest, self.longest, num, endpoint=True)
 
 
-class Zipf:
+class ZipfLengths:
     """P(n) proportional to n^-theta for n = 1 … longest (FastServe section 6, which leaves the bound open).
 
     A smaller ``theta`` means longer lengths. O(longest) to build, O(num·log longest) to sample.

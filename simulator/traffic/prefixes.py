@@ -1,6 +1,6 @@
 """Workloads whose prompts share prefixes.
 
-``Arrival.prefix`` names the blocks of a prompt that others may share. Equal names mean equal tokens from the first
+``SimRequest.prefix`` names the blocks of a prompt that others may share. Equal names mean equal tokens from the first
 one on, so a name stands for a place in one prefix tree: what was taken on the way there, and the block's number.
 A block that ends in the request's own tokens has no name.
 """
@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from core.errors import InvalidValueError
-from simulator.traffic.lengths import Exponential, Lengths, LogNormal, Zipf
-from simulator.traffic.traces import MOONCAKE_BLOCK, Row, count_tokens, read_rows
-from simulator.traffic.workload import Arrival
+from simulator.traffic.lengths import Exponential, Lengths, LogNormal, ZipfLengths
+from simulator.traffic.traces import MOONCAKE_BLOCK, TraceRow, count_tokens, read_rows
+from simulator.traffic.workload import SimRequest
 
 POPULARITY = 1.1
 """Exponent of the Zipf law by which prefixes are chosen (Preble, ablation)."""
@@ -103,7 +103,7 @@ def prefix_workload(
     num_prefixes: int,
     block_size: int,
     popularity: float = POPULARITY,
-) -> list[Arrival]:
+) -> list[SimRequest]:
     """One arrival for each instant; prefixes are chosen by a Zipf law. O(requests · blocks of a prompt).
 
     Args:
@@ -113,7 +113,7 @@ def prefix_workload(
     Raises:
         InvalidValueError: No prefix, or a block size below 1.
     """
-    chosen = Zipf(popularity, num_prefixes).sample(rng, len(instants)) - 1
+    chosen = ZipfLengths(popularity, num_prefixes).sample(rng, len(instants)) - 1
     builder = _conversations if law.turns > 1 else _trees
     paths = builder(rng, law, chosen, num_prefixes)
     own = _own_tokens(rng, law, len(instants))
@@ -132,7 +132,7 @@ def real_prefixes(
     kind: str,
     block_size: int,
     popularity: float = POPULARITY,
-) -> list[Arrival]:
+) -> list[SimRequest]:
     """Requests drawn from a file of real prefixes: the prefix by a Zipf law, one of its requests evenly. O(file).
 
     Args:
@@ -147,7 +147,7 @@ def real_prefixes(
     if not groups:
         raise InvalidValueError("kind", kind, f"a workload of {path.name}")
     order = rng.permutation(len(groups))
-    chosen = Zipf(popularity, len(groups)).sample(rng, len(instants)) - 1
+    chosen = ZipfLengths(popularity, len(groups)).sample(rng, len(instants)) - 1
     names = BlockNames(block_size)
     arrivals = []
     for index, (at, rank) in enumerate(zip(instants, chosen, strict=True)):
@@ -156,14 +156,14 @@ def real_prefixes(
         output = request.output_len or int(_outputs(rng, TOOL_USE, 1)[0])
         prefix = names.along([(group.name, request.shared_len)])
         arrivals.append(
-            Arrival(
+            SimRequest(
                 f"{kind}-{index}", float(at), request.prompt_len, output, max(REAL_MAX_NEW_TOKENS, output), prefix, kind
             )
         )
     return arrivals
 
 
-def mooncake_blocks(arrivals: Sequence[Arrival], block_size: int = MOONCAKE_BLOCK) -> list[Arrival]:
+def mooncake_blocks(arrivals: Sequence[SimRequest], block_size: int = MOONCAKE_BLOCK) -> list[SimRequest]:
     """Mooncake's names for blocks of 512 tokens turned into names for smaller ones; only full blocks keep a name.
 
     Raises:
@@ -249,12 +249,12 @@ def _arrival(
     own: int,
     output: int,
     names: BlockNames,
-) -> Arrival:
+) -> SimRequest:
     prompt_len = sum(num_tokens for _, num_tokens in path) + own
-    return Arrival(f"{law.app}-{index}", at, prompt_len, output, 8 * law.output, names.along(path), law.app)
+    return SimRequest(f"{law.app}-{index}", at, prompt_len, output, 8 * law.output, names.along(path), law.app)
 
 
-def _group(row: Row) -> _Group:
+def _group(row: TraceRow) -> _Group:
     prefix_len = count_tokens(row.text("prefix"))
     name = row.text("prefix_id")
     requests = _turns(row, prefix_len) if "turns" in row.values else _questions(row, prefix_len)
@@ -263,7 +263,7 @@ def _group(row: Row) -> _Group:
     return _Group(name, tuple(requests))
 
 
-def _questions(row: Row, prefix_len: int) -> list[_Request]:
+def _questions(row: TraceRow, prefix_len: int) -> list[_Request]:
     try:
         pairs = [(str(r["input"]), r["output"]) for r in row.value("requests")]
     except (KeyError, TypeError):
@@ -274,7 +274,7 @@ def _questions(row: Row, prefix_len: int) -> list[_Request]:
     ]
 
 
-def _turns(row: Row, prefix_len: int) -> list[_Request]:
+def _turns(row: TraceRow, prefix_len: int) -> list[_Request]:
     """Every turn shares its whole prompt with the turns after it."""
     requests, so_far = [], prefix_len
     try:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import FarsightError
-from simulator.traffic.workload import Arrival
+from simulator.traffic.workload import SimRequest
 
 MOONCAKE_BLOCK = 512
 """Prompt tokens for each of Mooncake's ``hash_ids``."""
@@ -65,7 +65,7 @@ class MissingTraceError(FarsightError):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TraceRow:
     """One record of a file and its line.
 
     Attributes:
@@ -153,7 +153,7 @@ def find_data(name: str, data_dir: Path | None = None) -> Path:
     return path
 
 
-def read_trace(path: Path, format_name: str | None = None, max_new_tokens: int | None = None) -> list[Arrival]:
+def read_trace(path: Path, format_name: str | None = None, max_new_tokens: int | None = None) -> list[SimRequest]:
     """Arrivals of a trace in order, the instants as in the file. O(file).
 
     Args:
@@ -175,7 +175,7 @@ def read_trace(path: Path, format_name: str | None = None, max_new_tokens: int |
     return [_bounded(a, cap) for a in arrivals]
 
 
-def read_texts(path: Path) -> list[Arrival]:
+def read_texts(path: Path) -> list[SimRequest]:
     """Requests of a text set (instruction, user_input, output) turned into lengths, all at instant 0. O(file).
 
     Prompts are 1.3 model tokens for each word or punctuation mark; outputs the same times 4 (alpaca: times 8), as
@@ -194,7 +194,7 @@ def count_tokens(text: str) -> int:
     return max(1, math.ceil(len(re.findall(r"\w+|[^\w\s]", text)) * TOKENS_PER_REGEX_TOKEN))
 
 
-def read_rows(path: Path) -> Iterator[Row]:
+def read_rows(path: Path) -> Iterator[TraceRow]:
     """The records of a JSON-lines or CSV file, by the look of its first line. At least one, else ``TraceError``."""
     lines = _lines(path)
     first = next(lines, None)
@@ -208,7 +208,7 @@ def read_rows(path: Path) -> Iterator[Row]:
         yield from _csv_rows(path, first[1], lines)
 
 
-def _parser(path: Path, row: Row, format_name: str | None) -> Any:
+def _parser(path: Path, row: TraceRow, format_name: str | None) -> Any:
     parsers = {"azure": _azure, "mooncake": _mooncake, "own": _own}
     name = format_name or _detect(row)
     if name not in parsers:
@@ -216,7 +216,7 @@ def _parser(path: Path, row: Row, format_name: str | None) -> Any:
     return parsers[name]
 
 
-def _detect(row: Row) -> str:
+def _detect(row: TraceRow) -> str:
     if "hash_ids" in row.values:
         return "mooncake"
     if "arrived_at" in row.values or "prompt_len" in row.values:
@@ -226,14 +226,14 @@ def _detect(row: Row) -> str:
     raise row.error(f"columns of no known format: {', '.join(sorted(row.values))}")
 
 
-def _azure(row: Row, app: str) -> Arrival:
+def _azure(row: TraceRow, app: str) -> SimRequest:
     """As published (TIMESTAMP, ContextTokens, GeneratedTokens) or with seconds and plain names."""
     if "TIMESTAMP" in row.values:
         return _arrival(row, _timestamp(row), "ContextTokens", "GeneratedTokens", app)
     return _arrival(row, row.seconds("arrival_s"), "input_tokens", "output_tokens", app)
 
 
-def _mooncake(row: Row, app: str) -> Arrival:
+def _mooncake(row: TraceRow, app: str) -> SimRequest:
     """As published (timestamp in ms, input_length, output_length) or with seconds and plain names."""
     if "timestamp" in row.values:
         arrival = _arrival(row, row.seconds("timestamp") / 1000, "input_length", "output_length", app)
@@ -245,7 +245,7 @@ def _mooncake(row: Row, app: str) -> Arrival:
     return replace(arrival, prefix=names)
 
 
-def _own(row: Row, app: str) -> Arrival:
+def _own(row: TraceRow, app: str) -> SimRequest:
     given = row.values
     arrival = _arrival(row, row.seconds("arrived_at"), "prompt_len", "output_len", app)
     return replace(
@@ -258,12 +258,12 @@ def _own(row: Row, app: str) -> Arrival:
     )
 
 
-def _arrival(row: Row, arrived_at: float, prompt: str, output: str, app: str) -> Arrival:
+def _arrival(row: TraceRow, arrived_at: float, prompt: str, output: str, app: str) -> SimRequest:
     # max_new_tokens 0 means unknown; ``_bounded`` fills it in once the whole file is read.
-    return Arrival(f"{app}-{row.line}", arrived_at, row.length(prompt), row.length(output), 0, app=app)
+    return SimRequest(f"{app}-{row.line}", arrived_at, row.length(prompt), row.length(output), 0, app=app)
 
 
-def _timestamp(row: Row) -> float:
+def _timestamp(row: TraceRow) -> float:
     text = row.text("TIMESTAMP")
     try:
         return (datetime.fromisoformat(text) - datetime(1970, 1, 1)).total_seconds()
@@ -271,20 +271,20 @@ def _timestamp(row: Row) -> float:
         raise row.error(f"TIMESTAMP is not a date and time: {text!r}") from None
 
 
-def _text_arrival(row: Row) -> Arrival:
+def _text_arrival(row: TraceRow) -> SimRequest:
     task = row.text("task")
     prompt = row.text("instruction") + "\n" + row.text("user_input")
     stretch = OUTPUT_STRETCH.get(task, DEFAULT_STRETCH)
     output_len = math.ceil(stretch * count_tokens(row.text("output")))
-    return Arrival(row.text("id"), 0.0, count_tokens(prompt), output_len, 0, app=task)
+    return SimRequest(row.text("id"), 0.0, count_tokens(prompt), output_len, 0, app=task)
 
 
-def _bounded(arrival: Arrival, cap: int) -> Arrival:
+def _bounded(arrival: SimRequest, cap: int) -> SimRequest:
     limit = arrival.max_new_tokens or cap
     return replace(arrival, max_new_tokens=limit, output_len=min(arrival.output_len, limit))
 
 
-def _csv_rows(path: Path, header: str, lines: Iterator[tuple[int, str]]) -> Iterator[Row]:
+def _csv_rows(path: Path, header: str, lines: Iterator[tuple[int, str]]) -> Iterator[TraceRow]:
     columns = next(csv.reader([header]))
     num_rows = 0
     for number, line in lines:
@@ -292,19 +292,19 @@ def _csv_rows(path: Path, header: str, lines: Iterator[tuple[int, str]]) -> Iter
         if len(cells) != len(columns):
             raise TraceError(str(path), number, f"{len(cells)} cells under {len(columns)} columns")
         num_rows += 1
-        yield Row(str(path), number, dict(zip(columns, cells, strict=True)))
+        yield TraceRow(str(path), number, dict(zip(columns, cells, strict=True)))
     if not num_rows:
         raise TraceError(str(path), 1, "a header and nothing else")
 
 
-def _json_row(path: Path, number: int, line: str) -> Row:
+def _json_row(path: Path, number: int, line: str) -> TraceRow:
     try:
         values = json.loads(line)
     except json.JSONDecodeError as error:
         raise TraceError(str(path), number, f"broken JSON: {error.msg} at column {error.colno}") from None
     if not isinstance(values, dict):
         raise TraceError(str(path), number, "not a JSON object")
-    return Row(str(path), number, values)
+    return TraceRow(str(path), number, values)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:

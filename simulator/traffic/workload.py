@@ -11,7 +11,7 @@ from core.request import Request, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class SimRequest:
     """A request, with facts that only the simulator knows.
 
     Attributes:
@@ -34,11 +34,11 @@ class Arrival:
     forecast: Forecast | None = None
 
 
-Workload = Sequence[Arrival]
+Workload = Sequence[SimRequest]
 """In order of arrival."""
 
 
-def as_request(arrival: Arrival, prefix_hashes: tuple[int, ...] = ()) -> Request:
+def as_request(arrival: SimRequest, prefix_hashes: tuple[int, ...] = ()) -> Request:
     """The request as the policies see it, without its output length. Token values have no effect.
 
     Args:

@@ -11,12 +11,12 @@ import numpy as np
 
 from core.errors import InvalidValueError
 from simulator.traffic.arrivals import AllAtOnce, ArrivalProcess, Gamma, Poisson, debatch, rescale
-from simulator.traffic.lengths import D1, D2, D3, GSM8K_LIKE, SHAREGPT_LIKE, LengthPair, Zipf
+from simulator.traffic.lengths import D1, D2, D3, GSM8K_LIKE, SHAREGPT_LIKE, LengthPair, ZipfLengths
 from simulator.traffic.prefixes import LAWS, PrefixLaw, mooncake_blocks, prefix_workload, real_prefixes
 from simulator.traffic.traces import find_data, read_texts, read_trace
-from simulator.traffic.workload import Arrival
+from simulator.traffic.workload import SimRequest
 
-Builder = Callable[[np.random.Generator, int, float | None, Path | None], list[Arrival]]
+Builder = Callable[[np.random.Generator, int, float | None, Path | None], list[SimRequest]]
 """(rng, num_requests, rate in requests per second, folder of the data files) -> arrivals in order.
 
 Without a rate, drawn workloads arrive all at once and traces keep their own pace.
@@ -26,13 +26,13 @@ BLOCK_SIZE = 16
 NUM_PREFIXES = 200
 """For the prefix workloads: tokens in a block and distinct prefixes (Preble's smaller Toolbench set)."""
 
-ZIPF = LengthPair(Zipf(0.9, 1024), Zipf(0.9, 1024), 1024)
+ZIPF = LengthPair(ZipfLengths(0.9, 1024), ZipfLengths(0.9, 1024), 1024)
 """FastServe's law; its bound is not published, 1024 is assumed."""
 
 
 def build_workload(
     name: str, rng: np.random.Generator, num_requests: int, rate: float | None = None, data_dir: Path | None = None
-) -> list[Arrival]:
+) -> list[SimRequest]:
     """The workload of that name.
 
     Raises:
@@ -48,29 +48,29 @@ def build_workload(
 
 def draw(
     name: str, pair: LengthPair, process: ArrivalProcess, rng: np.random.Generator, num_requests: int
-) -> list[Arrival]:
+) -> list[SimRequest]:
     """Arrivals of one process with independent lengths. O(num_requests)."""
     instants = process.sample(rng, num_requests)
     prompts = pair.prompt.sample(rng, num_requests)
     outputs = np.minimum(pair.output.sample(rng, num_requests), pair.max_new_tokens)
     return [
-        Arrival(f"{name}-{i}", float(at), int(prompt), int(output), pair.max_new_tokens, app=name)
+        SimRequest(f"{name}-{i}", float(at), int(prompt), int(output), pair.max_new_tokens, app=name)
         for i, (at, prompt, output) in enumerate(zip(instants, prompts, outputs, strict=True))
     ]
 
 
-def retime(arrivals: Sequence[Arrival], instants: Sequence[float] | np.ndarray) -> list[Arrival]:
+def retime(arrivals: Sequence[SimRequest], instants: Sequence[float] | np.ndarray) -> list[SimRequest]:
     """The same requests at these instants. O(n)."""
     return [replace(a, arrived_at=float(at)) for a, at in zip(arrivals, instants, strict=True)]
 
 
 def _drawn(
     name: str, pair: LengthPair, cv: float, rng: np.random.Generator, num: int, rate: float | None, _: Path | None
-) -> list[Arrival]:
+) -> list[SimRequest]:
     return draw(name, pair, _process(rate, cv), rng, num)
 
 
-def _traced(file: str, _: np.random.Generator, num: int, rate: float | None, data_dir: Path | None) -> list[Arrival]:
+def _traced(file: str, _: np.random.Generator, num: int, rate: float | None, data_dir: Path | None) -> list[SimRequest]:
     arrivals = read_trace(find_data(file, data_dir))
     if num > len(arrivals):
         raise InvalidValueError("num_requests", num, f"at most the {len(arrivals)} of {file}")
@@ -83,7 +83,7 @@ def _traced(file: str, _: np.random.Generator, num: int, rate: float | None, dat
 
 def _texts(
     files: tuple[str, ...], rng: np.random.Generator, num: int, rate: float | None, data_dir: Path | None
-) -> list[Arrival]:
+) -> list[SimRequest]:
     """Drawn evenly and with replacement from all requests of the files."""
     pool = [a for file in files for a in read_texts(find_data(file, data_dir))]
     longest = max(a.max_new_tokens for a in pool)
@@ -92,11 +92,13 @@ def _texts(
     return retime(drawn, _process(rate).sample(rng, num))
 
 
-def _prefixed(law: PrefixLaw, rng: np.random.Generator, num: int, rate: float | None, _: Path | None) -> list[Arrival]:
+def _prefixed(
+    law: PrefixLaw, rng: np.random.Generator, num: int, rate: float | None, _: Path | None
+) -> list[SimRequest]:
     return prefix_workload(rng, _process(rate).sample(rng, num).tolist(), law, NUM_PREFIXES, BLOCK_SIZE)
 
 
-def _real(kind: str, rng: np.random.Generator, num: int, rate: float | None, data_dir: Path | None) -> list[Arrival]:
+def _real(kind: str, rng: np.random.Generator, num: int, rate: float | None, data_dir: Path | None) -> list[SimRequest]:
     path = find_data("prefix_groups.jsonl.gz", data_dir)
     return real_prefixes(rng, _process(rate).sample(rng, num).tolist(), path, kind, BLOCK_SIZE)
 

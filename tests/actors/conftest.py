@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import ray
 
-from actors.runtime.site import Site
+from actors.runtime.peer import Site
 from core.config.actors import ActorsConfig
 from core.config.load import FarsightConfig
 from core.config.log import LogConfig
@@ -25,7 +25,7 @@ from services.launch.cluster import few_daemons
 from services.launch.launch import start_components
 from services.launch.stages import silent_stages
 from services.proxy.ports import reserved_ports
-from tests.actors.house import ENGINE, MAX_LEN, House, Truth, calm_client
+from tests.actors.local_system import ENGINE, MAX_LEN, System, Truth, calm_client
 from tests.unit.engine.small_models import save_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,16 +78,16 @@ def ray_cluster() -> Iterator[None]:
 
 
 @contextmanager
-def open_house(
+def open_system(
     placement: str, model_dir: Path, log_dir: Path, scheduler: SchedulerConfig, **tables: Any
-) -> Iterator[House]:
+) -> Iterator[System]:
     """Two replicas; ``tables`` are of the configuration. Shared by several tests, which leave it as they found it."""
     model = ModelConfig(name="m", dtype="float32", replicas=NUM_REPLICAS)
     usual: dict[str, Any] = {"model": model, "engine": ENGINE, "actors": WATCHED}
     log = LogConfig(path=str(log_dir / "log.sqlite"))
     config = FarsightConfig(scheduler=scheduler, log=log, **(usual | tables))
     # Detached, as in a real service: else whatever the Supervisor has started would die with it.
-    running = House(Site(config, str(model_dir), placement, namespace=f"test-{uuid.uuid4().hex[:8]}"))
+    running = System(Site(config, str(model_dir), placement, namespace=f"test-{uuid.uuid4().hex[:8]}"))
     try:
         start_components(running.site).wait(silent_stages(600))
         yield running
@@ -96,24 +96,28 @@ def open_house(
 
 
 @pytest.fixture(scope="package")
-def fused_house(ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    with open_house("fused", actor_model_dir, tmp_path_factory.mktemp("log"), CONTINUOUS) as house:
-        yield house
+def fused_system(
+    ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[System]:
+    with open_system("fused", actor_model_dir, tmp_path_factory.mktemp("log"), CONTINUOUS) as system:
+        yield system
 
 
 @pytest.fixture(scope="package")
-def split_house(ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    with open_house("split", actor_model_dir, tmp_path_factory.mktemp("log"), CONTINUOUS) as house:
-        yield house
+def split_system(
+    ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[System]:
+    with open_system("split", actor_model_dir, tmp_path_factory.mktemp("log"), CONTINUOUS) as system:
+        yield system
 
 
 @pytest.fixture(scope="package", params=["fused", "split"])
-def house(request: pytest.FixtureRequest) -> House:
-    found: House = request.getfixturevalue(f"{request.param}_house")
+def system(request: pytest.FixtureRequest) -> System:
+    found: System = request.getfixturevalue(f"{request.param}_system")
     return found
 
 
 @pytest.fixture
-async def client(house: House) -> AsyncIterator[EngineClient]:
-    async with calm_client(house) as client:
+async def client(system: System) -> AsyncIterator[EngineClient]:
+    async with calm_client(system) as client:
         yield client

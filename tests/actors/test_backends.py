@@ -17,9 +17,10 @@ from core.config.model import ModelConfig
 from core.config.replica import ReplicaConfig
 from core.messages.tokens import TokenDelta
 from core.request import SamplingParams
+from services.api.requests import unnamed_request
 from services.ingress.engine_client import EngineClient
-from tests.actors.conftest import CONTINUOUS, open_house
-from tests.actors.house import LONG_S, House, eventually, kill, patient_rows, rows
+from tests.actors.conftest import CONTINUOUS, open_system
+from tests.actors.local_system import LONG_S, System, eventually, kill, patient_rows, rows
 from tests.unit.actors.openai_double import OpenAIDouble
 
 WHOLE = "one two three"
@@ -40,7 +41,7 @@ class Server(OpenAIDouble):
 
 
 @asynccontextmanager
-async def two_servers(model_dir: Path, log_dir: Path) -> AsyncIterator[tuple[House, Server, Server]]:
+async def two_servers(model_dir: Path, log_dir: Path) -> AsyncIterator[tuple[System, Server, Server]]:
     """They answer in this process, everything else is real; requests go to them by turns."""
     async with AsyncExitStack() as stack:
         doubles = [Server(), Server()]
@@ -49,8 +50,8 @@ async def two_servers(model_dir: Path, log_dir: Path) -> AsyncIterator[tuple[Hou
         limits: dict[str, Any] = {"first_token_timeout_s": 0.5, "token_timeout_s": LONG_S}
         replica = tuple(ReplicaConfig("openai", each.url, **limits) for each in doubles)
         tables = {"model": ModelConfig(name="m", replicas=0), "replica": replica}
-        house = stack.enter_context(open_house("fused", model_dir, log_dir, CONTINUOUS, **tables))
-        yield house, doubles[0], doubles[1]
+        system = stack.enter_context(open_system("fused", model_dir, log_dir, CONTINUOUS, **tables))
+        yield system, doubles[0], doubles[1]
 
 
 async def ask(client: EngineClient, heard: list[TokenDelta] | None = None) -> list[TokenDelta]:
@@ -60,7 +61,10 @@ async def ask(client: EngineClient, heard: list[TokenDelta] | None = None) -> li
         heard: What has come so far is found there meanwhile.
     """
     heard = [] if heard is None else heard
-    async with asyncio.timeout(LONG_S), aclosing(client.stream((5, 6, 7), SamplingParams(9))) as deltas:
+    async with (
+        asyncio.timeout(LONG_S),
+        aclosing(client.stream(unnamed_request((5, 6, 7), SamplingParams(9)))) as deltas,
+    ):
         async for delta in deltas:
             heard.append(delta)
     return heard
@@ -161,16 +165,16 @@ async def a_stopped_process_is_replaced(client: EngineClient) -> None:
 
 @pytest.mark.usefixtures("ray_cluster")
 async def test_requests_go_where_they_are_answered(actor_model_dir: Path, tmp_path: Path) -> None:
-    async with two_servers(actor_model_dir, tmp_path) as (house, first, second):
-        async with house.client(first_token_deadline_s=LONG_S) as client:
+    async with two_servers(actor_model_dir, tmp_path) as (system, first, second):
+        async with system.client(first_token_deadline_s=LONG_S) as client:
             await closed(client)
             await both_take_part(client, first, second)
             wrong: list[tuple[dict[str, Any], str]] = [
                 ({"status": 500}, "HTTP 500: as told"),
                 ({"first_s": math.inf}, "no first token within 0.5 s"),
-                ({"break_after": 0}, "the connection broke in the middle of the answer"),
-                ({"answers_as": "other"}, "it answers as model 'other'"),
-                ({"models": [{"id": "other"}]}, "it serves 'other', not 'm'"),
+                ({"break_after": 0}, "the connection broke during the answer"),
+                ({"answers_as": "other"}, "the server answers as model 'other'"),
+                ({"models": [{"id": "other"}]}, "the server serves 'other', expected 'm'"),
             ]
             for change, reason in wrong:
                 healthy = vars(OpenAIDouble())
@@ -178,11 +182,11 @@ async def test_requests_go_where_they_are_answered(actor_model_dir: Path, tmp_pa
                 await opens_for(client, reason)
                 vars(first).update({name: healthy[name] for name in change})
                 await closed(client)
-            assert await house.metric("backend-0", "farsight:backend_failures_total") >= len(wrong)
+            assert await system.metric("backend-0", "farsight:backend_failures_total") >= len(wrong)
             await a_dead_router_costs_no_stream(client, first, second)
             await a_stopped_process_is_replaced(client)
-        async with house.client(first_token_deadline_s=DEADLINE_S) as hasty:
+        async with system.client(first_token_deadline_s=DEADLINE_S) as hasty:
             await why_none_answers(hasty, first, second)
-        async with house.client(first_token_deadline_s=LONG_S) as client:
+        async with system.client(first_token_deadline_s=LONG_S) as client:
             await closed(client)
             await all_are_answered(client)

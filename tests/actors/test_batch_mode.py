@@ -21,13 +21,13 @@ from core.config.scheduling import BatchConfig, SchedulerConfig
 from core.messages.log import BatchPage, LogQuery
 from core.messages.status import ComponentRows
 from services.ingress.engine_client import EngineClient
-from tests.actors.conftest import open_house
-from tests.actors.house import (
+from tests.actors.conftest import open_system
+from tests.actors.local_system import (
     ENGINE,
     NUM_PROMPTS,
     PROMPTS,
-    House,
     Reading,
+    System,
     Truth,
     calm_client,
     eventually,
@@ -46,16 +46,16 @@ KV_MEMORY = "400KiB"
 
 
 @pytest.fixture(scope="module")
-def magnus(ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+def magnus(ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     scheduler = SchedulerConfig(preset="magnus")
-    with open_house("fused", actor_model_dir, tmp_path_factory.mktemp("log"), scheduler) as house:
-        yield house
+    with open_system("fused", actor_model_dir, tmp_path_factory.mktemp("log"), scheduler) as system:
+        yield system
 
 
 @pytest.fixture(scope="module", params=EXECUTIONS)
 def cramped(
     request: pytest.FixtureRequest, ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[House]:
+) -> Iterator[System]:
     """One worker whose memory holds two or three of the streams to their end, under batches of eight."""
     tables = {
         "model": ModelConfig(name="m", dtype="float32"),
@@ -63,8 +63,8 @@ def cramped(
         "batch": BatchConfig(batch_size=8, max_wait_s=1.0),
     }
     scheduler = SchedulerConfig(preset="multi-bin", execution=request.param)
-    with open_house("split", actor_model_dir, tmp_path_factory.mktemp("log"), scheduler, **tables) as house:
-        yield house
+    with open_system("split", actor_model_dir, tmp_path_factory.mktemp("log"), scheduler, **tables) as system:
+        yield system
 
 
 async def read_all(client: EngineClient, truth: Truth) -> None:
@@ -73,11 +73,11 @@ async def read_all(client: EngineClient, truth: Truth) -> None:
         truth.check(index, tokens, NUM_TOKENS)
 
 
-async def num_batches(house: House) -> int:
-    return len((await house.ask(LOG_STORE, "read_batches", LogQuery(0, 1000), BatchPage)).records)
+async def num_batches(system: System) -> int:
+    return len((await system.ask(LOG_STORE, "read_batches", LogQuery(0, 1000), BatchPage)).records)
 
 
-async def test_batches_give_the_tokens_of_continuous_batching_and_are_logged(magnus: House, truth: Truth) -> None:
+async def test_batches_give_the_tokens_of_continuous_batching_and_are_logged(magnus: System, truth: Truth) -> None:
     async with calm_client(magnus) as client:
         assert (await patient_rows(client))[ROUTER].kind == "Batcher"
         before = await num_batches(magnus)
@@ -90,7 +90,7 @@ async def test_batches_give_the_tokens_of_continuous_batching_and_are_logged(mag
 
 
 @pytest.mark.parametrize("names", [("worker-0",), ("worker-0", "worker-1"), ("router",)], ids=" and ".join)
-async def test_no_stream_notices_a_death(magnus: House, truth: Truth, names: tuple[str, ...]) -> None:
+async def test_no_stream_notices_a_death(magnus: System, truth: Truth, names: tuple[str, ...]) -> None:
     async with calm_client(magnus) as client:
         async with under_load(client, truth):
             before = await ready_rows(client)
@@ -98,7 +98,7 @@ async def test_no_stream_notices_a_death(magnus: House, truth: Truth, names: tup
         truth.check(3, await read(client, 3, 20), 20)
 
 
-async def test_no_stream_notices_that_the_batcher_was_stopped(magnus: House, truth: Truth) -> None:
+async def test_no_stream_notices_that_the_batcher_was_stopped(magnus: System, truth: Truth) -> None:
     async with calm_client(magnus) as client:
         async with under_load(client, truth):
             stopped = (await ready_rows(client))[ROUTER].pid
@@ -107,25 +107,25 @@ async def test_no_stream_notices_that_the_batcher_was_stopped(magnus: House, tru
         assert router.pid != stopped and "stopped or blocked" in router.last_end
 
 
-async def test_a_batch_that_runs_out_of_memory_is_split_and_nobody_notices(cramped: House, truth: Truth) -> None:
+async def test_a_batch_that_runs_out_of_memory_is_split_and_nobody_notices(cramped: System, truth: Truth) -> None:
     async with calm_client(cramped) as client:
         await read_all(client, truth)
     splits = await cramped.metric(ROUTER, "farsight:batch_splits_total")
     assert splits >= 1
 
 
-@pytest.fixture(scope="module", params=["magnus", "multi-bin"])
+@pytest.fixture(scope="module", params=["magnus", pytest.param("multi-bin", marks=pytest.mark.long)])
 def pulling(
     request: pytest.FixtureRequest, ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[House]:
+) -> Iterator[System]:
     """Workers that only take time, and batches of four at most: there is always one that waits for an idle worker."""
     tables = {
         "engine": dataclasses.replace(ENGINE, device="emulated:a100-7b", kv_memory="1GiB"),
         "batch": BatchConfig(batch_size=4, max_wait_s=0.2, num_bins=2),
     }
     scheduler = SchedulerConfig(preset=request.param)
-    with open_house("fused", actor_model_dir, tmp_path_factory.mktemp("log"), scheduler, **tables) as house:
-        yield house
+    with open_system("fused", actor_model_dir, tmp_path_factory.mktemp("log"), scheduler, **tables) as system:
+        yield system
 
 
 @asynccontextmanager
@@ -154,7 +154,7 @@ async def kept_busy(client: EngineClient) -> AsyncIterator[Callable[[], Coroutin
     await asyncio.gather(*tasks)
 
 
-async def test_idle_workers_pull_from_one_queue_while_others_come_and_go_and_die(pulling: House) -> None:
+async def test_idle_workers_pull_from_one_queue_while_others_come_and_go_and_die(pulling: System) -> None:
     async with calm_client(pulling) as client, kept_busy(client) as answered:
 
         async def newest_runs() -> bool:
@@ -176,7 +176,7 @@ async def test_idle_workers_pull_from_one_queue_while_others_come_and_go_and_die
 
 
 async def test_the_requests_of_a_worker_that_dies_with_a_batch_wait_again_and_another_one_pulls_them(
-    pulling: House,
+    pulling: System,
 ) -> None:
     async with calm_client(pulling) as client:
         undisturbed = await asyncio.gather(*(read(client, index, 200) for index in range(8)))

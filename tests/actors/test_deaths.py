@@ -9,9 +9,9 @@ import pytest
 from actors.runtime.names import SUPERVISOR
 from core.messages.status import ComponentStatus
 from services.ingress.engine_client import EngineClient
-from tests.actors.house import (
+from tests.actors.local_system import (
     NUM_TOKENS,
-    House,
+    System,
     Truth,
     calm_client,
     eventually,
@@ -49,6 +49,12 @@ FUSED_DEATHS = [
 ]
 
 
+FUSED_ELSE_LONG = pytest.mark.parametrize(
+    "system", ["fused", pytest.param("split", marks=pytest.mark.long)], indirect=True
+)
+"""For what no placement changes: the other one runs in ``make test-long``."""
+
+
 async def kill_components(client: EngineClient, names: tuple[str, ...]) -> dict[str, ComponentStatus]:
     """Kills their processes at once; returns the status before. In it are all components that died with them."""
     before = await ready_rows(client)
@@ -81,9 +87,9 @@ async def wait_successors(client: EngineClient, died: dict[str, ComponentStatus]
         assert status[name].restarts == row.restarts + 1
 
 
-async def assert_unnoticed(house: House, truth: Truth, names: tuple[str, ...]) -> None:
+async def assert_unnoticed(system: System, truth: Truth, names: tuple[str, ...]) -> None:
     """They die under load, are shown as dead and then ready again, and no stream is another one."""
-    async with calm_client(house) as client:
+    async with calm_client(system) as client:
         async with under_load(client, truth) as load:
             died = await kill_components(client, names)
             load.release()
@@ -94,19 +100,19 @@ async def assert_unnoticed(house: House, truth: Truth, names: tuple[str, ...]) -
 
 @pytest.mark.parametrize("names", FUSED_DEATHS, ids=" and ".join)
 async def test_no_stream_notices_a_death_in_the_fused_placement(
-    fused_house: House, truth: Truth, names: tuple[str, ...]
+    fused_system: System, truth: Truth, names: tuple[str, ...]
 ) -> None:
-    await assert_unnoticed(fused_house, truth, names)
+    await assert_unnoticed(fused_system, truth, names)
 
 
 @pytest.mark.parametrize("names", SPLIT_DEATHS, ids=" and ".join)
 async def test_no_stream_notices_a_death_in_the_split_placement(
-    split_house: House, truth: Truth, names: tuple[str, ...]
+    split_system: System, truth: Truth, names: tuple[str, ...]
 ) -> None:
-    await assert_unnoticed(split_house, truth, names)
+    await assert_unnoticed(split_system, truth, names)
 
 
-async def test_a_new_supervisor_starts_who_dies_later(house: House, client: EngineClient, truth: Truth) -> None:
+async def test_a_new_supervisor_starts_who_dies_later(system: System, client: EngineClient, truth: Truth) -> None:
     await wait_successors(client, await kill_components(client, (SUPERVISOR,)))
     async with under_load(client, truth) as load:
         died = await kill_components(client, ("worker-1",))
@@ -114,17 +120,18 @@ async def test_a_new_supervisor_starts_who_dies_later(house: House, client: Engi
         await wait_successors(client, died)
 
 
-async def test_a_resumed_stream_says_so_in_the_log(house: House, client: EngineClient, truth: Truth) -> None:
+@FUSED_ELSE_LONG
+async def test_a_resumed_stream_says_so_in_the_log(system: System, client: EngineClient, truth: Truth) -> None:
     async with under_load(client, truth) as load:
         died = await kill_components(client, ("worker-0", "worker-1"))
-    for record in await house.log(*(reading.request_id for reading in load.readings)):
+    for record in await system.log(*(reading.request_id for reading in load.readings)):
         assert record.attempts >= 2
         assert record.finish_reason == "length"
         assert record.output_len == NUM_TOKENS
     await wait_successors(client, died)
 
 
-async def test_replicas_are_taken_away_and_added_under_load(house: House, client: EngineClient, truth: Truth) -> None:
+async def test_replicas_are_taken_away_and_added_under_load(system: System, client: EngineClient, truth: Truth) -> None:
     async with under_load(client, truth) as load:
         load.release()
         assert (await client.scale("replica", 1)).replicas == 1
@@ -137,9 +144,10 @@ async def test_replicas_are_taken_away_and_added_under_load(house: House, client
     assert {name for name, row in status.items() if row.kind == "ModelWorker"} == {"worker-0", "worker-1"}
 
 
+@FUSED_ELSE_LONG
 @pytest.mark.parametrize("kind", ["length-predictor", "serving-time-estimator"])
 async def test_learners_are_added_and_taken_away_under_load(
-    house: House, client: EngineClient, truth: Truth, kind: str
+    system: System, client: EngineClient, truth: Truth, kind: str
 ) -> None:
     async with under_load(client, truth) as load:
         load.release()

@@ -13,27 +13,27 @@ from actors.runtime.names import ROUTER
 from core.config.model import ModelConfig
 from core.errors import InvalidValueError
 from services.ingress.engine_client import EngineClient
-from tests.actors.conftest import CONTINUOUS, open_house
-from tests.actors.house import ENGINE, NUM_PROMPTS, House, calm_client, eventually, read, rows
+from tests.actors.conftest import CONTINUOUS, open_system
+from tests.actors.local_system import ENGINE, NUM_PROMPTS, System, calm_client, eventually, read, rows
 
 NUM_TOKENS = 150
 """A step takes some 10 ms: with two at a time the streams need 12 s on one replica."""
 
 
 @pytest.fixture(scope="module")
-def elastic(ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+def elastic(ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     bounds = ModelConfig(name="m", min_replicas=1, max_replicas=3, target_queue_delay_s=3.0, scale_down_after_s=2.0)
     engine = dataclasses.replace(ENGINE, device="emulated:a100-7b", kv_memory="1GiB", max_num_seqs=2)
     tables = {"model": bounds, "engine": engine}
-    with open_house("fused", actor_model_dir, tmp_path_factory.mktemp("log"), CONTINUOUS, **tables) as house:
-        yield house
+    with open_system("fused", actor_model_dir, tmp_path_factory.mktemp("log"), CONTINUOUS, **tables) as system:
+        yield system
 
 
 async def num_workers(client: EngineClient) -> int:
     return sum(row.kind == "ModelWorker" for row in (await rows(client)).values())
 
 
-async def test_replicas_come_and_go_with_the_predicted_delay_and_every_stream_ends(elastic: House) -> None:
+async def test_replicas_come_and_go_with_the_predicted_delay_and_every_stream_ends(elastic: System) -> None:
     async with calm_client(elastic) as client:
         assert await num_workers(client) == 1
         streams = [asyncio.create_task(read(client, index, NUM_TOKENS)) for index in range(NUM_PROMPTS)]
@@ -61,7 +61,7 @@ async def test_replicas_come_and_go_with_the_predicted_delay_and_every_stream_en
 
 
 async def test_a_number_outside_of_the_bounds_is_refused_and_one_within_is_where_it_goes_on_from(
-    elastic: House,
+    elastic: System,
 ) -> None:
     async with calm_client(elastic) as client:
         with pytest.raises(InvalidValueError, match="from 1 to 3, between which their number follows the load"):

@@ -12,8 +12,9 @@ from core.decisions import unpack_decisions
 from core.errors import FarsightError
 from core.messages.log import RequestTrace
 from core.request import Origin
+from services.api.requests import unnamed_request
 from services.ingress.engine_client import EngineClient
-from tests.actors.house import LONG_S, NUM_BEFORE_GATE, PROMPTS, House, calm_client, eventually, sampling
+from tests.actors.local_system import LONG_S, NUM_BEFORE_GATE, PROMPTS, System, calm_client, eventually, sampling
 
 NUM_TOKENS = 1000
 """Far more than a worker makes for a client that does not read: it rests before the end."""
@@ -43,7 +44,7 @@ def kinds(trace: RequestTrace) -> list[str]:
 
 async def read(client: EngineClient, origin: Origin, begun: asyncio.Event, gate: asyncio.Event) -> None:
     num_tokens = 0
-    async with aclosing(client.stream(PROMPTS[0], sampling(0, NUM_TOKENS), None, origin)) as deltas:
+    async with aclosing(client.stream(unnamed_request(PROMPTS[0], sampling(0, NUM_TOKENS), origin=origin))) as deltas:
         async for delta in deltas:
             num_tokens += len(delta.token_ids)
             if num_tokens >= NUM_BEFORE_GATE:
@@ -52,10 +53,12 @@ async def read(client: EngineClient, origin: Origin, begun: asyncio.Event, gate:
     assert num_tokens == NUM_TOKENS
 
 
-async def test_a_request_is_explained_while_it_runs_and_after_by_any_ingress_replica(fused_house: House) -> None:
+async def test_a_request_is_explained_while_it_runs_and_after_by_any_ingress_replica(
+    fused_system: System,
+) -> None:
     origin = Origin(f"cmpl-{secrets.token_hex(16)}", 3, b"owner")
     begun, gate = asyncio.Event(), asyncio.Event()
-    async with calm_client(fused_house) as client, fused_house.client() as other:
+    async with calm_client(fused_system) as client, fused_system.client() as other:
         await explained(client, origin.response_id, lambda found: found == (), "nothing is known")
         reading = asyncio.create_task(read(client, origin, begun, gate))
         async with asyncio.timeout(LONG_S):
@@ -84,10 +87,12 @@ async def test_a_request_is_explained_while_it_runs_and_after_by_any_ingress_rep
         assert max(instants) - min(instants) < 120.0, "clocks of all components have been brought to one"
 
 
-async def test_a_client_that_leaves_is_told_of_too(fused_house: House) -> None:
+async def test_a_client_that_leaves_is_told_of_too(fused_system: System) -> None:
     origin = Origin(f"cmpl-{secrets.token_hex(16)}")
-    async with calm_client(fused_house) as client:
-        async with aclosing(client.stream(PROMPTS[1], sampling(1, NUM_TOKENS), None, origin)) as deltas:
+    async with calm_client(fused_system) as client:
+        async with aclosing(
+            client.stream(unnamed_request(PROMPTS[1], sampling(1, NUM_TOKENS), origin=origin))
+        ) as deltas:
             await anext(deltas)
 
         attempt, ingress = await explained(

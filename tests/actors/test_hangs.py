@@ -19,7 +19,17 @@ from actors.runtime.names import SUPERVISOR
 from actors.worker.model_worker import ModelWorker
 from core.messages.status import ComponentStatus
 from services.ingress.engine_client import EngineClient
-from tests.actors.house import House, Truth, calm_client, eventually, kill, read, ready_rows, rows, under_load
+from tests.actors.local_system import (
+    System,
+    Truth,
+    calm_client,
+    eventually,
+    kill,
+    read,
+    ready_rows,
+    rows,
+    under_load,
+)
 
 SPLIT_STOPS = [
     ("worker-0", "kv-offload-manager-0", "length-predictor-0", "serving-time-estimator-0", "log-store"),
@@ -51,9 +61,9 @@ async def replaced(client: EngineClient, hung: dict[str, ComponentStatus], becau
         assert not psutil.pid_exists(row.pid)
 
 
-async def assert_unnoticed(house: House, truth: Truth, names: tuple[str, ...]) -> None:
+async def assert_unnoticed(system: System, truth: Truth, names: tuple[str, ...]) -> None:
     """They stop under load and are replaced, and no stream is another one."""
-    async with calm_client(house) as client:
+    async with calm_client(system) as client:
         async with under_load(client, truth) as load:
             hung = await stop_components(client, names)
             load.release()
@@ -63,15 +73,15 @@ async def assert_unnoticed(house: House, truth: Truth, names: tuple[str, ...]) -
 
 @pytest.mark.parametrize("names", SPLIT_STOPS, ids=" and ".join)
 async def test_no_stream_notices_that_a_process_was_stopped(
-    split_house: House, truth: Truth, names: tuple[str, ...]
+    split_system: System, truth: Truth, names: tuple[str, ...]
 ) -> None:
-    await assert_unnoticed(split_house, truth, names)
+    await assert_unnoticed(split_system, truth, names)
 
 
 async def test_no_stream_notices_that_the_process_of_many_components_was_stopped(
-    fused_house: House, truth: Truth
+    fused_system: System, truth: Truth
 ) -> None:
-    await assert_unnoticed(fused_house, truth, (SUPERVISOR,))
+    await assert_unnoticed(fused_system, truth, (SUPERVISOR,))
 
 
 NUM_STEPS = 60
@@ -118,11 +128,11 @@ INSIDE = [
 
 @pytest.mark.parametrize(("fault", "because"), INSIDE, ids=[fault.__name__ for fault, _ in INSIDE])
 async def test_no_stream_notices_what_goes_wrong_inside_a_worker(
-    split_house: House, truth: Truth, fault: Callable[[ModelWorker], None], because: str
+    split_system: System, truth: Truth, fault: Callable[[ModelWorker], None], because: str
 ) -> None:
-    async with calm_client(split_house) as client:
+    async with calm_client(split_system) as client:
         before = await ready_rows(client)
-        await split_house.host("worker-0").__ray_call__.remote(arm, fault)
+        await split_system.host("worker-0").__ray_call__.remote(arm, fault)
         async with under_load(client, truth) as load:
             load.release()
             await replaced(client, {"worker-0": before["worker-0"]}, because)

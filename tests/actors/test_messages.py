@@ -12,13 +12,12 @@ import msgpack
 import pytest
 
 from actors.calls.message import declared
-from actors.runtime.component import Component
-from actors.runtime.registry import component_class
+from actors.runtime.component import Component, component_class
 from core.config.load import FarsightConfig
 from core.errors import MessageError
 from core.messages import SCHEMA_VERSION
 from services.ingress.engine_client import EngineClient
-from tests.actors.house import House, Truth, read, rows
+from tests.actors.local_system import System, Truth, read, rows
 
 COMPONENTS = (
     "router",
@@ -66,12 +65,12 @@ def test_every_handler_is_declared(component: str) -> None:
 
 @pytest.mark.parametrize("component", COMPONENTS)
 async def test_malformed_messages_are_refused_and_counted_and_kill_no_component(
-    house: House, client: EngineClient, truth: Truth, component: str
+    system: System, client: EngineClient, truth: Truth, component: str
 ) -> None:
     pids = {name: row.pid for name, row in (await rows(client)).items() if row.kind != "Ingress"}
-    peers = house.site.peers()
+    peers = system.site.peers()
     peer = peers.peer(component)
-    counted = await house.refused(component)
+    counted = await system.refused(component)
     for method, kind in takes(component).items():
         for data, field in malformed(kind):
             with pytest.raises(MessageError) as caught:
@@ -84,7 +83,7 @@ async def test_malformed_messages_are_refused_and_counted_and_kill_no_component(
             await peer.call(method, b"")
         counted["unknown", "method"] = counted.get(("unknown", "method"), 0) + 1
     peers.close()
-    assert await house.refused(component) == counted
+    assert await system.refused(component) == counted
     truth.check(1, await read(client, 1, 20), 20)
     status = await rows(client)
     assert {name: status[name].pid for name in pids} == pids

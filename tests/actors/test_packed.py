@@ -13,23 +13,24 @@ from core.config.model import ModelConfig
 from core.config.scheduling import SchedulerConfig
 from core.messages.status import ComponentStatus
 from core.request import SamplingParams
+from services.api.requests import unnamed_request
 from services.ingress.engine_client import EngineClient
-from tests.actors.conftest import open_house
-from tests.actors.house import House, calm_client, kill, patient_rows, ready_rows
+from tests.actors.conftest import open_system
+from tests.actors.local_system import System, calm_client, kill, patient_rows, ready_rows
 
 NUM_TOKENS = 400
 """More than a worker makes for a client that does not read: it rests before the end."""
 
 
 @pytest.fixture(scope="module")
-def packed(ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+def packed(ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     tables = {
         "model": ModelConfig(name="m", replicas=3),
         "engine": EngineConfig(device="emulated:a100-7b", kv_memory="1GiB"),
     }
     scheduler = SchedulerConfig(preset="preble")
-    with open_house("packed", actor_model_dir, tmp_path_factory.mktemp("log"), scheduler, **tables) as house:
-        yield house
+    with open_system("packed", actor_model_dir, tmp_path_factory.mktemp("log"), scheduler, **tables) as system:
+        yield system
 
 
 def worker_pids(found: dict[str, ComponentStatus]) -> dict[str, int]:
@@ -38,14 +39,14 @@ def worker_pids(found: dict[str, ComponentStatus]) -> dict[str, int]:
 
 async def answer(client: EngineClient, prompt: tuple[int, ...]) -> tuple[int, ...]:
     tokens: tuple[int, ...] = ()
-    async with aclosing(client.stream(prompt, SamplingParams(NUM_TOKENS, ignore_eos=True))) as deltas:
+    async with aclosing(client.stream(unnamed_request(prompt, SamplingParams(NUM_TOKENS, ignore_eos=True)))) as deltas:
         async for delta in deltas:
             tokens += delta.token_ids
     assert len(tokens) == NUM_TOKENS
     return tokens
 
 
-async def test_workers_come_and_go_in_one_process(packed: House) -> None:
+async def test_workers_come_and_go_in_one_process(packed: System) -> None:
     async with calm_client(packed) as client:
         before = worker_pids(await patient_rows(client))
         assert (sorted(before), len(set(before.values()))) == (["worker-0", "worker-1", "worker-2"], 1)
@@ -56,11 +57,13 @@ async def test_workers_come_and_go_in_one_process(packed: House) -> None:
         assert worker_pids(await patient_rows(client)) == before, "and the process lives on"
 
 
-async def test_their_death_is_that_of_all_of_them(packed: House) -> None:
+async def test_their_death_is_that_of_all_of_them(packed: System) -> None:
     prompt = tuple(range(5, 90))
     async with calm_client(packed) as client:
         expected = await answer(client, prompt)
-        async with aclosing(client.stream(prompt, SamplingParams(NUM_TOKENS, ignore_eos=True))) as deltas:
+        async with aclosing(
+            client.stream(unnamed_request(prompt, SamplingParams(NUM_TOKENS, ignore_eos=True)))
+        ) as deltas:
             tokens = (await anext(deltas)).token_ids
             pids = set(worker_pids(await ready_rows(client)).values())
             kill(pids)

@@ -22,13 +22,14 @@ from core.load_snapshot import LoadSnapshot
 from core.messages.cache import CacheReply
 from core.messages.log import RequestTrace
 from core.request import Origin
+from services.api.requests import unnamed_request
 from services.ingress.engine_client import EngineClient
-from tests.actors.conftest import NUM_REPLICAS, open_house
-from tests.actors.house import (
+from tests.actors.conftest import NUM_REPLICAS, open_system
+from tests.actors.local_system import (
     BLOCK_SIZE,
     ENGINE,
     PROMPTS,
-    House,
+    System,
     Truth,
     calm_client,
     eventually,
@@ -47,11 +48,11 @@ KV_MEMORY = "192KiB"
 
 
 @pytest.fixture(scope="module")
-def preble(ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+def preble(ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     engine = dataclasses.replace(ENGINE, kv_memory=KV_MEMORY, max_num_seqs=4)
     scheduler = SchedulerConfig(preset="preble")
-    with open_house("fused", actor_model_dir, tmp_path_factory.mktemp("log"), scheduler, engine=engine) as house:
-        yield house
+    with open_system("fused", actor_model_dir, tmp_path_factory.mktemp("log"), scheduler, engine=engine) as system:
+        yield system
 
 
 @dataclass
@@ -76,7 +77,9 @@ def prompt(rng: random.Random) -> tuple[int, ...]:
 async def serve(client: EngineClient, tokens: tuple[int, ...], num_tokens: int, cache_salt: str = "") -> Served:
     origin = Origin(f"cmpl-{secrets.token_hex(16)}")
     cached_len = 0
-    async with aclosing(client.stream(tokens, sampling(0, num_tokens), None, origin, cache_salt=cache_salt)) as deltas:
+    async with aclosing(
+        client.stream(unnamed_request(tokens, sampling(0, num_tokens), origin=origin, cache_salt=cache_salt))
+    ) as deltas:
         async for delta in deltas:
             cached_len += delta.cached_len
     facts: dict[str, float | str] = {}
@@ -94,7 +97,7 @@ async def serve(client: EngineClient, tokens: tuple[int, ...], num_tokens: int, 
     return Served(tokens[0], int(facts["hit_len"]), str(facts["replica"]), cached_len, str(facts["reason"]))
 
 
-async def serve_all(house: House, client: EngineClient, rng: random.Random, num_requests: int) -> list[Served]:
+async def serve_all(system: System, client: EngineClient, rng: random.Random, num_requests: int) -> list[Served]:
     """A few at a time, and the next once the Router has heard of the end of these.
 
     It hears late of what has become of the caches: what it expects at full pace hangs on how fast the machine is.
@@ -102,7 +105,7 @@ async def serve_all(house: House, client: EngineClient, rng: random.Random, num_
     served: list[Served] = []
 
     async def has_heard() -> bool:
-        return (await house.ask(ROUTER, "outlook", None, LoadSnapshot)).demand.num_requests == 0
+        return (await system.ask(ROUTER, "outlook", None, LoadSnapshot)).demand.num_requests == 0
 
     while len(served) < num_requests:
         few = [(prompt(rng), rng.randint(1, 12)) for _ in range(NUM_AT_ONCE)]
@@ -111,7 +114,7 @@ async def serve_all(house: House, client: EngineClient, rng: random.Random, num_
     return served
 
 
-async def test_requests_find_cached_what_the_router_expects(preble: House) -> None:
+async def test_requests_find_cached_what_the_router_expects(preble: System) -> None:
     async with calm_client(preble) as client:
         served = await serve_all(preble, client, random.Random(1), NUM_REQUESTS)
     right = sum(each.expected_len == each.cached_len for each in served)
@@ -123,12 +126,12 @@ async def test_requests_find_cached_what_the_router_expects(preble: House) -> No
     assert lost > len({(each.first_token, each.replica) for each in served}), "and evicted"
 
 
-async def num_cached(house: House, replica: str) -> int:
-    reply = await house.ask(scheduler_name(replica), "cached", None, CacheReply)
+async def num_cached(system: System, replica: str) -> int:
+    reply = await system.ask(scheduler_name(replica), "cached", None, CacheReply)
     return 0 if reply.notice is None else reply.notice.num_hashes
 
 
-async def test_a_new_router_asks_what_is_cached(preble: House) -> None:
+async def test_a_new_router_asks_what_is_cached(preble: System) -> None:
     """It is in one process with the Schedulers here: all of them learn it anew, from the workers."""
     async with calm_client(preble) as client:
         tokens = prompt(random.Random(2))
@@ -150,7 +153,7 @@ async def test_a_new_router_asks_what_is_cached(preble: House) -> None:
         assert sum([await num_cached(preble, str(index)) for index in range(NUM_REPLICAS)]) > 0
 
 
-async def test_salts_divide_what_is_shared(preble: House) -> None:
+async def test_salts_divide_what_is_shared(preble: System) -> None:
     async with calm_client(preble) as client:
         tokens = prompt(random.Random(3))
         first = [await serve(client, tokens, 1, salt) for salt in ("", "a", "b")]
@@ -159,7 +162,7 @@ async def test_salts_divide_what_is_shared(preble: House) -> None:
     assert all(each.cached_len == each.expected_len >= PREFIX_LEN for each in again)
 
 
-async def test_outputs_are_what_they_are_without_sharing(preble: House, truth: Truth) -> None:
+async def test_outputs_are_what_they_are_without_sharing(preble: System, truth: Truth) -> None:
     async with calm_client(preble) as client:
         for index in (1, 2, 1, 2):
             truth.check(index, await read(client, index, 40), 40)

@@ -15,13 +15,14 @@ from core.messages.kv import KVUsage
 from core.messages.requests import Submit, SubmitReply
 from core.messages.tokens import TokenBatches, TokenDelta, TokenPoll
 from core.request import Request, SamplingParams
+from services.api.requests import unnamed_request
 from services.ingress.engine_client import SLOW_DELTAS, EngineClient
-from tests.actors.house import (
+from tests.actors.local_system import (
     BLOCK_SIZE,
     MAX_LEN,
     NUM_TOKENS,
     PROMPTS,
-    House,
+    System,
     Truth,
     eventually,
     patient_rows,
@@ -44,8 +45,8 @@ SPLIT_KINDS = {
 }
 
 
-async def poll(house: House, replica: str, ingress_id: str, ack_seq: int) -> TokenBatches:
-    return await house.ask(worker_name(replica), "poll_tokens", TokenPoll(ingress_id, ack_seq, ()), TokenBatches)
+async def poll(system: System, replica: str, ingress_id: str, ack_seq: int) -> TokenBatches:
+    return await system.ask(worker_name(replica), "poll_tokens", TokenPoll(ingress_id, ack_seq, ()), TokenBatches)
 
 
 def deltas_of(reply: TokenBatches) -> list[TokenDelta]:
@@ -60,21 +61,28 @@ async def test_streams_are_those_of_the_engine(client: EngineClient, truth: Trut
 
 
 async def test_a_closed_stream_frees_its_kv(client: EngineClient) -> None:
-    async with aclosing(client.stream(PROMPTS[0], sampling(0))) as deltas:
+    async with aclosing(client.stream(unnamed_request(PROMPTS[0], sampling(0)))) as deltas:
         await anext(deltas)
     await wait_whole(client)
 
 
-async def test_what_is_too_much_is_refused_at_the_first_check(house: House) -> None:
-    async with house.client(max_queued_requests=20, max_queued_tokens=400) as client:
-        open_streams = [client.stream((5,) * 20, SamplingParams(200, ignore_eos=True)) for _ in range(20)]
+async def test_what_is_too_much_is_refused_at_the_first_check(system: System) -> None:
+    async with system.client(max_queued_requests=20, max_queued_tokens=400) as client:
+
+        async def alone() -> bool:
+            return client._first_check.in_flight == (0, 0)
+
+        await eventually(alone, "clients of other tests are forgotten")
+        open_streams = [
+            client.stream(unnamed_request((5,) * 20, SamplingParams(200, ignore_eos=True))) for _ in range(20)
+        ]
         for stream in open_streams:
             await anext(stream)
-        with pytest.raises(CapacityError, match="20 requests are open, the limit is 20"):
-            await anext(client.stream((5,), SamplingParams(1)))
+        with pytest.raises(CapacityError, match="too many requests in flight: 20, limit 20"):
+            await anext(client.stream(unnamed_request((5,), SamplingParams(1))))
         await open_streams.pop().aclose()
-        with pytest.raises(CapacityError, match="380 prompt tokens are in flight, the limit is 400"):
-            await anext(client.stream((5,) * 21, SamplingParams(1)))
+        with pytest.raises(CapacityError, match="too many prompt tokens in flight: 380, limit 400"):
+            await anext(client.stream(unnamed_request((5,) * 21, SamplingParams(1))))
         for stream in open_streams:
             await stream.aclose()
         await wait_whole(client)
@@ -83,45 +91,45 @@ async def test_what_is_too_much_is_refused_at_the_first_check(house: House) -> N
 
 async def test_what_no_worker_can_hold_is_refused_by_name(client: EngineClient) -> None:
     with pytest.raises(InvalidValueError, match="max_tokens") as caught:
-        await anext(client.stream((5,), SamplingParams(MAX_LEN)))
+        await anext(client.stream(unnamed_request((5,), SamplingParams(MAX_LEN))))
     assert f"a worker holds at most {MAX_LEN}" in str(caught.value)
 
 
-async def test_a_lost_reply_loses_no_token(house: House, client: EngineClient) -> None:
+async def test_a_lost_reply_loses_no_token(system: System, client: EngineClient) -> None:
     request = Request("me-0", 0, "me", (5, 6), SamplingParams(3, ignore_eos=True))
-    reply = await house.ask(ROUTER, "submit", Submit((request,)), SubmitReply)
+    reply = await system.ask(ROUTER, "submit", Submit((request,)), SubmitReply)
     (placed,) = reply.placed
     ack_seq = 0
     tokens: list[int] = []
     while len(tokens) < 3:
-        lost = await poll(house, placed.replica, "me", ack_seq)
-        again = await poll(house, placed.replica, "me", ack_seq)
+        lost = await poll(system, placed.replica, "me", ack_seq)
+        again = await poll(system, placed.replica, "me", ack_seq)
         assert again.batches[: len(lost.batches)] == lost.batches
         for batch in again.batches:
             tokens += [token for delta in batch.deltas for token in delta.token_ids]
             ack_seq = batch.seq
     assert len(tokens) == 3
-    assert (await poll(house, placed.replica, "me", ack_seq)).batches == ()
+    assert (await poll(system, placed.replica, "me", ack_seq)).batches == ()
 
 
-async def test_an_ingress_that_falls_silent_leaves_nothing_running(house: House, client: EngineClient) -> None:
+async def test_an_ingress_that_falls_silent_leaves_nothing_running(system: System, client: EngineClient) -> None:
     params = SamplingParams(1000, ignore_eos=True)
     requests = tuple(Request(f"ghost-{index}", 0, "ghost", (5, 6), params) for index in range(12))
-    reply = await house.ask(ROUTER, "submit", Submit(requests), SubmitReply)
+    reply = await system.ask(ROUTER, "submit", Submit(requests), SubmitReply)
     replicas = {placed.replica for placed in reply.placed}
     for replica in replicas:
-        await poll(house, replica, "ghost", 0)
+        await poll(system, replica, "ghost", 0)
     await wait_whole(client)
-    ends = [delta for replica in replicas for delta in deltas_of(await poll(house, replica, "ghost", 0))]
+    ends = [delta for replica in replicas for delta in deltas_of(await poll(system, replica, "ghost", 0))]
     reasons = [delta.finish_reason for delta in ends if delta.finish_reason]
     assert set(reasons) <= {"abort", "length"}
     assert len(reasons) == 12, "each request still gets its one end"
 
 
-async def test_a_slow_client_rests_its_own_sequence_only(house: House, client: EngineClient, truth: Truth) -> None:
+async def test_a_slow_client_rests_its_own_sequence_only(system: System, client: EngineClient, truth: Truth) -> None:
     num_tokens = MAX_LEN - 24
     prompt = PROMPTS[0]
-    async with aclosing(client.stream(prompt, SamplingParams(num_tokens, ignore_eos=True))) as deltas:
+    async with aclosing(client.stream(unnamed_request(prompt, SamplingParams(num_tokens, ignore_eos=True)))) as deltas:
         first = await anext(deltas)
         stream = client._streams[first.request_id]
         await eventually(_stands_still(client, first.request_id), "the worker stops")
@@ -136,7 +144,7 @@ async def test_a_slow_client_rests_its_own_sequence_only(house: House, client: E
         worker = worker_name(stream.replica)
         assert status[worker].queue == 1
         held = (len(prompt) + num_made) / BLOCK_SIZE
-        await eventually(lambda: _one_resident(house, stream.replica, held), "the KV of the one that rests is known")
+        await eventually(lambda: _one_resident(system, stream.replica, held), "the KV of the one that rests is known")
         tokens = first.token_ids
         async for delta in deltas:
             assert delta.start == len(tokens)
@@ -159,8 +167,8 @@ def _stands_still(client: EngineClient, request_id: str) -> Callable[[], Corouti
     return condition
 
 
-async def _one_resident(house: House, replica: str, held_blocks: float) -> bool:
-    usage = await house.ask(kv_offload_manager_name(replica), "usage", None, KVUsage)
+async def _one_resident(system: System, replica: str, held_blocks: float) -> bool:
+    usage = await system.ask(kv_offload_manager_name(replica), "usage", None, KVUsage)
     return usage.num_resident == 1 and abs(usage.num_blocks - usage.free_blocks - held_blocks) <= 2
 
 
@@ -169,14 +177,14 @@ async def _counts_one(client: EngineClient) -> bool:
     return status["router"].queue == status[f"ingress-{client._ingress_id}"].queue == 1
 
 
-async def test_every_component_is_in_the_status(house: House, client: EngineClient) -> None:
+async def test_every_component_is_in_the_status(system: System, client: EngineClient) -> None:
     await eventually(lambda: _introduced(client), "the ingress replica is in the status")
     found = (await patient_rows(client)).values()
     kinds = [row.kind for row in found]
     assert {kind: kinds.count(kind) for kind in kinds} == SPLIT_KINDS
     assert {row.state for row in found} == {"ready"}
     processes = {row.pid for row in found if row.kind != "Ingress"}
-    assert len(processes) == (4 if house.site.placement == "fused" else 11)
+    assert len(processes) == (4 if system.site.placement == "fused" else 11)
 
 
 async def _introduced(client: EngineClient) -> bool:
@@ -184,7 +192,7 @@ async def _introduced(client: EngineClient) -> bool:
 
 
 async def test_replicas_share_the_requests(client: EngineClient) -> None:
-    streams = [client.stream((5, 6), SamplingParams(1000, ignore_eos=True)) for _ in range(6)]
+    streams = [client.stream(unnamed_request((5, 6), SamplingParams(1000, ignore_eos=True))) for _ in range(6)]
     try:
         for stream in streams:
             await anext(stream)

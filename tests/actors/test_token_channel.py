@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.worker import token_channel
-from actors.worker.token_channel import TokenChannel
+from actors.worker import token_channels
+from actors.worker.token_channels import TokenChannel
 from core.messages.tokens import TokenDelta
 
 LONG_S = 120.0
@@ -91,7 +91,7 @@ async def test_first_tokens_of_a_crowd_share_a_reply_but_do_not_wait_for_the_oth
     clock = Clock()
     # All that the module takes from asyncio: the time of an event loop, and an event.
     own_time = SimpleNamespace(get_running_loop=lambda: clock, Event=asyncio.Event)
-    monkeypatch.setattr(token_channel, "asyncio", own_time)
+    monkeypatch.setattr(token_channels, "asyncio", own_time)
     channel = TokenChannel("w")
     clock.pass_s(1.0)
     channel.put([delta(0)], num_rows=100)
@@ -99,11 +99,11 @@ async def test_first_tokens_of_a_crowd_share_a_reply_but_do_not_wait_for_the_oth
     waiting = asyncio.create_task(starts(channel, 1))
     channel.put([delta(1)], num_rows=100)
     channel.put([delta(0)], num_rows=100)
-    clock.pass_s(0.9 * token_channel.FIRST_INTERVAL_S)
+    clock.pass_s(0.9 * token_channels.FIRST_INTERVAL_S)
     assert not await ends_soon(waiting)
     channel.put([delta(0)], num_rows=100)
-    clock.pass_s(0.2 * token_channel.FIRST_INTERVAL_S)
-    assert token_channel.FLUSH_INTERVAL_S > 2 * token_channel.FIRST_INTERVAL_S, "for which the others wait"
+    clock.pass_s(0.2 * token_channels.FIRST_INTERVAL_S)
+    assert token_channels.FLUSH_INTERVAL_S > 2 * token_channels.FIRST_INTERVAL_S, "for which the others wait"
     assert await asyncio.wait_for(waiting, LONG_S) == [1, 0, 0]
 
 
@@ -121,7 +121,7 @@ async def test_what_was_not_acknowledged_comes_again_at_once() -> None:
 async def test_silence_is_counted_while_nobody_polls_and_forgotten_when_somebody_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(token_channel, "TICK_S", 0.01)
+    monkeypatch.setattr(token_channels, "TICK_S", 0.01)
     channel = TokenChannel("w")
     await until(lambda: channel.silent_s >= 0.02)
     polling = asyncio.create_task(channel.poll(LONG_S))

@@ -137,7 +137,7 @@ def test_what_is_there_and_what_is_not_is_shown(front: Server, server: Server) -
 
     def found_out() -> bool:
         shown.update(rows(front))
-        return shown["backend-0"]["breaker"] == "closed" and "no connection" in shown["backend-1"]["breaker"]
+        return shown["backend-0"]["breaker"] == "closed" and "cannot connect" in shown["backend-1"]["breaker"]
 
     wait_until(found_out, "who is there, and who is not, is not shown")
     assert (shown["backend-0"]["kind"], shown["backend-0"]["url"]) == ("OpenAIBackend", server.base_url + "/v1")
@@ -146,7 +146,7 @@ def test_what_is_there_and_what_is_not_is_shown(front: Server, server: Server) -
 
     def told() -> bool:
         table = subprocess.run(farsight("status", "--port", str(front.port)), capture_output=True, text=True).stdout
-        return server.base_url in table and "no connection" in table
+        return server.base_url in table and "cannot connect" in table
 
     wait_until(told, "the command does not tell it")
     labels = f'{{engine="backend-1",model_name="{EMBEDDED_NAME}",state='

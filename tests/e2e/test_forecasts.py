@@ -1,4 +1,4 @@
-"""From ``farsight train`` to a server that foresees the lengths of its answers, and learns from them."""
+"""From ``farsight train`` to a server that predicts the lengths of its answers, and learns from them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from services.launch.launch import EMBEDDED_NAME
 from tests.e2e.server import LONG_S, Server, farsight, start_server, wait_until
@@ -43,7 +44,7 @@ def sample(base_url: str, name: str) -> float:
     return sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith(name))
 
 
-def shown_learnt(server: Server) -> str:
+def shown_learned(server: Server) -> str:
     """What ``farsight status`` has behind its table of components."""
     done = subprocess.run(farsight("status", "--port", str(server.port)), capture_output=True, text=True)
     return done.stdout.partition("learned while serving")[2]
@@ -64,7 +65,7 @@ def status(server: Server) -> dict[str, Any]:
     return found
 
 
-def learnt(server: Server) -> list[dict[str, Any]]:
+def learned(server: Server) -> list[dict[str, Any]]:
     """What the service says it has learned, once it says what holds of it: a version is marked a moment after it is
     stored, and a log that answers late tells of nothing."""
     found: list[dict[str, Any]] = []
@@ -77,7 +78,7 @@ def learnt(server: Server) -> list[dict[str, Any]]:
     return found
 
 
-def test_every_request_is_foreseen_and_what_was_foreseen_badly_is_learnt(tmp_path: Path) -> None:
+def test_every_request_is_predicted_and_bad_predictions_are_learned_from(tmp_path: Path) -> None:
     settings = config(tmp_path, "[engine]\nbenchmark_mode = true\n[predictor]\nlearn_every_s = 4\n")
     predictor = str(train(tmp_path))
     server = start_server(tmp_path / "log", "--preset", "farsight", "--predictor", predictor, *settings)
@@ -103,16 +104,17 @@ def test_every_request_is_foreseen_and_what_was_foreseen_badly_is_learnt(tmp_pat
             for done in [threads.submit(complete, client, prompt, **fields) for prompt, fields in requests]:
                 done.result()
         wait_until(lambda: sample(server.base_url, "farsight:forecast_version") > 1, "no other version serves")
-        versions = learnt(server)
+        versions = learned(server)
         assert [version["current"] for version in versions].count(True) == 1
         kind = versions[0]["kind"]
         assert kind.startswith("length-predictor") and versions[0]["score"] > 0
-        wait_until(lambda: kind in shown_learnt(server), "people are not told of it")
+        wait_until(lambda: kind in shown_learned(server), "people are not told of it")
     finally:
         client.close()
         server.stop()
 
 
+@pytest.mark.long  # trains with an encoder and waits for the start of a second one
 def test_another_predictor_comes_when_questions_queue(tmp_path: Path) -> None:
     """An encoder takes milliseconds a request, and may here take all the time it wants."""
     predictor = str(train(tmp_path, "--kind", "forest", "--encoder", "minilm"))

@@ -67,3 +67,11 @@ def test_rays_control_store_wants_the_token(server: Server) -> None:
 
 def test_no_usage_is_reported(server: Server) -> None:
     assert environment(server)["RAY_USAGE_STATS_ENABLED"] == "0"
+
+
+def test_every_process_is_as_nice_as_the_server(server: Server) -> None:
+    """Ray adds 15 to the niceness of its workers by default. Threads that learn are nicer on purpose."""
+    expected = psutil.Process(server.process.pid).nice()
+    niceness = {name_of(child): child.nice() for child in server.children() if name_of(child).startswith("ray::")}
+    assert any(name.startswith("ray::ComponentHost") for name in niceness)
+    assert niceness == dict.fromkeys(niceness, expected)

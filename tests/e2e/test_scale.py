@@ -144,9 +144,9 @@ async def scale(server: Server, load: Load, kind: str, count: int) -> None:
     assert not load.wrong
 
 
-@pytest.fixture(scope="module", params=["fused", "split"])
+@pytest.fixture(scope="module", params=["fused", pytest.param("split", marks=pytest.mark.long)])
 def scaled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of its own for these tests."""
+    """A server of its own; ``tests/actors/test_deaths.py`` scales components in both placements."""
     log: Path = tmp_path_factory.mktemp("log") / "server.log"
     server = start_server(log, "--placement", request.param)
     yield server

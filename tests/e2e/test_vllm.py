@@ -122,5 +122,5 @@ async def test_vllm_takes_a_chat_as_text_too(url: str) -> None:
 
 async def test_another_name_is_not_what_vllm_serves(url: str) -> None:
     async with backend(url, model="other") as replica:
-        await until(lambda: f"it serves '{NAME}', not 'other'" in replica.component.breaker)
+        await until(lambda: f"the server serves '{NAME}', expected 'other'" in replica.component.breaker)
         assert replica.listener.ready is None

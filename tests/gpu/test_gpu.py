@@ -22,8 +22,8 @@ from engine.attention.xformers_attention import PAGE_SIZE, XformersAttention
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.weights import ModelWeights
 from engine.devices.cuda_device import load_device
+from engine.kv.copiers import HostBlocks, StreamCopier
 from engine.kv.kv_pool import KVPool
-from engine.kv.stream_copier import HostBlocks, StreamCopier
 from engine.sampling.sampler import NO_TOKEN, Sampler
 from engine.steps.backends import GraphBackend, TorchBackend, gpu_attention
 from engine.steps.careful_steps import CarefulSteps
@@ -157,6 +157,7 @@ def test_float32_is_that_of_the_cpu(tiny, tmp_path: Path) -> None:
 
 def _copy_weights(source: ModelWeights, target: ModelWeights) -> None:
     target.embedding.copy_(source.embedding)
+    assert isinstance(target.lm_head, torch.Tensor) and isinstance(source.lm_head, torch.Tensor)
     target.lm_head.copy_(source.lm_head)
     assert target.norm is not None and source.norm is not None
     target.norm.weight.copy_(source.norm.weight)
@@ -307,12 +308,12 @@ def test_out_of_memory(tmp_path: Path) -> None:
     assert agreeing >= len(tokens[0]) - 6  # a near tie changes what follows
 
 
-@pytest.mark.parametrize("weights", ["full", "int4"])
-def test_a_checkpoint_is_loaded_and_the_memory_shared_out(tmp_path: Path, weights: str) -> None:
+@pytest.mark.parametrize("bits", [0, 8, 4])
+def test_a_checkpoint_is_loaded_and_the_memory_shared_out(tmp_path: Path, bits: int) -> None:
     config = model_config("tiny", tmp_path)
     save_random_checkpoint(config, tmp_path, torch.bfloat16)
     engine = EngineConfig(device="cuda", max_num_seqs=16, max_batch_tokens=512, gpu_memory_utilization=0.5)
-    device = load_device(tmp_path, config, "auto", engine, 1, swaps=True, packed=weights == "int4")
+    device = load_device(tmp_path, config, "auto", engine, 1, swaps=True, bits=bits)
     assert isinstance(device.runner, ModelRunner)
     pool = device.runner.pool
     assert (pool.device.type, pool.dtype, pool.block_size) == ("cuda", torch.bfloat16, 64)

@@ -10,10 +10,10 @@ import pytest
 import ray
 
 from benchmarks.ray_nodes import Nodes
-from tests.actors.conftest import CONTINUOUS, ROOT, open_house
+from tests.actors.conftest import CONTINUOUS, ROOT, open_system
 from tests.actors.conftest import actor_model_dir as actor_model_dir
 from tests.actors.conftest import truth as truth
-from tests.actors.house import House
+from tests.actors.local_system import System
 
 SOON = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 300, "health_check_failure_threshold": 5}
 """How fast Ray finds that a node is lost; it takes 15 s unless told."""
@@ -34,6 +34,6 @@ def nodes() -> Iterator[Nodes]:
 
 
 @pytest.fixture(scope="package")
-def spread_house(nodes: Nodes, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    with open_house("split", actor_model_dir, tmp_path_factory.mktemp("log"), CONTINUOUS) as house:
-        yield house
+def spread_system(nodes: Nodes, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    with open_system("split", actor_model_dir, tmp_path_factory.mktemp("log"), CONTINUOUS) as system:
+        yield system

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from actors.runtime.layout import replica_components
+from actors.runtime.names import replica_components
 from benchmarks.ray_nodes import Nodes
 from core.messages.status import ComponentStatus
 from services.ingress.engine_client import EngineClient
-from tests.actors.house import House, Truth, calm_client, eventually, read, rows, under_load
+from tests.actors.local_system import System, Truth, calm_client, eventually, read, rows, under_load
 
 pytestmark = pytest.mark.timeout(900)  # three nodes and a service start
 
@@ -31,9 +31,9 @@ def on(node_id: str, found: dict[str, str]) -> set[str]:
 
 @pytest.mark.parametrize("how", LOSSES)
 async def test_the_requests_of_a_lost_node_move_and_finish(
-    spread_house: House, nodes: Nodes, truth: Truth, how: str
+    spread_system: System, nodes: Nodes, truth: Truth, how: str
 ) -> None:
-    async with calm_client(spread_house) as client:
+    async with calm_client(spread_system) as client:
         before = await homes(client, nodes)
         assert before["worker-0"] != before["worker-1"]
         replica = "0" if before["worker-0"] else "1"  # the other one may live on the head

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from core.messages.requests import AnnounceReply, Keys, Refusal, Submit, SubmitReply
 from core.messages.tokens import TokenBatches, TokenPoll
 from core.request import Request
-from services.ingress.ledger import RequestLedger
-from services.ingress.token_inbox import TokenInbox
+from services.ingress.ledger import OpenStream, RequestLedger
+from services.ingress.streams import TokenInbox
 from tests.protocol.network import Life, attempts
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class IngressComponent:
 
     def open(self, request: Request) -> None:
         """A client comes."""
-        self.ledger.open(request)
+        self.ledger.open(OpenStream(request))
         self._flush()
 
     def close(self, request_id: str) -> None:

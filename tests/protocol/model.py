@@ -12,7 +12,7 @@ from core.request import Request, SamplingParams
 from engine.sequence import Sequence
 from engine.step_fault import StepFault
 from kvcache import BatchLimits, BlockManager, StepBatch, StepItem
-from kvcache.prefix import hash_blocks
+from kvcache.block_manager import hash_blocks
 
 BLOCK = 4
 EOS = 0

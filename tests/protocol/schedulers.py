@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +31,8 @@ from policies.fleet.events import (
     RequestsStarted,
     TimePassed,
 )
-from policies.fleet.machine import FleetMachine
-from policies.interfaces import ReplicaPolicies
+from policies.fleet.scheduler import FleetMachine
+from policies.interfaces import ReplicaPolicies, ScheduledRequest
 from policies.replica.events import (
     BatchBroken,
     CacheTold,
@@ -49,7 +49,6 @@ from policies.replica.events import (
 )
 from policies.replica.planner import ReplicaPlans
 from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
-from policies.replica.tracked import Tracked
 from tests.protocol.network import Life, attempts
 
 if TYPE_CHECKING:
@@ -64,11 +63,10 @@ class _ShortPlans(ReplicaPlans):
 
     quantum = 4
 
-    def _slot(self, tracked: Tracked, decode_s: float | None, *, standby: bool) -> Slot:
-        slot = super()._slot(tracked, decode_s, standby=standby)
-        job = tracked.job
-        prefill_to = max(job.computed_len, job.host_len) + 2 * self.quantum
-        length_to = job.known_len + self.quantum
+    def _slot(self, scheduled: ScheduledRequest, decode_s: float | None, *, standby: bool) -> Slot:
+        slot = super()._slot(scheduled, decode_s, standby=standby)
+        prefill_to = max(scheduled.computed_len, scheduled.host_len) + 2 * self.quantum
+        length_to = scheduled.known_len + self.quantum
         return replace(slot, prefill_to=min(slot.prefill_to, prefill_to), length_to=min(slot.length_to, length_to))
 
 
@@ -77,12 +75,11 @@ class ShortGrants(ReplicaScheduler):
 
     def __init__(self, policies: ReplicaPolicies, limits: SchedulerLimits) -> None:
         super().__init__(policies, limits)
-        self._plans = _ShortPlans(policies.order, limits.grant_lead_s, self._shadow)
+        self._planner = _ShortPlans(policies.order, limits.grant_lead_s, self._mirror)
 
-    def _take_report(self, report: StepReport, now: float) -> list[Any]:
-        instructions = super()._take_report(report, now)
-        self._shadow.stale |= bool(self._shadow.admitted)
-        return instructions
+    def _book_report(self, report: StepReport, now: float) -> Iterator[Any]:
+        yield from super()._book_report(report, now)
+        self._mirror.stale |= bool(self._mirror.admitted)
 
 
 @dataclass(slots=True)

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
+from actors.worker.token_channels import TokenOutbox
 from core.messages.plans import FinishedSequence, Plan, ReportPoll, StepReport, WorkerReady, WorkerState
 from core.messages.tokens import TokenBatches, TokenPoll
 from core.request import Residency
 from engine.emission import Emission, Output
-from engine.outbox import TokenOutbox
-from engine.text.detokenizer import Detokenizer
+from engine.sequence import Detokenizer
 from engine.worker import Worker
 from kvcache import BatchLimits, BlockManager, KVCopy, LeaseExecutor, PlanExecutor, StaticExecutor, StepBatch
 from tests.protocol.model import BLOCK, EOS, Device, LaggingDetokenizer

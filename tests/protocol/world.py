@@ -142,7 +142,7 @@ class World:
         settings = PolicySettings(watermark=self.watermark, mlfq=MlfqRules(quantum_s=STEP_S, starve_limit_s=1.0))
         machine = build_scheduler("fcfs", self.limits, settings, order=order, admission=self.admission, kv=kv)
         if self.short_grants:
-            parts = ReplicaPolicies(machine.order, machine.admission, machine.turns.kv)
+            parts = ReplicaPolicies(machine.order, machine.admission, machine.selector.kv)
             machine = ShortGrants(parts, self.limits)
         machine.handle(CostLearned(StepCost(STEP_S, 0.0, 0.0, 0.0)), self.clock.now)
         return SchedulerComponent(self, replica, machine)

@@ -12,7 +12,7 @@ from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.latency import LatencyModel, LinearLatency
 from simulator.cluster.replica import ReplicaShape
 from simulator.cluster.timeline import Timeline
-from simulator.traffic.workload import Arrival
+from simulator.traffic.workload import SimRequest
 
 STEP = LinearLatency(StepCost(1.0, 0.0, 0.0, 0.0))
 """Every step takes a second, whatever is in it."""
@@ -45,6 +45,6 @@ def make_fleet(
     return fleet, shape
 
 
-def arrivals(*requests: tuple[float, int, int]) -> Sequence[Arrival]:
+def arrivals(*requests: tuple[float, int, int]) -> Sequence[SimRequest]:
     """Arrivals from (instant, prompt tokens, output tokens)."""
-    return [Arrival(f"r{i}", at, prompt, output, output) for i, (at, prompt, output) in enumerate(requests)]
+    return [SimRequest(f"r{i}", at, prompt, output, output) for i, (at, prompt, output) in enumerate(requests)]

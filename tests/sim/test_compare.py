@@ -14,7 +14,7 @@ from core.errors import InvalidValueError
 from simulator.compare import Compared, compare, comparison_table, paired_ratio, paired_ratios, student_t
 from simulator.experiment import Experiment, make_arrivals
 from simulator.results import to_json
-from simulator.run import Outcome, run
+from simulator.run import RunOutcome, run
 
 SMALL = Experiment(num_requests=40, kv_tokens=4000)
 
@@ -80,7 +80,7 @@ def test_every_run_has_its_seed_and_preset(monkeypatch: pytest.MonkeyPatch) -> N
     """Policies may draw as well as workloads."""
     ran: list[tuple[str, int]] = []
 
-    def note(experiment: Experiment, *args: Any, **kwargs: Any) -> Outcome:
+    def note(experiment: Experiment, *args: Any, **kwargs: Any) -> RunOutcome:
         ran.append((experiment.preset, experiment.seed))
         return run(experiment, *args, **kwargs)
 

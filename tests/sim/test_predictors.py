@@ -10,14 +10,14 @@ import pytest
 from core.errors import InvalidValueError
 from core.forecast import QUANTILES, Forecast
 from simulator.predictors import Noisy, Shuffled, Trained, history, none, oracle
-from simulator.traffic.workload import Arrival
+from simulator.traffic.workload import SimRequest
 
 
-def _arrivals(num: int = 50, output_len: int | None = None, cap: int = 10_000) -> list[Arrival]:
-    return [Arrival(f"r{i}", float(i), 8, output_len or i + 1, cap) for i in range(num)]
+def _arrivals(num: int = 50, output_len: int | None = None, cap: int = 10_000) -> list[SimRequest]:
+    return [SimRequest(f"r{i}", float(i), 8, output_len or i + 1, cap) for i in range(num)]
 
 
-def _forecasts(arrivals: list[Arrival]) -> list[Forecast]:
+def _forecasts(arrivals: list[SimRequest]) -> list[Forecast]:
     assert all(a.forecast is not None for a in arrivals)
     return [a.forecast for a in arrivals if a.forecast is not None]
 

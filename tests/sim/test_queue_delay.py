@@ -10,7 +10,7 @@ from policies.compose import build_scheduler
 from policies.fleet.events import GlobalEvent, GlobalInstruction
 from policies.fleet.queue_delay import queue_delay_s
 from policies.fleet.scheduler import GlobalScheduler
-from policies.placement.least_work import LeastWork
+from policies.placement.base import LeastWork
 from policies.replica.events import RequestsArrived
 from policies.replica.scheduler import SchedulerLimits
 from policies.settings import PolicySettings

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from core.config.scheduling import BatchConfig
 from core.errors import ConfigError, IntegrityError, InvalidValueError
 from policies.presets import PRESETS
 from simulator.cluster.latency import GPUS, MODELS, Roofline
 from simulator.cluster.timeline import Timeline
 from simulator.experiment import DEFAULT_RATE, PREDICTORS, Experiment, free_kv_tokens, make_arrivals
 from simulator.results import config_of, read_config, request_row, to_json, write_results
-from simulator.run import Outcome, run
-from simulator.traffic.workload import Arrival
+from simulator.run import RunOutcome, run
+from simulator.traffic.workload import SimRequest
 
 SMALL = Experiment(num_requests=60, kv_tokens=4000, rate=20.0, seed=7)
 
 
-def written(directory: Path, experiment: Experiment = SMALL) -> tuple[Outcome, dict[str, bytes]]:
+def written(directory: Path, experiment: Experiment = SMALL) -> tuple[RunOutcome, dict[str, bytes]]:
     outcome = run(experiment, make_arrivals(experiment))
     paths = write_results(directory, experiment, outcome.summary, outcome.recorder.done)
     return outcome, {path.name: path.read_bytes() for path in paths}
@@ -93,7 +95,7 @@ def test_json_has_no_nan() -> None:
 
 def test_what_never_fits_is_refused_and_counted() -> None:
     """Also in a closed loop whose every client has one: the next ones come all the same."""
-    arrivals = [Arrival(f"r{i}", 0.0, 5000 if i < 3 else 10, 2, 2) for i in range(5)]
+    arrivals = [SimRequest(f"r{i}", 0.0, 5000 if i < 3 else 10, 2, 2) for i in range(5)]
     for clients in (None, 1, 2):
         outcome = run(replace(SMALL, rate=None, clients=clients), arrivals)
         assert outcome.failed == ("r0", "r1", "r2")
@@ -216,12 +218,20 @@ def test_kv_tokens_of_a_gpu() -> None:
         SMALL,
         replace(SMALL, rate=math.inf, latency=Roofline(GPUS["h100"], MODELS["opt-13b"], 2)),
         replace(SMALL, rate=None, clients=3, num_requests=None),
+        replace(SMALL, preset="multi-bin", batch=BatchConfig(batch_size=4, num_bins=2, max_wait_s=30.0)),
     ],
 )
 def test_a_saved_config_is_the_same_experiment(tmp_path: Path, experiment: Experiment) -> None:
     path = tmp_path / "config.json"
     path.write_text(to_json(config_of(experiment)))
     assert read_config(path) == experiment
+
+
+def test_a_config_of_an_earlier_version_has_no_settings_of_batches(tmp_path: Path) -> None:
+    path, config = tmp_path / "config.json", config_of(SMALL)
+    del config["batch"]
+    path.write_text(to_json(config))
+    assert read_config(path) == SMALL
 
 
 @pytest.mark.parametrize(
@@ -248,3 +258,12 @@ def test_a_config_that_cannot_be_read(tmp_path: Path) -> None:
     for name in ("none.json", "list.json"):
         with pytest.raises(ConfigError, match=name):
             read_config(tmp_path / name)
+
+
+def test_settings_of_batches_are_those_of_a_server() -> None:
+    """All at once on one replica: the size of the largest batch that ran is the one that was set."""
+    arrivals = make_arrivals(replace(SMALL, rate=math.inf))
+    for size in (2, 5):
+        experiment = replace(SMALL, preset="magnus-vs", batch=BatchConfig(batch_size=size))
+        ends = Counter(record.finished_at for record in run(experiment, arrivals).recorder.done)
+        assert max(ends.values()) == size

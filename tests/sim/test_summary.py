@@ -13,11 +13,11 @@ from rich.console import Console
 from core.costs import StepCost
 from core.errors import InvalidValueError
 from policies.batching.fcfs import FcfsBatches
-from simulator.cluster.batch_fleet import BatchFleet, StaticExecution
 from simulator.cluster.latency import GPUS, MODELS, LatencyModel, LinearLatency, Roofline
+from simulator.cluster.padded import num_computed_tokens, padded_fleet
 from simulator.cluster.records import Record, Recorder
-from simulator.summary import Distribution, Sla, Summary, alone_s, show, summarize, tables
-from simulator.traffic.workload import Arrival
+from simulator.summary import MeanAndPercentiles, Sla, Summary, alone_s, show, summarize, tables
+from simulator.traffic.workload import SimRequest
 from tests.sim.runs import STEP, arrivals, make_fleet
 
 LATENCIES, POINTS = ("ttft_s", "tpot_s", "itl_s", "mtpot_s", "jct_s", "slowdown"), ("mean", "p50", "p99")
@@ -36,10 +36,10 @@ def run(*requests: tuple[float, int, int], sla: Sla | None = None, num_failed: i
 def test_two_requests_in_turn() -> None:
     """One place: r0 from 2 to 5 in three steps, r1 from 5 to 7 in two; both came at 2."""
     got = run((2, 10, 3), (2, 20, 2), max_num_seqs=1)
-    assert got.ttft_s == Distribution(2.5, 1, 4)
-    assert got.jct_s == Distribution(4, 3, 5)
+    assert got.ttft_s == MeanAndPercentiles(2.5, 1, 4)
+    assert got.jct_s == MeanAndPercentiles(4, 3, 5)
     assert dataclasses.astuple(got.slowdown) == (pytest.approx((1 + 2.5) / 2), 1, 2.5)
-    assert got.tpot_s == got.mtpot_s == Distribution(1, 1, 1)
+    assert got.tpot_s == got.mtpot_s == MeanAndPercentiles(1, 1, 1)
     assert (got.num_requests, got.num_steps, got.makespan_s) == (2, 5, 5)
     assert got.requests_per_s == pytest.approx(0.4) and got.output_tokens_per_s == pytest.approx(1)
     assert got.total_tokens_per_s == pytest.approx((10 + 20 + 3 + 2) / 5)
@@ -107,7 +107,7 @@ def test_alone_there_is_no_slowdown(latency: LatencyModel, prompt_len: int, outp
 def test_prefix_hits() -> None:
     recorder = Recorder()
     for cached_len in (0, 30):
-        record = Record(Arrival("r", 0.0, 60, 1, 1), first_token_at=1.0, last_token_at=1.0, finished_at=1.0)
+        record = Record(SimRequest("r", 0.0, 60, 1, 1), first_token_at=1.0, last_token_at=1.0, finished_at=1.0)
         record.num_tokens, record.cached_len = 1, cached_len
         recorder.done.append(record)
     assert summarize(recorder, make_fleet()[1], STEP, Sla()).prefix_hit_rate == pytest.approx(30 / 120)
@@ -121,13 +121,13 @@ def test_percentiles_are_by_nearest_rank() -> None:
 
 def test_padding_counts_among_all_tokens_only() -> None:
     """Static batches of 1 and 3 tokens: two are computed for no client; nothing is streamed."""
-    fleet = BatchFleet(FcfsBatches(2), StaticExecution(STEP))
+    fleet = padded_fleet(FcfsBatches(2), STEP)
     recorder = fleet.run(arrivals((0, 4, 1), (0, 4, 3)))
-    padding = fleet.counts.num_tokens - 4
+    padding = num_computed_tokens(fleet) - 4
     got = summarize(recorder, make_fleet()[1], STEP, Sla(), num_padding_tokens=padding)
     assert got.output_tokens_per_s == pytest.approx(4 / 3)
     assert got.total_tokens_per_s == pytest.approx((8 + 4 + 2) / 3)
-    assert got.tpot_s == got.itl_s == got.mtpot_s == Distribution()
+    assert got.tpot_s == got.itl_s == got.mtpot_s == MeanAndPercentiles()
 
 
 def test_keys_are_a_contract() -> None:
@@ -137,13 +137,13 @@ def test_keys_are_a_contract() -> None:
 def test_nothing_done() -> None:
     """Numbers that there are not are null, and nothing divides by 0."""
     got = summarize(Recorder(), make_fleet()[1], STEP, Sla(), num_failed=3)
-    assert (got.num_requests, got.num_failed, got.jct_s, got.goodput_share) == (0, 3, Distribution(), 0)
+    assert (got.num_requests, got.num_failed, got.jct_s, got.goodput_share) == (0, 3, MeanAndPercentiles(), 0)
     assert json.loads(json.dumps(got.to_dict(), allow_nan=False))["ttft_s_p99"] is None
 
 
 def test_single_tokens_have_no_gaps() -> None:
     got = run((0, 4, 1), (0, 4, 1))
-    assert got.tpot_s == got.itl_s == got.mtpot_s == Distribution() and got.goodput_share == 1
+    assert got.tpot_s == got.itl_s == got.mtpot_s == MeanAndPercentiles() and got.goodput_share == 1
 
 
 def test_tables_name_every_latency() -> None:

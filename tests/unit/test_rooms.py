@@ -25,7 +25,7 @@ def run(code: str, cwd: Path, *path: Path, installed: bool = True) -> subprocess
 
 
 @pytest.mark.parametrize(
-    "code", ["import services.cli", "from engine import Engine", "import actors.runtime.site", COMMAND]
+    "code", ["import services.cli", "from engine import Engine", "import actors.runtime.peer", COMMAND]
 )
 def test_a_foreign_package_is_named_with_what_to_do(code: str, tmp_path: Path) -> None:
     foreign = tmp_path / "foreign" / "core"

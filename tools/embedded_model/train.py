@@ -56,7 +56,7 @@ FIRST_SIZE: Final = 2
 LAST_SIZE: Final = 14
 STEPS_PER_SIZE: Final = (80, 400)
 """Fewest and most steps at one size; the most does not bind the first size."""
-LEARNT_LOSS: Final = 0.05
+LEARNED_LOSS: Final = 0.05
 COPYING: Final = ("repeat", "upper", "thrice", "bullets", "mask_digits")
 """Tasks whose mean answer loss decides when the curriculum goes on."""
 
@@ -235,7 +235,7 @@ def advance_curriculum(progress: Progress, copying_loss: float) -> None:
     progress.copying_loss = 0.95 * progress.copying_loss + 0.05 * copying_loss
     progress.steps_at_size += 1
     fewest, most = STEPS_PER_SIZE
-    learned = progress.copying_loss < LEARNT_LOSS and progress.steps_at_size >= fewest
+    learned = progress.copying_loss < LEARNED_LOSS and progress.steps_at_size >= fewest
     overdue = progress.size > FIRST_SIZE and progress.steps_at_size >= most
     if progress.size < LAST_SIZE and (learned or overdue):
         progress.size += 1

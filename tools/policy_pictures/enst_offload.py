@@ -6,8 +6,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from core.costs import StepCost
-from policies.interfaces import KvView
-from policies.job import Job
+from policies.interfaces import Job, KvView
 from policies.kv.enst_offload import EnstOffload, enst_s
 from policies.order.skip_join_mlfq import SkipJoinMlfq
 from policies.settings import MlfqRules

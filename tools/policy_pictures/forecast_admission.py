@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from policies.admission.forecast import ForecastAdmission
-from policies.job import Job
+from policies.interfaces import Job
 from policies.lengths.history import FloatArray
 
 NUM_PATHS = 14

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from core.costs import StepCost
 from core.forecast import Forecast
-from policies.job import Job
+from policies.interfaces import Job
 from policies.order.gittins import DecodePrice, Gittins
 
 LAWS = {

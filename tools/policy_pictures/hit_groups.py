@@ -8,7 +8,7 @@ from itertools import islice
 import numpy as np
 from matplotlib.figure import Figure
 
-from policies.job import Job
+from policies.interfaces import Job
 from policies.order.hit_groups import HitGroups, quotas
 
 SLOTS = 55

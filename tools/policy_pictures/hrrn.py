@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from policies.batching.base import BatchQueue, ChooseBatch, first_arrived
 from policies.batching.hrrn import HighestResponseRatio, response_ratio
-from policies.job import Job
+from policies.interfaces import Job
 
 BATCHES = {"a": (0, 12), "b": (1, 20), "c": (4, 3), "d": (14, 2), "e": (16, 3), "f": (29, 3)}
 """Arrival and serving time, s."""

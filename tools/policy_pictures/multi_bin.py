@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from policies.batching.multi_bin import MultiBinBatcher, uniform_edges
-from policies.job import Job
+from policies.interfaces import Job
 from simulator.reproduce.multi_bin_theory import UniformService
 
 SYSTEM = UniformService(1, 20, 128)

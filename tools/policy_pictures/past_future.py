@@ -11,8 +11,7 @@ from matplotlib.figure import Figure
 from policies.admission.conservative import Conservative
 from policies.admission.past_future import HistoryLengths, PastFuture, future_memory
 from policies.admission.watermark import Aggressive
-from policies.interfaces import Admission
-from policies.job import Job
+from policies.interfaces import Admission, Job
 from policies.lengths.history import LengthHistory
 
 CAPACITY = 3000
@@ -52,9 +51,7 @@ def draw() -> Figure:
 def _plot(axes: Axes, name: str, course: Course) -> None:
     steps = range(0, len(course.held), 3)
     axes.plot(steps, course.held[::3], color="#4477aa", label="held now")
-    axes.plot(
-        steps, course.needed[::3], color="#ccbb44", linewidth=1, label="peak that the batch comes to if nobody joins"
-    )
+    axes.plot(steps, course.needed[::3], color="#ccbb44", linewidth=1, label="peak of the batch if no job joins")
     axes.axhline(CAPACITY, color="black", linestyle="--", linewidth=1, label="capacity")
     axes.plot(
         course.evicted, [1.32 * CAPACITY] * len(course.evicted), "x", color="#ee6677", markersize=5, label="eviction"

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from policies.placement.prefix_tree import Node, RadixTree
+from policies.placement.prefix_tree import PrefixNode, RadixTree
 
 COLOURS = ("#4c78a8", "#f58518")
 HEIGHT = 0.54
@@ -59,12 +59,12 @@ def _draw(axes: Axes, tree: RadixTree, title: str) -> None:
     axes.set_title(title, loc="left", fontsize=9)
 
 
-def _rows(root: Node) -> Iterator[tuple[Node, float]]:
+def _rows(root: PrefixNode) -> Iterator[tuple[PrefixNode, float]]:
     """Each node and its row: leaves one below the other, a parent in the middle of its children."""
-    rows: dict[Node, float] = {}
+    rows: dict[PrefixNode, float] = {}
     num_leaves = 0
 
-    def place(node: Node) -> float:
+    def place(node: PrefixNode) -> float:
         nonlocal num_leaves
         if node.children:
             below = [place(child) for child in node.children.values()]

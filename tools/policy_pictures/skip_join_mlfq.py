@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from core.costs import StepCost
-from policies.job import Job
+from policies.interfaces import Job
 from policies.order.skip_join_mlfq import SkipJoinMlfq
 from policies.settings import MlfqRules
 

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from policies.batching.base import Batcher, FormedBatch, first_arrived
 from policies.batching.fcfs import FcfsBatches
 from policies.batching.wma import WmaBatcher, wasted_memory_accesses
-from policies.job import Job
+from policies.interfaces import Job
 
 BIG, SMALL = 300, 60
 COLOURS = {"padding": "0.82", "prompt": "tab:blue", "output": "tab:green", "waits for the longest": "tab:red"}

@@ -11,14 +11,14 @@ from core.messages.log import RequestTrace
 from core.messages.placement import PlacementView
 from core.messages.status import ComponentCounts, StatusReply
 from core.messages.tokens import TokenDelta
-from core.request import Origin, SamplingParams
+from core.request import Request
 from services.api.access.caller import CURRENT
 from services.api.access.door import Door
 from services.api.access.keys import Caller, Role
+from services.api.access.presented import owner_of, owns, salt_of
 from services.api.backend import GenerationBackend, ModelInfo
 from services.api.generate import first_cached_len
-from services.api.ownership import owner_of, owns, salt_of
-from services.api.text.prompt_text import PromptText
+from services.api.text.prompts import PromptText
 
 
 class MeteredBackend:
@@ -38,26 +38,29 @@ class MeteredBackend:
         return self._backend.model
 
     async def stream(
-        self,
-        prompt_ids: tuple[int, ...],
-        sampling: SamplingParams,
-        text: PromptText | None = None,
-        origin: Origin | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
+        self, request: Request, text: PromptText | None = None, key: str = ""
     ) -> AsyncGenerator[TokenDelta, None]:
-        """As ``GenerationBackend.stream``; tokens count for the caller's tenant as they come."""
+        """As ``GenerationBackend.stream``; tokens count for the caller's tenant as they come.
+
+        Where keys are in use, the tenant's name is the ``key`` that requests in flight are counted by.
+        """
         caller = CURRENT.get()
         if caller is not None:
-            priority = caller.tenant.priority(priority)
-            if origin is not None:
-                origin = dataclasses.replace(origin, owner=owner_of(caller.identity))
-            if not self._shares_prefixes:
-                cache_salt = salt_of(caller.identity, cache_salt)
-        deltas = self._backend.stream(prompt_ids, sampling, text, origin, priority, cache_salt)
-        async with aclosing(self._counted(deltas, len(prompt_ids), caller)) as counted:
+            request, key = self._owned(request, caller), caller.tenant.name
+        deltas = self._backend.stream(request, text, key)
+        async with aclosing(self._counted(deltas, request.prompt_len, caller)) as counted:
             async for delta in counted:
                 yield delta
+
+    def _owned(self, request: Request, caller: Caller) -> Request:
+        """The request with the priority, the owner and the cache salt of the caller's tenant."""
+        origin, salt = request.origin, request.cache_salt
+        return dataclasses.replace(
+            request,
+            priority=caller.tenant.priority(request.priority),
+            origin=None if origin is None else dataclasses.replace(origin, owner=owner_of(caller.identity)),
+            cache_salt=salt if self._shares_prefixes else salt_of(caller.identity, salt),
+        )
 
     async def _counted(
         self, deltas: AsyncGenerator[TokenDelta, None], prompt: int, caller: Caller | None

@@ -1,4 +1,4 @@
-"""Response models of whole answers; ``chunk_writer`` writes the chunks of streams."""
+"""Response models of whole answers; ``sse`` writes the chunks of streams."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from core.messages.tokens import TokenLogprobs
 from services.api.answers.logprobs import CompletionLogprobs, chat_logprobs
 from services.api.backend import ModelInfo
 from services.api.generate import ChoiceResult, shown_choices
-from services.api.jobs import Generation
+from services.api.requests import Generation
 from services.api.text.token_texts import TokenTexts
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -53,7 +53,7 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
 
-class Usage(BaseModel):
+class UsageFields(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -82,7 +82,7 @@ class Completion(BaseModel):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage
+    usage: UsageFields
 
 
 class ChatAnswer(BaseModel):
@@ -119,7 +119,7 @@ class ChatCompletion(BaseModel):
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: Usage
+    usage: UsageFields
 
 
 class Health(BaseModel):
@@ -209,9 +209,9 @@ def _as(model: type[_Model], record: object) -> _Model:
     return model(**{name: getattr(record, name) for name in model.model_fields})
 
 
-def usage(generation: Generation, num_output_tokens: int, num_cached_tokens: int) -> Usage:
+def usage(generation: Generation, num_output_tokens: int, num_cached_tokens: int) -> UsageFields:
     num_prompt_tokens = generation.num_prompt_tokens
-    return Usage(
+    return UsageFields(
         prompt_tokens=num_prompt_tokens,
         completion_tokens=num_output_tokens,
         total_tokens=num_prompt_tokens + num_output_tokens,
@@ -219,13 +219,13 @@ def usage(generation: Generation, num_output_tokens: int, num_cached_tokens: int
     )
 
 
-def _usage_of(generation: Generation, results: Sequence[ChoiceResult]) -> Usage:
-    """Token counts of all jobs that ran, shown or not; a prompt's cached tokens are those of its first output."""
+def _usage_of(generation: Generation, results: Sequence[ChoiceResult]) -> UsageFields:
+    """Token counts of all requests that ran, shown or not; a prompt's cached tokens are those of its first output."""
     num_cached = sum(result.cached_len for result in results[:: generation.num_tries])
     return usage(generation, sum(result.num_tokens for result in results), num_cached)
 
 
-def completion(model: str, generation: Generation, results: Sequence[ChoiceResult], texts: TokenTexts) -> Completion:
+def completion(generation: Generation, results: Sequence[ChoiceResult], texts: TokenTexts) -> Completion:
     choices = []
     for index, result in enumerate(shown_choices(generation, results)):
         prompt = index // generation.n
@@ -237,26 +237,24 @@ def completion(model: str, generation: Generation, results: Sequence[ChoiceResul
         text = generation.echoes[prompt].text + result.text if generation.echoes else result.text
         choices.append(CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=result.finish_reason))
     return Completion(
-        id=generation.origin.response_id,
+        id=generation.response_id,
         created=int(time.time()),
-        model=model,
+        model=generation.model,
         choices=choices,
         usage=_usage_of(generation, results),
     )
 
 
-def chat_completion(
-    model: str, generation: Generation, results: Sequence[ChoiceResult], texts: TokenTexts
-) -> ChatCompletion:
+def chat_completion(generation: Generation, results: Sequence[ChoiceResult], texts: TokenTexts) -> ChatCompletion:
     choices = []
     for index, result in enumerate(results):
         answer = ChatAnswer(content=result.text)
         logprobs = ChatLogprobs(**chat_logprobs(texts, result.logprobs)) if generation.shows_logprobs else None
         choices.append(ChatChoice(index=index, message=answer, logprobs=logprobs, finish_reason=result.finish_reason))
     return ChatCompletion(
-        id=generation.origin.response_id,
+        id=generation.response_id,
         created=int(time.time()),
-        model=model,
+        model=generation.model,
         choices=choices,
         usage=_usage_of(generation, results),
     )
@@ -265,9 +263,9 @@ def chat_completion(
 def completion_logprobs(generation: Generation, prompt: int, texts: TokenTexts) -> CompletionLogprobs:
     """Token counts of one choice of a prompt."""
     echo = generation.echoes[prompt] if generation.echoes else None
-    return CompletionLogprobs(texts, generation.jobs[prompt * generation.num_tries].prompt_ids, echo)
+    return CompletionLogprobs(texts, generation.prompts[prompt].prompt_ids, echo)
 
 
 def first_prompt_entry(generation: Generation, prompt: int) -> TokenLogprobs:
     """The first token of an echoed prompt has an id but no log probability."""
-    return (generation.jobs[prompt * generation.num_tries].prompt_ids[0],), ()
+    return (generation.prompts[prompt].prompt_ids[0],), ()

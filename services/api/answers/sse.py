@@ -1,20 +1,29 @@
-"""Streamed answers: server-sent events that begin with the first token and end with ``[DONE]``."""
+"""Streamed answers: server-sent events that begin with the first token and end with ``[DONE]``.
+
+Chunks are plain dicts, which are cheap to encode.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
+from json.encoder import encode_basestring
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.api.answers.chunk_writer import ChunkWriter, event
-from services.api.answers.replies import usage
+from core.messages.tokens import DeltaLogprobs, TokenDelta
+from services.api.answers.logprobs import CompletionLogprobs, chat_logprobs
+from services.api.answers.replies import UsageFields, completion_logprobs, first_prompt_entry, usage
 from services.api.backend import GenerationBackend
 from services.api.errors import as_api_error
-from services.api.generate import ClientGone, first_cached_len, run_jobs, while_connected
-from services.api.jobs import Generation
+from services.api.generate import ClientGone, first_cached_len, run_requests, while_connected
+from services.api.requests import Generation
+from services.api.text.token_texts import TokenTexts
 
 DONE = b"data: [DONE]\n\n"
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -31,7 +40,7 @@ async def chunks(
     started = False
     num_tokens = num_cached = 0
     try:
-        async with aclosing(run_jobs(backend, generation)) as deltas:
+        async with aclosing(run_requests(backend, generation)) as deltas:
             async for index, delta in deltas:
                 num_tokens += delta.num_tokens
                 if delta.cached_len and index % generation.num_tries == 0:
@@ -82,3 +91,98 @@ async def _send_body(send: Send, body: bytes, *, more: bool) -> None:
         await send({"type": "http.response.body", "body": body, "more_body": more})
     except OSError as error:
         raise ClientGone from error
+
+
+class ChunkWriter:
+    """Writes the server-sent events of one stream; every chunk has the same id.
+
+    Args:
+        generation: Chunks of a chat carry a ``delta``, those of a completion a ``text``. With ``include_usage`` they
+            have a ``usage`` field: null in all chunks but the last.
+        texts: Names the tokens of log probabilities.
+    """
+
+    def __init__(self, generation: Generation, texts: TokenTexts) -> None:
+        chat = self._chat = generation.chat
+        self._include_usage = generation.include_usage
+        self._generation = generation
+        self._texts = texts
+        # Echoed prompt by choice, until it is written; in a stream every request is a choice.
+        self._echoes = dict(enumerate(echo.text for echo in generation.echoes for _ in range(generation.n)))
+        self._logprobs: list[CompletionLogprobs] = []
+        if generation.shows_logprobs and not chat:
+            prompts = (index // generation.n for index in range(len(generation.requests)))
+            self._logprobs = [completion_logprobs(generation, prompt, texts) for prompt in prompts]
+        self._plain: dict[
+            int, tuple[bytes, bytes]
+        ] = {}  # By choice: the JSON before and after the text of a usual chunk.
+        self._head: dict[str, Any] = {
+            "id": generation.response_id,
+            "object": "chat.completion.chunk" if chat else "text_completion",
+            "created": int(time.time()),
+            "model": generation.model,
+        }
+
+    def opening(self) -> bytes:
+        """The first chunk of each choice: a chat's names the role, a completion has none."""
+        if not self._chat:
+            return b""
+        role = {"role": "assistant", "content": ""}
+        return b"".join(self._chat_event(index, role, None, None) for index in range(len(self._generation.requests)))
+
+    def output(self, index: int, delta: TokenDelta) -> bytes:
+        """The chunks of one delta: text, the end of a choice, both or none; a chat choice ends with an own chunk."""
+        if delta.text and delta.finish_reason is None and delta.logprobs is None and not self._echoes:
+            head, tail = self._plain.get(index) or self._around_text(index)
+            return head + encode_basestring(delta.text).encode() + tail
+        text, reason = delta.text, delta.finish_reason
+        if self._chat:
+            return self._chat_output(index, delta)
+        logprobs = None
+        if delta.logprobs is not None:
+            logprobs = self._completion_logprobs(index, delta.logprobs)
+        if self._echoes:
+            text = self._echoes.pop(index, "") + text
+        if not text and reason is None and logprobs is None:
+            return b""
+        return self._event([{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}])
+
+    def _around_text(self, index: int) -> tuple[bytes, bytes]:
+        """The fast path: most chunks differ only in their text, so the JSON around it is encoded once."""
+        choice: dict[str, Any] = {"index": index, "text": "", "logprobs": None, "finish_reason": None}
+        chunk = self._chat_event(index, {"content": ""}, None, None) if self._chat else self._event([choice])
+        head, _, tail = chunk.rpartition(b'""')
+        self._plain[index] = head, tail
+        return head, tail
+
+    def _chat_output(self, index: int, delta: TokenDelta) -> bytes:
+        content = b""
+        if delta.text or delta.logprobs is not None:
+            logprobs = None if delta.logprobs is None else chat_logprobs(self._texts, delta.logprobs.output)
+            content = self._chat_event(index, {"content": delta.text}, logprobs, None)
+        if delta.finish_reason is None:
+            return content
+        return content + self._chat_event(index, {}, None, delta.finish_reason)
+
+    def _completion_logprobs(self, index: int, logprobs: DeltaLogprobs) -> dict[str, Any]:
+        if index not in self._echoes:
+            return self._logprobs[index].add(logprobs.output)
+        first = first_prompt_entry(self._generation, index // self._generation.n)
+        return self._logprobs[index].add(logprobs.output, [first, *logprobs.prompt])
+
+    def usage(self, usage: UsageFields) -> bytes:
+        return event({**self._head, "choices": [], "usage": usage.model_dump()}) if self._include_usage else b""
+
+    def _chat_event(self, index: int, delta: dict[str, str], logprobs: Any, finish_reason: str | None) -> bytes:
+        return self._event([{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}])
+
+    def _event(self, choices: list[dict[str, Any]]) -> bytes:
+        chunk = {**self._head, "choices": choices}
+        if self._include_usage:
+            chunk["usage"] = None
+        return event(chunk)
+
+
+def event(value: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

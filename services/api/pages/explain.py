@@ -15,10 +15,10 @@ from pydantic import BaseModel
 from core.decisions import Decision, unpack_decisions
 from core.errors import FarsightError
 from core.messages.log import RequestTrace
+from services.api.access.presented import owns, sent_key
 from services.api.answers.replies import ErrorReply
 from services.api.backend import GenerationBackend
 from services.api.errors import SERVER_ERROR, ApiError
-from services.api.ownership import owns, sent_key
 from services.api.pages.sentences import sentence
 
 _RESPONSE_ID = re.compile(r"(chatcmpl|cmpl)-[0-9a-f]{32}")

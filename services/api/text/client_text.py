@@ -9,12 +9,16 @@ agree, all of the result is the client's.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, ValuesView
+from datetime import datetime
 from functools import wraps
-from typing import Any
+from typing import Any, NoReturn
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.compiler import CodeGenerator, Frame
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -263,3 +267,47 @@ def _holds(*values: Any) -> bool:
                 if _holds(*value.keys(), *value.values()):
                     return True
     return False
+
+
+class _GenerationTag(Extension):
+    """``{% generation %}`` marks the assistant's words for training; here its body is just rendered."""
+
+    tags = {"generation"}  # noqa: RUF012 - declared so by the base class
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        lineno = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=lineno)
+
+
+def compile_template(source: str) -> Template:
+    """A template ready to render.
+
+    Raises:
+        TemplateError: Its syntax is wrong.
+    """
+    environment = ClientTextEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+    environment.filters["tojson"] = _tojson
+    environment.trace_filters()
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment.from_string(source)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(layout: str) -> str:
+    return datetime.now().strftime(layout)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike Jinja's own filter it escapes nothing for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

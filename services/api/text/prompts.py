@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from jinja2 import Template, TemplateError
 
 from core.errors import ConfigError, InvalidValueError
+from core.request import PromptSource
 from services.api.errors import ApiError
-from services.api.text.client_text import client_value, spans_of
+from services.api.text.client_text import client_value, compile_template, spans_of
 from services.api.text.echo import Echo
-from services.api.text.templates import compile_template
 from services.api.text.token_texts import TokenTexts
+from tokenization.capacity import text_capacity
 from tokenization.model_files import load_model_texts
 from tokenization.plain_text import EncodedText
 
@@ -44,6 +46,7 @@ class PromptEncoder:
         self._tokenizer = files.tokenizer
         self._encoder = files.encoder
         self.texts = TokenTexts(files.tokenizer)
+        self._capacity = text_capacity(files.tokenizer)
         self._special_tokens = files.special_tokens
         source = files.template
         self._template = None if source is None else _compile(folder, source)
@@ -62,6 +65,17 @@ class PromptEncoder:
         """The token ids of ``encode_prompt``."""
         return self.encode_prompt(text).ids
 
+    def least_tokens(self, text: str, enough: int) -> int:
+        """A lower bound of the text's tokens, from its characters alone: nothing is tokenised.
+
+        Args:
+            enough: A text that may have fewer tokens than this is not looked at: 0 is returned.
+        """
+        capacity = self._capacity
+        if capacity is None or len(text) <= (enough - 1) * capacity.chars_per_token:
+            return 0
+        return capacity.least_tokens(text)
+
     def echo(self, token_ids: Sequence[int]) -> Echo:
         """The text of a prompt of token ids, special tokens included: the client has put them there."""
         return Echo.of_tokens(self.texts.decoder, token_ids)
@@ -72,7 +86,10 @@ class PromptEncoder:
         Raises:
             ApiError: As ``render_chat``.
         """
-        text = self.render_chat(messages)
+        return self.encode_rendered(self.render_chat(messages))
+
+    def encode_rendered(self, text: str) -> tuple[int, ...]:
+        """Token ids of what ``render_chat`` returned."""
         return self._encoder.encode(str.__str__(text), spans_of(text)).ids
 
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
@@ -112,3 +129,41 @@ def _compile(folder: Path, source: str) -> Template:
         return compile_template(source)
     except TemplateError as error:
         raise ConfigError("model", str(folder), f"a chat template of valid Jinja ({error})") from error
+
+
+@dataclass(frozen=True, slots=True)
+class PromptText:
+    """What an application says each time, and what is new.
+
+    Attributes:
+        instruction: Chat: every message but the last one of the user. Completion: the ``instruction`` of the request,
+            or else the first line of the prompt.
+        user_input: Chat: the last message of the user. Completion: the rest of the prompt.
+        source: All of it; None if no predictor needs it.
+    """
+
+    instruction: str
+    user_input: str
+    source: PromptSource | None = None
+
+    def user_input_len(self, prompt_len: int) -> int:
+        """Its share of the prompt's tokens, by characters: tokenising it alone would cost as much as the prompt."""
+        num_chars = len(self.instruction) + len(self.user_input)
+        return round(prompt_len * len(self.user_input) / num_chars) if num_chars else 0
+
+
+def of_chat(messages: Sequence[Mapping[str, str]]) -> PromptText:
+    """A conversation without a user is all instruction."""
+    last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
+    others = [message["content"] for i, message in enumerate(messages) if i != last]
+    source = PromptSource(messages=tuple((message["role"], message["content"]) for message in messages))
+    return PromptText("\n".join(others), "" if last is None else messages[last]["content"], source)
+
+
+def of_completion(prompt: str, instruction: str | None) -> PromptText:
+    """An instruction that the prompt begins with is not its user input as well; one of a single line is all input."""
+    source = PromptSource(prompt)
+    if instruction is not None:
+        return PromptText(instruction, prompt.removeprefix(instruction).lstrip(), source)
+    first, line_end, rest = prompt.partition("\n")
+    return PromptText(first, rest, source) if line_end else PromptText("", prompt, source)

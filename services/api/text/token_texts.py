@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from tokenizers import Tokenizer
 
-from tokenization.text_stream import TextDecoder
-from tokenization.token_bytes import byte_level_bytes, fallback_byte, is_byte_level
+from tokenization.text_stream import TextDecoder, byte_level_bytes, fallback_byte, is_byte_level
 
 _WORD_START = "\u2581"
 

@@ -67,7 +67,11 @@ def ready_colour(page: Page, name: str) -> str:
     return found[0]
 
 
-@pytest.mark.parametrize("name", ["router", "worker-0", "scheduler-0", "log-store", "supervisor", "length-predictor-0"])
+REST = ("scheduler-0", "log-store", "supervisor", "length-predictor-0")
+"""Their cards differ from those of the first two by their names only."""
+
+
+@pytest.mark.parametrize("name", ["router", "worker-0", *(pytest.param(name, marks=pytest.mark.long) for name in REST)])
 def test_a_killed_service_turns_red_and_then_green(split_server: Server, page: Page, tmp_path: Path, name: str) -> None:
     card = page.get_by_test_id(f"card-{name}")
     green = ready_colour(page, name)

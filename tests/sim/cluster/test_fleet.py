@@ -17,7 +17,7 @@ from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.latency import LinearLatency
 from simulator.cluster.records import Record
 from simulator.cluster.replica import ReplicaShape
-from simulator.traffic.workload import Arrival
+from simulator.traffic.workload import SimRequest
 
 PLAIN = LinearLatency(StepCost(base_s=1.0, prefill_token_s=0.1, decode_seq_s=0.0, context_token_s=0.0))
 
@@ -39,7 +39,7 @@ def by_id(records: list[Record]) -> dict[str, Record]:
 
 
 def test_one_request_takes_its_prefill_and_its_decodes() -> None:
-    recorder = fleet(ReplicaShape(100)).run([Arrival("a", 2.0, 5, 4, 10)])
+    recorder = fleet(ReplicaShape(100)).run([SimRequest("a", 2.0, 5, 4, 10)])
     (record,) = recorder.done
     assert (record.first_token_at, record.finished_at) == (3.5, 6.5)
     assert (record.ttft_s, record.jct_s, record.tpot_s, record.max_gap_s) == (1.5, 4.5, 1.0, 1.0)
@@ -47,7 +47,7 @@ def test_one_request_takes_its_prefill_and_its_decodes() -> None:
 
 
 def test_who_arrives_in_a_step_begins_with_the_next_one() -> None:
-    arrivals = [Arrival("a", 0.0, 2, 5, 10), Arrival("b", 2.3, 10, 2, 10)]
+    arrivals = [SimRequest("a", 0.0, 2, 5, 10), SimRequest("b", 2.3, 10, 2, 10)]
     records = by_id(fleet(ReplicaShape(100)).run(arrivals).done)
     # a: 1.2, 2.2, 3.2, then a step with the 10 prompt tokens of b: 5.2, then 6.2
     assert records["b"].first_token_at == pytest.approx(5.2)
@@ -57,14 +57,14 @@ def test_who_arrives_in_a_step_begins_with_the_next_one() -> None:
 
 
 def test_with_one_place_requests_follow_each_other() -> None:
-    arrivals = [Arrival(name, 0.0, 10, 3, 10) for name in "abc"]
+    arrivals = [SimRequest(name, 0.0, 10, 3, 10) for name in "abc"]
     records = by_id(fleet(ReplicaShape(100, max_num_seqs=1)).run(arrivals).done)
     assert [records[name].finished_at for name in "abc"] == pytest.approx([4.0, 8.0, 12.0])
 
 
 def test_the_newest_is_evicted_when_memory_runs_out_and_computed_again() -> None:
     """12 tokens: a (4+6) and b (4+6) fit until each has 2 of its 6 tokens."""
-    arrivals = [Arrival("a", 0.0, 4, 6, 6), Arrival("b", 0.0, 4, 6, 6)]
+    arrivals = [SimRequest("a", 0.0, 4, 6, 6), SimRequest("b", 0.0, 4, 6, 6)]
     recorder = fleet(ReplicaShape(12, block_size=1)).run(arrivals)
     records = by_id(recorder.done)
     assert (records["a"].num_evictions, records["b"].num_evictions) == (0, 1)
@@ -84,21 +84,21 @@ def test_a_swapped_request_waits_for_its_copies_and_computes_nothing_twice() -> 
         return build_scheduler("fcfs", limits, PolicySettings(watermark=1.0), kv="swap-newest")
 
     swaps = Fleet(FleetShape(shape, latency), build_router("fcfs"), swapping)
-    records = by_id(swaps.run([Arrival("a", 0.0, 4, 6, 6), Arrival("b", 0.0, 4, 6, 6)]).done)
+    records = by_id(swaps.run([SimRequest("a", 0.0, 4, 6, 6), SimRequest("b", 0.0, 4, 6, 6)]).done)
     assert (records["b"].num_evictions, records["b"].num_swaps) == (0, 1)
     assert records["a"].finished_at == pytest.approx(3.8 + 0.6 + 3)
     assert records["b"].finished_at == pytest.approx(3.8 + 0.6 + 3 + 0.6 + 3)
 
 
 def test_a_closed_loop_keeps_so_many_under_way() -> None:
-    arrivals = [Arrival(f"r{i}", 0.0, 10, 3, 10) for i in range(4)]
+    arrivals = [SimRequest(f"r{i}", 0.0, 10, 3, 10) for i in range(4)]
     records = by_id(fleet(ReplicaShape(100), clients=1).run(arrivals).done)
     assert [records[f"r{i}"].arrival.arrived_at for i in range(4)] == pytest.approx([0.0, 4.0, 8.0, 12.0])
 
 
 def test_a_request_that_never_fits_is_refused_and_the_rest_go_on() -> None:
     small = fleet(ReplicaShape(10, block_size=1))
-    recorder = small.run([Arrival("big", 0.0, 20, 5, 5), Arrival("a", 0.0, 2, 2, 2)])
+    recorder = small.run([SimRequest("big", 0.0, 20, 5, 5), SimRequest("a", 0.0, 2, 2, 2)])
     assert small.refused == ["big"]
     assert [record.arrival.request_id for record in recorder.done] == ["a"]
 
@@ -110,7 +110,7 @@ def lives(seed: int) -> list[tuple[str, str, float, float, float, int]]:
     for i in range(120):
         at += float(rng.exponential(0.4))
         prefix = tuple(range(int(rng.integers(0, 4))))
-        arrivals.append(Arrival(f"r{i}", at, int(rng.integers(12, 40)), int(rng.integers(1, 60)), 60, prefix))
+        arrivals.append(SimRequest(f"r{i}", at, int(rng.integers(12, 40)), int(rng.integers(1, 60)), 60, prefix))
     latency = LinearLatency(StepCost(0.01, 0.001, 0.002, 0.0001))
     shape = ReplicaShape(40, block_size=4, max_num_seqs=6, max_batch_tokens=32, shares_prefixes=bool(seed % 2))
     recorder = fleet(shape, latency, num_replicas=2).run(arrivals)

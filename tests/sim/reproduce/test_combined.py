@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-from simulator.reproduce.combined import Target, cell_rows
-from simulator.reproduce.combined_runs import Cell
+from simulator.reproduce.combined import RatioTarget, cell_rows
+from simulator.reproduce.combined_runs import CombinedCell
 
 
 def test_each_target_is_a_row_against_the_best_setting_of_its_policy() -> None:
-    cell = Cell("small", "zipf", 1.1, 12_000, num_requests=150, cv=4.0)
-    targets = (Target("past-future", 0.5, 10.0), Target("mlfq", 0.5, 0.01))
+    cell = CombinedCell("small", "zipf", 1.1, 12_000, num_requests=150, cv=4.0)
+    targets = (RatioTarget("past-future", 0.5, 10.0), RatioTarget("mlfq", 0.5, 0.01))
     rows = cell_rows(cell, targets, num_seeds=1)
     assert [(row.setting, row.metric) for row in rows] == [
         ("small 1.1", "farsight: jct / past-future"),

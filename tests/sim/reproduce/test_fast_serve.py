@@ -17,10 +17,10 @@ from simulator.cluster.latency import LinearLatency
 from simulator.cluster.records import Recorder
 from simulator.cluster.replica import ReplicaShape
 from simulator.reproduce import fast_serve
-from simulator.reproduce.fast_serve import Times, a100s, fig6_jct_s, least_attained_gain
+from simulator.reproduce.fast_serve import JctTimes, a100s, fig6_jct_s, least_attained_gain
 from simulator.reproduce.fast_serve_systems import Load, serve
 from simulator.reproduce.register import REPRODUCTIONS
-from simulator.traffic.workload import Arrival
+from simulator.traffic.workload import SimRequest
 
 
 def test_figure_6_job_by_job() -> None:
@@ -46,9 +46,9 @@ def test_preemption_helps_where_orca_has_to_queue() -> None:
 def test_fast_serve_may_not_be_behind_orca_at_all(monkeypatch: pytest.MonkeyPatch, ours_s: float, verdict: str) -> None:
     means_s = {"fastserve": ours_s, "fcfs": 1.0, None: 2.0}
 
-    def times(run: partial[Recorder], load: Load) -> Times:
+    def times(run: partial[Recorder], load: Load) -> JctTimes:
         mean_s = means_s[run.keywords.get("preset")]
-        return Times(mean_s, mean_s)
+        return JctTimes(mean_s, mean_s)
 
     monkeypatch.setattr(fast_serve, "_times", times)
     rows = list(REPRODUCTIONS["fastserve_zipf"].rows())
@@ -67,7 +67,7 @@ def test_least_attained_service_loses_to_fcfs_where_lengths_are_alike() -> None:
 def test_skip_join_mlfq_stands_a_burst_of_long_prompts() -> None:
     """Eighty prompts come at once, 20 fit the device and 40 the host: nothing is dropped and computed again."""
     latency = LinearLatency(StepCost(base_s=0.010, prefill_token_s=0.11e-3, decode_seq_s=0.02e-3, context_token_s=0.0))
-    burst = [Arrival(f"r{i}", 0.0, 2000, 10 + i % 40, 64) for i in range(80)]
+    burst = [SimRequest(f"r{i}", 0.0, 2000, 10 + i % 40, 64) for i in range(80)]
     shape = FleetShape(ReplicaShape(2500, 16, 5000, max_num_seqs=64, max_batch_tokens=512, look_every=4), latency)
     means = {}
     for preset in ("fastserve", "fcfs"):

@@ -10,20 +10,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from simulator.cluster.batch_fleet import StaticExecution
+from estimator.knn import padded_batch_s
 from simulator.reproduce.magnus import MAGNUS, ablation_rows, curves, overall_rows
-from simulator.reproduce.magnus_systems import Outcome, Pool, case_study_latency, draw_requests, load_pool, serve
+from simulator.reproduce.magnus_systems import MagnusOutcome, Pool, case_study_latency, draw_requests, load_pool, serve
 
 CELLS = {each.name: each.cells[0] for each in MAGNUS}
 SIZES = (("", "es"), ("smallest ", ""), ("largest ", ""))
 
 
 def made_up_pool(num: int = 400) -> Pool:
-    """Log-normal with the median and the ninth decile of the tasks (26 and 94), foreseen with an error of 10 tokens."""
+    """Log-normal with the median and the ninth decile of the tasks (26 and 94), forecasts off by 10 tokens."""
     rng = np.random.default_rng(5)
     outputs = np.clip(rng.lognormal(3.26, 1.0, num), 1, 1024).astype(int)
-    foreseen = np.clip(outputs + 10 * rng.standard_normal(num), 1, 1024)
-    return Pool(tuple((outputs + 25).tolist()), tuple(outputs.tolist()), tuple(foreseen.tolist()))
+    predicted = np.clip(outputs + 10 * rng.standard_normal(num), 1, 1024)
+    return Pool(tuple((outputs + 25).tolist()), tuple(outputs.tolist()), tuple(predicted.tolist()))
 
 
 def test_the_case_study_makes_the_batches_of_the_paper() -> None:
@@ -41,8 +41,7 @@ def test_the_fitted_speed_is_one_that_a_device_can_have() -> None:
     cost = case_study_latency().cost
     assert 0 < cost.base_s < 0.1
     assert cost.context_token_s > 0
-    run = StaticExecution(case_study_latency()).run([1000] * 7, [1000] * 7)
-    assert 3 * run.seconds == pytest.approx(242)
+    assert 3 * padded_batch_s(case_study_latency(), 7, 1000, 1000) == pytest.approx(242)
 
 
 def test_orders_hold_on_a_small_workload() -> None:
@@ -54,7 +53,7 @@ def test_orders_hold_on_a_small_workload() -> None:
 
 def test_what_is_held_against_a_system_of_fitted_speed_is_never_ok() -> None:
     systems = ("Magnus", "CCB", "CCB, slow joins", "VS", "VSQ")
-    same = Outcome(throughput=1.0, mean_s=1.0, tail_s=1.0, valid=1.0, total=1.0)
+    same = MagnusOutcome(throughput=1.0, mean_s=1.0, tail_s=1.0, valid=1.0, total=1.0)
     rows = overall_rows({(system, 3.0): same for system in systems})
     with_fitted = [row for row in rows if "slow joins" in row.setting or "VSQ" in row.setting]
     assert {row.check.basis for row in with_fitted} == {"fitted"}
@@ -62,8 +61,8 @@ def test_what_is_held_against_a_system_of_fitted_speed_is_never_ok() -> None:
 
 
 def test_a_cut_of_almost_nothing_is_not_the_reported_13_7_per_cent() -> None:
-    lines = {(system, 3.0): Outcome(1.0, 1.0, 1.0, 1.0, 1.0) for system in ("ABP", "GLP", "VS")}
-    rows = ablation_rows({**lines, ("Magnus", 3.0): Outcome(1.0, 1.0, 0.995, 1.0, 1.0)})
+    lines = {(system, 3.0): MagnusOutcome(1.0, 1.0, 1.0, 1.0, 1.0) for system in ("ABP", "GLP", "VS")}
+    rows = ablation_rows({**lines, ("Magnus", 3.0): MagnusOutcome(1.0, 1.0, 0.995, 1.0, 1.0)})
     (least,) = [row for row in rows if row.setting == "Magnus against ABP, least" and row.metric == "tail_s cut %"]
     assert (least.reported is not None and least.reported.value, least.ours) == pytest.approx((13.7, 0.5))
     assert least.verdict == "off"
@@ -116,6 +115,6 @@ def test_forecasts_err_by_the_published_rmse(monkeypatch: pytest.MonkeyPatch, tm
     load_pool.cache_clear()
     pool = load_pool()
     load_pool.cache_clear()
-    errors = np.array(pool.foreseen) - np.array(pool.outputs)
+    errors = np.array(pool.predicted) - np.array(pool.outputs)
     assert math.sqrt((errors**2).mean()) == pytest.approx(15.649, rel=0.06)
-    assert errors[4::6].std() < 0.5 * errors[5::6].std()  # BF is foreseen better than CC
+    assert errors[4::6].std() < 0.5 * errors[5::6].std()  # BF is predicted better than CC

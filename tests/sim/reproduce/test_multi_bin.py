@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from simulator.cluster.batch_fleet import StaticExecution
 from simulator.cluster.latency import A100_7B
 from simulator.reproduce.multi_bin import MULTI_BIN
 from simulator.reproduce.multi_bin_runs import (
@@ -113,7 +112,7 @@ def test_a_predictor_gains_less_than_an_oracle() -> None:
 
 def test_the_same_seed_gives_the_same_numbers() -> None:
     lengths = np.arange(1, 101)
-    args = (lengths, lengths, (1, 50, 101), 4, AllAtOnce(), StaticExecution(A100_7B))
+    args = (lengths, lengths, (1, 50, 101), 4, AllAtOnce(), A100_7B)
     assert serve(*args) == serve(*args)
     assert uniform_run(2, 8.0, 1_280) == uniform_run(2, 8.0, 1_280)
     assert uniform_run(2, 8.0, 1_280) != uniform_run(2, 8.0, 1_280, seed=4)

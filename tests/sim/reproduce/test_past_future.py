@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from policies.admission.watermark import Aggressive
-from policies.job import Job
+from policies.interfaces import Job
 from simulator.cluster.records import Record
 from simulator.reproduce.past_future import (
     PAST_FUTURE,
@@ -24,7 +24,7 @@ from simulator.reproduce.past_future import (
 )
 from simulator.reproduce.past_future_runs import (
     ORACLE,
-    Outcome,
+    PastFutureOutcome,
     Watched,
     aggressive,
     conservative,
@@ -42,12 +42,12 @@ from simulator.reproduce.past_future_windows import (
 from simulator.reproduce.register import REPRODUCTIONS
 from simulator.summary import Sla
 from simulator.traffic.lengths import LengthPair, Uniform
-from simulator.traffic.workload import Arrival
+from simulator.traffic.workload import SimRequest
 
 SMALL = LengthPair(Uniform(5, 60), Uniform(50, 100), 100)
 
 
-def served(method: str, **options: Any) -> Outcome:
+def served(method: str, **options: Any) -> PastFutureOutcome:
     methods = {"oracle": ORACLE, "bold": aggressive(0.99), "careful": conservative(), "ours": past_future(0.05)}
     return serve(requests(SMALL, 120), methods[method], capacity=1500, **options)
 
@@ -149,12 +149,12 @@ def test_missing_traces_are_named_with_their_source(monkeypatch: pytest.MonkeyPa
 
 def test_goodput_counts_what_keeps_both_limits() -> None:
     def record(ttft_s: float, gap_s: float) -> Record:
-        each = Record(Arrival("r", 0.0, 1, 2, 2), first_token_at=ttft_s, max_gap_s=gap_s)
+        each = Record(SimRequest("r", 0.0, 1, 2, 2), first_token_at=ttft_s, max_gap_s=gap_s)
         each.finished_at = 20.0
         return each
 
     done = [record(1, 0.1), record(11, 0.1), record(1, 2.0), record(11, 2.0)]
-    ours = goodput(Outcome(1, 0.0, 0.0, 0.0, done), Sla())
+    ours = goodput(PastFutureOutcome(1, 0.0, 0.0, 0.0, done), Sla())
     assert (ours.good, ours.late, ours.stalled) == (0.05, 0.5, 0.5)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from simulator.reproduce import placements
-from simulator.reproduce.placements import CHATS, CONTESTS, HEAVY, PROGRAMS, System, rows
+from simulator.reproduce.placements import CHATS, CONTESTS, HEAVY, PROGRAMS, PlacementSystem, rows
 
 
 def test_programs_are_spread_at_once_by_forecasts_and_after_fifty_requests_by_e2() -> None:
@@ -18,13 +18,13 @@ def test_programs_are_spread_at_once_by_forecasts_and_after_fifty_requests_by_e2
 
 
 def test_nothing_shared_is_placed_as_by_least_work() -> None:
-    contest = (System("preble"), System("preble", "least-work"))
+    contest = (PlacementSystem("preble"), PlacementSystem("preble", "least-work"))
     (mean, p99) = rows("test", replace(CHATS, num_requests=60), [contest], 1.03, seeds=(0, 1))
     assert mean.ours == pytest.approx(1.0, abs=0.05) and p99.verdict == "exempt"
 
 
 def test_a_limit_that_is_missed_is_said_to_be() -> None:
-    contest = (System("preble", "least-work"), System("preble"))
+    contest = (PlacementSystem("preble", "least-work"), PlacementSystem("preble"))
     assert rows("test", replace(CHATS, num_requests=30), [contest], 0.5, seeds=(0,))[0].verdict == "off"
 
 
@@ -32,5 +32,5 @@ def test_a_load_is_a_share_of_what_round_robin_completes() -> None:
     cell = replace(HEAVY, num_requests=100, cv=1.0)
     light, heavy = (replace(cell, load=load).arrivals(1) for load in (0.5, 1.0))
     assert light[-1].arrived_at == pytest.approx(2 * heavy[-1].arrived_at)
-    at_once = placements.run(cell.cluster, System("fcfs"), [replace(each, arrived_at=0.0) for each in heavy])
+    at_once = placements.run(cell.cluster, PlacementSystem("fcfs"), [replace(each, arrived_at=0.0) for each in heavy])
     assert heavy[-1].arrived_at == pytest.approx(sorted(at_once.finished_at)[84] / 0.85, rel=0.3)

@@ -20,7 +20,7 @@ from simulator.reproduce.rows import (
     Exempt,
     Figure,
     Fitted,
-    Order,
+    OrderCheck,
     Own,
     Printed,
     Reproduction,
@@ -37,7 +37,7 @@ KEYS = {"name", "setting", "metric", "basis", "reported", "expected", "ours", "r
 
 
 def first() -> list[Row]:
-    return [Row("small", "a", "s", Printed(near(2)), 1.0, "why"), Row("small", "b", "s", Order(True), 3.0)]
+    return [Row("small", "a", "s", Printed(near(2)), 1.0, "why"), Row("small", "b", "s", OrderCheck(True), 3.0)]
 
 
 def second() -> list[Row]:
@@ -120,7 +120,7 @@ def test_the_verdict_follows_from_the_check_and_the_number() -> None:
     assert judge(Fitted(near(242, points=0.5)), 242.1) == "fitted"
     assert judge(Fitted(near(242, points=0.5)), 111.4) == "off", "missed although it was fitted to"
     assert judge(Own(near(6.4475, points=5e-5)), 6.4475) == "ok"
-    assert [judge(Order(holds, fitted=fitted), 2.0) for holds in (True, False) for fitted in (False, True)] == [
+    assert [judge(OrderCheck(holds, fitted=fitted), 2.0) for holds in (True, False) for fitted in (False, True)] == [
         "ok",
         "fitted",
         "off",

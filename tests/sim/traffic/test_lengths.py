@@ -19,13 +19,13 @@ from simulator.traffic.lengths import (
     LengthLaw,
     LogNormal,
     Uniform,
-    Zipf,
+    ZipfLengths,
 )
 
 LAWS: list[LengthLaw] = [
     Uniform(3, 9),
-    Zipf(0.9, 100),
-    Zipf(1.3, 5000),
+    ZipfLengths(0.9, 100),
+    ZipfLengths(1.3, 5000),
     Exponential(30.0, 4096),
     Exponential(30.0, 20),
     LogNormal(60.0, 0.5, 4096),
@@ -55,7 +55,7 @@ def test_the_same_seed_gives_the_same_lengths(law: LengthLaw) -> None:
 
 @pytest.mark.parametrize(("theta", "mean"), [(0.4, 39.4), (0.9, 22.5), (1.1, 16.3), (1.3, 11.3)])
 def test_zipf_means_for_a_bound_of_100(theta: float, mean: float) -> None:
-    assert Zipf(theta, 100).mean == pytest.approx(mean, abs=0.06)
+    assert ZipfLengths(theta, 100).mean == pytest.approx(mean, abs=0.06)
 
 
 def test_uniform_reaches_both_ends() -> None:
@@ -99,8 +99,8 @@ def _mean_of_longest(ordered: np.ndarray, size: int) -> float:
     [
         (lambda: Uniform(0, 4), "shortest"),
         (lambda: Uniform(5, 4), "longest"),
-        (lambda: Zipf(1.0, 0), "longest"),
-        (lambda: Zipf(float("nan"), 5), "theta"),
+        (lambda: ZipfLengths(1.0, 0), "longest"),
+        (lambda: ZipfLengths(float("nan"), 5), "theta"),
         (lambda: Exponential(0.0, 5), "scale"),
         (lambda: Exponential(1.0, 0), "longest"),
         (lambda: LogNormal(-1.0, 1.0, 5), "scale"),

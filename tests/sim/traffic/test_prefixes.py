@@ -25,13 +25,13 @@ from simulator.traffic.prefixes import (
     real_prefixes,
 )
 from simulator.traffic.traces import TraceError, count_tokens
-from simulator.traffic.workload import Arrival
+from simulator.traffic.workload import SimRequest
 from simulator.traffic.workloads import WORKLOADS, build_workload
 
 BLOCK = 16
 
 
-def _run(law: PrefixLaw, num: int = 2000, num_prefixes: int = 50, seed: int = 1) -> list[Arrival]:
+def _run(law: PrefixLaw, num: int = 2000, num_prefixes: int = 50, seed: int = 1) -> list[SimRequest]:
     rng = np.random.default_rng(seed)
     return prefix_workload(rng, list(range(num)), law, num_prefixes, BLOCK, popularity=0.0)
 
@@ -123,7 +123,7 @@ def test_bad_parameters_are_refused() -> None:
 
 
 def test_mooncake_names_are_split_and_partial_blocks_dropped() -> None:
-    arrival = Arrival("m", 0.0, 512 + 300, 1, 1, prefix=(0, 7))
+    arrival = SimRequest("m", 0.0, 512 + 300, 1, 1, prefix=(0, 7))
     assert mooncake_blocks([arrival])[0].prefix == (0,)
     assert mooncake_blocks([arrival], 256)[0].prefix == (0, 1, 14)
     for bad in (0, 100, 1024):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from simulator.traffic.traces import MissingTraceError, TraceError, count_tokens, find_data, read_texts, read_trace
-from simulator.traffic.workload import Arrival
+from simulator.traffic.workload import SimRequest
 
 AZURE = "arrival_s,input_tokens,output_tokens\n0.0,374,44\n1.5,396,109\n"
 PUBLISHED_AZURE = (
@@ -51,12 +51,12 @@ def test_mooncake(tmp_path: Path, content: str) -> None:
 def test_our_own_format_with_everything(tmp_path: Path) -> None:
     line = _own(max_new_tokens=20, prefix=[1, 2], app="chat", priority=-1, deadline_s=3.5)
     assert read_trace(_file(tmp_path, line)) == [
-        Arrival("trace-1", 1.0, 4, 9, 20, prefix=(1, 2), app="chat", priority=-1, deadline_s=3.5)
+        SimRequest("trace-1", 1.0, 4, 9, 20, prefix=(1, 2), app="chat", priority=-1, deadline_s=3.5)
     ]
 
 
 def test_our_own_format_with_no_more_than_it_must_have(tmp_path: Path) -> None:
-    assert read_trace(_file(tmp_path, _own()), "own") == [Arrival("trace-1", 1.0, 4, 9, 9, app="trace")]
+    assert read_trace(_file(tmp_path, _own()), "own") == [SimRequest("trace-1", 1.0, 4, 9, 9, app="trace")]
 
 
 def test_outputs_end_at_what_clients_asked_for(tmp_path: Path) -> None:

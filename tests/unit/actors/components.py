@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from actors.calls.log_store import LogStoreCalls
 from actors.log.log_store import LogStore
 from actors.runtime.component import ComponentContext
-from actors.runtime.site import Site
+from actors.runtime.peer import Site
 from core.config.load import FarsightConfig
 from core.config.log import LogConfig
 from core.forecast import QUANTILES

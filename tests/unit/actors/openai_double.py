@@ -16,13 +16,14 @@ MODEL = "m"
 
 @dataclass
 class OpenAIDouble:
-    """
+    """An OpenAI-compatible server whose answers and faults a test sets.
+
     Attributes:
-        texts: What every completion is made of, a chunk each; as many tokens.
-        first_s, next_s: Before the first chunk and each of the next; ``math.inf`` hangs.
+        texts: Text of each chunk of every completion; one token each.
+        first_s, next_s: Seconds before the first chunk and before each later one; ``math.inf`` hangs.
         break_after: Chunks after which the connection breaks; None: it does not.
-        status: Of completions.
-        health: Of ``GET /health``.
+        status: HTTP status of completions.
+        health: HTTP status of ``GET /health``.
         answers_as: What it says that its model is, where it answers ...
         models: ... and where it lists them.
         chats: Whether it has chats.

@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.unit.actors.components import LONG_S
-from tests.unit.services.commands.test_conformance import house, read
+from tests.unit.services.commands.test_conformance import read, system
 
 
 async def test_a_worker_steps_while_all_threads_of_asyncio_are_taken(tmp_path: Path) -> None:
-    async with asyncio.timeout(LONG_S), house("fcfs", tmp_path) as found, found.ingress() as client:
+    async with asyncio.timeout(LONG_S), system("fcfs", tmp_path) as found, found.ingress() as client:
         release = threading.Event()
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(1))

@@ -35,7 +35,7 @@ def test_a_machine_that_is_a_plane_is_foretold(clock: str) -> None:
     assert max(row["p90"] for row in rows) < 0.01
 
 
-def test_errors_are_of_what_was_not_learnt() -> None:
+def test_errors_are_of_what_was_not_learned() -> None:
     """From step 200 on all takes twice as long: neither the grid nor what was heard before knows."""
     slow = [replace(each, of=replace(each.of, duration_s=2 * each.of.duration_s)) for each in steps(400, 1)]
     rows = {row["estimate"]: row for row in step_rows(steps(200, 0), slow, "wall")}

@@ -13,13 +13,13 @@ from benchmarks.live_prefixes.setups import BLOCK, SYSTEMS, PrefixSetup
 from benchmarks.live_presets.live import prompt_ids
 from benchmarks.live_presets.runs import Run, Store, figures, measure
 from benchmarks.live_presets.study import Study
-from kvcache.prefix import hash_blocks
+from kvcache.block_manager import hash_blocks
 from simulator.traffic.arrivals import Poisson
 from simulator.traffic.prefixes import TOOL_USE, prefix_workload
-from simulator.traffic.workload import Arrival
+from simulator.traffic.workload import SimRequest
 
 
-def draw(rng: np.random.Generator, num_requests: int) -> list[Arrival]:
+def draw(rng: np.random.Generator, num_requests: int) -> list[SimRequest]:
     return prefix_workload(rng, Poisson(1.0).sample(rng, num_requests).tolist(), TOOL_USE, 6, BLOCK)
 
 
@@ -27,8 +27,8 @@ SMALL = PrefixSetup(draw, num_replicas=2, rate=20.0, num_requests=24, num_leadin
 
 
 def test_prompts_have_in_common_what_their_blocks_say() -> None:
-    one, other = Arrival("a", 0.0, 100, 1, 1, (7, 8)), Arrival("b", 0.0, 110, 1, 1, (7, 9))
-    alone = Arrival("c", 0.0, 50, 1, 1)
+    one, other = SimRequest("a", 0.0, 100, 1, 1, (7, 8)), SimRequest("b", 0.0, 110, 1, 1, (7, 9))
+    alone = SimRequest("c", 0.0, 50, 1, 1)
     prompts = [prompt_ids(each, 32) for each in (one, other, alone)]
     assert [len(prompt) for prompt in prompts] == [100, 110, 50]
     assert prompts[0][:32] == prompts[1][:32]
@@ -46,8 +46,8 @@ def test_requests_come_at_the_rate_and_in_order_whatever_the_seed() -> None:
     assert all(each.forecast is not None for each in arrivals)
 
 
-def _turn(conversation: int, turn: int) -> Arrival:
-    return Arrival(f"{conversation}-{turn}", 10.0 * turn + conversation, 70, 1, 1, (0, conversation))
+def _turn(conversation: int, turn: int) -> SimRequest:
+    return SimRequest(f"{conversation}-{turn}", 10.0 * turn + conversation, 70, 1, 1, (0, conversation))
 
 
 def test_mooncakes_conversations_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:

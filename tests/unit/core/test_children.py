@@ -94,7 +94,7 @@ def wait_ended(processes: list[psutil.Process]) -> None:
         (POOL, 2, signal.SIGKILL, -signal.SIGKILL),
         (FIT, 1, signal.SIGTERM, -signal.SIGTERM),
         (FIT, 1, signal.SIGKILL, -signal.SIGKILL),
-        (RANK, 1, signal.SIGKILL, -signal.SIGKILL),
+        pytest.param(RANK, 1, signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.torch),
     ],
 )
 def test_children_end_with_their_parent(

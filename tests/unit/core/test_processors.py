@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from core.processors import compute_threads, quota_processors, usable_processors
+from core.processors import compute_threads, numa_nodes, quota_processors, usable_processors
 
 ROOT = Path(__file__).parents[3]
 
@@ -97,10 +97,27 @@ def test_the_least_of_mask_and_quota_but_at_least_one(tmp_path: Path, quota: str
     assert usable_processors(found) == (processors or usable_processors(tmp_path / "nothing"))
 
 
-def test_threads_are_shared_among_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("core.processors.usable_processors", lambda: 8)
-    assert [compute_threads(0, sharers) for sharers in (1, 2, 7, 100)] == [7, 3, 1, 1]
-    assert compute_threads(5, 100) == 5
+def processors(monkeypatch: pytest.MonkeyPatch, root: Path, *nodes: str) -> Path:
+    """A root where 8 processors may be used, in the NUMA nodes given."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    for index, cpulist in enumerate(nodes):
+        folder = root / f"sys/devices/system/node/node{index}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(cpulist + "\n")
+    return root
+
+
+def test_threads_are_shared_among_the_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    root = processors(monkeypatch, tmp_path)
+    assert [compute_threads(0, sharers, root) for sharers in (1, 2, 7, 100)] == [7, 3, 1, 1]
+    assert compute_threads(5, 100, root) == 5
+
+
+def test_threads_of_a_worker_fit_a_numa_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    root = processors(monkeypatch, tmp_path, "0-1,4", "2-3,5-7,9-12", "8", "")
+    assert numa_nodes(root) == [{0, 1, 4}, {2, 3, 5, 6, 7}]
+    assert [compute_threads(0, sharers, root) for sharers in (1, 2, 7)] == [5, 3, 1]
+    assert compute_threads(8, 1, root) == 8
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system has no affinity masks")

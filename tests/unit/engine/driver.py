@@ -60,6 +60,7 @@ class Driver:
             assert (token is not None) == item.samples
             if token is not None:
                 self.sequences[item.request_id].token_ids.append(token)
+                self.sequences[item.request_id].num_tokens += 1
         return tokens
 
     def _commit(self, batch: StepBatch) -> None:

@@ -262,7 +262,7 @@ def with_random_moves(
     scheduler = SchedulerConfig(watermark=1.0, order="skip-join-mlfq", kv="swap-newest")
     engine = Engine(model_dir, engine=config, scheduler=scheduler, ranks=ranks)
     policy = RandomMoves(rng)
-    engine.scheduler.turns.kv = policy
+    engine.scheduler.selector.kv = policy
     return engine, policy
 
 

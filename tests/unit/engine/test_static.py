@@ -10,9 +10,8 @@ import pytest
 
 from core.config.engine import EngineConfig
 from core.config.scheduling import SchedulerConfig
-from core.deltas import joined
 from core.messages.plans import Plan, Slot
-from core.messages.tokens import DeltaLogprobs, TokenDelta
+from core.messages.tokens import DeltaLogprobs, TokenDelta, joined
 from core.request import Request, SamplingParams
 from engine.build import build_worker
 from engine.emission import Output

@@ -6,14 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from actors.worker.token_channels import TokenOutbox
 from core.config.engine import EngineConfig
+from core.errors import IntegrityError
 from core.messages.plans import Plan, Slot
 from core.messages.tokens import TokenDelta
 from core.request import Request, SamplingParams
 from engine.build import build_worker
-from engine.outbox import TokenOutbox
+from engine.sequence import Sequence
 from engine.worker import Worker
-from kvcache.prefix import hash_blocks, salted_root
+from kvcache.block_manager import hash_blocks, salted_root
 
 
 @pytest.fixture
@@ -68,6 +70,23 @@ def test_the_newest_plan_wins_and_applies_at_the_step_boundary(worker: Worker) -
     assert worker.begin_step() is None
     worker.check_integrity()
     assert worker.executor.blocks.num_free == worker.executor.blocks.num_blocks
+
+
+def test_a_request_that_was_not_prepared_is_when_its_plan_applies(worker: Worker) -> None:
+    """As when it was held while the plan was prepared, and gone when it applied."""
+    worker.offer_plan(plan(1, "a"), prepared={})
+    assert names(step(worker)) == ["a"]
+
+
+def test_one_record_has_lengths_tokens_and_text_and_a_check_holds_them_together(worker: Worker) -> None:
+    worker.offer_plan(plan(1, "a"))
+    step(worker)
+    record = worker.executor.sequences["a"]
+    assert isinstance(record, Sequence)
+    assert (record.num_tokens, record.output_len, record.computed_len) == (len(record.token_ids), 1, 2)
+    record.token_ids.append(7)
+    with pytest.raises(IntegrityError, match="a: 4 tokens are known, 3 are booked"):
+        worker.check_integrity()
 
 
 def test_a_step_that_raises_ends_its_requests_with_an_error_and_frees_them(

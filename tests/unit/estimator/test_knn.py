@@ -46,7 +46,7 @@ def by_hand(batches: list[ServedBatch], size: int, prompt: int, output: int) -> 
     return float(rows[np.argsort(distance)[:5], 3].mean())
 
 
-def test_the_paper_says_which_batches_are_learnt_from() -> None:
+def test_the_paper_says_which_batches_are_learned_from() -> None:
     """ex: (estimated, actual) seconds."""
     cases = {(10, 13): True, (20, 22.5): False, (5, 7.5): True, (10, 8): False}
     assert {case: RULE.is_wrong(*case) for case in cases} == cases
@@ -88,7 +88,7 @@ def test_it_is_right_about_batches_like_those_it_knows() -> None:
     assert np.median(errors) < 0.15
 
 
-def test_at_first_every_batch_is_learnt_when_it_is_time() -> None:
+def test_at_first_every_batch_is_learned_when_it_is_time() -> None:
     times = observe(BatchTimes(COST), served(MIN_BATCHES))
     assert times.learn(500.0) == 0, "the first period begins"
     assert times.learn(500.0 + PERIOD_S - 1) == 0

@@ -12,9 +12,9 @@ import pytest
 from core.costs import CostModel, StepCost, attention_pairs
 from core.errors import InvalidValueError
 from core.messages.step_times import StepSample
-from estimator.samples import step_sample
 from estimator.step_profile import MIN_SAMPLES, OUTLIER_FACTOR, StepProfile
 from kvcache import StepBatch, StepItem
+from kvcache.step_batch import step_sample
 
 TRUE = StepCost(4e-3, 2e-5, 1e-4, 3e-8, 1e-8)
 """A step of 4 ms, 20 us a prefill token, 100 us a decoding sequence, 30 ns a context token, 10 ns a prefill pair."""
@@ -232,10 +232,10 @@ def test_a_prompt_is_the_dearer_the_more_context_it_has() -> None:
     assert cost.prefill_s(2) == 1 + 2 * 10 + 3 * 100
     profile = StepProfile()
     profile.observe(steps(2000))
-    learnt = profile.cost()
-    assert learnt is not None
-    assert learnt.prefill_s(512, 1500) == pytest.approx(TRUE.prefill_s(512, 1500), rel=0.05)
-    assert learnt.prefill_s(512, 1500) > 1.4 * learnt.prefill_s(512)
+    learned = profile.cost()
+    assert learned is not None
+    assert learned.prefill_s(512, 1500) == pytest.approx(TRUE.prefill_s(512, 1500), rel=0.05)
+    assert learned.prefill_s(512, 1500) > 1.4 * learned.prefill_s(512)
 
 
 def test_what_a_step_did() -> None:

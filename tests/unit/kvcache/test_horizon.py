@@ -7,7 +7,7 @@ import random
 
 from core.messages.plans import Plan, Slot, StepReport
 from core.request import Request, SamplingParams
-from kvcache import BatchLimits, BlockManager, LeaseExecutor, StepBatch
+from kvcache import BatchLimits, BlockManager, LeaseExecutor, StaticExecutor, StepBatch
 
 
 def executor(num_blocks: int, block_size: int, max_num_seqs: int) -> LeaseExecutor:
@@ -64,3 +64,48 @@ def live(seed: int) -> int:
 
 def test_a_jump_is_so_many_single_steps() -> None:
     assert sum(live(seed) for seed in range(300)) > 3000
+
+
+def padded_life(seed: int) -> int:
+    """As ``live`` for padded batches: outputs stop, or reach their limits, in the midst of a jump."""
+    rng = random.Random(seed)
+    num_blocks, block_size, max_num_seqs = rng.randint(8, 60), rng.choice([1, 4]), rng.randint(1, 6)
+    limits = BatchLimits(max_num_seqs, 8)
+    fast, slow = (StaticExecutor(BlockManager(num_blocks, block_size), limits, "w", 64) for _ in range(2))
+    plan = random_plan(rng)
+    for each in (fast, slow):
+        each.apply_plan(plan)
+    requests = {slot.request_id: slot.request for slot in plan.slots if slot.request}
+    limits_at = {name: request.sampling.max_new_tokens for name, request in requests.items()}
+    stops_at = {name: rng.randint(1, limit) for name, limit in limits_at.items() if rng.random() < 0.5}
+    jumps = 0
+    while (batch := fast.next_batch()) is not None:
+        had = {
+            item.request_id: item.start + item.num_tokens - requests[item.request_id].prompt_len for item in batch.items
+        }
+        left = {
+            item.request_id: stops_at.get(item.request_id, 1000) - had[item.request_id]
+            for item in batch.items
+            if item.samples
+        }
+        last = max((min(limits_at[name], stops_at.get(name, 1000)) - num for name, num in had.items()), default=1)
+        steps = min(fast.horizon(batch), last)
+        steps = rng.choice([steps, rng.randint(1, steps)])
+        jumps += steps - 1
+        after = {request_id: num for request_id, num in left.items() if num <= steps}
+        ends = fast.commit(batch, duration_s=0.5 * steps, num_steps=steps, stopped_after=after)
+        slow_ends = []
+        for i in range(1, steps + 1):
+            single = slow.next_batch()
+            assert single is not None
+            slow_ends += slow.commit(single, [rid for rid, num in after.items() if num == i], duration_s=0.5)
+        assert ends == slow_ends
+        fast.check_integrity()
+        assert state(fast.report()) == state(slow.report())
+    assert slow.next_batch() is None
+    assert state(fast.report()) == state(slow.report()), "both lack as many blocks"
+    return jumps
+
+
+def test_a_jump_of_a_padded_batch_is_so_many_single_steps() -> None:
+    assert sum(padded_life(seed) for seed in range(300)) > 1000

@@ -9,7 +9,7 @@ from core.messages.kv import KVTraffic
 from core.messages.plans import Plan, Slot, SlotProgress
 from core.request import Request, Residency, SamplingParams, SequenceStatus
 from kvcache import BatchLimits, BlockManager, KVCopy, LeaseExecutor
-from kvcache.prefix import hash_blocks
+from kvcache.block_manager import hash_blocks
 
 SIZE = 4
 DEVICE, HOST = Residency.DEVICE, Residency.HOST

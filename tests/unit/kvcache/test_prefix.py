@@ -14,7 +14,7 @@ from core.errors import IntegrityError
 from core.messages.plans import Plan, Slot
 from core.request import Request, SamplingParams
 from kvcache import BatchLimits, BlockManager, LeaseExecutor
-from kvcache.prefix import NO_PARENT, are_hashes_of, extend_hashes, hash_blocks, root_of, salted_root
+from kvcache.block_manager import NO_PARENT, are_hashes_of, extend_hashes, hash_blocks, root_of, salted_root
 
 SIZE = 4
 Tokens = tuple[int, ...]
@@ -30,7 +30,7 @@ def test_hashes_cover_everything_before_them() -> None:
 
 
 def test_hashes_are_the_same_in_another_process() -> None:
-    code = "from kvcache.prefix import hash_blocks; print(hash_blocks(list(range(64)), 32))"
+    code = "from kvcache.block_manager import hash_blocks; print(hash_blocks(list(range(64)), 32))"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert other.stdout.strip() == str(hash_blocks(list(range(64)), 32))
 

@@ -12,8 +12,9 @@ from core.costs import attention_pairs
 from core.messages.plans import FinishedSequence, Slot
 from core.messages.step_times import StepSample
 from core.request import SequenceStatus
-from estimator.samples import step_sample
 from kvcache import BatchLimits, BlockManager, StaticExecutor, StepBatch
+from kvcache.step_batch import step_sample
+from tests.opcodes import num_opcodes
 from tests.unit.kvcache.plans import plan, slot, step
 
 BLOCK = 4
@@ -172,6 +173,19 @@ def test_an_abort_takes_one_out_and_the_others_run_on_padded_as_before() -> None
     assert worker.commit(batch) == []
     assert step(worker) == {"b": (3, 1, True)}
     assert worker.blocks.num_free == worker.blocks.num_blocks
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_a_step_of_four_times_as_many_costs_four_times_as_much(num_steps: int) -> None:
+    """The step after half of the prompts, and the first one that decodes."""
+    costs = []
+    for size in (16, 64):
+        worker = executor(num_blocks=2000, max_num_seqs=64, max_batch_tokens=2 * size)
+        worker.apply_plan(plan(1, *(slot(f"r{i}", 4, 9) for i in range(size))))
+        for _ in range(num_steps):
+            step(worker)
+        costs.append(num_opcodes(worker.next_batch))
+    assert costs[1] < 4.5 * costs[0]
 
 
 def test_those_left_after_the_last_one_is_aborted_return_with_the_next_step() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from core.forecast import QUANTILES, Forecast
 from policies.batching.base import Batcher, FormedBatch
-from policies.job import Job
+from policies.interfaces import Job
 
 
 def make_job(

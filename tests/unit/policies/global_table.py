@@ -15,8 +15,7 @@ from policies.fleet.events import (
     RequestsEnded,
 )
 from policies.fleet.scheduler import GlobalScheduler
-from policies.placement.base import Placement
-from policies.placement.least_work import LeastWork
+from policies.placement.base import LeastWork, Placement
 from policies.replica.events import RequestsArrived
 
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from core.costs import StepCost
-from policies.interfaces import Order
-from policies.job import Job
+from policies.interfaces import Job, Order
 from policies.order.skip_join_mlfq import SkipJoinMlfq
 from policies.settings import MlfqRules
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from policies.placement.prefix_tree import Node, Path, RadixTree
+from policies.placement.prefix_tree import Path, PrefixNode, RadixTree
 
 Position = Path
 """A prefix that ends there."""
@@ -109,7 +109,7 @@ class NaiveTrie:
 def known_to(tree: RadixTree) -> dict[Position, dict[int, tuple[bool, int, int]]]:
     """The same of a radix tree."""
     known = {}
-    stack: list[tuple[Node, Path]] = [(tree.root, ())]
+    stack: list[tuple[PrefixNode, Path]] = [(tree.root, ())]
     while stack:
         node, path = stack.pop()
         for child in node.children.values():
@@ -122,7 +122,7 @@ def known_to(tree: RadixTree) -> dict[Position, dict[int, tuple[bool, int, int]]
     return known
 
 
-def path_of(node: Node) -> Path:
+def path_of(node: PrefixNode) -> Path:
     return (path_of(node.parent) if node.parent else ()) + node.span
 
 

@@ -21,8 +21,7 @@ from policies.compose import (
     configured_scheduler,
     swaps_kv,
 )
-from policies.interfaces import KvMoves, KvView
-from policies.job import Job
+from policies.interfaces import Job, KvMoves, KvView
 from policies.kv.enst_baselines import Reactive
 from policies.kv.newest_first import NewestGiveWay
 from policies.order.fcfs import Fcfs
@@ -145,7 +144,7 @@ def test_replicas_of_batch_mode_decide_nothing(part: str) -> None:
 def test_the_configuration_sets_parts_alone() -> None:
     config = SchedulerConfig(preset="past-future", order="skip-join-mlfq", admission="watermark", kv="enst-reactive")
     built = configured_scheduler(config, 4)
-    parts = [type(part) for part in (built.order, built.admission, built.turns.kv)]
+    parts = [type(part) for part in (built.order, built.admission, built.selector.kv)]
     assert parts == [SkipJoinMlfq, Aggressive, Reactive]
     with pytest.raises(ConfigError, match=r"scheduler\.kv.*swap-newest with the order 'fcfs'"):
         check_scheduler(SchedulerConfig(kv="enst-reactive"))

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from predictor.artefact import FILE_NAME, Artefact, ArtefactError, from_bytes, load
+from predictor.artefact import FILE_NAME, ArtefactError, TrainedModel, from_bytes, load
 
-ARTEFACT = Artefact(
+ARTEFACT = TrainedModel(
     {"version": 3, "model": "forest", "share": 0.5}, {"a": np.arange(6).reshape(2, 3), "b": np.ones(4, np.float32)}
 )
 DATA = ARTEFACT.to_bytes()
@@ -50,7 +50,7 @@ def test_cut_off(length: int) -> None:
 
 
 def test_arrays_of_another_training_are_seen_by_the_checksum() -> None:
-    other = Artefact(ARTEFACT.metadata, {**ARTEFACT.arrays, "b": np.zeros(4, np.float32)}).to_bytes()
+    other = TrainedModel(ARTEFACT.metadata, {**ARTEFACT.arrays, "b": np.zeros(4, np.float32)}).to_bytes()
     buffer = io.BytesIO()
     ours, theirs = zipfile.ZipFile(io.BytesIO(DATA)), zipfile.ZipFile(io.BytesIO(other))
     with ours, theirs, zipfile.ZipFile(buffer, "w") as mixed:

@@ -24,6 +24,7 @@ def test_the_packaged_encoder_knows_what_is_alike() -> None:
     assert encoder.encode([]).shape == (0, 384)
 
 
+@pytest.mark.torch
 def test_a_missing_encoder_is_named_with_the_one_that_needs_no_network(tmp_path: Path) -> None:
     with pytest.raises(
         InvalidValueError, match=r"encoder: got .*`minilm`, which needs no network.*could not be loaded"
@@ -31,6 +32,7 @@ def test_a_missing_encoder_is_named_with_the_one_that_needs_no_network(tmp_path:
         SentenceEncoder(str(tmp_path / "nowhere"))
 
 
+@pytest.mark.torch
 def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
@@ -48,6 +50,7 @@ def test_the_package_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         SentenceEncoder(MINILM)
 
 
+@pytest.mark.torch
 def test_an_unknown_device() -> None:
     with pytest.raises(InvalidValueError, match="device"):
         SentenceEncoder(MINILM, device="abacus")

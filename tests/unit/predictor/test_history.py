@@ -22,7 +22,7 @@ def test_without_data_there_is_a_prior_that_says_so() -> None:
     assert forecast.quantiles[0] > 0
 
 
-def test_mean_and_quantiles_of_what_was_learnt() -> None:
+def test_mean_and_quantiles_of_what_was_learned() -> None:
     predictor = HistoryPredictor()
     predictor.learn(range(101))
     forecast = predictor.current()

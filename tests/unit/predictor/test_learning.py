@@ -19,21 +19,21 @@ from predictor.learning import (
     PERIOD_S,
     RULE,
     ContinuousLearning,
-    Outcome,
+    PredictionOutcome,
 )
 
 Row = tuple[float, float, float]
 """Task, input length, output length."""
 
 
-def test_the_paper_says_which_outputs_are_learnt_from() -> None:
+def test_the_paper_says_which_outputs_are_learned_from() -> None:
     """ex2: (predicted, actual) tokens."""
     cases = {(100, 112): True, (50, 58): False, (200, 215): False, (100, 111): False, (100, 130): True}
     assert {case: RULE.is_wrong(*case) for case in cases} == cases
 
 
-def wrong(num: int, first: int = 0) -> list[Outcome[int]]:
-    return [Outcome(first + i, 1.0, 100.0) for i in range(num)]
+def wrong(num: int, first: int = 0) -> list[PredictionOutcome[int]]:
+    return [PredictionOutcome(first + i, 1.0, 100.0) for i in range(num)]
 
 
 def distance(model: float, examples: Sequence[int]) -> float:
@@ -49,8 +49,8 @@ def numbers(current: float | None = None) -> ContinuousLearning[int, float]:
 
 def test_one_in_five_is_held_back_and_the_rest_trained_on_if_it_was_wrong() -> None:
     learning = numbers()
-    right = [Outcome(1000 + i, 99.0, 100.0) for i in range(50)]
-    unknown = [Outcome(2000 + i, None, 100.0) for i in range(10)]
+    right = [PredictionOutcome(1000 + i, 99.0, 100.0) for i in range(50)]
+    unknown = [PredictionOutcome(2000 + i, None, 100.0) for i in range(10)]
     learning.observe([*wrong(MIN_HELD_BACK * HELD_BACK_EVERY), *right, *unknown])
     examples = learning.begin(PERIOD_S)
     assert examples is not None
@@ -62,9 +62,11 @@ def test_one_in_five_is_held_back_and_the_rest_trained_on_if_it_was_wrong() -> N
 
 def test_what_was_cut_off_is_never_a_target() -> None:
     learning = numbers()
-    learning.observe([Outcome(i, 1.0, 100.0, censored=True) for i in range(1000)])
+    learning.observe([PredictionOutcome(i, 1.0, 100.0, censored=True) for i in range(1000)])
     assert learning.begin(PERIOD_S) is None and learning.num_examples == 0
-    learning.observe([each for i, o in enumerate(wrong(100)) for each in (o, Outcome(-i, 1.0, 9.0, censored=True))])
+    learning.observe(
+        [each for i, o in enumerate(wrong(100)) for each in (o, PredictionOutcome(-i, 1.0, 9.0, censored=True))]
+    )
     examples = learning.begin(2 * PERIOD_S)
     assert examples is not None and min(examples) >= 0 and len(examples) == 80
 
@@ -174,7 +176,7 @@ def test_any_life_keeps_its_counts() -> None:
                 learning.give_up()
             case _:
                 learning.observe(
-                    Outcome(int(rng.integers(200)), 1.0, 100.0, bool(rng.random() < 0.2)) for _ in range(9)
+                    PredictionOutcome(int(rng.integers(200)), 1.0, 100.0, bool(rng.random() < 0.2)) for _ in range(9)
                 )
         learning.check_integrity()
         assert learning.version >= best
@@ -205,9 +207,9 @@ def rmse(model: Any, rows: Sequence[Row]) -> float:
     return float(np.sqrt(np.mean((model.predict(data[:, :2]) - data[:, 2]) ** 2)))
 
 
-def outcomes(model: Any, rows: Sequence[Row]) -> list[Outcome[Row]]:
+def outcomes(model: Any, rows: Sequence[Row]) -> list[PredictionOutcome[Row]]:
     predicted = model.predict(np.array(rows)[:, :2]).tolist()
-    return [Outcome(row, guess, row[2]) for row, guess in zip(rows, predicted, strict=True)]
+    return [PredictionOutcome(row, guess, row[2]) for row, guess in zip(rows, predicted, strict=True)]
 
 
 def test_after_the_mix_of_tasks_has_changed_the_error_falls_again() -> None:
@@ -223,13 +225,13 @@ def test_after_the_mix_of_tasks_has_changed_the_error_falls_again() -> None:
         errors.append(rmse(learning.current, served))
         learning.observe(outcomes(learning.current, served))
         learning.learn(period * PERIOD_S, fit)
-    settled, changed, relearnt, never = max(errors[:3]), errors[3], errors[-1], rmse(first, served)
+    settled, changed, relearned, never = max(errors[:3]), errors[3], errors[-1], rmse(first, served)
     assert changed > 5 * settled, "the change hurts"
-    assert relearnt < 0.2 * changed and never > 5 * relearnt, "learning, not the requests, made it good"
+    assert relearned < 0.2 * changed and never > 5 * relearned, "learning, not the requests, made it good"
     assert learning.version > 1
 
 
-def test_a_forest_that_learnt_nonsense_is_refused() -> None:
+def test_a_forest_that_learned_nonsense_is_refused() -> None:
     before = requests(400, (0, 1, 2), seed=0)
     learning = ContinuousLearning(rmse, fit(before), before)
     learning.begin(0.0)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from predictor.learning import HELD_BACK_EVERY, MIN_HELD_BACK, PERIOD_S, ContinuousLearning, Outcome
+from predictor.learning import HELD_BACK_EVERY, MIN_HELD_BACK, PERIOD_S, ContinuousLearning, PredictionOutcome
 from predictor.learning_process import NICENESS, FitEnd, FitProcess
 
 Numbers = list[float]
@@ -145,7 +145,7 @@ def test_killed_in_the_middle_the_current_version_stays_and_the_next_fit_is_righ
         lambda model, examples: abs(model - sum(examples) / len(examples)), 10.0
     )
     learning.begin(0.0)
-    learning.observe(Outcome(100.0, 10.0, 100.0) for _ in range(MIN_HELD_BACK * HELD_BACK_EVERY))
+    learning.observe(PredictionOutcome(100.0, 10.0, 100.0) for _ in range(MIN_HELD_BACK * HELD_BACK_EVERY))
     examples = learning.begin(PERIOD_S)
     assert examples is not None
     with fitting(sleep, 1000.0) as process:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import pytest
 
 from core.errors import InvalidValueError
 from core.forecast import Example, ForecastQuestion
-from predictor.artefact import Artefact, from_bytes
+from predictor.artefact import TrainedModel, from_bytes
 from predictor.features import Floats
 from predictor.history import HistoryPredictor
 from predictor.retraining import (
@@ -42,7 +43,13 @@ def examples(scale: int = 1) -> list[Example]:
     return [Example(question(i), scale * (10 + 90 * (i % 2) + i % 5)) for i in range(80)]
 
 
-def forecast_of(artefact: Artefact, number: int, effort: Effort = Effort.FULL) -> float:
+@functools.cache
+def trained_on_words() -> TrainedModel:
+    """Trained once for all tests, which only read it."""
+    return train(examples(), None, WORDS)
+
+
+def forecast_of(artefact: TrainedModel, number: int, effort: Effort = Effort.FULL) -> float:
     encoder = None if "words" in artefact.arrays else CountingEncoder()
     predictor = TextPredictor(artefact, encoder, HistoryPredictor())
     predictor.forecast([question(0), question(1)])  # both instructions are known from here on
@@ -67,15 +74,14 @@ def test_the_next_version_says_what_the_new_samples_say(recipe: Recipe) -> None:
 
 
 def test_other_features_are_refused() -> None:
-    first = train(examples(), None, WORDS)
+    first = trained_on_words()
     task = retraining(first, samples_of(first))
     with pytest.raises(InvalidValueError, match="features"):
         retrain(replace(task, features=task.features[:, :2]))
 
 
 def test_other_words_are_another_feature_set() -> None:
-    first, second = (train(examples(scale), None, WORDS) for scale in (1, 2))
-    assert feature_set(first) != feature_set(second)
+    assert feature_set(trained_on_words()) != feature_set(train(examples(2), None, WORDS))
 
 
 def test_what_is_wide_or_no_forest_cannot_be_trained_on() -> None:
@@ -85,6 +91,6 @@ def test_what_is_wide_or_no_forest_cannot_be_trained_on() -> None:
         def encode(self, texts: Sequence[str]) -> Floats:
             return np.tile(CountingEncoder().encode(texts), MAX_FEATURES)
 
-    assert can_be_retrained(train(examples(), None, WORDS))
+    assert can_be_retrained(trained_on_words())
     assert not can_be_retrained(train(examples(), Wide(), Recipe(d_user=None, d_app=4, forest=FOREST)))
     assert not can_be_retrained(train(examples(), CountingEncoder(), Recipe("linear", d_user=None, d_app=None)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from core.codec import decode, encode
 from core.errors import InvalidValueError
 from core.forecast import Forecast, Predictor
-from predictor.artefact import Artefact, ArtefactError, from_bytes
+from predictor.artefact import ArtefactError, TrainedModel, from_bytes
 from predictor.history import HistoryPredictor
 from predictor.metrics import score
 from predictor.shedding import Effort
@@ -23,14 +24,16 @@ SEEN, UNSEEN = examples(300), examples(150, seed=1)
 SMALL = Recipe(d_user=None, d_app=2, forest=ForestOptions(20, 5))
 
 
-def trained(recipe: Recipe) -> Artefact:
+@functools.cache
+def trained(recipe: Recipe) -> TrainedModel:
+    """Trained once for all tests, which only read it."""
     recipe = replace(recipe, forest=replace(recipe.forest, num_trees=20))
     recipe = recipe if recipe.d_user is None else replace(recipe, d_user=8)
     encoder = None if recipe.reads == "words" else CountingEncoder()
     return from_bytes(train(SEEN, encoder, recipe, version=4).to_bytes())
 
 
-def predictor_of(artefact: Artefact) -> TextPredictor:
+def predictor_of(artefact: TrainedModel) -> TextPredictor:
     encoder = None if encoder_of(artefact) is None else CountingEncoder()
     return TextPredictor(artefact, encoder, HistoryPredictor())
 
@@ -122,9 +125,9 @@ def test_an_artefact_that_lacks_something(missing: str) -> None:
     artefact = trained(SMALL)
     arrays = {name: array for name, array in artefact.arrays.items() if name != missing}
     with pytest.raises(ArtefactError, match=f"lacks '{missing}'"):
-        predictor_of(Artefact(artefact.metadata, arrays))
+        predictor_of(TrainedModel(artefact.metadata, arrays))
 
 
 def test_the_same_examples_train_the_same_artefact() -> None:
-    one, two = trained(RECIPES["words"]), trained(RECIPES["words"])
+    one, two = trained(RECIPES["words"]), trained.__wrapped__(RECIPES["words"])
     assert all(np.array_equal(one.arrays[name], two.arrays[name]) for name in one.arrays)

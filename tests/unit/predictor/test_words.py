@@ -40,7 +40,7 @@ def test_scores_put_requests_in_order() -> None:
 
 
 def test_scores_of_own_examples_do_not_know_them() -> None:
-    """A text that comes once and names its own output length must not look as if that could be foreseen."""
+    """A text that comes once and names its own output length must not look as if that could be predicted."""
     rng = np.random.default_rng(0)
     lens = rng.integers(1, 1000, 200)
     asked = [question("say", f"unique{number}") for number in range(200)]

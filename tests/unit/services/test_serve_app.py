@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from actors.runtime.site import Site
+from actors.runtime.peer import Site
 from core.config.load import FarsightConfig
 from core.config.model import ModelConfig
 from core.config.server import ServerConfig

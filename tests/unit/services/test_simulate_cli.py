@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 from services.cli import app
 
 CONFIG_KEYS = [
+    "batch",
     "block_size",
     "clients",
     "farsight_version",
@@ -106,11 +107,16 @@ def test_files_and_pictures(tmp_path: Path) -> None:
     assert result.stderr.count("written: ") == 7
 
 
-def test_batch_mode_has_one_picture_and_no_memory(tmp_path: Path) -> None:
+def test_batch_mode_has_all_pictures_and_nothing_between_tokens(tmp_path: Path) -> None:
     record = invoke_json("--preset", "multi-bin", "--predictor", "oracle", "--plot", str(tmp_path))
-    assert [path.name for path in tmp_path.iterdir()] == ["jct.png"]
-    assert record["summary"]["memory_peak_share"] is None and record["summary"]["itl_s_mean"] is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["jct.png", "load.png", "memory.png", "queues.png"]
+    assert 0 < record["summary"]["memory_peak_share"] <= 1 and record["summary"]["itl_s_mean"] is None
     assert record["summary"]["total_tokens_per_s"] > record["summary"]["output_tokens_per_s"]
+
+
+def test_a_closed_loop_of_batch_mode() -> None:
+    record = invoke_json("--preset", "magnus-vs", "--clients", "3")
+    assert record["summary"]["num_requests"] == 40 and record["config"]["clients"] == 3
 
 
 def test_pictures_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +137,6 @@ def test_pictures_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (["--replicas", "0"], "--replicas: got 0, expected an integer >= 1"),
         (["--rate", "-1"], "--rate: got -1.0, expected requests per second above 0"),
         (["--rate", "2", "--clients", "3"], "--rate: got 2.0, expected none beside clients"),
-        (["--preset", "magnus", "--clients", "3"], "--clients: got 3, expected none with magnus, which forms batches"),
         (
             ["--predictor", "orcale"],
             "--predictor: got 'orcale', expected one of none, history, shuffled",

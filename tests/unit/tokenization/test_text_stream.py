@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from tests.unit.tokenization.kinds import CORPUS, KINDS
-from tokenization.text_stream import TextDecoder
-from tokenization.token_bytes import byte_level_bytes, fallback_byte
+from tokenization.text_stream import TextDecoder, byte_level_bytes, fallback_byte
 
 TEXTS = ("hello world", "日本 naïve", "🙂🙃", " the  dog ", "\n", "say €", "zz ß", "_", "▁", "x")
 MAX_DECODED = 10

@@ -16,8 +16,7 @@ from actors.calls.scheduling import RouterCalls, SchedulerCalls
 from actors.calls.supervisor import SupervisorCalls
 from actors.calls.worker import WorkerCalls
 from actors.runtime.component import Component, ComponentContext
-from actors.runtime.peer import LocalPeer
-from actors.runtime.site import Site
+from actors.runtime.peer import LocalPeer, Site
 from core.codec import PackedInts, encode
 from core.config.load import FarsightConfig
 from core.errors import MessageError

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from actors.external.backend import OpenAIBackend
 from actors.runtime.component import ComponentContext
-from actors.runtime.site import Site
+from actors.runtime.peer import Site
 from actors.worker.token_channels import TokenChannels
 from core.codec import decode
 from core.config.load import FarsightConfig
@@ -113,7 +113,7 @@ class Replica:
 
 @asynccontextmanager
 async def backend(url: str, **config: Any) -> AsyncIterator[Replica]:
-    """Of the server at ``url``; ``config`` are settings of its table."""
+    """A component for the server at ``url``; ``config`` are settings of its table."""
     listener, registry = Listener(), CollectorRegistry()
     table = ReplicaConfig("openai", url, **config)
     site = Site(FarsightConfig(ModelConfig(name=MODEL, replicas=0), replica=(table,)), str(EMBEDDED_MODEL), "fused")
@@ -169,7 +169,7 @@ async def test_limits_are_told_apart_from_stops() -> None:
         assert (await replica.end_of())[-1].finish_reason == "length"
         await until(lambda: bool(replica.listener.ended))
         assert replica.listener.ended == [FinishedSequence("i-0", 0, SequenceStatus.FINISHED_LENGTH, 3)]
-        assert not replica.listener.started, "nobody knows what it had cached"
+        assert not replica.listener.started, "it is not known what it had cached"
 
 
 @pytest.mark.parametrize("chats", [True, False])
@@ -219,7 +219,7 @@ async def test_what_is_too_long_for_it_is_refused() -> None:
 async def test_a_server_that_does_not_say_how_long_is_not_used() -> None:
     async with OpenAIDouble(models=[{"id": MODEL}]).running() as server:
         async with backend(server.url) as replica:
-            await until(lambda: "set max_model_len" in replica.component.breaker)
+            await until(lambda: "set [[replica]] max_model_len" in replica.component.breaker)
             assert replica.component.state == "waiting"
         async with backend(server.url, max_model_len=50) as replica:
             await until(lambda: replica.listener.ready is not None)
@@ -228,8 +228,8 @@ async def test_a_server_that_does_not_say_how_long_is_not_used() -> None:
 @pytest.mark.parametrize(
     ("wrong", "kind", "message"),
     [
-        ({"models": [{"id": "other"}]}, "model", "it serves 'other', not 'm'"),
-        ({"answers_as": "other"}, "model", "it answers as model 'other', not 'm'"),
+        ({"models": [{"id": "other"}]}, "model", "the server serves 'other', expected 'm'"),
+        ({"answers_as": "other"}, "model", "the server answers as model 'other', expected 'm'"),
         ({"health": 500}, "http", "HTTP 500"),
         ({"status": 401}, "auth", "HTTP 401: as told"),
         ({"status": 400}, "request", "HTTP 400: as told"),
@@ -262,7 +262,7 @@ async def test_a_server_that_is_down_is_used_once_it_is_up() -> None:
     port = free_port()
     async with backend(f"http://127.0.0.1:{port}") as replica:
         await until(lambda: replica.failures("connect") > 0)
-        assert "no connection" in replica.component.breaker
+        assert "cannot connect" in replica.component.breaker
         async with OpenAIDouble().running(port):
             await until(lambda: replica.listener.ready is not None)
             await replica.submit(REQUEST)
@@ -273,10 +273,10 @@ async def test_a_server_that_is_down_is_used_once_it_is_up() -> None:
     ("wrong", "kind", "message"),
     [
         ({"first_s": math.inf}, "timeout", "no first token within 0.3 s"),
-        ({"break_after": 0}, "broken", "the connection broke in the middle of the answer"),
+        ({"break_after": 0}, "broken", "the connection broke during the answer"),
         ({"status": 503}, "busy", "HTTP 503: as told"),
         ({"status": 500}, "http", "HTTP 500: as told"),
-        ({"answers_as": "other"}, "model", "it answers as model 'other', not 'm'"),
+        ({"answers_as": "other"}, "model", "the server answers as model 'other', expected 'm'"),
     ],
 )
 async def test_before_its_first_token_a_request_is_given_back(wrong: dict[str, Any], kind: str, message: str) -> None:
@@ -296,7 +296,7 @@ async def test_before_its_first_token_a_request_is_given_back(wrong: dict[str, A
     ("wrong", "message"),
     [
         ({"next_s": math.inf}, "no next token within 0.3 s"),
-        ({"break_after": 1}, "the connection broke in the middle of the answer"),
+        ({"break_after": 1}, "the connection broke during the answer"),
     ],
 )
 async def test_after_its_first_token_a_request_fails_for_good(wrong: dict[str, Any], message: str) -> None:

@@ -13,7 +13,7 @@ from actors.external.openai_wire import (
     Chunk,
     EventReader,
     ListedModel,
-    Usage,
+    TokenUsage,
     by_text,
     by_tokens,
     find_model,
@@ -130,7 +130,7 @@ def test_beside_text_extensions_are_said_only_where_they_change_something() -> N
 
 
 def test_a_chat_that_another_replica_has_begun_to_answer_cannot_go_on_as_text() -> None:
-    with pytest.raises(BackendFailed, match="cannot go on with it") as caught:
+    with pytest.raises(BackendFailed, match="cannot continue it") as caught:
         by_text(Request("r", 0, "i", (65,), SamplingParams(9), (33,), source=CHAT), "m", decoded)
     assert caught.value.failure.of_request
 
@@ -157,9 +157,9 @@ def test_chunks_are_read() -> None:
     last = chunk(choices=[{"index": 0, "text": "", "finish_reason": "length"}])
     assert parse_chunk(last, "m") == Chunk("", "length")
     details = {"completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 3}}
-    assert parse_chunk(chunk(choices=[], usage=details), "m") == Chunk("", None, Usage(5, 3))
+    assert parse_chunk(chunk(choices=[], usage=details), "m") == Chunk("", None, TokenUsage(5, 3))
     assert parse_chunk(chunk(choices=[], usage={"completion_tokens": 5, "prompt_tokens_details": None}), "m") == Chunk(
-        "", None, Usage(5)
+        "", None, TokenUsage(5)
     )
     assert parse_chunk(b'{"choices": []}', "m") == Chunk(""), "who does not say its model is believed"
 
@@ -167,15 +167,15 @@ def test_chunks_are_read() -> None:
 @pytest.mark.parametrize(
     ("data", "kind", "message"),
     [
-        (b"not json", "protocol", "no JSON object: not json"),
-        (b"[1]", "protocol", "no JSON object"),
-        (b'{"model": "m"}', "protocol", "without one choice"),
-        (chunk(choices=[{"text": 5}]), "protocol", "without text"),
-        (chunk(choices=[1]), "protocol", "without text"),
-        (chunk(choices=[{}, {}]), "protocol", "without one choice"),
-        (b'{"error": {"message": "out of luck"}}', "broken", "the server says: out of luck"),
-        (b'{"error": {"message": "what a prompt", "code": 400}}', "request", "the server says: what a prompt"),
-        (b'{"model": "other", "choices": []}', "model", "it answers as model 'other', not 'm'"),
+        (b"not json", "protocol", "expected a JSON object, got not json"),
+        (b"[1]", "protocol", "expected a JSON object"),
+        (b'{"model": "m"}', "protocol", "exactly one choice"),
+        (chunk(choices=[{"text": 5}]), "protocol", "a chunk with text"),
+        (chunk(choices=[1]), "protocol", "a chunk with text"),
+        (chunk(choices=[{}, {}]), "protocol", "exactly one choice"),
+        (b'{"error": {"message": "out of luck"}}', "broken", "the server reports: out of luck"),
+        (b'{"error": {"message": "what a prompt", "code": 400}}', "request", "the server reports: what a prompt"),
+        (b'{"model": "other", "choices": []}', "model", "the server answers as model 'other', expected 'm'"),
     ],
 )
 def test_chunks_that_are_none_are_refused(data: bytes, kind: str, message: str) -> None:
@@ -188,7 +188,7 @@ def test_models_are_found_with_their_lengths() -> None:
     listed = json.dumps({"data": [{"id": "x"}, {"id": "m", "max_model_len": 77}]}).encode()
     assert find_model(listed, "m") == ListedModel("m", 77)
     assert find_model(listed, "x") == ListedModel("x", None)
-    with pytest.raises(BackendFailed, match="it serves 'x', 'm', not 'y'") as caught:
+    with pytest.raises(BackendFailed, match="the server serves 'x', 'm', expected 'y'") as caught:
         find_model(listed, "y")
     assert caught.value.failure.trips
     for wrong in (b"", b"{}", b'{"data": [1]}'):

@@ -26,7 +26,7 @@ from predictor.training import Recipe, train
 from tests.unit.actors.components import append, component_context, finished, opened, read_examples, until
 
 LENGTHS = {"Translate:": 20, "Explain:": 200}
-"""Of the outputs of two applications."""
+"""Output lengths of two applications, in tokens."""
 
 
 def question(number: int, instruction: str) -> ForecastQuestion:

@@ -62,7 +62,7 @@ async def append_one_after_another(store: LogStore, name: str) -> None:
 
 @pytest.fixture(params=["sqlite", "redis"])
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """Of a new log; its server, if it has one, stays alive."""
+    """Path or URL of a new log; a Redis server stays alive."""
     if request.param == "sqlite":
         yield str(tmp_path / "log.sqlite")
     else:

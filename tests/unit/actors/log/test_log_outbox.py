@@ -1,4 +1,4 @@
-"""Records on their way to the log: a log that cannot be written delays them and harms nobody."""
+"""Records on their way to the log: a log that cannot be written delays them and does no other harm."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ async def test_what_cannot_be_written_goes_later(failure: Exception, caplog: pyt
         await until(lambda: len(outbox) == 0)
     assert [each.request_id for each in log.records] == ["a", "b"]
     told = [record.getMessage() for record in caplog.records]
-    assert told == ([] if isinstance(failure, PeerLost) else [f"1 records wait: {failure}"]), "told once"
+    assert told == (
+        [] if isinstance(failure, PeerLost) else [f"1 log records wait and will be sent again: {failure}"]
+    ), "told once"
 
 
 async def test_a_record_that_is_refused_is_a_defect_of_ours() -> None:

@@ -40,11 +40,11 @@ async def refusal(url: str, restarts: int = 0) -> ConfigError:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"appendonly": "no"}, "its appendonly is 'no', not 'yes': it may lose what it has acknowledged"),
-        ({"appendfsync": "everysec"}, "its appendfsync is 'everysec', not 'always'"),
-        ({"no_appendfsync_on_rewrite": "yes"}, "its no-appendfsync-on-rewrite is 'yes', not 'no'"),
+        ({"appendonly": "no"}, "its setting appendonly is 'no', expected 'yes': it may lose acknowledged writes"),
+        ({"appendfsync": "everysec"}, "its setting appendfsync is 'everysec', expected 'always'"),
+        ({"no_appendfsync_on_rewrite": "yes"}, "its setting no-appendfsync-on-rewrite is 'yes', expected 'no'"),
         ({"maxmemory": "100mb", "maxmemory_policy": "allkeys-lru"}, "its maxmemory-policy is 'allkeys-lru': it drops"),
-        ({"rename_command": "CONFIG hidden"}, "it does not tell its appendonly: unknown command"),
+        ({"rename_command": "CONFIG hidden"}, "its setting appendonly cannot be read: unknown command"),
     ],
 )
 async def test_a_server_that_may_lose_records_is_refused_and_left_alone(
@@ -67,7 +67,7 @@ async def test_a_log_of_another_version_is_refused(tmp_path: Path) -> None:
     with redis_server(tmp_path) as server:
         with redis.Redis.from_url(server.url) as client:
             client.set(f"{PREFIX}version", REDIS_SCHEMA_VERSION + 1)
-        assert f"a log of version {REDIS_SCHEMA_VERSION + 1}, not" in str(await refusal(server.url))
+        assert f"a log of version {REDIS_SCHEMA_VERSION + 1}, expected" in str(await refusal(server.url))
 
 
 async def test_every_key_has_the_prefix_and_databases_are_apart(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ async def test_nothing_grows_beyond_the_limit(tmp_path: Path) -> None:
         async with opened(path=server.url, max_rows=5) as store:
             for i in range(30):
                 await append_forecasts(store, forecast_record(f"{i}"), forecast_record(f"never-{i}"))
-                await append(store, finished(f"{i}"), finished(f"unforeseen-{i}"))
+                await append(store, finished(f"{i}"), finished(f"unpredicted-{i}"))
                 await append_traces(store, trace(f"cmpl-{i}"), trace(f"cmpl-{i}", part="ingress"))
         with redis.Redis.from_url(server.url) as client:
             for kind, at_most in (("requests", 5), ("forecasts", 5), ("examples", 3)):
@@ -135,7 +135,7 @@ async def test_a_server_that_is_away_is_told_and_found_again(tmp_path: Path) -> 
 async def test_at_a_restart_it_waits_for_a_server_that_is_away(tmp_path: Path) -> None:
     with redis_server(tmp_path) as server:
         server.kill()
-        assert "may keep the log" in str(await refusal(server.url))
+        assert "can keep the log" in str(await refusal(server.url))
         store = LogStore(component_context("log-store", path=server.url, restarts=1))
         await store.start()
         with pytest.raises(FarsightError, match="log-store cannot write"):
@@ -156,7 +156,7 @@ async def test_a_server_that_comes_back_with_less_care_is_refused(tmp_path: Path
             with pytest.raises(FarsightError, match="cannot write: "):  # over the connection that is gone
                 await append(store, finished("b"))
             for _ in range(2):
-                with pytest.raises(FarsightError, match="cannot write: its appendfsync is 'everysec'"):
+                with pytest.raises(FarsightError, match="cannot write: its setting appendfsync is 'everysec'"):
                     await append(store, finished("b"))
             with redis.Redis.from_url(server.url) as client:
                 client.config_set("appendfsync", "always")

@@ -144,7 +144,7 @@ def contents(path: str) -> dict[str, bytes | None]:
     [
         (no_database, "file is not a database"),
         (foreign_database, "another program's database"),
-        (other_version, f"this is of {SQL_SCHEMA_VERSION + 1}"),
+        (other_version, f"the file has version {SQL_SCHEMA_VERSION + 1}"),
         (Path.mkdir, "unable to open"),
         (damaged, "no such table"),
     ],

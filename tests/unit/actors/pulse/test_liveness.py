@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from actors.pulse.liveness import PATIENCE, START_S, HostJudge
-from actors.pulse.step_bounds import FIRST_STEPS_S, MOST_TIMES, StepBounds
+from actors.worker.step_loop import FIRST_STEPS_S, MOST_TIMES, StepBounds
 from core.messages.pulse import ProcessLife, Pulse, ThreadClock, Work
 from core.messages.step_times import StepSample
 

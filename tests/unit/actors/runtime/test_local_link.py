@@ -12,8 +12,8 @@ import pytest
 import uvloop
 
 from actors.calls.failures import RemoteError
-from actors.runtime import local_link
-from actors.runtime.local_link import LinkLost, LocalLink, connect, listen
+from actors.runtime import remote
+from actors.runtime.remote import LinkLost, LocalLink, connect, listen
 from core.errors import MessageError
 from tests.unit.actors.components import LONG_S
 
@@ -24,7 +24,7 @@ def runner(request: pytest.FixtureRequest) -> Iterator[asyncio.Runner]:
         yield runner
 
 
-class House:
+class Receiver:
     """What is listened to: answers with the message, slowly or not at all."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class House:
 
 def test_answers_and_refusals(runner: asyncio.Runner) -> None:
     async def check() -> None:
-        address, server = await listen(House().answer)
+        address, server = await listen(Receiver().answer)
         link = await connect(address)
         assert link is not None
         big = os.urandom(3_000_000)
@@ -63,8 +63,8 @@ def test_answers_and_refusals(runner: asyncio.Runner) -> None:
 
 def test_calls_overtake_each_other_but_messages_do_not(runner: asyncio.Runner) -> None:
     async def check() -> None:
-        house = House()
-        address, server = await listen(house.answer)
+        receiver = Receiver()
+        address, server = await listen(receiver.answer)
         link = await connect(address)
         assert link is not None
         waiting = asyncio.create_task(link.call("p", "wait", b"first"))
@@ -73,8 +73,8 @@ def test_calls_overtake_each_other_but_messages_do_not(runner: asyncio.Runner) -
         cancelled.cancel()
         sent = [b"%d" % i for i in range(100)]
         assert await asyncio.gather(*(link.call("p", "echo", data) for data in sent)) == sent
-        assert house.seen == [b"first", b"second", *sent]
-        house.gate.set()
+        assert receiver.seen == [b"first", b"second", *sent]
+        receiver.gate.set()
         assert await waiting == b"first"
         link.close()
         assert server is not None
@@ -85,7 +85,7 @@ def test_calls_overtake_each_other_but_messages_do_not(runner: asyncio.Runner) -
 
 def test_calls_under_way_end_with_the_connection(runner: asyncio.Runner) -> None:
     async def check() -> None:
-        address, server = await listen(House().answer)
+        address, server = await listen(Receiver().answer)
         link = await connect(address)
         assert link is not None
         waiting = asyncio.create_task(link.call("p", "wait", b""))
@@ -111,9 +111,9 @@ def test_nobody_listens(runner: asyncio.Runner) -> None:
 
 def test_another_user_is_turned_away(runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     async def check() -> None:
-        house = House()
-        address, server = await listen(house.answer)
-        monkeypatch.setattr(local_link, "_peer_uid", lambda connection: os.getuid() + 1)
+        receiver = Receiver()
+        address, server = await listen(receiver.answer)
+        monkeypatch.setattr(remote, "_peer_uid", lambda connection: os.getuid() + 1)
         caller = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         caller.setblocking(False)
         caller.connect(address)
@@ -121,7 +121,7 @@ def test_another_user_is_turned_away(runner: asyncio.Runner, monkeypatch: pytest
         with pytest.raises(LinkLost):  # the connection stands before it can be looked at
             await asyncio.wait_for(link.call("p", "echo", b"x"), LONG_S)
         link.close()
-        assert house.seen == []
+        assert receiver.seen == []
         assert await connect(address) is None, "what another user listens to is not trusted either"
         assert server is not None
         server.close()

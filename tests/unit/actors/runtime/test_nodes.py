@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from actors.runtime.nodes import Node, choose_node, head_node
+from actors.runtime.nodes import ClusterNode, choose_node, head_node
 
-HEAD = Node("h", is_head=True, computes=True)
-A, B = (Node(name, is_head=False, computes=True) for name in "ab")
+HEAD = ClusterNode("h", is_head=True, computes=True)
+A, B = (ClusterNode(name, is_head=False, computes=True) for name in "ab")
 
 
 def test_replicas_spread_and_the_head_takes_one_last() -> None:
@@ -16,7 +16,7 @@ def test_replicas_spread_and_the_head_takes_one_last() -> None:
 
 
 def test_a_head_without_cpus_takes_none_unless_there_is_nothing_else() -> None:
-    idle = Node("h", is_head=True, computes=False)
+    idle = ClusterNode("h", is_head=True, computes=False)
     assert choose_node("0", {"1": "a", "2": "a"}, [idle, A]) == "a"
     assert choose_node("0", {}, [idle]) == "h"
 
@@ -39,7 +39,7 @@ def test_the_head_is_known() -> None:
 
 
 def test_a_replica_goes_where_a_gpu_is_left() -> None:
-    large = Node("l", is_head=False, computes=True, num_gpus=2)
+    large = ClusterNode("l", is_head=False, computes=True, num_gpus=2)
     homes: dict[str, str] = {}
     for replica in "012":
         homes[replica] = choose_node(replica, homes, [HEAD, A, large], on_gpu=True)

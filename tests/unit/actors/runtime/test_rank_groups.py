@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from actors.runtime import rank_groups
-from actors.runtime.layout import wanted_components
-from actors.runtime.names import host_of, rank_name, rank_of, worker_name
-from actors.runtime.site import Site
+from actors.runtime.names import host_of, rank_name, rank_of, wanted_components, worker_name
+from actors.runtime.peer import Site
 from core.config.actors import ActorsConfig
 from core.config.engine import EngineConfig
 from core.config.load import FarsightConfig

@@ -10,9 +10,8 @@ import pytest
 import ray
 
 from actors.runtime import remote
-from actors.runtime.local_link import LinkLost
 from actors.runtime.peer import PeerLost
-from actors.runtime.remote import RemoteActor
+from actors.runtime.remote import LinkLost, RemoteActor
 
 
 class Link:

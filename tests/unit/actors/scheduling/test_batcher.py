@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from actors.learning.serving_time_estimator import ServingTimeEstimator
 from actors.log.log_store import LogStore
 from actors.runtime.component import ComponentContext
-from actors.runtime.site import Site
+from actors.runtime.peer import Site
 from actors.scheduling.batch_times import KIND
 from actors.scheduling.batcher import Batcher
 from core.codec import decode, encode

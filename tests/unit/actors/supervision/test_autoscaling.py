@@ -28,7 +28,7 @@ def test_a_pause_or_an_idle_neighbour_means_that_those_there_are_do() -> None:
     scaler = QueueScaler(1, 3)
     scaler.wanted(FULL, 0.0)
     assert scaler.wanted([FULL_QUEUE - 1], 2.0) == 1
-    assert scaler.wanted(FULL, FULL_FOR_S) == 1, "the while begins anew"
+    assert scaler.wanted(FULL, FULL_FOR_S) == 1, "the while begins again"
     assert [scaler.wanted([2 * FULL_QUEUE - 1, 0], 10.0 + second) for second in range(9)] == [2] * 9
     assert [scaler.wanted([2 * FULL_QUEUE, 0], 30.0 + second) for second in range(4)] == [2, 2, 2, 3]
 
@@ -36,7 +36,7 @@ def test_a_pause_or_an_idle_neighbour_means_that_those_there_are_do() -> None:
 def test_one_fewer_after_a_long_idle_time_and_never_below_the_least() -> None:
     scaler = QueueScaler(2, 3)
     assert scaler.wanted([0, 0, 0], 0.0) == 3
-    assert scaler.wanted([0, 0, 1], IDLE_FOR_S) == 3, "somebody asked"
+    assert scaler.wanted([0, 0, 1], IDLE_FOR_S) == 3, "there was a question"
     assert scaler.wanted([0, 0, 0], IDLE_FOR_S + 1) == 3
     assert scaler.wanted([0, 0, 0], 2 * IDLE_FOR_S + 1) == 2
     times = itertools.accumulate([IDLE_FOR_S] * 4, initial=3 * IDLE_FOR_S)
@@ -101,10 +101,10 @@ def test_while_a_replica_is_away_or_the_number_has_just_been_changed_everything_
     scaler = ReplicaScaler(BOUNDS)
     assert scaler.wanted(seen(40, 2), 2, 0.0) == 2
     assert scaler.wanted(seen(40, 1), 2, 2.0) == 2, "one has died"
-    assert scaler.wanted(seen(40, 2), 2, LATE_FOR_S) == 2, "late anew since now"
+    assert scaler.wanted(seen(40, 2), 2, LATE_FOR_S) == 2, "late again since now"
     assert scaler.wanted(seen(40, 2), 2, 2 * LATE_FOR_S) == 4
     assert scaler.wanted(seen(0, 2), 2, 10.0) == 2
-    assert scaler.wanted(seen(0, 5), 5, 69.0) == 5, "somebody has asked for five: a calm time begins"
+    assert scaler.wanted(seen(0, 5), 5, 69.0) == 5, "five are wanted now: a calm time begins"
     assert scaler.wanted(seen(0, 5), 5, 71.0) == 5
     assert scaler.wanted(seen(0, 5), 5, 129.0) == 4
 

@@ -16,7 +16,7 @@ import pytest
 from benchmarks.common import servers
 from benchmarks.common.servers import RunningServer, ServerCommand, vocab_size
 from benchmarks.common.tagged import wait_until_gone
-from benchmarks.peers.commands import installed_versions, peer
+from benchmarks.peers.commands import PeerOptions, installed_versions, peer
 from tests.free_ports import free_port
 
 ROOT = Path(__file__).parents[4]
@@ -108,17 +108,24 @@ def test_a_server_that_ends_tells_why(tmp_path: Path) -> None:
 
 
 def test_vllm_runs_in_one_process(tmp_path: Path) -> None:
-    found = peer("vllm", tmp_path, tmp_path / "tiny", 2048, ["--enforce-eager"])
+    found = peer("vllm", PeerOptions(tmp_path, tmp_path / "tiny", threads=3, more=["--enforce-eager"]))
     assert found.takes_ids and found.takes_extensions and found.command.model_name == "tiny"
-    assert found.command.env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert found.command.env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and found.command.env["OMP_NUM_THREADS"] == "3"
     words = " ".join(found.command.words)
     assert "--distributed-executor-backend uni --enforce-eager" in words and "--no-enable-prefix-caching" in words
 
 
 def test_transformers_is_asked_in_plain_text(tmp_path: Path) -> None:
-    found = peer("transformers", tmp_path, tmp_path / "tiny", 2048, [])
+    found = peer("transformers", PeerOptions(tmp_path, tmp_path / "tiny"))
     assert not found.takes_ids and not found.takes_extensions
     assert found.command.model_name == str(tmp_path / "tiny")  # it knows its model by the path alone
+
+
+def test_llama_cpp_has_a_slot_and_a_context_for_each_request_in_flight(tmp_path: Path) -> None:
+    found = peer("llama.cpp", PeerOptions(tmp_path, tmp_path / "m.gguf", max_model_len=512, threads=2, in_flight=16))
+    words = " ".join(found.command.words)
+    assert "--threads 2" in words and "--parallel 16 --ctx-size 8192" in words and "--no-cache-prompt" in words
+    assert found.command.model_name == "m.gguf"
 
 
 def test_versions_of_a_venv() -> None:

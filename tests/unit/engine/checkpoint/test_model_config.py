@@ -134,7 +134,7 @@ def test_sliding_windows(architecture, fields, expected, tmp_path):
 
 REFUSED = {
     "LlamaForCausalLM": [
-        ("quantization_config", {"bits": 4}),
+        ("quantization_config.quant_method", "bitsandbytes"),
         ("hidden_act", "gelu"),
         ("attention_bias", 1),
         ("layer_types", ["full_attention"] * 32),

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from core.errors import InvalidValueError
 from engine.checkpoint.model_config import load_model_config
-from engine.checkpoint.weights import CheckpointError, Linear, ModelWeights, PackedLinear, load_weights, parse_dtype
+from engine.checkpoint.weights import CheckpointError, Linear, Matrix, ModelWeights, load_weights, parse_dtype
 from engine.kv.kv_pool import KVPool
 from tests.unit.engine.small_models import SHAPES, load_reference, save_model
 
@@ -31,8 +31,8 @@ def checkpoint(tiny_model_dir, tmp_path):
     return out, change
 
 
-def plain(linear: Linear | PackedLinear) -> Linear:
-    assert isinstance(linear, Linear), "the checkpoint is not packed"
+def plain(linear: Matrix) -> Linear:
+    assert isinstance(linear, Linear), "the checkpoint is not quantised"
     return linear
 
 
@@ -125,7 +125,9 @@ def test_broken_shards_are_named(tmp_path):
 
 def test_dtype_is_converted(tiny_model_dir):
     weights = load(tiny_model_dir, torch.bfloat16)
-    assert plain(weights.layers[0].down).weight.dtype == weights.lm_head.dtype == torch.bfloat16
+    assert plain(weights.layers[0].down).weight.dtype == weights.embedding.dtype == torch.bfloat16
+    assert isinstance(weights.lm_head, torch.Tensor)
+    assert weights.lm_head.dtype == torch.bfloat16
 
 
 def test_tied_embeddings_share_memory(model_dir):

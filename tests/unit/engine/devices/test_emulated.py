@@ -77,6 +77,7 @@ def run(runner: EmulatedRunner, *sequences: Sequence) -> list[int | None]:
     for each, token in zip(sequences, tokens, strict=True):
         assert token is not None
         each.token_ids.append(token)
+        each.num_tokens += 1
     return tokens
 
 

@@ -130,9 +130,9 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return asked
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("bits", [0, 8, 4])
 def test_a_device_is_put_together(
-    packed: bool, tmp_path, stand_ins: SimpleNamespace, caplog: pytest.LogCaptureFixture
+    bits: int, tmp_path, stand_ins: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As on a GPU, but for the calls to CUDA: a checkpoint, a pool of what is left, a host pool, recorded steps."""
     config = model_config("tiny", tmp_path, num_hidden_layers=2)
@@ -140,7 +140,7 @@ def test_a_device_is_put_together(
     stand_ins.free = 10 * 64 * config.kv_bytes_per_token(torch.bfloat16) + 1
     engine = EngineConfig(block_size=64, max_num_seqs=3, max_batch_tokens=90, gpu_memory_utilization=0.7)
     with caplog.at_level(logging.WARNING):
-        device = load_device(tmp_path, config, "bfloat16", engine, 1, swaps=True, packed=packed)
+        device = load_device(tmp_path, config, "bfloat16", engine, 1, swaps=True, bits=bits)
     assert "device=cpu (supported: {'cuda'})" in caplog.text  # xformers was asked
     assert stand_ins.shares == [0.7]
     assert (device.num_blocks, device.num_host_blocks, device.context_len) == (10, 10, 1024)
@@ -152,7 +152,7 @@ def test_a_device_is_put_together(
     tokens = [driver.step(a=77)[0], driver.step(a=1)[0], driver.step(a=1)[0]]
     assert None not in tokens
     again = ModelRunner.from_dir(
-        tmp_path, dtype=torch.bfloat16, num_blocks=8, block_size=64, backend="torch", packed=packed
+        tmp_path, dtype=torch.bfloat16, num_blocks=8, block_size=64, backend="torch", bits=bits
     )
     reference = Driver(again)
     reference.add("a", list(range(3, 80)))

@@ -10,8 +10,8 @@ import torch
 from benchmarks.common.gpu_models import model_config, random_weights
 from engine.attention.step_sizes import StepSizes
 from engine.attention.torch_attention import TorchAttention
+from engine.kv.copiers import HostBlocks, StreamCopier
 from engine.kv.kv_pool import KVPool
-from engine.kv.stream_copier import HostBlocks, StreamCopier
 from engine.steps.backends import GraphBackend
 from engine.steps.decode_graphs import Capture
 from engine.steps.model_runner import ModelRunner

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from core.request import Residency
-from engine.kv import stream_copier
+from engine.kv import copiers
+from engine.kv.copiers import HostBlocks, StreamCopier
 from engine.kv.kv_pool import KVPool
-from engine.kv.stream_copier import HostBlocks, StreamCopier
 from kvcache import KVCopy
 
 CONFIG = SimpleNamespace(num_hidden_layers=3, num_key_value_heads=2, head_dim=4)
@@ -57,7 +57,7 @@ def contents(held: KVPool, block: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("num_staged", [1, 2, 64])
 def test_there_and_back(num_staged: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_copier, "STAGING_BYTES", num_staged * BLOCK_BYTES + 1)
+    monkeypatch.setattr(copiers, "STAGING_BYTES", num_staged * BLOCK_BYTES + 1)
     device = pool(7)
     before = [contents(device, block) for block in range(7)]
     copier = StreamCopier(device, HostBlocks(device, 6), Stream())
@@ -105,7 +105,7 @@ def test_a_copy_that_cannot_be_launched_has_failed(caplog: pytest.LogCaptureFixt
 
 def test_a_thousand_moves_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks wander between both pools; each holds what it held at the beginning, wherever it is."""
-    monkeypatch.setattr(stream_copier, "STAGING_BYTES", 3 * BLOCK_BYTES)
+    monkeypatch.setattr(copiers, "STAGING_BYTES", 3 * BLOCK_BYTES)
     rng = random.Random(2)
     device = pool(12, 0.0)
     copier = StreamCopier(device, HostBlocks(device, 12), Stream())

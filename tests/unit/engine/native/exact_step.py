@@ -6,35 +6,19 @@ bfloat16 values are float32 values that bfloat16 can hold.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import torch
 
 from engine.checkpoint.model_config import ModelConfig
-from engine.checkpoint.weights import LayerWeights, Linear, ModelWeights, Norm, PackedLinear
+from engine.checkpoint.quantized import QuantizedLinear
+from engine.checkpoint.weights import LayerWeights, Linear, Matrix, ModelWeights, Norm
 from engine.models.rotary import rotary_tables
+from tests.unit.engine.native.exact_fma import F32, fma
+from tests.unit.engine.native.exact_quantized import exact_product
 
 WIDTH = 16
 CHUNK = 128
 """Tokens between two corrections of the softmax."""
-
-F32 = np.float32
-FUSED = "avx512f" in Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
-"""Whether the processor rounds a multiply-add once; if not, the compiled step rounds the product as well."""
-
-
-def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """``a * b + c`` rounded once: float64 holds the product, and a sum rounded to odd can be rounded again."""
-    if not FUSED:
-        return np.asarray(a * b + c)
-    product, addend = np.float64(a) * np.float64(b), np.float64(c)
-    total = np.asarray(product + addend)
-    part = total - product
-    error = (product - (total - part)) + (addend - part)
-    even = np.asarray(total).view(np.int64) & 1 == 0
-    odd = np.where((error != 0) & even, np.nextafter(total, np.where(error > 0, np.inf, -np.inf)), total)
-    return odd.astype(F32)
 
 
 def sum_lanes(values: np.ndarray) -> np.ndarray:
@@ -113,19 +97,22 @@ class ExactStep:
             attended = self._attend(layer, self._norm(hidden, layer.input_norm), window)
             hidden = hidden + self._linear(attended, layer.out)
             up = self._linear(self._norm(hidden, layer.post_norm), layer.up)
-            hidden = hidden + self._linear(self._narrow(self._activate(up)), layer.down)
-        return self._linear(self._norm(hidden, weights.norm), Linear(weights.lm_head, None))
+            hidden = hidden + self._linear(self._activate(up), layer.down)
+        head = weights.lm_head if isinstance(weights.lm_head, QuantizedLinear) else Linear(weights.lm_head, None)
+        return self._linear(self._norm(hidden, weights.norm), head)
 
     def _norm(self, x: np.ndarray, norm: Norm | None) -> np.ndarray:
         if norm is None:
-            return self._narrow(x)
+            return x
         eps = self._config.norm_eps
         layer = self._config.norm == "layer"
-        return self._narrow(layer_norm(x, norm, eps) if layer else rms_norm(x, _floats(norm.weight), eps))
+        return layer_norm(x, norm, eps) if layer else rms_norm(x, _floats(norm.weight), eps)
 
-    def _linear(self, rows: np.ndarray, linear: Linear | PackedLinear) -> np.ndarray:
-        assert isinstance(linear, Linear), "int4 weights have no exact step"
-        out = self._chain(rows[:, None], _floats(linear.weight)[None])
+    def _linear(self, rows: np.ndarray, linear: Matrix) -> np.ndarray:
+        """Rows of float32; each format rounds them in its own way."""
+        if not isinstance(linear, Linear):
+            return exact_product(rows, linear)
+        out = self._chain(self._narrow(rows)[:, None], _floats(linear.weight)[None])
         return out if linear.bias is None else out + _floats(linear.bias)
 
     def _activate(self, up: np.ndarray) -> np.ndarray:
@@ -145,7 +132,7 @@ class ExactStep:
             key = rms_norm(key, _floats(layer.k_norm), config.norm_eps)
         query, key, value = self._narrow(self._turn(query)), self._narrow(self._turn(key)), self._narrow(value)
         key, value = (np.repeat(each, heads // kv_heads, 1) for each in (key, value))
-        return self._narrow(self._mix(query, key, value, window)).reshape(len(normed), -1)
+        return self._mix(query, key, value, window).reshape(len(normed), -1)
 
     def _turn(self, x: np.ndarray) -> np.ndarray:
         if self._tables is None:

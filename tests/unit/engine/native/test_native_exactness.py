@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -42,12 +41,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    yield
-    torch.set_num_threads(1)
-
-
 class Components:
     """Sequences of known tokens, computed in whatever portions; every row's logits are kept.
 
@@ -55,18 +48,31 @@ class Components:
         seed: Decides the places of the blocks and the cuts.
         spare: Blocks beyond those that are needed: the context's length, so the table of angles, is another too.
         num_threads: Threads that compute the step.
+        bits: What the weights are rounded to; 0 leaves them.
     """
 
     def __init__(
-        self, model: Path, dtype: str, tokens: list[list[int]], seed: int, spare: int = 0, num_threads: int = 1
+        self,
+        model: Path,
+        dtype: str,
+        tokens: list[list[int]],
+        seed: int,
+        spare: int = 0,
+        num_threads: int = 1,
+        bits: int = 0,
     ) -> None:
         self._rng = random.Random(seed)
         self._sequences = {str(i): _sequence(str(i), ids) for i, ids in enumerate(tokens)}
         num_blocks = sum(-(-len(ids) // BLOCK_SIZE) for ids in tokens) + spare
-        torch.set_num_threads(num_threads)
         kind = getattr(torch, dtype)
         self.runner = ModelRunner.from_dir(
-            model, dtype=kind, num_blocks=num_blocks, block_size=BLOCK_SIZE, backend="native"
+            model,
+            dtype=kind,
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            backend="native",
+            num_threads=num_threads,
+            bits=bits,
         )
         for cache in (*self.runner.pool.keys, *self.runner.pool.values):
             cache.fill_(float("nan"))
@@ -82,8 +88,12 @@ class Components:
     def left(self, name: str) -> int:
         return len(self._sequences[name].token_ids) - self.done[name]
 
-    def step(self, work: dict[str, int]) -> None:
-        """The next so many tokens of each."""
+    def step(self, work: dict[str, int], *, every_row: bool = True) -> None:
+        """The next so many tokens of each.
+
+        Args:
+            every_row: Whether the logits of all rows are wanted, or only those of each sequence's last token.
+        """
         items = tuple(
             StepItem(name, self.done[name], count, self.left(name) == count, self.tables[name])
             for name, count in work.items()
@@ -93,7 +103,9 @@ class Components:
         owners = [items[i].request_id for i in order for _ in range(items[i].num_tokens)]
         sampling = {sum(items[j].num_tokens for j in order[: place + 1]) - 1: i for place, i in enumerate(order)}
         more = [row for row in range(len(owners)) if row not in sampling or not items[sampling[row]].samples]
-        logits = self.runner.backend.run(batch, order, self._sequences, more).logits
+        if not every_row:
+            owners = [items[i].request_id for i in order if items[i].samples]
+        logits = self.runner.backend.run(batch, order, self._sequences, more if every_row else None).logits
         for name, row in zip(owners, logits.clone(), strict=True):
             self.logits[name].append(row)
         for name, count in work.items():
@@ -162,7 +174,7 @@ def test_a_row_does_not_depend_on_what_it_is_computed_with(saved: dict[str, Path
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_threads", [2, 3])
+@pytest.mark.parametrize("num_threads", [2, 3, 4, 7])
 @pytest.mark.parametrize("shape", ["mha", "odd"])
 def test_a_row_does_not_depend_on_the_threads(saved: dict[str, Path], shape: str, num_threads: int, dtype: str) -> None:
     """In few steps: threads of a step wait for each other, which takes long where others use the cores."""
@@ -172,6 +184,29 @@ def test_a_row_does_not_depend_on_the_threads(saved: dict[str, Path], shape: str
     threaded.step({name: max(1, threaded.left(name) - 1) for name in threaded.done})
     threaded.step({name: 1 for name in threaded.done if threaded.left(name)})
     assert_same(threaded, alone)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("shape", ["gqa", "odd", "biases", "qwen3", "opt", "long_window"])
+def test_the_last_layer_computes_queries_of_sampled_rows_alone(
+    saved: dict[str, Path], shape: str, num_threads: int, dtype: str
+) -> None:
+    """The bits of their logits, and of all keys and values, are those of a step that computes all rows."""
+    tokens = _random_tokens(LENGTHS[:12])
+    every = Components(saved[shape], dtype, tokens, seed=0)
+    every.step({name: every.left(name) for name in every.done})
+    few = Components(saved[shape], dtype, tokens, seed=1, num_threads=num_threads)
+    few.step({name: few.left(name) // 2 for name in few.done if few.left(name) > 1}, every_row=False)
+    assert not any(few.logits.values())
+    first = dict.fromkeys(["0", "3", "5"], 1) | {name: few.left(name) for name in ("1", "2", "4")}
+    few.step(first, every_row=False)
+    few.step({name: few.left(name) for name in few.done if few.left(name)}, every_row=False)
+    for name, rows in every.logits.items():
+        (row,) = few.logits[name]
+        assert torch.equal(row, rows[-1]), f"logits of sequence {name}"
+        for mine, theirs in zip(few.kv(name), every.kv(name), strict=True):
+            assert torch.equal(mine, theirs), f"keys or values of sequence {name}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

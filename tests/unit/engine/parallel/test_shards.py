@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from core.config.engine import EngineConfig
 from core.errors import ConfigError
 from engine.checkpoint.model_config import ModelConfig, load_model_config
-from engine.checkpoint.weights import CheckpointError, LayerWeights, Linear, PackedLinear, load_weights
+from engine.checkpoint.weights import CheckpointError, LayerWeights, Linear, Matrix, load_weights
 from engine.parallel.memory import free_bytes, run_largest_step
 from engine.parallel.mesh import Mesh, Part, check_parallel
 from engine.parallel.shards import StageWeights, load_shard
@@ -31,8 +31,8 @@ def shards(directory: Path, mesh: Mesh) -> tuple[list[Part], list[StageWeights]]
 def outputs(config: ModelConfig, layer: LayerWeights, x: torch.Tensor) -> list[torch.Tensor]:
     """What each linear layer makes of ``x``: queries, keys, values, gate, up, cut apart."""
 
-    def apply(linear: Linear | PackedLinear, sizes: list[int]) -> list[torch.Tensor]:
-        assert isinstance(linear, Linear), "the checkpoint is not packed"
+    def apply(linear: Matrix, sizes: list[int]) -> list[torch.Tensor]:
+        assert isinstance(linear, Linear), "the checkpoint is not quantised"
         return list(torch.nn.functional.linear(x, linear.weight, linear.bias).split(sizes, -1))
 
     kv = config.num_key_value_heads * config.head_dim
@@ -75,6 +75,7 @@ def test_the_vocabulary_is_split_over_the_last_stage(model_dir: Callable[[str], 
     whole = load_weights(directory, config, torch.float32)
     parts, weights = shards(directory, mesh)
     heads = [own.lm_head for part, own in zip(parts, weights, strict=True) if part.is_last]
+    assert isinstance(whole.lm_head, torch.Tensor)
     assert torch.equal(torch.cat([head for head in heads if head is not None]), whole.lm_head)
     for part, own in zip(parts, weights, strict=True):
         assert (own.lm_head is not None, own.norm is not None) == (part.is_last, part.is_last)

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from core.errors import InvalidValueError
-from engine.text.detokenizer import Detokenizer
+from engine.sequence import Detokenizer
 from tests.unit.engine.small_models import EOS_ID, byte_level_tokenizer
 from tokenization.loading import load_tokenizer
 

@@ -11,9 +11,8 @@ from tokenizers import Tokenizer
 from core.messages.plans import Plan, Slot, WorkerReady
 from core.messages.tokens import TokenDelta
 from core.request import Request, SamplingParams
-from engine.sequence import Sequence
+from engine.sequence import Detokenizer, Sequence
 from engine.step_fault import StepFault
-from engine.text.detokenizer import Detokenizer
 from engine.worker import Worker
 from kvcache import BatchLimits, BlockManager, LeaseExecutor, StepBatch
 from tests.unit.engine.small_models import EOS_ID, byte_level_tokenizer

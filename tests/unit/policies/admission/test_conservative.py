@@ -8,7 +8,7 @@ import pytest
 from core.errors import InvalidValueError
 from policies.admission.conservative import Conservative
 from policies.admission.past_future import future_memory
-from policies.job import Job
+from policies.interfaces import Job
 
 
 def job(prompt: int, limit: int, generated: int = 0) -> Job:

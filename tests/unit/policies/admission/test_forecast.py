@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from core.errors import IntegrityError, InvalidValueError
 from policies.admission.forecast import LARGE_BATCH, NUM_INTERVALS, NUM_SCENARIOS, ForecastAdmission, MemorySpread
 from policies.admission.past_future import future_memory
-from policies.job import Job
+from policies.interfaces import Job
 from policies.lengths.history import FloatArray
 
 LAWS: dict[str, list[float]] = {"A": [2, 6], "B": [3]}

@@ -20,8 +20,7 @@ from policies.admission.past_future import (
     future_memory,
     peak_profile,
 )
-from policies.interfaces import Admission
-from policies.job import Job
+from policies.interfaces import Admission, Job
 from policies.lengths.history import IntArray, LengthHistory
 
 ENTRIES = st.lists(st.tuples(st.integers(1, 50), st.integers(0, 50)), min_size=1, max_size=12)

@@ -6,7 +6,7 @@ import pytest
 
 from core.errors import InvalidValueError
 from policies.admission.watermark import Aggressive
-from policies.job import Job
+from policies.interfaces import Job
 
 
 def job(prompt: int, generated: int = 0) -> Job:

@@ -12,7 +12,7 @@ from core.costs import StepCost
 from policies.batching.base import BatchQueue, FormedBatch
 from policies.batching.hrrn import HighestResponseRatio, HrrnOrder, response_ratio
 from policies.batching.wma import WmaBatcher
-from policies.job import Job
+from policies.interfaces import Job
 from tests.unit.policies.batch_jobs import drain, exercise, make_job
 
 

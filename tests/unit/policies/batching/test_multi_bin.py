@@ -148,16 +148,23 @@ def test_max_wait_seals_what_is_incomplete_in_the_order_in_which_it_was_due() ->
     assert names(batch) == ["0", "2"]
     assert batch is not None and batch.sealed_at == 10
     assert batcher.next_due_at() == 11
-    add(batcher, [5], start=20)  # finds that batch due: it opens another
-    assert names(batcher.pull(20)) == ["1"]
-    assert batcher.num_waiting == 1
+    add(batcher, [5], start=20)
+    assert names(batcher.pull(20)) == ["1", "20"], "a due bin takes jobs until it is pulled"
+    assert batcher.num_waiting == 0
 
 
 def test_due_batches_go_before_one_completed_later() -> None:
-    batcher = MultiBinBatcher((1, 10, 20), 2, max_wait_s=10)
+    batcher = MultiBinBatcher((1, 10, 20, 30), 2, max_wait_s=10)
     add(batcher, [15, 5])
-    add(batcher, [5, 5], start=12)  # both bins were due by then, the last two fill one
-    assert drain(batcher, 14) == [["0"], ["1"], ["12", "13"]]
+    add(batcher, [25, 25, 5], start=12)  # two fill a bin; the third one fills a bin that has been due since 11
+    assert drain(batcher, 14) == [["0"], ["1", "14"], ["12", "13"]]
+
+
+def test_where_no_worker_is_idle_due_bins_go_on_filling() -> None:
+    """Ten times as long as the wait: batches are full all the same, and go in the order in which they were due."""
+    batcher = MultiBinBatcher((1, 10, 20), 4, max_wait_s=1)
+    add(batcher, [5, 15, 5, 5, 15, 5, 5, 15, 15, 5])
+    assert [len(batch) for batch in drain(batcher, 10)] == [4, 4, 2]
 
 
 def test_of_two_due_bins_the_older_one_is_first_though_it_was_opened_last() -> None:

@@ -24,14 +24,14 @@ from policies.external.events import (
     BreakerChanged,
     CancelRequest,
     FailRequest,
-    Failure,
     OutputEnded,
     OutputFailed,
     OutputGrew,
     ProbeDone,
+    ProbeTick,
     ReturnRequest,
     SendRequest,
-    TimePassed,
+    ServerFailure,
 )
 from policies.external.scheduler import NUM_REMEMBERED, BackendScheduler
 from policies.replica.events import (
@@ -44,9 +44,9 @@ from policies.replica.events import (
 )
 
 STOPPED = SequenceStatus.FINISHED_STOPPED
-DOWN = Failure("connect", "no connection")
-LIES = Failure("model", "another model", trips=True)
-UNFIT = Failure("request", "what a prompt", of_request=True)
+DOWN = ServerFailure("connect", "no connection")
+LIES = ServerFailure("model", "another model", trips=True)
+UNFIT = ServerFailure("request", "what a prompt", of_request=True)
 
 
 def request(name: str, attempt: int = 0, ingress: str = "i", out: int = 10, resumed: int = 0, **fields: Any) -> Request:
@@ -66,7 +66,7 @@ def arrive(scheduler: BackendScheduler, *requests: Request, now: float = 0.0) ->
 def up(max_num_seqs: int = 2, **config: Any) -> BackendScheduler:
     """Its server has passed the first probe."""
     scheduler = configured_backend(SchedulerConfig(**config), max_num_seqs)
-    assert handle(scheduler, TimePassed()) == [AskServer(generates=True)]
+    assert handle(scheduler, ProbeTick()) == [AskServer(generates=True)]
     assert handle(scheduler, ProbeDone(None, 1000)) == [BreakerChanged()]
     return scheduler
 
@@ -101,7 +101,7 @@ def test_who_waits_goes_by_the_order_of_the_preset() -> None:
     assert sent(handle(scheduler, OutputEnded(("first", 0), STOPPED))) == ["urgent"]
 
 
-def foreseen(mean: float) -> Forecast:
+def predicted(mean: float) -> Forecast:
     return Forecast(mean, tuple(mean * level for level in QUANTILES), 100, "forest", 1)
 
 
@@ -109,7 +109,7 @@ def test_forecasts_order_those_who_wait() -> None:
     scheduler = up(1, preset="farsight")
     arrive(scheduler, request("first", out=900))
     arrive(scheduler, request("long", out=900), request("short", out=900))
-    made = tuple(ForecastMade(name, 0, foreseen(mean)) for name, mean in (("long", 800.0), ("short", 5.0)))
+    made = tuple(ForecastMade(name, 0, predicted(mean)) for name, mean in (("long", 800.0), ("short", 5.0)))
     handle(scheduler, ForecastsArrived(made))
     assert sent(handle(scheduler, OutputEnded(("first", 0), STOPPED), 1.0)) == ["short"]
 
@@ -159,21 +159,21 @@ def test_an_open_breaker_sends_all_that_waits_elsewhere_and_lets_the_rest_end() 
     assert returned(failed) == ["c", "d", "a"]
     assert returned(arrive(scheduler, request("e"), now=1.1)) == ["e"]
     assert ended(handle(scheduler, OutputEnded(("b", 0), STOPPED), 1.2)) == [("b", STOPPED, 1)]
-    assert handle(scheduler, TimePassed(), 1.9) == []
-    assert handle(scheduler, TimePassed(), 2.0) == [BreakerChanged(), AskServer(generates=True)]
-    assert handle(scheduler, TimePassed(), 60.0) == [], "one probe at a time"
+    assert handle(scheduler, ProbeTick(), 1.9) == []
+    assert handle(scheduler, ProbeTick(), 2.0) == [BreakerChanged(), AskServer(generates=True)]
+    assert handle(scheduler, ProbeTick(), 60.0) == [], "one probe at a time"
     assert handle(scheduler, ProbeDone(None, 1000), 60.0) == [BreakerChanged()]
     assert sent(arrive(scheduler, request("e", 1), now=60.0)) == ["e"]
 
 
 def test_a_closed_one_is_asked_whether_it_is_well() -> None:
     scheduler = up()
-    assert handle(scheduler, TimePassed(), 4.9) == []
-    assert handle(scheduler, TimePassed(), 5.0) == [AskServer(generates=False)]
+    assert handle(scheduler, ProbeTick(), 4.9) == []
+    assert handle(scheduler, ProbeTick(), 5.0) == [AskServer(generates=False)]
     assert handle(scheduler, ProbeDone(None, 1000), 5.1) == []
-    handle(scheduler, TimePassed(), 10.1)
+    handle(scheduler, ProbeTick(), 10.1)
     assert handle(scheduler, ProbeDone(None, 2000), 10.2) == [BreakerChanged()], "it holds longer sequences now"
-    handle(scheduler, TimePassed(), 15.2)
+    handle(scheduler, ProbeTick(), 15.2)
     assert handle(scheduler, ProbeDone(LIES), 15.3) == [BreakerChanged()]
     assert scheduler.breaker.state is BreakerState.OPEN
 
@@ -213,7 +213,7 @@ def test_known_is_what_is_here_or_has_ended_lately() -> None:
 def test_what_is_too_long_there_is_refused() -> None:
     scheduler = up()
     refused = arrive(scheduler, request("a", out=991))
-    message = "prompt and max_tokens make 1001 tokens, the server holds at most 1000"
+    message = "prompt and max_tokens together are 1001 tokens; the limit of the server is 1000"
     assert refused == [RefuseRequest("a", 0, "max_tokens", message)]
 
 
@@ -287,7 +287,7 @@ class _Run:
                 OutputFailed(key, rng.choice([DOWN, LIES, UNFIT])),
             ]
             return rng.choices(events, (4, 3, 1))[0]
-        return TimePassed()
+        return ProbeTick()
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -14,7 +14,7 @@ from policies.fleet.events import (
     ReplicaUp,
     ReportLost,
 )
-from policies.placement.round_robin import RoundRobin
+from policies.placement.base import RoundRobin
 from tests.unit.policies.global_table import announce, arrive, end, handle, placements, ready, request, router, stream
 
 

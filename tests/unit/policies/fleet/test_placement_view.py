@@ -5,9 +5,8 @@ from __future__ import annotations
 from core.messages.plans import WorkerReady
 from core.request import Request, SamplingParams
 from policies.fleet.events import ReplicaAway, ReplicaUp
-from policies.fleet.placement_stats import NUM_RECENT, PlacementStats
 from policies.fleet.scheduler import GlobalScheduler
-from policies.placement.base import Choice, ReplicaLoad
+from policies.placement.base import NUM_RECENT, Choice, PlacementStats, ReplicaLoad
 from policies.placement.e2 import E2Router
 from policies.settings import E2Config
 from tests.unit.policies.e2_desk import LINEAR

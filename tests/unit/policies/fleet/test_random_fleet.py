@@ -29,7 +29,7 @@ from policies.fleet.events import (
     RequestsEnded,
 )
 from policies.fleet.scheduler import GlobalScheduler
-from policies.placement.least_work import LeastWork
+from policies.placement.base import LeastWork
 from policies.replica.events import RequestsAborted, RequestsArrived
 
 

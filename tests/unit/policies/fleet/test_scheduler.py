@@ -14,7 +14,7 @@ from core.messages.forecasts import ForecastMade
 from core.messages.plans import WorkerReady
 from core.messages.requests import Placed
 from core.request import Request, SamplingParams
-from kvcache.prefix import hash_blocks
+from kvcache.block_manager import hash_blocks
 from policies.compose import build_router
 from policies.fleet.events import (
     AbortOnReplica,
@@ -29,11 +29,9 @@ from policies.fleet.events import (
     ReportLost,
 )
 from policies.fleet.scheduler import GlobalScheduler
-from policies.placement.base import Choice, LoadChoice, ReplicaLoad
+from policies.placement.base import Choice, LeastWork, LoadChoice, ReplicaLoad, RoundRobin
 from policies.placement.e2 import E2Choice, E2Router
 from policies.placement.e2_profiles import from_step_cost
-from policies.placement.least_work import LeastWork
-from policies.placement.round_robin import RoundRobin
 from policies.replica.events import ForecastsArrived, RefuseRequest, RequestsAborted, RequestsArrived
 from tests.unit.policies.global_table import (
     announce,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from core.errors import InvalidValueError
-from policies.interfaces import KvMoves, KvView
-from policies.job import Job
+from policies.interfaces import Job, KvMoves, KvView
 from policies.kv.cheapest_victim import CheapestVictim
 from policies.order.gittins import DecodePrice, Gittins
 from tests.unit.policies.order.test_gittins import STEP, job

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from policies.interfaces import KvMoves, KvPolicy
-from policies.job import Job
+from policies.interfaces import Job, KvMoves, KvPolicy
 from policies.kv.enst_baselines import Defer, Reactive, Recompute
 from policies.order.skip_join_mlfq import SkipJoinMlfq
 from tests.unit.policies.kv.test_enst_offload import on_host, order_with, view_of

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.errors import InvalidValueError
-from policies.interfaces import KvMoves, KvView
-from policies.job import Job
+from policies.interfaces import Job, KvMoves, KvView
 from policies.kv.enst_offload import EnstOffload, by_enst, enst_s
 from policies.order.skip_join_mlfq import SkipJoinMlfq
 from tests.unit.policies.mlfq_server import unit_mlfq

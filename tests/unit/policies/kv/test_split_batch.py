@@ -5,8 +5,7 @@ from __future__ import annotations
 from core.messages.plans import FinishedSequence, Plan, SlotProgress, StepReport, WorkerReady, WorkerState
 from core.request import Request, SamplingParams, SequenceStatus
 from policies.compose import build_batch_runner
-from policies.interfaces import KvMoves, KvView
-from policies.job import Job
+from policies.interfaces import Job, KvMoves, KvView
 from policies.kv.split_batch import SplitBatch
 from policies.replica.events import (
     BatchBroken,

@@ -11,7 +11,7 @@ import pytest
 from core.costs import StepCost
 from core.errors import InvalidValueError
 from core.forecast import Forecast
-from policies.job import Job
+from policies.interfaces import Job
 from policies.order.gittins import DecodePrice, Gittins, gittins_rank
 
 STEP = StepCost(base_s=0.01, prefill_token_s=0.00011, decode_seq_s=0.00002, context_token_s=2e-7)

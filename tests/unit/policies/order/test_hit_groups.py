@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 
 from core.errors import InvalidValueError
-from policies.job import Job
+from policies.interfaces import Job
 from policies.order.hit_groups import HitGroups, quotas
 
 

@@ -16,17 +16,15 @@ from core.request import Request, SamplingParams
 from kvcache.cache_journal import CacheMirror
 from policies.batching.hrrn import HrrnOrder
 from policies.compose import build_scheduler
-from policies.interfaces import Order
-from policies.job import Job
+from policies.interfaces import Job, Order, ScheduledRequest, make_scheduled
 from policies.order import first_rows, gittins
 from policies.order.first_rows import Kept, in_order
 from policies.order.hit_groups import HitGroups, quotas
 from policies.order.skip_join_mlfq import PROMOTIONS_AT_ONCE, SkipJoinMlfq
-from policies.replica import hits as replica_hits
+from policies.replica import mirror as replica_mirror
 from policies.replica.events import Event, Instruction
-from policies.replica.hits import ReplicaHits
+from policies.replica.mirror import ReplicaHits
 from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
-from policies.replica.tracked import Tracked, make_tracked
 from policies.settings import MlfqRules, PolicySettings
 from simulator.cluster.latency import A100_7B
 from simulator.cluster.records import Record, Recorder
@@ -172,10 +170,10 @@ class Worker:
 @pytest.mark.parametrize("seed", range(25))
 def test_hits_are_those_of_a_look_at_everybody(seed: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With slices, once nothing is due; without, after each notice."""
-    monkeypatch.setattr(replica_hits, "LOOK_UPS", at_once)
+    monkeypatch.setattr(replica_mirror, "LOOK_UPS", at_once)
     rng = random.Random(seed)
     worker, cache, told = Worker(rng), CacheMirror(), list[Job]()
-    hits, everyone = ReplicaHits(cache, told.append, 4), dict[str, Tracked]()
+    hits, everyone = ReplicaHits(cache, told.append, 4), dict[str, ScheduledRequest]()
     for step in range(80):
         match rng.choice(["add", "add", "remove", "notice", "notice", "runs"]):
             case "add":
@@ -184,7 +182,7 @@ def test_hits_are_those_of_a_look_at_everybody(seed: int, at_once: int, monkeypa
                 request = Request(
                     f"r{step}", 0, "i", (1,) * (4 * (num + own) + 1), SamplingParams(9), prefix_hashes=hashes
                 )
-                everyone[request.request_id] = tracked = make_tracked(request, 0.0)
+                everyone[request.request_id] = tracked = make_scheduled(request, 0.0)
                 hits.add(tracked)
             case "remove" if everyone:
                 name = rng.choice(list(everyone))
@@ -194,16 +192,16 @@ def test_hits_are_those_of_a_look_at_everybody(seed: int, at_once: int, monkeypa
                 tracked = rng.choice(list(everyone.values()))
                 tracked.num_blocks = 0 if tracked.num_blocks else 2
                 if tracked.num_blocks:
-                    tracked.job.cached_len += 4
+                    tracked.cached_len += 4
                     hits.reported(tracked)
             case "notice":
-                assert hits.take([worker.notice()], everyone)
+                assert hits.apply([worker.notice()], everyone)
                 while hits.num_due:
-                    hits.take([], everyone)
+                    hits.apply([], everyone)
                 for tracked in everyone.values():
                     if not tracked.num_blocks:
                         wanted = cache.num_cached(tracked.request.prefix_hashes) * 4
-                        assert tracked.job.cached_len == wanted
+                        assert tracked.cached_len == wanted
                 hits.check_integrity()
 
 
@@ -240,7 +238,7 @@ def test_a_scheduler_says_the_same_as_one_that_ranks_everybody_at_each_point(pre
         settings = PolicySettings(gamma=0.1 * (seed % 2), cost=A100_7B.cost)
         scheduler = build_scheduler(preset, SchedulerLimits(12, 3), settings)
         if is_plain:
-            scheduler.order = scheduler.turns.order = Plain(scheduler.order)  # type: ignore[assignment]
+            scheduler.order = scheduler.selector.order = Plain(scheduler.order)  # type: ignore[assignment]
         logs.append(history(scheduler, seed))
     assert logs[0] == logs[1]
 

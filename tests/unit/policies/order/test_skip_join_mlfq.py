@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from core.costs import StepCost
 from core.errors import IntegrityError, InvalidValueError
-from policies.interfaces import Order
-from policies.job import Job
+from policies.interfaces import Job, Order
 from policies.order.fcfs import Fcfs
 from policies.order.skip_join_mlfq import SkipJoinMlfq
 from policies.settings import MlfqRules

@@ -11,7 +11,7 @@ import pytest
 from policies.placement.base import ReplicaLoad
 from policies.placement.e2 import E2Router
 from policies.placement.e2_profiles import Regressions
-from policies.placement.prefix_tree import Node, Path
+from policies.placement.prefix_tree import Path, PrefixNode
 from policies.settings import E2Config
 from tests.unit.policies.e2_desk import BARE
 from tests.unit.policies.naive_trie import NaiveTrie, path_of
@@ -26,7 +26,7 @@ class Past:
     prompt_len: int
     replica: int
     prefill_s: float
-    end: Node
+    end: PrefixNode
 
 
 class BruteForce:
@@ -55,7 +55,7 @@ class BruteForce:
         return sum(past.prefill_s for past in mine), decode_s
 
     def cost(
-        self, replica: int, path: Path, prompt_len: int, nodes: dict[Path, Node]
+        self, replica: int, path: Path, prompt_len: int, nodes: dict[Path, PrefixNode]
     ) -> tuple[float, float, float, int]:
         hit = max((i + 1 for i in range(len(path)) if path[: i + 1] in self.trie.cached[replica]), default=0)
         prefill_s = self.regressions.prefill_s(prompt_len - hit * self.block_size, prompt_len)
@@ -71,7 +71,12 @@ class BruteForce:
         return sum(self.parts(replica)), evict_s, prefill_s, hit * self.block_size
 
     def decide(
-        self, path_nodes: list[Node], path: Path, prompt_len: int, replicas: list[int], nodes: dict[Path, Node]
+        self,
+        path_nodes: list[PrefixNode],
+        path: Path,
+        prompt_len: int,
+        replicas: list[int],
+        nodes: dict[Path, PrefixNode],
     ) -> tuple[str, list[int]]:
         """Why, and which replicas would be right (those of equal cost)."""
         spans, matched = [], 0
@@ -100,15 +105,15 @@ class BruteForce:
                 return "balance", [heavy]
         return "explore", self.cheapest(replicas, path, prompt_len, nodes)
 
-    def cheapest(self, among: list[int], path: Path, prompt_len: int, nodes: dict[Path, Node]) -> list[int]:
+    def cheapest(self, among: list[int], path: Path, prompt_len: int, nodes: dict[Path, PrefixNode]) -> list[int]:
         costs = {replica: sum(self.cost(replica, path, prompt_len, nodes)[:3]) for replica in among}
         return [replica for replica in among if costs[replica] <= min(costs.values()) + 1e-9]
 
 
-def nodes_of(router: E2Router) -> dict[Path, Node]:
+def nodes_of(router: E2Router) -> dict[Path, PrefixNode]:
     """By position, the node that it lies in."""
-    nodes: dict[Path, Node] = {}
-    stack: list[tuple[Node, Path]] = [(router.tree.root, ())]
+    nodes: dict[Path, PrefixNode] = {}
+    stack: list[tuple[PrefixNode, Path]] = [(router.tree.root, ())]
     while stack:
         node, start = stack.pop()
         for child in node.children.values():

@@ -44,8 +44,8 @@ class Desk:
     ) -> ForecastChoice:
         self.num += 1
         loads = tuple(load for load in self.loads if load.name in only) if only else self.loads
-        foreseen = None if mean is None else forecast(mean)
-        request = Request(f"r{self.num}", 0, "i", (1,) * len(prefix), SamplingParams(most), forecast=foreseen)
+        predicted = None if mean is None else forecast(mean)
+        request = Request(f"r{self.num}", 0, "i", (1,) * len(prefix), SamplingParams(most), forecast=predicted)
         choice = self.placement.choose(request, prefix, loads, now)
         self.placement.check_integrity()
         return choice

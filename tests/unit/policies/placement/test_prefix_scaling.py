@@ -7,9 +7,9 @@ import random
 import pytest
 
 from policies.placement.prefix_scaling import PrefixScaling
-from policies.placement.prefix_tree import Node
+from policies.placement.prefix_tree import PrefixNode
 
-NODE = Node((1,), None)
+NODE = PrefixNode((1,), None)
 
 
 def scaling_of(*samples: tuple[float, float], window_s: float = 100.0) -> PrefixScaling:
@@ -42,7 +42,7 @@ def test_the_mean_of_the_later_half_is_twice_that_of_the_earlier(
 
 def test_prefixes_are_told_apart() -> None:
     scaling = scaling_of((0.0, 1.0), (60.0, 2.0))
-    assert not scaling.doubled(Node((1,), None))
+    assert not scaling.doubled(PrefixNode((1,), None))
 
 
 def test_a_restart_forgets_what_was_and_its_samples_expire_quietly() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.errors import IntegrityError
-from policies.placement.prefix_tree import Node, Path, RadixTree
+from policies.placement.prefix_tree import Path, PrefixNode, RadixTree
 from tests.unit.policies.naive_trie import NaiveTrie, known_to, lru_of, path_of
 
 
@@ -19,7 +19,7 @@ def tree_of(num_replicas: int = 2) -> RadixTree:
     return tree
 
 
-def place(tree: RadixTree, path: Path, replica: int = 0) -> Node:
+def place(tree: RadixTree, path: Path, replica: int = 0) -> PrefixNode:
     nodes = tree.insert(path)
     tree.hold(nodes, replica)
     return nodes[-1]
@@ -181,8 +181,8 @@ PATHS = st.lists(st.integers(0, 2), min_size=1, max_size=7).map(tuple)
 def test_it_is_a_trie_of_single_elements(paths: list[Path], seed: int) -> None:
     rng = random.Random(seed)
     tree, trie = tree_of(3), NaiveTrie(3)
-    in_flight: list[tuple[Node, Path, int]] = []
-    recent: list[tuple[Node, Path, int]] = []
+    in_flight: list[tuple[PrefixNode, Path, int]] = []
+    recent: list[tuple[PrefixNode, Path, int]] = []
     for path in paths:
         replica = rng.randrange(3)
         assert match_len(tree, path) == max([trie.common_len(path, each) for each in trie.known()], default=0)
@@ -211,8 +211,8 @@ def disturb(
     rng: random.Random,
     tree: RadixTree,
     trie: NaiveTrie,
-    in_flight: list[tuple[Node, Path, int]],
-    recent: list[tuple[Node, Path, int]],
+    in_flight: list[tuple[PrefixNode, Path, int]],
+    recent: list[tuple[PrefixNode, Path, int]],
     path: Path,
 ) -> None:
     replica, num = rng.randrange(3), rng.randrange(5)
@@ -262,7 +262,7 @@ def pending(tree: RadixTree, path: Path, replica: int = 0) -> list[bool]:
     return [bool(node.pending >> replica & 1) for node in tree.match_prefix(path).nodes]
 
 
-def hold(tree: RadixTree, path: Path, replica: int = 0) -> Node:
+def hold(tree: RadixTree, path: Path, replica: int = 0) -> PrefixNode:
     """As ``place``, on a replica that tells what it caches."""
     nodes = tree.insert(path)
     tree.hold(nodes, replica, pending=True)
@@ -371,8 +371,8 @@ CHAINED = [(1,), (1, 11), (1, 11, 111), (1, 11, 112), (1, 12), (1, 12, 121), (2,
 def test_on_replicas_that_tell_what_they_cache_it_is_a_trie_of_single_elements(seed: int, steps: int) -> None:
     rng = random.Random(seed)
     tree, trie = tree_of(3), NaiveTrie(3)
-    in_flight: list[tuple[Node, Path, int]] = []
-    recent: list[tuple[Node, Path, int]] = []
+    in_flight: list[tuple[PrefixNode, Path, int]] = []
+    recent: list[tuple[PrefixNode, Path, int]] = []
     for _ in range(steps):
         path, replica = rng.choice(CHAINED), rng.randrange(3)
         move = rng.choice(["hold", "hold", "store", "evict", "release", "release", "forget", "anew"])
@@ -412,7 +412,7 @@ def compare_pending(tree: RadixTree, trie: NaiveTrie) -> None:
     tree.check_integrity()
     assert [cached(tree, replica) for replica in range(3)] == trie.cached
     found: list[set[Path]] = [set(), set(), set()]
-    stack: list[Node] = [tree.root]
+    stack: list[PrefixNode] = [tree.root]
     while stack:
         node = stack.pop()
         stack += node.children.values()

@@ -8,7 +8,7 @@ import pytest
 
 from core.costs import StepCost
 from core.errors import IntegrityError
-from policies.placement.residual_work import Demand, ResidualWork
+from policies.placement.residual_work import RequestLengths, ResidualWork
 from tests.unit.policies.plain_work import PlainRequest, PlainWork
 
 COSTS = (StepCost(0.01, 1e-3, 2e-3, 1e-5), StepCost(0.03, 1e-3, 1e-3, 2e-5))
@@ -45,7 +45,7 @@ class Both:
             del requests[name]
         elif action < 0.97:
             length = float(rng.randint(1, 300))
-            self.work.foresee(name, length)
+            self.work.predict(name, length)
             requests[name].length = length
         elif action < 0.985:
             self.plain.cost = rng.choice(COSTS)
@@ -59,7 +59,7 @@ class Both:
         rng, self.num = self.rng, self.num + 1
         slot, prompt_len = rng.randrange(NUM_REPLICAS), rng.randint(1, 400)
         own_len, left, prefill_s = rng.randint(1, prompt_len), rng.uniform(1, 200), rng.random()
-        self.work.add(f"r{self.num}", slot, Demand(prompt_len, 0, 1000), left, own_len, prefill_s)
+        self.work.add(f"r{self.num}", slot, RequestLengths(prompt_len, 0, 1000), left, own_len, prefill_s)
         self.plain.requests[f"r{self.num}"] = PlainRequest(slot, prompt_len, own_len, left, prefill_s)
 
     def compare(self) -> None:
@@ -106,7 +106,7 @@ def test_what_is_left_of_another_instant_is_noticed() -> None:
         both.step()
     both.compare()
     both.work.remaining()[0, 0] += 1.0
-    with pytest.raises(IntegrityError, match="as of now"):
+    with pytest.raises(IntegrityError, match="present instant"):
         both.work.check_integrity()
 
 

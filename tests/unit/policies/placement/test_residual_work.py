@@ -7,12 +7,12 @@ import pytest
 from core.costs import StepCost
 from core.errors import IntegrityError
 from policies.lengths.law import MIN_REMAINING
-from policies.placement.residual_work import MORE_SEATS, Demand, ResidualWork
+from policies.placement.residual_work import MORE_SEATS, RequestLengths, ResidualWork
 
 COST = StepCost(base_s=0.01, prefill_token_s=1e-3, decode_seq_s=0.01, context_token_s=0.0)
 """A step of n sequences takes 10 ms and 10 ms for each."""
 
-ANY = Demand(prompt_len=10, had_len=0, most=1000)
+ANY = RequestLengths(prompt_len=10, had_len=0, most=1000)
 
 
 def work_of(num_replicas: int = 1) -> ResidualWork:
@@ -73,19 +73,19 @@ def test_who_outlives_the_forecast_goes_on_for_a_quarter_of_what_it_has() -> Non
 
 def test_a_forecast_that_comes_later_counts_from_the_placement_on() -> None:
     work = work_of()
-    work.add("a", 0, Demand(prompt_len=10, had_len=20, most=300), 40.0, 10, 0.0)
+    work.add("a", 0, RequestLengths(prompt_len=10, had_len=20, most=300), 40.0, 10, 0.0)
     work.start("a", 10)
     work.advance(0.2)
-    work.foresee("a", 130.0)
+    work.predict("a", 130.0)
     assert left_of(work) == [pytest.approx(100.0)], "130 tokens, of which it came with 20 and has got 10"
-    work.foresee("a", 4000.0)
+    work.predict("a", 4000.0)
     assert left_of(work) == [pytest.approx(290.0)], "it may have 300"
-    work.foresee("nobody", 5.0)
+    work.predict("unknown", 5.0)
 
 
-@pytest.mark.parametrize(("foreseen", "left"), [(130.0, 110.0), (5.0, 1.0), (4000.0, 300.0)])
-def test_a_resumed_request_has_the_rest_before_it(foreseen: float, left: float) -> None:
-    assert Demand(prompt_len=50, had_len=20, most=300).left_of(foreseen) == left
+@pytest.mark.parametrize(("predicted", "left"), [(130.0, 110.0), (5.0, 1.0), (4000.0, 300.0)])
+def test_a_resumed_request_has_the_rest_before_it(predicted: float, left: float) -> None:
+    assert RequestLengths(prompt_len=50, had_len=20, most=300).left_of(predicted) == left
 
 
 def test_requests_meet_for_as_long_as_the_shorter_lasts() -> None:

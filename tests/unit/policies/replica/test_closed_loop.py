@@ -18,7 +18,7 @@ from core.messages.plans import Plan, StepReport, WorkerReady, WorkerState
 from core.messages.requests import Key
 from core.request import Origin, Request, SamplingParams
 from kvcache import BatchLimits, BlockManager, LeaseExecutor, PipelinedExecutor, StepBatch
-from kvcache.prefix import hash_blocks
+from kvcache.block_manager import hash_blocks
 from policies.compose import build_scheduler
 from policies.replica.events import (
     AccountClosed,
@@ -138,6 +138,11 @@ class Loop:
             assert all(covered[block] == 1 for block in written), "a shared block is written"
             assert len(item.blocks) * BLOCK >= item.start + item.num_tokens
 
+    @property
+    def is_drained(self) -> bool:
+        """Whether neither machine has a request; nothing but empty reports follows."""
+        return not (self.executor.num_held or self.scheduler.num_waiting or self.scheduler.num_admitted)
+
     def report(self) -> None:
         self.reports.append(self.executor.report())
 
@@ -183,7 +188,9 @@ def test_random_lives_drain_and_leave_the_pool_whole(
                 victim = rng.choice(sorted(submitted))
                 loop.handle(RequestsAborted(((victim, 0),)))
                 aborted.add(victim)
-    for _ in range(40 * len(submitted) + 100):  # messages flow again: everything must end
+    for i in range(40 * len(submitted) + 100):  # messages flow again: everything must end
+        if i >= 30 and loop.is_drained:
+            break
         loop.deliver_plan()
         loop.step(0.1, rng)
         loop.report()
@@ -244,7 +251,9 @@ def test_schedulers_that_die_lose_nothing_and_slow_clients_block_nobody_for_good
             case "resume":
                 loop.resume_unknown(loop.requests.keys() - aborted)
     loop.executor.stall(frozenset())
-    for _ in range(40 * len(loop.requests) + 100):
+    for i in range(40 * len(loop.requests) + 100):
+        if i >= 30 and loop.is_drained:
+            break
         loop.resume_unknown(loop.requests.keys() - aborted)
         loop.deliver_plan()
         loop.step(0.1, rng)

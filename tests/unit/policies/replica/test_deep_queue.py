@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import replace
 from functools import partial
@@ -10,7 +11,7 @@ import pytest
 
 from benchmarks.decisions.deep_queue import arrivals
 from core.messages.plans import FinishedSequence, WorkerReady
-from core.request import SequenceStatus
+from core.request import Request, SequenceStatus
 from policies.compose import build_batch_scheduler, build_scheduler, is_batch_mode
 from policies.fleet.events import GlobalEvent, PlaceRequests, ReplicaUp, RequestsEnded
 from policies.presets import PRESETS
@@ -20,7 +21,7 @@ from policies.settings import BatchSettings, PolicySettings
 from simulator.cluster.latency import A100_7B
 from simulator.cluster.records import Record, Recorder
 from simulator.cluster.replica import Replica, ReplicaShape
-from simulator.traffic.workload import as_request
+from simulator.traffic.workload import SimRequest, as_request
 from tests.opcodes import num_opcodes
 
 FEW, MANY = 1_000, 10_000
@@ -35,6 +36,26 @@ CONTINUOUS = {(row.order, row.admission, row.kv): name for name, row in PRESETS.
 BATCH = [name for name in PRESETS if is_batch_mode(name)]
 
 
+@functools.cache
+def prefixed_requests() -> list[tuple[Request, SimRequest]]:
+    """``MANY`` requests, the same for every preset; they all begin alike, so the first block concerns all of them."""
+    requests, num_own = [], 0
+    for arrival in itertools.islice(arrivals(0, prefixes=True), MANY):
+        prefix = (7, 8, 9, *arrival.prefix)
+        prompt_len = arrival.prompt_len + 3 * BLOCK_SIZE
+        num = prompt_len // BLOCK_SIZE - len(prefix)
+        num_own += num
+        changed = replace(arrival, prompt_len=prompt_len, output_len=min(arrival.output_len, 30))
+        requests.append((as_request(changed, prefix + tuple(range(-num_own, num - num_own))), changed))
+    return requests
+
+
+@functools.cache
+def plain_requests() -> list[Request]:
+    """``MANY`` requests without prefixes."""
+    return [replace(as_request(each), ingress_id="i") for each in itertools.islice(arrivals(0), MANY)]
+
+
 def most_of_a_report(preset: str, num_waiting: int, order: str = "") -> int:
     """The most bytecodes of a report, and of news of prices, with so many waiting."""
     settings = PolicySettings(gamma=0.1, cost=A100_7B.cost)
@@ -42,15 +63,7 @@ def most_of_a_report(preset: str, num_waiting: int, order: str = "") -> int:
     shape = ReplicaShape(400, BLOCK_SIZE, 800, 16, 512, look_every=1, shares_prefixes=True)
     replica = Replica("0", scheduler, shape, A100_7B, Recorder(), lambda *_: None, lambda *_: None)
     replica.executor.tell_cache()
-    requests, num_own = [], 0
-    for arrival in itertools.islice(arrivals(0, prefixes=True), num_waiting):
-        prefix = (7, 8, 9, *arrival.prefix)  # all begin alike: what is stored first concerns everybody
-        prompt_len = arrival.prompt_len + 3 * BLOCK_SIZE
-        num = prompt_len // BLOCK_SIZE - len(prefix)
-        num_own += num
-        changed = replace(arrival, prompt_len=prompt_len, output_len=min(arrival.output_len, 30))
-        hashes = prefix + tuple(range(-num_own, num - num_own))
-        requests.append((as_request(changed, hashes), Record(changed)))
+    requests = [(request, Record(changed)) for request, changed in prefixed_requests()[:num_waiting]]
     replica.submit(requests, 0.0)
     counts: list[int] = []
     handle = scheduler.handle
@@ -72,7 +85,7 @@ def most_of_a_report(preset: str, num_waiting: int, order: str = "") -> int:
     cost = A100_7B.cost
     counted(CostLearned(replace(cost, base_s=2 * cost.base_s)), replica.wakes_at)
     for _ in range(50):  # the history is read again
-        job = next(iter(scheduler.turns.running), None)
+        job = next(iter(scheduler.selector.running), None)
         if job is not None:
             scheduler.order.learn(job, censored=False)
     while len(counts) < 2 * NUM_REPORTS:
@@ -104,8 +117,7 @@ def most_of_an_end(preset: str, num_waiting: int) -> int:
     up = [ReplicaUp(name, WorkerReady(name, 2000, BLOCK_SIZE, 4096, True, 0, 0)) for name in "ab"]
     for event in up:
         handle(event, 0.0)
-    requests = [replace(as_request(each), ingress_id="i") for each in itertools.islice(arrivals(0), num_waiting)]
-    handle(RequestsArrived(tuple(requests)), 1.0)
+    handle(RequestsArrived(tuple(plain_requests()[:num_waiting])), 1.0)
     counts = []
     for now in range(2, 2 + NUM_REPORTS):
         batch = running.pop(0)

@@ -568,7 +568,7 @@ def test_what_waiting_requests_would_find_follows_the_cache() -> None:
     late = replace(request("late", 9, 4), prefix_hashes=(5, 6))
     full = replace(request("full", 8, 4), prefix_hashes=(5, 6))
     h.arrive(request("first", 4, 4), late, full)
-    jobs = {name: h.scheduler._shadow.tracked[name].job for name in ("late", "full")}
+    jobs = {name: h.scheduler._mirror.requests[name] for name in ("late", "full")}
     steps = [
         (KVCacheEvent(1, True, (CachedRun(0, (5,)),)), 4, 4),
         (KVCacheEvent(2, False, (CachedRun(5, (6,)),)), 8, 4),

@@ -16,7 +16,7 @@ from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.latency import LinearLatency
 from simulator.cluster.records import Record
 from simulator.cluster.replica import ReplicaShape
-from simulator.traffic.workload import Arrival
+from simulator.traffic.workload import SimRequest
 
 COST = StepCost(base_s=0.010, prefill_token_s=0.1e-3, decode_seq_s=0.1e-3, context_token_s=0.0)
 RULES = MlfqRules(quantum_s=0.02, starve_limit_s=0.5)
@@ -40,8 +40,8 @@ def run(preset: str, starve_limit_s: float, num_short: int = 1500) -> tuple[Reco
         lambda _: build_scheduler(preset, SchedulerLimits(PLACES, 8), settings),
         clients=CLIENTS,
     )
-    long = Arrival("long", 0.0, 200, OUTPUT_LEN, 100)
-    done = fleet.run([long, *(Arrival(f"short{i}", 0.0, 32, 3, 100) for i in range(num_short))]).done
+    long = SimRequest("long", 0.0, 200, OUTPUT_LEN, 100)
+    done = fleet.run([long, *(SimRequest(f"short{i}", 0.0, 32, 3, 100) for i in range(num_short))]).done
     assert len(done) == num_short + 1
     (record,) = (each for each in done if each.arrival.request_id == "long")
     return record, max(each.finished_at for each in done if each is not record)
@@ -75,8 +75,8 @@ def farsight(settings: PolicySettings) -> tuple[Record, float]:
         lambda _: build_scheduler("farsight", SchedulerLimits(PLACES, 8), replace(settings, cost=SLOW)),
         clients=60,
     )
-    short = [Arrival(f"short{i}", 0.0, 20, 20, 2048) for i in range(700)]
-    done = fleet.run([*short[:60], Arrival("long", 0.0, 100, 1500, 2048), *short[60:]]).done
+    short = [SimRequest(f"short{i}", 0.0, 20, 20, 2048) for i in range(700)]
+    done = fleet.run([*short[:60], SimRequest("long", 0.0, 100, 1500, 2048), *short[60:]]).done
     assert len(done) == 701
     (long,) = (each for each in done if each.arrival.request_id == "long")
     return long, max(each.finished_at for each in done if each is not long)

@@ -11,8 +11,7 @@ import pytest
 
 from core.costs import A100_7B
 from core.errors import ConfigError, InvalidValueError
-from policies.interfaces import ReplicaContext
-from policies.job import Job
+from policies.interfaces import Job, ReplicaContext
 from policies.order.fcfs import Fcfs
 from policies.settings import PolicySettings
 from policies.tenancy.fair_shares import AHEAD_S, FairShares, ServiceCounters, fair_order

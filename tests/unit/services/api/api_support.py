@@ -15,9 +15,9 @@ from core.messages.log import ArtefactInfo, RequestTrace
 from core.messages.placement import PlacementView
 from core.messages.status import ComponentCounts, ComponentStatus, StatusReply
 from core.messages.tokens import TokenDelta
-from core.request import Fault, Origin, SamplingParams
+from core.request import Fault, Origin, Request, SamplingParams
 from services.api.backend import ModelInfo
-from services.api.text.prompt_text import PromptText
+from services.api.text.prompts import PromptText
 
 MODEL = "tiny"
 MAX_MODEL_LEN = 64
@@ -76,22 +76,16 @@ class ScriptedBackend:
         self._script = script
 
     async def stream(
-        self,
-        prompt_ids: tuple[int, ...],
-        sampling: SamplingParams,
-        text: PromptText | None = None,
-        origin: Origin | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
+        self, request: Request, text: PromptText | None = None, key: str = ""
     ) -> AsyncGenerator[TokenDelta, None]:
-        self.calls.append((prompt_ids, sampling))
+        self.calls.append((request.prompt_ids, request.sampling))
         self.texts.append(text)
-        self.origins.append(origin)
-        self.priorities.append(priority)
-        self.salts.append(cache_salt)
+        self.origins.append(request.origin)
+        self.priorities.append(request.priority)
+        self.salts.append(request.cache_salt)
         self.num_opened += 1
         try:
-            for step in self._script(prompt_ids) if callable(self._script) else self._script:
+            for step in self._script(request.prompt_ids) if callable(self._script) else self._script:
                 if isinstance(step, Exception):
                     raise step
                 if isinstance(step, TokenDelta):

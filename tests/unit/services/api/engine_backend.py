@@ -12,9 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from core.config.engine import EngineConfig
 from core.messages.tokens import TokenDelta
-from core.request import Origin, SamplingParams
+from core.request import Request
 from engine.engine import Engine
-from services.api.text.prompt_text import PromptText
+from services.api.text.prompts import PromptText
 from tests.unit.services.api.api_support import MAX_MODEL_LEN, VOCAB_SIZE, ScriptedBackend, write_model_dir
 
 
@@ -55,16 +55,10 @@ class EngineBackend(ScriptedBackend):
         self._stepping: asyncio.Task[None] | None = None
 
     async def stream(
-        self,
-        prompt_ids: tuple[int, ...],
-        sampling: SamplingParams,
-        text: PromptText | None = None,
-        origin: Origin | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
+        self, request: Request, text: PromptText | None = None, key: str = ""
     ) -> AsyncGenerator[TokenDelta, None]:
-        self.calls.append((prompt_ids, sampling))
-        request_id = self.engine.submit(prompt_ids, sampling)
+        self.calls.append((request.prompt_ids, request.sampling))
+        request_id = self.engine.submit(request.prompt_ids, request.sampling)
         queue = self._queues[request_id] = asyncio.Queue()
         if self._stepping is None or self._stepping.done():
             self._stepping = asyncio.create_task(self._step())

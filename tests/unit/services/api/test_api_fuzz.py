@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,8 +26,11 @@ from tests.unit.services.api.api_support import MODEL
 from tests.unit.services.api.engine_backend import EngineBackend, write_checkpoint
 
 TOKEN = "secret"
-CASES = {"/v1/completions": 500, "/v1/chat/completions": 450, "/admin/scale": 50}
-"""Good ones and as many bad ones, by address: 2,000 in all."""
+VOLUME = int(os.environ.get("FUZZ_VOLUME", "1"))
+"""``make test-long`` takes 4: 2,000 requests in all."""
+
+CASES = {"/v1/completions": 125 * VOLUME, "/v1/chat/completions": 112 * VOLUME, "/admin/scale": 13 * VOLUME}
+"""Good ones and as many bad ones, by address."""
 
 
 class House:
@@ -99,7 +103,7 @@ def bound(schema: Any) -> None:
 
 def test_every_address_that_takes_a_post_is_fuzzed(house: House) -> None:
     assert CASES.keys() == {path for path, methods in house.app.openapi()["paths"].items() if "post" in methods}
-    assert 2 * sum(CASES.values()) == 2000
+    assert 2 * sum(CASES.values()) == 500 * VOLUME
 
 
 @pytest.mark.timeout(1200)

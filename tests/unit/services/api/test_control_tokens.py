@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from services.api.text.client_text import ClientText, client_value, spans_of
+from services.api.text.client_text import ClientText, client_value, compile_template, spans_of
 from services.api.text.prompts import PromptEncoder
-from services.api.text.templates import compile_template
 from tests.unit.services.api.api_support import CHATML, write_model_dir
 from tests.unit.tokenization.kinds import KINDS
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.api.middleware import BodyLimit
-from services.api.pace import PER_TURN, Pace
+from services.api.middleware import PER_TURN, BodyLimit, LoopPace
 
 
 class Turns:
@@ -30,7 +29,7 @@ async def until(done: list[int], count: int) -> None:
 
 
 async def test_no_more_than_its_number_begins_in_a_turn_and_all_in_order() -> None:
-    turns, pace = Turns(), Pace(4)
+    turns, pace = Turns(), LoopPace(4)
     began: list[int] = []
     order: list[int] = []
 
@@ -48,7 +47,7 @@ async def test_no_more_than_its_number_begins_in_a_turn_and_all_in_order() -> No
 
 
 async def test_work_that_comes_while_there_is_room_begins_at_once() -> None:
-    pace = Pace(2)
+    pace = LoopPace(2)
     begun: list[int] = []
     for index in range(3):
         pace.submit(lambda index=index: begun.append(index))  # type: ignore[misc]
@@ -58,7 +57,7 @@ async def test_work_that_comes_while_there_is_room_begins_at_once() -> None:
 
 
 async def test_heavy_work_takes_the_room_of_the_turns_behind_it() -> None:
-    turns, pace = Turns(), Pace(4)
+    turns, pace = Turns(), LoopPace(4)
     began: list[int] = []
     pace.submit(lambda: began.append(turns.number), 40)
     pace.submit(lambda: began.append(turns.number))
@@ -67,7 +66,7 @@ async def test_heavy_work_takes_the_room_of_the_turns_behind_it() -> None:
 
 
 async def test_a_caller_that_is_gone_takes_no_room() -> None:
-    turns, pace = Turns(), Pace(1)
+    turns, pace = Turns(), LoopPace(1)
     began: list[int] = []
 
     async def work() -> None:
@@ -89,7 +88,7 @@ async def test_a_caller_that_is_gone_takes_no_room() -> None:
 
 
 async def test_it_rests_when_there_is_nothing_to_do() -> None:
-    pace = Pace(1)
+    pace = LoopPace(1)
     begun: list[int] = []
     for index in range(3):
         pace.submit(lambda index=index: begun.append(index))  # type: ignore[misc]
@@ -101,7 +100,7 @@ async def test_it_rests_when_there_is_nothing_to_do() -> None:
     assert begun == [0, 1, 2, 3]
 
 
-class Weighed(Pace):
+class Weighed(LoopPace):
     """Writes down what it lets in."""
 
     def __init__(self) -> None:

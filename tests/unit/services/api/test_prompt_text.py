@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from core.request import PromptSource
-from services.api.text.prompt_text import PromptText, of_chat, of_completion
+from services.api.text.prompts import PromptText, of_chat, of_completion
 from tests.unit.services.api.api_support import MODEL, ScriptedBackend
 
 

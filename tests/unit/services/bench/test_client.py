@@ -13,7 +13,7 @@ from services.bench.answers import Answer, StreamReader
 from services.bench.arrivals import drawn_arrivals
 from services.bench.client import find_model
 from services.bench.load import Connection, RunResult, measure, run_async
-from services.bench.targets import BodyForm, Target, make_call
+from services.bench.targets import BenchTarget, BodyForm, make_call
 from services.bench.workloads import make_workload
 from tests.unit.services.bench.fake_server import LONG_S, TOKENS_PER_CHUNK, FakeServer, fake_server
 
@@ -35,7 +35,7 @@ def server(shared_server: FakeServer) -> FakeServer:
 def load(
     server: FakeServer, form: BodyForm, how: int | list[float] = 3, timeout_s: float = LONG_S, keep_alive: bool = False
 ) -> RunResult:
-    target = Target("fake", server.base_url + "/v1/", "fake", os.getpid(), api_key="secret")
+    target = BenchTarget("fake", server.base_url + "/v1/", "fake", os.getpid(), api_key="secret")
     calls = [make_call(each, "fake", form, salt=1, most_tokens=9) for each in make_workload("uniform", NUM_REQUESTS, 1)]
     return measure(target, calls, Connection(form, timeout_s, keep_alive), how)
 
@@ -131,8 +131,8 @@ def test_nobody_listens() -> None:
         run = load(server, BodyForm())
         assert {answer.failure.kind for answer in run.answers if answer.failure} == {"cannot connect"}
         with pytest.raises(FarsightError, match="--model"):
-            run_async(find_model(Target("x", server.base_url, "")))
+            run_async(find_model(BenchTarget("x", server.base_url, "")))
 
 
 def test_the_model_is_asked_for(server: FakeServer) -> None:
-    assert run_async(find_model(Target("x", server.base_url, ""))) == "fake"
+    assert run_async(find_model(BenchTarget("x", server.base_url, ""))) == "fake"

@@ -11,7 +11,7 @@ import pytest
 from core.errors import InvalidValueError
 from services.bench.datasets import estimated_tokens, parse_prefix_groups, parse_texts, parse_trace
 from services.bench.files import open_lines
-from services.bench.requests import Part
+from services.bench.requests import PromptPart
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:17:03.9799600,4808,10
@@ -42,8 +42,8 @@ def test_mooncakes_blocks_are_shared_parts() -> None:
         json.dumps({"timestamp": 3000, "input_length": 1024, "output_length": 7, "hash_ids": [0, 2]}),
     ]
     first, second = parse_trace("m.jsonl.gz", lines, 10, seed=1)
-    assert first.parts == (Part(0, 512), Part(1, 88))
-    assert second.parts == (Part(0, 512), Part(2, 512))
+    assert first.parts == (PromptPart(0, 512), PromptPart(1, 88))
+    assert second.parts == (PromptPart(0, 512), PromptPart(2, 512))
     assert second.arrival_s == 3.0
     assert first.prompt_ids(4096, salt=9)[:512] == second.prompt_ids(4096, salt=9)[:512]
 

@@ -6,7 +6,7 @@ import pytest
 
 from core.errors import InvalidValueError
 from services.bench.answers import Answer, CountedBy, Failure
-from services.bench.load import RunResult, Usage
+from services.bench.load import CpuUsage, RunResult
 from services.bench.sla import meets, parse_sla
 from services.bench.statistics import (
     counted_by,
@@ -30,8 +30,8 @@ def answer(chunks_at: list[float], num_tokens: int, kind: str = "", failure: Fai
     )  # fmt: skip
 
 
-def result(*answers: Answer, usage: Usage | None = None) -> RunResult:
-    return RunResult(answers, 0.0, 2.0, usage or Usage(0.1))
+def result(*answers: Answer, usage: CpuUsage | None = None) -> RunResult:
+    return RunResult(answers, 0.0, 2.0, usage or CpuUsage(0.1))
 
 
 def test_percentile_is_the_nearest_rank() -> None:
@@ -52,7 +52,7 @@ def test_metrics_of_a_run() -> None:
         answer([0.5, 1.0], 11),  # ten tokens in the one gap
         answer([0.1, 0.2, 0.4], 3),
         answer([], 0, failure=Failure("timeout", "t")),
-        usage=Usage(0.1, 0.5, 0.4),
+        usage=CpuUsage(0.1, 0.5, 0.4),
     )
     metrics = run_metrics(run)
     assert (metrics["requests"], metrics["errors"], metrics["output_tokens"]) == (3, 1, 14)

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from services.bench.requests import FIRST_ID, BenchRequest, Part, clipped
+from services.bench.requests import FIRST_ID, BenchRequest, PromptPart, clipped
 from services.bench.workloads import (
     LONG_LENS,
     LONG_PERIOD,
@@ -18,7 +18,7 @@ from services.bench.workloads import (
     WORKLOADS,
     ZIPF_OUTPUT_LENS,
     ZIPF_PROMPT_LENS,
-    Zipf,
+    ZipfRanks,
     make_workload,
 )
 
@@ -71,7 +71,7 @@ def test_zipf_lengths_are_bounded_and_mostly_short() -> None:
 
 
 def test_zipf_weights() -> None:
-    zipf, rng = Zipf(3, 1.0), random.Random(0)
+    zipf, rng = ZipfRanks(3, 1.0), random.Random(0)
     counts = Counter(zipf.draw(rng) for _ in range(11_000))
     assert counts[0] == pytest.approx(6000, rel=0.05)
     assert counts[1] == pytest.approx(3000, rel=0.05)
@@ -87,7 +87,7 @@ def test_prefix_groups_share_the_first_tokens() -> None:
 
 
 def test_salt_gives_other_prompts_of_the_same_length() -> None:
-    request = BenchRequest(0, 8, (Part(1, 20), Part(2, 30)))
+    request = BenchRequest(0, 8, (PromptPart(1, 20), PromptPart(2, 30)))
     ids = request.prompt_ids(4096, salt=1)
     assert ids == request.prompt_ids(4096, salt=1)
     assert ids != request.prompt_ids(4096, salt=2)
@@ -104,9 +104,9 @@ def test_salt_marks_a_given_text_at_its_beginning() -> None:
 
 
 def test_clipped_keeps_what_is_shared() -> None:
-    shared = Part(1, 100)
-    long, short = BenchRequest(0, 500, (shared, Part(2, 100))), BenchRequest(1, 5, (shared, Part(3, 10)))
+    shared = PromptPart(1, 100)
+    long, short = BenchRequest(0, 500, (shared, PromptPart(2, 100))), BenchRequest(1, 5, (shared, PromptPart(3, 10)))
     cut, kept = clipped([long, short], max_prompt_tokens=120, max_output_tokens=50)
-    assert cut == BenchRequest(0, 50, (shared, Part(2, 20)))
+    assert cut == BenchRequest(0, 50, (shared, PromptPart(2, 20)))
     assert kept == short
     assert clipped([long], None, None) == [long]

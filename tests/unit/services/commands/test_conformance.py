@@ -32,10 +32,11 @@ from policies.event_log import (
 from policies.fleet.events import PlaceRequests, ReplicaUp
 from policies.presets import PRESETS
 from policies.replica.events import RequestEnded, RequestsAborted, RequestsArrived, WorkerLost, WorkerReported
+from services.api.requests import unnamed_request
 from services.commands.conformance import main
 from services.ingress.engine_client import EngineClient
 from tests.unit.actors.components import LONG_S, until
-from tests.unit.services.local_house import LocalHouse, local_house
+from tests.unit.services.local_system import LocalSystem, local_system
 
 CONTINUOUS = [name for name, preset in PRESETS.items() if preset.mode == "continuous"]
 IN_BATCHES = ["magnus", "multi-bin"]
@@ -44,7 +45,7 @@ NUM_STREAMS = 20
 
 
 @asynccontextmanager
-async def house(preset: str, directory: Path) -> AsyncIterator[LocalHouse]:
+async def system(preset: str, directory: Path) -> AsyncIterator[LocalSystem]:
     """With a pool that does not hold all that is asked for."""
     config = FarsightConfig(
         model=ModelConfig(name="m", dtype="float32"),
@@ -52,7 +53,7 @@ async def house(preset: str, directory: Path) -> AsyncIterator[LocalHouse]:
         scheduler=SchedulerConfig(preset=preset, standby_slots=4, quantum_s=0.01, event_log=str(directory)),
         log=LogConfig(path=str(directory / "log.sqlite")),
     )
-    async with local_house(config) as found:
+    async with local_system(config) as found:
         yield found
 
 
@@ -60,13 +61,13 @@ async def read(client: EngineClient, index: int) -> None:
     """Every fifth client leaves early."""
     prompt = tuple(range(5, 15 + 3 * index))
     params = SamplingParams(10 + 7 * index % 40, ignore_eos=True)
-    async with aclosing(client.stream(prompt, params, None, Origin(f"cmpl-{index:032x}"))) as deltas:
+    async with aclosing(client.stream(unnamed_request(prompt, params, origin=Origin(f"cmpl-{index:032x}")))) as deltas:
         async for delta in deltas:
             if delta.token_ids and index % 5 == 4:
                 return
 
 
-async def serve(found: LocalHouse) -> None:
+async def serve(found: LocalSystem) -> None:
     """Every stream to its end; forecasts come while they run."""
     async with found.ingress() as client:
         streams: list[asyncio.Task[None]] = []
@@ -79,7 +80,7 @@ async def serve(found: LocalHouse) -> None:
 
 @pytest.mark.parametrize("preset", CONTINUOUS)
 async def test_what_a_live_scheduler_said_is_said_again(preset: str, tmp_path: Path) -> None:
-    async with asyncio.timeout(LONG_S), house(preset, tmp_path) as found:
+    async with asyncio.timeout(LONG_S), system(preset, tmp_path) as found:
         await serve(found)
         machine = found.machine()  # its clients hear of ends first
         await until(lambda: machine.num_waiting + machine.num_admitted == 0)
@@ -100,7 +101,7 @@ async def test_what_a_live_scheduler_said_is_said_again(preset: str, tmp_path: P
 @pytest.mark.parametrize("preset", IN_BATCHES)
 async def test_what_a_live_batcher_said_is_said_again(preset: str, tmp_path: Path) -> None:
     """So do the Scheduler under it, and the choice between waiting batches by serving times that were learned."""
-    async with asyncio.timeout(LONG_S), house(preset, tmp_path) as found:
+    async with asyncio.timeout(LONG_S), system(preset, tmp_path) as found:
         await serve(found)
         await until(lambda: found.router.queue == 0)
     assert replay(the_log(tmp_path, "scheduler-0"))[1] is None

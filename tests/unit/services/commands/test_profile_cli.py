@@ -53,7 +53,7 @@ def test_the_simulator_takes_it(profiled: tuple[Path, Result]) -> None:
 
 def test_json_is_what_the_file_holds(tmp_path: Path) -> None:
     out = tmp_path / "p.json"
-    words = ("--max-num-seqs", "1", "--max-model-len", "16", "--rounds", "9")
+    words = ("--max-num-seqs", "1", "--max-model-len", "16", "--rounds", "9", "--threads", "1")
     result = invoke("profile", "--out", str(out), *words, "--json")
     assert result.exit_code == 0, result.output
     assert result.stdout == out.read_text()

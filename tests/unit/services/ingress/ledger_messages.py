@@ -5,11 +5,15 @@ from __future__ import annotations
 from core.messages.requests import AnnounceReply, Key, Placed, Refusal, SubmitReply
 from core.messages.tokens import TokenDelta
 from core.request import Request, SamplingParams
-from services.ingress.ledger import RequestLedger
+from services.ingress.ledger import OpenStream, RequestLedger
 
 
 def request(name: str = "r", prompt: int = 4, out: int = 6) -> Request:
     return Request(name, 0, "i", (1,) * prompt, SamplingParams(out))
+
+
+def stream(name: str = "r", prompt: int = 4, out: int = 6) -> OpenStream:
+    return OpenStream(request(name, prompt, out))
 
 
 def delta(name: str, start: int, *tokens: int, attempt: int = 0, finish: str | None = None) -> TokenDelta:
@@ -32,7 +36,7 @@ def running(*names: str, replica: str = "a") -> RequestLedger:
     """A ledger whose requests have been sent and placed."""
     ledger = RequestLedger("i")
     for name in names:
-        ledger.open(request(name))
+        ledger.open(stream(name))
     ledger.take_outgoing()
     for name in names:
         ledger.submitted(placed(name, replica=replica))

@@ -4,23 +4,29 @@ come."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from core.config.engine import EngineConfig
 from core.config.load import FarsightConfig
 from core.config.log import LogConfig
 from core.config.model import ModelConfig
 from core.config.scheduling import SchedulerConfig
+from core.config.server import ServerConfig
 from core.decisions import unpack_decisions
+from core.errors import CapacityError
 from core.messages.tokens import TokenDelta
-from core.request import Origin, SamplingParams
+from core.request import Origin, Request, SamplingParams
+from services.api.requests import unnamed_request
 from services.ingress.engine_client import EngineClient
 from tests.unit.actors.components import LONG_S, until
-from tests.unit.services.local_house import LocalHouse, local_house
+from tests.unit.services.local_system import LocalSystem, local_system
 
 NUM_REPLICAS = 3
 NUM_ROUNDS = 4
@@ -54,8 +60,8 @@ def configured(directory: Path) -> FarsightConfig:
 
 
 @asynccontextmanager
-async def house(directory: Path) -> AsyncIterator[LocalHouse]:
-    async with asyncio.timeout(LONG_S), local_house(configured(directory)) as found:
+async def system(directory: Path) -> AsyncIterator[LocalSystem]:
+    async with asyncio.timeout(LONG_S), local_system(configured(directory)) as found:
         yield found
 
 
@@ -82,7 +88,7 @@ async def serve(client: EngineClient, number: int) -> Served:
     origin = Origin(f"cmpl-{number:032x}")
     cached_len = 0
     sampling = SamplingParams(3, ignore_eos=True)
-    async with aclosing(client.stream(prompt(number), sampling, None, origin)) as deltas:
+    async with aclosing(client.stream(unnamed_request(prompt(number), sampling, origin=origin))) as deltas:
         async for delta in deltas:
             cached_len += delta.cached_len
     while True:  # its account may be on the way from a Scheduler to the log
@@ -97,7 +103,7 @@ async def serve(client: EngineClient, number: int) -> Served:
 
 async def serve_rounds(directory: Path, num_ingresses: int) -> list[Served]:
     """One after the other; each round comes in at the next ingress replica."""
-    async with house(directory) as found, AsyncExitStack() as stack:
+    async with system(directory) as found, AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(found.ingress()) for _ in range(num_ingresses)]
         numbers = range(NUM_ROUNDS * NUM_REPLICAS)
         return [await serve(clients[number // NUM_REPLICAS % num_ingresses], number) for number in numbers]
@@ -115,11 +121,60 @@ async def test_placement_does_not_depend_on_where_requests_come_in(tmp_path: Pat
 
 async def test_prompts_that_begin_alike_meet_however_they_come(tmp_path: Path) -> None:
     """All at once, before any of them is cached."""
-    async with house(tmp_path / "house") as found, found.ingress() as a, found.ingress() as b:
+    async with system(tmp_path / "system") as found, found.ingress() as a, found.ingress() as b:
         numbers = range(8 * NUM_REPLICAS)
         served = await asyncio.gather(*(serve((a, b)[number // NUM_REPLICAS % 2], number) for number in numbers))
     homes = {(group_of(number), served[number].replica) for number in numbers}
     assert sorted(replica for _, replica in homes) == ["0", "1", "2"]
+
+
+async def test_what_is_in_flight_is_counted_over_all_ingress_replicas(tmp_path: Path) -> None:
+    config = dataclasses.replace(
+        configured(tmp_path / "system"),
+        server=ServerConfig(max_queued_requests=5, max_queued_requests_per_key=3, max_wait_s=0.0),
+    )
+    async with asyncio.timeout(LONG_S), local_system(config) as found, found.ingress() as a, found.ingress() as b:
+        streams = [each.stream(_endless(number), key="x") for number, each in enumerate((a, b, a))]
+        streams += [a.stream(_endless(number)) for number in (3, 4)]
+        for stream in streams:
+            await anext(stream)
+        await until(lambda: b._first_check.in_flight[0] == a._first_check.in_flight[0] == 5)
+        with pytest.raises(CapacityError, match="too many requests in flight: 5, limit 5; retry in"):
+            await anext(b.stream(_endless(5)))
+        await streams.pop().aclose()
+        await until(lambda: b._first_check.in_flight[0] == 4)
+        with pytest.raises(CapacityError, match="too many requests of your key in flight: 3, limit 3"):
+            await anext(b.stream(_endless(5), key="x"))
+        streams.append(b.stream(_endless(5), key="y"))
+        await anext(streams[-1])
+        for stream in streams:
+            await stream.aclose()
+        await until(lambda: b._first_check.in_flight[0] == a._first_check.in_flight[0] == 0)
+
+
+async def test_a_request_that_was_admitted_wrongly_ends_with_an_error(tmp_path: Path) -> None:
+    """Its device takes one request at a time, which never ends."""
+    config = configured(tmp_path / "system")
+    config = dataclasses.replace(
+        config,
+        model=ModelConfig(name="m"),
+        engine=dataclasses.replace(config.engine, max_num_seqs=1),
+        scheduler=SchedulerConfig(preset="fcfs"),
+        server=ServerConfig(max_wait_s=0.1, first_token_deadline_s=0.1),
+    )
+    async with asyncio.timeout(LONG_S), local_system(config) as found, found.ingress() as client:
+        client._first_check._check_delay = lambda: None  # type: ignore[method-assign]
+        first = client.stream(_endless(0))
+        await anext(first)
+        [last] = [delta async for delta in client.stream(_endless(1))]
+        assert last.finish_reason == "error" and last.error is not None
+        assert last.error.startswith("no token within ")
+        assert (await anext(first)).finish_reason is None
+        await first.aclose()
+
+
+def _endless(number: int) -> Request:
+    return unnamed_request(prompt(number), SamplingParams(ENDLESS, ignore_eos=True))
 
 
 class Endless:
@@ -132,7 +187,7 @@ class Endless:
 
     async def _read(self, client: EngineClient, number: int) -> None:
         sampling = SamplingParams(ENDLESS, ignore_eos=True)
-        async with aclosing(client.stream(prompt(number), sampling)) as deltas:
+        async with aclosing(client.stream(unnamed_request(prompt(number), sampling))) as deltas:
             async for delta in deltas:
                 self._take(delta)
 
@@ -154,7 +209,7 @@ class Endless:
 
 
 async def test_a_death_takes_the_requests_of_its_own_clients_alone(tmp_path: Path) -> None:
-    async with house(tmp_path / "house") as found, found.ingress() as alive:
+    async with system(tmp_path / "system") as found, found.ingress() as alive:
 
         def num_held() -> int:
             return sum(each.num_waiting + each.num_admitted for each in map(found.machine, range(NUM_REPLICAS)))

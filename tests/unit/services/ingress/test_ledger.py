@@ -10,7 +10,17 @@ from core.forecast import QUANTILES, Forecast
 from core.messages.requests import AnnounceReply, OpenRequest, Placed, SubmitReply
 from core.messages.tokens import DeltaLogprobs, TokenDelta
 from services.ingress.ledger import MAX_ATTEMPTS, RequestLedger
-from tests.unit.services.ingress.ledger_messages import delta, lost, placed, receive, refusal, request, running, taken
+from tests.unit.services.ingress.ledger_messages import (
+    delta,
+    lost,
+    placed,
+    receive,
+    refusal,
+    request,
+    running,
+    stream,
+    taken,
+)
 
 
 def replica(ledger: RequestLedger, name: str) -> str:
@@ -21,8 +31,8 @@ def replica(ledger: RequestLedger, name: str) -> str:
 def test_a_request_goes_out_once() -> None:
     ledger = RequestLedger("i")
     assert not ledger.has_outgoing
-    ledger.open(request("r"))
-    ledger.open(request("s"))
+    ledger.open(stream("r"))
+    ledger.open(stream("s"))
     assert (len(ledger), ledger.has_outgoing) == (2, True)
     assert ledger.take_outgoing() == ((request("r"), request("s")), ())
     assert not ledger.has_outgoing
@@ -49,8 +59,8 @@ def test_an_end_is_told_once(finish: str) -> None:
 
 def test_where_a_request_runs_is_known_from_the_answer_or_from_its_first_tokens() -> None:
     ledger = RequestLedger("i")
-    ledger.open(request("r"))
-    ledger.open(request("s"))
+    ledger.open(stream("r"))
+    ledger.open(stream("s"))
     ledger.take_outgoing()
     assert replica(ledger, "r") == ""
     ledger.submitted(placed("r", replica="b"))
@@ -78,7 +88,7 @@ def test_an_answer_that_it_waits_does_not_undo_what_tokens_have_told() -> None:
 
 def test_where_a_request_runs_that_waited_is_known_from_the_answer_to_an_announcement() -> None:
     ledger = RequestLedger("i")
-    ledger.open(request("r"))
+    ledger.open(stream("r"))
     ledger.take_outgoing()
     ledger.submitted(placed("r", replica="", incarnation=""))
     ledger.announced(AnnounceReply((), (), ("b",), (Placed("r", 0, "b", "w2"), Placed("r", 1, "c", "w3"))))
@@ -99,7 +109,7 @@ def test_an_answer_about_an_older_attempt_is_ignored() -> None:
 
 def test_a_router_that_died_with_requests_in_its_hands_gets_them_again_under_a_higher_attempt() -> None:
     ledger = RequestLedger("i")
-    ledger.open(request("r"))
+    ledger.open(stream("r"))
     requests, _ = ledger.take_outgoing()
     ledger.submit_failed(requests)
     assert taken(ledger) == [("r", 1, ())]
@@ -150,7 +160,7 @@ def test_log_probabilities_have_neither_gap_nor_repeat_after_a_loss() -> None:
 
 def test_a_lost_worker_takes_nothing_that_runs_elsewhere_or_waits() -> None:
     ledger = running("r", replica="b")
-    ledger.open(request("s"))
+    ledger.open(stream("s"))
     ledger.take_outgoing()
     ledger.worker_lost("a")
     assert not ledger.has_outgoing
@@ -282,7 +292,7 @@ def test_a_refusal_of_an_older_attempt_or_of_a_closed_request_is_ignored() -> No
 
 def test_a_request_closed_before_it_went_out_is_nobodys_business() -> None:
     ledger = RequestLedger("i")
-    ledger.open(request("r"))
+    ledger.open(stream("r"))
     ledger.close("r", 0.0)
     assert (len(ledger), ledger.has_outgoing) == (0, False)
 
@@ -317,7 +327,7 @@ def test_an_announcement_holds_what_was_sent_and_is_open() -> None:
     ledger = running("r", "s", "t")
     receive(ledger, delta("r", 0, 7, 8), delta("s", 0, 7, finish="stop"))
     ledger.close("t", 0.0)
-    ledger.open(request("new"))
+    ledger.open(stream("new"))
     announcement = ledger.announce()
     assert announcement.ingress_id == "i"
     assert announcement.open == (OpenRequest("r", 0, "a", "w1", 10),)
@@ -354,18 +364,22 @@ def test_a_late_loss_before_the_new_attempt_goes_out_changes_nothing() -> None:
 def test_a_forecast_goes_out_with_its_request_or_after_it() -> None:
     forecast = Forecast(5.0, (5.0,) * len(QUANTILES), 1, "test", 1)
     ledger = RequestLedger("i")
-    ledger.open(request("early"))
-    assert ledger.foresee("early", forecast) is None
-    assert ledger.foresee("unknown", forecast) is None
+    early, late = stream("early"), stream("late")
+    ledger.open(early)
+    assert ledger.foresee(early, forecast) is None
     (sent,), _ = ledger.take_outgoing()
     assert sent.forecast == forecast
 
-    ledger = running("late")
-    assert ledger.foresee("late", forecast) == 0
+    ledger.open(late)
+    ledger.take_outgoing()
+    ledger.submitted(placed("late"))
+    assert ledger.foresee(late, forecast) == 0
     ledger.worker_lost("a")
-    assert ledger.foresee("late", forecast) is None
+    assert ledger.foresee(late, forecast) is None
     (again,), _ = ledger.take_outgoing()
     assert (again.attempt, again.forecast) == (1, forecast)
+    ledger.close("late", 0.0)
+    assert ledger.foresee(late, forecast) is None
 
 
 def unnamed(name: str, start: int, count: int, attempt: int = 0, finish: str | None = None) -> TokenDelta:

@@ -6,14 +6,14 @@ import pytest
 
 from services.ingress.ledger import ABORT_AGAIN_S, RequestLedger
 from tests.opcodes import num_opcodes
-from tests.unit.services.ingress.ledger_messages import delta, receive, request
+from tests.unit.services.ingress.ledger_messages import delta, receive, stream
 
 
 def leave(num: int) -> tuple[RequestLedger, int]:
     """So many leave at one instant; what it took."""
     ledger = RequestLedger("i")
     for index in range(num):
-        ledger.open(request(f"r{index}"))
+        ledger.open(stream(f"r{index}"))
     ledger.take_outgoing()
 
     def close_all() -> None:
@@ -33,10 +33,10 @@ def test_a_mass_disconnect_costs_each_leaving_client_the_same() -> None:
 def test_those_who_leave_later_pay_for_forgetting_each_abort_once() -> None:
     ledger, _ = leave(2000)
     ledger.take_outgoing()
-    ledger.open(request("late"))
+    ledger.open(stream("late"))
     ledger.take_outgoing()
     first = num_opcodes(lambda: ledger.close("late", 5.0 + ABORT_AGAIN_S))
-    ledger.open(request("later"))
+    ledger.open(stream("later"))
     ledger.take_outgoing()
     second = num_opcodes(lambda: ledger.close("later", 5.0 + ABORT_AGAIN_S))
     assert first <= 2000 * 40

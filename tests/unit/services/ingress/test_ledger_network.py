@@ -13,7 +13,7 @@ from core.messages.requests import AnnounceReply, Key, Placed, Refusal, SubmitRe
 from core.messages.tokens import TokenDelta
 from core.request import Request
 from services.ingress.ledger import ABORT_AGAIN_S, RequestLedger
-from tests.unit.services.ingress.ledger_messages import refusal, request
+from tests.unit.services.ingress.ledger_messages import refusal, stream
 
 BEGIN = 100.0
 
@@ -51,7 +51,7 @@ class Run:
 
 
 class Network:
-    """A house that delivers everything late, twice, in any order, or not at all, and says what is not so."""
+    """A network that delivers everything late, twice, in any order, or not at all, and says what is not so."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -68,7 +68,7 @@ class Network:
     def open(self) -> None:
         name = f"r{len(self.clients)}"
         self.clients[name] = Client(self.rng.randint(1, 12))
-        self.ledger.open(request(name, out=self.clients[name].out))
+        self.ledger.open(stream(name, out=self.clients[name].out))
 
     def close(self, name: str) -> None:
         self.clients[name].left = True

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from core.messages.tokens import DeltaLogprobs, TokenDelta
-from services.ingress.mailbox import Mailbox
+from services.ingress.streams import Mailbox
 
 
 def delta(start: int, text: str, **fields: object) -> TokenDelta:

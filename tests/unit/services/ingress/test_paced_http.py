@@ -13,14 +13,17 @@ import pytest
 import uvicorn
 import uvloop
 
-from services.api.pace import Pace
+from core.config.server import ServerConfig
+from services.api.middleware import LoopPace
 from services.ingress.paced_http import ACCEPTED_PER_TURN, PacedServer, _find_listener
+from services.proxy.timed_http import ConnectionLimits
 
+LIMITS = ConnectionLimits.of(ServerConfig())
 POST = b"POST /work HTTP/1.1\r\nHost: here\r\nContent-Length: 2\r\n\r\n{}"
 GET = b"GET /look HTTP/1.1\r\nHost: here\r\n\r\n"
 
 
-class HeldPace(Pace):
+class HeldPace(LoopPace):
     """Admits what a test says."""
 
     def __init__(self) -> None:
@@ -51,11 +54,11 @@ class App:
 
 
 @contextlib.asynccontextmanager
-async def serving(app: App, pace: Pace) -> AsyncIterator[tuple[uvicorn.Server, int]]:
+async def serving(app: App, pace: LoopPace) -> AsyncIterator[tuple[uvicorn.Server, int]]:
     """As Ray Serve starts it: on a socket that is bound already."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
-        config = uvicorn.Config(app, http=PacedServer(pace), lifespan="off", log_level="critical")  # type: ignore[arg-type]
+        config = uvicorn.Config(app, http=PacedServer(pace, LIMITS), lifespan="off", log_level="critical")  # type: ignore[arg-type]
         server = uvicorn.Server(config)
         running = asyncio.create_task(server._serve([bound]))
         while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from actors.worker.token_channels import TokenOutbox
 from core.messages.tokens import TokenBatches, TokenDelta
-from engine.outbox import TokenOutbox
-from services.ingress.token_inbox import TokenInbox
+from services.ingress.streams import TokenInbox
 
 
 def delta(start: int) -> TokenDelta:

@@ -65,8 +65,8 @@ def test_each_server_is_asked_and_told_of(said: list[str]) -> None:
     with serving(OpenAIDouble()) as url, serving(OpenAIDouble(models=[{"id": "other"}])) as liar:
         look_for_servers(config(url, GONE, liar), "m", said.append)
     assert said[0] == f"Replica backend-0 is {url}: it answers."
-    assert said[1].startswith(f"Replica backend-1 is {GONE}: no connection")
-    assert said[2] == f"Replica backend-2 is {liar}: it serves 'other', not 'm'."
+    assert said[1].startswith(f"Replica backend-1 is {GONE}: cannot connect")
+    assert said[2] == f"Replica backend-2 is {liar}: the server serves 'other', expected 'm'."
 
 
 def test_where_there_is_nothing_else_one_of_them_must_be_there(said: list[str]) -> None:

@@ -2,31 +2,66 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import services
 from actors.runtime.hosts import num_gpus
-from actors.runtime.layout import by_host, wanted_components
+from actors.runtime.names import by_host, wanted_components
 from core.config.actors import ActorsConfig
 from core.config.engine import EngineConfig
 from core.config.load import FarsightConfig
 from core.config.log import LogConfig
 from core.config.model import ModelConfig
-from core.errors import ConfigError
+from core.errors import ConfigError, InvalidValueError
 from core.messages.status import ComponentCounts
-from services.launch.launch import ServedModel, check_gpus, find_model, find_site, resolve_placement
+from services.launch.launch import (
+    EMBEDDED_MODEL,
+    LocatedModel,
+    check_gpus,
+    find_model,
+    find_site,
+    numa_advice,
+    resolve_placement,
+)
+from tests.unit.engine.gguf_files import write_gguf
+
+
+@pytest.mark.parametrize(
+    ("engine", "replicas", "num_nodes", "advised"),
+    [
+        (EngineConfig(), 1, 2, True),
+        (EngineConfig(), 2, 4, True),
+        (EngineConfig(), 1, 1, False),
+        (EngineConfig(), 1, 0, False),  # the system does not tell
+        (EngineConfig(), 2, 2, False),
+        (EngineConfig(num_threads=3), 1, 2, False),
+        (EngineConfig(device="cuda"), 1, 2, False),
+        (EngineConfig(device="emulated:a100-7b"), 1, 2, False),
+    ],
+)
+def test_one_replica_for_each_numa_node_is_advised(
+    engine: EngineConfig, replicas: int, num_nodes: int, advised: bool
+) -> None:
+    advice = numa_advice(FarsightConfig(engine=engine, model=ModelConfig(replicas=replicas)), num_nodes)
+    assert (advice is not None) == advised
+    if advice is not None:
+        assert f"Set model.replicas = {num_nodes}" in advice
 
 
 @pytest.mark.parametrize("path", ["", "redis://user:secret@127.0.0.1:6379/2", "rediss://host", "/var/log.sqlite"])
 def test_a_log_elsewhere_is_left_as_configured(path: str) -> None:
-    site = find_site(FarsightConfig(log=LogConfig(path, 7, 3)), ServedModel(Path("/model"), "tiny"))
+    site = find_site(FarsightConfig(log=LogConfig(path, 7, 3)), LocatedModel(Path("/model"), "tiny"))
     assert site.config.log == LogConfig(path, 7, 3)
 
 
 def test_a_log_file_is_the_same_for_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    site = find_site(FarsightConfig(log=LogConfig("log.sqlite")), ServedModel(Path("/model"), "tiny"))
+    site = find_site(FarsightConfig(log=LogConfig("log.sqlite")), LocatedModel(Path("/model"), "tiny"))
     assert site.config.log.path == str(tmp_path / "log.sqlite")
 
 
@@ -68,9 +103,9 @@ def test_each_replica_has_a_gpu() -> None:
     with pytest.raises(ConfigError, match=r"engine\.device: got 'cuda', expected cpu, or a cluster with 2 GPUs, not 1"):
         check_gpus(config, {"GPU": 1.0})
     check_gpus(FarsightConfig(), {})
-    site = find_site(config, ServedModel(Path("/model"), "tiny"))
+    site = find_site(config, LocatedModel(Path("/model"), "tiny"))
     assert [num_gpus(host, site) for host in ("worker-0", "control", "scheduler-0")] == [1, 0, 0]
-    assert num_gpus("worker-0", find_site(FarsightConfig(), ServedModel(Path("/model"), "tiny"))) == 0
+    assert num_gpus("worker-0", find_site(FarsightConfig(), LocatedModel(Path("/model"), "tiny"))) == 0
 
 
 def test_each_rank_of_a_replica_has_what_is_set_aside_for_it() -> None:
@@ -92,3 +127,41 @@ def test_a_model_that_cannot_be_split_is_refused_before_anything_starts() -> Non
     with pytest.raises(ConfigError, match=r"model\.pipeline_parallel: got 9, expected at most the model's 4 layers"):
         find_model(FarsightConfig(model=ModelConfig(pipeline_parallel=9)))
     find_model(FarsightConfig(model=ModelConfig(tensor_parallel=4, pipeline_parallel=4)))
+
+
+def _find(path: Path) -> LocatedModel:
+    return find_model(FarsightConfig(model=ModelConfig(path=str(path))))
+
+
+def test_a_damaged_model_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    model = shutil.copytree(EMBEDDED_MODEL, tmp_path / "model")
+    assert _find(model) == LocatedModel(model, "model")
+    weights = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(weights[:-1])
+    with pytest.raises(InvalidValueError, match=r"model\.safetensors.*cut off"):
+        _find(model)
+    (model / "model.safetensors").write_bytes(weights)
+    (model / "tokenizer_config.json").write_text('{"chat_template": "{% if %}"}')
+    with pytest.raises(ConfigError, match="chat template"):
+        _find(model)
+    (model / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        _find(model)
+
+
+def test_a_gguf_file_is_named_without_its_ending(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "Tiny-Q8.gguf", EMBEDDED_MODEL)
+    assert _find(path) == LocatedModel(path, "Tiny-Q8")
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(InvalidValueError, match=r"Tiny-Q8\.gguf.*cut off"):
+        _find(path)
+    with pytest.raises(InvalidValueError, match="a GGUF file that exists"):
+        _find(tmp_path / "missing.gguf")
+
+
+def test_the_check_of_a_model_loads_neither_torch_nor_ray() -> None:
+    code = (
+        "import sys; from core.config.load import load_config; from services.launch.launch import find_model;"
+        "find_model(load_config(None, {})); assert not {'torch', 'ray', 'gguf'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(services.__file__).parents[1])

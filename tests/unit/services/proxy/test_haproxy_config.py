@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import ssl
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
+from core.config.server import ServerConfig
 from services.proxy.haproxy_config import CLIENT_HEADER, TLS_FILE, edited, main, read_liveness
+from services.proxy.timed_http import ConnectionLimits
 from tests.free_ports import free_port
 from tests.unit.services.certificates import make_certificate
 
 LONG_S = 120.0
+LIMITS = {"head_s": 0.5, "body_s": 0.5, "idle_s": 0.5, "write_s": 0.5, "per_address": 20}
+"""So short that a test need not wait for them; none bounds how long an answer may take to come."""
+
 REPLICA = "SERVE_REPLICA--farsight-Ingress-abc123"
 FALLBACK = "SERVE_PROXY_ACTOR-fallback-77"
 
@@ -71,6 +77,7 @@ class Upstream(BaseHTTPRequestHandler):
 
     replies: ClassVar[dict[str, tuple[int, str, str]]] = {}
     clients: ClassVar[list[str]] = []
+    delays: ClassVar[dict[str, float]] = {}
 
     def do_GET(self) -> None:
         if self.path == "/client":
@@ -78,6 +85,7 @@ class Upstream(BaseHTTPRequestHandler):
         status, kind, body = self.replies.get(
             f"{self.connection.getsockname()[1]} {self.path}", (200, "text/plain", "here")
         )
+        time.sleep(self.delays.get(f"{self.connection.getsockname()[1]} {self.path}", 0.0))
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
@@ -95,6 +103,7 @@ def upstream() -> Iterator[list[int]]:
     for server in servers:
         threading.Thread(target=server.serve_forever, daemon=True).start()
     Upstream.replies.clear()
+    Upstream.delays.clear()
     yield [server.server_port for server in servers]
     for server in servers:
         server.shutdown()
@@ -111,7 +120,7 @@ def proxied(tmp_path: Path, upstream: list[int]) -> Iterator[tuple[int, int, int
     written = written_by_ray(tmp_path, port, replica, free_port())
     assert "errorfile 503" in written and "return status 404 content-type text/plain" in written
     file = tmp_path / "haproxy.cfg"
-    file.write_text(edited(_on_other_ports(written), 1, 2, {"abc123": life}))
+    file.write_text(edited(_on_other_ports(written), 1, 2, {"abc123": life}, limits=LIMITS))
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen([get_haproxy_binary(), "-db", "-f", str(file)], stdout=log, stderr=log)
         try:
@@ -163,17 +172,46 @@ def is_openai_error(body: str) -> bool:
     return set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
 
 
-def test_what_is_no_error_of_the_api_becomes_one_with_its_own_status(proxied: tuple[int, int, int]) -> None:
+def test_what_is_no_error_of_the_api_becomes_one_with_an_honest_status(proxied: tuple[int, int, int]) -> None:
     port, replica, _ = proxied
-    for status in (400, 500, 503):
+    for status, told in ((400, 400), (404, 503), (500, 503), (503, 503)):
         Upstream.replies[f"{replica} /plain"] = status, "text/plain; charset=utf-8", "Internal Server Error"
         found, kind, body = ask(port, "/plain")
-        assert (found, kind, is_openai_error(body)) == (status, "application/json", True)
+        assert (found, kind, is_openai_error(body)) == (told, "application/json", True)
     ours = json.dumps({"error": {"message": "ours"}})
     Upstream.replies[f"{replica} /ours"] = 503, "application/json", ours
     assert ask(port, "/ours") == (503, "application/json", ours)
     Upstream.replies[f"{replica} /metrics"] = 200, "text/plain", "metrics"
     assert ask(port, "/metrics") == (200, "text/plain", "metrics")
+
+
+def test_a_client_that_sends_no_head_is_given_up_and_an_answer_may_take_long(proxied: tuple[int, int, int]) -> None:
+    port, replica, _ = proxied
+    with closing(socket.create_connection(("127.0.0.1", port), timeout=LONG_S)) as half_open:
+        half_open.sendall(b"GET / HT")
+        reply = b"".join(iter(lambda: half_open.recv(4096), b""))
+    assert reply.startswith(b"HTTP/1.1 408 ")  # HAProxy's parser has this page built in
+    Upstream.delays[f"{replica} /slow"] = 3 * LIMITS["body_s"]
+    assert ask(port, "/slow")[0] == 200
+
+
+def test_one_address_takes_only_its_share_of_the_connections(proxied: tuple[int, int, int]) -> None:
+    port, _, _ = proxied
+    with ExitStack() as stack:
+        most = int(LIMITS["per_address"])
+        for _ in range(2 * most):
+            stack.enter_context(closing(socket.create_connection(("127.0.0.1", port), timeout=LONG_S)))
+        assert set(_outcomes(port, 1)) <= {429, 0}
+    _until_status(port, "/any", 200)
+
+
+def _outcomes(port: int, number: int) -> Iterator[int]:
+    """The status of each of several requests; 0 for a connection that is turned away."""
+    for _ in range(number):
+        try:
+            yield ask(port, "/any")[0]
+        except (OSError, http.client.HTTPException):
+            yield 0
 
 
 def test_a_replica_is_judged_where_its_life_is_told(proxied: tuple[int, int, int]) -> None:
@@ -205,7 +243,7 @@ def test_a_client_cannot_say_another_address(proxied: tuple[int, int, int]) -> N
     ("host", "bind"), [("0.0.0.0", "*:8000"), ("127.0.0.1", "127.0.0.1:8000"), ("", "127.0.0.1:8000")]
 )
 def test_the_frontend_alone_listens_on_the_address_of_the_service(tmp_path: Path, host: str, bind: str) -> None:
-    lines = edited(written_by_ray(tmp_path, 8000, 30001, 30002), 9101, 8404, {}, host).splitlines()
+    lines = edited(written_by_ray(tmp_path, 8000, 30001, 30002), 9101, 8404, {}, host=host).splitlines()
     found = [line.split()[1] for line in lines if line.strip().startswith("bind ")]
     assert found == ["127.0.0.1:9101", bind, "127.0.0.1:8404"]
     assert all(line.split()[2].startswith("127.0.0.1:") for line in lines if line.startswith("    server "))
@@ -219,7 +257,7 @@ def test_the_frontend_speaks_tls(tmp_path: Path, upstream: list[int]) -> None:
     (tmp_path / TLS_FILE).write_text(certificate.read_text() + (tmp_path / "key.pem").read_text())
     file = tmp_path / "haproxy.cfg"
     written = _on_other_ports(written_by_ray(tmp_path, port, upstream[0], free_port()))
-    file.write_text(edited(written, 1, 2, {}, "127.0.0.1", str(tmp_path / TLS_FILE)))
+    file.write_text(edited(written, 1, 2, {}, host="127.0.0.1", tls_file=str(tmp_path / TLS_FILE), limits=LIMITS))
     context = ssl.create_default_context(cafile=str(certificate))
 
     def ask_encrypted() -> int:
@@ -265,3 +303,11 @@ def test_the_program_reads_what_the_replicas_have_published(tmp_path: Path, monk
     monkeypatch.setattr(sys, "argv", ["haproxy_config.py", str(file), "9101", "8404", str(tmp_path)])
     main()
     assert "port 4321" in file.read_text()
+    assert "tcp-ut" not in file.read_text()
+    (tmp_path / "limits.json").write_text(ConnectionLimits.of(ServerConfig()).to_json())
+    main()
+    lines = [line.strip() for line in file.read_text().splitlines()]
+    for name, ms in (("http-request", 10_000), ("client", 60_000), ("http-keep-alive", 75_000)):
+        assert [line for line in lines if line.startswith(f"timeout {name} ")] == [f"timeout {name} {ms}ms"]
+    assert "bind 127.0.0.1:8000 tcp-ut 60000ms" in lines
+    assert "tcp-request connection reject if { sc0_conn_cur gt 16384 }" in lines

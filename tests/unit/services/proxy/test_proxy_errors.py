@@ -24,10 +24,14 @@ async def get(app: ASGIApp, path: str = "/v1/models") -> httpx.Response:
         return await client.get(path)
 
 
-@pytest.mark.parametrize(("status", "code"), [(500, "internal_error"), (503, "unavailable"), (404, None)])
-async def test_plain_text_becomes_an_error_of_the_api_with_the_same_status(status: int, code: str | None) -> None:
+@pytest.mark.parametrize(
+    ("status", "told", "code"),
+    [(500, 503, "unavailable"), (503, 503, "unavailable"), (404, 503, "unavailable"), (408, 408, "request_timeout")],
+)
+async def test_plain_text_becomes_an_error_of_the_api_with_an_honest_status(status: int, told: int, code: str) -> None:
+    """Ray's proxy says 500 where a replica died, and 404 where none has started."""
     reply = await get(answering(PlainTextResponse("Internal Server Error", status)))
-    assert reply.status_code == status
+    assert (reply.status_code, reply.headers.get("retry-after")) == (told, "1" if told == 503 else None)
     assert reply.headers["content-type"] == "application/json"
     error = reply.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -39,7 +43,7 @@ async def test_what_the_proxy_raises_becomes_one_as_well() -> None:
         raise RuntimeError("the replica died")
 
     reply = await get(OpenAIErrors(broken))
-    assert (reply.status_code, reply.json()["error"]["code"]) == (500, "internal_error")
+    assert (reply.status_code, reply.json()["error"]["code"]) == (503, "unavailable")
 
 
 async def test_what_the_proxy_does_not_answer_becomes_one_as_well() -> None:
@@ -47,7 +51,7 @@ async def test_what_the_proxy_does_not_answer_becomes_one_as_well() -> None:
         pass
 
     reply = await get(OpenAIErrors(silent))
-    assert (reply.status_code, reply.json()["error"]["code"]) == (500, "internal_error")
+    assert (reply.status_code, reply.json()["error"]["code"]) == (503, "unavailable")
 
 
 async def test_a_failure_in_the_middle_of_an_answer_ends_the_connection() -> None:

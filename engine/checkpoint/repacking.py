@@ -1,0 +1,158 @@
+"""Quantised matrices of safetensors checkpoints as the engine's own record, or as floats where there is no record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from engine.checkpoint.config_fields import CheckpointError
+from engine.checkpoint.quantization import Quantization
+from engine.checkpoint.quantized import QuantizedLinear, pack_nibbles
+
+_AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
+"""Where each of eight neighbours stands in an int32 of AWQ."""
+
+_ROWS = 1024
+"""Rows that are turned into floats at a time, so that a load takes little more memory than the weights."""
+
+_MULTIPLE = 4
+"""The record's groups are multiples of it."""
+
+
+def repacked(members: Mapping[str, Tensor], quantization: Quantization) -> QuantizedLinear | None:
+    """The matrix in the engine's record, integer for integer; None if the record cannot hold it.
+
+    Args:
+        members: The tensors that make it up, by the ends of their names.
+    """
+    method = quantization.method
+    if method == "fp8":
+        return None
+    integers, scales, zeros = _parts(members, quantization)
+    groups = scales.shape[1]
+    group = integers.shape[1] // groups
+    if group % _MULTIPLE or _order(members, groups, group) is not None:
+        return None
+    middle = 1 << (quantization.bits - 1)
+    if zeros is None or bool((zeros == middle).all()):
+        minima = None
+    else:
+        minima = scales * (zeros if quantization.bits == 4 else zeros - middle)
+    if quantization.bits == 4:
+        return QuantizedLinear(pack_nibbles(integers), scales, minima, 4, group)
+    values = (integers.to(torch.int16) - middle).to(torch.int8)
+    return QuantizedLinear(values, scales, minima, 8, group)
+
+
+def float_rows(members: Mapping[str, Tensor], quantization: Quantization) -> Iterator[tuple[int, Tensor]]:
+    """A matrix that has no record: numbers of first rows, and rows in float32."""
+    if quantization.method == "fp8":
+        yield from _fp8_rows(members, quantization)
+        return
+    integers, scales, zeros = _parts(members, quantization)
+    groups = scales.shape[1]
+    order = _order(members, groups, integers.shape[1] // groups)
+    if order is None:
+        order = torch.arange(integers.shape[1]) // (integers.shape[1] // groups)
+    middle = float(1 << (quantization.bits - 1))
+    for first in range(0, len(integers), _ROWS):
+        rows = slice(first, first + _ROWS)
+        steps = integers[rows].float() - (middle if zeros is None else zeros[rows][:, order])
+        yield first, steps * scales[rows][:, order]
+
+
+def record_rows(record: QuantizedLinear, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+    """Numbers of first rows, and rows of a record as floats."""
+    for first in range(0, record.outputs, _ROWS):
+        rows = slice(first, first + _ROWS)
+        minima = None if record.minima is None else record.minima[rows]
+        part = QuantizedLinear(record.values[rows], record.scales[rows], minima, record.bits, record.group)
+        yield first, part.dense(dtype)
+
+
+def _parts(members: Mapping[str, Tensor], quantization: Quantization) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Stored integers from 0 on ``[n, k]``, scales and zero points ``[n, groups]``, both float32."""
+    return _READERS[quantization.method](members, quantization)
+
+
+def _gptq(members: Mapping[str, Tensor], quantization: Quantization) -> tuple[Tensor, Tensor, Tensor | None]:
+    integers = _unpacked(members["qweight"].t(), quantization.bits)
+    zeros = _unpacked(members["qzeros"], quantization.bits).t().float() + quantization.zero_offset
+    return integers, members["scales"].t().float().contiguous(), zeros.contiguous()
+
+
+def _awq(members: Mapping[str, Tensor], quantization: Quantization) -> tuple[Tensor, Tensor, Tensor | None]:
+    integers, zeros = (
+        _unpacked(members[name], 4).view(len(members[name]), -1, 8)[..., _AWQ_PLACES].flatten(1)
+        for name in ("qweight", "qzeros")
+    )
+    return integers.t().contiguous(), members["scales"].t().float().contiguous(), zeros.t().float().contiguous()
+
+
+def _packed(members: Mapping[str, Tensor], quantization: Quantization) -> tuple[Tensor, Tensor, Tensor | None]:
+    integers = _unpacked(members["weight_packed"], quantization.bits)
+    scales = _scales(members, len(integers))
+    stored = members.get("weight_zero_point")
+    if stored is None:
+        return integers, scales, None
+    zeros = _unpacked(stored.view(len(stored), -1).t(), quantization.bits).t()
+    return integers, scales, zeros.float().contiguous()
+
+
+def _int8(members: Mapping[str, Tensor], quantization: Quantization) -> tuple[Tensor, Tensor, Tensor | None]:
+    values = members["weight"]
+    scales = _scales(members, len(values))
+    zeros = members.get("weight_zero_point")
+    integers = (values.to(torch.int16) + 128).to(torch.uint8)
+    return integers, scales, None if zeros is None else zeros.float().view(scales.shape) + 128
+
+
+def _scales(members: Mapping[str, Tensor], outputs: int) -> Tensor:
+    """``[n, groups]`` of compressed-tensors; a single scale is that of every output."""
+    scales = members["weight_scale"].float()
+    return scales.reshape(1, 1).repeat(outputs, 1) if scales.numel() == 1 else scales.view(outputs, -1)
+
+
+_READERS: Mapping[str, Callable[[Mapping[str, Tensor], Quantization], tuple[Tensor, Tensor, Tensor | None]]] = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "packed": _packed,
+    "int8": _int8,
+}
+
+
+def _unpacked(ints: Tensor, bits: int) -> Tensor:
+    """The integers in int32 values, the lowest bits first, along the second dimension: uint8."""
+    octets = ints.contiguous().view(torch.uint8)
+    return octets if bits == 8 else torch.stack((octets & 15, octets >> 4), -1).flatten(1)
+
+
+def _order(members: Mapping[str, Tensor], groups: int, group: int) -> Tensor | None:
+    """The group of each input where groups are not neighbours (GPTQ's ``desc_act``); None where they are.
+
+    Raises:
+        CheckpointError: A group that does not exist.
+    """
+    found = members.get("g_idx", members.get("weight_g_idx"))
+    if found is None or torch.equal(found, torch.arange(len(found), dtype=found.dtype) // group):
+        return None
+    if not bool(((found >= 0) & (found < groups)).all()):
+        raise CheckpointError("g_idx", f"{int(found.min())} to {int(found.max())}", f"groups from 0 to {groups - 1}")
+    return found.long()
+
+
+def _fp8_rows(members: Mapping[str, Tensor], quantization: Quantization) -> Iterator[tuple[int, Tensor]]:
+    weight = members["weight"]
+    scales = (members["weight_scale"] if "weight_scale" in members else members["weight_scale_inv"]).float()
+    if quantization.block is None:
+        scales = scales.reshape(-1, 1).expand(len(weight), 1)
+    for first in range(0, len(weight), _ROWS):
+        rows = torch.arange(first, min(first + _ROWS, len(weight)))
+        part = weight[first : first + _ROWS].float()
+        if quantization.block is None:
+            yield first, part * scales[rows]
+        else:
+            columns = torch.arange(weight.shape[1]) // quantization.block[1]
+            yield first, part * scales[rows // quantization.block[0]][:, columns]

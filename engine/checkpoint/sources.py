@@ -1,0 +1,223 @@
+"""Where weights come from: one way to read the tensors of a safetensors directory and of a GGUF file.
+
+A tensor is read from the mapped file straight into its place, in parts of some rows where it has to be turned into
+floats, so that a load needs little more memory than the weights take.
+"""
+
+from __future__ import annotations
+
+import mmap
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.checkpoint.check import gguf_checkpoint, safetensors_checkpoint
+from engine.checkpoint.config_fields import CheckpointError
+from engine.checkpoint.gguf_blocks import gguf_record, has_record
+from engine.checkpoint.gguf_model import turned_heads
+from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.quantization import StoredMatrix
+from engine.checkpoint.quantized import QuantizedLinear, gather_records
+from engine.checkpoint.repacking import float_rows, record_rows, repacked
+from tokenization.gguf.file import GGUFTensor, is_gguf, read_gguf
+
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_MAPPED_BYTES = 1 << 25
+"""Bytes that are read of safetensors files before they are closed and opened again."""
+
+_CHUNK_VALUES = 1 << 22
+"""Values of a GGUF tensor that are read at a time."""
+
+
+class TensorSource(Protocol):
+    """The tensors of a checkpoint, by their names in the model. Their shapes have been checked."""
+
+    def names(self) -> Iterator[str]:
+        """All of them, in the order in which they are best read."""
+        ...
+
+    def fill(self, name: str, target: Tensor) -> None:
+        """Copies a tensor into another of its shape."""
+        ...
+
+    def rows(self, name: str) -> Any:
+        """A tensor of floats, or what is sliced like one."""
+        ...
+
+    def record(self, name: str) -> QuantizedLinear | None:
+        """A quantised matrix as it is stored; None where it is not, or not in a way that the record has."""
+        ...
+
+
+def open_checkpoint(model: Path, config: ModelConfig, device: str = "cpu") -> TensorSource:
+    """Checks a checkpoint and opens it.
+
+    Args:
+        model: A directory or a GGUF file.
+        device: Where plain tensors are read to; quantised ones are always read to the CPU.
+
+    Raises:
+        CheckpointError, InvalidValueError: As ``check_checkpoint``.
+    """
+    if is_gguf(model):
+        return _GGUFSource(model, config)
+    return _SafetensorsSource(model, config, device)
+
+
+class _SafetensorsSource:
+    """The files of a directory; one is open at a time, or two where the members of a matrix are apart."""
+
+    def __init__(self, model_dir: Path, config: ModelConfig, device: str) -> None:
+        self._matrices = safetensors_checkpoint(model_dir, config)
+        self._quantization = config.quantization
+        self._device = device
+        self._open: dict[tuple[Path, str], Any] = {}
+        self._mapped_bytes = 0
+
+    def names(self) -> Iterator[str]:
+        def place(name: str) -> list[str]:
+            return sorted({member.file.name for member in self._matrices[name].members.values()})
+
+        return iter(sorted(self._matrices, key=place))
+
+    def fill(self, name: str, target: Tensor) -> None:
+        matrix = self._matrices[name]
+        if matrix.is_plain:
+            target.copy_(self._plain(matrix)[:])
+            self._release(target.nbytes)
+            return
+        members = self._members(matrix)
+        assert self._quantization is not None, "matrices of several tensors are quantised"
+        record = repacked(members, self._quantization)
+        parts = float_rows(members, self._quantization) if record is None else record_rows(record, target.dtype)
+        _fill_rows(target, parts)
+        self._release(target.nbytes)
+
+    def rows(self, name: str) -> Any:
+        matrix = self._matrices[name]
+        if matrix.is_plain:
+            return self._plain(matrix)
+        whole = torch.empty(matrix.shape, dtype=torch.float32)
+        self.fill(name, whole)
+        return whole
+
+    def record(self, name: str) -> QuantizedLinear | None:
+        matrix = self._matrices[name]
+        if matrix.is_plain or self._quantization is None:
+            return None
+        record = repacked(self._members(matrix), self._quantization)
+        self._release(0 if record is None else record.nbytes)
+        return record
+
+    def _plain(self, matrix: StoredMatrix) -> Any:
+        stored = matrix.members["weight"]
+        return self._file(stored.file, self._device).get_slice(stored.name)
+
+    def _members(self, matrix: StoredMatrix) -> dict[str, Tensor]:
+        return {end: self._file(each.file, "cpu").get_tensor(each.name) for end, each in matrix.members.items()}
+
+    def _release(self, num_bytes: int) -> None:
+        """Closes the files from time to time: what was read of a mapped file counts as memory of this process."""
+        self._mapped_bytes += num_bytes
+        if self._mapped_bytes > _MAPPED_BYTES:
+            self._mapped_bytes = 0
+            self._open.clear()
+
+    def _file(self, path: Path, device: str) -> Any:
+        key = (path, device)
+        if key not in self._open:
+            while len(self._open) > 1:
+                del self._open[next(iter(self._open))]
+            try:
+                self._open[key] = safe_open(path, framework="pt", device=device)
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(path.name, str(error), "a readable safetensors file") from error
+        return self._open[key]
+
+
+class _GGUFSource:
+    """One mapped file."""
+
+    def __init__(self, path: Path, config: ModelConfig) -> None:
+        self._header = read_gguf(path)
+        self._tensors = gguf_checkpoint(self._header, config)
+        with path.open("rb") as file:
+            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def names(self) -> Iterator[str]:
+        return iter(sorted(self._tensors, key=lambda name: self._tensors[name].begin))
+
+    def fill(self, name: str, target: Tensor) -> None:
+        _fill_rows(target, self._float_rows(name, target.dtype))
+        self._release(self._tensors[name])
+
+    def rows(self, name: str) -> Tensor:
+        whole = torch.empty(self._tensors[name].shape, dtype=torch.float32)
+        self.fill(name, whole)
+        return whole
+
+    def record(self, name: str) -> QuantizedLinear | None:
+        tensor = self._tensors[name]
+        if not has_record(tensor.kind) or len(tensor.shape) != 2:
+            return None
+        rows, step = self._stored_rows(name), _rows_at_once(tensor)
+        parts = (gguf_record(tensor.kind, rows[first : first + step]) for first in range(0, len(rows), step))
+        record = gather_records(parts, len(rows))
+        self._release(tensor)
+        return record
+
+    def _float_rows(self, name: str, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+        kind, rows, step = self._tensors[name].kind, self._stored_rows(name), _rows_at_once(self._tensors[name])
+        for first in range(0, len(rows), step):
+            part = rows[first : first + step]
+            if kind in _FLOATS:
+                yield first, part.contiguous().view(_FLOATS[kind])
+            elif has_record(kind):
+                yield first, gguf_record(kind, part).dense(dtype)
+            else:
+                yield first, _by_gguf(kind, part)
+
+    def _stored_rows(self, name: str) -> Tensor:
+        """The bytes of each row, the rows in the model's order: uint8 ``[n, bytes]``."""
+        tensor = self._tensors[name]
+        rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the file cannot be written to, and nothing writes
+            flat = torch.frombuffer(self._data, dtype=torch.uint8, count=tensor.num_bytes, offset=tensor.begin)
+        stored = flat.view(rows, -1)
+        heads = turned_heads(self._header, name)
+        if not heads:
+            return stored
+        if len(tensor.shape) == 1:
+            stored = flat.view(tensor.shape[0], -1)
+        order = torch.arange(len(stored)).view(heads, -1, 2).transpose(1, 2).flatten()
+        return stored[order] if len(tensor.shape) > 1 else stored[order].view(1, -1)
+
+    def _release(self, tensor: GGUFTensor) -> None:
+        """Lets the mapped pages go: they would count as memory of this process until the whole file is read."""
+        begin = -(-tensor.begin // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (tensor.begin + tensor.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > begin and hasattr(self._data, "madvise"):
+            self._data.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
+
+def _rows_at_once(tensor: GGUFTensor) -> int:
+    return max(1, _CHUNK_VALUES // tensor.shape[-1])
+
+
+def _fill_rows(target: Tensor, parts: Iterator[tuple[int, Tensor]]) -> None:
+    whole = target if target.dim() > 1 else target.view(1, -1)
+    for first, part in parts:
+        whole[first : first + len(part)].copy_(part)
+
+
+def _by_gguf(kind: str, rows: Tensor) -> Tensor:
+    from gguf.constants import GGMLQuantizationType  # only here: few files have such types, and the import costs time
+    from gguf.quants import dequantize
+
+    return torch.from_numpy(dequantize(rows.numpy(), GGMLQuantizationType[kind]))

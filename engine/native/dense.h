@@ -1,0 +1,85 @@
+// A matrix product with weights in the model's type.
+//
+// Each output is one chain of `T::fma` over the lanes of k, in their order, from 0; then the bias is added, then what
+// the output is added to. Tiles of every height keep to that.
+#pragma once
+
+#include <vector>
+
+#include "lanes.h"
+#include "linear.h"
+
+namespace farsight {
+
+// The weights lie in panels of kPanel columns: [panels][lanes of k][kPanel] lanes.
+template <class T>
+class DenseLinear final : public Linear {
+ public:
+  typedef typename T::Element Element;
+
+  // Copies the weights [n, k]; the bias [n], which may be none, stays where it is.
+  DenseLinear(const Element* rows, const float* bias, int n, int k)
+      : Linear(n, k, (k + T::kPerLane - 1) / T::kPerLane), bias_(bias) {
+    weight_.assign(size_t(panels) * stride * kPanel, 0);
+    auto* packed = reinterpret_cast<Element*>(weight_.data());
+    for (int row = 0; row < n; ++row) {
+      const size_t column = size_t(row / kPanel) * stride * kPanel + row % kPanel;
+      for (int i = 0; i < k; ++i) {
+        const size_t lane = column + size_t(i / T::kPerLane) * kPanel;
+        packed[lane * T::kPerLane + i % T::kPerLane] = rows[size_t(row) * k + i];
+      }
+    }
+  }
+
+  void pack(const float* row, uint32_t* to) const override { farsight::pack<T>(row, k, to); }
+
+  void multiply(int p, const uint32_t* packed, int rows, float* out, bool add) const override {
+    const int tiles = (rows + kMaxRows - 1) / kMaxRows;  // of nearly equal height
+    for (int t = 0; t < tiles; ++t) {
+      const int begin = rows * t / tiles, end = rows * (t + 1) / tiles;
+      const uint32_t* a = packed + size_t(begin) * stride;
+      float* to = out + size_t(begin) * n;
+      switch (end - begin) {
+        case 1: finish_tile<1>(p, a, to, add); break;
+        case 2: finish_tile<2>(p, a, to, add); break;
+        case 3: finish_tile<3>(p, a, to, add); break;
+        case 4: finish_tile<4>(p, a, to, add); break;
+        case 5: finish_tile<5>(p, a, to, add); break;
+        default: finish_tile<6>(p, a, to, add);
+      }
+    }
+  }
+
+ private:
+  // Sums of a tile of R rows over one panel.
+  template <int R>
+  void sum_tile(int p, const uint32_t* a, f32v (&sums)[R][4]) const {
+    const uint32_t* weight = weight_.data() + size_t(p) * stride * kPanel;
+    for (int r = 0; r < R; ++r)
+      for (int j = 0; j < 4; ++j) sums[r][j] = f32v{};
+    for (int lane = 0; lane < stride; ++lane) {
+      const uint32_t* w = weight + size_t(lane) * kPanel;
+      const f32v w0 = load<f32v>(w), w1 = load<f32v>(w + 16), w2 = load<f32v>(w + 32), w3 = load<f32v>(w + 48);
+#pragma GCC unroll 6
+      for (int r = 0; r < R; ++r) {
+        const uint32_t x = a[size_t(r) * stride + lane];
+        sums[r][0] = T::fma(sums[r][0], x, w0);
+        sums[r][1] = T::fma(sums[r][1], x, w1);
+        sums[r][2] = T::fma(sums[r][2], x, w2);
+        sums[r][3] = T::fma(sums[r][3], x, w3);
+      }
+    }
+  }
+
+  template <int R>
+  void finish_tile(int p, const uint32_t* a, float* out, bool add) const {
+    f32v sums[R][4];
+    sum_tile<R>(p, a, sums);
+    finish_panel<R>(*this, p, bias_, sums, out, add);
+  }
+
+  std::vector<uint32_t> weight_;
+  const float* bias_;
+};
+
+}  // namespace farsight

@@ -1,0 +1,71 @@
+// A decoder model, packed for the step, with the scratch memory and the threads that compute it.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "attention.h"
+#include "dense.h"
+#include "interface.h"
+#include "linear.h"
+#include "quantized_linear.h"
+#include "team.h"
+
+namespace farsight {
+
+struct Layer {
+  FsNorm input_norm, post_norm;
+  const float *q_norm, *k_norm;
+  std::unique_ptr<Linear> qkv, out, up, down;
+  int window;
+  Cache cache;
+};
+
+struct Model {
+  explicit Model(const FsConfig& c)
+      : config(c), shape{c.heads, c.kv_heads, c.head_dim, c.block_size}, team(c.num_threads) {
+    layers.reserve(c.num_layers);
+  }
+
+  FsConfig config;
+  Shape shape;
+  Team team;
+  std::vector<Layer> layers;
+  FsNorm norm;
+  std::unique_ptr<Linear> lm_head;
+  // Scratch, kept from step to step: fresh memory would cost page faults.
+  std::vector<float> hidden, wide, sampled, attended;
+  std::vector<uint32_t> packed, picked, queries;
+  std::unique_ptr<std::atomic<int>[]> parts_left;  // of each item, tasks of attention that are not done
+  size_t num_parts_left = 0;
+};
+
+template <class V>
+void ensure(V& v, size_t n) {
+  if (v.size() < n) v.resize(n);
+}
+
+inline std::unique_ptr<Linear> make_linear(const FsConfig& config, const FsLinear& from) {
+  if (from.num_parts) return std::make_unique<QuantizedLinear>(from.parts, from.num_parts, from.bias);
+  if (config.bf16)
+    return std::make_unique<DenseLinear<Bf16>>(static_cast<const uint16_t*>(from.weight), from.bias, from.n, from.k);
+  return std::make_unique<DenseLinear<F32>>(static_cast<const float*>(from.weight), from.bias, from.n, from.k);
+}
+
+inline Layer make_layer(const FsConfig& config, const FsLayer& from) {
+  Layer layer;
+  layer.input_norm = from.input_norm;
+  layer.post_norm = from.post_norm;
+  layer.q_norm = from.q_norm;
+  layer.k_norm = from.k_norm;
+  layer.qkv = make_linear(config, from.qkv);
+  layer.out = make_linear(config, from.out);
+  layer.up = make_linear(config, from.up);
+  layer.down = make_linear(config, from.down);
+  layer.window = from.window;
+  layer.cache = {static_cast<uint32_t*>(from.keys), static_cast<uint32_t*>(from.values)};
+  return layer;
+}
+
+}  // namespace farsight

@@ -1,0 +1,205 @@
+// Matrix products of activations in 8 bits with weights in 8 or 4 bits (quantized.h), into float32.
+//
+// Each output is exactly specified (ADR 42): for each group, in ascending order, the integer
+//   I = sum of q * x over the group - center * sum of x,            exact in 32 bits
+// and then  out = fma(float(I) * scale of x, scale of w, out), and with minima
+//           out = fma(-(scale of x * float(sum of x)), minimum of w, out).
+// Then the bias is added, then what the output is added to. Integer sums have no order, so every instruction set
+// gives the same I; the float part does not depend on tiles, rows or threads.
+#pragma once
+
+#include <vector>
+
+#include "linear.h"
+#include "quantized.h"
+
+namespace farsight {
+
+// acc + the products of 4 unsigned bytes of w and 4 signed bytes of x, lane by lane; x is the same for all lanes.
+// VPMADDUBSW would be shorter without VNNI, but it saturates.
+inline i32v dot4(i32v acc, u32v w, int32_t x) {
+#if defined(__AVX512VNNI__)
+  return (i32v)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(x));
+#elif defined(__AVX2__)
+  union Halves {
+    u32v whole;
+    __m256i half[2];
+  } in = {w}, out;
+  const __m256i b = _mm256_set1_epi32(x);
+  const __m256i b_even = _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8), b_odd = _mm256_srai_epi16(b, 8);
+  for (int i = 0; i < 2; ++i) {
+    const __m256i even = _mm256_and_si256(in.half[i], _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(in.half[i], 8);
+    out.half[i] = _mm256_add_epi32(_mm256_madd_epi16(even, b_even), _mm256_madd_epi16(odd, b_odd));
+  }
+  return acc + (i32v)out.whole;
+#else
+  acc += (i32v)(w & 255) * int32_t(int8_t(x));
+  acc += (i32v)(w >> 8 & 255) * int32_t(int8_t(x >> 8));
+  acc += (i32v)(w >> 16 & 255) * int32_t(int8_t(x >> 16));
+  return acc + (i32v)(w >> 24) * (x >> 24);
+#endif
+}
+
+inline int32_t quad(const uint8_t* from) {
+  int32_t x;
+  std::memcpy(&x, from, sizeof x);
+  return x;
+}
+
+// Adds up the products of a group for R rows and a panel; `values` is the block's, `x` the group's of the first row.
+template <int Bits, int R>
+inline void group_sums(const uint8_t* values, int padded, const uint8_t* x, size_t stride, i32v (&sums)[R][4]) {
+  if (Bits == 8) {
+    for (int k = 0; k < padded; k += 4, values += 4 * kPanel) {
+      u32v w[4];
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) w[j] = load<u32v>(values + 64 * j);
+#pragma GCC unroll 6
+      for (int r = 0; r < R; ++r) {
+        const int32_t b = quad(x + r * stride + k);
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) sums[r][j] = dot4(sums[r][j], w[j], b);
+      }
+    }
+  } else {
+    for (int k = 0; k < padded; k += 8, values += 4 * kPanel) {
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
+        const u32v both = load<u32v>(values + 64 * j);
+        const u32v first = both & 0x0f0f0f0fu, second = both >> 4 & 0x0f0f0f0fu;
+#pragma GCC unroll 6
+        for (int r = 0; r < R; ++r) {
+          sums[r][j] = dot4(sums[r][j], first, quad(x + r * stride + k));
+          sums[r][j] = dot4(sums[r][j], second, quad(x + r * stride + k + 4));
+        }
+      }
+    }
+  }
+}
+
+// R rows, `stride` bytes apart, times panel p of q.
+template <int Bits, bool Minima, int R>
+inline void quantized_sums(const QuantizedWeights& q, int p, const uint8_t* rows, size_t stride, f32v (&out)[R][4]) {
+  const size_t to_scales = q.values_bytes(), to_sums = to_scales + size_t(q.groups) * 4, vector = q.scale_bytes / 4;
+  const uint8_t* block = q.panel(p);
+  for (int r = 0; r < R; ++r)
+    for (int j = 0; j < 4; ++j) out[r][j] = f32v{};
+  for (int g = 0; g < q.groups; ++g, block += q.block_bytes) {
+    i32v sums[R][4];
+    float scale[R], shift[R];
+    for (int r = 0; r < R; ++r) {
+      int32_t sum;
+      std::memcpy(&scale[r], rows + r * stride + to_scales + size_t(g) * 4, 4);
+      std::memcpy(&sum, rows + r * stride + to_sums + size_t(g) * 4, 4);
+      shift[r] = -(scale[r] * float(sum));
+      for (int j = 0; j < 4; ++j) sums[r][j] = i32v{} - q.center * sum;
+    }
+    group_sums<Bits, R>(block + q.header_bytes(), q.padded, rows + size_t(g) * q.padded, stride, sums);
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      const f32v scales = load_scales(q.scale_type, block + j * vector);
+      const f32v minima = Minima ? load_scales(q.scale_type, block + q.scale_bytes + j * vector) : f32v{};
+#pragma GCC unroll 6
+      for (int r = 0; r < R; ++r) {
+        out[r][j] = fma(__builtin_convertvector(sums[r][j], f32v) * scale[r], scales, out[r][j]);
+        if (Minima) out[r][j] = fma(splat(shift[r]), minima, out[r][j]);
+      }
+    }
+  }
+}
+
+// A layer whose outputs come from one or several quantised matrices, one below the other; all but the last have whole
+// panels. A packed input row holds the roundings that the parts need, one for each size of groups.
+class QuantizedLinear final : public Linear {
+ public:
+  // Copies the weights; the bias [n], which may be none, stays where it is.
+  QuantizedLinear(const FsQuantized* parts, int count, const float* bias)
+      : Linear(total_outputs(parts, count), parts[0].k, row_words(parts, count)), bias_(bias) {
+    size_t at = 0;
+    int panel = 0;
+    parts_.reserve(count);
+    for (int i = 0; i < count; ++i) {
+      const int same = first_alike(parts, i);
+      parts_.push_back({QuantizedWeights(parts[i]), panel, same < i ? parts_[same].at : at, same == i});
+      panel += parts_.back().weights.panels;
+      if (same == i) at += parts_.back().weights.row_bytes();
+    }
+  }
+
+  void pack(const float* row, uint32_t* to) const override {
+    for (const Part& part : parts_)
+      if (part.rounds) quantize_row(part.weights, row, reinterpret_cast<uint8_t*>(to) + part.at);
+  }
+
+  void multiply(int p, const uint32_t* packed, int rows, float* out, bool add) const override {
+    const Part* part = &parts_.back();
+    while (part->first_panel > p) --part;
+    const int tiles = (rows + kMaxRows - 1) / kMaxRows;  // of nearly equal height
+    for (int t = 0; t < tiles; ++t) {
+      const int begin = rows * t / tiles, end = rows * (t + 1) / tiles;
+      const uint8_t* x = reinterpret_cast<const uint8_t*>(packed + size_t(begin) * stride) + part->at;
+      float* to = out + size_t(begin) * n;
+      if (part->weights.bits == 8)
+        part->weights.minima ? tile<8, true>(end - begin, *part, p, x, to, add)
+                             : tile<8, false>(end - begin, *part, p, x, to, add);
+      else
+        part->weights.minima ? tile<4, true>(end - begin, *part, p, x, to, add)
+                             : tile<4, false>(end - begin, *part, p, x, to, add);
+    }
+  }
+
+ private:
+  struct Part {
+    QuantizedWeights weights;
+    int first_panel;
+    size_t at;    // bytes of a packed row before its roundings
+    bool rounds;  // whether these roundings are its own, not an earlier part's
+  };
+
+  // The first part with groups of the same size.
+  static int first_alike(const FsQuantized* parts, int i) {
+    int first = 0;
+    while (parts[first].group != parts[i].group) ++first;
+    return first;
+  }
+
+  static int total_outputs(const FsQuantized* parts, int count) {
+    int outputs = 0;
+    for (int i = 0; i < count; ++i) outputs += parts[i].n;
+    return outputs;
+  }
+
+  // 32-bit words of a packed row: its roundings, one for each size of groups.
+  static int row_words(const FsQuantized* parts, int count) {
+    int words = 0;
+    for (int i = 0; i < count; ++i) {
+      const int padded = (parts[i].group + kGroupAlignment - 1) / kGroupAlignment * kGroupAlignment;
+      if (first_alike(parts, i) == i) words += parts[i].k / parts[i].group * (padded + 8) / 4;
+    }
+    return words;
+  }
+
+  template <int Bits, bool Minima>
+  void tile(int rows, const Part& part, int p, const uint8_t* x, float* out, bool add) const {
+    switch (rows) {
+      case 1: return finish_tile<Bits, Minima, 1>(part, p, x, out, add);
+      case 2: return finish_tile<Bits, Minima, 2>(part, p, x, out, add);
+      case 3: return finish_tile<Bits, Minima, 3>(part, p, x, out, add);
+      case 4: return finish_tile<Bits, Minima, 4>(part, p, x, out, add);
+      case 5: return finish_tile<Bits, Minima, 5>(part, p, x, out, add);
+      default: return finish_tile<Bits, Minima, 6>(part, p, x, out, add);
+    }
+  }
+
+  template <int Bits, bool Minima, int R>
+  void finish_tile(const Part& part, int p, const uint8_t* x, float* out, bool add) const {
+    f32v sums[R][4];
+    quantized_sums<Bits, Minima, R>(part.weights, p - part.first_panel, x, size_t(stride) * 4, sums);
+    finish_panel<R>(*this, p, bias_, sums, out, add);
+  }
+
+  std::vector<Part> parts_;
+  const float* bias_;
+};
+
+}  // namespace farsight

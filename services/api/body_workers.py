@@ -1,0 +1,223 @@
+"""Processes that read large bodies, so that the event loop and the interpreter of the streams never do.
+
+A large body goes to one of a few child processes as it came. The child parses it, checks its fields and tokenises its
+prompts (``read_body``), and sends back the ``Generation`` or the error. Frames on the socket between them are a length
+in 4 bytes and msgpack. No other process has an end of the socket; a child ends with its parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgpack
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+
+from core.codec import decode, encode
+from core.errors import CapacityError
+from core.request import Request
+from services.api.backend import ModelInfo
+from services.api.errors import SERVER_ERROR, ApiError, as_api_error
+from services.api.middleware import parse_object
+from services.api.requests import Generation, make_generation
+from services.api.schemas import ChatCompletionRequest, CompletionRequest
+from services.api.text.prompts import PromptEncoder
+
+NUM_PROCESSES = 2
+"""In each ingress replica; each starts when there is a body for it, and stays."""
+
+MAX_WAITING_BYTES = 64 * 1024 * 1024
+"""Bodies that wait for a process or are being read; beyond it further ones get 429."""
+
+READ_S = 60.0
+"""A process that has been at one body for so long is ended; the body gets 400."""
+
+RETRY_AFTER_S = 2.0
+
+_NICE = 5
+"""Streams go first where processors are few."""
+
+_LENGTH = struct.Struct(">I")
+
+
+def read_body(data: bytes, *, chat: bool, model: ModelInfo, encoder: PromptEncoder) -> Generation:
+    """What the body of a completion or a chat asks for.
+
+    Raises:
+        ApiError, InvalidValueError, RequestValidationError: As for a small body, which FastAPI checks.
+    """
+    kind = ChatCompletionRequest if chat else CompletionRequest
+    try:
+        body = kind.model_validate(parse_object(data))
+    except ValidationError as error:
+        details = [{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
+        raise RequestValidationError(details) from error
+    return make_generation(body, model, encoder)
+
+
+class BodyWorkers:
+    """Gives bodies to its processes, first come, first served.
+
+    Args:
+        model_dir: As for ``PromptEncoder``.
+    """
+
+    def __init__(self, model_dir: str | Path) -> None:
+        self._command = [sys.executable, "-m", "services.api.body_workers", str(model_dir)]
+        self._free: list[_Worker] = []
+        self._turn = asyncio.Semaphore(NUM_PROCESSES)
+        self._num_bytes = 0
+        self._reading: set[asyncio.Task[Generation]] = set()
+
+    async def read(self, data: bytes, *, chat: bool, model: ModelInfo) -> Generation:
+        """As ``read_body``. A caller that is cancelled leaves the process to finish, and its result is dropped.
+
+        Raises:
+            CapacityError: Too many bytes wait already.
+            ApiError: The body is wrong, or its process ended.
+        """
+        if self._num_bytes and self._num_bytes + len(data) > MAX_WAITING_BYTES:
+            message = f"large request bodies in flight: {self._num_bytes} bytes, limit {MAX_WAITING_BYTES}"
+            raise CapacityError(message, RETRY_AFTER_S)
+        self._num_bytes += len(data)
+        try:
+            await self._turn.acquire()
+        except BaseException:
+            self._num_bytes -= len(data)
+            raise
+        task = asyncio.create_task(self._read(data, chat, model))
+        self._reading.add(task)
+        task.add_done_callback(functools.partial(self._done, len(data)))
+        return await asyncio.shield(task)
+
+    def _done(self, num_bytes: int, task: asyncio.Task[Generation]) -> None:
+        self._turn.release()
+        self._num_bytes -= num_bytes
+        self._reading.discard(task)
+        if not task.cancelled():
+            task.exception()  # its caller may have left
+
+    async def _read(self, data: bytes, chat: bool, model: ModelInfo) -> Generation:
+        worker = self._free.pop() if self._free else await _Worker.start(self._command)
+        try:
+            async with asyncio.timeout(READ_S):
+                reply = await worker.ask(msgpack.packb([chat, encode(model), data]))
+        except TimeoutError as error:
+            worker.end()
+            message = f"The request body could not be read within {READ_S:g} s."
+            raise ApiError(message, code="too_costly") from error
+        except (OSError, EOFError) as error:
+            worker.end()
+            message = "The process that read the request body ended. The request may be sent again."
+            headers = {"Retry-After": str(round(RETRY_AFTER_S))}
+            raise ApiError(message, status=503, kind=SERVER_ERROR, code="unavailable", headers=headers) from error
+        except BaseException:
+            worker.end()
+            raise
+        self._free.append(worker)
+        return await _generation(reply)
+
+    def close(self) -> None:
+        """Ends all processes."""
+        for task in self._reading:
+            task.cancel()
+        for worker in self._free:
+            worker.end()
+        self._free.clear()
+
+
+class _Worker:
+    """One child process, and this end of its socket."""
+
+    def __init__(self, process: subprocess.Popen[bytes], streams: tuple[asyncio.StreamReader, asyncio.StreamWriter]):
+        self._process = process
+        self._reader, self._writer = streams
+
+    @classmethod
+    async def start(cls, command: list[str]) -> _Worker:
+        process, connection = await asyncio.to_thread(_start, command)
+        return cls(process, await asyncio.open_connection(sock=connection))
+
+    async def ask(self, message: bytes) -> bytes:
+        """Raises OSError or EOFError if the process has ended."""
+        self._writer.write(_LENGTH.pack(len(message)))
+        self._writer.write(message)
+        await self._writer.drain()
+        (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+        return await self._reader.readexactly(length)
+
+    def end(self) -> None:
+        self._writer.close()
+        self._process.kill()
+        threading.Thread(target=self._process.wait, daemon=True).start()  # its memory takes a moment to be freed
+
+
+def _start(command: list[str]) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    with theirs:
+        number = theirs.fileno()
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        return subprocess.Popen([*command, str(number)], pass_fds=(number,), env=environment), ours
+
+
+def _reply(read: Callable[[], Generation]) -> bytes:
+    """Either an error's fields, or the generation and, apart from it, each of its prompts."""
+    try:
+        generation = read()
+    except Exception as error:
+        found = as_api_error(error)
+        fields = [found.message, found.status, found.kind, found.param, found.code, found.headers]
+        return _packed([fields, b"", []])
+    prompts = [encode(prompt) for prompt in generation.prompts]
+    return _packed([None, encode(generation.without_prompts()), prompts])
+
+
+def _packed(value: Any) -> bytes:
+    """Text that has no UTF-8 form may stand in an error: it quotes its client."""
+    data: bytes = msgpack.packb(value, unicode_errors="replace")
+    return data
+
+
+async def _generation(reply: bytes) -> Generation:
+    """Decodes one prompt in each turn of the event loop: each has as many tokens as fit the model at most."""
+    failure, head, prompts = msgpack.unpackb(reply)
+    if failure is not None:
+        message, status, kind, param, code, headers = failure
+        raise ApiError(message, status=status, kind=kind, param=param, code=code, headers=headers)
+    decoded = []
+    for prompt in prompts:
+        decoded.append(decode(prompt, Request))
+        await asyncio.sleep(0)
+    return decode(head, Generation).with_prompts(tuple(decoded))
+
+
+def main() -> None:
+    """``python -m services.api.body_workers MODEL_DIR SOCKET``: reads bodies until the other end is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    with contextlib.suppress(OSError):
+        os.nice(_NICE)
+    encoder = PromptEncoder(sys.argv[1])
+    with socket.socket(fileno=int(sys.argv[2])) as connection, connection.makefile("rwb") as stream:
+        while head := stream.read(_LENGTH.size):
+            chat, model, data = msgpack.unpackb(stream.read(_LENGTH.unpack(head)[0]))
+            info = decode(model, ModelInfo)
+            reply = _reply(lambda: read_body(data, chat=chat, model=info, encoder=encoder))  # noqa: B023
+            stream.write(_LENGTH.pack(len(reply)) + reply)
+            stream.flush()
+
+
+if __name__ == "__main__":
+    main()

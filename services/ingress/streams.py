@@ -1,0 +1,189 @@
+"""One open request as its ingress replica sees it: its tokens on the way in, what waits for its client, and what the
+log and an explanation will say of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from core.decisions import Decision, Facts, on_clock, pack_decisions
+from core.messages.log import FinishedRequest, RequestTrace
+from core.messages.tokens import TokenBatches, TokenDelta, joined
+from core.request import Request
+from services.ingress.ledger import OpenStream
+
+SOURCE = "ingress"
+MAX_NOTES = 32
+"""Further notes of one request are only counted; its end is always noted."""
+
+
+class TokenInbox:
+    """Takes replies in whatever order and however often they come; the mirror of the worker's ``TokenOutbox``.
+
+    One for each connection to a worker: it belongs to the life that answers first and begins with the first batch
+    that this one still has.
+    """
+
+    def __init__(self) -> None:
+        self.incarnation = ""
+        self._ack_seq: int | None = None
+
+    @property
+    def ack_seq(self) -> int:
+        """The last batch received; a reply holds all after the last one acknowledged, so there are none missing."""
+        return self._ack_seq or 0
+
+    def receive(self, reply: TokenBatches) -> list[TokenDelta]:
+        """The deltas of this reply that are new."""
+        self.incarnation = self.incarnation or reply.worker_incarnation
+        if reply.worker_incarnation != self.incarnation:
+            return []
+        deltas: list[TokenDelta] = []
+        for batch in reply.batches:
+            if self._ack_seq is None or batch.seq > self._ack_seq:
+                self._ack_seq = batch.seq
+                deltas += batch.deltas
+        return deltas
+
+
+class Mailbox:
+    """Deltas of one stream; those that wait together are read as one, for each component that is sent has its price."""
+
+    def __init__(self) -> None:
+        self._deltas: list[TokenDelta] = []
+        self._failure: Exception | None = None
+        self._filled = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._deltas)
+
+    def put(self, delta: TokenDelta) -> None:
+        self._deltas.append(delta)
+        self._filled.set()
+
+    def fail(self, error: Exception) -> None:
+        """Ends the stream behind what is in it."""
+        self._failure = error
+        self._filled.set()
+
+    async def take(self) -> TokenDelta:
+        """All that has come, but what tells of a failure by itself.
+
+        Raises:
+            Exception: What ``fail`` was called with.
+        """
+        await self._filled.wait()
+        deltas, self._deltas = self._deltas, []
+        if not deltas:
+            assert self._failure is not None
+            raise self._failure
+        if len(deltas) > 1 and deltas[-1].error is not None:
+            self._deltas.append(deltas.pop())
+        if not self._deltas and self._failure is None:
+            self._filled.clear()
+        return deltas[0] if len(deltas) == 1 else joined(deltas)
+
+
+class StreamTrace:
+    """Notes in order of time; nothing of a request that nobody can ask for.
+
+    Args:
+        request: As it came in; its origin stays.
+        received_at: When, in seconds since the epoch.
+    """
+
+    def __init__(self, request: Request, received_at: float) -> None:
+        self._request = request
+        self._epoch_s = received_at - time.monotonic()
+        self._decisions: list[Decision] = []
+        self._num_left_out = 0
+        self.note("received", {"prompt_tokens": request.prompt_len, "max_new_tokens": request.sampling.max_new_tokens})
+
+    def note(self, kind: str, facts: Facts) -> None:
+        if self._request.origin is None:
+            return
+        if len(self._decisions) >= MAX_NOTES:
+            self._num_left_out += 1
+            return
+        self._decisions.append(Decision(kind, time.monotonic(), facts))
+
+    def end(self, record: FinishedRequest) -> list[RequestTrace]:
+        """All of it with how the request ended, in one trace; none of a request that nobody can ask for."""
+        facts: dict[str, float | str] = {
+            "reason": record.finish_reason,
+            "output_tokens": record.output_len,
+            "attempts": record.attempts,
+            "jct_s": record.jct_s,
+        }
+        if record.ttft_s is not None:
+            facts["ttft_s"] = record.ttft_s
+        end = Decision("answered", time.monotonic(), facts)
+        return self._trace([*self._decisions, end], ended=True)
+
+    def is_of(self, response_id: str) -> bool:
+        origin = self._request.origin
+        return origin is not None and origin.response_id == response_id
+
+    def so_far(self) -> list[RequestTrace]:
+        return self._trace(self._decisions, ended=False)
+
+    def _trace(self, decisions: list[Decision], *, ended: bool) -> list[RequestTrace]:
+        request_id, origin = self._request.request_id, self._request.origin
+        if origin is None:
+            return []
+        trace = RequestTrace(
+            trace_id=f"{origin.response_id}/{request_id}/{SOURCE}",
+            request_id=request_id,
+            choice=origin.choice,
+            owner=origin.owner,
+            source=SOURCE,
+            attempt=0,
+            ended=ended,
+            num_left_out=self._num_left_out,
+            decisions=on_clock(self._epoch_s, pack_decisions(decisions)),
+        )
+        return [trace]
+
+
+@dataclass(slots=True)
+class ClientStream(OpenStream):
+    """An open request with its client's side.
+
+    Attributes:
+        answered_by, attempts: Replica whose tokens came last, and the number of attempts by then.
+        trouble: What the last external server that gave it back has said.
+        predicted: Set once its forecast has come.
+    """
+
+    deltas: Mailbox = field(default_factory=Mailbox)
+    received_at: float = field(default_factory=time.time)
+    began: float = field(default_factory=time.monotonic)
+    token_at: float | None = None
+    ttft_s: float | None = None
+    num_tokens: int = 0
+    attempts: int = 1
+    answered_by: str = ""
+    reason: str = "abort"
+    trouble: str = ""
+    deadline: asyncio.TimerHandle | None = None
+    predicted: asyncio.Event = field(default_factory=asyncio.Event)
+    trace: StreamTrace = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.trace = StreamTrace(self.request, self.received_at)
+
+    def record(self, now: float) -> FinishedRequest:
+        """What the log keeps of it."""
+        return FinishedRequest(
+            request_id=self.request.request_id,
+            replica=self.answered_by,
+            attempts=self.attempts,
+            prompt_len=self.request.prompt_len,
+            output_len=self.num_tokens,
+            max_new_tokens=self.request.sampling.max_new_tokens,
+            finish_reason=self.reason,
+            received_at=self.received_at,
+            ttft_s=self.ttft_s,
+            jct_s=now - self.began,
+        )

@@ -1,0 +1,174 @@
+"""Products with weights in 8 and 4 bits: the roundings of ADR 42, on every instruction set, in any tile."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.checkpoint.quantized import JoinedLinear, QuantizedLinear, pack_nibbles
+from engine.native import library
+from engine.native.model import quantized_arguments
+from tests.unit.engine.native.exact_fma import FUSED
+from tests.unit.engine.native.exact_quantized import exact_product, round_rows
+
+X86 = platform.machine() == "x86_64"
+BUILDS = {
+    "this processor": ["-march=native"],
+    **({"AVX2": ["-march=x86-64-v3", "-O1"], "no vectors": ["-march=x86-64", "-O1"]} if X86 else {}),
+}
+"""VPDPBUSD where there is VNNI, VPMADDWD, plain C++."""
+
+Probe = Callable[..., np.ndarray]
+
+
+@pytest.fixture(scope="module", params=BUILDS)
+def probe(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Probe:
+    """Multiplies in the compiled code of one instruction set."""
+    path = tmp_path_factory.mktemp("probe") / "probe.so"
+    headers = Path(library.__file__).parent
+    flags = [flag for flag in library.COMPILE_FLAGS if not flag.startswith("-march")] + BUILDS[request.param]
+    source = Path(__file__).with_name("quantized_probe.cpp")
+    subprocess.run(["c++", *flags, "-I", headers, "-shared", "-fPIC", source, "-o", path], check=True)
+    compiled = ctypes.CDLL(str(path))
+
+    def multiply(
+        x: np.ndarray,
+        weights: QuantizedLinear | JoinedLinear,
+        *,
+        rows: int = 1000,
+        threads: int = 1,
+        start: np.ndarray | None = None,
+    ) -> np.ndarray:
+        parts = quantized_arguments(weights)
+        bias = None if weights.bias is None else weights.bias.float().numpy()
+        out = np.full((len(x), weights.outputs), np.nan, np.float32) if start is None else start.copy()
+        address = None if bias is None else bias.ctypes.data_as(ctypes.c_void_p)
+        pointers = [each.ctypes.data_as(ctypes.c_void_p) for each in (x, out)]
+        compiled.probe(parts, len(parts), address, pointers[0], len(x), rows, threads, start is not None, pointers[1])
+        return out
+
+    multiply.fused = FUSED and request.param == "this processor"  # type: ignore[attr-defined]
+    multiply.scale_type = lambda w: compiled.probe_scales(quantized_arguments(w))  # type: ignore[attr-defined]
+    return multiply
+
+
+def random_weights(
+    n: int, k: int, bits: int, group: int, *, minima: bool = False, bias: bool = False, scales: str = "float32"
+) -> QuantizedLinear:
+    """Weights of which every stored value occurs, extremes included."""
+    rng = torch.Generator().manual_seed(n * k + bits + group)
+    low, high = (-128, 128) if bits == 8 else (0, 16)
+    integers = torch.randint(low, high, (n, k), generator=rng)
+    values = integers.to(torch.int8) if bits == 8 else pack_nibbles(integers)
+
+    def floats(*shape: int) -> Tensor:
+        found = torch.randn(shape, generator=rng) * 0.02
+        return found.to(getattr(torch, scales)).float()
+
+    shape = (n, k // group)
+    return QuantizedLinear(
+        values, floats(*shape), floats(*shape) if minima else None, bits, group, floats(n) if bias else None
+    )
+
+
+def random_rows(m: int, k: int) -> np.ndarray:
+    return np.random.default_rng(m + k).normal(size=(m, k)).astype(np.float32)
+
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "Q8_0": {"bits": 8, "group": 32, "scales": "float16"},
+    "Q4_0": {"bits": 4, "group": 32, "scales": "float16"},
+    "Q4_K": {"bits": 4, "group": 32, "minima": True},
+    "Q5_K": {"bits": 8, "group": 32, "minima": True},
+    "Q6_K": {"bits": 8, "group": 16},
+    "GPTQ": {"bits": 4, "group": 128, "minima": True, "scales": "float16"},
+    "GPTQ of 8 bits": {"bits": 8, "group": 128, "minima": True, "scales": "float16"},
+    "W8A8": {"bits": 8, "group": 384, "scales": "bfloat16"},
+    "int8": {"bits": 8, "group": 128, "scales": "bfloat16"},
+    "int4": {"bits": 4, "group": 32, "scales": "bfloat16", "bias": True},
+    "groups of 12": {"bits": 4, "group": 12, "minima": True, "bias": True},
+    "groups of 4": {"bits": 8, "group": 4},
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_bit_is_that_of_the_contract(probe: Probe, name: str) -> None:
+    """Outputs that fill no panel, rows that fill no tile."""
+    for n, m in ((1, 1), (67, 7), (128, 13)):
+        weights = random_weights(n, 384, **FORMATS[name])
+        x = random_rows(m, 384)
+        exact = exact_product(x, weights, fused=probe.fused)  # type: ignore[attr-defined]
+        assert np.array_equal(probe(x, weights), exact)
+        start = random_rows(m, n)
+        assert np.array_equal(probe(x, weights, start=start), start + exact)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_integers_at_their_extremes(probe: Probe, bits: int) -> None:
+    """Scales of 1 leave the sums of integers as they are; products of the largest values do not saturate."""
+    k = 1024
+    rows = torch.stack([torch.full((k,), value) for value in ((-128, 127, 0) if bits == 8 else (0, 15, 8))])
+    values = rows.to(torch.int8) if bits == 8 else pack_nibbles(rows)
+    weights = QuantizedLinear(values, torch.ones(3, 1), None, bits, k)
+    x = np.stack([np.full(k, 127), np.full(k, -127), np.where(np.arange(k) % 2, 127, -127)]).astype(np.float32)
+    assert np.array_equal(round_rows(x, k)[1], np.ones((3, 1)))
+    expected = x.astype(np.int64) @ (weights.dense(torch.float32).numpy().astype(np.int64)).T
+    assert np.array_equal(probe(x, weights), expected.astype(np.float32))
+
+
+def test_tiles_and_threads_change_no_bit(probe: Probe) -> None:
+    x = random_rows(33, 256)
+    for name in ("int8", "int4", "Q4_K"):
+        weights = random_weights(200, 256, **FORMATS[name])
+        alone = probe(x, weights, rows=1)
+        for rows in range(2, 34):
+            assert np.array_equal(probe(x, weights, rows=rows), alone), (name, rows)
+        assert np.array_equal(probe(x, weights, threads=3), alone), name
+
+
+def test_parts_of_several_formats(probe: Probe) -> None:
+    parts = (
+        random_weights(128, 256, **FORMATS["Q4_K"]),
+        random_weights(64, 256, **FORMATS["Q4_0"], bias=True),
+        random_weights(65, 256, **FORMATS["Q6_K"]),
+    )
+    weights = JoinedLinear(parts)
+    x = random_rows(9, 256)
+    exact = exact_product(x, weights, fused=probe.fused)  # type: ignore[attr-defined]
+    assert np.array_equal(probe(x, weights), exact)
+    assert np.array_equal(exact[:, :128], exact_product(x, parts[0], fused=probe.fused))  # type: ignore[attr-defined]
+
+
+def test_scales_take_as_little_memory_as_keeps_them_exact(probe: Probe) -> None:
+    kinds = {"float32": 0, "bfloat16": 1, "float16": 2}
+    for scales, expected in kinds.items():
+        weights = random_weights(64, 64, 8, 32, scales=scales)
+        assert probe.scale_type(weights) == expected  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("value", [2.0**-24, 2.0**-14, 65504.0, 1 + 2.0**-10, -3 * 2.0**-24])
+def test_scales_at_the_edges_of_half(probe: Probe, value: float) -> None:
+    """Subnormal and largest ones come back as they were."""
+    weights = QuantizedLinear(torch.ones(2, 16, dtype=torch.int8), torch.full((2, 1), value), None, 8, 16)
+    x = np.full((1, 16), 127, np.float32)
+    assert np.array_equal(probe(x, weights), np.full((1, 2), np.float32(16 * 127) * np.float32(value)))
+
+
+def test_rows_that_are_nothing_or_lost(probe: Probe) -> None:
+    """Zeros give 0; a value that is not finite makes every output of its row NaN, not a number that looks right."""
+    weights = random_weights(70, 64, 4, 32)
+    x = random_rows(6, 64)
+    x[0], x[1], x[2, 40], x[3, 3], x[4, 63] = 0, 1e-38, np.nan, np.inf, -np.inf
+    out = probe(x, weights)
+    assert np.array_equal(out[:2], np.zeros((2, 70)))
+    assert np.isnan(out[2:5]).all()
+    assert np.array_equal(out[5:], exact_product(x[5:], weights, fused=probe.fused))  # type: ignore[attr-defined]

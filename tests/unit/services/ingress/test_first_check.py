@@ -1,0 +1,134 @@
+"""What is refused before it waits, and when a refused request would be admitted if no others came."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from core.config.server import ServerConfig
+from core.costs import StepCost
+from core.load_snapshot import Demand, LoadSnapshot
+from core.messages.requests import AnnounceReply, IngressLoad, total_load
+from core.request import Request, SamplingParams
+from policies.fleet.queue_delay import ended_after_s, queue_delay_s
+from services.ingress.first_check import RETRY_AFTER_S, FirstCheck, TooMuch
+
+COST = StepCost(0.010, 0.0, 0.0, 0.0)
+PLACES, REPLICAS, OUTPUT_LEN = 4, 2, 100
+OFF = ServerConfig(max_queued_requests=10**9, max_queued_tokens=10**9, max_wait_s=0.0)
+
+
+def request(prompt_len: int = 10) -> Request:
+    return Request("", 0, "", (1,) * prompt_len, SamplingParams(OUTPUT_LEN))
+
+
+def outlook(num: int) -> LoadSnapshot:
+    """So many requests on two replicas with four places each; a batch of four takes a second."""
+    demand = Demand(num, max(0, num - PLACES * REPLICAS), min(num, REPLICAS), 10.0 * num, 0.0, float(OUTPUT_LEN * num))
+    return LoadSnapshot(demand, REPLICAS, PLACES, 10**6, joins=True, cost=COST)
+
+
+def reply(seen: LoadSnapshot | None = None, **others: tuple[int, int]) -> AnnounceReply:
+    by_key = tuple((key.strip("_"), *counts) for key, counts in others.items())
+    return AnnounceReply((), (), (), (), IngressLoad(by_key), seen)
+
+
+def refused(check: FirstCheck, each: Request, key: str = "") -> TooMuch:
+    before = check.load(), check._outlook
+    with pytest.raises(TooMuch) as error:
+        check.admit(each, key)
+    assert (check.load(), check._outlook) == before
+    return error.value
+
+
+def test_requests_count_wherever_they_came_in() -> None:
+    check = FirstCheck(dataclasses.replace(OFF, max_queued_requests=5))
+    check.heard(reply(_=(2, 20), a=(1, 10)))
+    check.admit(request())
+    check.admit(request(), "b")
+    error = refused(check, request())
+    assert (error.bound, error.retry_after_s) == ("max_num_queued_reqs", RETRY_AFTER_S)
+    assert str(error) == "too many requests in flight: 5, limit 5; retry in 1 s"
+    check.leave(request(), "b")
+    check.admit(request())
+    check.heard(reply())
+    check.admit(request())
+
+
+def test_prompt_tokens_count_but_one_request_alone_may_have_any_number() -> None:
+    check = FirstCheck(dataclasses.replace(OFF, max_queued_tokens=100))
+    check.admit(request(500))
+    assert str(refused(check, request(1))) == "too many prompt tokens in flight: 500, limit 100; retry in 1 s"
+    check.leave(request(500))
+    check.heard(reply(_=(1, 95)))
+    assert refused(check, request(6)).bound == "max_num_queued_tokens"
+    check.admit(request(5))
+
+
+def test_a_key_has_its_own_share() -> None:
+    check = FirstCheck(dataclasses.replace(OFF, max_queued_requests_per_key=2, max_queued_tokens_per_key=50))
+    check.heard(reply(_=(9, 900), a=(1, 10)))
+    check.admit(request(), "a")
+    assert str(refused(check, request(), "a")) == "too many requests of your key in flight: 2, limit 2; retry in 1 s"
+    check.admit(request(40), "b")
+    assert (
+        str(refused(check, request(11), "b"))
+        == "too many prompt tokens of your key in flight: 40, limit 50; retry in 1 s"
+    )
+    for _ in range(5):
+        check.admit(request(900))  # no key, no share
+    assert set(check.load().by_key) == {("a", 1, 10), ("b", 1, 40), ("", 5, 4500)}
+
+
+def test_what_would_wait_too_long_is_refused_also_by_what_was_admitted_since() -> None:
+    check = FirstCheck(dataclasses.replace(OFF, max_wait_s=3.0))
+    check.admit(request())  # nothing is known of the load
+    check.heard(reply(outlook(0)))
+    admitted = 0
+    while True:
+        try:
+            check.admit(request())
+        except TooMuch as error:
+            assert (error.bound, error.retry_after_s) == ("max_wait", RETRY_AFTER_S)
+            break
+        admitted += 1
+    delays = [queue_delay_s(outlook(num), REPLICAS) or 0.0 for num in (admitted - 1, admitted)]
+    assert delays[0] <= 3.0 < delays[1]
+    check.heard(reply(outlook(admitted - 1)))
+    check.admit(request())
+    off = FirstCheck(OFF)
+    off.heard(reply(outlook(10**6)))
+    off.admit(request())
+
+
+@pytest.mark.parametrize("num", [40, 100, 1000])
+def test_after_retry_after_it_is_admitted_if_no_others_came(num: int) -> None:
+    """Requests end as the cost of their steps says."""
+    for limits in (dataclasses.replace(OFF, max_wait_s=3.0), dataclasses.replace(OFF, max_queued_requests=20)):
+        check = FirstCheck(limits)
+        check.heard(reply(outlook(num), _=(num, 10 * num)))
+        wait_s = refused(check, request()).retry_after_s
+        for part, admitted in ((0.9, False), (1.0, True)):
+            left = num - int(part * wait_s / (ended_after_s(outlook(num), 1) or 0.0))
+            check.heard(reply(outlook(left), _=(left, 10 * left)))
+            if admitted:
+                check.admit(request())
+            else:
+                refused(check, request())
+
+
+def test_where_nothing_is_measured_nothing_is_predicted() -> None:
+    unknown = dataclasses.replace(outlook(50), cost=None)
+    assert ended_after_s(unknown, 1) is None
+    assert ended_after_s(outlook(0), 1) is None
+    assert ended_after_s(dataclasses.replace(outlook(50), num_replicas=0), 1) is None
+    check = FirstCheck(dataclasses.replace(OFF, max_wait_s=1.0))
+    check.heard(reply(unknown))
+    check.admit(request())
+
+
+def test_loads_add_up_by_key() -> None:
+    one, other = IngressLoad((("", 1, 10), ("a", 2, 20))), IngressLoad((("a", 3, 30), ("b", 4, 40)))
+    assert set(total_load([one, other]).by_key) == {("", 1, 10), ("a", 5, 50), ("b", 4, 40)}
+    assert total_load([]) == IngressLoad()
