@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,9 +14,10 @@ import typer
 from core.config.load import load_config
 from core.errors import FarsightError
 from services.bench.command import bench
-from services.commands.ask import ask
+from services.commands.ask import HOST_HELP, KEY_VARIABLE, ApiKeyOption, ask, key_for, server_url
 from services.commands.evaluate import evaluate
 from services.commands.explain import explain
+from services.commands.keys import KeyFileOption, keys
 from services.commands.profile import profile
 from services.commands.replay import replay
 from services.commands.simulate import compare, simulate
@@ -91,6 +93,16 @@ def serve(
         typer.Option(help="Output-length predictor written by `farsight train`; default: history of recent outputs."),
     ] = None,
     proxy: Annotated[str | None, typer.Option(help="HTTP proxy: auto, serve or haproxy.")] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar=KEY_VARIABLE, help="The one key that opens this server, besides those of --key-file."),
+    ] = None,
+    key_file: KeyFileOption = None,
+    insecure: Annotated[
+        bool | None, typer.Option("--insecure", help="Serve without keys on an address that other machines reach.")
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="TLS certificate chain in PEM; serves HTTPS.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Private key of --tls-cert in PEM.")] = None,
     benchmark_mode: Annotated[
         bool | None,
         typer.Option("--benchmark-mode", help="Let requests set their exact output length (benchmark_len)."),
@@ -117,12 +129,20 @@ def serve(
         },
         "scheduler": {"preset": preset, "execution": execution},
         "server": {"host": host, "port": port, "proxy": proxy},
+        "access": {
+            "key_file": None if key_file is None else str(key_file),
+            "insecure": insecure,
+            "tls_cert": None if tls_cert is None else str(tls_cert),
+            "tls_key": None if tls_key is None else str(tls_key),
+        },
         "actors": {"placement": placement},
         "predictor": {"artefact": None if predictor is None else str(predictor)},
     }
     from services.launch.launch import run_service
     from services.launch.signals import StopSignal
 
+    if api_key is not None:
+        os.environ[KEY_VARIABLE] = api_key  # Ingress replicas read it from there, as they do under `serve deploy`.
     with failing_in_two_lines("serve"):
         run_service(load_config(config, overrides), typer.echo, StopSignal())
     typer.echo("Stopped.")
@@ -131,12 +151,14 @@ def serve(
 @app.command()
 def status(
     port: Annotated[int, typer.Option(help="Port of the running server.")] = 8000,
-    host: Annotated[str, typer.Option(help="Address of the running server.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help=HOST_HELP)] = "127.0.0.1",
+    api_key: ApiKeyOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show every logical component of a running server."""
     try:
-        body = ask(f"http://{host}:{port}", "/status", STATUS_TIMEOUT_S)
+        url = server_url(host, port)
+        body = ask(url, "/status", STATUS_TIMEOUT_S, key_for(url, api_key))
     except FarsightError as error:
         typer.echo(f"farsight: {error}", err=True)
         raise typer.Exit(1) from error
@@ -192,17 +214,21 @@ def scale(
     kind: Annotated[str, typer.Argument(help="replica, length-predictor, serving-time-estimator or ingress.")],
     count: Annotated[int, typer.Argument(help="Wanted number of them.")],
     port: Annotated[int, typer.Option(help="Port of the running server.")] = 8000,
-    host: Annotated[str, typer.Option(help="Address of the running server.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help=HOST_HELP)] = "127.0.0.1",
     token: Annotated[
         str | None, typer.Option(help="Admin token; default: FARSIGHT_ADMIN_TOKEN, or the run file's.")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar=KEY_VARIABLE, help="API key with the role admin, where no admin token is known."),
     ] = None,
 ) -> None:
     """Change the number of components of one kind while the server runs."""
     from services.commands.scaling import scale_service
-    from services.run_file import find_admin_token
 
     try:
-        typer.echo(scale_service(f"http://{host}:{port}", token or find_admin_token(port), kind, count))
+        url = server_url(host, port)
+        typer.echo(scale_service(url, token or key_for(url, None) or api_key or "", kind, count))
     except FarsightError as error:
         typer.echo(f"farsight: {error}", err=True)
         raise typer.Exit(1) from error
@@ -248,8 +274,8 @@ def batch(
     raise typer.Exit(exit_status)
 
 
+app.add_typer(keys, name="keys")
 app.command()(bench)
-app.command()(explain)
 app.command()(explain)
 app.command()(profile)
 app.command()(simulate)

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from core.config.server import is_loopback
 from core.errors import FarsightError
 
 ADMIN_TOKEN_VARIABLE = "FARSIGHT_ADMIN_TOKEN"
@@ -38,8 +39,11 @@ def make_run_directory() -> Path:
 
 
 @contextlib.contextmanager
-def published(port: int, admin_token: str) -> Iterator[Path]:
+def published(port: int, admin_token: str, tls_cert: str = "") -> Iterator[Path]:
     """The run file of the server on that port, for as long as the context lasts.
+
+    Args:
+        tls_cert: File of the server's certificate chain; empty without TLS.
 
     Raises:
         FarsightError: The directory belongs to another user, or cannot be written to.
@@ -49,7 +53,7 @@ def published(port: int, admin_token: str) -> Iterator[Path]:
         make_run_directory()
         path.unlink(missing_ok=True)  # The file of a killed server.
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            json.dump({"pid": os.getpid(), "admin_token": admin_token}, file)
+            json.dump({"pid": os.getpid(), "admin_token": admin_token, "tls_cert": tls_cert}, file)
     except OSError as error:
         raise FarsightError(f"{path} cannot be written: {error.strerror}; set XDG_RUNTIME_DIR") from error
     try:
@@ -58,19 +62,34 @@ def published(port: int, admin_token: str) -> Iterator[Path]:
         path.unlink(missing_ok=True)
 
 
-def find_admin_token(port: int) -> str:
+def find_admin_token(port: int, host: str = "127.0.0.1") -> str:
     """The admin token from the environment, else from the run file of the port; empty if there is none.
+
+    Args:
+        host: Address of the server; the run file's token is for no other machine.
 
     Raises:
         FarsightError: The run file's directory belongs to another user.
     """
-    token = os.environ.get(ADMIN_TOKEN_VARIABLE)
-    if token:
-        return token
+    return os.environ.get(ADMIN_TOKEN_VARIABLE) or _published_value(port, host, "admin_token")
+
+
+def find_tls_cert(port: int, host: str) -> str:
+    """The certificate file of a server on this machine that speaks TLS; empty for every other server.
+
+    Raises:
+        FarsightError: The run file's directory belongs to another user.
+    """
+    return _published_value(port, host, "tls_cert")
+
+
+def _published_value(port: int, host: str, name: str) -> str:
+    if not is_loopback(host):
+        return ""
     path = _path(port)
     try:
         _check_owner(path.parent)
-        return str(json.loads(path.read_text("utf-8"))["admin_token"])
+        return str(json.loads(path.read_text("utf-8"))[name])
     except (OSError, ValueError, KeyError, TypeError):
         return ""
 

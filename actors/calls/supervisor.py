@@ -6,6 +6,7 @@ from typing import Protocol
 
 from actors.calls.message import message
 from core.messages.status import ComponentCounts, Scale, StartState
+from core.messages.tenants import TenantBudgets, TenantReport, TenantUsages
 
 
 class SupervisorCalls(Protocol):
@@ -26,3 +27,11 @@ class SupervisorCalls(Protocol):
     @message(long=True)
     async def scale(self, scale: Scale) -> ComponentCounts:
         """Answers when all is up, or drained and gone. Raises MessageError: an unknown kind or an impossible number."""
+
+    @message()
+    async def count_tenants(self, report: TenantReport) -> TenantBudgets:
+        """What is left for each tenant in the report, over all ingress replicas."""
+
+    @message()
+    async def tenant_usage(self) -> TenantUsages:
+        """Sums by tenant over all ingress replicas."""

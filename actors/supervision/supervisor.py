@@ -13,6 +13,7 @@ import asyncio
 import dataclasses
 import logging
 import time
+import uuid
 from collections.abc import Coroutine
 from typing import Any
 
@@ -34,6 +35,8 @@ from core.codec import decode, encode
 from core.errors import FarsightError, MessageError
 from core.messages.fleet import ReplicaName
 from core.messages.status import ComponentCounts, Scale, StartState
+from core.messages.tenants import TenantBudgets, TenantReport, TenantUsages
+from policies.tenancy.budgets import SharedBudgets
 
 HEALTHY_AFTER_S = 10.0
 """A host that lived for so many seconds is restarted at once. After a second shorter life in a row the restart is
@@ -68,6 +71,7 @@ class Supervisor(Component, SupervisorCalls):
         self._restarts = ComponentRestarts(context.registry)
         self._scaling = asyncio.Lock()
         self._acted_at = time.monotonic()
+        self._tenants = SharedBudgets(uuid.uuid4().hex)
 
     async def start(self) -> None:
         await self._take_over(await asyncio.to_thread(list_hosts, self._site.namespace))
@@ -107,6 +111,12 @@ class Supervisor(Component, SupervisorCalls):
             raise MessageError("count", scale.count, f"an integer from {low} to {high}{why}")
         await self._scale(scale.kind, scale.count)
         return self._counts
+
+    async def count_tenants(self, report: TenantReport) -> TenantBudgets:
+        return self._tenants.report(report, time.monotonic())
+
+    async def tenant_usage(self) -> TenantUsages:
+        return TenantUsages(self._tenants.usage(time.monotonic()))
 
     async def _scale(self, kind: str, count: int, known: int | None = None) -> None:
         """Scales a kind, unless its number is no longer ``known``; None scales from any number."""

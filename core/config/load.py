@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from core.config.access import AccessConfig
 from core.config.actors import ActorsConfig
 from core.config.checks import require
 from core.config.engine import EngineConfig
@@ -38,6 +39,7 @@ class FarsightConfig:
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    access: AccessConfig = field(default_factory=AccessConfig)
     actors: ActorsConfig = field(default_factory=ActorsConfig)
     predictor: PredictorConfig = field(default_factory=PredictorConfig)
     log: LogConfig = field(default_factory=LogConfig)

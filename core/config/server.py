@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 
 from core.config.checks import require
 
 PROXIES = ("auto", "serve", "haproxy")
-HAPROXY_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0")
-PREFIX_SHARING = ("all", "key")
+PREFIX_SHARING = ("auto", "all", "tenant", "key")
 _POSITIVE = (
     *("head_timeout_s", "body_timeout_s", "idle_timeout_s", "write_timeout_s"),
     *("start_patience_s", "first_token_deadline_s"),
 )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine reach the address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +34,16 @@ class ServerConfig:
         max_body_bytes: Larger request bodies are refused.
         max_queued_requests: Requests in flight at once, at all ingress replicas together; more are refused with 429.
         max_queued_tokens: The same, counted in prompt tokens.
-        max_queued_requests_per_key: The same for the requests of one API key; 0 is no limit.
+        max_queued_requests_per_key: The same for the requests of one tenant, where keys are in use; 0 is no limit.
         max_queued_tokens_per_key: The same, counted in prompt tokens.
         max_wait_s: A request is refused with 429 where the predicted queue delay exceeds so many seconds; 0 is off.
-        prefix_sharing: Which requests share cached prefixes: ``all``, or only those with the same bearer ``key``
-            (requests without a key share with each other). ``cache_salt`` of a request divides further.
-        proxy: ``serve`` is Ray Serve's own proxy. ``haproxy`` carries several times the requests; ``host`` must be
-            the loopback interface or all of them, and the ingress replicas listen there too (ports 30000 to 32699).
-            ``auto`` takes HAProxy where it is available.
+        prefix_sharing: Which requests share cached prefixes: ``all``, or only those of one ``tenant`` (``key`` is
+            another name for it). A key belongs to a tenant; where no keys are in use, each key that clients send is a
+            tenant, and requests without a key are one. ``auto`` is ``tenant`` where keys are in use, else ``all``.
+            ``cache_salt`` of a request divides further.
+        proxy: ``serve`` is Ray Serve's own proxy. ``haproxy`` carries several times the requests; the ingress
+            replicas behind it listen on the loopback interface alone (ports 30000 to 32699). ``auto`` takes HAProxy
+            where it is available.
         head_timeout_s: Seconds from the connection, or the first byte, to the end of a request's head.
         body_timeout_s: Seconds that a request's body may stand still.
         idle_timeout_s: Seconds that a connection stays open without a request.
@@ -53,7 +65,7 @@ class ServerConfig:
     max_queued_requests_per_key: int = 0
     max_queued_tokens_per_key: int = 0
     max_wait_s: float = 300.0
-    prefix_sharing: str = "all"
+    prefix_sharing: str = "auto"
     proxy: str = "auto"
     head_timeout_s: float = 10.0
     body_timeout_s: float = 30.0
@@ -68,8 +80,6 @@ class ServerConfig:
         sharing = self.prefix_sharing
         require(sharing in PREFIX_SHARING, "server.prefix_sharing", sharing, f"one of {', '.join(PREFIX_SHARING)}")
         require(self.proxy in PROXIES, "server.proxy", self.proxy, f"one of {', '.join(PROXIES)}")
-        if self.proxy == "haproxy":
-            require(self.host in HAPROXY_HOSTS, "server.host", self.host, f"one of {', '.join(HAPROXY_HOSTS)}")
         require(self.ingress_replicas >= 0, "server.ingress_replicas", self.ingress_replicas, "an integer >= 0")
         for name in ("max_body_bytes", "max_queued_requests", "max_queued_tokens"):
             value = getattr(self, name)

@@ -9,6 +9,10 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 
 from core.errors import FarsightError
 from core.messages.placement import PlacementView
+from services.api.access.door import Door
+from services.api.access.install import install_door, usage_routes
+from services.api.access.metered import MeteredBackend
+from services.api.access.presented import owner_of, salt_of, sent_key
 from services.api.admin import Administration, admin_routes
 from services.api.answers.replies import (
     ChatCompletion,
@@ -29,9 +33,10 @@ from services.api.body_workers import BodyWorkers, read_body
 from services.api.errors import SERVER_ERROR, ApiError, install_error_handlers, unhealthy
 from services.api.generate import ClientGone, collect, while_connected
 from services.api.middleware import BodyLimit, JsonRoute, LastResort
-from services.api.ownership import bearer_key, owner_of, salt_of
-from services.api.pages.dashboard import DASHBOARD_HEADERS, operator_page
+from services.api.pages.dashboard import operator_page
 from services.api.pages.explain import explain_routes
+from services.api.pages.page import html_page
+from services.api.pages.routes import docs_routes
 from services.api.requests import Generation, check_model, generation_of
 from services.api.schemas import ChatCompletionRequest, CompletionRequest
 from services.api.text.prompts import PromptEncoder
@@ -57,6 +62,7 @@ def build_app(
     administration: Administration | None = None,
     *,
     shares_across_keys: bool = True,
+    door: Door | None = None,
     workers: BodyWorkers | None = None,
 ) -> FastAPI:
     """The application over one backend.
@@ -66,17 +72,32 @@ def build_app(
         encoder: Tokenizer and chat template of the same model.
         max_body_bytes: Limit of a request body in bytes; larger bodies get 413.
         administration: The admin token and its rights; without it all admin routes refuse.
-        shares_across_keys: Whether requests of different bearer keys share cached prefixes.
+        shares_across_keys: Whether requests of different tenants, or bearer keys, share cached prefixes.
+        door: Asks for keys and counts for tenants; without one every request comes in.
         workers: Read large bodies; without them a thread of this process does.
     """
-    app = FastAPI(title="Farsight", version=API_VERSION, redirect_slashes=False, strict_content_type=False)
+    app = FastAPI(
+        title="Farsight",
+        version=API_VERSION,
+        redirect_slashes=False,
+        strict_content_type=False,
+        docs_url=None,
+        redoc_url=None,
+    )
+    if door is not None:
+        backend = MeteredBackend(backend, door, shares_prefixes=shares_across_keys)
+        app.include_router(usage_routes(door, _ERRORS))
+        shares_across_keys = shares_across_keys or not door.is_open  # a caller's tenant is in the salt already
     app.include_router(_model_routes(backend))
     app.include_router(_generation_routes(backend, encoder, workers, shares_across_keys))
     app.include_router(explain_routes(backend, administration.token if administration else ""))
     app.include_router(_operator_routes(backend))
     app.include_router(admin_routes(backend, administration or Administration()))
     install_error_handlers(app)
+    app.include_router(docs_routes(app))
     app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes)
+    if door is not None:
+        install_door(app, door)
     app.add_middleware(LastResort)
     return app
 
@@ -151,7 +172,7 @@ def _operator_routes(backend: GenerationBackend) -> APIRouter:
 
     @router.get("/dashboard", response_class=HTMLResponse)
     async def dashboard() -> Response:
-        return HTMLResponse(operator_page("dashboard"), headers=DASHBOARD_HEADERS)
+        return html_page(operator_page("dashboard"))
 
     @router.get("/placement")
     async def placement() -> PlacementView:
@@ -162,7 +183,7 @@ def _operator_routes(backend: GenerationBackend) -> APIRouter:
 
     @router.get("/dashboard/placement", response_class=HTMLResponse)
     async def placement_dashboard() -> Response:
-        return HTMLResponse(operator_page("placement"), headers=DASHBOARD_HEADERS)
+        return html_page(operator_page("placement"))
 
     return router
 
@@ -177,7 +198,7 @@ async def _read_large(
 
 def _named(generation: Generation, request: Request, *, shares_across_keys: bool) -> Generation:
     """Sets the id of the answer, its owner, and the cache salt that decides which requests share prefixes with it."""
-    key = bearer_key(request.headers.get("authorization"))
+    key = sent_key(request.headers)
     salt = str if shares_across_keys else functools.partial(salt_of, key)
     return generation.named(owner_of(key), salt)
 

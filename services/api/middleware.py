@@ -274,7 +274,9 @@ def _bad_json(problem: str) -> ApiError:
 
 
 def _check_content_type(value: str | None) -> None:
-    media_type = (value or "application/json").partition(";")[0].strip().lower()
+    """Web pages of other sites may send bodies without this type and without asking; with it, browsers ask first."""
+    media_type = (value or "").partition(";")[0].strip().lower()
     if media_type != "application/json":
-        message = f"Content-Type: got {shown(media_type)!r}, expected 'application/json'."
+        found = repr(shown(media_type)) if media_type else "none"
+        message = f"Content-Type: got {found}, expected 'application/json'."
         raise ApiError(message, status=415, code="unsupported_media_type")

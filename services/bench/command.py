@@ -9,7 +9,8 @@ import typer
 
 from core.errors import ConfigError, FarsightError
 
-KEY_VARIABLE = "FARSIGHT_BENCH_API_KEY"
+KEY_VARIABLES = ["FARSIGHT_BENCH_API_KEY", "FARSIGHT_API_KEY"]
+"""Environment variables with the key; the first goes before the second."""
 
 
 def bench(
@@ -21,7 +22,7 @@ def bench(
         list[str] | None, typer.Option(help="Model name, for all servers or one each; default: ask the server.")
     ] = None,
     server_pid: Annotated[list[int] | None, typer.Option(help="Process id of each server, to measure its CPU.")] = None,
-    api_key: Annotated[str | None, typer.Option(envvar=KEY_VARIABLE, help="API key, sent as a bearer token.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar=KEY_VARIABLES, help="API key, sent as a bearer token.")] = None,
     endpoint: Annotated[Literal["completions", "chat"], typer.Option(help="Endpoint of the requests.")] = "completions",
     workload: Annotated[
         list[str] | None,

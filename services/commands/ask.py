@@ -3,11 +3,43 @@
 from __future__ import annotations
 
 import json
+import ssl
 import urllib.error
+import urllib.parse
 import urllib.request
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from core.errors import FarsightError
+from services.run_file import find_admin_token, find_tls_cert
+
+KEY_VARIABLE = "FARSIGHT_API_KEY"
+HOST_HELP = "Address of the running server; as https://NAME if it speaks TLS and runs on another machine."
+
+ApiKeyOption = Annotated[
+    str | None,
+    typer.Option(envvar=KEY_VARIABLE, help="API key; default: the admin token of a server of this user here."),
+]
+
+
+def server_url(host: str, port: int) -> str:
+    """The address of a server: with TLS if the host says so, or if the run file of a local server does."""
+    scheme, _, name = host.rpartition("://")
+    if not scheme:
+        scheme = "https" if find_tls_cert(port, name) else "http"
+    return f"{scheme}://{f'[{name}]' if ':' in name and name[0] != '[' else name}:{port}"
+
+
+def key_for(url: str, api_key: str | None) -> str:
+    """The key to send: the given one, else the admin token of a server of this user on this machine; else empty."""
+    if api_key is not None:
+        return api_key
+    parts = urllib.parse.urlsplit(url)
+    return find_admin_token(parts.port or _DEFAULT_PORTS.get(parts.scheme, 0), parts.hostname or "")
+
+
+_DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 def ask(server: str, path: str, timeout_s: float, token: str = "", body: dict[str, Any] | None = None) -> Any:
@@ -24,12 +56,24 @@ def ask(server: str, path: str, timeout_s: float, token: str = "", body: dict[st
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(server + path, data, headers)
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as reply:
+        with urllib.request.urlopen(request, timeout=timeout_s, context=_tls_context(server)) as reply:
             return json.load(reply)
     except urllib.error.HTTPError as error:
         raise FarsightError(_refusal(error)) from error
     except (OSError, ValueError) as error:
         raise FarsightError(f"no Farsight server answers at {server}: {_reason(error)}") from error
+
+
+def _tls_context(server: str) -> ssl.SSLContext | None:
+    """Trusts the certificate of a local server, whatever name it is for; others by the system's authorities."""
+    parts = urllib.parse.urlsplit(server)
+    if parts.scheme != "https":
+        return None
+    certificate = find_tls_cert(parts.port or _DEFAULT_PORTS["https"], parts.hostname or "")
+    context = ssl.create_default_context(cafile=certificate or None)
+    if certificate:
+        context.check_hostname = False  # The certificate names the server's public name; its file is the run file's.
+    return context
 
 
 def _refusal(error: urllib.error.HTTPError) -> str:

@@ -9,27 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from core.errors import FarsightError
-from services.commands.ask import ask
-from services.run_file import find_admin_token
+from services.commands.ask import ApiKeyOption, ask, key_for
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-KEY_VARIABLE = "FARSIGHT_API_KEY"
 TIMEOUT_S = 10.0
-_DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 def explain(
     response_id: Annotated[str, typer.Argument(metavar="ID", help="The 'id' of an answer: chatcmpl-... or cmpl-...")],
     url: Annotated[str, typer.Option(help="Address of the running server.")] = "http://127.0.0.1:8000",
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            envvar=KEY_VARIABLE, help="API key that the request was sent with; default: the server's admin token."
-        ),
-    ] = None,
+    api_key: ApiKeyOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show the decisions about a request, their times and the numbers behind them."""
@@ -46,10 +38,10 @@ def explain(
 
 def _ask(url: str, response_id: str, api_key: str | None) -> dict[str, Any]:
     parts = urllib.parse.urlsplit(url)
-    if parts.scheme not in _DEFAULT_PORTS or not parts.hostname:
+    if parts.scheme not in ("http", "https") or not parts.hostname:
         raise FarsightError(f"--url: got {url!r}, expected an address as http://127.0.0.1:8000")
-    key = find_admin_token(parts.port or _DEFAULT_PORTS[parts.scheme]) if api_key is None else api_key
-    found: dict[str, Any] = ask(url, f"/v1/requests/{urllib.parse.quote(response_id, safe='')}", TIMEOUT_S, key or "")
+    path = f"/v1/requests/{urllib.parse.quote(response_id, safe='')}"
+    found: dict[str, Any] = ask(url, path, TIMEOUT_S, key_for(url, api_key))
     return found
 
 

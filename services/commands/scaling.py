@@ -33,22 +33,22 @@ def scale_service(url: str, token: str, kind: str, count: int) -> str:
     if kind not in SCALABLE:
         raise InvalidValueError("KIND", kind, f"one of {', '.join(SCALABLE)}")
     began = time.monotonic()
-    before = _num_rows(url, kind)
+    before = _num_rows(url, token, kind)
     ask(url, "/admin/scale", SCALE_TIMEOUT_S, token, {"kind": kind, "count": count})
-    note = "" if kind != "ingress" else _wait_ingress(url, count)
+    note = "" if kind != "ingress" else _wait_ingress(url, token, count)
     return f"{kind}: {before} -> {count} after {time.monotonic() - began:.1f} s{note}"
 
 
-def _wait_ingress(url: str, count: int) -> str:
+def _wait_ingress(url: str, token: str, count: int) -> str:
     """Waits for ingress replicas, which Ray Serve adds and removes in the background."""
     deadline = time.monotonic() + INGRESS_TIMEOUT_S
-    while (found := _num_rows(url, "ingress")) < count:
+    while (found := _num_rows(url, token, "ingress")) < count:
         if time.monotonic() > deadline:
             return f" ({found} running so far)"
         time.sleep(_LOOK_S)
     return " (those removed first finish their streams)" if found > count else ""
 
 
-def _num_rows(url: str, kind: str) -> int:
-    rows = ask(url, "/status", STATUS_TIMEOUT_S)["actors"]
+def _num_rows(url: str, token: str, kind: str) -> int:
+    rows = ask(url, "/status", STATUS_TIMEOUT_S, token)["actors"]
     return sum(row["kind"] == ROW_KINDS[kind] for row in rows)

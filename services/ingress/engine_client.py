@@ -108,9 +108,9 @@ class EngineClient:
         self._tasks: list[asyncio.Task[None]] = []
         self._heard_at: float | None = None
         self._overview = Overview(site, self._peers)
-        self._registry = CollectorRegistry()
-        self._metrics = RequestMetrics(self._registry, model.name)
-        self._health = HealthServer(self._registry, lambda: [self._row()])
+        self.registry = CollectorRegistry()
+        self._metrics = RequestMetrics(self.registry, model.name)
+        self._health = HealthServer(self.registry, lambda: [self._row()])
         self._port = 0
 
     async def start(self) -> None:
@@ -427,7 +427,7 @@ class EngineClient:
 
     async def metrics(self) -> str:
         """Of every process."""
-        own = generate_latest(self._registry).decode()
+        own = generate_latest(self.registry).decode()
         return await self._overview.metrics(f"ingress-{self._ingress_id}", own)
 
     async def placement(self) -> PlacementView:

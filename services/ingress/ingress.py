@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import os
 import time
@@ -13,8 +14,10 @@ from typing import Any
 from actors.runtime.garbage import collect_when_quiet, leave_full_collections_to_us
 from actors.runtime.hosts import keep_supervisor
 from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, Site, again_and_again
+from core.config.server import ServerConfig, is_loopback
 from core.messages.fleet import ServedModel
 from estimator.device_profile import profile_label
+from services.api.access.door import Door, door_settings
 from services.api.admin import Administration
 from services.api.app import build_app
 from services.api.backend import ModelInfo
@@ -24,12 +27,22 @@ from services.api.text.prompts import PromptEncoder
 from services.ingress.engine_client import EngineClient
 from services.ingress.liveness import Liveness, publish
 from services.ingress.paced_http import pace_http
+from services.ingress.tenants import TenantExchange
 from services.proxy.haproxy import PROXY_DIRECTORY_VARIABLE
 from services.proxy.timed_http import ConnectionLimits
 from services.run_file import ADMIN_TOKEN_VARIABLE
 
 QUIET_REQUESTS = 32
 """With no more than these open, a full collection of garbage takes a few milliseconds."""
+
+
+def connection_limits(server: ServerConfig, *, behind_haproxy: bool) -> ConnectionLimits:
+    """Limits of the connections of an ingress replica.
+
+    Behind our HAProxy all connections come from HAProxy's address, and HAProxy itself counts those of each client.
+    """
+    limits = ConnectionLimits.of(server)
+    return dataclasses.replace(limits, per_address=0) if behind_haproxy else limits
 
 
 class Ingress:
@@ -49,21 +62,41 @@ class Ingress:
         pace = LoopPace()
         server = self._site.config.server
         # Ray Serve starts its server in this process once the application is built.
-        pace_http(pace, ConnectionLimits.of(server))
+        pace_http(pace, connection_limits(server, behind_haproxy=PROXY_DIRECTORY_VARIABLE in os.environ))
         client = await open_client(self._site)
         await self._tell_liveness(client)
         leave_full_collections_to_us()
         collect = functools.partial(collect_when_quiet, lambda: client.num_open + len(pace) <= QUIET_REQUESTS)
         self._collecting = asyncio.create_task(again_and_again(collect, LOOK_AGAIN_S))
-        shares = server.prefix_sharing == "all"
+        door = self._make_door(client)
+        shares = server.prefix_sharing == "all" or (server.prefix_sharing == "auto" and door.is_open)
         return build_app(
             client,
             self._encoder,
             server.max_body_bytes,
             self._administration,
             shares_across_keys=shares,
+            door=door,
             workers=BodyWorkers(self._site.model_dir),
         )
+
+    def _make_door(self, client: EngineClient) -> Door:
+        """The door, which counts tenants together with the other ingress replicas from now on."""
+        config = self._site.config
+        # Under `serve deploy` the address is the cluster's, and unknown here.
+        on_loopback = self._administration.scales_ingress and is_loopback(config.server.host)
+        settings = door_settings(
+            config.access,
+            os.environ,
+            self._administration.token,
+            loopback_host=config.server.host if on_loopback else "",
+            behind_haproxy=PROXY_DIRECTORY_VARIABLE in os.environ,
+        )
+        exchange = TenantExchange(self._site.peers())
+        door = Door(settings, client.registry, usage=exchange.usage)
+        if not door.is_open:
+            self._exchanging = asyncio.create_task(again_and_again(lambda: exchange.run(door), LOOK_AGAIN_S))
+        return door
 
     @staticmethod
     async def _tell_liveness(client: EngineClient) -> None:

@@ -17,12 +17,15 @@ from typing import Any
 import psutil
 
 from actors.runtime.names import NAMESPACE, RUN_DIR_VARIABLE
+from core.config.access import AccessConfig
+from core.config.server import ServerConfig
 from core.errors import FarsightError
 from core.processors import usable_processors
+from services.launch.door import write_tls_file
 from services.launch.signals import StopSignal
 from services.launch.stages import Stages, StartTimedOut
 from services.proxy.haproxy import haproxy_environment
-from services.proxy.ports import free_ports, reserved_ports
+from services.proxy.ports import LOOPBACK, free_ports, reserved_ports
 from services.proxy.timed_http import LIMITS_VARIABLE, ConnectionLimits
 from services.run_file import ADMIN_TOKEN_VARIABLE
 
@@ -66,9 +69,9 @@ def private_cluster(
     *,
     stages: Stages,
     proxy: str = "serve",
-    port: int = 0,
+    server: ServerConfig | None = None,
+    access: AccessConfig | None = None,
     dashboard: bool = False,
-    limits: ConnectionLimits | None = None,
 ) -> Iterator[PrivateCluster]:
     """A private Ray cluster with token auth, in a temporary directory and on ports of its own.
 
@@ -76,18 +79,20 @@ def private_cluster(
         stop: Signals that abandon the start.
         stages: The stages of the start; Ray's becomes the first.
         proxy: Proxy of Ray Serve: ``serve`` or ``haproxy``.
-        port: Port of the proxy; 0 without a proxy.
+        server: Address and port of the proxy, and limits of its connections; None without a proxy.
+        access: TLS of the proxy.
         dashboard: Whether to start Ray's dashboard, with the Jobs API.
-        limits: For the connections that the proxy accepts.
 
     Raises:
         StartTimedOut: The start took longer than ``server.start_patience_s``.
         FarsightError: The cluster cannot start.
     """
-    with reserved_ports(avoid=port) as ports:
+    with reserved_ports(avoid=server.port if server else 0) as ports:
         directory = Path(tempfile.mkdtemp(prefix="farsight-"))
         stop.starting(lambda: remove_directory(directory))
-        _set_environment(directory, proxy, ports, limits)
+        _set_environment(directory, proxy, ports, server)
+        if proxy == "haproxy" and access is not None:
+            write_tls_file(access, directory)
         import ray
 
         try:
@@ -268,7 +273,7 @@ def few_daemons(ports: range) -> Iterator[None]:
         parameter.RayParams = before
 
 
-def _set_environment(directory: Path, proxy: str, ports: range, limits: ConnectionLimits | None) -> None:
+def _set_environment(directory: Path, proxy: str, ports: range, server: ServerConfig | None) -> None:
     """Sets the environment; must run before Ray is imported, since its daemons and workers inherit it."""
     token = directory / "auth_token"
     token.write_text(secrets.token_hex(32))
@@ -303,8 +308,9 @@ def _set_environment(directory: Path, proxy: str, ports: range, limits: Connecti
         "RAY_worker_register_timeout_seconds": "240",
         "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "240",
     }
+    limits = None if server is None else ConnectionLimits.of(server)
     if proxy == "haproxy":
-        os.environ |= haproxy_environment(directory, ports, limits)
+        os.environ |= haproxy_environment(directory, ports, server.host if server else LOOPBACK, limits)
         del os.environ["RAY_SERVE_ENABLE_DIRECT_INGRESS"]
     else:
         os.environ["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] = "services.proxy.proxy_errors.middlewares"

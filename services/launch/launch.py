@@ -25,14 +25,15 @@ from core.errors import ConfigError
 from core.processors import numa_nodes, usable_processors
 from estimator.device_profile import profile_label, resolve_device
 from policies.compose import check_scheduler
+from services.api.access.door import API_KEY_VARIABLE
 from services.launch.backends import check_replicas, look_for_servers
 from services.launch.cluster import ServiceFailed, private_cluster
+from services.launch.door import absolute_paths, check_door
 from services.launch.proxy import ProxyStart, wait_routed
 from services.launch.signals import StopSignal
 from services.launch.stages import Stages
 from services.launch.starting import LOOK_S, StartingComponents
 from services.proxy.haproxy import choose_proxy
-from services.proxy.timed_http import ConnectionLimits
 from services.run_file import ADMIN_TOKEN_VARIABLE, published
 
 EMBEDDED_MODEL = Path(__file__).parents[1] / "embedded_model"
@@ -109,6 +110,7 @@ def find_site(config: FarsightConfig, model: LocatedModel) -> Site:
         engine=dataclasses.replace(config.engine, device=resolve_device(config.engine.device)),
         log=log,
         predictor=_find_predictor(config.predictor),
+        access=absolute_paths(config.access),
     )
     return Site(named, str(model.directory), resolve_placement(config))
 
@@ -160,7 +162,8 @@ class Service:
         try:
             with stages.stage("Supervisor", lambda: "its process"):
                 starting = start_components(self._site)
-            starting.wait(stages, lambda: ProxyStart(self._site.config.server))
+            config = self._site.config
+            starting.wait(stages, lambda: ProxyStart(config.server, config.access, choose_proxy(config.server)))
             self._start_ingress(stages)
         except RayError as error:
             raise ServiceFailed(f"a component of the service ended while it started: {error}") from error
@@ -310,25 +313,29 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
     """
     stages = Stages(say, config.server.start_patience_s)
     check_scheduler(config.scheduler)  # Refuse a wrong preset name before anything starts.
+    notes = check_door(config, os.environ)
     model = find_model(config)
     check_port(config.server.host, config.server.port)
     site = find_site(config, model)
     say(f"Farsight is starting: model {model.name}, preset {config.scheduler.preset}, placement {site.placement}.")
+    for note in notes:
+        say(note)
     look_for_servers(config, model.name, say)
     if config.engine.profile:
         say(f"The device is emulated ({profile_label(config.engine.profile)}): answers are made up.")
     if advice := numa_advice(config, len(numa_nodes())):
         say(advice)
-    server, limits = config.server, ConnectionLimits.of(config.server)
-    with private_cluster(stop, stages=stages, proxy=choose_proxy(server), port=server.port, limits=limits):
+    proxy = choose_proxy(config.server)
+    with private_cluster(stop, stages=stages, proxy=proxy, server=config.server, access=site.config.access):
         service = Service(site)
         service.start(stages)
         stop.running()
-        url = f"http://{config.server.host}:{config.server.port}"
+        url = f"{'https' if config.access.tls_cert else 'http'}://{config.server.host}:{config.server.port}"
+        key = " -H 'Authorization: Bearer KEY'" if config.access.key_file or os.environ.get(API_KEY_VARIABLE) else ""
         say(f"Ready after {stages.elapsed_s:.1f} s.")
-        say(_example(url, model.name))
-        say(f"OpenAI API: {url}/v1   First: curl {url}/v1/models   Stop: Ctrl-C")
-        with published(config.server.port, os.environ[ADMIN_TOKEN_VARIABLE]):
+        say(_example(url, model.name, key))
+        say(f"OpenAI API: {url}/v1   First: curl {url}/v1/models{key}   Stop: Ctrl-C")
+        with published(config.server.port, os.environ[ADMIN_TOKEN_VARIABLE], site.config.access.tls_cert):
             service.wait(stop)
         say("Stopping.")
 
@@ -343,7 +350,7 @@ def numa_advice(config: FarsightConfig, num_nodes: int) -> str | None:
     )
 
 
-def _example(url: str, name: str) -> str:
+def _example(url: str, name: str, key: str) -> str:
     messages = '[{"role": "system", "content": "Write in upper case:"}, {"role": "user", "content": "hello world"}]'
     body = f'{{"model": "{name}", "messages": {messages}, "temperature": 0, "stream": true}}'
-    return f"Try:\n  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'"
+    return f"Try:\n  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n    -d '{body}'"

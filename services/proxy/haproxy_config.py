@@ -19,6 +19,11 @@ LIVENESS_FOLDER = "liveness"
 """Subdirectory of HAProxy's files: a file for each ingress replica, named by its id, that holds its liveness port."""
 
 _HEALTH_BACKEND = "farsight-health"
+TLS_FILE = "tls.pem"
+"""File of HAProxy's directory with certificate chain and private key."""
+
+CLIENT_HEADER = "X-Farsight-Client"
+_FRONTEND = "frontend http_frontend"
 _SERVER = re.compile(r"^    server (\S+) \S+ check\b(?! backup)")
 
 _MESSAGES = {
@@ -48,10 +53,16 @@ def edited(
     metrics_port: int,
     stats_port: int,
     liveness: Mapping[str, int],
+    *,
+    host: str = "",
+    tls_file: str = "",
     limits: Mapping[str, float] | None = None,
 ) -> str:
     """The edited configuration.
 
+    - The frontend listens on ``host``, and with ``tls_file`` speaks TLS. Ray configures it with the loopback address,
+      where the servers behind it listen.
+    - Servers learn a client's address from a header that clients cannot set.
     - The two pages of statistics move from all interfaces to the loopback interface.
     - ``splice-request`` is removed: with it, HAProxy misses the disconnect of a client whose body came after its head.
     - Health checks and ``/health`` go to the replica's liveness port, if it has one.
@@ -60,6 +71,8 @@ def edited(
 
     Args:
         liveness: Liveness port by replica id. Other servers keep Ray's health check.
+        host: Address of the frontend; empty leaves Ray's.
+        tls_file: Certificate chain and private key in PEM; empty for plain HTTP.
         limits: As ``ConnectionLimits`` has them; without them Ray's timeouts stay.
     """
     lines: list[str] = []
@@ -71,6 +84,7 @@ def edited(
             line += f" port {port}"
             health.append(f"    server {found[1]} 127.0.0.1:{port} check")
         lines += _edited_line(line, metrics_port, stats_port)
+    lines = _with_frontend(lines, host, tls_file)
     if health:
         lines = [*_with_health_rule(lines), *_health_backend(health)]
     if limits:
@@ -91,13 +105,24 @@ def _edited_line(line: str, metrics_port: int, stats_port: int) -> list[str]:
         return [f"{indent}http-request return status 503 {_json(503, _STARTING)} hdr Retry-After {RETRY_AFTER_S}"]
     if stripped == "defaults":
         return [line, *(f"    http-error status {status} {_json(status)}{_retry(status)}" for status in _MESSAGES)]
-    if stripped == "frontend http_frontend":
+    if stripped == _FRONTEND:
         plain = "{ res.hdr(content-type) -m beg text/plain }"
         return [
             line,
             *(_replaced(status, plain) for status in sorted({*_MESSAGES, *HONEST_STATUS})),
         ]
     return [line]
+
+
+def _with_frontend(lines: list[str], host: str, tls_file: str) -> list[str]:
+    """Its address, TLS, and the header with the client's address; what a client sent under that name is dropped."""
+    bind = next(number for number in range(lines.index(_FRONTEND), len(lines)) if lines[number].strip()[:5] == "bind ")
+    address = lines[bind].split()[1]
+    if host:
+        address = f"{'*' if host in ('0.0.0.0', '::') else host}:{address.rpartition(':')[2]}"
+    tls = f" ssl crt {tls_file} ssl-min-ver TLSv1.2 alpn http/1.1" if tls_file else ""
+    header = f"    http-request set-header {CLIENT_HEADER} %[src]"
+    return [*lines[:bind], f"    bind {address}{tls}", header, *lines[bind + 1 :]]
 
 
 def _replaced(status: int, condition: str) -> str:
@@ -124,7 +149,7 @@ def _limited(lines: list[str], limits: Mapping[str, float]) -> list[str]:
     inside = False
     for line in lines:
         stripped = line.strip()
-        inside = stripped == "frontend http_frontend" if not line.startswith(" ") else inside
+        inside = stripped == _FRONTEND if not line.startswith(" ") else inside
         if any(stripped.startswith(f"timeout {name} ") for name in timeouts):
             continue
         if inside and stripped.startswith("bind "):
@@ -132,7 +157,7 @@ def _limited(lines: list[str], limits: Mapping[str, float]) -> list[str]:
         found.append(line)
         if stripped == "defaults":
             found += [f"    timeout {name} {_ms(seconds)}" for name, seconds in timeouts.items()]
-        if inside and stripped == "frontend http_frontend" and limits["per_address"]:
+        if inside and stripped == _FRONTEND and limits["per_address"]:
             found += _address_rules(int(limits["per_address"]))
     return found
 
@@ -194,13 +219,21 @@ def read_limits(directory: Path) -> dict[str, float] | None:
 
 
 def main() -> None:
-    """``haproxy_config.py FILE METRICS_PORT STATS_PORT DIRECTORY``: edits the file in place.
+    """``haproxy_config.py FILE METRICS_PORT STATS_PORT DIRECTORY [HOST]``: edits the file in place.
 
-    The directory is the one that replicas publish in; Ray puts the file into a folder of it for each node.
+    The directory is the one that replicas publish in; Ray puts the file into a folder of it for each node. A file
+    ``TLS_FILE`` in it turns TLS on.
     """
     file, directory = Path(sys.argv[1]), Path(sys.argv[4])
+    tls_file = directory / TLS_FILE
     text = edited(
-        file.read_text("utf-8"), int(sys.argv[2]), int(sys.argv[3]), read_liveness(directory), read_limits(directory)
+        file.read_text("utf-8"),
+        int(sys.argv[2]),
+        int(sys.argv[3]),
+        read_liveness(directory),
+        host=sys.argv[5] if len(sys.argv) > 5 else "",
+        tls_file=str(tls_file) if tls_file.exists() else "",
+        limits=read_limits(directory),
     )
     file.write_text(text, "utf-8")
 

@@ -12,8 +12,16 @@ from services.cli import app
 
 def cli_reference() -> str:
     """Every command with its arguments and options."""
-    group = typer.main.get_group(app)
-    return "\n\n".join(_section(name, command) for name, command in sorted(group.commands.items()))
+    return "\n\n".join(_section(name, command) for name, command in _commands(typer.main.get_group(app)))
+
+
+def _commands(group: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    """All commands by name; those of a group follow each other under its name."""
+    found: list[tuple[str, Any]] = []
+    for name, command in sorted(group.commands.items()):
+        inner = getattr(command, "commands", None)
+        found += [(f"{prefix}{name}", command)] if inner is None else _commands(command, f"{prefix}{name} ")
+    return found
 
 
 def _section(name: str, command: Any) -> str:

@@ -15,10 +15,10 @@ from pydantic import BaseModel
 from core.decisions import Decision, unpack_decisions
 from core.errors import FarsightError
 from core.messages.log import RequestTrace
+from services.api.access.presented import owns, sent_key
 from services.api.answers.replies import ErrorReply
 from services.api.backend import GenerationBackend
 from services.api.errors import SERVER_ERROR, ApiError
-from services.api.ownership import bearer_key, owns
 from services.api.pages.sentences import sentence
 
 _RESPONSE_ID = re.compile(r"(chatcmpl|cmpl)-[0-9a-f]{32}")
@@ -96,7 +96,7 @@ def explain_routes(backend: GenerationBackend, admin_token: str) -> APIRouter:
 
     @router.get("/requests/{response_id}")
     async def explain(response_id: str, request: Request) -> Explanation:
-        key = bearer_key(request.headers.get("authorization"))
+        key = sent_key(request.headers)
         traces: Sequence[RequestTrace] = ()
         if _RESPONSE_ID.fullmatch(response_id):
             try:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from core.errors import FarsightError
-from services.run_file import ADMIN_TOKEN_VARIABLE, find_admin_token, published, run_directory
+from services.commands.ask import key_for, server_url
+from services.run_file import ADMIN_TOKEN_VARIABLE, find_admin_token, find_tls_cert, published, run_directory
 
 
 @pytest.fixture(autouse=True)
@@ -75,3 +76,15 @@ def test_without_a_runtime_directory_it_lies_among_the_temporary_files(
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", value)
     assert run_directory() == Path(tempfile.gettempdir()) / f"farsight-{os.getuid()}"
+
+
+def test_what_a_server_here_has_published_goes_to_no_other_machine() -> None:
+    with published(8000, "secret", "/chain.pem"):
+        assert (find_admin_token(8000, "127.0.0.2"), find_tls_cert(8000, "localhost")) == ("secret", "/chain.pem")
+        assert (find_admin_token(8000, "example.org"), find_tls_cert(8000, "10.0.0.1")) == ("", "")
+        assert key_for("http://127.0.0.1:8000", None) == key_for("http://localhost:8000", None) == "secret"
+        assert (key_for("http://example.org:8000", None), key_for("http://127.0.0.1:8000", "given")) == ("", "given")
+        assert server_url("127.0.0.1", 8000) == "https://127.0.0.1:8000"
+        assert server_url("example.org", 8000) == "http://example.org:8000"
+        assert server_url("https://example.org", 8000) == "https://example.org:8000"
+        assert server_url("::1", 8001) == "http://[::1]:8001"

@@ -246,7 +246,11 @@ async def test_wrong_content_type(client: httpx.AsyncClient, content_type: str) 
     _check_error(response, 415, None, content_type, "application/json")
 
 
-@pytest.mark.parametrize("headers", [{}, {"content-type": "application/json; charset=utf-8"}])
+async def test_missing_content_type(client: httpx.AsyncClient) -> None:
+    _check_error(await client.post("/v1/completions", content=b"{}"), 415, None, "got none", "application/json")
+
+
+@pytest.mark.parametrize("headers", [JSON, {"content-type": "application/json; charset=utf-8"}])
 async def test_accepted_content_types(client: httpx.AsyncClient, headers: dict[str, str]) -> None:
     response = await client.post("/v1/completions", content=_changed(COMPLETION, {}), headers=headers)
     assert response.status_code == 200

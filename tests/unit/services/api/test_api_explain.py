@@ -11,9 +11,9 @@ import pytest
 from core.decisions import Decision, on_clock, pack_decisions
 from core.messages.log import RequestTrace
 from core.request import Origin
+from services.api.access.presented import bearer_key, owner_of, owns
 from services.api.admin import Administration
 from services.api.app import build_app
-from services.api.ownership import bearer_key, owner_of, owns
 from services.api.pages.sentences import _SENTENCES, sentence
 from services.api.text.prompts import PromptEncoder
 from tests.unit.policies.replica.test_decision_trace import crowd

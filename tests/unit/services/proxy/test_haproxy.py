@@ -13,9 +13,8 @@ import psutil
 import pytest
 
 from core.config.server import ServerConfig
-from core.errors import ConfigError
 from services.ingress.liveness import publish
-from services.proxy.haproxy import PROXY_DIRECTORY_VARIABLE, haproxy_environment, max_connections
+from services.proxy.haproxy import PROXY_DIRECTORY_VARIABLE, choose_proxy, haproxy_environment, max_connections
 from services.proxy.ports import reserved_ports
 
 LONG_S = 120.0
@@ -51,15 +50,18 @@ def _write_config(environment: dict[str, str], path: Path, listen: str) -> Path:
     metrics, stats = (environment[f"RAY_SERVE_HAPROXY_{name}_PORT"] for name in ("METRICS", "STATS"))
     path.write_text(
         f"defaults\n    mode http\n    timeout client 1s\n    timeout server 1s\n    timeout connect 1s\n"
-        f"frontend prometheus\n    bind :{metrics}\nfrontend http\n    bind {listen}\nlisten stats\n  bind *:{stats}\n"
+        f"frontend prometheus\n    bind :{metrics}\nfrontend http_frontend\n    bind {listen}\n"
+        f"listen stats\n  bind *:{stats}\n"
     )
     return path
 
 
-def test_the_wrapper_moves_the_pages_of_statistics_to_the_loopback_interface(tmp_path: Path) -> None:
+def test_the_wrapper_moves_the_frontend_to_its_address_and_the_statistics_to_loopback(
+    tmp_path: Path,
+) -> None:
     with reserved_ports() as ports:
-        environment = haproxy_environment(tmp_path, ports)
-    written = _write_config(environment, tmp_path / "haproxy.cfg", "*:8000")
+        environment = haproxy_environment(tmp_path, ports, "0.0.0.0")
+    written = _write_config(environment, tmp_path / "haproxy.cfg", "127.0.0.1:8000")
     # With -c it only checks the file.
     assert (
         subprocess.run(
@@ -123,7 +125,7 @@ def _child_called(name: str, parent: psutil.Process) -> psutil.Process:
     return found[0]
 
 
-def test_it_forwards_to_the_loopback_interface_only() -> None:
-    ServerConfig(proxy="haproxy")
-    with pytest.raises(ConfigError, match=r"server.host: got '192.0.2.1', expected one of 127.0.0.1, localhost"):
-        ServerConfig(proxy="haproxy", host="192.0.2.1")
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "192.0.2.1"])
+def test_it_is_taken_on_every_address(host: str) -> None:
+    assert choose_proxy(ServerConfig(host=host)) == "haproxy"
+    assert choose_proxy(ServerConfig(host=host, proxy="serve")) == "serve"

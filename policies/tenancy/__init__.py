@@ -1,0 +1,1 @@
+"""What tenants may take, and who is served next among them."""

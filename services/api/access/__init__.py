@@ -1,0 +1,1 @@
+"""The front door: keys, roles, tenants' limits, hosts and origins."""

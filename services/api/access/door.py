@@ -1,0 +1,285 @@
+"""What all requests of one process share at the door: keys, budgets of tenants, failures, metrics."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from core.config.access import AccessConfig, listed
+from core.errors import FarsightError
+from core.messages.tenants import TenantBudgets, TenantCounts, TenantLimits, TenantUsage
+from policies.tenancy.budgets import Excess, LocalBudget
+from services.api.access.failures import Failures
+from services.api.access.key_file import read_key_file
+from services.api.access.keys import Caller, KeyRecord, KeyRing, Role, Tenant, record_of
+
+API_KEY_VARIABLE = "FARSIGHT_API_KEY"
+"""Environment variable with the one key of a server that has no key file, and with the key that a client sends."""
+
+OPERATOR = "operator"
+"""Tenant of the admin token."""
+
+RELOAD_S = 1.0
+"""How often the key file is looked at; so long a revoked key may still open a request."""
+
+MAX_TENANT_LABELS = 200
+"""Tenants with series of their own on ``/metrics``, by first request; all others are ``other``."""
+
+LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
+
+logger = logging.getLogger(__name__)
+
+Clock = Callable[[], float]
+Usage = Callable[[], Awaitable[tuple[TenantUsage, ...]]]
+
+
+@dataclass(frozen=True, slots=True)
+class DoorSettings:
+    """How a door is made.
+
+    Attributes:
+        key_file: None without one.
+        api_key: The one key of the environment; empty for none. It may ``serve`` and ``observe``.
+        admin_token: Counts as a key of every role where keys are in use.
+        hosts: Allowed names in ``Host`` headers; empty allows all.
+        behind_haproxy: Whether our own HAProxy is in front.
+    """
+
+    key_file: Path | None = None
+    api_key: str = field(default="", repr=False)
+    admin_token: str = field(default="", repr=False)
+    hosts: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
+    failures_per_minute: int = 30
+    behind_haproxy: bool = False
+
+    @property
+    def uses_keys(self) -> bool:
+        return self.key_file is not None or bool(self.api_key)
+
+
+def door_settings(
+    access: AccessConfig,
+    environment: Mapping[str, str],
+    admin_token: str = "",
+    *,
+    loopback_host: str = "",
+    behind_haproxy: bool = False,
+) -> DoorSettings:
+    """The settings from the configuration and the environment.
+
+    Args:
+        loopback_host: Address of a server that is known to listen on the loopback interface alone; else empty.
+    """
+    key_file = Path(access.key_file) if access.key_file else None
+    api_key = environment.get(API_KEY_VARIABLE, "")
+    hosts = listed(access.allowed_hosts.lower())
+    if not hosts and loopback_host and key_file is None and not api_key:
+        hosts = (*LOOPBACK_HOSTS, loopback_host)
+    return DoorSettings(
+        key_file,
+        api_key,
+        admin_token,
+        () if "*" in hosts else hosts,
+        listed(access.cors_origins),
+        access.failures_per_minute,
+        behind_haproxy,
+    )
+
+
+class Door:
+    """Decides who may come in; one object for each process that serves HTTP.
+
+    Args:
+        now: A monotonic clock in seconds.
+        usage: Sums of all tenants over all processes; None: of this process alone.
+
+    Raises:
+        FarsightError: The key file cannot be used.
+    """
+
+    def __init__(
+        self,
+        settings: DoorSettings,
+        registry: CollectorRegistry | None = None,
+        now: Clock = time.monotonic,
+        usage: Usage | None = None,
+    ) -> None:
+        self.settings = settings
+        self.now = now
+        self.failures = Failures(settings.failures_per_minute)
+        self._usage = usage
+        self._static = _static_records(settings)
+        self._stamp: tuple[int, ...] | None = None
+        self._looked_at = -RELOAD_S
+        self._keys = KeyRing()
+        self._budgets: dict[str, LocalBudget] = {}
+        self.metrics = DoorMetrics(registry or CollectorRegistry())
+        if settings.uses_keys:
+            self._load()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether no keys are in use, so that every client may do what needs no admin token."""
+        return not self.settings.uses_keys
+
+    def find(self, key: bytes) -> Caller | None:
+        """Whose key it is, by the file of the last second."""
+        now = self.now()
+        if now - self._looked_at >= RELOAD_S:
+            self._looked_at = now
+            self._reload()
+        return self._keys.find(key)
+
+    def _load(self) -> None:
+        path = self.settings.key_file
+        if path is None:
+            self._keys = KeyRing(self._static)
+            return
+        self._stamp = _stamp(path)
+        content = read_key_file(path)
+        self._keys = KeyRing((*content.keys, *self._static), content.tenants)
+
+    def _reload(self) -> None:
+        """Keeps the last good keys while the file cannot be used."""
+        path = self.settings.key_file
+        if path is None or _stamp(path) == self._stamp:
+            return
+        try:
+            self._load()
+        except FarsightError as error:
+            self.metrics.failed_reloads.inc()
+            logger.error("the last good API keys stay in use: %s", error)
+
+    def failed(self, reason: str) -> None:
+        self.metrics.failed_keys.labels(reason).inc()
+
+    def admit(self, tenant: Tenant) -> tuple[LocalBudget, Excess | None]:
+        """Counts a request of the tenant that begins."""
+        budget = self.budget(tenant)
+        excess = budget.admit(self.now())
+        self.metrics.request(tenant.name, excess)
+        return budget, excess
+
+    def budget(self, tenant: Tenant) -> LocalBudget:
+        now = self.now()
+        limits = TenantLimits(tenant.requests_per_minute, tenant.tokens_per_minute, tenant.max_in_flight)
+        budget = self._budgets.get(tenant.name)
+        if budget is None:
+            self._budgets[tenant.name] = budget = LocalBudget(tenant.name, limits, now)
+        else:
+            budget.set_limits(limits, now)
+        return budget
+
+    def take_due(self) -> list[TenantCounts]:
+        """Counts to report: those that changed since the last call, and those of tenants with requests in flight."""
+        now = self.now()
+        due = [budget for budget in self._budgets.values() if budget.is_due or budget.in_flight]
+        for budget in due:
+            budget.is_due = False
+        return [budget.counts(now) for budget in due]
+
+    def not_reported(self, reported: Iterable[TenantCounts]) -> None:
+        """The report has not arrived: the next one holds the same tenants."""
+        for counts in reported:
+            self._budgets[counts.tenant].is_due = True
+
+    def correct(self, budgets: TenantBudgets, reported: Iterable[TenantCounts]) -> None:
+        """The answer to a report."""
+        by_tenant = {counts.tenant: counts for counts in reported}
+        for budget in budgets.budgets:
+            self._budgets[budget.tenant].correct(budget, by_tenant[budget.tenant], self.now())
+
+    async def usage(self) -> tuple[TenantUsage, ...]:
+        """Sums of all tenants over all processes; of this one where the others cannot be asked now."""
+        if self._usage is not None:
+            with contextlib.suppress(FarsightError):
+                return await self._usage()
+        return tuple(_own_usage(budget.counts(self.now())) for _, budget in sorted(self._budgets.items()))
+
+
+class DoorMetrics:
+    """Series of the door; a tenant beyond ``MAX_TENANT_LABELS`` is counted as ``other``."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.failed_keys = Counter(
+            "farsight:failed_keys", "Requests refused for their key, by reason.", ("reason",), registry=registry
+        )
+        self.failed_reloads = Gauge(
+            "farsight:failed_key_reloads", "Times that a changed key file could not be used.", registry=registry
+        )
+        self._requests = Counter(
+            "farsight:tenant_requests", "Requests that were let in.", ("tenant",), registry=registry
+        )
+        self._rejected = Counter(
+            "farsight:tenant_rejected", "Requests that a limit refused.", ("tenant", "limit"), registry=registry
+        )
+        self._tokens = Counter("farsight:tenant_tokens", "Tokens of requests.", ("tenant", "kind"), registry=registry)
+        self._labels: dict[str, str] = {}
+
+    def request(self, tenant: str, excess: Excess | None) -> None:
+        if excess is None:
+            self._requests.labels(self._label(tenant)).inc()
+        else:
+            self._rejected.labels(self._label(tenant), excess.what).inc()
+
+    def tokens(self, tenant: str, prompt: int, output: int) -> None:
+        label = self._label(tenant)
+        if prompt:
+            self._tokens.labels(label, "prompt").inc(prompt)
+        if output:
+            self._tokens.labels(label, "output").inc(output)
+
+    def _label(self, tenant: str) -> str:
+        label = self._labels.get(tenant)
+        if label is None:
+            if len(self._labels) >= MAX_TENANT_LABELS:
+                return "other"
+            self._labels[tenant] = label = tenant
+        return label
+
+
+def _static_records(settings: DoorSettings) -> tuple[KeyRecord, ...]:
+    records = []
+    if settings.api_key:
+        records.append(record_of(settings.api_key, "api-key", "default", (Role.SERVE, Role.OBSERVE)))
+    if settings.admin_token:
+        records.append(record_of(settings.admin_token, "admin-token", OPERATOR, (Role.ADMIN,)))
+    return tuple(records)
+
+
+def _stamp(path: Path) -> tuple[int, ...] | None:
+    """Changes with every replacement and every write; None if there is no file."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size, found.st_mode
+
+
+def _own_usage(counts: TenantCounts) -> TenantUsage:
+    return TenantUsage(
+        counts.tenant,
+        counts.requests,
+        counts.prompt_tokens,
+        counts.output_tokens,
+        counts.cached_tokens,
+        counts.rejected,
+        counts.in_flight,
+    )
+
+
+@contextlib.contextmanager
+def in_flight(budget: LocalBudget, now: Clock) -> Iterator[None]:
+    """An admitted request, until it ends in whatever way."""
+    try:
+        yield
+    finally:
+        budget.done(now())

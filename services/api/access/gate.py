@@ -1,0 +1,173 @@
+"""The ASGI layer that asks every request for its host and its key, and counts it for its tenant."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from policies.tenancy.budgets import Excess, LocalBudget
+from services.api.access.caller import CURRENT, SCOPE_KEY
+from services.api.access.door import Door, in_flight
+from services.api.access.failures import MAX_SLOWED, SLOW_S
+from services.api.access.keys import Caller, Role
+from services.api.access.presented import ConflictingKeys, client_address, host_of, presented_key
+from services.api.access.roles import Everyone, RouteRoles
+from services.api.errors import ApiError
+
+_LIMIT_NAMES = {
+    "requests": "requests a minute",
+    "tokens": "tokens a minute",
+    "in_flight": "requests in flight",
+}
+
+
+class Gate:
+    """Refuses what may not come in, before anything reads the request's body.
+
+    Args:
+        roles: The roles that the application's routes ask for.
+    """
+
+    def __init__(self, app: ASGIApp, door: Door, roles: RouteRoles) -> None:
+        self._app = app
+        self._door = door
+        self._roles = roles
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            return  # No route speaks another protocol; the server closes the connection.
+        try:
+            self._check_host(scope)
+            caller = await self._caller(scope)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+            return
+        # Also where there is none: a pipelined request may run in a copy of the context of the one before it.
+        CURRENT.set(caller)
+        if caller is None:
+            await self._app(scope, receive, send)
+            return
+        scope[SCOPE_KEY] = caller
+        if self._roles.of(scope) is Role.SERVE:
+            await self._serve(caller, scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _check_host(self, scope: Scope) -> None:
+        allowed = self._door.settings.hosts
+        if not allowed:
+            return
+        host = host_of(scope["headers"])
+        if host is None or not any(_is_named(host, name) for name in allowed):
+            message = (
+                f"Host: got {host!r}, expected one of {', '.join(allowed)}; access.allowed_hosts in the server's "
+                "configuration sets the names"
+            )
+            raise ApiError(message, status=403, code="host_not_allowed")
+
+    async def _caller(self, scope: Scope) -> Caller | None:
+        """Whose key the request carries; None where none is needed."""
+        access = self._roles.of(scope)
+        if self._door.is_open or access is Everyone.PUBLIC:
+            return None
+        try:
+            key = presented_key(scope["headers"])
+        except ConflictingKeys:
+            self._door.failed("conflicting")
+            message = "The request holds several API keys that differ; expected one."
+            raise _unauthorized(message, "conflicting_api_keys") from None
+        caller = self._door.find(key)
+        if caller is None:
+            await self._refuse(key, scope)
+        elif access is not Everyone.ANY_KEY and access not in caller.roles:
+            self._door.failed("role")
+            message = f"The API key {caller.name!r} has not the role {access.value!r} that {scope['path']} asks for."
+            raise ApiError(message, status=403, kind="permission_error", code="insufficient_role")
+        return caller
+
+    async def _refuse(self, key: bytes, scope: Scope) -> None:
+        """Raises the error for a missing or wrong key; late, after many wrong ones."""
+        if not key:
+            self._door.failed("missing")
+            message = "The API key is missing; expected the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
+            raise _unauthorized(message, "missing_api_key")
+        self._door.failed("wrong")
+        address = client_address(scope, behind_haproxy=self._door.settings.behind_haproxy)
+        failures = self._door.failures
+        wait_s = failures.add(address, self._door.now())
+        if wait_s > 0:
+            if failures.num_slowed < MAX_SLOWED:
+                failures.num_slowed += 1
+                try:
+                    await asyncio.sleep(SLOW_S)
+                finally:
+                    failures.num_slowed -= 1
+            message = "This address has sent too many wrong API keys."
+            headers = {"Retry-After": str(math.ceil(wait_s))}
+            raise ApiError(
+                message, status=429, kind="rate_limit_error", code="too_many_wrong_api_keys", headers=headers
+            )
+        raise _unauthorized("The API key is wrong, or has been revoked.", "invalid_api_key")
+
+    async def _serve(self, caller: Caller, scope: Scope, receive: Receive, send: Send) -> None:
+        """A request that the tenant's limits count."""
+        budget, excess = self._door.admit(caller.tenant)
+        headers = limit_headers(budget, self._door.now())
+        if excess is not None:
+            await _too_much(caller, excess, headers).response()(scope, receive, send)
+            return
+        if headers:
+            send = _with_headers(send, headers)
+        with in_flight(budget, self._door.now):
+            await self._app(scope, receive, send)
+
+
+def _is_named(host: str, allowed: str) -> bool:
+    return host.endswith(allowed[1:]) if allowed.startswith("*.") else host == allowed
+
+
+def _unauthorized(message: str, code: str) -> ApiError:
+    headers = {"WWW-Authenticate": "Bearer"}
+    return ApiError(message, status=401, kind="authentication_error", code=code, headers=headers)
+
+
+def _too_much(caller: Caller, excess: Excess, headers: dict[str, str]) -> ApiError:
+    seconds = max(1, math.ceil(excess.retry_after_s))
+    message = (
+        f"Tenant {caller.tenant.name!r} has reached its limit of {excess.limit} {_LIMIT_NAMES[excess.what]}; "
+        f"retry in {seconds} s."
+    )
+    return ApiError(
+        message,
+        status=429,
+        kind="rate_limit_error",
+        code="rate_limit_exceeded",
+        headers={**headers, "Retry-After": str(seconds)},
+    )
+
+
+def limit_headers(budget: LocalBudget, now: float) -> dict[str, str]:
+    """OpenAI's headers about the limits that there are."""
+    headers: dict[str, str] = {}
+    for name, bucket in (("requests", budget.requests), ("tokens", budget.tokens)):
+        if bucket.limit:
+            bucket.refill(now)
+            headers[f"x-ratelimit-limit-{name}"] = str(bucket.limit)
+            headers[f"x-ratelimit-remaining-{name}"] = str(max(0, math.floor(bucket.level)))
+            headers[f"x-ratelimit-reset-{name}"] = f"{bucket.wait_s(bucket.limit, now):.3f}s"
+    return headers
+
+
+def _with_headers(send: Send, headers: dict[str, str]) -> Send:
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message).update(headers)
+        await send(message)
+
+    return sending

@@ -1,0 +1,166 @@
+"""API keys: how they look, how they are kept, and whose they are.
+
+A key is ``fsk-ID-SECRET``. The ID finds the record; the secret has 256 random bits, so that one HMAC-SHA256 with the
+record's salt is enough to keep it: a slow password hash only protects secrets that can be guessed, and would take
+milliseconds of every request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+PREFIX = "fsk"
+MAX_KEY_LEN = 512
+"""Bytes; a longer key is refused without a hash."""
+
+_ID_BYTES = 6
+_SECRET_BYTES = 32
+_SALT_BYTES = 16
+
+
+class Role(StrEnum):
+    """What a key allows. ``ADMIN`` includes the other two."""
+
+    SERVE = "serve"
+    OBSERVE = "observe"
+    ADMIN = "admin"
+
+
+ALL_ROLES = frozenset(Role)
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Limits of a tenant; 0 is no limit.
+
+    Attributes:
+        max_in_flight: Requests in flight at once.
+        priority_min, priority_max: Range of the field ``priority``; a value outside moves to the nearer end.
+        weight: Share of the device time relative to other tenants, for fair orders (``policies.tenancy``).
+    """
+
+    name: str
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    max_in_flight: int = 0
+    priority_min: int | None = None
+    priority_max: int | None = None
+    weight: float = 1.0
+
+    def priority(self, wanted: int) -> int:
+        """The wanted priority, moved into the tenant's range."""
+        if self.priority_min is not None:
+            wanted = max(wanted, self.priority_min)
+        return wanted if self.priority_max is None else min(wanted, self.priority_max)
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The holder of a key.
+
+    Attributes:
+        name: Name of the key.
+        roles: With what ``ADMIN`` includes.
+    """
+
+    name: str
+    tenant: Tenant
+    roles: frozenset[Role]
+
+    @property
+    def identity(self) -> str:
+        """What stands for the tenant in owners and salts; no header can hold it, since it begins with NUL."""
+        return f"\0tenant\0{self.tenant.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRecord:
+    """The stored form of a key.
+
+    Attributes:
+        id: Public part of the key; empty for a key of the operator's own making.
+        created_at: Unix seconds.
+    """
+
+    id: str
+    name: str
+    tenant: str
+    roles: tuple[Role, ...]
+    salt: bytes = field(repr=False)
+    digest: bytes = field(repr=False)
+    created_at: float = 0.0
+
+    def matches(self, key: bytes) -> bool:
+        return hmac.compare_digest(key_digest(key, self.salt), self.digest)
+
+
+def key_digest(key: bytes, salt: bytes) -> bytes:
+    """32 bytes."""
+    return hmac.digest(salt, key, hashlib.sha256)
+
+
+def record_of(
+    key: str, name: str, tenant: str, roles: Iterable[Role], key_id: str = "", created_at: float = 0.0
+) -> KeyRecord:
+    """The stored form of a key, with a fresh salt."""
+    salt = secrets.token_bytes(_SALT_BYTES)
+    return KeyRecord(key_id, name, tenant, tuple(roles), salt, key_digest(key.encode(), salt), created_at)
+
+
+def make_key(name: str, tenant: str, roles: Iterable[Role], created_at: float) -> tuple[str, KeyRecord]:
+    """A new random key and its stored form."""
+    key_id = secrets.token_hex(_ID_BYTES)
+    key = f"{PREFIX}-{key_id}-{secrets.token_urlsafe(_SECRET_BYTES)}"
+    return key, record_of(key, name, tenant, roles, key_id, created_at)
+
+
+_NO_RECORD = KeyRecord("", "", "", (), secrets.token_bytes(_SALT_BYTES), bytes(32))
+
+
+class KeyRing:
+    """All keys that open this server.
+
+    Args:
+        records: Keys with an id are found by it; the others are compared one by one, so there are few.
+        tenants: Limits by name; a tenant without an entry has none.
+    """
+
+    def __init__(self, records: Iterable[KeyRecord] = (), tenants: Mapping[str, Tenant] | None = None) -> None:
+        known = dict(tenants or {})
+        self._by_id: dict[bytes, KeyRecord] = {}
+        self._without_id: list[KeyRecord] = []
+        self._callers: dict[KeyRecord, Caller] = {}
+        for record in records:
+            if record.id:
+                self._by_id[record.id.encode()] = record
+            else:
+                self._without_id.append(record)
+            tenant = known.setdefault(record.tenant, Tenant(record.tenant))
+            self._callers[record] = Caller(record.name, tenant, _with_included(record.roles))
+
+    def __len__(self) -> int:
+        return len(self._callers)
+
+    def find(self, key: bytes) -> Caller | None:
+        """Whose key it is. An unknown id costs one hash as a known one does."""
+        if not key or len(key) > MAX_KEY_LEN:
+            return None
+        prefix, _, rest = key.partition(b"-")
+        if prefix == PREFIX.encode():
+            record = self._by_id.get(rest.partition(b"-")[0], _NO_RECORD)
+            if record.matches(key) and record is not _NO_RECORD:
+                return self._callers[record]
+        for record in self._without_id:
+            if record.matches(key):
+                return self._callers[record]
+        return None
+
+
+def _with_included(roles: Iterable[Role]) -> frozenset[Role]:
+    found = frozenset(roles)
+    return ALL_ROLES if Role.ADMIN in found else found

@@ -1,0 +1,119 @@
+"""A backend whose requests belong to the tenant of the caller: salt, owner, priority and counts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from core.errors import CapacityError, InvalidValueError
+from core.messages.log import RequestTrace
+from core.messages.placement import PlacementView
+from core.messages.status import ComponentCounts, StatusReply
+from core.messages.tokens import TokenDelta
+from core.request import Request
+from services.api.access.caller import CURRENT
+from services.api.access.door import Door
+from services.api.access.keys import Caller, Role
+from services.api.access.presented import owner_of, owns, salt_of
+from services.api.backend import GenerationBackend, ModelInfo
+from services.api.generate import first_cached_len
+from services.api.text.prompts import PromptText
+
+
+class MeteredBackend:
+    """Passes everything on to another backend; routes need not know about tenants.
+
+    Args:
+        shares_prefixes: Whether tenants share cached prefixes with each other.
+    """
+
+    def __init__(self, backend: GenerationBackend, door: Door, *, shares_prefixes: bool) -> None:
+        self._backend = backend
+        self._door = door
+        self._shares_prefixes = shares_prefixes
+
+    @property
+    def model(self) -> ModelInfo:
+        return self._backend.model
+
+    async def stream(
+        self, request: Request, text: PromptText | None = None, key: str = ""
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """As ``GenerationBackend.stream``; tokens count for the caller's tenant as they come.
+
+        Where keys are in use, the tenant's name is the ``key`` that requests in flight are counted by.
+        """
+        caller = CURRENT.get()
+        if caller is not None:
+            request, key = self._owned(request, caller), caller.tenant.name
+        deltas = self._backend.stream(request, text, key)
+        async with aclosing(self._counted(deltas, request.prompt_len, caller)) as counted:
+            async for delta in counted:
+                yield delta
+
+    def _owned(self, request: Request, caller: Caller) -> Request:
+        """The request with the priority, the owner and the cache salt of the caller's tenant."""
+        origin, salt = request.origin, request.cache_salt
+        return dataclasses.replace(
+            request,
+            priority=caller.tenant.priority(request.priority),
+            origin=None if origin is None else dataclasses.replace(origin, owner=owner_of(caller.identity)),
+            cache_salt=salt if self._shares_prefixes else salt_of(caller.identity, salt),
+        )
+
+    async def _counted(
+        self, deltas: AsyncGenerator[TokenDelta, None], prompt: int, caller: Caller | None
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """Counts the prompt unless the backend refuses it, and each token when it comes."""
+        if caller is None:
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    yield delta
+            return
+        budget, now = self._door.budget(caller.tenant), self._door.now
+        output = 0
+        try:
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    output += delta.num_tokens
+                    budget.spend(now(), output=delta.num_tokens, cached=first_cached_len(delta))
+                    yield delta
+        except (CapacityError, InvalidValueError):
+            prompt = 0
+            raise
+        finally:
+            budget.spend(now(), prompt=prompt)
+            self._door.metrics.tokens(caller.tenant.name, prompt, output)
+
+    async def explain(self, response_id: str) -> tuple[RequestTrace, ...]:
+        """As ``GenerationBackend.explain``, but only what the caller's tenant owns; an admin sees all.
+
+        The traces are without owner, since it has been checked.
+        """
+        traces = await self._backend.explain(response_id)
+        caller = CURRENT.get()
+        if caller is None:
+            return traces
+        if not all(_may_see(caller, trace) for trace in traces):
+            return ()
+        return tuple(dataclasses.replace(trace, owner=b"") for trace in traces)
+
+    async def status(self) -> StatusReply:
+        return await self._backend.status()
+
+    async def metrics(self) -> str:
+        return await self._backend.metrics()
+
+    async def placement(self) -> PlacementView:
+        return await self._backend.placement()
+
+    async def scale(self, kind: str, count: int) -> ComponentCounts:
+        return await self._backend.scale(kind, count)
+
+    async def healthy(self) -> bool:
+        return await self._backend.healthy()
+
+
+def _may_see(caller: Caller, trace: RequestTrace) -> bool:
+    return Role.ADMIN in caller.roles or (bool(trace.owner) and owns(caller.identity, trace.owner))

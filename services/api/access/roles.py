@@ -1,0 +1,73 @@
+"""Which role each route asks for. A route that is not in the table asks for ``ADMIN``; a test asks for an entry."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from enum import Enum
+
+from starlette._utils import get_route_path
+from starlette.routing import compile_path
+from starlette.types import Scope
+
+from services.api.access.keys import Role
+
+
+class Everyone(Enum):
+    """Who may use a route whatever their role."""
+
+    PUBLIC = "public"
+    """No key is asked for: the route tells nothing about requests, tenants or the machine."""
+
+    ANY_KEY = "any key"
+
+
+Access = Role | Everyone
+
+ROLES: Mapping[str, Access] = {
+    "/health": Everyone.PUBLIC,
+    "/docs": Everyone.PUBLIC,
+    "/openapi.json": Everyone.PUBLIC,
+    # The pages themselves hold no data; what they show, they ask for with a key.
+    "/dashboard": Everyone.PUBLIC,
+    "/dashboard/placement": Everyone.PUBLIC,
+    "/v1/models": Everyone.ANY_KEY,
+    "/v1/models/{model_id:path}": Everyone.ANY_KEY,
+    "/v1/usage": Everyone.ANY_KEY,
+    "/v1/completions": Role.SERVE,
+    "/v1/chat/completions": Role.SERVE,
+    "/v1/requests/{response_id}": Everyone.ANY_KEY,
+    "/status": Role.OBSERVE,
+    "/metrics": Role.OBSERVE,
+    "/placement": Role.OBSERVE,
+    "/admin/scale": Role.ADMIN,
+}
+"""By the path template of the route. A new route of the application needs a line here."""
+
+
+class RouteRoles:
+    """Finds the role for a request by the path that the application's own router will see.
+
+    Args:
+        paths: Path templates of the application's routes, in their order.
+    """
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        self._exact: dict[str, Access] = {}
+        self._patterns: list[tuple[re.Pattern[str], Access]] = []
+        for path in paths:
+            access = ROLES.get(path, Role.ADMIN)
+            self._exact.setdefault(path, access)
+            # The router's own pattern: it also takes what one would not think of, such as a line break at the end.
+            self._patterns.append((compile_path(path)[0], access))
+
+    def of(self, scope: Scope) -> Access:
+        """``ANY_KEY`` for a path without a route: who has a key may learn that there is none."""
+        path = get_route_path(scope)
+        found = self._exact.get(path)
+        if found is not None:
+            return found
+        for pattern, access in self._patterns:
+            if pattern.match(path):
+                return access
+        return Everyone.ANY_KEY

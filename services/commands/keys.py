@@ -1,0 +1,151 @@
+"""``farsight keys``: makes, lists and revokes API keys. A running server reads the changed file within a second."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from core.errors import FarsightError, InvalidValueError
+from services.api.access.key_file import KeyFile, changed_key_file, checked_name, parse_tenant, read_key_file
+from services.api.access.keys import Role, Tenant, make_key
+
+FILE_VARIABLE = "FARSIGHT_KEY_FILE"
+
+KeyFileOption = Annotated[
+    Path | None,
+    typer.Option("--key-file", envvar=FILE_VARIABLE, help="File of API keys that `farsight keys` writes."),
+]
+
+keys = typer.Typer(
+    no_args_is_help=True, help="Make, list and revoke API keys. A running server follows within a second."
+)
+
+
+@keys.command()
+def add(
+    name: Annotated[str, typer.Argument(help="Name of the key.")],
+    key_file: KeyFileOption = None,
+    role: Annotated[
+        list[Role] | None,
+        typer.Option(help="serve (requests), observe (status, metrics), admin (all); may be repeated; default: serve."),
+    ] = None,
+    tenant: Annotated[str | None, typer.Option(help="Tenant that the key belongs to; default: NAME.")] = None,
+    requests_per_minute: Annotated[int | None, typer.Option(help="Limit of the tenant; 0 is none.")] = None,
+    tokens_per_minute: Annotated[int | None, typer.Option(help="Limit of the tenant; 0 is none.")] = None,
+    max_in_flight: Annotated[int | None, typer.Option(help="Requests in flight of the tenant; 0 is no limit.")] = None,
+    priority_min: Annotated[int | None, typer.Option(help="Lowest value of priority (goes first).")] = None,
+    priority_max: Annotated[int | None, typer.Option(help="Highest value of priority.")] = None,
+    weight: Annotated[float | None, typer.Option(help="Share of the tenant in fair orders; default: 1.")] = None,
+) -> None:
+    """Make a key and print it once; the file keeps only a hash. Limits hold for all keys of the tenant."""
+    limits = {
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "max_in_flight": max_in_flight,
+        "priority_min": priority_min,
+        "priority_max": priority_max,
+        "weight": weight,
+    }
+    given = {key: value for key, value in limits.items() if value is not None}
+    with _failing(), changed_key_file(_path(key_file)) as content:
+        checked_name("NAME", name)
+        owner = checked_name("--tenant", tenant or name)
+        if any(known.name == name for known in content[0].keys):
+            raise InvalidValueError("NAME", name, "a name that no other key has; `farsight keys revoke` frees it")
+        key, record = make_key(name, owner, role or [Role.SERVE], time.time())
+        content[0] = KeyFile((*content[0].keys, record), _with_limits(content[0], owner, given))
+    typer.echo(key)
+    typer.echo("This is the only time that the key is shown.", err=True)
+
+
+@keys.command(name="list")
+def list_keys(
+    key_file: KeyFileOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List keys and tenants, without secrets."""
+    with _failing():
+        content = read_key_file(_path(key_file))
+    rows = [
+        {
+            "id": key.id,
+            "name": key.name,
+            "tenant": key.tenant,
+            "roles": list(key.roles),
+            "created_at": key.created_at,
+            "limits": _shown_limits(content.tenants.get(key.tenant, Tenant(key.tenant))),
+        }
+        for key in content.keys
+    ]
+    if as_json:
+        typer.echo(json.dumps(rows))
+    else:
+        _print(rows)
+
+
+@keys.command()
+def revoke(
+    name: Annotated[str, typer.Argument(help="Name of the key.")],
+    key_file: KeyFileOption = None,
+) -> None:
+    """Revoke a key: a running server refuses it within a second. Answers under way go on."""
+    with _failing(), changed_key_file(_path(key_file)) as content:
+        kept = tuple(key for key in content[0].keys if key.name != name)
+        if len(kept) == len(content[0].keys):
+            known = ", ".join(key.name for key in kept) or "none"
+            raise InvalidValueError("NAME", name, f"the name of a key in the file: {known}")
+        content[0] = KeyFile(kept, content[0].tenants)
+    typer.echo(f"revoked {name}")
+
+
+@contextlib.contextmanager
+def _failing() -> Iterator[None]:
+    try:
+        yield
+    except FarsightError as error:
+        typer.echo(f"farsight: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+def _path(key_file: Path | None) -> Path:
+    if key_file is None:
+        raise FarsightError(f"no key file is named: pass --key-file FILE, or set {FILE_VARIABLE}")
+    return key_file
+
+
+def _with_limits(content: KeyFile, tenant: str, given: dict[str, Any]) -> dict[str, Tenant]:
+    """The tenants of the file, with the given limits of one of them."""
+    tenants = dict(content.tenants)
+    if given:
+        known = dataclasses.asdict(tenants.get(tenant, Tenant(tenant)))
+        values = {key: value for key, value in (known | given).items() if key != "name" and value is not None}
+        tenants[tenant] = parse_tenant(tenant, values)
+    return tenants
+
+
+def _shown_limits(tenant: Tenant) -> dict[str, Any]:
+    default = dataclasses.asdict(Tenant(tenant.name))
+    return {key: value for key, value in dataclasses.asdict(tenant).items() if value != default[key]}
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("name", "id", "tenant", "roles", "made", "limits of the tenant")
+    for row in rows:
+        limits = ", ".join(f"{key} {value}" for key, value in row["limits"].items()) or "-"
+        made = f"{datetime.fromtimestamp(row['created_at']):%Y-%m-%d %H:%M}"
+        table.add_row(row["name"], row["id"], row["tenant"], ", ".join(row["roles"]), made, limits)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 200  # A pipe has no width; 200 columns avoid cut cells.
+    console.print(table)

@@ -1,0 +1,93 @@
+"""A door with keys in front of the real application over real HTTP; the backend is scripted."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import uvicorn
+from prometheus_client import CollectorRegistry
+
+from services.api.access.door import Door, DoorSettings
+from services.api.access.key_file import KeyFile, changed_key_file
+from services.api.access.keys import Role, Tenant, make_key
+from services.api.admin import Administration
+from services.api.app import build_app
+from services.api.text.prompts import PromptEncoder
+from tests.free_ports import free_port
+from tests.unit.services.api.api_support import MODEL, ScriptedBackend
+
+LONG_S = 120.0
+ADMIN_TOKEN = "t" * 64
+BODY = {"model": MODEL, "prompt": "hello", "max_tokens": 4}
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.seconds = 1000.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+@dataclass
+class GuardedServer:
+    """A running server, its keys by name, and what is behind it."""
+
+    port: int
+    key_file: Path
+    keys: dict[str, str]
+    door: Door
+    registry: CollectorRegistry
+    backend: ScriptedBackend = field(default_factory=ScriptedBackend)
+    clock: Clock = field(default_factory=Clock)
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def bearer(self, name: str) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.keys[name]}"}
+
+
+def add_key(path: Path, name: str, *roles: Role, tenant: Tenant | None = None) -> str:
+    """Puts a key into the file; returns it."""
+    owner = tenant or Tenant(name)
+    key, record = make_key(name, owner.name, roles or (Role.SERVE,), 0.0)
+    with changed_key_file(path) as content:
+        content[0] = KeyFile((*content[0].keys, record), {**content[0].tenants, owner.name: owner})
+    return key
+
+
+@contextlib.contextmanager
+def guarded_server(folder: Path, encoder: PromptEncoder, **settings: object) -> Iterator[GuardedServer]:
+    """One server with a key for each role, and two of one tenant."""
+    path = folder / "keys.json"
+    keys = {
+        "serve": add_key(path, "serve", Role.SERVE),
+        "observe": add_key(path, "observe", Role.OBSERVE),
+        "admin": add_key(path, "admin", Role.ADMIN),
+        "acme-1": add_key(path, "acme-1", tenant=Tenant("acme", priority_min=5)),
+        "acme-2": add_key(path, "acme-2", tenant=Tenant("acme", priority_min=5)),
+    }
+    clock, registry, backend = Clock(), CollectorRegistry(), ScriptedBackend()
+    made = DoorSettings(key_file=path, admin_token=ADMIN_TOKEN, **settings)  # type: ignore[arg-type]
+    door = Door(made, registry, now=clock)
+    app = build_app(backend, encoder, 100_000, Administration(ADMIN_TOKEN), shares_across_keys=False, door=door)
+    config = uvicorn.Config(app, port=free_port(), log_level="error", lifespan="off")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + LONG_S
+    while not server.started:
+        assert time.monotonic() < deadline and thread.is_alive()
+        time.sleep(0.01)
+    yield GuardedServer(config.port, path, keys, door, registry, backend, clock)
+    server.should_exit = True
+    thread.join(LONG_S)
