@@ -31,7 +31,7 @@ from engine import cuda
 from engine.attention.attention import AttentionBackend
 from engine.attention.step_sizes import StepSizes
 from engine.attention.torch_attention import TorchAttention
-from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.model_config import DecoderConfig
 from engine.kv.copiers import HostBlocks, StreamCopier
 from engine.kv.kv_pool import KVPool
 from engine.sequence import Sequence
@@ -167,7 +167,7 @@ class EngineBench:
     """
 
     def __init__(
-        self, config: ModelConfig, device: str, dtype: torch.dtype, sizes: Sizes, *, compiled: bool = False
+        self, config: DecoderConfig, device: str, dtype: torch.dtype, sizes: Sizes, *, compiled: bool = False
     ) -> None:
         self.config = config
         self._sizes = sizes

@@ -117,7 +117,7 @@ def wanted_components(counts: ComponentCounts, num_ranks: int = 1) -> list[str]:
     """Every component but the Supervisor and the ingress replicas.
 
     Args:
-        num_ranks: Ranks of each replica (``ModelConfig.num_ranks``).
+        num_ranks: Ranks of each replica (``DecoderConfig.num_ranks``).
     """
     components = [ROUTER, LOG_STORE]
     components += map(length_predictor_name, range(counts.length_predictors))

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from engine.checkpoint.model_config import ModelConfig, load_model_config
+from engine.checkpoint.model_config import DecoderConfig, load_model_config
 from engine.checkpoint.weights import ModelWeights, allocate_weights
 
 _LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
@@ -38,26 +38,26 @@ SHAPES: dict[str, dict[str, object]] = {
 }
 
 
-def model_config(shape: str, directory: Path, dtype: str = "bfloat16", **changes: object) -> ModelConfig:
+def model_config(shape: str, directory: Path, dtype: str = "bfloat16", **changes: object) -> DecoderConfig:
     """The configuration of a shape; written to ``directory``, as checkpoints have it."""
     raw = {**_LLAMA, "torch_dtype": dtype, **SHAPES[shape], **changes}
     (directory / "config.json").write_text(json.dumps(raw), "utf-8")
     return load_model_config(directory)
 
 
-def random_weights(config: ModelConfig, dtype: torch.dtype, device: str, seed: int = 0) -> ModelWeights:
+def random_weights(config: DecoderConfig, dtype: torch.dtype, device: str, seed: int = 0) -> ModelWeights:
     """Weights that keep activations of the size they have and spread logits out, so that rounding decides little."""
     return _random_weights(config, dtype, device, seed)[0]
 
 
-def save_random_checkpoint(config: ModelConfig, directory: Path, dtype: torch.dtype, seed: int = 0) -> None:
+def save_random_checkpoint(config: DecoderConfig, directory: Path, dtype: torch.dtype, seed: int = 0) -> None:
     """A checkpoint of such weights beside its ``config.json``."""
     _, tensors = _random_weights(config, dtype, "cpu", seed)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
 
 
 def _random_weights(
-    config: ModelConfig, dtype: torch.dtype, device: str, seed: int
+    config: DecoderConfig, dtype: torch.dtype, device: str, seed: int
 ) -> tuple[ModelWeights, dict[str, torch.Tensor]]:
     weights, tensors = allocate_weights(config, dtype, device)
     generator = torch.Generator(device).manual_seed(seed)

@@ -23,7 +23,7 @@ from xformers.ops.fmha.dispatch import fa3_available
 
 from engine.attention.attention import DecodePart, PrefillPart, StaticDecode, StepAttention, StepLayout
 from engine.attention.step_sizes import StepSizes
-from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.model_config import DecoderConfig
 from engine.kv.kv_pool import KVPool
 
 Operator = type[Any]
@@ -105,7 +105,7 @@ def gpu_operators() -> Operators:
     )
 
 
-def xformers_problem(config: ModelConfig, dtype: torch.dtype, block_size: int) -> str | None:
+def xformers_problem(config: DecoderConfig, dtype: torch.dtype, block_size: int) -> str | None:
     """Why these kernels cannot run this model; None if they can, if anything can on this device."""
     if dtype not in _DTYPES:
         return f"dtype {dtype}: float16 and bfloat16 are supported"
@@ -118,7 +118,7 @@ def xformers_problem(config: ModelConfig, dtype: torch.dtype, block_size: int) -
     return None
 
 
-def operator_problem(operators: Operators, config: ModelConfig, pool: KVPool) -> str | None:
+def operator_problem(operators: Operators, config: DecoderConfig, pool: KVPool) -> str | None:
     """xformers' own reasons against its kernels on the pool's device; None if there are none."""
     device = pool.keys[0].device
     query = torch.zeros(1, 1, config.num_attention_heads, config.head_dim, dtype=pool.dtype, device=device)

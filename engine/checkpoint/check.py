@@ -7,7 +7,7 @@ from pathlib import Path
 
 from engine.checkpoint.config_fields import CheckpointError, Shape
 from engine.checkpoint.gguf_model import gguf_tensors
-from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.model_config import DecoderConfig
 from engine.checkpoint.names import check_complete, known_name, tensor_shapes
 from engine.checkpoint.quantization import StoredMatrix, stored_matrices
 from engine.checkpoint.stored import FLOATS, StoredTensor, stored_tensors
@@ -17,7 +17,7 @@ _LONGEST_BIAS = 1 << 22
 """Bytes of a bias that are read to see whether it is zero."""
 
 
-def check_checkpoint(model: Path, config: ModelConfig) -> None:
+def check_checkpoint(model: Path, config: DecoderConfig) -> None:
     """Reads the headers of all files.
 
     Args:
@@ -33,7 +33,7 @@ def check_checkpoint(model: Path, config: ModelConfig) -> None:
         safetensors_checkpoint(model, config)
 
 
-def gguf_checkpoint(file: GGUFFile, config: ModelConfig) -> dict[str, GGUFTensor]:
+def gguf_checkpoint(file: GGUFFile, config: DecoderConfig) -> dict[str, GGUFTensor]:
     """The tensors of a file that carry something, by their names in the model.
 
     Raises:
@@ -44,7 +44,7 @@ def gguf_checkpoint(file: GGUFFile, config: ModelConfig) -> dict[str, GGUFTensor
     return {name: tensor for name, tensor in found.items() if name in tensor_shapes(config)}
 
 
-def safetensors_checkpoint(model_dir: Path, config: ModelConfig) -> dict[str, StoredMatrix]:
+def safetensors_checkpoint(model_dir: Path, config: DecoderConfig) -> dict[str, StoredMatrix]:
     """The tensors of a directory's files that carry something, by their names in the model.
 
     Raises:
@@ -75,7 +75,7 @@ def _without_empty_biases(stored: Mapping[str, StoredTensor], targets: Mapping[s
     return {name: tensor for name, tensor in stored.items() if not is_empty(name)}
 
 
-def _check(found: Mapping[str, Shape], config: ModelConfig) -> None:
+def _check(found: Mapping[str, Shape], config: DecoderConfig) -> None:
     targets = tensor_shapes(config)
     missing = set(targets)
     for name, shape in found.items():

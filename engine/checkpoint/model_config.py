@@ -39,7 +39,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
+class DecoderConfig:
     """Shape of a decoder; names as in transformers.
 
     Attributes:
@@ -110,7 +110,7 @@ class ModelConfig:
         return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * dtype.itemsize
 
 
-def load_model_config(model_dir: Path) -> ModelConfig:
+def load_model_config(model_dir: Path) -> DecoderConfig:
     """The configuration in ``model_dir``, or in a GGUF file.
 
     Raises:
@@ -127,7 +127,7 @@ def load_model_config(model_dir: Path) -> ModelConfig:
     return _read(Fields(raw, ARCHITECTURES[name].defaults), name, generation)
 
 
-def config_of(file: GGUFFile) -> ModelConfig:
+def config_of(file: GGUFFile) -> DecoderConfig:
     """The configuration in a GGUF file.
 
     Raises:
@@ -145,7 +145,7 @@ def config_of(file: GGUFFile) -> ModelConfig:
     return replace(config, rotary=replace(config.rotary, scaling=FactorScaling(factors)))
 
 
-def resolve_max_model_len(config: ModelConfig, asked: int) -> int:
+def resolve_max_model_len(config: DecoderConfig, asked: int) -> int:
     """Tokens that a sequence may reach by what was asked for; 0 asks for the model's own context.
 
     Raises:
@@ -206,13 +206,13 @@ def _architecture(raw: dict[str, Any]) -> str:
     return str(names[0])
 
 
-def _read(config: Fields, name: str, generation: dict[str, Any]) -> ModelConfig:
+def _read(config: Fields, name: str, generation: dict[str, Any]) -> DecoderConfig:
     architecture = ARCHITECTURES[name]
     _check_fixed(config, architecture)
     num_layers, num_heads = config.size("num_hidden_layers", MAX_LAYERS), config.size("num_attention_heads")
     head_dim = _head_dim(config, num_heads)
     biases = architecture.biases(config)
-    return ModelConfig(
+    return DecoderConfig(
         vocab_size=config.size("vocab_size"),
         hidden_size=config.size("hidden_size"),
         intermediate_size=config.size(architecture.spelled.get("intermediate_size", "intermediate_size")),

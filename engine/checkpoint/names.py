@@ -6,7 +6,7 @@ from collections.abc import Container, Iterator, Sequence, Set, Sized
 from dataclasses import dataclass
 
 from engine.checkpoint.config_fields import CheckpointError, Shape
-from engine.checkpoint.model_config import POSITION_OFFSET, ModelConfig
+from engine.checkpoint.model_config import POSITION_OFFSET, DecoderConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +46,12 @@ TENSOR_NAMES = {
 """By architecture, where the names are not Llama's."""
 
 
-def names_of(config: ModelConfig) -> TensorNames:
+def names_of(config: DecoderConfig) -> TensorNames:
     """The names in a checkpoint of such a model."""
     return TENSOR_NAMES.get(config.architecture, TensorNames())
 
 
-def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
+def tensor_shapes(config: DecoderConfig) -> dict[str, Shape]:
     """Every tensor of a checkpoint of such a model, by its name."""
     names, hidden = names_of(config), config.hidden_size
     shapes: dict[str, Shape] = {names.embedding: (config.vocab_size, hidden)}
@@ -68,7 +68,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
-def _layer_shapes(config: ModelConfig, names: TensorNames) -> Iterator[tuple[str, Shape]]:
+def _layer_shapes(config: DecoderConfig, names: TensorNames) -> Iterator[tuple[str, Shape]]:
     hidden, inner = config.hidden_size, config.intermediate_size
     query, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     yield from _norm(names.input_norm, config)
@@ -81,7 +81,7 @@ def _layer_shapes(config: ModelConfig, names: TensorNames) -> Iterator[tuple[str
     yield from _linear([names.down], [hidden], inner, bias=config.mlp_bias)
 
 
-def _norm(name: str, config: ModelConfig) -> Iterator[tuple[str, Shape]]:
+def _norm(name: str, config: DecoderConfig) -> Iterator[tuple[str, Shape]]:
     yield f"{name}.weight", (config.hidden_size,)
     if config.norm == "layer":
         yield f"{name}.bias", (config.hidden_size,)
@@ -95,7 +95,7 @@ def _linear(names: Sequence[str], sizes: list[int], inputs: int, *, bias: bool) 
             yield f"{name}.bias", (size,)
 
 
-def known_name(found: str, targets: Container[str], config: ModelConfig) -> str | None:
+def known_name(found: str, targets: Container[str], config: DecoderConfig) -> str | None:
     """Which of the target tensors this tensor of a checkpoint is; None if it carries nothing.
 
     Raises:
@@ -116,6 +116,6 @@ def check_complete(missing: Set[str], targets: Sized) -> None:
         raise CheckpointError(min(missing), "nothing", f"a tensor ({len(missing)} of {len(targets)} are missing)")
 
 
-def _may_be_ignored(name: str, config: ModelConfig) -> bool:
+def _may_be_ignored(name: str, config: DecoderConfig) -> bool:
     """Tensors that carry nothing: a second copy of tied embeddings, and the rotary tables of old checkpoints."""
     return (name == "lm_head.weight" and config.tie_word_embeddings) or name.endswith("rotary_emb.inv_freq")

@@ -20,7 +20,7 @@ from engine.checkpoint.check import gguf_checkpoint, safetensors_checkpoint
 from engine.checkpoint.config_fields import CheckpointError
 from engine.checkpoint.gguf_blocks import gguf_record, has_record
 from engine.checkpoint.gguf_model import turned_heads
-from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.model_config import DecoderConfig
 from engine.checkpoint.quantization import StoredMatrix
 from engine.checkpoint.quantized import QuantizedLinear, gather_records
 from engine.checkpoint.repacking import float_rows, record_rows, repacked
@@ -54,7 +54,7 @@ class TensorSource(Protocol):
         ...
 
 
-def open_checkpoint(model: Path, config: ModelConfig, device: str = "cpu") -> TensorSource:
+def open_checkpoint(model: Path, config: DecoderConfig, device: str = "cpu") -> TensorSource:
     """Checks a checkpoint and opens it.
 
     Args:
@@ -72,7 +72,7 @@ def open_checkpoint(model: Path, config: ModelConfig, device: str = "cpu") -> Te
 class _SafetensorsSource:
     """The files of a directory; one is open at a time, or two where the members of a matrix are apart."""
 
-    def __init__(self, model_dir: Path, config: ModelConfig, device: str) -> None:
+    def __init__(self, model_dir: Path, config: DecoderConfig, device: str) -> None:
         self._matrices = safetensors_checkpoint(model_dir, config)
         self._quantization = config.quantization
         self._device = device
@@ -143,7 +143,7 @@ class _SafetensorsSource:
 class _GGUFSource:
     """One mapped file."""
 
-    def __init__(self, path: Path, config: ModelConfig) -> None:
+    def __init__(self, path: Path, config: DecoderConfig) -> None:
         self._header = read_gguf(path)
         self._tensors = gguf_checkpoint(self._header, config)
         with path.open("rb") as file:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from core.errors import InvalidValueError
 from engine.checkpoint.config_fields import CheckpointError as CheckpointError
-from engine.checkpoint.model_config import POSITION_OFFSET, ModelConfig
+from engine.checkpoint.model_config import POSITION_OFFSET, DecoderConfig
 from engine.checkpoint.names import names_of
 from engine.checkpoint.quantized import JoinedLinear, QuantizedLinear, join_records
 from engine.checkpoint.sources import open_checkpoint
@@ -91,7 +91,7 @@ class ModelWeights:
     lm_head: Tensor | QuantizedLinear
 
 
-def parse_dtype(name: str, config: ModelConfig, device: str = "cpu") -> torch.dtype:
+def parse_dtype(name: str, config: DecoderConfig, device: str = "cpu") -> torch.dtype:
     """The dtype to compute in.
 
     ``auto`` is float32, in which a resumed sequence continues token for token, unless the model has more than
@@ -112,7 +112,7 @@ def parse_dtype(name: str, config: ModelConfig, device: str = "cpu") -> torch.dt
 
 
 def load_weights(
-    model_dir: Path, config: ModelConfig, dtype: torch.dtype, device: str = "cpu", *, keep_quantized: bool = True
+    model_dir: Path, config: DecoderConfig, dtype: torch.dtype, device: str = "cpu", *, keep_quantized: bool = True
 ) -> ModelWeights:
     """Reads a checkpoint onto the device.
 
@@ -136,7 +136,7 @@ def load_weights(
 
 
 def allocate_weights(
-    config: ModelConfig, dtype: torch.dtype, device: str = "cpu"
+    config: DecoderConfig, dtype: torch.dtype, device: str = "cpu"
 ) -> tuple[ModelWeights, dict[str, Tensor]]:
     """Weights that hold anything, and by the checkpoint's names the places in them where its tensors go."""
     allocation = Allocation(config, dtype, device)
@@ -159,7 +159,7 @@ class Allocation:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DecoderConfig,
         dtype: torch.dtype,
         device: str,
         first_layer: int = 0,

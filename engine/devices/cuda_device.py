@@ -9,7 +9,7 @@ from core.config.engine import EngineConfig
 from core.errors import ConfigError
 from engine import cuda
 from engine.attention.step_sizes import StepSizes
-from engine.checkpoint.model_config import ModelConfig, resolve_max_model_len
+from engine.checkpoint.model_config import DecoderConfig, resolve_max_model_len
 from engine.checkpoint.weights import ModelWeights, load_weights, parse_dtype
 from engine.devices.device import Device, num_host_pool_blocks, num_pool_blocks
 from engine.devices.model_device import AUTO_SHARE, available_bytes
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 def load_device(
     model_dir: Path,
-    config: ModelConfig,
+    config: DecoderConfig,
     dtype_name: str,
     engine: EngineConfig,
     num_replicas: int,
@@ -80,7 +80,7 @@ def load_device(
     return Device(runner, context_len, token_bytes, num_blocks, num_host_blocks, copier)
 
 
-def _free_bytes(config: ModelConfig, weights: ModelWeights, engine: EngineConfig) -> int:
+def _free_bytes(config: DecoderConfig, weights: ModelWeights, engine: EngineConfig) -> int:
     """Bytes of the GPU that weights and the largest step leave free; that step's few KV blocks count as taken."""
     batch, sequences, num_blocks = largest_step(engine)
     dtype, size = weights.embedding.dtype, engine.kv_block_size

@@ -6,14 +6,14 @@ from tokenizers import Tokenizer
 
 from core.config.engine import EngineConfig
 from core.errors import ConfigError, InvalidValueError
-from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.model_config import DecoderConfig
 from engine.devices.device import Device, num_host_pool_blocks, num_pool_blocks
 from engine.devices.emulated import EmulatedCopier, EmulatedRunner
 from engine.sequence import Detokenizer
 from estimator.device_profile import DeviceProfile, find_device_profile
 
 
-def emulate_device(config: ModelConfig, tokenizer: Tokenizer, engine: EngineConfig, *, swaps: bool = False) -> Device:
+def emulate_device(config: DecoderConfig, tokenizer: Tokenizer, engine: EngineConfig, *, swaps: bool = False) -> Device:
     """A device whose work takes as long as its profile says. It uses only vocabulary and context of the model.
 
     Args:
@@ -33,7 +33,7 @@ def emulate_device(config: ModelConfig, tokenizer: Tokenizer, engine: EngineConf
     return Device(runner, context_len, profile.kv_bytes, num_blocks, num_host_blocks, copier)
 
 
-def text_token_ids(config: ModelConfig, tokenizer: Tokenizer) -> list[int]:
+def text_token_ids(config: DecoderConfig, tokenizer: Tokenizer) -> list[int]:
     """The tokens that are text and do not end an output.
 
     Raises:

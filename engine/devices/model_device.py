@@ -9,7 +9,7 @@ import torch
 
 from core.config.engine import EngineConfig
 from core.processors import compute_threads
-from engine.checkpoint.model_config import ModelConfig, resolve_max_model_len
+from engine.checkpoint.model_config import DecoderConfig, resolve_max_model_len
 from engine.checkpoint.weights import parse_dtype
 from engine.devices.device import Device, num_host_pool_blocks, num_pool_blocks
 from engine.kv.copiers import KVCopier
@@ -22,7 +22,7 @@ AUTO_SHARE = 0.2
 
 def load_device(
     model_dir: Path,
-    config: ModelConfig,
+    config: DecoderConfig,
     dtype_name: str,
     engine: EngineConfig,
     num_replicas: int,

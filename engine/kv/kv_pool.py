@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.model_config import DecoderConfig
 
 
 class KVPool:
@@ -22,7 +22,7 @@ class KVPool:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DecoderConfig,
         *,
         num_blocks: int,
         block_size: int,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from engine.attention.attention import StepAttention, StepLayout
-from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.model_config import DecoderConfig
 from engine.kv.kv_pool import KVPool
 from engine.models import fused
 from engine.models.model import DecoderLayers, linear
 
 
-def can_fuse(config: ModelConfig) -> bool:
+def can_fuse(config: DecoderConfig) -> bool:
     """Whether there are kernels for such layers."""
     return config.norm == "rms" and config.activation == "silu" and config.rotary is not None
 

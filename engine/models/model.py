@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.attention.attention import StepAttention, StepLayout
-from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.model_config import DecoderConfig
 from engine.checkpoint.quantized import QuantizedLinear
 from engine.checkpoint.rotary_config import RotaryConfig
 from engine.checkpoint.weights import LayerWeights, Matrix, ModelWeights, Norm
@@ -35,7 +35,7 @@ class DecoderModel:
         compiled: Let torch compile the operations between two attentions, once for all layers.
     """
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, max_len: int, *, compiled: bool = False) -> None:
+    def __init__(self, config: DecoderConfig, weights: ModelWeights, max_len: int, *, compiled: bool = False) -> None:
         self.config = config
         self.weights = weights
         self._layers = make_layers(config, weights.layers, max_len, weights.embedding, compiled=compiled)
@@ -60,7 +60,7 @@ def embed(layout: StepLayout, embedding: Tensor, positions: Tensor | None) -> Te
     return hidden
 
 
-def output_logits(rows: Tensor, config: ModelConfig, norm: Norm | None, lm_head: Tensor | QuantizedLinear) -> Tensor:
+def output_logits(rows: Tensor, config: DecoderConfig, norm: Norm | None, lm_head: Tensor | QuantizedLinear) -> Tensor:
     """Logits of rows behind the last layer, float32 ``[R, outputs of lm_head]``."""
     if norm is not None:
         rows = _norm(rows, norm, config)
@@ -69,7 +69,7 @@ def output_logits(rows: Tensor, config: ModelConfig, norm: Norm | None, lm_head:
 
 
 def make_layers(
-    config: ModelConfig, layers: Sequence[LayerWeights], max_len: int, like: Tensor, *, compiled: bool
+    config: DecoderConfig, layers: Sequence[LayerWeights], max_len: int, like: Tensor, *, compiled: bool
 ) -> DecoderLayers:
     """Layers of a whole model, in the fastest implementation for the device of ``like``; see ``DecoderLayers``."""
     if like.device.type == "cuda" and not compiled:
@@ -100,7 +100,7 @@ class DecoderLayers:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DecoderConfig,
         layers: Sequence[LayerWeights],
         max_len: int,
         like: Tensor,
@@ -169,7 +169,7 @@ class DecoderLayers:
         return linear(F.relu(up) if self.config.activation == "relu" else F.gelu(up), layer.down)
 
 
-def _norm(hidden: Tensor, norm: Norm, config: ModelConfig) -> Tensor:
+def _norm(hidden: Tensor, norm: Norm, config: DecoderConfig) -> Tensor:
     """RMSNorm's weight is multiplied after rounding to the model's dtype, as transformers does."""
     shape, eps = (config.hidden_size,), config.norm_eps
     if config.norm == "layer":

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from core.errors import IntegrityError
 from engine.attention.layout import check_row_tokens, fill_rows, find_sample_rows
-from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.model_config import DecoderConfig
 from engine.checkpoint.quantized import JoinedLinear, QuantizedLinear
 from engine.checkpoint.weights import LayerWeights, Linear, Matrix, ModelWeights, Norm
 from engine.kv.kv_pool import KVPool
@@ -137,7 +137,7 @@ class _Step(Structure):
     )
 
 
-def native_problem(config: ModelConfig, dtype: torch.dtype, block_size: int) -> str | None:
+def native_problem(config: DecoderConfig, dtype: torch.dtype, block_size: int) -> str | None:
     """Why the compiled step cannot run this model; None if it can."""
     if dtype not in _DTYPES:
         return f"dtype {dtype}: float32 and bfloat16 are compiled"
@@ -179,7 +179,7 @@ class NativeModel:
     """
 
     def __init__(
-        self, config: ModelConfig, weights: ModelWeights, pool: KVPool, max_len: int, num_threads: int
+        self, config: DecoderConfig, weights: ModelWeights, pool: KVPool, max_len: int, num_threads: int
     ) -> None:
         self._library = load_library()
         self._library.fs_failure.restype = c_char_p
@@ -243,7 +243,7 @@ class NativeModel:
             raise IntegrityError(f"positions {positions.min()}..{positions.max()} of {self._max_len}")
 
     def _config(
-        self, config: ModelConfig, weights: ModelWeights, pool: KVPool, max_len: int, num_threads: int
+        self, config: DecoderConfig, weights: ModelWeights, pool: KVPool, max_len: int, num_threads: int
     ) -> _Config:
         cos = sin = None
         if config.rotary is not None:
@@ -327,7 +327,7 @@ class NativeBackend:
     """
 
     def __init__(
-        self, config: ModelConfig, weights: ModelWeights, pool: KVPool, max_len: int, num_threads: int = 1
+        self, config: DecoderConfig, weights: ModelWeights, pool: KVPool, max_len: int, num_threads: int = 1
     ) -> None:
         self._model = NativeModel(config, weights, pool, max_len, num_threads)
         self._block_size = pool.block_size

@@ -15,7 +15,7 @@ import torch
 from core.config.engine import EngineConfig
 from core.errors import RankLost
 from core.processors import compute_threads
-from engine.checkpoint.model_config import ModelConfig, resolve_max_model_len
+from engine.checkpoint.model_config import DecoderConfig, resolve_max_model_len
 from engine.checkpoint.weights import CheckpointError, parse_dtype
 from engine.devices.device import Device, num_host_pool_blocks, num_pool_blocks
 from engine.devices.model_device import AUTO_SHARE, available_bytes
@@ -37,7 +37,7 @@ GATHER_TIMEOUT_S = 120.0
 
 def load_parallel_device(
     model_dir: Path,
-    config: ModelConfig,
+    config: DecoderConfig,
     dtype_name: str,
     engine: EngineConfig,
     num_replicas: int,
@@ -107,7 +107,7 @@ def load_parallel_device(
     return Device(runner, context_len, token_bytes, pools.num_blocks, pools.num_host_blocks, copier)
 
 
-def _size_pools(config: ModelConfig, setup: RankSetup, free: int, *, swaps: bool) -> RankPools:
+def _size_pools(config: DecoderConfig, setup: RankSetup, free: int, *, swaps: bool) -> RankPools:
     """Number of blocks that fit every rank, in ``free`` bytes by default."""
     engine, dtype = setup.engine, getattr(torch, setup.dtype)
     parts = [Part(config, setup.mesh, rank).config for rank in range(setup.mesh.size)]

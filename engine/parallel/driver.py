@@ -12,7 +12,7 @@ from torch import Tensor
 
 from core.errors import RankLost
 from engine.attention.layout import check_row_tokens, fill_rows, order_items
-from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.model_config import DecoderConfig
 from engine.kv.kv_pool import KVPool
 from engine.parallel.links import Link
 from engine.parallel.stage import Stage
@@ -209,7 +209,7 @@ class ParallelRunner(ModelRunner):
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DecoderConfig,
         pool: KVPool,
         backend: ParallelBackend,
         max_model_len: int,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from core.config.engine import EngineConfig
 from core.errors import ConfigError
-from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.model_config import DecoderConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Mesh:
     def rank_at(self, stage: int, column: int) -> int:
         return (self.pipeline - 1 - stage) * self.tensor + column
 
-    def check(self, config: ModelConfig) -> None:
+    def check(self, config: DecoderConfig) -> None:
         """Raises ConfigError if the model cannot be split so."""
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         if heads % self.tensor:
@@ -65,7 +65,7 @@ class Part:
             vocabulary head that it has. Where there are fewer key-value heads than columns, several columns share one.
     """
 
-    def __init__(self, whole: ModelConfig, mesh: Mesh, rank: int) -> None:
+    def __init__(self, whole: DecoderConfig, mesh: Mesh, rank: int) -> None:
         self.whole = whole
         self.mesh = mesh
         self.rank = rank
@@ -99,7 +99,7 @@ class Part:
         return range(head, head + 1)
 
 
-def check_parallel(mesh: Mesh, config: ModelConfig, engine: EngineConfig) -> None:
+def check_parallel(mesh: Mesh, config: DecoderConfig, engine: EngineConfig) -> None:
     """Raises ConfigError if the model cannot run so over several ranks."""
     mesh.check(config)
     if engine.profile:

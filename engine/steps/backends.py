@@ -13,7 +13,7 @@ from engine.attention.attention import AttentionBackend
 from engine.attention.layout import build_layout
 from engine.attention.step_sizes import StepSizes
 from engine.attention.torch_attention import TorchAttention
-from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.model_config import DecoderConfig
 from engine.checkpoint.weights import ModelWeights
 from engine.kv.kv_pool import KVPool
 from engine.models.model import DecoderModel
@@ -53,7 +53,7 @@ class TorchBackend:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DecoderConfig,
         weights: ModelWeights,
         pool: KVPool,
         max_len: int,
@@ -95,7 +95,7 @@ class GraphBackend(TorchBackend):
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DecoderConfig,
         weights: ModelWeights,
         pool: KVPool,
         max_len: int,
@@ -129,7 +129,7 @@ class GraphBackend(TorchBackend):
 
 
 def make_backend(
-    name: str, config: ModelConfig, weights: ModelWeights, pool: KVPool, max_len: int, num_threads: int = 1
+    name: str, config: DecoderConfig, weights: ModelWeights, pool: KVPool, max_len: int, num_threads: int = 1
 ) -> StepBackend:
     """The backend of that name on the CPU; ``auto`` is the compiled one where it is available.
 
@@ -155,7 +155,7 @@ def make_backend(
     return TorchBackend(config, weights, pool, max_len)
 
 
-def gpu_attention(name: str, config: ModelConfig, pool: KVPool, sizes: StepSizes) -> AttentionBackend:
+def gpu_attention(name: str, config: DecoderConfig, pool: KVPool, sizes: StepSizes) -> AttentionBackend:
     """Attention for a pool on a GPU, for the backend of that name; ``auto`` is xformers' where it is available.
 
     Args:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from core.request import Request, SamplingParams
 from engine.attention.layout import find_sample_rows, order_items
-from engine.checkpoint.model_config import ModelConfig, load_model_config, resolve_max_model_len
+from engine.checkpoint.model_config import DecoderConfig, load_model_config, resolve_max_model_len
 from engine.checkpoint.weights import load_weights
 from engine.kv.kv_pool import KVPool
 from engine.models.quantize import quantize_weights
@@ -47,7 +47,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DecoderConfig,
         pool: KVPool,
         backend: StepBackend,
         max_model_len: int,

@@ -19,7 +19,7 @@ from engine.attention.attention import AttentionBackend
 from engine.attention.step_sizes import StepSizes
 from engine.attention.torch_attention import TorchAttention
 from engine.attention.xformers_attention import PAGE_SIZE, XformersAttention
-from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.model_config import DecoderConfig
 from engine.checkpoint.weights import ModelWeights
 from engine.devices.cuda_device import load_device
 from engine.kv.copiers import HostBlocks, StreamCopier
@@ -52,7 +52,7 @@ def _memory() -> Iterator[None]:
 
 
 def make_runner(
-    config: ModelConfig,
+    config: DecoderConfig,
     weights: ModelWeights,
     attention: str,
     *,
@@ -81,8 +81,8 @@ def make_runner(
 
 
 @pytest.fixture
-def tiny(tmp_path: Path) -> Callable[..., tuple[ModelConfig, ModelWeights]]:
-    def make(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> tuple[ModelConfig, ModelWeights]:
+def tiny(tmp_path: Path) -> Callable[..., tuple[DecoderConfig, ModelWeights]]:
+    def make(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> tuple[DecoderConfig, ModelWeights]:
         config = model_config("tiny", tmp_path, **changes)
         return config, random_weights(config, dtype, "cuda")
 

@@ -41,7 +41,7 @@ from engine.attention.xformers_attention import (
     operator_problem,
     round_up,
 )
-from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.model_config import DecoderConfig
 from engine.checkpoint.weights import LayerWeights, load_weights
 from engine.kv.kv_pool import KVPool
 from engine.models import model
@@ -299,12 +299,12 @@ def test_sizes_repeat() -> None:
 
 
 def make_fused(
-    config: ModelConfig, layers: Sequence[LayerWeights], max_len: int, like: Tensor, *, compiled: bool
+    config: DecoderConfig, layers: Sequence[LayerWeights], max_len: int, like: Tensor, *, compiled: bool
 ) -> FusedLayers:
     return FusedLayers(config, layers, max_len, like)
 
 
-def tiny_config(directory: Path, **changes: Any) -> ModelConfig:
+def tiny_config(directory: Path, **changes: Any) -> DecoderConfig:
     shape: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
     return model_config("tiny", directory, **shape, **changes)
 

@@ -12,7 +12,7 @@ import transformers
 from core.errors import ConfigError, InvalidValueError
 from engine.checkpoint.architectures import ARCHITECTURES
 from engine.checkpoint.config_fields import UnsupportedModelError
-from engine.checkpoint.model_config import ModelConfig, load_model_config, resolve_max_model_len, resolve_model_dir
+from engine.checkpoint.model_config import DecoderConfig, load_model_config, resolve_max_model_len, resolve_model_dir
 from engine.checkpoint.rotary_config import LinearScaling, Llama3Scaling, LongScaling, RotaryConfig
 from tests.unit.engine.small_models import SHAPES, load_reference
 
@@ -33,7 +33,7 @@ def write(path: Path, config: dict, generation: dict | None = None) -> Path:
     return path
 
 
-def load(path: Path, architecture: str, **fields: object) -> ModelConfig:
+def load(path: Path, architecture: str, **fields: object) -> DecoderConfig:
     return load_model_config(write(path, {"architectures": [architecture], **fields}))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.model_config import DecoderConfig
 from engine.checkpoint.quantized import QuantizedLinear
 from engine.checkpoint.weights import LayerWeights, Linear, Matrix, ModelWeights, Norm
 from engine.models.rotary import rotary_tables
@@ -77,7 +77,7 @@ def layer_norm(x: np.ndarray, norm: Norm, eps: float) -> np.ndarray:
 class ExactStep:
     """A model whose rows are computed one way; ``dtype`` is that of the weights."""
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, max_len: int) -> None:
+    def __init__(self, config: DecoderConfig, weights: ModelWeights, max_len: int) -> None:
         self._config = config
         self._weights = weights
         self._dtype = weights.embedding.dtype

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from core.config.engine import EngineConfig
 from core.errors import ConfigError
-from engine.checkpoint.model_config import ModelConfig, load_model_config
+from engine.checkpoint.model_config import DecoderConfig, load_model_config
 from engine.checkpoint.weights import CheckpointError, LayerWeights, Linear, Matrix, load_weights
 from engine.parallel.memory import free_bytes, run_largest_step
 from engine.parallel.mesh import Mesh, Part, check_parallel
@@ -28,7 +28,7 @@ def shards(directory: Path, mesh: Mesh) -> tuple[list[Part], list[StageWeights]]
     return parts, [load_shard(directory, part, torch.float32) for part in parts]
 
 
-def outputs(config: ModelConfig, layer: LayerWeights, x: torch.Tensor) -> list[torch.Tensor]:
+def outputs(config: DecoderConfig, layer: LayerWeights, x: torch.Tensor) -> list[torch.Tensor]:
     """What each linear layer makes of ``x``: queries, keys, values, gate, up, cut apart."""
 
     def apply(linear: Matrix, sizes: list[int]) -> list[torch.Tensor]:

@@ -1,0 +1,132 @@
+"""A replica scheduler under test, and the messages that tests hand it."""
+
+from __future__ import annotations
+
+from core.messages.plans import FinishedSequence, Plan, SlotProgress, StepReport, WorkerReady, WorkerState
+from core.request import Request, SamplingParams, SequenceStatus
+from policies.compose import build_scheduler
+from policies.replica.events import (
+    Event,
+    Instruction,
+    RefuseRequest,
+    RequestEnded,
+    RequestsArrived,
+    SendPlan,
+    WorkerConnected,
+    WorkerReported,
+)
+from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
+from policies.settings import PolicySettings
+
+READY = WorkerReady("w", num_blocks=10, block_size=4, max_model_len=40, pool_limited=True, vocab_size=100)
+
+
+LEASE = 3
+
+
+def request(name: str, prompt: int = 4, out: int = 4, attempt: int = 0, resumed: int = 0) -> Request:
+    return Request(name, attempt, "i", (1,) * prompt, SamplingParams(out), (2,) * resumed)
+
+
+def state(
+    *held: tuple[Request, SlotProgress],
+    ended: tuple[str, ...] = (),
+    short: int = 0,
+    report_seq: int = 1,
+    lease: int = LEASE,
+    ready: WorkerReady = READY,
+) -> WorkerState:
+    """What a worker says when it is taken over."""
+    done = tuple(FinishedSequence(name, 0, SequenceStatus.FINISHED_STOPPED, 2) for name in ended)
+    progress = tuple(each for _, each in held)
+    report = StepReport(ready.worker_incarnation, lease, report_seq, 0, 0, short, progress, done, ())
+    return WorkerState(lease, ready, tuple(each for each, _ in held), report)
+
+
+class Harness:
+    """A scheduler whose integrity is checked after every event; keeps the latest plan."""
+
+    def __init__(
+        self,
+        max_num_seqs: int = 8,
+        standby_slots: int = 2,
+        worker: WorkerState | None = None,
+        *,
+        preset: str = "fcfs",
+        grant_lead_s: float = 0.0,
+    ) -> None:
+        limits = SchedulerLimits(max_num_seqs, standby_slots, grant_lead_s)
+        self.scheduler: ReplicaScheduler = build_scheduler(preset, limits, PolicySettings(watermark=1.0))
+        self.plans: list[Plan] = []
+        self.ended: list[RequestEnded] = []
+        self.refused: list[RefuseRequest] = []
+        self.now = 0.0
+        self.handle(WorkerConnected(worker or state()))
+
+    def handle(self, event: Event) -> None:
+        self.now += 1
+        if isinstance(event, WorkerConnected):
+            self.first_report = event.state.report.report_seq
+        for instruction in self.scheduler.handle(event, self.now):
+            match instruction:
+                case SendPlan(plan):
+                    self.plans.append(plan)
+                case RequestEnded():
+                    self.ended.append(instruction)
+                case RefuseRequest():
+                    self.refused.append(instruction)
+        self.scheduler.check_integrity()
+
+    def arrive(self, *requests: Request) -> None:
+        self.handle(RequestsArrived(requests))
+
+    def report(
+        self,
+        seq: int,
+        *progress: SlotProgress,
+        ended: tuple[str, ...] = (),
+        short: int = 0,
+        plan: int = 0,
+        lease: int = LEASE,
+    ) -> None:
+        """``seq`` counts from the report that came with the latest take-over."""
+        done = tuple(FinishedSequence(name, 0, SequenceStatus.FINISHED_STOPPED, 2) for name in ended)
+        plan_seq = plan or self.plans[-1].plan_seq
+        self.handle(
+            WorkerReported(StepReport("w", lease, self.first_report + seq, plan_seq, 0, short, progress, done, ()))
+        )
+
+    @property
+    def admitted(self) -> list[str]:
+        return [slot.request_id for slot in self.plans[-1].slots if not slot.standby]
+
+    @property
+    def standby(self) -> list[str]:
+        return [slot.request_id for slot in self.plans[-1].slots if slot.standby]
+
+
+def running(
+    name: str, output: int, blocks: int, preemptions: int = 0, *, attempt: int = 0, stalled: bool = False
+) -> SlotProgress:
+    return SlotProgress(name, attempt, SequenceStatus.RUNNING, preemptions, 4 + output, output, blocks, stalled=stalled)
+
+
+def waiting(name: str, preemptions: int = 0, *, attempt: int = 0, stalled: bool = False) -> SlotProgress:
+    return SlotProgress(name, attempt, SequenceStatus.WAITING, preemptions, 0, 0, 0, stalled=stalled)
+
+
+def names(h: Harness) -> list[str]:
+    return [slot.request_id for slot in h.plans[-1].slots]
+
+
+def shipped(h: Harness) -> list[str]:
+    return [slot.request_id for slot in h.plans[-1].slots if slot.request is not None]
+
+
+def ids(h: Harness, *keys: tuple[str, int]) -> list[str]:
+    """The unknown ones of these attempts."""
+    return [name for name, _ in h.scheduler.unknown(keys)]
+
+
+def told(h: Harness, report: StepReport) -> list[Instruction]:
+    return [each for each in h.scheduler.handle(WorkerReported(report), 10.0) if not isinstance(each, SendPlan)]
