@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import functools
+import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine.steps.model_runner import ModelRunner
 from tests.unit.engine.small_models import SHAPES, save_model
+
+POISON = 300
+"""The token of the broken model whose embedding is NaN."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -61,3 +67,14 @@ def make_runner(model_dir: Callable[[str], Path], request: pytest.FixtureRequest
         return runner
 
     return make
+
+
+@pytest.fixture(scope="module")
+def broken_dir(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Path:
+    """The tiny model, with NaN for the embedding of the token ``POISON``."""
+    out = tmp_path_factory.mktemp("broken") / "model"
+    shutil.copytree(tiny_model_dir, out)
+    weights = load_file(out / "model.safetensors")
+    weights["model.embed_tokens.weight"][POISON] = math.nan
+    save_file(weights, out / "model.safetensors", {"format": "pt"})
+    return out
