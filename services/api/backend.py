@@ -55,7 +55,7 @@ class GenerationBackend(Protocol):
             request: Without a name (``requests.unnamed_request``); the backend gives it one. ``explain`` finds its
                 decisions by its ``origin``.
             text: Its prompt, which the length predictor reads; None if it came as token ids.
-            key: What the access layer knows the client by; requests in flight are counted by it, too.
+            key: Name of the client's tenant, by which requests in flight are counted; empty where no keys are in use.
 
         Raises:
             CapacityError: Before the first delta: the service is full.

@@ -62,6 +62,7 @@ class ScriptedBackend:
         self.texts: list[PromptText | None] = []
         self.priorities: list[int] = []
         self.salts: list[str] = []
+        self.keys: list[str] = []
         self.is_healthy = True
         self.origins: list[Origin | None] = []
         self.traces: list[RequestTrace] = []
@@ -83,6 +84,7 @@ class ScriptedBackend:
         self.origins.append(request.origin)
         self.priorities.append(request.priority)
         self.salts.append(request.cache_salt)
+        self.keys.append(key)
         self.num_opened += 1
         try:
             for step in self._script(request.prompt_ids) if callable(self._script) else self._script:

@@ -98,7 +98,8 @@ async def test_large_requests_are_answered_as_small_ones_are(model_dir: Any, mon
     encoder = PromptEncoder(model_dir)
     async with open_workers(model_dir) as workers:
         app = build_app(ScriptedBackend(), encoder, workers=workers)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        transport, headers = httpx.ASGITransport(app), {"Content-Type": "application/json"}
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers) as client:
             paths = (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT))
             small = [await client.post(path, json=body) for path, body in paths]
             streamed = await client.post("/v1/completions", json={**COMPLETION, "stream": True})

@@ -70,11 +70,11 @@ def test_a_key_has_its_own_share() -> None:
     check = FirstCheck(dataclasses.replace(OFF, max_queued_requests_per_key=2, max_queued_tokens_per_key=50))
     check.heard(reply(_=(9, 900), a=(1, 10)))
     check.admit(request(), "a")
-    assert str(refused(check, request(), "a")) == "too many requests of your key in flight: 2, limit 2; retry in 1 s"
+    assert str(refused(check, request(), "a")) == "too many requests of your tenant in flight: 2, limit 2; retry in 1 s"
     check.admit(request(40), "b")
     assert (
         str(refused(check, request(11), "b"))
-        == "too many prompt tokens of your key in flight: 40, limit 50; retry in 1 s"
+        == "too many prompt tokens of your tenant in flight: 40, limit 50; retry in 1 s"
     )
     for _ in range(5):
         check.admit(request(900))  # no key, no share

@@ -143,7 +143,7 @@ async def test_what_is_in_flight_is_counted_over_all_ingress_replicas(tmp_path: 
             await anext(b.stream(_endless(5)))
         await streams.pop().aclose()
         await until(lambda: b._first_check.in_flight[0] == 4)
-        with pytest.raises(CapacityError, match="too many requests of your key in flight: 3, limit 3"):
+        with pytest.raises(CapacityError, match="too many requests of your tenant in flight: 3, limit 3"):
             await anext(b.stream(_endless(5), key="x"))
         streams.append(b.stream(_endless(5), key="y"))
         await anext(streams[-1])

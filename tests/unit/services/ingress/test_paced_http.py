@@ -15,6 +15,7 @@ import uvloop
 
 from core.config.server import ServerConfig
 from services.api.middleware import LoopPace
+from services.ingress.ingress import connection_limits
 from services.ingress.paced_http import ACCEPTED_PER_TURN, PacedServer, _find_listener
 from services.proxy.timed_http import ConnectionLimits
 
@@ -182,3 +183,10 @@ def test_many_connections_are_accepted_in_a_turn(new_loop: Callable[[], asyncio.
 
     with asyncio.Runner(loop_factory=new_loop) as runner:
         assert runner.run(turns_to_accept()) < count / 4
+
+
+def test_an_ingress_replica_does_not_count_the_connections_of_haproxy_as_those_of_one_client() -> None:
+    server = ServerConfig(max_connections_per_address=20, head_timeout_s=3.0)
+    behind = connection_limits(server, behind_haproxy=True)
+    assert (behind.per_address, behind.head_s) == (0, 3.0)
+    assert connection_limits(server, behind_haproxy=False) == ConnectionLimits.of(server)

@@ -23,6 +23,7 @@ from services.api.access.key_file import KeyFile, changed_key_file
 from services.api.access.keys import Role, Tenant
 from services.api.access.roles import ROLES, Everyone, RouteRoles
 from services.api.app import build_app
+from services.api.middleware import LARGE_BODY_BYTES
 from services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.access.access_support import (
     ADMIN_TOKEN,
@@ -254,6 +255,18 @@ def test_requests_in_flight_are_counted_until_they_end(guarded: GuardedServer, h
     deadline = time.monotonic() + LONG_S
     while http.post("/v1/completions", json=BODY, headers=headers).status_code != 200:  # until the server has noticed
         assert time.monotonic() < deadline
+
+
+def test_requests_in_flight_are_counted_by_the_name_of_the_tenant(guarded: GuardedServer, http: httpx.Client) -> None:
+    """Also those whose body is so large that another process reads it."""
+    del guarded.backend.keys[:], guarded.backend.salts[:]
+    small = json.dumps(BODY)
+    for name in ("acme-1", "acme-2", "serve"):
+        for content in (small, small + " " * LARGE_BODY_BYTES):
+            headers = guarded.bearer(name) | {"Content-Type": "application/json"}
+            assert http.post("/v1/completions", content=content, headers=headers).status_code == 200
+    assert guarded.backend.keys == ["acme"] * 4 + ["serve"] * 2
+    assert len(set(guarded.backend.salts)) == 2
 
 
 def test_a_tenant_is_in_the_salt_and_in_the_owner(guarded: GuardedServer, http: httpx.Client) -> None:
