@@ -276,7 +276,8 @@ class TooMuch(CapacityError):
 
 
 class FirstCheck:
-    """Counts by key what is in flight; a key is what the access layer knows a client by, "" without one."""
+    """Counts by key what is in flight; a key is the name of the tenant of an API key, "" where no
+    keys are in use."""
 
     def __init__(self, limits: ServerConfig) -> None:
         self._limits = limits
@@ -312,7 +313,7 @@ class FirstCheck:
             num = self._own_requests[key] + self._others_requests[key]
             tokens = self._own_tokens[key] + self._others_tokens[key]
             most = limits.max_queued_requests_per_key, limits.max_queued_tokens_per_key
-            self._check(num, tokens, request, " of your key", *most)
+            self._check(num, tokens, request, " of your tenant", *most)
         self._check_delay()
         self._count(key, request, 1)
 
