@@ -146,7 +146,7 @@ def farsight_command(model_dir: Path, options: Sequence[str]) -> ServerCommand:
     """
     port = free_port()
     words = [sys.executable, "-m", "services.cli", "serve", "--model", str(model_dir), "--port", str(port), *options]
-    return ServerCommand(words, port, model_dir.resolve().name)
+    return ServerCommand(words, port, model_dir.resolve().name.removesuffix(".gguf"))
 
 
 def free_port() -> int:
