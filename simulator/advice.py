@@ -32,7 +32,7 @@ MIN_WINDOW = 20
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Choice:
+class Setup:
     """A preset on a number of replicas."""
 
     num_replicas: int
@@ -50,13 +50,13 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One choice over the windows.
+    """One setup over the windows.
 
     Args:
         windows: By window the metrics of ``METRICS``; None where a run has no such number.
     """
 
-    choice: Choice
+    setup: Setup
     windows: tuple[Mapping[str, float | None], ...]
 
     def interval(self, metric: str) -> Interval | None:
@@ -82,9 +82,9 @@ class Advice:
     """What to run, and why.
 
     Attributes:
-        best: The recommended choice.
+        best: The recommended setup.
         rivals: Choices with as many replicas whose mean JCT the windows do not tell apart from the best one's.
-        holds: Whether the best choice keeps the target.
+        holds: Whether the best setup keeps the target.
         reason: One sentence.
         doubts: What the advice is uncertain of, one sentence each.
     """
@@ -112,9 +112,9 @@ def _within(found: Interval, most: float) -> Interval:
     return Interval(found.mean, max(0.0, found.low), min(most, found.high))
 
 
-def choices(presets: Sequence[str], max_replicas: int) -> list[Choice]:
+def setups(presets: Sequence[str], max_replicas: int) -> list[Setup]:
     """All presets on 1 to ``max_replicas`` replicas."""
-    return [Choice(replicas, preset) for replicas in range(1, max_replicas + 1) for preset in presets]
+    return [Setup(replicas, preset) for replicas in range(1, max_replicas + 1) for preset in presets]
 
 
 def cut_windows(arrivals: Workload, size: int, count: int) -> list[list[SimRequest]]:
@@ -141,26 +141,26 @@ def _moved(window: Workload) -> list[SimRequest]:
     return retime(window, [arrival.arrived_at - begin for arrival in window])
 
 
-def run_choice(experiment: Experiment, choice: Choice, window: Workload) -> dict[str, float | None]:
-    """The metrics of one choice on one window."""
-    chosen = replace(experiment, preset=choice.preset, num_replicas=choice.num_replicas)
+def run_setup(experiment: Experiment, setup: Setup, window: Workload) -> dict[str, float | None]:
+    """The metrics of one setup on one window."""
+    chosen = replace(experiment, preset=setup.preset, num_replicas=setup.num_replicas)
     summary = run(chosen, window).summary.to_dict()
     return {name: summary[name] for name in METRICS}
 
 
-def in_order(options: Sequence[Choice], num_windows: int) -> Iterator[tuple[int, Choice]]:
+def in_order(options: Sequence[Setup], num_windows: int) -> Iterator[tuple[int, Setup]]:
     """Runs in the order in which they tell most: a window is complete before the next one begins."""
     for index in range(num_windows):
-        for choice in options:
-            yield index, choice
+        for setup in options:
+            yield index, setup
 
 
 def complete(
-    results: Mapping[tuple[int, Choice], dict[str, float | None]], options: Sequence[Choice], num_windows: int
+    results: Mapping[tuple[int, Setup], dict[str, float | None]], options: Sequence[Setup], num_windows: int
 ) -> list[Measured]:
-    """What has been measured, over those windows that every choice has run."""
-    done = [index for index in range(num_windows) if all((index, choice) in results for choice in options)]
-    return [Measured(choice, tuple(results[index, choice] for index in done)) for choice in options if done]
+    """What has been measured, over those windows that every setup has run."""
+    done = [index for index in range(num_windows) if all((index, setup) in results for setup in options)]
+    return [Measured(setup, tuple(results[index, setup] for index in done)) for setup in options if done]
 
 
 def advise(measured: Sequence[Measured], target: float) -> Advice:
@@ -169,25 +169,25 @@ def advise(measured: Sequence[Measured], target: float) -> Advice:
     A mean JCT that the windows do not tell apart from the least counts as the least, for the default preset alone.
 
     Args:
-        measured: Each choice over the same windows, at least one.
+        measured: Each setup over the same windows, at least one.
         target: Share of requests that should keep the SLA, 0 to 1.
 
     Raises:
         InvalidValueError: No preset streams.
     """
-    streaming = [each for each in measured if PRESETS[each.choice.preset].mode == "continuous"]
+    streaming = [each for each in measured if PRESETS[each.setup.preset].mode == "continuous"]
     if not streaming:
-        raise InvalidValueError("presets", [each.choice.preset for each in measured], "one that streams, as fcfs")
+        raise InvalidValueError("presets", [each.setup.preset for each in measured], "one that streams, as fcfs")
     keeping = [each for each in streaming if each.keeps(target)]
     if keeping:
-        fewest = min(each.choice.num_replicas for each in keeping)
-        able = [each for each in keeping if each.choice.num_replicas == fewest]
-        quickest = min(able, key=lambda each: (each.mean("jct_s_mean"), each.choice))
+        fewest = min(each.setup.num_replicas for each in keeping)
+        able = [each for each in keeping if each.setup.num_replicas == fewest]
+        quickest = min(able, key=lambda each: (each.mean("jct_s_mean"), each.setup))
         alike = [each for each in able if each is quickest or not _told_apart(each, quickest)]
-        best = next((each for each in alike if each.choice.preset == DEFAULT), quickest)
+        best = next((each for each in alike if each.setup.preset == DEFAULT), quickest)
     else:
-        fewest = max(each.choice.num_replicas for each in streaming)
-        able = [each for each in streaming if each.choice.num_replicas == fewest]
+        fewest = max(each.setup.num_replicas for each in streaming)
+        able = [each for each in streaming if each.setup.num_replicas == fewest]
         best = max(able, key=lambda each: (each.mean("goodput_share"), -each.mean("jct_s_mean")))
     rivals = tuple(each for each in able if each is not best and not _told_apart(each, best))
     reason = _reason(best, able, fewest, target, holds=bool(keeping))
@@ -209,14 +209,14 @@ def _reason(best: Measured, able: Sequence[Measured], fewest: int, target: float
     if not holds:
         return (
             f"No preset keeps the targets for {100 * target:g} % of the requests, even on {count}; "
-            f"{best.choice.preset} comes nearest with {share}."
+            f"{best.setup.preset} comes nearest with {share}."
         )
     others = [each for each in able if each is not best]
     second = min(others, key=lambda each: each.mean("jct_s_mean"), default=None)
-    beside = "" if second is None else f", that of {second.choice.preset} {show(second.mean('jct_s_mean'))} s"
+    beside = "" if second is None else f", that of {second.setup.preset} {show(second.mean('jct_s_mean'))} s"
     fewer = "" if fewest == 1 else f", and on fewer no preset keeps them for {100 * target:g} %"
     return (
-        f"On {count} {best.choice.preset} keeps the targets for {share} of the requests{fewer}; "
+        f"On {count} {best.setup.preset} keeps the targets for {share} of the requests{fewer}; "
         f"its mean JCT is {show(best.mean('jct_s_mean'))} s{beside}."
     )
 
@@ -230,7 +230,7 @@ def _doubts(best: Measured, rivals: Sequence[Measured], target: float, *, holds:
             f"Over windows the share of good requests varies: the lower end of its interval is {100 * share.low:.1f} %."
         )
     if rivals:
-        names = ", ".join(each.choice.preset for each in rivals)
+        names = ", ".join(each.setup.preset for each in rivals)
         yield f"The windows do not tell its mean JCT apart from that of {names}."
 
 
@@ -238,17 +238,17 @@ def table(measured: Sequence[Measured], best: Measured) -> Table:
     """A row for each preset: by number of replicas the share of good requests and the mean JCT."""
     from rich.table import Table
 
-    counts = sorted({each.choice.num_replicas for each in measured})
+    counts = sorted({each.setup.num_replicas for each in measured})
     shown = Table("")
     for count in counts:
         name = "1 replica" if count == 1 else f"{count} replicas"
         shown.add_column(f"{name}: good %", justify="right")
         shown.add_column("JCT s, mean", justify="right")
         shown.add_column("p99", justify="right")
-    by_choice = {each.choice: each for each in measured}
-    for preset in dict.fromkeys(each.choice.preset for each in measured):
-        cells = [cell for count in counts for cell in _cells(by_choice[Choice(count, preset)])]
-        shown.add_row(preset, *cells, style="bold" if preset == best.choice.preset else None)
+    by_choice = {each.setup: each for each in measured}
+    for preset in dict.fromkeys(each.setup.preset for each in measured):
+        cells = [cell for count in counts for cell in _cells(by_choice[Setup(count, preset)])]
+        shown.add_row(preset, *cells, style="bold" if preset == best.setup.preset else None)
     return shown
 
 
@@ -270,13 +270,13 @@ def to_dict(measured: Sequence[Measured], advice: Advice) -> dict[str, Any]:
     """For programs; the keys are a contract."""
     return {
         "options": [
-            {"preset": each.choice.preset, "replicas": each.choice.num_replicas}
+            {"preset": each.setup.preset, "replicas": each.setup.num_replicas}
             | {name: _interval_dict(each.interval(name)) for name in METRICS}
             for each in measured
         ],
-        "recommended": {"preset": advice.best.choice.preset, "replicas": advice.best.choice.num_replicas},
+        "recommended": {"preset": advice.best.setup.preset, "replicas": advice.best.setup.num_replicas},
         "holds": advice.holds,
-        "not_told_apart": [each.choice.preset for each in advice.rivals],
+        "not_told_apart": [each.setup.preset for each in advice.rivals],
         "reason": advice.reason,
         "uncertain": list(advice.doubts),
         "windows": len(advice.best.windows),

@@ -19,13 +19,13 @@ def write_picture(path: Path, measured: Sequence[Measured], advice: Advice, targ
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    presets = list(dict.fromkeys(each.choice.preset for each in measured))
-    best = advice.best.choice
+    presets = list(dict.fromkeys(each.setup.preset for each in measured))
+    best = advice.best.setup
     figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
     all_axes = figure.subplots(1, len(_PANELS))
     for axes, (metric, label, scale) in zip(all_axes, _PANELS, strict=True):
         for index, preset in enumerate(presets):
-            rows = [each for each in measured if each.choice.preset == preset]
+            rows = [each for each in measured if each.setup.preset == preset]
             _draw(axes, index, rows, metric, scale, heavy=preset == best.preset)
         axes.set_xlabel("replicas")
         axes.set_ylabel(label)
@@ -42,13 +42,13 @@ def write_picture(path: Path, measured: Sequence[Measured], advice: Advice, targ
 
 def _draw(axes: Any, index: int, rows: Sequence[Measured], metric: str, scale: float, *, heavy: bool) -> None:
     """One preset's line; a step to the side keeps the bars of presets apart."""
-    found = [(each.choice.num_replicas, each.interval(metric)) for each in rows]
+    found = [(each.setup.num_replicas, each.interval(metric)) for each in rows]
     points = [(count, interval) for count, interval in found if interval is not None]
     axes.errorbar(
         [count + _STEP * index for count, _ in points],
         [scale * interval.mean for _, interval in points],
         yerr=[[scale * width for width in side] for side in _widths([interval for _, interval in points])],
-        label=rows[0].choice.preset,
+        label=rows[0].setup.preset,
         linewidth=2.5 if heavy else 1.0,
         alpha=1.0 if heavy else 0.6,
         marker="o",

@@ -30,7 +30,7 @@ from services.commands.simulate import (
 )
 
 if TYPE_CHECKING:
-    from simulator.advice import Advice, Choice, Measured
+    from simulator.advice import Advice, Measured, Setup
     from simulator.experiment import Experiment
     from simulator.traffic.workload import SimRequest, Workload
 
@@ -83,7 +83,7 @@ def advise(
         if not 0 < good <= 1:
             raise ConfigError("--good", good, "a share above 0, at most 1")
         from simulator.advice import advise as judge
-        from simulator.advice import choices, cut_windows, table, to_dict
+        from simulator.advice import cut_windows, setups, table, to_dict
         from simulator.experiment import Experiment
         from simulator.results import to_json
         from simulator.summary import Sla
@@ -102,7 +102,7 @@ def advise(
             sla=Sla(sla_ttft, sla_mtpot),
         )
         parts = cut_windows(_arrivals(experiment, requests * windows), requests, windows)
-        options = choices(names, max_replicas)
+        options = setups(names, max_replicas)
         measured = _measure(experiment, options, parts, seconds)
         advice = judge(measured, good)
         if plot is not None:
@@ -167,28 +167,28 @@ def _is_sqlite(path: Path) -> bool:
         return False
 
 
-_Results = dict[tuple[int, "Choice"], dict[str, float | None]]
+_Results = dict[tuple[int, "Setup"], dict[str, float | None]]
 
 
 def _measure(
-    experiment: Experiment, options: Sequence[Choice], parts: Sequence[list[SimRequest]], seconds: float
+    experiment: Experiment, options: Sequence[Setup], parts: Sequence[list[SimRequest]], seconds: float
 ) -> list[Measured]:
     """Runs windows side by side on all processors until the time is over; the first window always to its end."""
     from core.children import worker_pool
     from core.processors import usable_processors
-    from simulator.advice import complete, in_order, run_choice
+    from simulator.advice import complete, in_order, run_setup
 
     runs = in_order(options, len(parts))
     end = time.monotonic() + seconds
     results: _Results = {}
-    under_way: dict[Future[dict[str, float | None]], tuple[int, Choice]] = {}
+    under_way: dict[Future[dict[str, float | None]], tuple[int, Setup]] = {}
     jobs = max(1, usable_processors())
     with worker_pool(jobs) as pool, progress_bar(None) as tell:
         while True:
-            for index, choice in runs:
+            for index, setup in runs:
                 if index and time.monotonic() > end:
                     break
-                under_way[pool.submit(run_choice, experiment, choice, parts[index])] = (index, choice)
+                under_way[pool.submit(run_setup, experiment, setup, parts[index])] = (index, setup)
                 if len(under_way) >= 2 * jobs:
                     break
             if not under_way:
@@ -197,7 +197,7 @@ def _measure(
             _tell(tell, results, parts)
 
 
-def _collect(under_way: dict[Future[dict[str, float | None]], tuple[int, Choice]], results: _Results) -> None:
+def _collect(under_way: dict[Future[dict[str, float | None]], tuple[int, Setup]], results: _Results) -> None:
     ended, _ = wait(under_way, return_when=FIRST_COMPLETED)
     for future in ended:
         results[under_way.pop(future)] = future.result()
@@ -209,7 +209,7 @@ def _tell(tell: Callable[[int], None] | None, results: _Results, parts: Sequence
 
 
 def _say(advice: Advice, window: int, *, modelled: bool) -> None:
-    best = advice.best.choice
+    best = advice.best.setup
     typer.echo(f"Advised: farsight serve --preset {best.preset} --replicas {best.num_replicas}")
     typer.echo(f"Why: {advice.reason}")
     for doubt in advice.doubts:

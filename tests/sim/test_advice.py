@@ -11,15 +11,15 @@ from core.errors import InvalidValueError
 from simulator.advice import (
     DEFAULT,
     METRICS,
-    Choice,
     Measured,
+    Setup,
     advise,
-    choices,
     complete,
     cut_windows,
     in_order,
     interval,
-    run_choice,
+    run_setup,
+    setups,
     to_dict,
 )
 from simulator.experiment import Experiment, make_arrivals
@@ -29,7 +29,7 @@ def measured(preset: str, replicas: int, good: list[float], jct: list[float]) ->
     rows: list[dict[str, float | None]] = []
     for share, seconds in zip(good, jct, strict=True):
         rows.append({**dict.fromkeys(METRICS, 1.0), "goodput_share": share, "jct_s_mean": seconds})
-    return Measured(Choice(replicas, preset), tuple(rows))
+    return Measured(Setup(replicas, preset), tuple(rows))
 
 
 def test_fewest_replicas_that_keep_the_target_and_among_them_the_quickest() -> None:
@@ -41,7 +41,7 @@ def test_fewest_replicas_that_keep_the_target_and_among_them_the_quickest() -> N
         measured("fcfs", 3, [1.0, 1.0, 1.0], [1.0, 1.1, 1.2]),
     ]
     advice = advise(rows, 0.99)
-    assert advice.best.choice == Choice(2, "farsight")
+    assert advice.best.setup == Setup(2, "farsight")
     assert advice.holds
     assert advice.rivals == ()
     assert advice.reason == (
@@ -53,15 +53,15 @@ def test_fewest_replicas_that_keep_the_target_and_among_them_the_quickest() -> N
 def test_default_preset_where_the_windows_do_not_tell_it_apart() -> None:
     rows = [measured(DEFAULT, 1, [1.0] * 3, [2.0, 3.0, 2.5]), measured("farsight", 1, [1.0] * 3, [2.1, 2.8, 2.5])]
     advice = advise(rows, 0.9)
-    assert advice.best.choice.preset == DEFAULT
-    assert [each.choice.preset for each in advice.rivals] == ["farsight"]
+    assert advice.best.setup.preset == DEFAULT
+    assert [each.setup.preset for each in advice.rivals] == ["farsight"]
     assert any("do not tell" in doubt for doubt in advice.doubts)
 
 
 def test_nothing_keeps_the_target() -> None:
     rows = [measured("fcfs", 1, [0.5, 0.4], [9.0, 9.0]), measured("farsight", 1, [0.8, 0.7], [9.0, 9.0])]
     advice = advise(rows, 0.99)
-    assert advice.best.choice.preset == "farsight"
+    assert advice.best.setup.preset == "farsight"
     assert not advice.holds
     assert advice.reason.startswith("No preset keeps the targets for 99 % of the requests, even on 1 replica;")
 
@@ -74,7 +74,7 @@ def test_a_lower_end_below_the_target_is_said() -> None:
 
 def test_presets_that_return_outputs_whole_are_not_advised() -> None:
     rows = [measured("magnus", 1, [1.0, 1.0], [0.1, 0.1]), measured("fcfs", 1, [1.0, 1.0], [1.0, 1.0])]
-    assert advise(rows, 0.9).best.choice.preset == "fcfs"
+    assert advise(rows, 0.9).best.setup.preset == "fcfs"
     with pytest.raises(InvalidValueError, match="one that streams"):
         advise(rows[:1], 0.9)
 
@@ -94,7 +94,7 @@ def test_intervals_stay_within_what_a_share_can_be() -> None:
 
 
 def test_only_windows_that_every_choice_has_run_count() -> None:
-    options = choices(["fcfs", "farsight"], 2)
+    options = setups(["fcfs", "farsight"], 2)
     runs = list(in_order(options, 2))
     assert [index for index, _ in runs] == [0] * 4 + [1] * 4
     row: dict[str, float | None] = dict.fromkeys(METRICS, 1.0)
@@ -118,8 +118,8 @@ def test_windows_are_spread_over_the_traffic_and_begin_at_zero() -> None:
 def test_more_replicas_help_a_real_overload() -> None:
     experiment = Experiment(rate=12.0, num_requests=120, predictor="history")
     (window,) = cut_windows(make_arrivals(experiment), 120, 1)
-    options = choices(["fcfs"], 3)
-    results = {(0, choice): run_choice(experiment, choice, window) for choice in options}
+    options = setups(["fcfs"], 3)
+    results = {(0, setup): run_setup(experiment, setup, window) for setup in options}
     rows = complete(results, options, 1)
     means = [row.mean("jct_s_mean") for row in rows]
     assert means == sorted(means, reverse=True)
