@@ -81,6 +81,9 @@ class SamplingRunner:
     def begin(self, batch: StepBatch, sequences: dict[str, Sequence]) -> None:
         self._runner.begin(batch, sequences)
 
+    def look_ahead(self, batch: StepBatch, sequences: dict[str, Sequence]) -> None:
+        self._runner.look_ahead(batch, sequences)
+
     def rest(self) -> None:
         self._runner.rest()
 

@@ -44,6 +44,10 @@ class Runner(Protocol):
 
     def execute(self, batch: StepBatch, sequences: dict[str, Sequence]) -> list[int | None]: ...
 
+    def look_ahead(self, batch: StepBatch, sequences: dict[str, Sequence]) -> None:
+        """Gets a step ready that is likely to follow the one that computes; in another thread, meanwhile."""
+        ...
+
     def fault(self, error: Exception) -> StepFault:
         """What the error of a failed ``execute`` says about the device."""
         ...
@@ -209,6 +213,15 @@ class Worker:
     def execute(self, batch: StepBatch) -> list[int | None]:
         """The new token of each item that samples. The slow part; touches nothing but the model and its pool."""
         return self.runner.execute(batch, self._sequences)
+
+    def look_ahead(self, batch: StepBatch) -> None:
+        """Gets the next step ready while ``execute`` computes this one in another thread.
+
+        Nothing changes: ``begin_step`` picks the same step as without it, sooner.
+        """
+        following = self.executor.step_after(batch)
+        if following is not None:
+            self.runner.look_ahead(following, self._sequences)
 
     def finish_step(self, batch: StepBatch, tokens: list[int | None], duration_s: float = 0.0) -> list[Output]:
         """Books the step and returns the new output for the clients."""

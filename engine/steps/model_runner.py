@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from core.request import Request, SamplingParams
+from engine.attention.decode_inputs import DecodeInputs
 from engine.attention.layout import find_sample_rows, order_items
 from engine.checkpoint.model_config import DecoderConfig, load_model_config, resolve_max_model_len
 from engine.checkpoint.weights import load_weights
@@ -32,6 +34,20 @@ from kvcache import StepBatch
 
 _PADS = "\0pads"
 """Request id of the padding; no real request id contains a NUL."""
+
+
+class _Ready(NamedTuple):
+    """A step that only decodes, made ready before its time.
+
+    Attributes:
+        order: Of the items of ``batch`` in ``inputs``.
+        plain: Whether the likeliest token of each is all that is wanted (``SamplingParams.plain``).
+    """
+
+    batch: StepBatch
+    order: list[int]
+    inputs: DecodeInputs
+    plain: bool
 
 
 class ModelRunner:
@@ -62,6 +78,7 @@ class ModelRunner:
         self._careful = careful
         self._is_lost = is_lost
         self._sampler = sampler or Sampler(config.eos_token_ids)
+        self._ready: _Ready | None = None
         self._pads = Sequence.of(Request(_PADS, 0, "", (0,) * max_model_len, SamplingParams(1)))
 
     @classmethod
@@ -101,6 +118,18 @@ class ModelRunner:
     def begin(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> None:
         """Does nothing: there is one step at a time."""
 
+    def look_ahead(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> None:
+        """Makes the inputs of a step that only decodes, while the step before it computes in another thread.
+
+        ``execute`` of this very batch then takes them.
+        """
+        taking_part = [sequences[item.request_id] for item in batch.items]
+        if any(sequence.prompt_logprobs is not None for sequence in taking_part):
+            return
+        order = order_items(batch)
+        inputs = DecodeInputs.ahead([batch.items[i] for i in order], sequences, self.pool.block_size)
+        self._ready = _Ready(batch, order, inputs, all(sequence.sampling.plain for sequence in taking_part))
+
     def execute(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> list[int | None]:
         """Runs a step and samples.
 
@@ -130,6 +159,9 @@ class ModelRunner:
 
     def _execute(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> list[int | None]:
         """Like ``execute``, in one go."""
+        ready = self._ready
+        if ready is not None and ready.batch is batch:
+            return self._execute_ready(ready, sequences)
         num_items = len(batch.items)
         if batch.padding.items:
             batch, sequences = self._with_padding(batch, sequences)
@@ -147,6 +179,19 @@ class ModelRunner:
             failures = self._sample(step, sampled, batch, sequences, tokens, logprobs)
         del tokens[num_items:]
         failures = {i: failure for i, failure in failures.items() if i < num_items}  # pads need no tokens
+        return LoggedTokens(tokens, logprobs, failures) if logprobs or failures else tokens
+
+    def _execute_ready(self, ready: _Ready, sequences: Mapping[str, Sequence]) -> list[int | None]:
+        """Like ``execute`` of a step whose items all sample."""
+        ready.inputs.complete()
+        step = self.backend.run_ready(ready.inputs)
+        tokens: list[int | None] = [None] * len(ready.order)
+        if ready.plain and step.best is not None and NO_TOKEN not in step.best:
+            for i, token in zip(ready.order, step.best, strict=True):
+                tokens[i] = token
+            return tokens
+        logprobs: dict[int, ItemLogprobs] = {}
+        failures = self._sample(step, ready.order, ready.batch, sequences, tokens, logprobs)
         return LoggedTokens(tokens, logprobs, failures) if logprobs or failures else tokens
 
     def _with_padding(
