@@ -1,14 +1,15 @@
 """Where the time of the engine's steps goes: ``python -m benchmarks.step_timing --model DIR --threads 1 3``.
 
 As a program it prints what the host takes between two compiled calls of a full batch that decodes, and its share of the
-step. The worker's own loop runs the steps; what a live worker does on other threads meanwhile (text, reports, plans) is
-done between two steps here, and does not count.
+step. The worker's own loop runs the steps. What a live worker does on other threads (text, reports, plans) does not count
+where it is done between two steps here.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,8 +43,11 @@ class TimedRunner:
     def begin(self, batch: StepBatch, sequences: dict[str, Sequence]) -> None:
         self._runner.begin(batch, sequences)
 
-    def look_ahead(self, batch: StepBatch, sequences: dict[str, Sequence]) -> None:
-        self._runner.look_ahead(batch, sequences)
+    def look_ahead(self, batch: StepBatch, sequences: dict[str, Sequence]) -> bool:
+        return self._runner.look_ahead(batch, sequences)
+
+    def go_on(self, batch: StepBatch, token_ids: list[int]) -> None:
+        self._runner.go_on(batch, token_ids)
 
     def execute(self, batch: StepBatch, sequences: dict[str, Sequence]) -> list[int | None]:
         began = time.perf_counter()
@@ -124,6 +128,7 @@ class HostTimes:
         self._engine = engine
         self._batch = batch
         self._away_s = 0.0
+        self._stepper = threading.current_thread()
         self._ended_at: float | None = None
         self._last = 0.0, 0.0
 
@@ -155,7 +160,8 @@ class HostTimes:
         if step.sample.decode_seqs == self._batch and not step.sample.prefill_tokens:
             for times, last_s in zip((self.call_s, self.host_s), self._last, strict=True):
                 times.append(last_s)
-        self._away_s = time.perf_counter() - began_at
+        if threading.current_thread() is self._stepper:
+            self._away_s = time.perf_counter() - began_at
 
 
 def _measure(model: Path, batch: int, num_threads: int, num_tokens: int, weights: str) -> dict[str, float]:

@@ -152,8 +152,15 @@ class PlanExecutor(ABC):
     def step_after(self, batch: StepBatch) -> StepBatch | None:
         """The step after this one, which computes, if that can be said already.
 
-        ``next_batch`` returns this very object if nothing has happened until then: no plan, no end, no copy. It may
-        name blocks that its sequences get only there, at positions that begin a block.
+        ``next_batch`` and ``begin_after`` return this very object if nothing has happened until then: no plan, no end,
+        no copy. Sequences that begin a block get it only there.
+        """
+        return None
+
+    def begin_after(self, batch: StepBatch) -> StepBatch | None:
+        """The step after this one, which has been computed but not booked, ends no sequence, and is booked next.
+
+        None if it must be booked first, and the next step be chosen then.
         """
         return None
 

@@ -44,13 +44,15 @@ class _StepAhead:
     """The step that follows another if nothing happens.
 
     Attributes:
+        after: The other.
         revision: ``PlanExecutor.revision`` when it was made.
-        turning: Those of its sequences that begin a block.
+        turning: Ids of its sequences that begin a block, and their length with the token that it computes.
     """
 
+    after: StepBatch
     batch: StepBatch
     revision: int
-    turning: list[SequenceState]
+    turning: list[tuple[str, int]]
 
 
 @dataclass(slots=True)
@@ -169,9 +171,9 @@ class LeaseExecutor(PlanExecutor):
 
     def next_batch(self) -> StepBatch | None:
         """See ``PlanExecutor.next_batch``."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead.revision == self.revision and self._open_blocks(ahead):
-            return ahead.batch
+        ahead = None if self._ahead is None else self.begin_after(self._ahead.after)
+        if ahead is not None:
+            return ahead
         if self.host is not None:
             self._begin_offloads(self.host)
         draft = self._select(self._held.values(), within_grants=True)
@@ -224,13 +226,17 @@ class LeaseExecutor(PlanExecutor):
                 return None
             items.append(item._replace(start=item.start + 1))
             if (item.start + 1) % self.blocks.block_size == 0:
-                turning.append(held)
-        self._ahead = _StepAhead(StepBatch(tuple(items)), self.revision, turning)
+                turning.append((item.request_id, item.start + 2))
+        self._ahead = _StepAhead(batch, StepBatch(tuple(items)), self.revision, turning)
         return self._ahead.batch
 
-    def _open_blocks(self, ahead: _StepAhead) -> bool:
-        """Gives each sequence the block that it begins; False if there are too few."""
-        return all(self.blocks.grow(held.request_id, held.num_tokens) is not None for held in ahead.turning)
+    def begin_after(self, batch: StepBatch) -> StepBatch | None:
+        """See ``PlanExecutor.begin_after``."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or ahead.after is not batch or ahead.revision != self.revision:
+            return None
+        fits = all(self.blocks.grow(request_id, length) is not None for request_id, length in ahead.turning)
+        return ahead.batch if fits else None
 
     def _continue(self, held: SequenceState, wanted: int, draft: BatchDraft) -> None:
         num_tokens = min(wanted, draft.tokens_left)

@@ -52,16 +52,16 @@ class DecodeInputs:
         token_ids = [sequences[item.request_id].token_ids for item in items]
         return cls(items, rows, lengths, tables, turning, token_ids, block_size)
 
-    def complete(self) -> None:
+    def complete(self, token_ids: list[int] | None = None) -> None:
         """Writes the tokens and blocks that have come with the step before.
+
+        Args:
+            token_ids: The token of each item, if its sequence does not have it yet.
 
         Raises:
             IntegrityError: An item asks for tokens or blocks that are not there.
         """
-        try:
-            self.rows[0] = [tokens[item.start] for tokens, item in zip(self._token_ids, self.items, strict=True)]
-        except IndexError:
-            raise IntegrityError("a step that decodes asks for tokens that are not there") from None
+        self.rows[0] = self._last_tokens() if token_ids is None else token_ids
         for i in self.turning:
             item = self.items[i]
             block = item.start // self._block_size
@@ -69,6 +69,12 @@ class DecodeInputs:
                 raise _too_few_blocks(item, self._block_size)
             _fill_table(self.tables[i], item, self._block_size)
             self.rows[2, i] = item.blocks[block] * self._block_size
+
+    def _last_tokens(self) -> list[int]:
+        try:
+            return [tokens[item.start] for tokens, item in zip(self._token_ids, self.items, strict=True)]
+        except IndexError:
+            raise IntegrityError("a step that decodes asks for tokens that are not there") from None
 
 
 def _fill_table(row: np.ndarray, item: StepItem, block_size: int) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from core.errors import IntegrityError
 from core.request import Request, SamplingParams
 from engine.attention.decode_inputs import DecodeInputs
 from engine.attention.layout import find_sample_rows, order_items
@@ -36,18 +37,21 @@ _PADS = "\0pads"
 """Request id of the padding; no real request id contains a NUL."""
 
 
-class _Ready(NamedTuple):
+@dataclass(slots=True)
+class _Ready:
     """A step that only decodes, made ready before its time.
 
     Attributes:
         order: Of the items of ``batch`` in ``inputs``.
         plain: Whether the likeliest token of each is all that is wanted (``SamplingParams.plain``).
+        token_ids: The last known token of each item of ``batch``, if its sequence does not have it yet.
     """
 
     batch: StepBatch
     order: list[int]
     inputs: DecodeInputs
     plain: bool
+    token_ids: list[int] | None = None
 
 
 class ModelRunner:
@@ -118,17 +122,28 @@ class ModelRunner:
     def begin(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> None:
         """Does nothing: there is one step at a time."""
 
-    def look_ahead(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> None:
+    def look_ahead(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> bool:
         """Makes the inputs of a step that only decodes, while the step before it computes in another thread.
 
         ``execute`` of this very batch then takes them.
+
+        Returns:
+            Whether the step can also be executed before the one before it is booked, after ``go_on``: not where
+            sampling looks at the tokens so far.
         """
         taking_part = [sequences[item.request_id] for item in batch.items]
         if any(sequence.prompt_logprobs is not None for sequence in taking_part):
-            return
+            return False
         order = order_items(batch)
         inputs = DecodeInputs.ahead([batch.items[i] for i in order], sequences, self.pool.block_size)
         self._ready = _Ready(batch, order, inputs, all(sequence.sampling.plain for sequence in taking_part))
+        return not any(sequence.sampling.adjusts for sequence in taking_part)
+
+    def go_on(self, batch: StepBatch, token_ids: list[int]) -> None:
+        """Says the last known token of each item of a step that ``look_ahead`` has got ready."""
+        if self._ready is None or self._ready.batch is not batch:
+            raise IntegrityError("a step goes on that was not got ready")
+        self._ready.token_ids = token_ids
 
     def execute(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> list[int | None]:
         """Runs a step and samples.
@@ -183,7 +198,8 @@ class ModelRunner:
 
     def _execute_ready(self, ready: _Ready, sequences: Mapping[str, Sequence]) -> list[int | None]:
         """Like ``execute`` of a step whose items all sample."""
-        ready.inputs.complete()
+        known = ready.token_ids
+        ready.inputs.complete(None if known is None else [known[i] for i in ready.order])
         step = self.backend.run_ready(ready.inputs)
         tokens: list[int | None] = [None] * len(ready.order)
         if ready.plain and step.best is not None and NO_TOKEN not in step.best:
