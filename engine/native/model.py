@@ -346,7 +346,7 @@ class NativeBackend:
         return StepLogits(logits, best.tolist())
 
     def run_ready(self, inputs: DecodeInputs) -> StepLogits:
-        """See ``engine.steps.backends.StepBackend.run_ready``."""
+        """See ``engine.steps.backends.ReadyBackend.run_ready``."""
         sample_rows = np.arange(len(inputs.items), dtype=np.int64)
         logits, best = self._model.forward(NativeStep(inputs.rows, inputs.lengths, inputs.tables, sample_rows))
         return StepLogits(logits, best.tolist())

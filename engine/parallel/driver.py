@@ -229,10 +229,6 @@ class ParallelRunner(ModelRunner):
         order = self._begin(batch, own) if self.careful.fits(batch) else None
         self._begun.append(_Begun(batch, own, order))
 
-    def look_ahead(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> bool:
-        """Does nothing: other ranks get each step as an order, which ``begin`` makes."""
-        return False
-
     def _begin(self, batch: StepBatch, own: Mapping[str, Sequence]) -> StepOrder:
         padded, shown = self._with_padding(batch, own) if batch.padding.items else (batch, own)
         order = order_items(padded)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -48,6 +48,11 @@ class StepBackend(Protocol):
         """
         ...
 
+
+@runtime_checkable
+class ReadyBackend(StepBackend, Protocol):
+    """A model that also runs steps whose inputs others have made."""
+
     def run_ready(self, inputs: DecodeInputs) -> StepLogits:
         """Runs a step that only decodes and whose inputs are ready.
 
@@ -88,7 +93,7 @@ class TorchBackend:
 
     @torch.inference_mode()
     def run_ready(self, inputs: DecodeInputs) -> StepLogits:
-        """See ``StepBackend.run_ready``."""
+        """See ``ReadyBackend.run_ready``."""
         check_row_tokens(inputs.rows, self._model.config.vocab_size)
         return self._forward(layout_of(inputs.items, inputs.rows, self._pool.block_size, self._pool.device))
 
@@ -147,7 +152,7 @@ class GraphBackend(TorchBackend):
         return StepLogits(*self._graphs.run(size, inputs))
 
     def run_ready(self, inputs: DecodeInputs) -> StepLogits:
-        """See ``StepBackend.run_ready``."""
+        """See ``ReadyBackend.run_ready``."""
         size = self._graphs.find(inputs.items)
         return super().run_ready(inputs) if size is None else StepLogits(*self._graphs.run(size, inputs))
 

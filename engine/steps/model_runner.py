@@ -29,7 +29,7 @@ from engine.sampling.sampler import (
 )
 from engine.sequence import Sequence
 from engine.step_fault import StepFault
-from engine.steps.backends import StepBackend, make_backend
+from engine.steps.backends import ReadyBackend, StepBackend, make_backend
 from engine.steps.careful_steps import CarefulSteps, fault_of
 from kvcache import StepBatch
 
@@ -42,7 +42,8 @@ class _Ready:
     """A step that only decodes, made ready before its time.
 
     Attributes:
-        order: Of the items of ``batch`` in ``inputs``.
+        order: Indices in ``batch`` of the items of ``inputs``.
+        run: ``ReadyBackend.run_ready``.
         plain: Whether the likeliest token of each is all that is wanted (``SamplingParams.plain``).
         token_ids: The last known token of each item of ``batch``, if its sequence does not have it yet.
     """
@@ -50,6 +51,7 @@ class _Ready:
     batch: StepBatch
     order: list[int]
     inputs: DecodeInputs
+    run: Callable[[DecodeInputs], StepLogits]
     plain: bool
     token_ids: list[int] | None = None
 
@@ -132,11 +134,13 @@ class ModelRunner:
             sampling looks at the tokens so far.
         """
         taking_part = [sequences[item.request_id] for item in batch.items]
-        if any(sequence.prompt_logprobs is not None for sequence in taking_part):
+        if not isinstance(self.backend, ReadyBackend) or any(each.prompt_logprobs is not None for each in taking_part):
             return False
         order = order_items(batch)
         inputs = DecodeInputs.ahead([batch.items[i] for i in order], sequences, self.pool.block_size)
-        self._ready = _Ready(batch, order, inputs, all(sequence.sampling.plain for sequence in taking_part))
+        self._ready = _Ready(
+            batch, order, inputs, self.backend.run_ready, all(sequence.sampling.plain for sequence in taking_part)
+        )
         return not any(sequence.sampling.adjusts for sequence in taking_part)
 
     def go_on(self, batch: StepBatch, token_ids: list[int]) -> None:
@@ -200,7 +204,7 @@ class ModelRunner:
         """Like ``execute`` of a step whose items all sample."""
         known = ready.token_ids
         ready.inputs.complete(None if known is None else [known[i] for i in ready.order])
-        step = self.backend.run_ready(ready.inputs)
+        step = ready.run(ready.inputs)
         tokens: list[int | None] = [None] * len(ready.order)
         if ready.plain and step.best is not None and NO_TOKEN not in step.best:
             for i, token in zip(ready.order, step.best, strict=True):

@@ -31,7 +31,7 @@ def share(worker: LeaseExecutor) -> None:
 
 
 def random_plan(rng: random.Random, seq: int, newest: int) -> Plan:
-    """Of some of the last requests, in any order; they may be moved, preempted, or granted a part."""
+    """Some of the last requests, in any order; they may be moved, preempted, or granted a part."""
     names = rng.sample(range(max(0, newest - 8), newest + 1), rng.randint(1, min(8, newest + 1)))
     slots = []
     for name in names:

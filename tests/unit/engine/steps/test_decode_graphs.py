@@ -17,8 +17,8 @@ import torch
 
 from core.errors import IntegrityError
 from core.request import Request, SamplingParams
-from engine.attention.step_sizes import StepSizes, row_sizes, table_widths
 from engine.attention.decode_inputs import DecodeInputs
+from engine.attention.step_sizes import StepSizes, row_sizes, table_widths
 from engine.attention.torch_attention import TorchAttention
 from engine.checkpoint.model_config import load_model_config
 from engine.checkpoint.weights import load_weights
