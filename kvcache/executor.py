@@ -87,6 +87,8 @@ class PlanExecutor(ABC):
         returns_together: Whether a sequence is returned only when all that run with it have ended.
         make_sequence: Makes the record of a request that a plan brings; ``new_sequence``, where nothing else is kept.
         max_in_flight: Steps that may have begun and not been committed; they are committed in their order.
+        revision: Goes up with everything that may change the choice of the next step, but for the progress of its own
+            sequences.
         short_blocks: Blocks missing for the sequences that could not run in the step for want of blocks.
         out_of_grants: Whether a sequence was left out of the step because its grants are used up.
         prefix_queries: Prompt tokens looked up in the cache so far, each request's once.
@@ -103,6 +105,7 @@ class PlanExecutor(ABC):
         self.host = host
         self.limits = limits
         self.incarnation = incarnation
+        self.revision = 0
         self.short_blocks = 0
         self.out_of_grants = False
         self.prefix_queries = self.prefix_hits = 0
@@ -145,6 +148,21 @@ class PlanExecutor(ABC):
     @abstractmethod
     def next_batch(self) -> StepBatch | None:
         """The next step, its blocks allocated; None if nothing can run."""
+
+    def step_after(self, batch: StepBatch) -> StepBatch | None:
+        """The step after this one, which computes, if that can be said already.
+
+        ``next_batch`` and ``begin_after`` return this very object if nothing has happened until then: no plan, no end,
+        no copy. Sequences that begin a block get it only there.
+        """
+        return None
+
+    def begin_after(self, batch: StepBatch) -> StepBatch | None:
+        """The step after this one, which has been computed but not booked, ends no sequence, and is booked next.
+
+        None if it must be booked first, and the next step be chosen then.
+        """
+        return None
 
     def counts(self, batch: StepBatch, request_id: str) -> bool:
         """Whether the result of a step in progress for this sequence is still wanted.
@@ -206,13 +224,16 @@ class PlanExecutor(ABC):
     def take_over(self) -> int:
         """Begins a Scheduler life: returns the lease that its plans must bear. Held sequences stay and run on."""
         self._lease += 1
+        self.revision += 1
         self._plan_seq = 0
         self.tell_whole_cache()
         return self._lease
 
     def stall(self, request_ids: frozenset[str]) -> None:
         """Pauses these sequences, whatever the plan grants them: their clients do not read."""
-        self._stalled = request_ids
+        if request_ids != self._stalled:
+            self._stalled = request_ids
+            self.revision += 1
 
     def apply_plan(self, plan: Plan) -> list[str]:
         """Takes over a newer plan; returns the ids of sequences to forget (aborted, or fenced by a new attempt)."""
@@ -221,6 +242,7 @@ class PlanExecutor(ABC):
         if plan.plan_seq <= self._plan_seq:
             return []
         self._plan_seq = plan.plan_seq
+        self.revision += 1
         self._reserve_blocks = plan.reserve_blocks
         self._bury(plan.as_of_report_seq)
         self._vacated = sum(
@@ -294,6 +316,7 @@ class PlanExecutor(ABC):
 
     def _finish(self, held: SequenceState, status: SequenceStatus) -> FinishedSequence:
         del self._held[held.request_id]
+        self.revision += 1
         self._free(held)
         self._vacated += not held.slot.standby
         finished = FinishedSequence(
