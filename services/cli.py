@@ -93,6 +93,9 @@ def serve(
         typer.Option(help="Output-length predictor written by `farsight train`; default: history of recent outputs."),
     ] = None,
     proxy: Annotated[str | None, typer.Option(help="HTTP proxy: auto, serve or haproxy.")] = None,
+    drain_s: Annotated[
+        float | None, typer.Option(help="Seconds that open requests have to end after TERM; default: 30.")
+    ] = None,
     api_key: Annotated[
         str | None,
         typer.Option(envvar=KEY_VARIABLE, help="The one key that opens this server, besides those of --key-file."),
@@ -108,7 +111,7 @@ def serve(
         typer.Option("--benchmark-mode", help="Let requests set their exact output length (benchmark_len)."),
     ] = None,
 ) -> None:
-    """Serve a model over an OpenAI-compatible HTTP API until Ctrl-C."""
+    """Serve a model over an OpenAI-compatible HTTP API until Ctrl-C, or until TERM and the end of open requests."""
     overrides: dict[str, dict[str, Any]] = {
         "model": {
             "path": model,
@@ -128,7 +131,7 @@ def serve(
             "benchmark_mode": benchmark_mode,
         },
         "scheduler": {"preset": preset, "execution": execution},
-        "server": {"host": host, "port": port, "proxy": proxy},
+        "server": {"host": host, "port": port, "proxy": proxy, "drain_s": drain_s},
         "access": {
             "key_file": None if key_file is None else str(key_file),
             "insecure": insecure,

@@ -31,8 +31,10 @@ from actors.runtime.peer import LOOK_AGAIN_S, PeerLost
 from actors.runtime.rank_groups import remove_rank_group
 from actors.runtime.watching import watched
 from actors.supervision.autoscaling import Autoscaler
+from actors.supervision.service_drain import ServiceDrain
 from core.codec import decode, encode
 from core.errors import FarsightError, MessageError
+from core.messages.drains import DrainProgress, DrainService, IngressOrders, IngressReport
 from core.messages.fleet import ReplicaName
 from core.messages.status import ComponentCounts, Scale, StartState
 from core.messages.tenants import TenantBudgets, TenantReport, TenantUsages
@@ -72,6 +74,7 @@ class Supervisor(Component, SupervisorCalls):
         self._scaling = asyncio.Lock()
         self._acted_at = time.monotonic()
         self._tenants = SharedBudgets(uuid.uuid4().hex)
+        self._service_drain = ServiceDrain()
 
     async def start(self) -> None:
         await self._take_over(await asyncio.to_thread(list_hosts, self._site.namespace))
@@ -111,6 +114,12 @@ class Supervisor(Component, SupervisorCalls):
             raise MessageError("count", scale.count, f"an integer from {low} to {high}{why}")
         await self._scale(scale.kind, scale.count)
         return self._counts
+
+    async def attend(self, report: IngressReport) -> IngressOrders:
+        return self._service_drain.report(report, time.monotonic())
+
+    async def drain_service(self, order: DrainService) -> DrainProgress:
+        return self._service_drain.order(order, time.monotonic())
 
     async def count_tenants(self, report: TenantReport) -> TenantBudgets:
         return self._tenants.report(report, time.monotonic())

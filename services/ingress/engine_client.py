@@ -369,6 +369,14 @@ class EngineClient:
         if self._ledger.has_outgoing:
             self._outgoing_due.set()
 
+    def end_streams(self, reason: str) -> None:
+        """Ends every open request with an error, for a service that stops."""
+        for stream in list(self._streams.values()):
+            if self._ledger.replica_of(stream.request.request_id) is not None:  # else its end is on its way
+                self._ledger.close(stream.request.request_id, time.monotonic())
+                self._fail(stream, stream.attempts, reason)
+        self._outgoing_due.set()
+
     @staticmethod
     def _fail(stream: ClientStream, attempts: int, reason: str) -> None:
         """Ends it, behind what has come."""

@@ -26,6 +26,7 @@ Access = Role | Everyone
 
 ROLES: Mapping[str, Access] = {
     "/health": Everyone.PUBLIC,
+    "/health/ready": Everyone.PUBLIC,
     "/docs": Everyone.PUBLIC,
     "/openapi.json": Everyone.PUBLIC,
     # The pages themselves hold no data; what they show, they ask for with a key.
