@@ -44,6 +44,18 @@ class DrainService:
 
 
 @dataclass(frozen=True, slots=True)
+class DrainReplica:
+    """Ingress replica -> Supervisor: takes a replica out, or takes it back.
+
+    Attributes:
+        cancel: Whether it is to take requests again.
+    """
+
+    replica: str
+    cancel: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class DrainProgress:
     """The answer to a ``DrainService``.
 

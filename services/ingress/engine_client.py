@@ -25,6 +25,7 @@ from actors.runtime.names import is_backend
 from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, Site, again_and_again, wait_for
 from core.errors import InvalidValueError
 from core.forecast import Forecast, ForecastQuestion
+from core.messages.drains import DrainReplica
 from core.messages.forecasts import ForecastMade, ForecastsMade
 from core.messages.log import FinishedRequests, RequestTrace, RequestTraces
 from core.messages.placement import PlacementView
@@ -457,6 +458,14 @@ class EngineClient:
             if stream.trace.is_of(response_id):
                 own += stream.trace.so_far()
         return await self._explanations.find(response_id, own)
+
+    async def drain(self, replica: str, *, cancel: bool) -> ComponentCounts:
+        """Takes a replica out, or back; answers when that is done.
+
+        Raises:
+            InvalidValueError: there is no such replica, or no other one would be left.
+        """
+        return await self._peers.supervisor().drain_replica(DrainReplica(replica, cancel))
 
     async def scale(self, kind: str, count: int) -> ComponentCounts:
         """How many of what there are from now on; answers when they are there, or gone.

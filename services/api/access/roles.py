@@ -42,6 +42,7 @@ ROLES: Mapping[str, Access] = {
     "/metrics": Role.OBSERVE,
     "/placement": Role.OBSERVE,
     "/admin/scale": Role.ADMIN,
+    "/admin/drain": Role.ADMIN,
 }
 """By the path template of the route. A new route of the application needs a line here."""
 
