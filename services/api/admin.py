@@ -104,7 +104,7 @@ async def _changed(change: Coroutine[Any, Any, ComponentCounts], code: str) -> C
     """The counts after a change.
 
     Args:
-        code: Of the error where it fails.
+        code: Code of the error, if the change fails.
     """
     try:
         return await change
