@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from actors.runtime.names import SCALABLE, own_replicas
 from core.errors import MessageError
@@ -15,7 +16,8 @@ def scaled(before: ComponentCounts, kind: str, count: int) -> ComponentCounts:
     Raises:
         MessageError: Only drained replicas would be left.
     """
-    counts = dataclasses.replace(before, **{SCALABLE[kind]: count})
+    change: dict[str, Any] = {SCALABLE[kind]: count}
+    counts = dataclasses.replace(before, **change)
     known = set(map(str, range(counts.replicas)))
     drains = (tuple(each for each in names if each in known) for names in (before.draining, before.drained))
     draining, drained = drains
