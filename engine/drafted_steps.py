@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from core.request import Request
 from engine.sequence import Sequence
 from kvcache import PlanExecutor, StepBatch
 from policies.speculation.base import Drafter, Speculation
-
 
 MOST_PAUSE = 15
 """While no guess is worth its price, one step in so many and one is looked at."""
@@ -46,6 +46,8 @@ class DraftedSteps:
             return batch
         items = batch.items
         price = self._policy.price(len(items))
+        if price == math.inf:
+            return batch
         drafted = None
         left = -1
         for i, item in enumerate(items):

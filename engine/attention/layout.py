@@ -145,7 +145,7 @@ def find_opened_blocks(items: list[StepItem], block_size: int) -> list[int]:
 
 def find_sample_rows(items: list[StepItem], more_rows: list[int] | None = None) -> list[int]:
     """The rows of each item that samples, from that of its last known token on, and ``more_rows``; ascending."""
-    sampled = []
+    sampled: list[int] = []
     end = 0
     for item in items:
         end += item.num_tokens

@@ -37,7 +37,7 @@ class Speculation(ABC):
     def price(self, num_seqs: int) -> float:
         """What a guessed token costs in a step that decodes so many sequences: in tokens that would have come instead.
 
-        A guess is worth it if it is right with a higher probability.
+        A guess is worth it if it is right with a higher probability. Infinity: nothing is to be guessed in this step.
         """
 
     @abstractmethod

@@ -1,15 +1,17 @@
-"""Guesses that a request's output repeats its prompt or itself: prompt lookup with resumption.
+"""Guesses that a request's output repeats its prompt or itself, with the same edits: prompt lookup that resumes.
 
 Saxena, "Prompt Lookup Decoding" (2023): the tokens after an earlier occurrence of the last n ones are the guess. After
-SuffixDecoding (Oliaro et al., 2024), its length follows from how likely the match makes each token. New is that the place
-where a copy breaks off is kept: the copy resumes behind an insertion, a deletion or a replacement.
+SuffixDecoding (Oliaro et al., 2024), its length follows from how likely the match makes each token. New is what happens
+where a copy breaks off: it resumes behind an insertion, a deletion or a replacement, and the same edit is expected
+where the copy meets the same token again.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from policies.speculation.base import SPECULATIONS, Drafter, Speculation, SpeculationContext
 from policies.speculation.price import StepPrice
@@ -18,7 +20,7 @@ MAX_DRAFTS = 16
 """Most tokens guessed for a sequence in a step."""
 
 LONGEST_MATCH = 4
-"""An earlier occurrence of so many last tokens is searched first, then of fewer."""
+"""An earlier occurrence of so many last tokens is searched first, then the place where a copy resumes, then fewer."""
 
 RESUME_WITHIN = 8
 """A copy that broke off resumes at most so many tokens away in its source ..."""
@@ -26,23 +28,28 @@ RESUME_WITHIN = 8
 RESUME_FOR = 8
 """... and so many tokens later in the output."""
 
+FORWARD = 64
+"""A match is searched so many tokens behind the latest copy first, then from the end."""
+
+MAX_EDITS = 256
+"""Edits that are remembered of a request; then they are learned again."""
+
 MOST_WAIT = 15
 """Most tokens that a request waits for its next guess after guesses that were not worth it."""
-
-_SURE = 3
-"""A match of so many tokens goes before the resumption of a copy."""
 
 _CLASS_OF_MATCH = (0, 0, 1, 2, 3, 3, 4, 4, 4, 5, 5, 5, 5, 5, 5, 5, 5)
 _LONG = 6
 _RESUMED = 7
-_NUM_CLASSES = 8
-_AFTER_RESUMPTION = 3
-"""The first token after a resumption confirms it: from there on it counts as a match of this length."""
+_EDITED = 8
+_FIRST_SHARES = (0.3, 0.45, 0.6, 0.7, 0.8, 0.85, 0.9, 0.5, 0.6)
+_CONFIRMED = 3
+"""The first right token after a resumption or an edit counts as a match of this length; one as long may resume."""
 
-_FIRST_SHARES = (0.3, 0.45, 0.6, 0.7, 0.8, 0.85, 0.9, 0.5)
 _SHARED_WEIGHT = 4.0
 """Guesses that what is known from all requests counts for in the estimate of one."""
-_MEMORY = 0.99
+
+_RATE = 0.01
+"""Weight of a guess in what is known from all requests."""
 
 
 def match_class(length: int) -> int:
@@ -50,15 +57,11 @@ def match_class(length: int) -> int:
     return _CLASS_OF_MATCH[length] if length < len(_CLASS_OF_MATCH) else _LONG
 
 
-class RightShares:
-    """How often guesses of each class are right, over all requests of a worker; earlier ones count less."""
+class Edit(NamedTuple):
+    """What came in place of a source's next token: ``inserted``, and the source went on ``skipped`` tokens later."""
 
-    def __init__(self) -> None:
-        self.shares = list(_FIRST_SHARES)
-
-    def add(self, kind: int, right: bool) -> None:
-        """Books a guess of this class."""
-        self.shares[kind] += (1 - _MEMORY) * (right - self.shares[kind])
+    inserted: tuple[int, ...]
+    skipped: int
 
 
 @dataclass(slots=True)
@@ -66,26 +69,32 @@ class Copy:
     """A place in a request's tokens that its output is believed to copy from.
 
     Attributes:
-        source: Of the next token.
+        source: Of the next token that is not inserted.
         length: Of the match in front of it.
-        kind: Class of the match.
-        resume: Where an earlier copy broke off in its source; below 0 there is none.
+        kind: Class of the next token.
+        insert: Tokens that come before it.
+        edited_at: Where in the source the latest edit began; below 0 where the next token is not of an edit.
     """
 
     source: int
     length: int
     kind: int
-    resume: int
+    insert: tuple[int, ...] = ()
+    edited_at: int = -1
 
-    def advance(self, token: int, token_ids: Sequence[int]) -> None:
-        """The next token was ``token``, as it should be. At the place where an earlier copy broke off that one resumes:
-        its source goes on behind what was inserted.
-        """
+    def advance(self, token_ids: Sequence[int], edits: Mapping[int, Edit]) -> None:
+        """The next token was the right one."""
+        if self.insert:
+            self.insert = self.insert[1:]
+            return
         self.source += 1
-        self.length = _AFTER_RESUMPTION if self.kind == _RESUMED else self.length + 1
+        self.length = _CONFIRMED if self.kind >= _RESUMED else self.length + 1
         self.kind = match_class(self.length)
-        if self.resume >= 0 and self.source - 1 != self.resume and token == token_ids[self.resume]:
-            self.source, self.kind, self.resume = self.resume + 1, _RESUMED, -1
+        self.edited_at = -1
+        edit = edits.get(token_ids[self.source]) if self.source < len(token_ids) else None
+        if edit is not None:
+            self.edited_at, self.kind = self.source, _EDITED
+            self.insert, self.source = edit.inserted, self.source + edit.skipped
 
 
 class NgramDrafter(Drafter):
@@ -95,33 +104,37 @@ class NgramDrafter(Drafter):
     whether it would have been right, so that the estimates hold for all guesses.
 
     Args:
-        shared: What is known from other requests.
+        shares: How often guesses of each class are right, over all requests; it is kept up to date.
     """
 
     __slots__ = (
         "_broke_at",
         "_copy",
+        "_edits",
         "_guessed_at",
+        "_latest",
         "_misses",
         "_next",
         "_resume",
         "_right",
-        "_shared",
+        "_shares",
         "_text",
         "_tried",
     )
 
-    def __init__(self, shared: RightShares) -> None:
-        self._shared = shared
+    def __init__(self, shares: list[float]) -> None:
+        self._shares = shares
         self._text = ""  # a character a token: searched by compiled code, about a nanosecond a token
         self._copy: Copy | None = None
-        self._guessed_at = 0  # index of the token that the copy's source stands for
-        self._resume = -1
-        self._broke_at = 0
+        self._guessed_at = 0  # index of the token that the copy guesses
+        self._resume = -1  # where a copy broke off in its source; below 0 there is none
+        self._broke_at = 0  # and in the output
+        self._latest = -1  # the same, kept when the copy has resumed or is too long ago to resume
+        self._edits: dict[int, Edit] = {}  # by the token of the source that did not come
         self._next = 0  # tokens from which on it guesses again
         self._misses = 0
-        self._right = [0.0] * _NUM_CLASSES
-        self._tried = [0.0] * _NUM_CLASSES
+        self._right = [0.0] * len(_FIRST_SHARES)
+        self._tried = [0.0] * len(_FIRST_SHARES)
 
     def draft(self, token_ids: Sequence[int], price: float) -> Sequence[int]:
         """See ``Drafter.draft``. O(tokens) in compiled code, 4 bytes a token; a step reads the KV of each of them."""
@@ -132,7 +145,7 @@ class NgramDrafter(Drafter):
         if self._copy is not None:
             self._judge(self._copy, token_ids)
         if self._copy is None:
-            self._copy = self._find(num)
+            self._copy = self._find(token_ids)
         self._guessed_at = num
         drafts = () if self._copy is None else self._worthwhile(self._copy, token_ids, price)
         if drafts:
@@ -145,32 +158,73 @@ class NgramDrafter(Drafter):
     def _judge(self, copy: Copy, token_ids: Sequence[int]) -> None:
         """Compares the last guess with what came; the copy goes on, or breaks off."""
         for at in range(self._guessed_at, len(token_ids)):
-            kind, source, token = copy.kind, copy.source, token_ids[at]
-            right = token_ids[source] == token
+            kind = copy.kind
+            right = token_ids[at] == (copy.insert[0] if copy.insert else token_ids[copy.source])
             self._tried[kind] += 1
-            self._shared.add(kind, right)
-            if not right:
-                if self._resume < 0 or at > self._guessed_at:
-                    self._resume, self._broke_at = source, at
-                self._copy = None
+            self._shares[kind] += _RATE * (right - self._shares[kind])
+            if right:
+                self._right[kind] += 1
+                copy.advance(token_ids, self._edits)
+            elif not self._goes_on_unedited(copy, token_ids, at):
+                self._break_off(copy, at)
                 return
-            self._right[kind] += 1
-            copy.advance(token, token_ids)
+            if copy.source > at:
+                self._copy = None  # an edit has skipped what is known
+                return
 
-    def _find(self, num: int) -> Copy | None:
+    def _goes_on_unedited(self, copy: Copy, token_ids: Sequence[int], at: int) -> bool:
+        """Whether a guess was wrong because its source came without the edit; such an edit is forgotten."""
+        if copy.edited_at < 0:
+            return False
+        token = token_ids[copy.edited_at]
+        edit = self._edits.get(token)
+        came = edit is not None and len(copy.insert) == len(edit.inserted) and token_ids[at] == token
+        copy.source, copy.insert, copy.edited_at = copy.edited_at, (), -1
+        if came:
+            del self._edits[token]
+            copy.kind = match_class(copy.length)
+            copy.advance(token_ids, self._edits)
+        return came
+
+    def _break_off(self, copy: Copy, at: int) -> None:
+        """The copy may resume, unless it never was one."""
+        self._copy = None
+        if copy.length >= _CONFIRMED:
+            self._latest = self._resume = copy.source
+            self._broke_at = at
+
+    def _find(self, token_ids: Sequence[int]) -> Copy | None:
         """Where the last tokens occurred before, or where an earlier copy resumes."""
-        text = self._text
-        if num - self._broke_at > RESUME_FOR:
-            self._resume = -1
+        text, num = self._text, len(token_ids)
         for length in range(min(LONGEST_MATCH, num - 1), 0, -1):
-            if length == _SURE - 1 and self._resume >= 0:
-                found = text.find(text[-1], self._resume, min(self._resume + RESUME_WITHIN, num - 1))
-                if found >= 0:
-                    return Copy(found + 1, length, _RESUMED, -1)
-            found = text.rfind(text[num - length :], 0, num - 1)
+            if length == LONGEST_MATCH - 1 and self._resume >= 0:
+                copy = self._resumed(token_ids)
+                if copy is not None:
+                    return copy
+            tail = text[num - length :]
+            found = -1
+            if self._latest >= 0:  # an output that copies rarely jumps back
+                found = text.find(tail, self._latest, min(self._latest + FORWARD, num - 1))
+            if found < 0:
+                found = text.rfind(tail, 0, num - 1)
             if found >= 0:
-                return Copy(found + length, length, match_class(length), self._resume)
+                return Copy(found + length, length, match_class(length))
         return None
+
+    def _resumed(self, token_ids: Sequence[int]) -> Copy | None:
+        """The copy that broke off, behind the edit that the last token has ended; the edit is remembered."""
+        num, resume, broke_at = len(token_ids), self._resume, self._broke_at
+        if num - broke_at > RESUME_FOR:
+            self._resume = -1
+            return None
+        found = self._text.find(self._text[-1], resume, min(resume + RESUME_WITHIN, broke_at))
+        if found < 0:
+            return None
+        if len(self._edits) >= MAX_EDITS:
+            self._edits.clear()
+        self._edits[token_ids[resume]] = Edit(tuple(token_ids[broke_at : num - 1]), found - resume)
+        self._resume = -1
+        return Copy(found + 1, _CONFIRMED, _RESUMED)
 
     def _worthwhile(self, copy: Copy, token_ids: Sequence[int], price: float) -> Sequence[int]:
         """The guesses that are right with a probability above the price."""
@@ -178,18 +232,18 @@ class NgramDrafter(Drafter):
         if probability <= price:
             return ()
         ahead = dataclasses.replace(copy)
-        num = len(token_ids)
         drafts: list[int] = []
         while probability > price and len(drafts) < MAX_DRAFTS:
-            token = token_ids[ahead.source] if ahead.source < num else drafts[ahead.source - num]
-            drafts.append(token)
-            ahead.advance(token, token_ids)
+            if ahead.source >= len(token_ids):
+                ahead.source = copy.source  # the output repeats what it has just begun to repeat
+            drafts.append(ahead.insert[0] if ahead.insert else token_ids[ahead.source])
+            ahead.advance(token_ids, self._edits)
             probability *= self._share(ahead.kind)
         return drafts
 
     def _share(self, kind: int) -> float:
         """How often a guess of this class is right for this request."""
-        shared = self._shared.shares[kind] * _SHARED_WEIGHT
+        shared = self._shares[kind] * _SHARED_WEIGHT
         return (self._right[kind] + shared) / (self._tried[kind] + _SHARED_WEIGHT)
 
 
@@ -202,11 +256,11 @@ class NgramSpeculation(Speculation):
     """Prompt lookup for all requests of a worker."""
 
     def __init__(self) -> None:
-        self._shared = RightShares()
+        self._shares = list(_FIRST_SHARES)
         self._price = StepPrice()
 
     def open(self) -> NgramDrafter:
-        return NgramDrafter(self._shared)
+        return NgramDrafter(self._shares)
 
     def price(self, num_seqs: int) -> float:
         return self._price.ratio(num_seqs)
@@ -217,5 +271,5 @@ class NgramSpeculation(Speculation):
 
 @SPECULATIONS.register("ngram")
 def build_ngram(context: SpeculationContext) -> NgramSpeculation:
-    """Guesses that the output repeats the prompt or itself."""
+    """Guesses that the output repeats its prompt or itself."""
     return NgramSpeculation()
