@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from core.request import Request
 from engine.sequence import Sequence
@@ -17,20 +18,35 @@ PLAIN_SHARE = 4
 """Of steps that are not looked at, one in so many is measured."""
 
 
+class DraftCounts(NamedTuple):
+    """
+    Attributes:
+        drafts: How often tokens were guessed for a sequence in a step.
+        tokens: Tokens guessed.
+        accepted: Tokens that clients have got because a guess was right.
+    """
+
+    drafts: int = 0
+    tokens: int = 0
+    accepted: int = 0
+
+    def since(self, before: DraftCounts) -> DraftCounts:
+        """What has been added."""
+        return DraftCounts(*(now - then for now, then in zip(self, before, strict=True)))
+
+
 class DraftedSteps:
     """Speculation in a worker's steps.
 
     Requests that ask for log probabilities are not guessed for: theirs come one token at a time.
 
     Attributes:
-        num_drafts: How often tokens were guessed for a sequence in a step.
-        num_draft_tokens: Tokens guessed.
-        num_accepted: Tokens that clients have got because a guess was right.
+        counts: What has been guessed and verified so far.
     """
 
     def __init__(self, policy: Speculation) -> None:
         self._policy = policy
-        self.num_drafts = self.num_draft_tokens = self.num_accepted = 0
+        self.counts = DraftCounts()
         self._num_empty = 0  # steps in a row in which nothing was guessed, of those that were looked at
         self._pause = 0  # steps that are not looked at
 
@@ -75,14 +91,14 @@ class DraftedSteps:
         """Books a step that ran, and how many tokens beyond the first it has yielded for which request."""
         if self._pause % PLAIN_SHARE:
             return
-        num_known = num_drafted = 0
+        num_known = num_drafts = num_drafted = 0
         for item in batch.items:
             num_known += item.num_tokens
             if item.drafts:
                 num_drafted += len(item.drafts)
-                self.num_drafts += 1
-        if num_drafted:
-            self.num_draft_tokens += num_drafted
-            self.num_accepted += sum(further.values())
+                num_drafts += 1
+        if num_drafts:
+            drafts, tokens, accepted = self.counts
+            self.counts = DraftCounts(drafts + num_drafts, tokens + num_drafted, accepted + sum(further.values()))
         if num_known - num_drafted == len(batch.items):
             self._policy.observe(len(batch.items), num_drafted, duration_s)

@@ -99,7 +99,7 @@ class Worker:
         self._copier = copier
         self._held_back = HeldBack() if executor.returns_together else None
         self._prefix_cache = prefix_cache
-        self._speculation = speculation
+        self.speculation = speculation
         executor.make_sequence = self._prepared_sequence
         if prefix_cache:
             executor.share_prefixes(self._block_hashes)
@@ -149,8 +149,8 @@ class Worker:
         sequence.text = self._start_text(request)
         if self._prefix_cache:
             self._take_hashes(sequence)
-        if self._speculation is not None:
-            sequence.drafter = self._speculation.open(request)
+        if self.speculation is not None:
+            sequence.drafter = self.speculation.open(request)
         return sequence
 
     def _prepared_sequence(self, request: Request) -> Sequence:
@@ -185,8 +185,8 @@ class Worker:
         if batch is None:
             self.runner.rest()
         else:
-            if self._speculation is not None:
-                batch = self._speculation.with_drafts(batch, self._sequences, self.executor)
+            if self.speculation is not None:
+                batch = self.speculation.with_drafts(batch, self._sequences, self.executor)
             self.runner.begin(batch, self._sequences)
         return batch
 
@@ -249,8 +249,8 @@ class Worker:
         if isinstance(tokens, LoggedTokens):
             self._attach_logprobs(batch, tokens, emissions)
         emissions |= failed
-        if self._speculation is not None:
-            self._speculation.observe(batch, further, duration_s)
+        if self.speculation is not None:
+            self.speculation.observe(batch, further, duration_s)
         finished = self.executor.commit(batch, stopped, failed, further=further, duration_s=duration_s)
         if self._held_back is not None:
             self._held_back.add(emissions.values())
