@@ -105,7 +105,10 @@ def make_engine(tiny_model_dir: Path) -> Callable[..., Engine]:
 
 @pytest.fixture
 def plain(make_engine: Callable[..., Engine]) -> dict[str, list[Completion]]:
-    return answers_of(make_engine())
+    found = answers_of(make_engine())
+    for name in ("not yet", "stop string"):
+        assert any(each.finish_reason == "stop" for each in found[name])
+    return found
 
 
 def known_answers(plain: dict[str, list[Completion]]) -> Iterator[Sequence[int]]:
