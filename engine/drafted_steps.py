@@ -15,7 +15,7 @@ MOST_PAUSE = 15
 """While no guess is worth its price, one step in so many and one is looked at."""
 
 PLAIN_SHARE = 4
-"""Of steps that are not looked at, one in so many is measured."""
+"""One in so many of the steps that are not looked at is measured."""
 
 
 class DraftCounts(NamedTuple):

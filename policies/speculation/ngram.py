@@ -65,13 +65,13 @@ class Edit(NamedTuple):
 
 
 @dataclass(slots=True)
-class Copy:
+class CopyState:
     """A place in a request's tokens that its output is believed to copy from.
 
     Attributes:
-        source: Of the next token that is not inserted.
-        length: Of the match in front of it.
-        kind: Class of the next token.
+        source: Index of the next token that is not inserted.
+        length: Tokens of the match in front of it.
+        kind: The next token's class.
         insert: Tokens that come before it.
         edited_at: Where in the source the latest edit began; below 0 where the next token is not of an edit.
     """
@@ -125,7 +125,7 @@ class NgramDrafter(Drafter):
     def __init__(self, shares: list[float]) -> None:
         self._shares = shares
         self._text = ""  # a character a token: searched by compiled code, about a nanosecond a token
-        self._copy: Copy | None = None
+        self._copy: CopyState | None = None
         self._guessed_at = 0  # index of the token that the copy guesses
         self._resume = -1  # where a copy broke off in its source; below 0 there is none
         self._broke_at = 0  # and in the output
@@ -155,7 +155,7 @@ class NgramDrafter(Drafter):
             self._next = num + 1 + min(self._misses // 2, MOST_WAIT)
         return drafts
 
-    def _judge(self, copy: Copy, token_ids: Sequence[int]) -> None:
+    def _judge(self, copy: CopyState, token_ids: Sequence[int]) -> None:
         """Compares the last guess with what came; the copy goes on, or breaks off."""
         for at in range(self._guessed_at, len(token_ids)):
             kind = copy.kind
@@ -172,7 +172,7 @@ class NgramDrafter(Drafter):
                 self._copy = None  # an edit has skipped what is known
                 return
 
-    def _goes_on_unedited(self, copy: Copy, token_ids: Sequence[int], at: int) -> bool:
+    def _goes_on_unedited(self, copy: CopyState, token_ids: Sequence[int], at: int) -> bool:
         """Whether a guess was wrong because its source came without the edit; such an edit is forgotten."""
         if copy.edited_at < 0:
             return False
@@ -186,14 +186,14 @@ class NgramDrafter(Drafter):
             copy.advance(token_ids, self._edits)
         return came
 
-    def _break_off(self, copy: Copy, at: int) -> None:
+    def _break_off(self, copy: CopyState, at: int) -> None:
         """The copy may resume, unless it never was one."""
         self._copy = None
         if copy.length >= _CONFIRMED:
             self._latest = self._resume = copy.source
             self._broke_at = at
 
-    def _find(self, token_ids: Sequence[int]) -> Copy | None:
+    def _find(self, token_ids: Sequence[int]) -> CopyState | None:
         """Where the last tokens occurred before, or where an earlier copy resumes."""
         text, num = self._text, len(token_ids)
         for length in range(min(LONGEST_MATCH, num - 1), 0, -1):
@@ -208,10 +208,10 @@ class NgramDrafter(Drafter):
             if found < 0:
                 found = text.rfind(tail, 0, num - 1)
             if found >= 0:
-                return Copy(found + length, length, match_class(length))
+                return CopyState(found + length, length, match_class(length))
         return None
 
-    def _resumed(self, token_ids: Sequence[int]) -> Copy | None:
+    def _resumed(self, token_ids: Sequence[int]) -> CopyState | None:
         """The copy that broke off, behind the edit that the last token has ended; the edit is remembered."""
         num, resume, broke_at = len(token_ids), self._resume, self._broke_at
         if num - broke_at > RESUME_FOR:
@@ -224,9 +224,9 @@ class NgramDrafter(Drafter):
             self._edits.clear()
         self._edits[token_ids[resume]] = Edit(tuple(token_ids[broke_at : num - 1]), found - resume)
         self._resume = -1
-        return Copy(found + 1, _CONFIRMED, _RESUMED)
+        return CopyState(found + 1, _CONFIRMED, _RESUMED)
 
-    def _worthwhile(self, copy: Copy, token_ids: Sequence[int], price: float) -> Sequence[int]:
+    def _worthwhile(self, copy: CopyState, token_ids: Sequence[int], price: float) -> Sequence[int]:
         """The guesses that are right with a probability above the price."""
         probability = self._share(copy.kind)
         if probability <= price:
