@@ -139,7 +139,7 @@ def shares() -> Iterator[tuple[float, float, float]]:
 def tail_bound(load: Workload, share: float) -> float:
     """Seconds that this share of the requests (0.99) cannot all stay within.
 
-    Of the requests that arrive between two instants, those that end within D use the resource between the first
+    Requests that arrive between two instants and end within D use the resource between the first
     instant and D after the last one. All but the latest 1 - share of all do; the largest are the cheapest to leave out.
     """
     num_late = math.ceil((1 - share) * len(load.arrived_s))

@@ -23,9 +23,9 @@ class SchedulerConfig:
             returned when it ends; ``static`` padded to the longest, in lockstep, returned together.
         gamma: Ageing in the order of ``farsight``: rank / (1 + gamma * wait / expected cost of the rest). With 0 a long
             request starves while short ones keep coming; a higher value raises the mean completion time.
-        tail: How much of the mean completion time the order ``boosted`` gives for the slowest requests; above 0. Near 0
-            short requests always go first, and the longest wait for all of them; at 10 the order is almost that of
-            arrival. 1 roughly keeps the slowest percent at what arrival order gives, and most of the mean's gain.
+        tail: How much of the mean completion time the order ``boosted`` gives for the slowest requests; above 0. At 0.1
+            short requests go first almost always, and the longest wait for all of them; at 10 the order is almost
+            that of arrival. With 1 the slowest percent takes about a sixth longer than in order of arrival.
         max_gap_ms: Longest gap between two tokens of a stream that the prompts of other requests may make, in
             milliseconds: so many prompt tokens go into a step as its measured cost allows. Streams that take more than
             half of it by themselves leave prompts as much time as they take. 0 for no bound but
@@ -49,7 +49,7 @@ class SchedulerConfig:
     execution: str = "ragged"
     gamma: float = 0.1
     tail: float = 1.0
-    max_gap_ms: float = 0.0
+    max_gap_ms: float = 200.0
     watermark: float = 0.95
     standby_slots: int = 16
     quantum_s: float = 0.02

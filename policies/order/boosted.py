@@ -3,7 +3,9 @@
 Jobs go by ``arrival - boost`` (gamma-Boost: Yu and Scully, "Strongly Tail-Optimal Scheduling in the Light-Tailed
 M/G/1", SIGMETRICS 2024; with laws instead of sizes: Harlev, Yu and Scully, "A Gittins Policy for Optimizing Tail
 Latency", SIGMETRICS 2025). The boost of a job with rank w is y ln(1 / (1 - exp(-w / y))): about y ln(y / w) for a small
-job, about 0 for one that is large beside the yardstick y. The rank is that of ``policies.order.gittins``. No overload
+job, about 0 for one that is large beside the yardstick y. The rank is that of ``policies.order.gittins``. To it comes
+the time that the job's tokens take on a full replica: one server of the theory ends a job of little work at once, a
+replica needs a step for each token, and who runs long has to start early to end with the others. No overload
 has the decay rate from which the theory takes y, so y is the work that has not begun, over ``tail``.
 
 **Bound.** A boost lies in [0, max_boost_s], whatever the yardstick is at the instant. Of two jobs of one urgency that
@@ -25,8 +27,8 @@ from policies.interfaces import ORDERS, Job, ReplicaContext
 from policies.order.gittins import DecodePrice, FloatArray, Gittins
 from policies.settings import PRIOR_CAPACITY
 
-MAX_BOOST_S = 1200.0
-"""Nothing is overtaken by a request that came 20 minutes later."""
+MAX_BOOST_S = 1800.0
+"""Nothing is overtaken by a request that came half an hour later."""
 
 SPREAD = 8.0
 """Boosts of jobs down to exp(-8) = 1/3000 of the yardstick still differ below ``max_boost_s``."""
@@ -88,9 +90,14 @@ class Boosted(Gittins):
         resident, arrived_at = self._column("resident")[rows], self._column("arrived_at")[rows]
         rank = self._column("rank")[rows].copy()
         rank[resident] /= self._theta
-        boosted_at = arrived_at - boosts(rank, self.yardstick_s, self._max_boost_s)
+        boosted_at = arrived_at - self._boosts(rank, self._column("tokens")[rows])
         phase = np.where(self._column("generated")[rows] > 0, np.where(resident, 0, 1), 2)
         return [self._column("priority")[rows], self._column("deadline_at")[rows], phase, boosted_at, arrived_at]
+
+    def _boosts(self, ranks: FloatArray, tokens: FloatArray) -> FloatArray:
+        boost = boosts(ranks, self.yardstick_s, self._max_boost_s)
+        boost += tokens * self._price.full_step_s
+        return np.minimum(boost, self._max_boost_s, out=boost)
 
     def explain(self, job: Job, now: float) -> Facts:
         """Its rank as last worked out, the yardstick and the boost, and how far its forecast is trusted."""
@@ -98,7 +105,8 @@ class Boosted(Gittins):
         if "rank_s" not in facts:
             return facts
         rank_s = float(facts["rank_s"]) / (self._theta if job.is_resident else 1.0)
-        boost_s = float(boosts(np.array([rank_s]), self.yardstick_s, self._max_boost_s)[0])
+        tokens = self._column("tokens")[[self._known_row(job)]]
+        boost_s = float(self._boosts(np.array([rank_s]), tokens)[0])
         return facts | {"yardstick_s": self.yardstick_s, "boost_s": boost_s}
 
 

@@ -65,7 +65,7 @@ def test_there_is_no_budget_without_streams_prices_or_a_target() -> None:
 
 
 def test_a_server_takes_its_target_from_the_configuration() -> None:
-    assert configured_scheduler(SchedulerConfig(), 4).limits.budget.max_gap_s == math.inf
+    assert configured_scheduler(SchedulerConfig(max_gap_ms=0), 4).limits.budget.max_gap_s == math.inf
     assert configured_scheduler(SchedulerConfig(max_gap_ms=80), 4).limits.budget.max_gap_s == pytest.approx(0.08)
     with pytest.raises(ConfigError, match="max_gap_ms"):
         SchedulerConfig(max_gap_ms=-1.0)

@@ -17,6 +17,7 @@ from policies.compose import build_router, build_scheduler
 from policies.interfaces import Job
 from policies.order.boosted import SPREAD, Boosted, boosts
 from policies.order.gittins import DecodePrice
+from policies.replica.events import Event, Instruction
 from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
 from policies.settings import PolicySettings
 from simulator.cluster.fleet import Fleet, FleetShape
@@ -55,7 +56,7 @@ def test_a_boost_is_that_of_the_rule_between_nothing_and_the_most() -> None:
 
 def test_the_tail_decides_between_size_and_arrival() -> None:
     old, young = job("old", 2000.0, 0.0), job("young", 10.0, 20.0)
-    assert names(order_of(old, young, tail=0.01)) == ["young", "old"]
+    assert names(order_of(old, young, tail=0.01, max_boost_s=1e4)) == ["young", "old"]
     assert names(order_of(old, young, tail=100.0)) == ["old", "young"]
 
 
@@ -121,9 +122,9 @@ def watched(scheduler: ReplicaScheduler, order: Boosted, max_boost_s: float) -> 
     """Checks at each scheduling point that nothing starts before a job that it may not overtake."""
     handle = scheduler.handle
 
-    def heard(event: object, now: float) -> object:
+    def heard(event: Event, now: float) -> list[Instruction]:
         before = set(scheduler._mirror.admitted)
-        out = handle(event, now)  # type: ignore[arg-type]
+        out = handle(event, now)
         waiting = [each for name, each in scheduler._mirror.requests.items() if name not in scheduler._mirror.admitted]
         oldest = min((each.arrived_at for each in waiting if each.output_len == 0), default=math.inf)
         for name, each in scheduler._mirror.admitted.items():
@@ -131,7 +132,7 @@ def watched(scheduler: ReplicaScheduler, order: Boosted, max_boost_s: float) -> 
         assert not overtakes(order.ranked(now), max_boost_s)
         return out
 
-    scheduler.handle = heard  # type: ignore[assignment, method-assign]
+    scheduler.handle = heard  # type: ignore[method-assign]
     return scheduler
 
 
@@ -174,7 +175,7 @@ def test_without_a_bound_it_would_wait_for_their_end() -> None:
 @pytest.mark.parametrize("options", [{"tail": 0.0}, {"tail": math.inf}, {"max_boost_s": 0.0}, {"theta": 0.5}])
 def test_parameters_out_of_range_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(InvalidValueError, match=next(iter(options))):
-        Boosted(DecodePrice(STEP, 64, 10_000), **options)  # type: ignore[arg-type]
+        Boosted(DecodePrice(STEP, 64, 10_000), **options)
 
 
 def test_parts_that_need_the_ranks_go_together_with_it() -> None:
