@@ -49,7 +49,7 @@ class ReplicaBounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class PhaseWork:
     """What one phase (the prompts, or the outputs) of each request takes; seconds, shape (n,).
 
     Attributes:
@@ -71,8 +71,8 @@ class Workload:
 
     arrived_s: FloatArray
     alone_s: FloatArray
-    prompts: Work
-    outputs: Work
+    prompts: PhaseWork
+    outputs: PhaseWork
 
     @property
     def work_s(self) -> FloatArray:
@@ -119,8 +119,8 @@ def workload(arrivals: Sequence[SimRequest], bounds: ReplicaBounds, shares: tupl
     return Workload(
         arrived_s,
         alone_s,
-        Work(prompt_work, np.minimum(prompt_work / rate, prompt_alone), arrived_s, output_alone),
-        Work(
+        PhaseWork(prompt_work, np.minimum(prompt_work / rate, prompt_alone), arrived_s, output_alone),
+        PhaseWork(
             output_work,
             np.minimum(output_work / last_rate, output_alone),
             arrived_s + prompt_alone,
@@ -168,8 +168,8 @@ def best_tail_bound(arrivals: Sequence[SimRequest], bounds: ReplicaBounds, share
 class MeanBound:
     """Lower bound of the mean completion time by a Lagrangian dual: any prices of the resource give one.
 
-    Time is cut into slots of equal length. Work in a slot counts with its beginning; a request ends half of ``alone_s``
-    later than the mean instant of its work, since it cannot go faster. The prices, one a slot, rise where more is asked
+    Time is cut into slots of equal length. What is done in a slot counts with the slot's beginning; a request ends half of
+    ``alone_s`` later than the mean instant of its work, since it cannot go faster. The prices, one a slot, rise where more is asked
     for than there is (Polyak's subgradient steps).
 
     With ``within_s`` the bound is one for schedules in which ``share`` of the requests end within so many seconds:
@@ -266,7 +266,7 @@ class MeanBound:
         return value, excess, too_late
 
     def _cheapest(
-        self, part: Work, weight: FloatArray, prices: FloatArray, within_s: float
+        self, part: PhaseWork, weight: FloatArray, prices: FloatArray, within_s: float
     ) -> tuple[FloatArray, FloatArray]:
         """Each request's least cost, shape (n,), and its work by slots, shape (n, slots + 1)."""
         begins = np.arange(self._num_slots + 1) * self._slot_s

@@ -8,9 +8,9 @@ the time that the job's tokens take on a full replica: one server of the theory 
 replica needs a step for each token, and who runs long has to start early to end with the others. No overload
 has the decay rate from which the theory takes y, so y is the work that has not begun, over ``tail``.
 
-**Bound.** A boost lies in [0, max_boost_s], whatever the yardstick is at the instant. Of two jobs of one urgency that
-have not started, i and j with a_j > a_i + max_boost_s, a_j - b_j >= a_j - max_boost_s > a_i >= a_i - b_i: i goes first,
-at every instant. So only a job that arrived within ``max_boost_s`` after another can overtake it.
+**Bound.** A boost lies in [0, max_boost_s], whatever the yardstick is at the instant. Let i and j be of one urgency,
+neither have begun, and a_j > a_i + max_boost_s. Then a_j - b_j >= a_j - max_boost_s > a_i >= a_i - b_i: i goes first.
+This holds at every instant. So only a job that arrived within ``max_boost_s`` after another can overtake it.
 """
 
 from __future__ import annotations

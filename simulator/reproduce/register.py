@@ -10,7 +10,7 @@ from simulator.reproduce.past_future import PAST_FUTURE
 from simulator.reproduce.placements import PLACEMENTS
 from simulator.reproduce.preble import PREBLE_RESULTS
 from simulator.reproduce.rows import Reproduction
-from simulator.reproduce.tail import TAIL
+from simulator.reproduce.tail.cells import TAIL
 
 _ALL: tuple[Reproduction, ...] = (
     *MAGNUS,

@@ -47,7 +47,7 @@ _AT_LIGHT_LOADS = (BASELINE, "hrrn", "mlfq 30 s", "mlfq inf s", "farsight", OURS
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class TailSample:
     """One run: completion times and longest pauses of all requests; seconds, shape (n,)."""
 
     jct_s: FloatArray
@@ -63,19 +63,19 @@ class Sample:
         return float(np.quantile(self.jct_s, 0.99))
 
 
-Samples = Sequence[Sample]
+TailSamples = Sequence[TailSample]
 """The runs of one policy, one a seed."""
 
 
-def samples(cell: CombinedCell, seed: int, index: int, names: Sequence[str]) -> dict[str, Sample]:
+def samples(cell: CombinedCell, seed: int, index: int, names: Sequence[str]) -> dict[str, TailSample]:
     """Every policy on the same requests."""
     arrivals = cell.arrivals(seed, index)
     return {name: _sample(cell, arrivals, seed, _POLICIES[name]) for name in names}
 
 
-def _sample(cell: CombinedCell, arrivals: list[SimRequest], seed: int, policy: Policy) -> Sample:
+def _sample(cell: CombinedCell, arrivals: list[SimRequest], seed: int, policy: Policy) -> TailSample:
     records = run(cell, cell.with_forecasts(arrivals, seed, policy.forecasts), policy)
-    return Sample(
+    return TailSample(
         np.array([record.jct_s for record in records]),
         np.array([record.max_gap_s for record in records]),
         max(record.finished_at for record in records),
@@ -117,7 +117,7 @@ def light_rows(cell: CombinedCell, seeds: Sequence[int] = SEEDS) -> list[Row]:
     return rows
 
 
-def bounds(cell: CombinedCell, arrivals: list[SimRequest], base: Sample) -> tuple[float, float]:
+def bounds(cell: CombinedCell, arrivals: list[SimRequest], base: TailSample) -> tuple[float, float]:
     """Lower bounds of mean and 99th percentile of these requests, seconds."""
     replica = ReplicaBounds(A100_7B.cost, cell.max_num_seqs, cell.kv_tokens, 512 + cell.max_num_seqs)
     loads = [workload(arrivals, replica, weights) for weights in shares()]
@@ -126,28 +126,28 @@ def bounds(cell: CombinedCell, arrivals: list[SimRequest], base: Sample) -> tupl
     return MeanBound(tightest, base.ended_at).solve(base.mean_s), max(tails)
 
 
-def _mean_s(sample: Sample) -> float:
+def _mean_s(sample: TailSample) -> float:
     return sample.mean_s
 
 
-def _p99_s(sample: Sample) -> float:
+def _p99_s(sample: TailSample) -> float:
     return sample.p99_s
 
 
-def _pooled(runs: Samples, share: float) -> float:
+def _pooled(runs: TailSamples, share: float) -> float:
     return float(np.quantile(np.concatenate([each.jct_s for each in runs]), share))
 
 
-def _pause_s(runs: Samples) -> float:
+def _pause_s(runs: TailSamples) -> float:
     return float(np.quantile(np.concatenate([each.pause_s for each in runs]), 0.99))
 
 
 def _ratio_row(
     setting: str,
     metric: str,
-    value: Callable[[Sample], float],
-    ours: Samples,
-    theirs: Samples,
+    value: Callable[[TailSample], float],
+    ours: TailSamples,
+    theirs: TailSamples,
     limit: float,
     note: str,
 ) -> Row:
