@@ -169,8 +169,8 @@ class MeanBound:
     """Lower bound of the mean completion time by a Lagrangian dual: any prices of the resource give one.
 
     Time is cut into slots of equal length. What is done in a slot counts with the slot's beginning; a request ends half
-    of ``alone_s`` later than the mean instant of its work, since it cannot go faster. The prices, one a slot, rise where
-    more is asked for than there is (Polyak's subgradient steps).
+    of ``alone_s`` later than the mean instant of its work, since it cannot go faster. The prices, one a slot, rise
+    where more is asked for than there is (Polyak's subgradient steps).
 
     With ``within_s`` the bound is one for schedules in which ``share`` of the requests end within so many seconds:
     the frontier between mean and tail.
