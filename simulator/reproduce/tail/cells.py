@@ -164,7 +164,7 @@ def _row(setting: str, metric: str, ratio: float, limit: Figure, note: str) -> R
 CELLS: tuple[tuple[CombinedCell, float], ...] = (
     (replace(CONV, first_rows=tuple(range(0, 10_000, 1111))), 0.8),
     (ZIPF, 0.8),
-    (replace(CODE, first_rows=tuple(range(0, 7300, 730))), 0.8),
+    (replace(CODE, first_rows=tuple(range(0, 4501, 500))), 0.8),
     (D1, 0.9),
     (TEXTS, 1.0),
     (MIXED, 1.0),
