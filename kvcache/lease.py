@@ -322,10 +322,12 @@ class LeaseExecutor(PlanExecutor):
         """
         ended = set(stopped)
         finished = []
-        for item in batch.items:
+        shares = self.meter.shares(batch, num_steps)
+        for item, share in zip(batch.items, shares, strict=True):
             held = self._held[item.request_id]
             self._advance(held, item.num_tokens * num_steps)
             held.ran_s += duration_s
+            self.meter.charge(held, share * duration_s)
             if item.request_id in failed:
                 finished.append(self._finish(held, SequenceStatus.FINISHED_FAILED))
                 continue
