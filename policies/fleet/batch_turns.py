@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from core.errors import IntegrityError
@@ -17,8 +16,7 @@ not yet put into a pulled batch, as far as they make whole batches. Enough to ch
 next request waits behind all of another tenant's."""
 
 
-@dataclass(slots=True)
-class _Run:
+class _Run(NamedTuple):
     """A request in a batch that a worker has pulled.
 
     Attributes:
@@ -87,10 +85,12 @@ class BatchTurns:
 
     def begin(self, batch: FormedBatch, now: float) -> None:
         """A worker runs the batch."""
+        size, running = len(batch), self._running
         for job in batch.jobs:
-            self._given.pop(job.request_id, None)
-            self._formed.pop(job.request_id, None)
-            self._running[job.request_id] = _Run(job, now, len(batch))
+            request_id = job.request_id
+            if self._given.pop(request_id, None) is None:
+                del self._formed[request_id]
+            running[request_id] = _Run(job, now, size)
 
     def remove(self, request_id: str, now: float) -> None:
         """A request has gone: it is charged for its part of the time of its batch. The batcher does not have it."""
@@ -100,10 +100,12 @@ class BatchTurns:
             self._shares.remove(run.job)
             return
         given = self._given.pop(request_id, None)
-        job = self._formed.pop(request_id, None) or self._kept.pop(request_id, None)
         if given is not None:
-            job = given.job
-        if job is not None:
+            self._shares.remove(given.job)
+        elif request_id in self._formed:
+            self._shares.remove(self._formed.pop(request_id))
+        elif request_id in self._kept:
+            job = self._kept.pop(request_id)
             self._order.remove(job)
             self._shares.remove(job)
 

@@ -127,18 +127,21 @@ class FairShares:
 
     def remove(self, job: Job) -> None:
         """A job has ended or was aborted; unknown ones are ignored."""
-        tenants = self._classes.get(job.priority, {})
-        jobs = tenants.get(job.tenant, {})
-        if jobs.pop(job.request_id, None) is None:
+        tenant, priority = job.tenant, job.priority
+        tenants = self._classes.get(priority)
+        jobs = None if tenants is None else tenants.get(tenant)
+        if tenants is None or jobs is None or jobs.pop(job.request_id, None) is None:
             return
         if not jobs:
-            del tenants[job.tenant]
+            del tenants[tenant]
             if not tenants:
-                del self._classes[job.priority]
-        self._num_jobs[job.tenant] -= 1
-        if not self._num_jobs[job.tenant]:
-            del self._num_jobs[job.tenant]
-            self.counters.leave(job.tenant)
+                del self._classes[priority]
+        num_left = self._num_jobs[tenant] - 1
+        if num_left:
+            self._num_jobs[tenant] = num_left
+        else:
+            del self._num_jobs[tenant]
+            self.counters.leave(tenant)
 
     def charge(self, tenant: str, gpu_s: float) -> None:
         """Steps have run for jobs of the tenant, whether these are still here or not."""
