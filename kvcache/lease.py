@@ -391,11 +391,13 @@ class LeaseExecutor(PlanExecutor):
         """
         ended = set(stopped)
         finished = []
-        for item in batch.items:
+        shares = self.meter.shares(batch, num_steps)
+        for item, share in zip(batch.items, shares, strict=True):
             held = self._held[item.request_id]
             more = further.get(item.request_id, 0)
             self._advance(held, item.num_known * num_steps + more)
             held.ran_s += duration_s
+            self.meter.charge(held, share * duration_s)
             if item.request_id in failed:
                 finished.append(self._finish(held, SequenceStatus.FINISHED_FAILED))
                 continue
