@@ -103,12 +103,12 @@ class Worker:
         self.ready = ready
         self._detokenizer = detokenizer
         self._eos = frozenset(eos_token_ids)
+        self._last_tokens: frozenset[int] | None = None  # of the step that computes, once the next one is ready
         self._pending: Plan | None = None
         self._prepared: Prepared = {}
         self._copier = copier
         self._held_back = HeldBack() if executor.returns_together else None
         self._prefix_cache = prefix_cache
-        self._last_tokens: frozenset[int] | None = None  # of the step that computes, once the next one is ready
         executor.make_sequence = self._prepared_sequence
         if prefix_cache:
             executor.share_prefixes(self._block_hashes)
