@@ -1,7 +1,8 @@
 """Requests that arrive together and share prefixes: ``python -m benchmarks.prefix_batches --model DIR``.
 
-Counts the prompt tokens that the steps compute, beside those that have to be computed once: a prefix that is being computed
-is waited for, step by step, and not computed again. The engine runs alone; the same requests run without the prefix cache.
+Counts the prompt tokens that the steps compute, beside those that have to be computed once: a prefix that is being
+computed is waited for, step by step, and not computed again. The engine runs alone; the same requests run without the
+prefix cache.
 """
 
 from __future__ import annotations
