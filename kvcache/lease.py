@@ -290,7 +290,7 @@ class LeaseExecutor(PlanExecutor):
         return cached
 
     def _arising(self, draft: BatchDraft, block_hashes: BlockHashes) -> set[int]:
-        """Hashes of the blocks that the step chosen so far and those under way work on, if all their tokens are known."""
+        """Hashes of the blocks that this step as chosen so far and those under way work on, of known tokens alone."""
         if not draft.num_seen:
             for item in self._items_under_way():
                 self._note_arising(item, self._held[item.request_id], draft, block_hashes)
