@@ -16,6 +16,7 @@ from core.messages.plans import FinishedSequence, Plan, WorkerReady, WorkerState
 from core.messages.requests import Key
 from core.messages.tokens import DeltaLogprobs, TokenDelta
 from core.request import Fault, Request, SamplingParams, SequenceStatus
+from engine.drafted_steps import DraftedSteps
 from engine.emission import Emission, HeldBack, Output, joined_outputs
 from engine.sampling.logged_tokens import LoggedTokens
 from engine.sequence import Detokenizer, OutputText, Sequence
@@ -85,6 +86,7 @@ class Worker:
         ready: This worker's capacity, for the scheduler.
         prefix_cache: Whether sequences share the KV of equal beginnings.
         copier: Carries out the executor's copies; needed where it has a host pool.
+        speculation: Guesses tokens that a step may verify; None where nothing is guessed.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Worker:
         *,
         prefix_cache: bool = False,
         copier: Copier | None = None,
+        speculation: DraftedSteps | None = None,
     ) -> None:
         self.runner = runner
         self.executor = executor
@@ -109,6 +112,7 @@ class Worker:
         self._copier = copier
         self._held_back = HeldBack() if executor.returns_together else None
         self._prefix_cache = prefix_cache
+        self.speculation = speculation
         executor.make_sequence = self._prepared_sequence
         if prefix_cache:
             executor.share_prefixes(self._block_hashes)
@@ -158,6 +162,8 @@ class Worker:
         sequence.text = self._start_text(request)
         if self._prefix_cache:
             self._take_hashes(sequence)
+        if self.speculation is not None:
+            sequence.drafter = self.speculation.open(request)
         return sequence
 
     def _prepared_sequence(self, request: Request) -> Sequence:
@@ -192,6 +198,8 @@ class Worker:
         if batch is None:
             self.runner.rest()
         else:
+            if self.speculation is not None:
+                batch = self.speculation.with_drafts(batch, self._sequences, self.executor)
             self.runner.begin(batch, self._sequences)
         return batch
 
@@ -247,6 +255,8 @@ class Worker:
         token_ids = [token for token in tokens if token is not None]
         if len(token_ids) < len(tokens) or not last_tokens.isdisjoint(token_ids):
             return None
+        if self.speculation is not None and not self.speculation.rests(len(batch.items)):
+            return None
         following = self.executor.begin_after(batch)
         if following is not None:
             self.runner.begin(following, self._sequences)
@@ -282,31 +292,47 @@ class Worker:
         emissions = {}
         failed = self._take_failures(batch, tokens)
         sequences = self._sequences
-        for item, token in zip(batch.items, tokens, strict=True):
+        verified = tokens.further if isinstance(tokens, LoggedTokens) else {}
+        further: dict[str, int] = {}
+        for i, (item, token) in enumerate(zip(batch.items, tokens, strict=True)):
             if token is None or not self.executor.counts(batch, item.request_id):
                 continue
             sequence = sequences[item.request_id]
-            start = sequence.output_len
-            sequence.token_ids.append(token)
-            # Only the text shows whether a stop string has come; text that is not needed for that can wait, since all
-            # outputs held back would be decoded in one step.
-            at_once = bool(sequence.sampling.stop) or self._held_back is not None
-            shown = self._show(sequence, token, start) if at_once else None
-            is_first = len(sequence.token_ids) == sequence.request.known_len + 1
-            cached_len = (sequence.cached_len or 0) if is_first else 0
-            emissions[item.request_id] = Emission(sequence, token, start, shown, cached_len)
-            if self._ends(sequence, token, start):
+            emission, ends = self._append(sequence, (token, *verified.get(i, ())))
+            emissions[item.request_id] = emission
+            if len(emission.token_ids) > 1:
+                further[item.request_id] = len(emission.token_ids) - 1
+            if ends:
                 stopped.add(item.request_id)
         if isinstance(tokens, LoggedTokens):
             self._attach_logprobs(batch, tokens, emissions)
         emissions |= failed
-        ends = self.executor.commit(batch, stopped, failed, duration_s=duration_s)
+        if self.speculation is not None:
+            self.speculation.observe(batch, further, duration_s)
+        finished = self.executor.commit(batch, stopped, failed, further=further, duration_s=duration_s)
         if self._held_back is not None:
             self._held_back.add(emissions.values())
-            return self._release(ends, self._held_back)
-        for end in ends:
+            return self._release(finished, self._held_back)
+        for end in finished:
             emissions[end.request_id].end = end
         return list(emissions.values())
+
+    def _append(self, sequence: Sequence, token_ids: tuple[int, ...]) -> tuple[Emission, bool]:
+        """Adds new tokens up to the one that ends the output, if there is one; returns whether there is."""
+        start = sequence.output_len
+        is_first = len(sequence.token_ids) == sequence.request.known_len
+        cached_len = (sequence.cached_len or 0) if is_first else 0
+        # Only the text shows whether a stop string has come; text that is not needed for that can wait, since all
+        # outputs held back would be decoded in one step.
+        at_once = bool(sequence.sampling.stop) or self._held_back is not None
+        shown = "" if at_once else None
+        for index, token in enumerate(token_ids, start):
+            sequence.token_ids.append(token)
+            if shown is not None:
+                shown += self._show(sequence, token, index)
+            if self._ends(sequence, token, index):
+                return Emission(sequence, token_ids[: index + 1 - start], start, shown, cached_len), True
+        return Emission(sequence, token_ids, start, shown, cached_len), False
 
     def _take_failures(self, batch: StepBatch, tokens: list[int | None]) -> dict[str, Emission]:
         """Why items did not get the token that they should have got, by request id."""
@@ -317,7 +343,7 @@ class Worker:
                 sequence = self._sequences[request_id]
                 if failure.fault is Fault.MODEL:
                     logger.error("%s fails: %s", request_id, failure.reason)
-                failed[request_id] = Emission(sequence, None, sequence.output_len, "", 0, failure=failure)
+                failed[request_id] = Emission(sequence, (), sequence.output_len, "", 0, failure=failure)
         return failed
 
     def _release(self, ends: Iterable[FinishedSequence], held_back: HeldBack) -> list[Emission]:
@@ -351,17 +377,17 @@ class Worker:
         if failure is not None:
             assert end is not None, "a sequence without a next token has ended"
             return self._failure(sequence.request, end, failure.reason, failure.fault)
-        assert emission.token is not None, "there is a token or a failure"
         text = emission.shown
         if text is None:
-            text = self._show(sequence, emission.token, emission.start)
+            shown = (self._show(sequence, token, at) for at, token in enumerate(emission.token_ids, emission.start))
+            text = "".join(shown)
         if end is not None:
             text += sequence.text.flush()
         delta = TokenDelta(
             request_id=sequence.request.request_id,
             attempt=sequence.request.attempt,
             start=emission.start,
-            token_ids=(emission.token,),
+            token_ids=emission.token_ids,
             text=text,
             finish_reason=None if end is None else end.status.finish_reason,
             cached_len=emission.cached_len,

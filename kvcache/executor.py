@@ -7,7 +7,7 @@ start again: all this is the same however the steps are composed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -18,7 +18,10 @@ from core.messages.step_times import StepSample
 from core.request import Request, Residency, SequenceStatus
 from kvcache.block_manager import BlockHashes, BlockManager
 from kvcache.cache_journal import CacheJournal
-from kvcache.step_batch import BatchLimits, KVCopy, StepBatch
+from kvcache.step_batch import BatchLimits, KVCopy, StepBatch, StepItem
+
+NO_FURTHER: Mapping[str, int] = {}
+"""Every item of a step has yielded one token at most."""
 
 
 @dataclass(slots=True, eq=False)
@@ -171,6 +174,13 @@ class PlanExecutor(ABC):
         """
         return True
 
+    def draft_room(self, item: StepItem) -> int:
+        """How many guessed tokens an item of a step in the making may verify; 0 where nothing is guessed.
+
+        A guess takes no block that the sequence does not hold, and no length that its grants do not cover.
+        """
+        return 0
+
     @abstractmethod
     def commit(
         self,
@@ -178,6 +188,7 @@ class PlanExecutor(ABC):
         stopped: Iterable[str] = (),
         failed: Collection[str] = (),
         *,
+        further: Mapping[str, int] = NO_FURTHER,
         duration_s: float = 0.0,
     ) -> list[FinishedSequence]:
         """Books a step that ran; returns the sequences it ended, their blocks already free.
@@ -186,6 +197,7 @@ class PlanExecutor(ABC):
             stopped: Ids whose new token ended them (EOS, stop string or id). Length limits are found here.
             failed: Ids that got no token where they should have: they end, and the KV that the step has computed for
                 them is not cached.
+            further: How many tokens beyond the first the step has yielded, for ids whose drafts turned out right.
             duration_s: How long it took.
         """
 

@@ -8,14 +8,14 @@ knows lengths only, no token values, so that the simulator runs it unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from core.errors import IntegrityError
 from core.messages.plans import FinishedSequence
 from core.request import Residency, SequenceStatus
 from kvcache.block_manager import BlockHashes, BlockManager
-from kvcache.executor import PlanExecutor, SequenceState
+from kvcache.executor import NO_FURTHER, PlanExecutor, SequenceState
 from kvcache.step_batch import BatchLimits, KVCopy, StepBatch, StepItem
 
 
@@ -347,6 +347,13 @@ class LeaseExecutor(PlanExecutor):
         """Standby slots that may still start: places left by ended slots, less standbys that hold one now."""
         return self._vacated - sum(held.slot.standby and self._is_resident(held) for held in self._held.values())
 
+    def draft_room(self, item: StepItem) -> int:
+        """See ``PlanExecutor.draft_room``."""
+        if not item.samples:
+            return 0
+        slots = len(item.blocks) * self.blocks.block_size - item.start - item.num_known
+        return max(0, min(slots, _steps_granted(self._held[item.request_id]) - 1))
+
     def horizon(self, batch: StepBatch) -> int:
         """How many times in a row the batch would be chosen if no plan came and only length limits ended a sequence.
 
@@ -373,10 +380,11 @@ class LeaseExecutor(PlanExecutor):
         stopped: Iterable[str] = (),
         failed: Collection[str] = (),
         *,
+        further: Mapping[str, int] = NO_FURTHER,
         duration_s: float = 0.0,
         num_steps: int = 1,
     ) -> list[FinishedSequence]:
-        """See ``PlanExecutor.commit``.
+        """See ``PlanExecutor.commit``. KV of guesses that were wrong counts as not computed: later steps overwrite it.
 
         Args:
             num_steps: Number of equal steps, at most ``horizon``; ``stopped`` and ``duration_s`` cover all of them.
@@ -385,7 +393,8 @@ class LeaseExecutor(PlanExecutor):
         finished = []
         for item in batch.items:
             held = self._held[item.request_id]
-            self._advance(held, item.num_tokens * num_steps)
+            more = further.get(item.request_id, 0)
+            self._advance(held, item.num_known * num_steps + more)
             held.ran_s += duration_s
             if item.request_id in failed:
                 finished.append(self._finish(held, SequenceStatus.FINISHED_FAILED))
@@ -396,7 +405,7 @@ class LeaseExecutor(PlanExecutor):
                 self._register(held)
             if not item.samples:
                 continue
-            held.num_tokens += num_steps
+            held.num_tokens += num_steps + more
             if item.request_id in ended:
                 finished.append(self._finish(held, SequenceStatus.FINISHED_STOPPED))
             elif held.num_tokens >= held.max_total_len:

@@ -17,7 +17,8 @@ from engine.checkpoint.model_config import DecoderConfig, load_model_config, res
 from engine.checkpoint.weights import load_weights
 from engine.kv.kv_pool import KVPool
 from engine.models.quantize import quantize_weights
-from engine.sampling.logged_tokens import ItemLogprobs, LoggedTokens, NoToken
+from engine.sampling.drafts import sampled_rows, tokens_that_stand
+from engine.sampling.logged_tokens import ItemLogprobs, LoggedTokens
 from engine.sampling.sampler import (
     NO_TOKEN,
     PromptRows,
@@ -157,7 +158,7 @@ class ModelRunner:
 
         Returns:
             The new token of each of ``batch.items``, in their order; None where the item does not sample. They are
-            ``LoggedTokens`` if log probabilities were asked for, or if an item that samples has no next token.
+            ``LoggedTokens`` if there is more to tell about an item.
 
         Raises:
             IntegrityError: an item asks for tokens or blocks that are not there.
@@ -191,28 +192,26 @@ class ModelRunner:
         else:
             step = self.backend.run(batch, order, sequences)
         sampled = [i for i in order if batch.items[i].samples]
-        tokens: list[int | None] = [None] * len(batch.items)
         logprobs = self._prompt_logprobs(prompt_logits, prompts, batch, sequences) if prompts else {}
-        failures: dict[int, NoToken] = {}
+        found = LoggedTokens([None] * len(batch.items), logprobs)
         if sampled:
-            failures = self._sample(step, sampled, batch, sequences, tokens, logprobs)
-        del tokens[num_items:]
-        failures = {i: failure for i, failure in failures.items() if i < num_items}  # pads need no tokens
-        return LoggedTokens(tokens, logprobs, failures) if logprobs or failures else tokens
+            self._sample(step, sampled, batch, sequences, found)
+        del found[num_items:]
+        found.failures = {i: failure for i, failure in found.failures.items() if i < num_items}  # pads need no tokens
+        return found if found.tells_more else list(found)
 
     def _execute_ready(self, ready: _Ready, sequences: Mapping[str, Sequence]) -> list[int | None]:
         """Like ``execute`` of a step whose items all sample."""
         known = ready.token_ids
         ready.inputs.complete(None if known is None else [known[i] for i in ready.order])
         step = ready.run(ready.inputs)
-        tokens: list[int | None] = [None] * len(ready.order)
+        found = LoggedTokens([None] * len(ready.order), {})
         if ready.plain and step.best is not None and NO_TOKEN not in step.best:
             for i, token in zip(ready.order, step.best, strict=True):
-                tokens[i] = token
-            return tokens
-        logprobs: dict[int, ItemLogprobs] = {}
-        failures = self._sample(step, ready.order, ready.batch, sequences, tokens, logprobs)
-        return LoggedTokens(tokens, logprobs, failures) if logprobs or failures else tokens
+                found[i] = token
+        else:
+            self._sample(step, ready.order, ready.batch, sequences, found)
+        return found if found.tells_more else list(found)
 
     def _with_padding(
         self, batch: StepBatch, sequences: Mapping[str, Sequence]
@@ -243,29 +242,41 @@ class ModelRunner:
         items: list[int],
         batch: StepBatch,
         sequences: Mapping[str, Sequence],
-        tokens: list[int | None],
-        logprobs: dict[int, ItemLogprobs],
-    ) -> dict[int, NoToken]:
-        """Fills in ``tokens``, and ``logprobs`` of the output; returns the items that have no token."""
-        histories = [sequences[batch.items[i].request_id] for i in items]
-        params = [sequence.sampling for sequence in histories]
-        positions = [batch.items[i].start + batch.items[i].num_tokens for i in items]
+        found: LoggedTokens,
+    ) -> None:
+        """Adds the tokens of these items, log probabilities of the output, and why an item has no token."""
+        params, positions, histories = sampled_rows([batch.items[i] for i in items], sequences)
         sampled = self._sampler.sample(step.logits, params, positions, histories, step.best)
-        failures = {}
-        for row, (i, token) in enumerate(zip(items, sampled, strict=True)):
-            if token == NO_TOKEN:
-                failures[i] = self._sampler.why_no_token(step.logits[row], params[row], histories[row])
+        logged: list[tuple[int, int]] = []  # row and item
+        row = 0
+        for i in items:
+            drafts = batch.items[i].drafts
+            if sampled[row] == NO_TOKEN:
+                found.failures[i] = self._sampler.why_no_token(step.logits[row], params[row], histories[row])
             else:
-                tokens[i] = token
-        logged = [row for row, p in enumerate(params) if p.logprobs is not None and sampled[row] != NO_TOKEN]
+                found[i] = sampled[row]
+                if drafts:
+                    found.further[i] = tokens_that_stand(sampled[row : row + 1 + len(drafts)], drafts)[1:]
+                if params[row].logprobs is not None:
+                    logged.append((row, i))
+            row += 1 + len(drafts)
         if logged:
-            chosen = step.logits[torch.tensor(logged, device=step.logits.device)]
-            found = token_logprobs(
-                chosen, [sampled[row] for row in logged], [params[row].logprobs or 0 for row in logged]
-            )
-            for row, each in zip(logged, found, strict=True):
-                logprobs.setdefault(items[row], ItemLogprobs()).output = each
-        return failures
+            self._log_tokens(step.logits, logged, params, sampled, found)
+
+    def _log_tokens(
+        self,
+        logits: Tensor,
+        logged: list[tuple[int, int]],
+        params: list[SamplingParams],
+        sampled: list[int],
+        found: LoggedTokens,
+    ) -> None:
+        """Adds the log probabilities of the first token of each of these (row, item)."""
+        rows = [row for row, _ in logged]
+        chosen = logits[torch.tensor(rows, device=logits.device)]
+        each = token_logprobs(chosen, [sampled[row] for row in rows], [params[row].logprobs or 0 for row in rows])
+        for (_, i), output in zip(logged, each, strict=True):
+            found.logprobs.setdefault(i, ItemLogprobs()).output = output
 
     @torch.inference_mode()
     def _prompt_logprobs(
