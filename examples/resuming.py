@@ -163,7 +163,8 @@ def texts(url: str, body: dict[str, object], key: str = "") -> Iterator[str]:
 def main() -> None:
     url, body = sys.argv[1:]
     for text in texts(url, json.loads(body), os.environ.get("FARSIGHT_API_KEY", "")):
-        print(text, end="", flush=True)
+        sys.stdout.write(text)
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -31,7 +31,8 @@ def main() -> None:
     )
     for chunk in chunks:
         for choice in chunk.choices:
-            print(choice.delta.content or "", end="", flush=True)
+            sys.stdout.write(choice.delta.content or "")
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":

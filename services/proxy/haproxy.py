@@ -195,7 +195,8 @@ class HAProxyKeeper:
             except Exception:
                 logger.exception("the ingress replicas could not be listed")
                 continue
-            if found is not None:
+            # None at all: the controller has just started, or every replica died, which health checks say.
+            if found:
                 self._servers = tuple(sorted(found, key=lambda server: server.name))
 
     def _keep(self) -> None:

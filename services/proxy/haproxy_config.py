@@ -92,6 +92,7 @@ def config_text(servers: Sequence[IngressServer], settings: FrontendSettings) ->
     - HAProxy's own errors, and plain texts of Ray's, get the shape of the OpenAI API and an honest status.
     - A slow accept is no death: in a burst connections wait, and only health checks find a replica dead. They, and
       ``/health``, go to its liveness port. A connection that is refused is tried at another replica.
+    - Where a replica dies before it answers, a POST gets 502, and other requests are tried elsewhere.
     - Replicas learn a client's address from a header that clients cannot set.
     - There is no ``splice-request``: with it HAProxy misses the disconnect of a client whose body came after its head.
     """
@@ -132,6 +133,7 @@ def _defaults(limits: ConnectionLimits) -> list[str]:
         "    option abortonclose",
         "    option splice-response",
         "    option redispatch 1",
+        "    retry-on conn-failure empty-response",
         "    option http-no-delay",
         "    option idle-close-on-response",
         "    balance leastconn",
@@ -148,6 +150,7 @@ def _frontend(settings: FrontendSettings, told: Sequence[IngressServer]) -> list
         f"    bind fd@{settings.descriptor}{tls}",
         *(_address_rules(settings.limits.per_address) if settings.limits.per_address else []),
         f"    http-request set-header {CLIENT_HEADER} %[src]",
+        "    http-request disable-l7-retry if METH_POST",
         *(_replaced(status, plain) for status in _REPLACED),
         *(health if told else []),
         f"    default_backend {INGRESS_BACKEND}",

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from actors.log.stream_shelf import StreamShelf
 from core.errors import FarsightError
@@ -139,7 +140,7 @@ class Replica:
         self._encoder = encoder
         self._running: asyncio.Task[None] | None = asyncio.create_task(self.keeper.run())
 
-    async def start(self, **fields: object) -> LiveStream:
+    async def start(self, **fields: Any) -> LiveStream:
         generation = await self.generation(**fields)
         return self.keeper.start(self.backend, generation, KEY, "tenant")
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 
 import pytest
 
 from core.errors import CapacityError
+from core.messages.tokens import TokenDelta
+from core.request import Request
 from services.api.errors import ApiError
 from services.api.streams.live import events_seen
-from services.api.text.prompts import PromptEncoder
-from tests.unit.services.api.streams.stream_support import HttpSide, Reader, http_side, until
+from services.api.text.prompts import PromptEncoder, PromptText
+from tests.unit.services.api.streams.stream_support import HttpSide, PacedBackend, Reader, http_side, until
 
 
 @pytest.fixture
@@ -278,8 +280,10 @@ async def test_a_stream_that_was_refused_when_it_was_taken_waits_for_another_try
 async def test_a_failure_is_the_last_event_and_can_be_read_again(side: HttpSide) -> None:
     replica = side.replica()
 
-    class Failing(type(side.backend)):  # type: ignore[misc]
-        async def stream(self, request, text=None, key=""):  # type: ignore[no-untyped-def]
+    class Failing(PacedBackend):
+        async def stream(
+            self, request: Request, text: PromptText | None = None, key: str = ""
+        ) -> AsyncGenerator[TokenDelta, None]:
             async for delta in super().stream(request, text, key):
                 yield delta
                 raise ApiError("The generation failed: a reason.", status=503, code="generation_failed")
