@@ -147,7 +147,7 @@ class Service:
 
     Args:
         site: The service to run.
-        keeper: Of HAProxy; None where Ray Serve's own proxy is in front.
+        keeper: Runs HAProxy; None where Ray Serve's own proxy is in front.
     """
 
     def __init__(self, site: Site, keeper: HAProxyKeeper | None = None) -> None:

@@ -251,5 +251,5 @@ def _ends_with_parent() -> list[str]:
 
 
 def _is_up(row: list[str]) -> bool:
-    """Of a line of HAProxy's statistics, whether it is an ingress replica that has answered a health check."""
+    """Whether a line of HAProxy's statistics is an ingress replica that has answered a health check."""
     return len(row) > 36 and row[0] == INGRESS_BACKEND and row[1] != "BACKEND" and row[36] == "L7OK"

@@ -75,7 +75,7 @@ class FrontendSettings:
         descriptor: The listening socket, which HAProxy inherits.
         directory: HAProxy's files; with ``TLS_FILE`` in it the frontend speaks TLS.
         max_connections: Open at once; further ones wait.
-        limits: Of clients' connections.
+        limits: Limits of clients' connections.
         check_interval: Between two health checks of an ingress replica, as HAProxy writes times.
     """
 

@@ -97,7 +97,7 @@ class StreamKeeper:
         """Begins to run a new stream.
 
         Args:
-            identity: Of the key that may read it; empty where none was sent: who knows the id may read it.
+            identity: Identity of the key that may read it; empty where none was sent: who knows the id may read it.
             tenant: Its bound of bytes applies.
         """
         stream_id = secrets.token_hex(16)

@@ -55,7 +55,7 @@ def generation_in(record: bytes) -> Generation:
 
 
 class EventWriter:
-    """Turns the log of a stream into events with ids: the same log gives the same events, whoever writes them.
+    """Turns the log of a stream into events with ids: the same log gives the same events at every replica.
 
     Args:
         record: As ``record_of`` made it.

@@ -22,10 +22,10 @@ from services.api.streams.live import EventWriter, LiveStream, events_seen
 from services.api.text.token_texts import TokenTexts
 
 RESUMABLE_HEADER = "X-Farsight-Resumable"
-"""Of a request: ``true`` asks for a resumable stream."""
+"""In a request, ``true`` asks for a resumable stream."""
 
 STREAM_HEADER = "X-Farsight-Stream"
-"""Of the answer: the id of the stream."""
+"""The answer names the stream here."""
 
 _STREAM_ID = re.compile(r"[0-9a-f]{32}")
 _WORDS = {"true": True, "1": True, "false": False, "0": False}

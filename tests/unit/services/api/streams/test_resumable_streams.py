@@ -1,4 +1,4 @@
-"""Resumable streams: whoever runs them, and whatever dies, a client reads each event once and in order."""
+"""Resumable streams: whichever replica runs them, and whatever dies, a client reads each event once and in order."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ async def test_the_last_of_two_readers_gets_the_stream(side: HttpSide) -> None:
     assert_whole(await second.finish())
 
 
-async def test_a_wrong_last_event_id_is_refused_and_disturbs_nobody(side: HttpSide) -> None:
+async def test_a_wrong_last_event_id_is_refused_and_disturbs_no_reader(side: HttpSide) -> None:
     replica = side.replica()
     live = await replica.start()
     side.backend.allow(2)
