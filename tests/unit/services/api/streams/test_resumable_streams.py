@@ -13,9 +13,16 @@ from core.errors import CapacityError
 from core.messages.tokens import TokenDelta
 from core.request import Request
 from services.api.errors import ApiError
-from services.api.streams.live import events_seen
+from services.api.streams.live import EventWriter, events_seen
 from services.api.text.prompts import PromptEncoder, PromptText
-from tests.unit.services.api.streams.stream_support import HttpSide, PacedBackend, Reader, http_side, until
+from tests.unit.services.api.streams.stream_support import (
+    HttpSide,
+    PacedBackend,
+    Reader,
+    events_of,
+    http_side,
+    until,
+)
 
 
 @pytest.fixture
@@ -316,3 +323,19 @@ async def test_a_tenants_bytes_are_bounded(encoder: PromptEncoder) -> None:
         large = {"n": 8, "stop": [character * 250 for character in "abcd"]}
         refused = await replica.read(await replica.start(**large)).finish()
         assert isinstance(refused.error, CapacityError)
+
+
+async def test_a_client_that_reads_slowly_delays_no_other_and_misses_nothing(side: HttpSide) -> None:
+    """Its output waits in the log, which is bounded, and not in a queue of its own."""
+    replica = side.replica()
+    slow, quick = await replica.start(), await replica.start()
+    writer = EventWriter(slow.state.stream_id, slow.state.record, side.encoder.texts)
+    side.backend.allow(1)
+    unread = slow.read(0, writer)
+    events = events_of(await anext(unread))
+    side.backend.allow(100)
+    assert_whole(await replica.read(quick).finish())
+    await until(lambda: slow.num_stored == len(slow.entries) and slow.ended)
+    async for data in unread:
+        events += events_of(data)
+    assert_whole(Reader(events))
