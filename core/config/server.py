@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 from dataclasses import dataclass
 
 from core.config.checks import require
@@ -59,6 +60,7 @@ class ServerConfig:
         first_token_deadline_s: With ``[[replica]]`` tables, a request without a token after so many seconds fails,
             wherever it has been by then. On our own engine, or without such tables, it fails after ``max_wait_s`` and
             this together; never where ``max_wait_s`` is 0.
+        drain_s: Seconds that open requests have to end after TERM; the rest ends with an error.
         max_stream_bytes_per_tenant: Bytes of the logs of resumable streams that are kept for one tenant; where no keys
             are in use, for all clients.
         max_stream_bytes: The same for all tenants together.
@@ -82,6 +84,7 @@ class ServerConfig:
     max_connections_per_address: int = 8192
     start_patience_s: float = 600.0
     first_token_deadline_s: float = 120.0
+    drain_s: float = 30.0
     max_stream_bytes_per_tenant: int = 64 * 1024 * 1024
     max_stream_bytes: int = 256 * 1024 * 1024
 
@@ -97,5 +100,6 @@ class ServerConfig:
         for name in ("max_connections_per_address", "max_queued_requests_per_key", "max_queued_tokens_per_key"):
             require(getattr(self, name) >= 0, f"server.{name}", getattr(self, name), "an integer >= 0")
         require(self.max_wait_s >= 0, "server.max_wait_s", self.max_wait_s, "a number >= 0 (0 is off)")
+        require(0 <= self.drain_s < math.inf, "server.drain_s", self.drain_s, "a number of seconds >= 0")
         for name in _POSITIVE:
             require(getattr(self, name) > 0, f"server.{name}", getattr(self, name), "a number > 0")

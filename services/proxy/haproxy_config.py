@@ -16,6 +16,7 @@ CHECK_PATH = "/-/healthz"
 """What HAProxy asks the ingress replicas for, at their liveness ports."""
 
 HEALTH_PATH = "/health"
+READY_PATH = "/health/ready"
 LIVENESS_FOLDER = "liveness"
 """Subdirectory of HAProxy's files: a file for each ingress replica, named by its id, that holds its liveness port."""
 
@@ -91,7 +92,7 @@ def config_text(servers: Sequence[IngressServer], settings: FrontendSettings) ->
 
     - HAProxy's own errors, and plain texts of Ray's, get the shape of the OpenAI API and an honest status.
     - A slow accept is no death: in a burst connections wait, and only health checks find a replica dead. They, and
-      ``/health``, go to its liveness port. A connection that is refused is tried at another replica.
+      the paths of health, go to its liveness port. A connection that is refused is tried at another replica.
     - Where a replica dies before it answers, a POST gets 502, and other requests are tried elsewhere.
     - Replicas learn a client's address from a header that clients cannot set.
     - There is no ``splice-request``: with it HAProxy misses the disconnect of a client whose body came after its head.
@@ -144,7 +145,8 @@ def _frontend(settings: FrontendSettings, told: Sequence[IngressServer]) -> list
     tls_file = settings.directory / TLS_FILE
     tls = f" ssl crt {tls_file} ssl-min-ver TLSv1.2 alpn http/1.1" if tls_file.exists() else ""
     plain = "{ res.hdr(content-type) -m beg text/plain }"
-    health = [f"    use_backend {_HEALTH_BACKEND} if {{ path {HEALTH_PATH} }} {{ nbsrv({_HEALTH_BACKEND}) gt 0 }}"]
+    asked = f"{{ path {HEALTH_PATH} {READY_PATH} }}"
+    health = [f"    use_backend {_HEALTH_BACKEND} if {asked} {{ nbsrv({_HEALTH_BACKEND}) gt 0 }}"]
     return [
         "frontend clients",
         f"    bind fd@{settings.descriptor}{tls}",
