@@ -15,10 +15,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import httpx
 import psutil
 import pytest
 
@@ -213,3 +215,62 @@ def test_the_examples_read_on(server: Server, name: str) -> None:
         chaos.strike(kind)
     rest, _ = example.communicate(timeout=LONG_S)
     assert (example.returncode, began + rest) == (0, expected)
+
+
+ANSWER = {
+    **stream_body(1, 300),
+    "n": 2,
+    "logprobs": 2,
+    "echo": True,
+    "prompt": "Write in upper case: hello world",
+    "stream_options": {"include_usage": True},
+}
+
+
+def read_choices(chunks: Iterable[dict[str, Any]]) -> tuple[list[Any], Any]:
+    """Text, log probabilities and finish reason of each choice, and the usage."""
+    choices: list[tuple[Any, ...]] = [("", [], [], [], []) for _ in range(2)]
+    usage = None
+    for chunk in chunks:
+        usage = chunk["usage"] or usage
+        for choice in chunk["choices"]:
+            text, *lists = choices[choice["index"]]
+            for known, name in zip(lists, ("tokens", "token_logprobs", "text_offset"), strict=False):
+                known += (choice["logprobs"] or {}).get(name, [])
+            lists[3] += [choice["finish_reason"]] if choice["finish_reason"] else []
+            choices[choice["index"]] = (text + choice["text"], *lists)
+    return choices, usage
+
+
+def chunks_of(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    for line in response.iter_lines():
+        if line.startswith("data: ") and line != "data: [DONE]":
+            yield json.loads(line.removeprefix("data: "))
+
+
+def test_log_probabilities_and_usage_survive_as_well(server: Server) -> None:
+    """Another replica goes on with both choices, behind the echoed prompt."""
+    url, headers = f"{server.base_url}/v1/completions", {"X-Farsight-Resumable": "true"}
+    with httpx.Client(timeout=LONG_S) as client:
+        with client.stream("POST", url, json=ANSWER) as response:
+            expected = read_choices(chunks_of(response))
+        seen: list[dict[str, Any]] = []
+        with client.stream("POST", url, json=ANSWER, headers=headers) as response:
+            stream_id = response.headers["X-Farsight-Stream"]
+            lines = response.iter_lines()
+            while len(seen) < 6:
+                line = next(lines)
+                if line.startswith("id: "):
+                    last_id = line.removeprefix("id: ")
+                elif line:
+                    seen.append(json.loads(line.removeprefix("data: ")))
+        Chaos(server).strike("ingress")
+        address = f"{server.base_url}/v1/streams/{stream_id}"
+        with client.stream("GET", address, headers={"Last-Event-ID": last_id}) as response:
+            assert response.status_code == 200
+            assert read_choices([*seen, *chunks_of(response)]) == expected
+        wrong = client.get(address, headers={"Last-Event-ID": f"{stream_id}-100000"})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "Last-Event-ID")
+        other = client.get(address, headers={"Authorization": "Bearer another"})
+        assert other.status_code == 200  # sent without a key: who knows the id may read it
+        assert client.get(f"{server.base_url}/v1/streams/{'0' * 32}").status_code == 404
