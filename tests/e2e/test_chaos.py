@@ -228,11 +228,12 @@ ANSWER = {
 
 
 def read_choices(chunks: Iterable[dict[str, Any]]) -> tuple[list[Any], Any]:
-    """Text, log probabilities and finish reason of each choice, and the usage."""
+    """Text, log probabilities and finish reason of each choice, and the tokens of the usage."""
     choices: list[tuple[Any, ...]] = [("", [], [], [], []) for _ in range(2)]
     usage = None
     for chunk in chunks:
-        usage = chunk["usage"] or usage
+        if chunk["usage"]:
+            usage = {name: chunk["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
         for choice in chunk["choices"]:
             text, *lists = choices[choice["index"]]
             for known, name in zip(lists, ("tokens", "token_logprobs", "text_offset"), strict=False):

@@ -69,6 +69,7 @@ class EventWriter:
         self._writer = ChunkWriter(self._generation, texts, decode(record, StreamRecord).created)
         self._opened = False
         self._num_tokens = self._num_cached = 0
+        self._gpu_s = 0.0
 
     def write(self, entry: StreamEntry) -> list[bytes]:
         """The events of the next entry."""
@@ -77,6 +78,7 @@ class EventWriter:
 
     def _output(self, index: int, delta: TokenDelta) -> bytes:
         self._num_tokens += delta.num_tokens
+        self._gpu_s += delta.gpu_s
         if delta.cached_len and index % self._generation.num_tries == 0:
             self._num_cached += first_cached_len(delta)
         data = self._writer.output(index, delta)
@@ -88,7 +90,8 @@ class EventWriter:
     def _tail(self, entry: StreamEntry) -> bytes:
         if entry.error:
             return event(json.loads(entry.error)) + DONE
-        return self._writer.usage(usage(self._generation, self._num_tokens, self._num_cached)) + DONE
+        used = usage(self._generation, self._num_tokens, self._num_cached, self._gpu_s)
+        return self._writer.usage(used) + DONE
 
     def _numbered(self, data: bytes) -> bytes:
         self.num_events += 1
