@@ -164,7 +164,8 @@ class EngineClient:
         )
 
     def _open(self, request: Request) -> ClientStream:
-        stream = ClientStream(request)
+        # A request that goes on comes with its output so far, which its client has.
+        stream = ClientStream(request, list(request.output_ids), num_tokens=len(request.output_ids))
         self._streams[request.request_id] = stream
         self._watch_deadline(stream)
         return stream
