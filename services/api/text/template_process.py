@@ -18,7 +18,8 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, BinaryIO
+from io import BufferedRWPair
+from typing import Any
 
 import msgpack
 
@@ -156,7 +157,7 @@ class _Child:
         return TemplateStopped(f"its process ended with status {code}")
 
 
-def _end(process: subprocess.Popen[bytes], connection: socket.socket, stream: BinaryIO) -> None:
+def _end(process: subprocess.Popen[bytes], connection: socket.socket, stream: BufferedRWPair[Any, Any]) -> None:
     with contextlib.suppress(OSError):  # what was not sent is lost
         stream.close()
     connection.close()
@@ -170,7 +171,7 @@ def _packed(value: Any) -> bytes:
     return data
 
 
-def _receive(stream: BinaryIO) -> Any:
+def _receive(stream: BufferedRWPair[Any, Any]) -> Any:
     """The next frame; None at the end of the connection."""
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:
