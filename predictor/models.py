@@ -40,8 +40,11 @@ def unpack(arrays: Mapping[str, NDArray[Any]], kind: str, name: str) -> Model:
 
     Raises:
         KeyError: an array is not there, or there is no such kind.
+        ValueError: its arrays do not fit together.
     """
     model = _MODELS[kind]
     found = {each.name: arrays[f"{name}.{each.name}"] for each in fields(model)}
     values: dict[str, Any] = {field: array if array.ndim else int(array) for field, array in found.items()}
-    return model(**values)
+    made = model(**values)
+    made.check()
+    return made
