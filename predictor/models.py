@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from predictor.artefact import ArtefactError, TrainedModel
 from predictor.features import Floats
 from predictor.forest import Forest
 from predictor.linear import BinnedLinear
@@ -48,3 +49,15 @@ def unpack(arrays: Mapping[str, NDArray[Any]], kind: str, name: str) -> Model:
     made = model(**values)
     made.check()
     return made
+
+
+def check_artefact(artefact: TrainedModel) -> None:
+    """
+    Raises:
+        ArtefactError: A model of the artefact is not there, or its arrays do not fit together.
+    """
+    try:
+        for name in (FULL, LENGTH) if artefact.metadata.get("encoder") is not None else (FULL,):
+            unpack(artefact.arrays, str(artefact.metadata["model"]), name)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ArtefactError(f"the artefact lacks {error}; train it again") from error

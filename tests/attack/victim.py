@@ -41,7 +41,7 @@ class Victim:
     """A running server.
 
     Attributes:
-        statuses: Of the answers to attackers, by status; 0 is none.
+        statuses: Answers to attackers by status; 0 is none.
     """
 
     server: Server

@@ -53,7 +53,7 @@ async def test_a_server_sends_nobody_elsewhere(status: int) -> None:
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     address = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    server = OpenAIServer(ReplicaConfig(backend="openai", url=address), "m", lambda ids: "", "")
+    server = OpenAIServer(ReplicaConfig(backend="openai", url=address), "m", lambda *ids: "", "")
     await server.open()
     try:
         for generates in (False, True):
@@ -84,7 +84,7 @@ async def test_a_page_without_end_is_given_up() -> None:
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     config = ReplicaConfig(backend="openai", url=f"http://127.0.0.1:{runner.addresses[0][1]}")
-    server = OpenAIServer(config, "m", lambda ids: "", "")
+    server = OpenAIServer(config, "m", lambda *ids: "", "")
     await server.open()
     try:
         with pytest.raises(BackendFailed, match="more than"):
