@@ -15,10 +15,8 @@
 #include "interface.h"
 #include "lanes.h"
 #include "linear.h"
+#include "rounding.h"
 
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
@@ -180,64 +178,6 @@ inline QuantizedWeights::QuantizedWeights(const FsQuantized& from)
   }
 }
 
-// Neither has an order that matters.
-inline float largest_lane(f32v v) {
-#ifdef __AVX512F__
-  return _mm512_reduce_max_ps((__m512)v);
-#else
-  return largest(v);
-#endif
-}
-
-inline int32_t sum_lanes(i32v v) {
-#ifdef __AVX512F__
-  return _mm512_reduce_add_epi32((__m512i)v);
-#else
-  int32_t sum = 0;
-  for (int i = 0; i < kWidth; ++i) sum += v[i];
-  return sum;
-#endif
-}
-
-// Rounds a group of activations: scale = largest / 127, values x * (127 / largest) to nearest, ties to even. Groups
-// below 1e-30 become 0. A value that is not finite makes the scale NaN: outputs must tell.
-inline void quantize_group(const float* x, int count, int8_t* values, float* scale, int32_t* sum) {
-  f32v top = {};
-  i32v lacks = {};
-  for (int i = 0; i < count; i += kWidth) {
-    const f32v v = load_first(x + i, count - i);
-    const f32v size = v < 0.0f ? -v : v;
-    lacks |= v != v;
-    top = max(top, size);
-  }
-  const float highest = largest_lane(top);
-  const bool lost = sum_lanes(lacks) != 0 || !(highest <= std::numeric_limits<float>::max());
-  *scale = lost ? std::numeric_limits<float>::quiet_NaN() : highest < 1e-30f ? 0.0f : highest / 127.0f;
-  const float factor = lost || highest < 1e-30f ? 0.0f : 127.0f / highest;
-  if (lost) {
-    std::memset(values, 0, count);
-    *sum = 0;
-    return;
-  }
-  const f32v magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, which the low bits hold
-  const i32v magic_bits = (i32v)magic;
-  i32v total = {};
-  for (int i = 0; i < count; i += kWidth) {
-    const i32v whole = (i32v)(load_first(x + i, count - i) * factor + magic) - magic_bits;
-    total += whole;
-#ifdef __AVX512F__
-    const __m128i bytes = _mm512_cvtepi32_epi8((__m512i)whole);
-    alignas(16) int8_t narrow[kWidth];
-    _mm_store_si128(reinterpret_cast<__m128i*>(narrow), bytes);
-#else
-    int8_t narrow[kWidth];
-    for (int j = 0; j < kWidth; ++j) narrow[j] = int8_t(whole[j]);
-#endif
-    std::memcpy(values + i, narrow, std::min(kWidth, count - i));
-  }
-  *sum = sum_lanes(total);
-}
-
 // Rounds a row of k activations to q's layout.
 inline void quantize_row(const QuantizedWeights& q, const float* x, uint8_t* row) {
   auto* values = reinterpret_cast<int8_t*>(row);
@@ -245,7 +185,7 @@ inline void quantize_row(const QuantizedWeights& q, const float* x, uint8_t* row
   auto* sums = reinterpret_cast<int32_t*>(scales + q.groups);
   for (int g = 0; g < q.groups; ++g) {
     int8_t* to = values + size_t(g) * q.padded;
-    quantize_group(x + size_t(g) * q.group, q.group, to, scales + g, sums + g);
+    sums[g] = round_group<127>(x + size_t(g) * q.group, q.group, to, scales + g);
     std::memset(to + q.group, 0, q.padded - q.group);
   }
 }
