@@ -8,7 +8,8 @@
 //
 // Order of reads: block by block, and within a block the heads, which lie side by side. One core reads 26 GB/s that way,
 // and 11 GB/s if it takes one head of all blocks after the other: then each run of neighbours is one page long, too
-// short for the processor to read ahead.
+// short for the processor to read ahead. While it scores, a format reads ahead the values of the same tokens, and while it
+// mixes, the keys of the next chunk.
 #pragma once
 
 #include <algorithm>
@@ -55,19 +56,21 @@ struct Tile {
   float factors[N];
 };
 
-// Tokens of one block: `count` from `offset` on, the chunk's from `t` on.
+// Tokens of one block: `count` from `offset` on, the chunk's from `t` on. `later` is the block that the next chunk has in
+// this place, or the same block.
 struct Span {
   int t, offset, count;
-  int64_t block;
+  int64_t block, later;
 };
 
-// Calls visit(span) for the tokens first .. first + count of a sequence.
+// Calls visit(span) for the tokens first .. first + count of a sequence that goes on to token `last`.
 template <class Visit>
-inline void each_block(const Shape& shape, const int32_t* blocks, int first, int count, const Visit& visit) {
+inline void each_block(const Shape& shape, const int32_t* blocks, int first, int count, int last, const Visit& visit) {
   const int size = shape.block_size;
   for (int t = 0; t < count;) {
-    const int offset = (first + t) % size, here = std::min(size - offset, count - t);
-    visit(Span{t, offset, here, blocks[(first + t) / size]});
+    const int token = first + t, offset = token % size, here = std::min(size - offset, count - t);
+    const int later = token + kChunkTokens < last ? token + kChunkTokens : token;
+    visit(Span{t, offset, here, blocks[token / size], blocks[later / size]});
     t += here;
   }
 }
@@ -137,12 +140,12 @@ void attend(const Shape& shape, const Cache& cache, const Item& item, int kv_hea
   int count;
   for (int first = begin[0] / kWidth * kWidth; first < last; first += count) {
     count = std::min(kChunkTokens - first % kChunkTokens, (last - first + kWidth - 1) / kWidth * kWidth);
-    each_block(shape, item.blocks, first, count, [&](const Span& span) {
+    each_block(shape, item.blocks, first, count, last, [&](const Span& span) {
       for (int h = 0; h < heads; ++h) Kv::template score<N>(shape, cache, kv_head + h, span, tiles[h]);
     });
     for (int h = 0; h < heads; ++h)
       weigh<Kv, N>(shape, cache, item, kv_head + h, tiles[h], first, count, begin, end, scale);
-    each_block(shape, item.blocks, first, std::min(count, last - first), [&](const Span& span) {
+    each_block(shape, item.blocks, first, std::min(count, last - first), last, [&](const Span& span) {
       for (int h = 0; h < heads; ++h) Kv::template mix<N>(shape, cache, kv_head + h, span, tiles[h]);
     });
     for (int h = 0; h < heads; ++h) Kv::template end_chunk<N>(shape, tiles[h]);

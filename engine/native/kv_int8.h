@@ -78,20 +78,20 @@ struct Int8Kv {
 
   template <int N>
   static void score(const Shape& shape, const Cache& cache, int head, const Span& span, Tile<N>& tile) {
-    const uint8_t* keys = cache.keys + place(shape, span.block, head);
-    const float* of_keys = scales(shape, keys) + span.offset;
-    keys += 2 * span.offset;
+    const int64_t at = place(shape, span.block, head);
+    const float* of_keys = scales(shape, cache.keys + at) + span.offset;
+    const uint8_t *keys = cache.keys + at + 2 * span.offset, *values = cache.values + at + 2 * span.offset;
     int t = 0;
     for (; t + 2 * kWidth <= span.count; t += 2 * kWidth)
-      score_vectors<N, 2>(shape, keys + 2 * t, of_keys + t, tile, span.t + t);
-    if (t < span.count) score_vectors<N, 1>(shape, keys + 2 * t, of_keys + t, tile, span.t + t);
+      score_vectors<N, 2>(shape, keys + 2 * t, values + 2 * t, of_keys + t, tile, span.t + t);
+    if (t < span.count) score_vectors<N, 1>(shape, keys + 2 * t, values + 2 * t, of_keys + t, tile, span.t + t);
   }
 
   // Multiplies the weights by the values' scales and rounds them, those of a chunk together.
   template <int N>
   static void take_weights(const Shape& shape, const Cache& cache, const int32_t* blocks, int head, Tile<N>& tile,
                            int first, int count, const int (&begin)[N], const int (&end)[N]) {
-    each_block(shape, blocks, first, count, [&](const Span& span) {
+    each_block(shape, blocks, first, count, first + count, [&](const Span& span) {
       const float* of_values = scales(shape, cache.values + place(shape, span.block, head)) + span.offset;
       for (int t = 0; t < span.count; t += kWidth) {
         const i32v token = lane_numbers() + (first + span.t + t);
@@ -114,6 +114,8 @@ struct Int8Kv {
   static void mix(const Shape& shape, const Cache& cache, int head, const Span& span, Tile<N>& tile) {
     const int d = shape.head_dim;
     const uint8_t* values = cache.values + place(shape, span.block, head) + int64_t(span.offset) * d;
+    const uint8_t* ahead = cache.keys + place(shape, span.later, head);
+    const int pairs = (span.count + 1) / 2;
     for (int i = 0; i < d; i += 2 * kWidth) {
       const bool two = i + kWidth < d;
       i32v acc[N][2];
@@ -121,7 +123,8 @@ struct Int8Kv {
         acc[r][0] = load<i32v>(tile.sums[r] + i);
         acc[r][1] = two ? load<i32v>(tile.sums[r] + i + kWidth) : i32v{};
       }
-      for (int pair = 0; pair < (span.count + 1) / 2; ++pair) {
+      for (int pair = 0; pair < pairs; ++pair, ahead += 64) {
+        read_ahead(ahead);
         const uint8_t* v = values + (int64_t(pair) * d + i) * 2;
         const i32v v0 = widen_pairs(v);
         const i32v v1 = two ? widen_pairs(v + 2 * kWidth) : i32v{};
@@ -163,12 +166,16 @@ struct Int8Kv {
     return reinterpret_cast<const float*>(head + int64_t(shape.block_size) * shape.head_dim);
   }
 
+  // Scores of U vectors of tokens; the lines of the values that it reads ahead lie as those of the keys do.
   template <int N, int U>
-  static void score_vectors(const Shape& shape, const uint8_t* keys, const float* of_keys, Tile<N>& tile, int t) {
+  static void score_vectors(const Shape& shape, const uint8_t* keys, const uint8_t* values, const float* of_keys,
+                            Tile<N>& tile, int t) {
     const int pairs = shape.head_dim / 2;
     i32v acc[N][U] = {};
     for (int i = 0; i < pairs; ++i) {
-      const uint8_t* k = keys + int64_t(i) * shape.block_size * 2;
+      const int64_t at = int64_t(i) * shape.block_size * 2;
+      const uint8_t* k = keys + at;
+      read_ahead(values + at);
       i32v key[U];
 #pragma GCC unroll 2
       for (int u = 0; u < U; ++u) key[u] = widen_pairs(k + 2 * kWidth * u);

@@ -47,10 +47,12 @@ struct PlainKv {
   // tile.scores[r][t] = query r . key t for a span, in whole vectors.
   template <int N>
   static void score(const Shape& shape, const Cache& cache, int head, const Span& span, Tile<N>& tile) {
-    const auto* k = reinterpret_cast<const uint32_t*>(cache.keys + place(shape, span.block, head)) + span.offset;
+    const int64_t at = place(shape, span.block, head);
+    const auto* k = reinterpret_cast<const uint32_t*>(cache.keys + at) + span.offset;
+    const auto* v = reinterpret_cast<const uint32_t*>(cache.values + at) + span.offset;
     int t = 0;
-    for (; t + 2 * kWidth <= span.count; t += 2 * kWidth) score_vectors<N, 2>(shape, k + t, tile, span.t + t);
-    if (t < span.count) score_vectors<N, 1>(shape, k + t, tile, span.t + t);
+    for (; t + 2 * kWidth <= span.count; t += 2 * kWidth) score_vectors<N, 2>(shape, k + t, v + t, tile, span.t + t);
+    if (t < span.count) score_vectors<N, 1>(shape, k + t, v + t, tile, span.t + t);
   }
 
   // Rounds the weights.
@@ -66,6 +68,8 @@ struct PlainKv {
     const int d = shape.head_dim;
     const auto* values = reinterpret_cast<const uint32_t*>(cache.values + place(shape, span.block, head)) +
                          int64_t(span.offset / T::kPerLane) * d;
+    const uint8_t* ahead = cache.keys + place(shape, span.later, head);
+    const int lanes = (span.count + T::kPerLane - 1) / T::kPerLane;
     for (int i = 0; i < d; i += 2 * kWidth) {
       const bool two = i + kWidth < d;
       f32v acc[N][2];
@@ -73,8 +77,10 @@ struct PlainKv {
         acc[r][0] = load<f32v>(tile.results[r] + i);
         acc[r][1] = two ? load<f32v>(tile.results[r] + i + kWidth) : f32v{};
       }
-      for (int lane = 0; lane < (span.count + T::kPerLane - 1) / T::kPerLane; ++lane) {
+      for (int lane = 0; lane < lanes; ++lane, ahead += 128) {
         const uint32_t* v = values + int64_t(lane) * d + i;
+        read_ahead(ahead);
+        read_ahead(ahead + 64);
         const f32v v0 = load<f32v>(v);
         const f32v v1 = two ? load<f32v>(v + kWidth) : f32v{};
 #pragma GCC unroll 8
@@ -100,15 +106,18 @@ struct PlainKv {
     return (block * shape.kv_heads + head) * shape.head_dim * shape.block_size * int(sizeof(typename T::Element));
   }
 
-  // Scores of U vectors of tokens.
+  // Scores of U vectors of tokens; the lines of the values that it reads ahead lie as those of the keys do.
   template <int N, int U>
-  static void score_vectors(const Shape& shape, const uint32_t* k, Tile<N>& tile, int t) {
+  static void score_vectors(const Shape& shape, const uint32_t* k, const uint32_t* v, Tile<N>& tile, int t) {
     f32v acc[N][U] = {};
     for (int i = 0; i < shape.head_dim / T::kPerLane; ++i) {
       const int64_t at = int64_t(i) * shape.block_size;
       f32v key[U];
 #pragma GCC unroll 2
-      for (int u = 0; u < U; ++u) key[u] = load<f32v>(k + at + u * kWidth);
+      for (int u = 0; u < U; ++u) {
+        key[u] = load<f32v>(k + at + u * kWidth);
+        read_ahead(v + at + u * kWidth);
+      }
 #pragma GCC unroll 8
       for (int r = 0; r < N; ++r)
 #pragma GCC unroll 2

@@ -22,8 +22,7 @@ constexpr int kChunkBytes = 128 * 1024;  // of packed input that stays in the se
 
 // Brings the next panel into the second-level cache while the tiles of a panel compute. For each 256 bytes of the panel
 // that it reads, a tile reads two lines ahead: the first tile the first two, the second tile the others. A single tile
-// waits for memory all the time and reads nothing ahead. Into the first level, a line would take one of the few places for
-// misses until it comes, which halves the rate.
+// waits for memory all the time and reads nothing ahead.
 class Ahead {
  public:
   // For tile `t` of `tiles` of the panel at `here`; the next panel is at `next`, or there is none.
@@ -34,8 +33,8 @@ class Ahead {
   // To be called when the tile reads the 256 bytes at `from`.
   void step(const void* from) const {
     const uintptr_t line = uintptr_t(from) + distance_;
-    __builtin_prefetch(reinterpret_cast<const void*>(line), 0, 2);
-    __builtin_prefetch(reinterpret_cast<const void*>(line + 64), 0, 2);
+    read_ahead(reinterpret_cast<const void*>(line));
+    read_ahead(reinterpret_cast<const void*>(line + 64));
   }
 
  private:
@@ -101,7 +100,8 @@ inline void apply(Team& team, const Linear& linear, const uint32_t* packed, int 
   team.share(chunks * panels, [&](int task) {
     const int chunk = task / panels, panel = first + task % panels;
     const int begin = int(int64_t(rows) * chunk / chunks), end = int(int64_t(rows) * (chunk + 1) / chunks);
-    const int next = panel + team.size() < last ? panel + team.size() : -1;  // what this thread probably claims next
+    // Three threads keep the memory busy by themselves, and none of them knows which panel it will claim.
+    const int next = team.size() == 1 && panel + 1 < last ? panel + 1 : -1;
     linear.multiply(panel, packed + size_t(begin) * linear.stride, end - begin, out + size_t(begin) * linear.n, add,
                     next);
   });

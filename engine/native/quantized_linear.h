@@ -85,7 +85,7 @@ template <int Bits, bool Minima, int R>
 inline void quantized_sums(const QuantizedWeights& q, int p, const uint8_t* rows, size_t stride, const Ahead& ahead,
                            f32v (&out)[R][4]) {
   const size_t to_scales = q.values_bytes(), to_sums = to_scales + size_t(q.groups) * 4, vector = q.scale_bytes / 4;
-  const uint8_t* block = q.panel(p);
+  const uint8_t* block = q.panel(p) + q.factors_bytes();
   for (int r = 0; r < R; ++r)
     for (int j = 0; j < 4; ++j) out[r][j] = f32v{};
   for (int g = 0; g < q.groups; ++g, block += q.block_bytes) {
@@ -99,10 +99,12 @@ inline void quantized_sums(const QuantizedWeights& q, int p, const uint8_t* rows
       for (int j = 0; j < 4; ++j) sums[r][j] = i32v{} - q.center * sum;
     }
     group_sums<Bits, R>(block + q.header_bytes(), q.padded, rows + size_t(g) * q.padded, stride, ahead, sums);
+    const uint8_t* factors = q.panel(p) + g / q.super_groups * q.super_bytes();
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
-      const f32v scales = load_scales(q.scale_type, block + j * vector);
-      const f32v minima = Minima ? load_scales(q.scale_type, block + q.scale_bytes + j * vector) : f32v{};
+      const uint8_t *of_scales = block + j * vector, *of_minima = of_scales + q.scale_bytes, *own = factors + 32 * j;
+      const f32v scales = load_scales(q.scale_type, of_scales, own);
+      const f32v minima = Minima ? load_scales(q.scale_type, of_minima, own + q.factor_bytes) : f32v{};
 #pragma GCC unroll 6
       for (int r = 0; r < R; ++r) {
         out[r][j] = fma(__builtin_convertvector(sums[r][j], f32v) * scale[r], scales, out[r][j]);

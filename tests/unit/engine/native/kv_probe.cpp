@@ -21,9 +21,9 @@ void probe(const float* keys, const float* values, int tokens, int d, const floa
     tile.query[r] = words[r];
     std::memcpy(tile.weights[r], weights + 128 * r, 256);
   }
-  each_block(shape, blocks, 0, (tokens + 15) / 16 * 16,
+  each_block(shape, blocks, 0, (tokens + 15) / 16 * 16, tokens,
              [&](const Span& span) { Int8Kv::score<3>(shape, cache, 0, span, tile); });
-  each_block(shape, blocks, 0, tokens, [&](const Span& span) { Int8Kv::mix<3>(shape, cache, 0, span, tile); });
+  each_block(shape, blocks, 0, tokens, tokens, [&](const Span& span) { Int8Kv::mix<3>(shape, cache, 0, span, tile); });
   for (int r = 0; r < 3; ++r) {
     std::memcpy(scores + r * tokens, tile.scores[r], tokens * 4);
     std::memcpy(sums + r * d, tile.sums[r], d * 4);
