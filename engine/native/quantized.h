@@ -118,17 +118,16 @@ inline f32v load_scales(ScaleType type, const uint8_t* from, const uint8_t* fact
 
 // Codes and a half-precision factor whose products are `count` scales; false if there are none.
 inline bool find_codes(const float* scales, int count, int8_t* codes, uint16_t* factor) {
-  float highest = 0.0f;
+  float furthest = 0.0f;
   for (int i = 0; i < count; ++i) {
-    const float size = std::fabs(scales[i]);
-    if (!(size <= std::numeric_limits<float>::max())) return false;
-    highest = std::max(highest, size);
+    if (!std::isfinite(scales[i])) return false;
+    if (std::fabs(scales[i]) > std::fabs(furthest)) furthest = scales[i];
   }
   std::fill_n(codes, count, int8_t(0));
   *factor = 0;
-  if (highest == 0.0f) return true;
-  for (int top = 128; top > 0; --top) {
-    const float each = highest / float(top);
+  if (furthest == 0.0f) return true;
+  for (int code_of_furthest = -128; code_of_furthest < 0; ++code_of_furthest) {
+    const float each = furthest / float(code_of_furthest);
     if (!exact_half(each, factor)) continue;
     bool fits = true;
     for (int i = 0; fits && i < count; ++i) {
