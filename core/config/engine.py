@@ -53,6 +53,9 @@ class EngineConfig:
         kv_dtype: ``int8`` keeps keys and values in 8 bits, with a scale for each token and head: 0.53 of bfloat16's
             memory with heads of 64, so nearly twice the sequences fit. Only the compiled step on the CPU computes so.
             ``auto`` is the model's type.
+        speculation: What guesses tokens ahead, which a step verifies where that is worth its price: ``ngram`` guesses
+            that an output repeats its prompt or itself, ``off`` nothing. Outputs are the same. ``auto`` is ``ngram``
+            where the compiled step computes, whose results do not depend on the size of a step, and ``off`` elsewhere.
     """
 
     device: str = "cpu"
@@ -70,6 +73,7 @@ class EngineConfig:
     compile: bool = False
     weights: str = "auto"
     kv_dtype: str = "auto"
+    speculation: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_batch_tokens"):
