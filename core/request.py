@@ -230,6 +230,7 @@ class Request:
         prefix_hashes: Chained hashes of the prompt's full blocks (``kvcache.block_manager``), made by the ingress;
             empty where placement does not look at prefixes, and for a request that can share none.
         cache_salt: Only requests of the same salt share cached prefixes.
+        model_version: Version of the weights that it runs on, all its attempts alike.
         source: None where no replica asks for it (``[[replica]] prompt``), or the client sent token ids.
     """
 
@@ -247,6 +248,7 @@ class Request:
     prefix_hashes: tuple[int, ...] = ()
     cache_salt: str = ""
     source: PromptSource | None = None
+    model_version: int = 0
 
     def __post_init__(self) -> None:
         _require(len(self.prompt_ids) > 0, "prompt", self.prompt_ids, "at least one token")

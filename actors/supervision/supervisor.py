@@ -33,13 +33,15 @@ from actors.runtime.rank_groups import remove_rank_group
 from actors.runtime.watching import watched
 from actors.supervision.autoscaling import Autoscaler
 from actors.supervision.counts import scaled, takes_requests, without_drains
-from actors.supervision.service_drain import ServiceDrain
+from actors.supervision.ingress_reports import IngressReports
+from actors.supervision.upgrade import RollingUpgrade
 from core.codec import decode, encode
 from core.errors import FarsightError, MessageError
 from core.messages.drains import DrainProgress, DrainReplica, DrainService, IngressOrders, IngressReport
 from core.messages.fleet import ReplicaName
 from core.messages.status import ComponentCounts, Scale, StartState
 from core.messages.tenants import TenantBudgets, TenantReport, TenantUsages
+from core.messages.weights import ServedWeights, Upgrade
 from policies.tenancy.budgets import SharedBudgets
 
 HEALTHY_AFTER_S = 10.0
@@ -78,7 +80,10 @@ class Supervisor(Component, SupervisorCalls):
         self._scaling = asyncio.Lock()
         self._acted_at = time.monotonic()
         self._tenants = SharedBudgets(uuid.uuid4().hex)
-        self._service_drain = ServiceDrain()
+        self._ingresses = IngressReports()
+        self._upgrade = RollingUpgrade(
+            self._store, self._site.model_dir, self._ingresses, lambda: self._counts, self._change
+        )
 
     async def start(self) -> None:
         await self._take_over(await asyncio.to_thread(list_hosts, self._site.namespace))
@@ -88,6 +93,8 @@ class Supervisor(Component, SupervisorCalls):
         self._keepers[self._own] = self._watched(self._start_own())
         for replica in self._counts.draining:
             self.spawn(self._finish_drain(replica))
+        if self._upgrade.is_under_way:
+            self.spawn(self._finish_upgrade())
         scaler = Autoscaler(self.context.config, self.context.peers, lambda: self._counts, self._scale)
         for task in scaler.tasks():
             self.spawn(task)
@@ -132,11 +139,26 @@ class Supervisor(Component, SupervisorCalls):
             await self._finish_drain(order.replica)
         return self._counts
 
+    async def upgrade(self, order: Upgrade) -> ServedWeights:
+        if self._upgrade.is_under_way:
+            raise FarsightError("an upgrade is under way")
+        if self._site.placement == "packed":
+            raise MessageError("model", order.model_dir, "no upgrade: emulated devices share processes (packed)")
+        async with self._scaling:
+            await self._upgrade.begin(order)
+            await self._upgrade.run()
+        return self._upgrade.served()
+
+    async def weights(self) -> ServedWeights:
+        return self._upgrade.served()
+
     async def attend(self, report: IngressReport) -> IngressOrders:
-        return self._service_drain.report(report, time.monotonic())
+        drain_s = self._ingresses.report(report, time.monotonic())
+        state = self._upgrade.state
+        return IngressOrders(drain_s, state.current, state.oldest)
 
     async def drain_service(self, order: DrainService) -> DrainProgress:
-        return self._service_drain.order(order, time.monotonic())
+        return self._ingresses.order(order, time.monotonic())
 
     async def count_tenants(self, report: TenantReport) -> TenantBudgets:
         return self._tenants.report(report, time.monotonic())
@@ -195,6 +217,7 @@ class Supervisor(Component, SupervisorCalls):
             self._counts = decode(data, ComponentCounts)
         await self._store.put(_COUNTS, encode(self._counts))
         await self._homes.load()
+        await self._upgrade.load()
 
     def _components(self, counts: ComponentCounts) -> list[str]:
         return wanted_components(counts, self.context.config.model.num_ranks)
@@ -261,7 +284,8 @@ class Supervisor(Component, SupervisorCalls):
 
     async def _create(self, host: str, restarts: int, why: str) -> Any:
         await self._store.put(_restarts_key(host), b"%d" % restarts)
-        return await recreate_host(host, self._site, restarts, await self._homes.of(host), why)
+        site = self._upgrade.site_of(host, self._site)
+        return await recreate_host(host, site, restarts, await self._homes.of(host), why)
 
     async def _live(self, host: str, handle: Any, restarts: int) -> tuple[int, str]:
         """Adds the host's components and waits until its life ends; returns the restart count, and why it ended."""
@@ -325,6 +349,14 @@ class Supervisor(Component, SupervisorCalls):
             if goes_on():
                 counts = without_drains(self._counts, replica)
                 await self._change(dataclasses.replace(counts, drained=(*counts.drained, replica)))
+
+    async def _finish_upgrade(self) -> None:
+        """What an earlier Supervisor began."""
+        async with self._scaling:
+            try:
+                await self._upgrade.run()
+            except FarsightError:
+                logger.exception("the upgrade that an earlier Supervisor began has failed")
 
     async def _take_back(self, replica: str) -> None:
         async with self._scaling:
