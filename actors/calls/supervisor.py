@@ -39,10 +39,6 @@ class SupervisorCalls(Protocol):
         """Answers when every replica runs the new weights. Raises FarsightError: none does, or one is under way."""
 
     @message()
-    async def weights(self) -> ServedWeights:
-        """Which weights new requests run on."""
-
-    @message()
     async def attend(self, report: IngressReport) -> IngressOrders:
         """An ingress replica lives, and asks what it should do."""
 

@@ -50,7 +50,6 @@ class LengthPredictor(Component, LengthPredictorCalls):
         self._read_at: float | None = None
         self._failing = False
         self._row: int | None = None
-        self._since = 0.0  # when the first request on the weights of now came in
         self._predictor = HistoryPredictor(WINDOW)
         self._reader: TextForecasts | None = None
         self._show()
@@ -98,10 +97,6 @@ class LengthPredictor(Component, LengthPredictorCalls):
 
     async def _catch_up(self) -> None:
         """Reads to the end of the log, or as far as it can."""
-        since = (await self.context.peers.supervisor().weights()).since
-        if since != self._since:  # outputs of other weights tell nothing about these
-            self._since = since
-            self._start_over()
         if self._row is None:
             # Twice the window, because requests whose clients left do not count.
             self._row = max((await self._read(_END, limit=0)).last_row - 2 * WINDOW, 0)
@@ -122,8 +117,9 @@ class LengthPredictor(Component, LengthPredictorCalls):
         return page
 
     def _learn(self, records: Sequence[FinishedRequest]) -> None:
-        known = (each for each in records if each.received_at >= self._since)
-        self._predictor.learn([each.output_len for each in known if each.finish_reason in _COMPLETE])
+        since = self.context.site.model_since  # outputs of earlier weights tell nothing about these
+        known = (each for each in records if each.received_at >= since and each.finish_reason in _COMPLETE)
+        self._predictor.learn([each.output_len for each in known])
         self._show()
 
     def _start_over(self) -> None:

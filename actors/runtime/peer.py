@@ -184,6 +184,7 @@ class Site:
         namespace: Of Ray, where the actors have their names.
         detached: Whether the actors outlive the job that started them.
         model_version: Number of the weights in ``model_dir`` since the service started; requests run on one alone.
+        model_since: When the first request on these weights may have come in, in seconds since the epoch.
     """
 
     config: FarsightConfig
@@ -192,6 +193,7 @@ class Site:
     namespace: str = NAMESPACE
     detached: bool = True
     model_version: int = 0
+    model_since: float = 0.0
 
     def peers(self, local: Mapping[str, Answering] | None = None, host: str = "") -> PeerBook:
         """The other components as the process named ``host`` sees them, which has those in ``local`` itself."""

@@ -34,7 +34,7 @@ from actors.runtime.watching import watched
 from actors.supervision.autoscaling import Autoscaler
 from actors.supervision.counts import scaled, takes_requests, without_drains
 from actors.supervision.ingress_reports import IngressReports
-from actors.supervision.upgrade import RollingUpgrade
+from actors.supervision.upgrade import RollingUpgrade, check_room
 from core.codec import decode, encode
 from core.errors import FarsightError, MessageError
 from core.messages.drains import DrainProgress, DrainReplica, DrainService, IngressOrders, IngressReport
@@ -82,7 +82,7 @@ class Supervisor(Component, SupervisorCalls):
         self._tenants = SharedBudgets(uuid.uuid4().hex)
         self._ingresses = IngressReports()
         self._upgrade = RollingUpgrade(
-            self._store, self._site.model_dir, self._ingresses, lambda: self._counts, self._change
+            self._store, self._site.model_dir, self._ingresses, lambda: self._counts, self._change, self._renew
         )
 
     async def start(self) -> None:
@@ -145,11 +145,10 @@ class Supervisor(Component, SupervisorCalls):
         if self._site.placement == "packed":
             raise MessageError("model", order.model_dir, "no upgrade: emulated devices share processes (packed)")
         async with self._scaling:
+            if order.surge:
+                await asyncio.to_thread(check_room, self.context.config)
             await self._upgrade.begin(order)
             await self._upgrade.run()
-        return self._upgrade.served()
-
-    async def weights(self) -> ServedWeights:
         return self._upgrade.served()
 
     async def attend(self, report: IngressReport) -> IngressOrders:
@@ -325,6 +324,12 @@ class Supervisor(Component, SupervisorCalls):
             return
         cause = error if isinstance(error, FarsightError) else FarsightError(f"{host} died while it started: {error}")
         future.set_exception(cause)
+
+    def _renew(self, host: str) -> None:
+        """Ends a host, which its keeper then starts again."""
+        handle = find_host(host, self._site.namespace)
+        if handle is not None:
+            ray.kill(handle)
 
     async def _begin_drain(self, replica: str) -> None:
         """From now on a later Supervisor finishes it as well."""

@@ -11,11 +11,15 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Protocol
 
+import ray
+
 from actors.runtime.cluster_store import ClusterStore
-from actors.runtime.names import own_replicas, rank_of
+from actors.runtime.names import is_length_predictor, length_predictor_name, own_replicas, rank_of
 from actors.runtime.peer import Site
+from actors.runtime.rank_groups import gpus_per_rank
 from actors.supervision.counts import without_drains
 from core.codec import decode, encode
+from core.config.load import FarsightConfig
 from core.errors import FarsightError, MessageError
 from core.messages.status import ComponentCounts
 from core.messages.weights import ServedWeights, Upgrade, WeightsState
@@ -53,6 +57,7 @@ class RollingUpgrade:
         model_dir: What the service started with.
         counts: The desired numbers now.
         change: Makes them so; raises FarsightError if a component cannot start.
+        renew: Ends a host, which then starts again with what ``site_of`` says.
     """
 
     def __init__(
@@ -62,11 +67,13 @@ class RollingUpgrade:
         ingresses: Ingresses,
         counts: Callable[[], ComponentCounts],
         change: Callable[[ComponentCounts], Awaitable[None]],
+        renew: Callable[[str], None],
     ) -> None:
         self._store = store
         self._ingresses = ingresses
         self._counts = counts
         self._change = change
+        self._renew = renew
         self.state = WeightsState(((0, model_dir),))
 
     async def load(self) -> None:
@@ -81,10 +88,12 @@ class RollingUpgrade:
 
     def served(self) -> ServedWeights:
         state = self.state
-        return ServedWeights(state.current, state.dir_of(state.current), state.since, state.version_of)
+        return ServedWeights(state.current, state.dir_of(state.current))
 
     def site_of(self, host: str, site: Site) -> Site:
         """What a host is started with: one that computes gets the weights of its replica."""
+        if is_length_predictor(host):
+            return dataclasses.replace(site, model_since=self.state.since)
         rank = rank_of(host)
         if rank is None:
             return site
@@ -120,7 +129,9 @@ class RollingUpgrade:
             await self._save(dataclasses.replace(self.state, current=self.state.target))
         await self._until_heard(self._ingresses.model_version)
         if not self.state.since_of_current:
-            await self._save(dataclasses.replace(self.state, since=time.time(), since_of_current=True))
+            await self._save(dataclasses.replace(self.state, since=time.time()))
+            self._renew_predictors()
+            await self._save(dataclasses.replace(self.state, since_of_current=True))
         await self._after_switch()
 
     async def _before_switch(self) -> None:
@@ -159,6 +170,11 @@ class RollingUpgrade:
             await self._change(dataclasses.replace(self._counts(), replicas=int(state.surge)))
         await self._save(self.state.ended())
 
+    def _renew_predictors(self) -> None:
+        """They forget the lengths of outputs by other weights."""
+        for index in range(self._counts().length_predictors):
+            self._renew(length_predictor_name(index))
+
     def _rolled(self) -> list[str]:
         """The replicas that served when the upgrade began."""
         return [replica for replica, _ in self.state.version_of if replica != self.state.surge]
@@ -188,6 +204,13 @@ class RollingUpgrade:
     async def _save(self, state: WeightsState) -> None:
         self.state = state
         await self._store.put(_STATE, encode(state))
+
+
+def check_room(config: FarsightConfig) -> None:
+    """Raises MessageError if one more replica would wait for a GPU for ever."""
+    needed = config.model.num_ranks * gpus_per_rank(config)
+    if needed and (free := ray.available_resources().get("GPU", 0)) < needed:
+        raise MessageError("surge", True, f"{needed:g} free GPUs for one more replica, not {free:g}; `--no-surge`")
 
 
 def check_model(running: Path, wanted: str) -> None:

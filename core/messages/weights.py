@@ -29,14 +29,10 @@ class ServedWeights:
     Attributes:
         version: Number of the weights that new requests run on; 0 are those that the service started with.
         model_dir: Where they are.
-        since: When the last request on other weights had come in, in seconds since the epoch; 0 if none has.
-        version_of: Replicas and the version that each runs.
     """
 
     version: int
     model_dir: str
-    since: float
-    version_of: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +48,7 @@ class WeightsState:
         target: Version that all replicas are to run; ``current`` if no upgrade is under way.
         surge: The additional replica while an upgrade is under way; empty for none.
         drain_s: As of ``Upgrade``.
-        since: As of ``ServedWeights``.
+        since: When every request on other weights had come in, in seconds since the epoch; 0 if there was none.
         since_of_current: Whether ``since`` is known for the current version.
     """
 

@@ -123,7 +123,7 @@ class ScriptedBackend:
         if self.scale_error is not None:
             raise self.scale_error
         self.scaled.append((model_dir, int(surge)))
-        return ServedWeights(1, model_dir, 0.0)
+        return ServedWeights(1, model_dir)
 
     async def scale(self, kind: str, count: int) -> ComponentCounts:
         if self.scale_error is not None:
