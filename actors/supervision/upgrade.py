@@ -209,7 +209,10 @@ class RollingUpgrade:
 def check_room(config: FarsightConfig) -> None:
     """Raises MessageError if one more replica would wait for a GPU for ever."""
     needed = config.model.num_ranks * gpus_per_rank(config)
-    if needed and (free := ray.available_resources().get("GPU", 0)) < needed:
+    if not needed:
+        return
+    free = ray.available_resources().get("GPU", 0)  # type: ignore[no-untyped-call]
+    if free < needed:
         raise MessageError("surge", True, f"{needed:g} free GPUs for one more replica, not {free:g}; `--no-surge`")
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
@@ -15,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from services.launch.launch import EMBEDDED_MODEL, EMBEDDED_NAME
 from tests.e2e.server import Server, farsight, start_server
-from tests.e2e.test_scale import NUM_CLIENTS, TIMEOUT_S, read
+from tests.e2e.test_scale import NUM_CLIENTS, TIMEOUT_S, eventually, read, rows
 
 WEIGHTS = "model.safetensors"
 
@@ -66,26 +69,51 @@ async def ask_until(server: Server, over: asyncio.Event, index: int) -> list[str
     return found
 
 
-@pytest.mark.timeout(10 * TIMEOUT_S)
-async def test_weights_change_under_load(upgraded: Server, other_model: Path) -> None:
-    old = await texts(upgraded)
-    for model, flags in ((other_model, ()), (EMBEDDED_MODEL, ("--no-surge",))):
-        over = asyncio.Event()
-        clients = [asyncio.create_task(ask_until(upgraded, over, index)) for index in range(NUM_CLIENTS)]
-        result = await asyncio.to_thread(upgrade, upgraded, model, *flags)
+@asynccontextmanager
+async def under_load(server: Server) -> AsyncIterator[None]:
+    """Every answer inside is whole, by the weights from before or from after, and none by the old after the new."""
+    old = await texts(server)
+    over = asyncio.Event()
+    clients = [asyncio.create_task(ask_until(server, over, index)) for index in range(NUM_CLIENTS)]
+    try:
+        yield
+    finally:
         over.set()
         got = await asyncio.gather(*clients)
+    new = await texts(server)
+    assert all(one != other for one, other in zip(old, new, strict=True)), "the models say the same"
+    for index, answers in enumerate(got):
+        assert set(answers) <= {old[index], new[index]}
+        switched = answers.index(new[index]) if new[index] in answers else len(answers)
+        assert old[index] not in answers[switched:], "after an answer by the new weights came one by the old"
+
+
+def workers(server: Server) -> dict[str, str]:
+    """The states of the workers by name."""
+    return {row["name"]: row["state"] for row in rows(server, "replica")}
+
+
+ALL_READY = {"worker-0": "ready", "worker-1": "ready"}
+
+
+@pytest.mark.timeout(10 * TIMEOUT_S)
+async def test_weights_change_under_load(upgraded: Server, other_model: Path) -> None:
+    for model, flags in ((other_model, ()), (EMBEDDED_MODEL, ("--no-surge",))):
+        async with under_load(upgraded):
+            result = await asyncio.to_thread(upgrade, upgraded, model, *flags)
         assert result.returncode == 0, result.stderr
         assert result.stdout.startswith(f"all replicas run {model} (version "), result.stdout
-        new = await texts(upgraded)
-        assert all(one != other for one, other in zip(old, new, strict=True)), "the models say the same"
-        for index, answers in enumerate(got):
-            assert set(answers) <= {old[index], new[index]}
-            switched = answers.index(new[index]) if new[index] in answers else len(answers)
-            assert old[index] not in answers[switched:], "after an answer by the new weights came one by the old"
-        rows = [row for row in upgraded.get("/status")["actors"] if row["kind"] == "ModelWorker"]
-        assert sorted(row["name"] for row in rows) == ["worker-0", "worker-1"]
-        old = new
+        await eventually(lambda: workers(upgraded) == ALL_READY)
+
+
+@pytest.mark.timeout(10 * TIMEOUT_S)
+async def test_an_upgrade_goes_on_after_the_death_of_the_supervisor(upgraded: Server, other_model: Path) -> None:
+    async with under_load(upgraded):
+        running = asyncio.create_task(asyncio.to_thread(upgrade, upgraded, other_model))
+        await eventually(lambda: workers(upgraded).get("worker-2") == "ready")
+        os.kill(await asyncio.to_thread(upgraded.pid_of, "Supervisor"), signal.SIGKILL)
+        await running
+        await eventually(lambda: workers(upgraded) == ALL_READY)
 
 
 async def test_a_model_that_cannot_take_the_place_changes_nothing(upgraded: Server, tmp_path: Path) -> None:
