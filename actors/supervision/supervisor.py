@@ -24,7 +24,7 @@ from ray.exceptions import ActorUnavailableError, ActorUnschedulableError, RayAc
 from actors.calls.supervisor import SupervisorCalls
 from actors.runtime.cluster_store import ClusterStore
 from actors.runtime.component import Component, ComponentContext
-from actors.runtime.hosts import find_host, list_hosts, recreate_host
+from actors.runtime.hosts import CREATE_TIMEOUT_S, find_host, list_hosts, recreate_host
 from actors.runtime.metrics import ComponentRestarts
 from actors.runtime.names import SCALABLE, SUPERVISOR, by_host, host_of, initial_counts, own_replicas, wanted_components
 from actors.runtime.nodes import Homes
@@ -171,8 +171,9 @@ class Supervisor(Component, SupervisorCalls):
             before = self._counts
             if known not in (None, getattr(before, SCALABLE[kind])):
                 return
+            counts = scaled(before, kind, count)
             try:
-                await self._change(scaled(before, kind, count))
+                await self._change(counts)
             except FarsightError:  # the added components cannot start
                 await self._change(before)
                 raise
@@ -407,7 +408,14 @@ class Supervisor(Component, SupervisorCalls):
             keeper.cancel()
         if handle is not None:
             ray.kill(handle)
+            await self._until_gone(host)
         await self._store.remove(_restarts_key(host))
+
+    async def _until_gone(self, host: str) -> None:
+        """Waits until its name is free: who finds the dead actor by it would take it for one that cannot start."""
+        deadline = time.monotonic() + CREATE_TIMEOUT_S
+        while find_host(host, self._site.namespace) is not None and time.monotonic() < deadline:
+            await asyncio.sleep(LOOK_AGAIN_S)
 
 
 def _restarts_key(host: str) -> str:
