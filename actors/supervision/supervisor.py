@@ -414,7 +414,7 @@ class Supervisor(Component, SupervisorCalls):
     async def _until_gone(self, host: str) -> None:
         """Waits until its name is free: who finds the dead actor by it would take it for one that cannot start."""
         deadline = time.monotonic() + CREATE_TIMEOUT_S
-        while find_host(host, self._site.namespace) is not None and time.monotonic() < deadline:
+        while find_host(host, self._site.namespace) is not None and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(LOOK_AGAIN_S)
 
 
