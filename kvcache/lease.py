@@ -8,14 +8,14 @@ knows lengths only, no token values, so that the simulator runs it unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from core.errors import IntegrityError
 from core.messages.plans import FinishedSequence
 from core.request import Residency, SequenceStatus
 from kvcache.block_manager import BlockHashes, BlockManager
-from kvcache.executor import PlanExecutor, SequenceState
+from kvcache.executor import NO_FURTHER, PlanExecutor, SequenceState
 from kvcache.step_batch import BatchLimits, KVCopy, StepBatch, StepItem
 
 
@@ -25,6 +25,7 @@ class BatchDraft:
 
     Attributes:
         arising: Hashes of the full blocks that the first ``num_seen`` items compute.
+        refused: Whether a sequence was not started that might be in the next step, though nothing has happened.
     """
 
     tokens_left: int
@@ -35,6 +36,23 @@ class BatchDraft:
     num_seen: int = 0
     short_blocks: int = 0
     out_of_grants: bool = False
+    refused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _StepAhead:
+    """The step that follows another if nothing happens.
+
+    Attributes:
+        after: The other.
+        revision: ``PlanExecutor.revision`` when it was made.
+        turning: Ids of its sequences that begin a block, and their length with the token that it computes.
+    """
+
+    after: StepBatch
+    batch: StepBatch
+    revision: int
+    turning: list[tuple[str, int]]
 
 
 @dataclass(slots=True)
@@ -61,6 +79,8 @@ class LeaseExecutor(PlanExecutor):
         self._num_copies = 0
         self._running: list[SequenceState] = []  # of the step that runs or has run last
         self._busy: dict[str, StepBatch] = {}  # in a step that has begun, where another may begin beside it
+        self._may_repeat = False  # whether the step begun last was free of waits that end by themselves
+        self._ahead: _StepAhead | None = None
 
     def share_prefixes(self, block_hashes: BlockHashes) -> None:
         """See ``PlanExecutor.share_prefixes``."""
@@ -151,6 +171,9 @@ class LeaseExecutor(PlanExecutor):
 
     def next_batch(self) -> StepBatch | None:
         """See ``PlanExecutor.next_batch``."""
+        ahead = None if self._ahead is None else self.begin_after(self._ahead.after)
+        if ahead is not None:
+            return ahead
         if self.host is not None:
             self._begin_offloads(self.host)
         draft = self._select(self._held.values(), within_grants=True)
@@ -159,6 +182,8 @@ class LeaseExecutor(PlanExecutor):
             by_arrival = sorted(self._held.values(), key=lambda held: held.arrival)
             draft = self._select(by_arrival, within_grants=False)
         self.short_blocks = draft.short_blocks
+        waits = draft.refused or draft.short_blocks or self._copies or self._in_flight
+        self._may_repeat = not waits and self.max_in_flight == 1
         for held in self._running:
             if held.status is SequenceStatus.RUNNING:
                 held.status = SequenceStatus.PAUSED
@@ -186,7 +211,32 @@ class LeaseExecutor(PlanExecutor):
                 continue
             elif self._start(held, wanted, draft):
                 credit -= held.slot.standby
+            else:
+                draft.refused = True
         return draft
+
+    def step_after(self, batch: StepBatch) -> StepBatch | None:
+        """See ``PlanExecutor.step_after``: all sequences of a step that only decodes go on, and no other joins them."""
+        if not self._may_repeat:
+            return None
+        items, turning = [], []
+        for item in batch.items:
+            held = self._held[item.request_id]
+            if item.num_tokens > 1 or not item.samples or _steps_granted(held) < 2:
+                return None
+            items.append(item._replace(start=item.start + 1))
+            if (item.start + 1) % self.blocks.block_size == 0:
+                turning.append((item.request_id, item.start + 2))
+        self._ahead = _StepAhead(batch, StepBatch(tuple(items)), self.revision, turning)
+        return self._ahead.batch
+
+    def begin_after(self, batch: StepBatch) -> StepBatch | None:
+        """See ``PlanExecutor.begin_after``."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or ahead.after is not batch or ahead.revision != self.revision:
+            return None
+        fits = all(self.blocks.grow(request_id, length) is not None for request_id, length in ahead.turning)
+        return ahead.batch if fits else None
 
     def _continue(self, held: SequenceState, wanted: int, draft: BatchDraft) -> None:
         num_tokens = min(wanted, draft.tokens_left)
@@ -286,6 +336,13 @@ class LeaseExecutor(PlanExecutor):
         """Standby slots that may still start: places left by ended slots, less standbys that hold one now."""
         return self._vacated - sum(held.slot.standby and self._is_resident(held) for held in self._held.values())
 
+    def draft_room(self, item: StepItem) -> int:
+        """See ``PlanExecutor.draft_room``."""
+        if not item.samples:
+            return 0
+        slots = len(item.blocks) * self.blocks.block_size - item.start - item.num_known
+        return max(0, min(slots, _steps_granted(self._held[item.request_id]) - 1))
+
     def horizon(self, batch: StepBatch) -> int:
         """How many times in a row the batch would be chosen if no plan came and only length limits ended a sequence.
 
@@ -312,10 +369,11 @@ class LeaseExecutor(PlanExecutor):
         stopped: Iterable[str] = (),
         failed: Collection[str] = (),
         *,
+        further: Mapping[str, int] = NO_FURTHER,
         duration_s: float = 0.0,
         num_steps: int = 1,
     ) -> list[FinishedSequence]:
-        """See ``PlanExecutor.commit``.
+        """See ``PlanExecutor.commit``. KV of guesses that were wrong counts as not computed: later steps overwrite it.
 
         Args:
             num_steps: Number of equal steps, at most ``horizon``; ``stopped`` and ``duration_s`` cover all of them.
@@ -324,7 +382,8 @@ class LeaseExecutor(PlanExecutor):
         finished = []
         for item in batch.items:
             held = self._held[item.request_id]
-            self._advance(held, item.num_tokens * num_steps)
+            more = further.get(item.request_id, 0)
+            self._advance(held, item.num_known * num_steps + more)
             held.ran_s += duration_s
             if item.request_id in failed:
                 finished.append(self._finish(held, SequenceStatus.FINISHED_FAILED))
@@ -335,7 +394,7 @@ class LeaseExecutor(PlanExecutor):
                 self._register(held)
             if not item.samples:
                 continue
-            held.num_tokens += num_steps
+            held.num_tokens += num_steps + more
             if item.request_id in ended:
                 finished.append(self._finish(held, SequenceStatus.FINISHED_STOPPED))
             elif held.num_tokens >= held.max_total_len:

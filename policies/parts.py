@@ -1,9 +1,8 @@
 """Tables in which parts register: a name, the part's declarations about itself, and the function that builds it.
 
-Every file of a folder of parts (``policies.order``, ``policies.admission``, ``policies.kv``, ``policies.placement``,
-``policies.batching``) registers the parts that it holds. ``load_parts`` imports these files, and the modules that other
-installed packages name under the entry point group ``farsight.policies``. The composition (``policies.compose``), the
-simulator and the command line ask the tables and nothing else.
+Every file of a folder of parts (``FOLDERS``) registers the parts that it holds. ``load_parts`` imports these files, and
+the modules that other installed packages name under the entry point group ``farsight.policies``. The composition
+(``policies.compose``), the simulator and the command line ask the tables and nothing else.
 """
 
 from __future__ import annotations
@@ -22,7 +21,14 @@ PartT = TypeVar("PartT")
 ContextT = TypeVar("ContextT")
 
 ENTRY_POINT_GROUP = "farsight.policies"
-FOLDERS = ("policies.order", "policies.admission", "policies.kv", "policies.placement", "policies.batching")
+FOLDERS = (
+    "policies.order",
+    "policies.admission",
+    "policies.kv",
+    "policies.placement",
+    "policies.batching",
+    "policies.speculation",
+)
 
 
 @dataclass(frozen=True, slots=True)

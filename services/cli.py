@@ -15,6 +15,7 @@ import typer
 from core.config.load import load_config
 from core.errors import FarsightError
 from services.bench.command import bench
+from services.commands.advise import advise
 from services.commands.ask import HOST_HELP, KEY_VARIABLE, ApiKeyOption, ask, key_for, server_url
 from services.commands.evaluate import evaluate
 from services.commands.explain import explain
@@ -335,6 +336,7 @@ app.command()(profile)
 app.command()(simulate)
 app.command()(compare)
 app.command()(replay)
+app.command()(advise)
 app.command()(train)
 app.command()(evaluate)
 
