@@ -144,12 +144,8 @@ class Supervisor(Component, SupervisorCalls):
             raise FarsightError("an upgrade is under way")
         if self._site.placement == "packed":
             raise MessageError("model", order.model_dir, "no upgrade: emulated devices share processes (packed)")
-        async with self._scaling:
-            if order.surge:
-                await asyncio.to_thread(check_room, self.context.config)
-            await self._upgrade.begin(order)
-            await self._upgrade.run()
-        return self._upgrade.served()
+        # It goes on without the caller, which may end meanwhile.
+        return await asyncio.shield(asyncio.create_task(self._begin_upgrade(order)))
 
     async def attend(self, report: IngressReport) -> IngressOrders:
         drain_s = self._ingresses.report(report, time.monotonic())
@@ -356,13 +352,32 @@ class Supervisor(Component, SupervisorCalls):
                 counts = without_drains(self._counts, replica)
                 await self._change(dataclasses.replace(counts, drained=(*counts.drained, replica)))
 
+    async def _begin_upgrade(self, order: Upgrade) -> ServedWeights:
+        async with self._scaling:
+            if order.surge:
+                await asyncio.to_thread(check_room, self.context.config)
+            await self._upgrade.begin(order)
+            await self._run_upgrade()
+            return self._upgrade.served()
+
     async def _finish_upgrade(self) -> None:
         """What an earlier Supervisor began."""
         async with self._scaling:
             try:
-                await self._upgrade.run()
+                await self._run_upgrade()
             except FarsightError:
                 logger.exception("the upgrade that an earlier Supervisor began has failed")
+
+    async def _run_upgrade(self) -> None:
+        """Raises FarsightError once all replicas run the old weights again."""
+        while True:
+            try:
+                return await self._upgrade.run()
+            except FarsightError:
+                if not self._upgrade.is_under_way:
+                    raise
+                logger.exception("a step of an upgrade has failed and is tried again")
+                await asyncio.sleep(MAX_BACKOFF_S)
 
     async def _take_back(self, replica: str) -> None:
         async with self._scaling:

@@ -46,8 +46,8 @@ class VersionedStreams:
         served = await self._router.model()
         if served is not None:  # the model may hold longer or shorter sequences
             ready = served.ready
-            limits = {"max_model_len": ready.max_model_len, "pool_limited": ready.pool_limited}
-            self.model = dataclasses.replace(self.model, **limits)
+            length, pool_limited = ready.max_model_len, ready.pool_limited
+            self.model = dataclasses.replace(self.model, max_model_len=length, pool_limited=pool_limited)
         self.model_version, self._oldest_served = version, oldest
         self.end_streams(REPLACED, oldest)
 
