@@ -232,6 +232,8 @@ class Request:
         cache_salt: Only requests of the same salt share cached prefixes.
         model_version: Version of the weights that it runs on, all its attempts alike.
         source: None where no replica asks for it (``[[replica]] prompt``), or the client sent token ids.
+        tenant: Who is charged for its steps; empty where no API keys are in use. The door sets it, no client can.
+        weight: Share of the tenant relative to the others'; > 0.
     """
 
     request_id: str
@@ -248,6 +250,8 @@ class Request:
     prefix_hashes: tuple[int, ...] = ()
     cache_salt: str = ""
     source: PromptSource | None = None
+    tenant: str = ""
+    weight: float = 1.0
     model_version: int = 0
 
     def __post_init__(self) -> None:
@@ -256,6 +260,7 @@ class Request:
         _require(ok, "output_ids", len(self.output_ids), f"fewer than max_tokens = {self.sampling.max_new_tokens}")
         ok = self.deadline_s is None or (math.isfinite(self.deadline_s) and self.deadline_s >= 0)
         _require(ok, "deadline_s", self.deadline_s, "a finite number >= 0, or none")
+        _require(0 < self.weight < math.inf, "weight", self.weight, "a finite number > 0")
 
     @property
     def prompt_len(self) -> int:
