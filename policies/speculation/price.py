@@ -21,7 +21,8 @@ FULL_ERROR = 0.1
 """An error of this share of the step moves an estimate as far as any larger one: a step may have been held up."""
 
 FORGET = 0.999
-"""What a step without guesses leaves of the measured price, so that one too high for any guess is measured again."""
+"""What a step without guesses leaves of a measured price above the first, so that one too high for any guess falls
+until it is measured again."""
 
 PLAIN_EVERY = 32
 """After so many steps with guesses one goes without, so that there is something to compare with."""
@@ -56,8 +57,9 @@ class _Line:
             self.num_plain += 1
             self.since_plain = 0
             moved_s = self.step_s + _move(error_s, self.step_s, self.num_plain)
-            self.row_s *= FORGET * moved_s / self.step_s
+            ratio = self.row_s / self.step_s
             self.step_s = moved_s
+            self.row_s = moved_s * (ratio * FORGET if ratio > FIRST_PRICE else ratio)
 
     @property
     def ratio(self) -> float:
