@@ -10,7 +10,7 @@ from engine.sequence import Sequence
 from kvcache import PlanExecutor, StepBatch
 from policies.speculation.base import Speculation
 
-MOST_PAUSE = 15
+MOST_PAUSE = 31
 """While no guess is worth its price, one step in so many and one is looked at."""
 
 FULL_LOOKS = 4
@@ -19,7 +19,7 @@ FULL_LOOKS = 4
 SAMPLE = 4
 """... of this size, until it shows a guess that is worth it."""
 
-PLAIN_SHARE = 8
+PLAIN_SHARE = 16
 """One in so many of the steps that are not looked at is measured."""
 
 
