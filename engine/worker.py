@@ -45,6 +45,18 @@ class Runner(Protocol):
 
     def execute(self, batch: StepBatch, sequences: dict[str, Sequence]) -> list[int | None]: ...
 
+    def look_ahead(self, batch: StepBatch, sequences: dict[str, Sequence]) -> bool:
+        """Gets a step ready that is likely to follow the one that computes; in another thread, meanwhile.
+
+        Returns:
+            Whether it could also be executed before that one is booked, after ``go_on``.
+        """
+        ...
+
+    def go_on(self, batch: StepBatch, token_ids: list[int]) -> None:
+        """Says the last known token of each item of a step that was got ready: its sequences lack them."""
+        ...
+
     def fault(self, error: Exception) -> StepFault:
         """What the error of a failed ``execute`` says about the device."""
         ...
@@ -99,6 +111,7 @@ class Worker:
         self._copier = copier
         self._held_back = HeldBack() if executor.returns_together else None
         self._prefix_cache = prefix_cache
+        self._last_tokens: frozenset[int] | None = None  # of the step that computes, once the next one is ready
         self.speculation = speculation
         executor.make_sequence = self._prepared_sequence
         if prefix_cache:
@@ -216,6 +229,49 @@ class Worker:
         """The new token of each item that samples. The slow part; touches nothing but the model and its pool."""
         return self.runner.execute(batch, self._sequences)
 
+    def look_ahead(self, batch: StepBatch) -> None:
+        """Gets the next step ready while ``execute`` computes this one in another thread.
+
+        Nothing changes: ``begin_step`` picks the same step as without it, sooner.
+        """
+        self._last_tokens = None
+        following = self.executor.step_after(batch)
+        if following is not None and self.runner.look_ahead(following, self._sequences):
+            self._last_tokens = self._possible_ends(batch)
+
+    def go_on(self, batch: StepBatch, tokens: list[int | None]) -> StepBatch | None:
+        """Begins the step that ``look_ahead`` has got ready, though this one is computed and not booked.
+
+        ``commit_step`` of this one must be called before that of the next, and may be called while the next computes.
+
+        Returns:
+            None if this one may end a sequence, or if something has happened: then ``commit_step``, ``begin_step``.
+        """
+        last_tokens, self._last_tokens = self._last_tokens, None
+        if last_tokens is None or self._pending is not None or isinstance(tokens, LoggedTokens):
+            return None
+        token_ids = [token for token in tokens if token is not None]
+        if len(token_ids) < len(tokens) or not last_tokens.isdisjoint(token_ids):
+            return None
+        following = self.executor.begin_after(batch)
+        if following is not None:
+            self.runner.begin(following, self._sequences)
+            self.runner.go_on(following, token_ids)
+        return following
+
+    def _possible_ends(self, batch: StepBatch) -> frozenset[int] | None:
+        """Tokens that may end one of a step's sequences (``_ends``); None if more than the token decides on that."""
+        tokens: set[int] = set()
+        for item in batch.items:
+            sequence = self._sequences[item.request_id]
+            sampling = sequence.sampling
+            if sampling.stop or sampling.benchmark_len is not None or self._held_back is not None:
+                return None
+            if sampling.eos_ends:
+                tokens |= self._eos
+            tokens |= sequence.stop_token_ids
+        return frozenset(tokens)
+
     def finish_step(self, batch: StepBatch, tokens: list[int | None], duration_s: float = 0.0) -> list[Output]:
         """Books the step and returns the new output for the clients."""
         return self.render(self.commit_step(batch, tokens, duration_s))
@@ -332,6 +388,7 @@ class Worker:
             finish_reason=None if end is None else end.status.finish_reason,
             cached_len=emission.cached_len,
             logprobs=emission.logprobs,
+            gpu_s=0.0 if end is None else sequence.gpu_s,
         )
         return Output(sequence.request.ingress_id, delta)
 
