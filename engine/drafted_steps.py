@@ -55,10 +55,16 @@ class DraftedSteps:
         self._num_empty = 0  # steps in a row in which nothing was guessed, of those that were looked at
         self._pause = 0  # steps that are not looked at
 
-    def with_drafts(self, batch: StepBatch, sequences: Mapping[str, Sequence], executor: PlanExecutor) -> StepBatch:
-        """The step with guesses behind the single tokens that it computes, as many as limits and blocks allow."""
+    def passes_over(self) -> bool:
+        """Whether the next step begins without ``with_drafts``: nothing is to be guessed in it."""
         if self._pause:
             self._pause -= 1
+            return True
+        return False
+
+    def with_drafts(self, batch: StepBatch, sequences: Mapping[str, Sequence], executor: PlanExecutor) -> StepBatch:
+        """The step with guesses behind the single tokens that it computes, as many as limits and blocks allow."""
+        if self.passes_over():
             return batch
         items = batch.items
         price = self._policy.price(len(items))

@@ -253,6 +253,8 @@ class Worker:
         token_ids = [token for token in tokens if token is not None]
         if len(token_ids) < len(tokens) or not last_tokens.isdisjoint(token_ids):
             return None
+        if self.speculation is not None and not self.speculation.passes_over():
+            return None
         following = self.executor.begin_after(batch)
         if following is not None:
             self.runner.begin(following, self._sequences)

@@ -34,7 +34,9 @@ LOGGED = SamplingParams(20, logprobs=2, ignore_eos=True)
 
 
 def make_engine(model_dir: Path, backend: str) -> Engine:
-    options = EngineConfig(kv_memory="1MiB", block_size=BLOCK, num_threads=1, max_num_seqs=8, backend=backend)
+    options = EngineConfig(
+        kv_memory="1MiB", block_size=BLOCK, num_threads=1, max_num_seqs=8, backend=backend, speculation="off"
+    )
     return Engine(model_dir, dtype="float32", engine=options)
 
 
