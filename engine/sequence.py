@@ -109,6 +109,7 @@ class Sequence(SequenceState):
             request.prompt_len,
             request.max_total_len,
             len(token_ids),
+            tenant=request.tenant,
             request=request,
             token_ids=token_ids,
             prompt_logprobs=[] if waits else None,

@@ -392,6 +392,7 @@ class Worker:
             finish_reason=None if end is None else end.status.finish_reason,
             cached_len=emission.cached_len,
             logprobs=emission.logprobs,
+            gpu_s=0.0 if end is None else sequence.gpu_s,
         )
         return Output(sequence.request.ingress_id, delta)
 

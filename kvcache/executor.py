@@ -13,11 +13,12 @@ from typing import ClassVar
 
 from core.errors import IntegrityError
 from core.messages.kv import KVTraffic
-from core.messages.plans import FinishedSequence, Plan, Slot, SlotProgress, StepReport
+from core.messages.plans import FinishedSequence, Plan, Slot, SlotProgress, StepReport, TenantService
 from core.messages.step_times import StepSample
 from core.request import Request, Residency, SequenceStatus
 from kvcache.block_manager import BlockHashes, BlockManager
 from kvcache.cache_journal import CacheJournal
+from kvcache.service_meter import ServiceMeter
 from kvcache.step_batch import BatchLimits, KVCopy, StepBatch, StepItem
 
 NO_FURTHER: Mapping[str, int] = {}
@@ -41,6 +42,8 @@ class SequenceState:
             paused.
         register_at: ``computed_len`` from which another of its blocks is full and not registered.
         ran_s: Seconds of the steps that it took part in.
+        gpu_s: Its part of them (``core.costs.row_shares``).
+        tenant: As in ``Request``.
         dropped_len: Tokens whose KV was there once and has been dropped.
     """
 
@@ -59,6 +62,8 @@ class SequenceState:
     num_moves: int = 0
     copy_id: int | None = None
     ran_s: float = 0.0
+    gpu_s: float = 0.0
+    tenant: str = ""
     dropped_len: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
 
@@ -75,7 +80,12 @@ class SequenceState:
 def new_sequence(request: Request) -> SequenceState:
     """A sequence as its attempt begins it."""
     return SequenceState(
-        request.request_id, request.attempt, request.prompt_len, request.max_total_len, request.known_len
+        request.request_id,
+        request.attempt,
+        request.prompt_len,
+        request.max_total_len,
+        request.known_len,
+        tenant=request.tenant,
     )
 
 
@@ -96,6 +106,7 @@ class PlanExecutor(ABC):
         out_of_grants: Whether a sequence was left out of the step because its grants are used up.
         prefix_queries: Prompt tokens looked up in the cache so far, each request's once.
         prefix_hits: Prompt tokens found there.
+        meter: Divides the time of steps among their sequences, and adds it up by tenant.
     """
 
     returns_together: ClassVar[bool]
@@ -112,12 +123,13 @@ class PlanExecutor(ABC):
         self.short_blocks = 0
         self.out_of_grants = False
         self.prefix_queries = self.prefix_hits = 0
+        self.meter = ServiceMeter(limits.max_num_seqs, blocks.num_blocks * blocks.block_size)
         self.make_sequence: Callable[[Request], SequenceState] = new_sequence
         self._held: dict[str, SequenceState] = {}  # in plan order
         self._stalled: frozenset[str] = frozenset()
         self._lease = 0
         self._plan_seq = 0
-        self._reserve_blocks = 0
+        self._reserve_blocks = self._prompt_tokens = 0
         self._vacated = 0  # slots of this plan, standbys aside, that have ended: places a standby may take
         self._num_absent = 0  # slots of this plan whose payload has not come
         self._report_seq = 0
@@ -239,6 +251,7 @@ class PlanExecutor(ABC):
         self.revision += 1
         self._plan_seq = 0
         self.tell_whole_cache()
+        self.meter.tell_all()
         return self._lease
 
     def stall(self, request_ids: frozenset[str]) -> None:
@@ -255,7 +268,7 @@ class PlanExecutor(ABC):
             return []
         self._plan_seq = plan.plan_seq
         self.revision += 1
-        self._reserve_blocks = plan.reserve_blocks
+        self._reserve_blocks, self._prompt_tokens = plan.reserve_blocks, plan.prompt_tokens
         self._bury(plan.as_of_report_seq)
         self._vacated = sum(
             not slot.standby and (slot.request_id, slot.attempt) in self._tombstones for slot in plan.slots
@@ -359,7 +372,16 @@ class PlanExecutor(ABC):
             flying_blocks=self._flying_blocks,
             traffic=replace(self._traffic, recomputed_tokens=self._recomputed_tokens),
             cache=() if self._journal is None else self._journal.notices(self._report_seq),
+            services=self.meter.services(self._report_seq),
         )
+
+    def services_after(self, batch: StepBatch, duration_s: float, num_steps: int) -> tuple[TenantService, ...]:
+        """Sums of the batch's tenants as if so many of its steps had been booked; a simulation reports them early."""
+        tenants: dict[str, float] = {}
+        for item, share in zip(batch.items, self.meter.shares(batch, num_steps), strict=True):
+            tenant = self._held[item.request_id].tenant
+            tenants[tenant] = tenants.get(tenant, 0.0) + share * duration_s
+        return self.meter.services_with(tenants)
 
     @property
     def _flying_blocks(self) -> int:
@@ -389,6 +411,7 @@ class PlanExecutor(ABC):
         acknowledged = [key for key, (_, seq) in self._unacknowledged.items() if seq <= report_seq]
         for key in acknowledged:
             del self._unacknowledged[key]
+        self.meter.acknowledge(report_seq)
         if self._journal is not None:
             self._journal.acknowledge(report_seq)
 

@@ -24,11 +24,13 @@ class BatchDraft:
     """A batch in the making.
 
     Attributes:
+        prompts_left: Prompt tokens that it may still take.
         arising: Hashes of the full blocks that the first ``num_seen`` items compute.
         refused: Whether a sequence was not started that might be in the next step, though nothing has happened.
     """
 
     tokens_left: int
+    prompts_left: int
     items: list[StepItem] = field(default_factory=list)
     chosen: list[SequenceState] = field(default_factory=list)
     may_start: bool = True
@@ -193,7 +195,8 @@ class LeaseExecutor(PlanExecutor):
         return StepBatch(tuple(draft.items)) if draft.items else None
 
     def _select(self, ranked: Iterable[SequenceState], *, within_grants: bool) -> BatchDraft:
-        draft = BatchDraft(tokens_left=self.limits.max_batch_tokens)
+        most = self.limits.max_batch_tokens
+        draft = BatchDraft(most, self._prompt_tokens if self._prompt_tokens and self._has_streams() else most)
         credit = self._standby_credit()
         for held in ranked:
             if len(draft.items) >= self.limits.max_num_seqs or draft.tokens_left == 0:
@@ -205,6 +208,8 @@ class LeaseExecutor(PlanExecutor):
             wanted = self._runnable_tokens(held, within_grants)
             if wanted == 0:
                 draft.out_of_grants = True
+            elif wanted > 1 and draft.prompts_left == 0:
+                draft.refused = True
             elif self._is_resident(held):
                 self._continue(held, wanted, draft)
             elif held.slot.standby and credit <= 0:
@@ -239,7 +244,7 @@ class LeaseExecutor(PlanExecutor):
         return ahead.batch if fits else None
 
     def _continue(self, held: SequenceState, wanted: int, draft: BatchDraft) -> None:
-        num_tokens = min(wanted, draft.tokens_left)
+        num_tokens = _share(wanted, draft)
         reach = held.computed_len + num_tokens
         table = self.blocks.grow(held.request_id, reach)
         if table is not None:
@@ -265,7 +270,7 @@ class LeaseExecutor(PlanExecutor):
         table = self.blocks.grow(held.request_id, held.num_tokens)
         assert table is not None, "there is room"
         self._begin_at(held, len(cached) * self.blocks.block_size)
-        self._add(held, min(wanted - held.computed_len, draft.tokens_left), table, draft)
+        self._add(held, _share(wanted - held.computed_len, draft), table, draft)
         return True
 
     def _has_room(self, needed: int, draft: BatchDraft) -> bool:
@@ -327,6 +332,12 @@ class LeaseExecutor(PlanExecutor):
         draft.items.append(StepItem(held.request_id, held.computed_len, num_tokens, samples, table))
         draft.chosen.append(held)
         draft.tokens_left -= num_tokens
+        if not _decodes(held):
+            draft.prompts_left -= min(num_tokens, draft.prompts_left)
+
+    def _has_streams(self) -> bool:
+        """Whether a sequence of the latest step decodes: it waits for its next token now."""
+        return any(_decodes(held) for held in self._running)
 
     def _runnable_tokens(self, held: SequenceState, within_grants: bool) -> int:
         """Known tokens that may be computed now; computing the last known one also yields a new token."""
@@ -391,11 +402,13 @@ class LeaseExecutor(PlanExecutor):
         """
         ended = set(stopped)
         finished = []
-        for item in batch.items:
+        shares = self.meter.shares(batch, num_steps)
+        for item, share in zip(batch.items, shares, strict=True):
             held = self._held[item.request_id]
             more = further.get(item.request_id, 0)
             self._advance(held, item.num_known * num_steps + more)
             held.ran_s += duration_s
+            self.meter.charge(held, share * duration_s)
             if item.request_id in failed:
                 finished.append(self._finish(held, SequenceStatus.FINISHED_FAILED))
                 continue
@@ -444,6 +457,16 @@ class LeaseExecutor(PlanExecutor):
         used = sum(len(self.host.table(owner)) for owner in owners)
         if used + self.host.num_free != self.host.num_blocks:
             raise IntegrityError(f"{used} host blocks held by known sequences, {self.host.num_free} free")
+
+
+def _decodes(held: SequenceState) -> bool:
+    """Whether its next step only adds one token."""
+    return held.num_tokens > held.prompt_len and held.num_tokens - held.computed_len == 1
+
+
+def _share(wanted: int, draft: BatchDraft) -> int:
+    """Tokens that the step has for a sequence that wants so many; one is a decode, whatever prompts may take."""
+    return min(wanted, draft.tokens_left, draft.prompts_left if wanted > 1 else 1)
 
 
 def _steps_granted(held: SequenceState) -> int:

@@ -222,8 +222,12 @@ class StaticExecutor(PlanExecutor):
                 self._members[item.request_id].prefilled += item.num_tokens
         else:
             self._num_decoded += num_steps
-        for request_id in {item.request_id for item in batch.items + batch.padding.items}:
-            self._members[request_id].held.ran_s += duration_s
+        # Padded to one length, the members hold equal memory and compute as much.
+        members = {item.request_id for item in batch.items + batch.padding.items}
+        for request_id in members:
+            held = self._members[request_id].held
+            held.ran_s += duration_s
+            self.meter.charge(held, duration_s / len(members))
 
     def flush(self) -> list[FinishedSequence]:
         """See ``PlanExecutor.flush``; the other sequences run on."""

@@ -195,6 +195,9 @@ class ModelWorker(Component, WorkerCalls):
         if step is None:
             return None
         bound_s = self._bounds.bound_s(None if step.batch is None else step_sample(step.batch, 0.0))
+        cost = self._bounds.cost
+        if cost is not None:
+            self._built.result().executor.meter.cost = cost
         return Work(self.name, step.number, bound_s, read_clock(os.getpid(), step.thread_id))
 
     @property

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from core.costs import StepCost
 from core.errors import RankLost, WorkerBroken
 from core.messages.step_times import StepSample
 from engine.step_fault import StepFault
@@ -57,6 +58,11 @@ class StepBounds:
     def add(self, sample: StepSample) -> None:
         """Adds a measured step."""
         self._samples.append(sample)
+
+    @property
+    def cost(self) -> StepCost | None:
+        """What steps cost, as learned by the last call of ``bound_s``; None before that."""
+        return self._profile.cost()
 
     def bound_s(self, step: StepSample | None) -> float:
         """Bound in seconds of a step with this work; None for the work between two steps.

@@ -202,4 +202,6 @@ def make_client(request_id: str, ingress_id: str, prompt_len: int, output_len: i
     sampling = SamplingParams(output_len)
     prompt = prompt_of(request_id, prompt_len)
     hashes = tuple(hash_blocks(prompt, BLOCK))
-    return Client(Request(request_id, 0, ingress_id, prompt, sampling, prefix_hashes=hashes), stops_after)
+    tenant = "abc"[prompt_len % 3]
+    request = Request(request_id, 0, ingress_id, prompt, sampling, prefix_hashes=hashes, tenant=tenant)
+    return Client(request, stops_after)

@@ -39,10 +39,12 @@ async def chunks(
     """
     started = False
     num_tokens = num_cached = 0
+    gpu_s = 0.0
     try:
         async with aclosing(run_requests(backend, generation)) as deltas:
             async for index, delta in deltas:
                 num_tokens += delta.num_tokens
+                gpu_s += delta.gpu_s
                 if delta.cached_len and index % generation.num_tries == 0:
                     num_cached += first_cached_len(delta)
                 chunk = writer.output(index, delta)
@@ -51,7 +53,7 @@ async def chunks(
                 if chunk:
                     started = True
                     yield chunk
-        tail = writer.usage(usage(generation, num_tokens, num_cached))
+        tail = writer.usage(usage(generation, num_tokens, num_cached, gpu_s))
     except Exception as error:
         if not started:
             raise
