@@ -62,6 +62,9 @@ def serve(
     weights: Annotated[
         str | None, typer.Option(help="Bits of the weights: full, int8 or int4; default: what the preset says.")
     ] = None,
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="Type of keys and values: auto (the model's) or int8; default: auto.")
+    ] = None,
     kv_memory: Annotated[str | None, typer.Option(help="KV pool, as 512MiB or 2GiB; default: auto.")] = None,
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest sequence, in tokens; default: the model's context.")
@@ -126,6 +129,7 @@ def serve(
         "engine": {
             "device": device,
             "weights": weights,
+            "kv_dtype": kv_dtype,
             "kv_memory": kv_memory,
             "max_model_len": max_model_len,
             "num_threads": threads,
