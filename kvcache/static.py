@@ -14,7 +14,7 @@ from core.errors import IntegrityError
 from core.messages.plans import FinishedSequence
 from core.request import SequenceStatus
 from kvcache.block_manager import BlockHashes, BlockManager
-from kvcache.executor import PlanExecutor, SequenceState
+from kvcache.executor import NO_FURTHER, PlanExecutor, SequenceState
 from kvcache.step_batch import BatchLimits, KVCopy, Padding, StepBatch, StepItem
 
 
@@ -179,11 +179,13 @@ class StaticExecutor(PlanExecutor):
         stopped: Iterable[str] = (),
         failed: Collection[str] = (),
         *,
+        further: Mapping[str, int] = NO_FURTHER,
         duration_s: float = 0.0,
         num_steps: int = 1,
         stopped_after: Mapping[str, int] | None = None,
     ) -> list[FinishedSequence]:
-        """See ``PlanExecutor.commit``: sequences are returned with the last one, a failed one at once.
+        """See ``PlanExecutor.commit``: sequences are returned with the last one, a failed one at once. Nothing is
+        guessed in lockstep, so there are no ``further`` tokens.
 
         Args:
             num_steps: Number of steps, at most ``horizon`` and no more than until the last output stopped;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,7 @@ class ServerConfig:
         first_token_deadline_s: With ``[[replica]]`` tables, a request without a token after so many seconds fails,
             wherever it has been by then. On our own engine, or without such tables, it fails after ``max_wait_s`` and
             this together; never where ``max_wait_s`` is 0.
+        drain_s: Seconds that open requests have to end after TERM; the rest ends with an error.
     """
 
     host: str = "127.0.0.1"
@@ -79,6 +81,7 @@ class ServerConfig:
     max_connections_per_address: int = 8192
     start_patience_s: float = 600.0
     first_token_deadline_s: float = 120.0
+    drain_s: float = 30.0
 
     def __post_init__(self) -> None:
         require(1 <= self.port <= 65535, "server.port", self.port, "a port from 1 to 65535")
@@ -92,6 +95,7 @@ class ServerConfig:
         for name in ("max_connections_per_address", "max_queued_requests_per_key", "max_queued_tokens_per_key"):
             require(getattr(self, name) >= 0, f"server.{name}", getattr(self, name), "an integer >= 0")
         require(self.max_wait_s >= 0, "server.max_wait_s", self.max_wait_s, "a number >= 0 (0 is off)")
+        require(0 <= self.drain_s < math.inf, "server.drain_s", self.drain_s, "a number of seconds >= 0")
         for name in _POSITIVE:
             require(getattr(self, name) > 0, f"server.{name}", getattr(self, name), "a number > 0")
 

@@ -49,6 +49,7 @@ class Plan:
         plan_seq: Rises by one a plan within a lease; a worker drops what is not newer.
         as_of_report_seq: The last report the scheduler had seen.
         reserve_blocks: Blocks that must stay free when a sequence starts (not when it grows).
+        prompt_tokens: Prompt tokens of a step in which a sequence decodes, at most; 0 for no bound but the step's own.
     """
 
     worker_incarnation: str
@@ -57,6 +58,7 @@ class Plan:
     as_of_report_seq: int
     reserve_blocks: int
     slots: tuple[Slot, ...]
+    prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from core.messages.plans import FinishedSequence, SlotProgress, StepReport, Tena
 from core.messages.requests import Key
 from core.request import Request, Residency, SequenceStatus
 from kvcache.cache_journal import CacheMirror
+from policies.budget.step_budget import NO_BUDGET, StepBudget
 from policies.interfaces import ReplicaPolicies, ScheduledRequest
 from policies.replica.decision_trace import Account, DecisionTrace
 from policies.replica.events import (
@@ -67,11 +68,13 @@ class SchedulerLimits:
         grant_lead_s: Grants are renewed when less than this is left of one, so that nobody rests between the end of a
             grant and the plan that follows the report of it; they last twice as long at least. 0 where reports and
             plans take no time.
+        budget: How many prompt tokens a step may carry beside streams.
     """
 
     max_num_seqs: int
     standby_slots: int
     grant_lead_s: float = 0.0
+    budget: StepBudget = NO_BUDGET
 
 
 class ReplicaScheduler:
@@ -89,7 +92,7 @@ class ReplicaScheduler:
         self.shares = shares = FairShares(limits.max_num_seqs)
         self._trace = DecisionTrace(policies, limits.max_num_seqs, mirror.requests, mirror.admitted, shares)
         self.selector = StepSelector(policies, limits.max_num_seqs, mirror, shares)
-        self._planner = ReplicaPlans(policies.order, limits.grant_lead_s, mirror)
+        self._planner = ReplicaPlans(policies.order, limits.budget, limits.grant_lead_s, mirror)
 
     @property
     def num_waiting(self) -> int:

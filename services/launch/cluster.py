@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from core.config.access import AccessConfig
 from core.config.server import ServerConfig
 from core.errors import FarsightError
 from core.processors import usable_processors
+from services.launch.daemons import watched_daemons
 from services.launch.door import write_tls_file
 from services.launch.signals import StopSignal
 from services.launch.stages import Stages, StartTimedOut
@@ -89,7 +91,7 @@ def private_cluster(
     """
     with reserved_ports(avoid=server.port if server else 0) as ports:
         directory = Path(tempfile.mkdtemp(prefix="farsight-"))
-        stop.starting(lambda: remove_directory(directory))
+        stop.starting(lambda: _end_all(directory))
         _set_environment(directory, proxy, ports, server)
         if proxy == "haproxy" and access is not None:
             write_tls_file(access, directory)
@@ -97,11 +99,28 @@ def private_cluster(
 
         try:
             context = _start_ray(stop, stages, directory, ports, dashboard=dashboard)
-            yield PrivateCluster(f"http://{context.dashboard_url}" if dashboard else "")
+            with watched_daemons(lambda dead: _abandon(stop, dead)):
+                yield PrivateCluster(f"http://{context.dashboard_url}" if dashboard else "")
         finally:
             ray.shutdown()
-            end_processes(directory)
-            remove_directory(directory)
+            _end_all(directory)
+
+
+def _end_all(directory: Path) -> None:
+    end_processes(directory)
+    remove_directory(directory)
+
+
+def _abandon(stop: StopSignal, dead: str) -> None:
+    """Ends this process with status 1, because a cluster without one of its daemons replaces nothing that dies.
+
+    Calls of Ray may never return now, so the main thread is not asked.
+    """
+    sys.stdout.flush()
+    sys.stderr.write(f"farsight: {dead}, has died; no process that dies would be replaced, so everything ends\n")
+    sys.stderr.write("farsight: What to do: run the same command again.\n")
+    sys.stderr.flush()
+    stop.abandon(1)
 
 
 def remove_directory(directory: Path) -> None:

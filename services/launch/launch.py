@@ -10,10 +10,10 @@ import dataclasses
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from actors.calls.message import Asked
 from actors.calls.supervisor import SupervisorCalls
@@ -29,6 +29,7 @@ from services.api.access.door import API_KEY_VARIABLE
 from services.launch.backends import check_replicas, look_for_servers
 from services.launch.cluster import ServiceFailed, private_cluster
 from services.launch.door import absolute_paths, check_door
+from services.launch.draining import drain
 from services.launch.proxy import ProxyStart, wait_routed
 from services.launch.signals import StopSignal
 from services.launch.stages import Stages
@@ -39,6 +40,8 @@ from services.run_file import ADMIN_TOKEN_VARIABLE, published
 EMBEDDED_MODEL = Path(__file__).parents[1] / "embedded_model"
 EMBEDDED_NAME = "farsight-embedded"
 WATCH_INTERVAL_S = 0.5
+
+R = TypeVar("R")
 
 APP_NAME = "farsight"
 """Name of the Ray Serve application."""
@@ -198,8 +201,23 @@ class Service:
                 self._ingress_replicas = wanted
                 self._run_ingress()
 
+    def drain(self, stop: StopSignal, say: Callable[[str], None]) -> None:
+        """Refuses new requests, and gives open ones ``server.drain_s`` to end."""
+        drain(
+            lambda order: self._ask_supervisor(SupervisorCalls.drain_service, order),
+            stop,
+            self._site.config.server.drain_s,
+            self._ingress_replicas,
+            say,
+        )
+
     def _wanted_ingress_replicas(self) -> int:
         """The requested number of ingress replicas; 0 if none was requested or the Supervisor does not answer."""
+        counts = self._ask_supervisor(SupervisorCalls.counts)
+        return 0 if counts is None else counts.ingress_replicas
+
+    def _ask_supervisor(self, method: Callable[..., Coroutine[Any, Any, R]], request: Any = None) -> R | None:
+        """The Supervisor's answer; None if it does not answer."""
         import ray
         from ray.exceptions import RayError
 
@@ -207,12 +225,12 @@ class Service:
 
         host = find_host(host_of(SUPERVISOR, self._site.placement), self._site.namespace)
         if host is None:
-            return 0
+            return None
         try:
-            asked = Asked(host, SUPERVISOR, SupervisorCalls.counts)
-            return asked.read(ray.get(asked.ref, timeout=WATCH_INTERVAL_S)).ingress_replicas
+            asked = Asked(host, SUPERVISOR, method, request)
+            return asked.read(ray.get(asked.ref, timeout=WATCH_INTERVAL_S))
         except RayError:
-            return 0
+            return None
 
 
 def start_components(site: Site) -> StartingComponents:
@@ -335,8 +353,11 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
         say(f"Ready after {stages.elapsed_s:.1f} s.")
         say(_example(url, model.name, key))
         say(f"OpenAI API: {url}/v1   First: curl {url}/v1/models{key}   Stop: Ctrl-C")
-        with published(config.server.port, os.environ[ADMIN_TOKEN_VARIABLE], site.config.access.tls_cert):
+        with published(config.server.port, os.environ[ADMIN_TOKEN_VARIABLE], site.config.access.tls_cert) as run_file:
+            stop.starting(lambda: run_file.unlink(missing_ok=True))
             service.wait(stop)
+            if not stop.at_once:
+                service.drain(stop, say)
         say("Stopping.")
 
 

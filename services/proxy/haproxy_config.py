@@ -15,6 +15,7 @@ CHECK_PATH = "/-/healthz"
 """The health check that Ray configures for HAProxy's servers."""
 
 HEALTH_PATH = "/health"
+READY_PATH = "/health/ready"
 LIVENESS_FOLDER = "liveness"
 """Subdirectory of HAProxy's files: a file for each ingress replica, named by its id, that holds its liveness port."""
 
@@ -190,12 +191,13 @@ def _json(status: int, message: str = "") -> str:
 
 
 def _with_health_rule(lines: list[str]) -> list[str]:
-    """Puts the rule for ``/health`` before all others, since HAProxy takes the first that matches.
+    """Puts the rule for the paths of health before all others, since HAProxy takes the first that matches.
 
     The rule applies only while at least one replica's liveness port is up.
     """
     first = next(number for number, line in enumerate(lines) if line.strip().startswith("use_backend "))
-    rule = f"    use_backend {_HEALTH_BACKEND} if {{ path {HEALTH_PATH} }} {{ nbsrv({_HEALTH_BACKEND}) gt 0 }}"
+    asked = f"{{ path {HEALTH_PATH} {READY_PATH} }}"
+    rule = f"    use_backend {_HEALTH_BACKEND} if {asked} {{ nbsrv({_HEALTH_BACKEND}) gt 0 }}"
     return [*lines[:first], rule, *lines[first:]]
 
 

@@ -121,6 +121,13 @@ class Device:
     def begin(self, batch: StepBatch, sequences: dict[str, Sequence]) -> None:
         """There is one step at a time."""
 
+    def look_ahead(self, batch: StepBatch, sequences: dict[str, Sequence]) -> bool:
+        """Nothing is made ready."""
+        return False
+
+    def go_on(self, batch: StepBatch, token_ids: list[int]) -> None:
+        """Never asked for."""
+
     def execute(self, batch: StepBatch, sequences: dict[str, Sequence]) -> list[int | None]:
         assert len(batch.items) <= self._limits.max_num_seqs, f"{len(batch.items)} sequences in a step"
         assert batch.num_tokens <= self._limits.max_batch_tokens, f"{batch.num_tokens} tokens in a step"

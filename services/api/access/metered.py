@@ -112,6 +112,9 @@ class MeteredBackend:
     async def placement(self) -> PlacementView:
         return await self._backend.placement()
 
+    async def drain(self, replica: str, *, cancel: bool) -> ComponentCounts:
+        return await self._backend.drain(replica, cancel=cancel)
+
     async def scale(self, kind: str, count: int) -> ComponentCounts:
         return await self._backend.scale(kind, count)
 

@@ -26,6 +26,7 @@ Access = Role | Everyone
 
 ROLES: Mapping[str, Access] = {
     "/health": Everyone.PUBLIC,
+    "/health/ready": Everyone.PUBLIC,
     "/docs": Everyone.PUBLIC,
     "/openapi.json": Everyone.PUBLIC,
     # The pages themselves hold no data; what they show, they ask for with a key.
@@ -41,6 +42,7 @@ ROLES: Mapping[str, Access] = {
     "/metrics": Role.OBSERVE,
     "/placement": Role.OBSERVE,
     "/admin/scale": Role.ADMIN,
+    "/admin/drain": Role.ADMIN,
 }
 """By the path template of the route. A new route of the application needs a line here."""
 

@@ -35,7 +35,7 @@ from tests.unit.services.api.access.access_support import (
 )
 from tests.unit.services.api.api_support import MODEL, ScriptedBackend, delta
 
-POSTS = {"/v1/completions", "/v1/chat/completions", "/admin/scale"}
+POSTS = {"/v1/completions", "/v1/chat/completions", "/admin/scale", "/admin/drain"}
 EXAMPLES = {"{model_id:path}": MODEL, "{response_id}": "cmpl-" + "0" * 32}
 
 
