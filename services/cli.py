@@ -113,7 +113,10 @@ def serve(
     tls_key: Annotated[Path | None, typer.Option(help="Private key of --tls-cert in PEM.")] = None,
     benchmark_mode: Annotated[
         bool | None,
-        typer.Option("--benchmark-mode", help="Let requests set their exact output length (benchmark_len)."),
+        typer.Option(
+            "--benchmark-mode",
+            help="To measure: requests may set exact output lengths, and no queue is too long.",
+        ),
     ] = None,
 ) -> None:
     """Serve a model over an OpenAI-compatible HTTP API until Ctrl-C, or until TERM and the end of open requests."""
