@@ -20,9 +20,9 @@ ROOM_TESTS_simulator = tests/sim
 FAST = $(addprefix tests/unit/,core tokenization kvcache policies predictor estimator) tests/sim
 # Where Python is told to write no bytecode, each process of each server under test would compile everything again.
 PYTEST = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
-CODE = farsight_rooms.py core tokenization kvcache policies predictor estimator engine actors simulator services benchmarks tools tests
+CODE = farsight_rooms.py core tokenization kvcache policies predictor estimator engine actors simulator services benchmarks tools tests examples
 
-.PHONY: help setup setup-dev serve test test-fast test-long test-attack coverage check check-types check-rest format clean
+.PHONY: help setup setup-dev serve test test-fast test-long test-package test-attack coverage check check-types check-rest format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,13 +35,16 @@ serve: setup ## Serve the embedded model on 127.0.0.1:8000 (flags: make serve AR
 	@exec $(VENV)/bin/farsight serve $(ARGS)
 
 test: setup-dev ## Run every test that needs no GPU and takes no minutes (one room: ROOM=policies)
-	$(PYTEST) -m "not gpu and not long" $(TESTS) $(ARGS)
+	$(PYTEST) -m "not gpu and not long and not package" $(TESTS) $(ARGS)
 
 test-fast: setup-dev ## Run the pure tests: no Ray, no HTTP, no model
 	$(PYTEST) -m "not gpu and not long and not torch" $(FAST) $(ARGS)
 
 test-long: setup-dev ## Run every test: all seeds of random tests, all reproductions, all variants
-	PROTOCOL_NUM_SEEDS=10000 FUZZ_VOLUME=4 $(PYTEST) -m "not gpu" $(ARGS)
+	PROTOCOL_NUM_SEEDS=10000 FUZZ_VOLUME=4 $(PYTEST) -m "not gpu and not package" $(ARGS)
+
+test-package: setup-dev ## Build the wheel, and the container where an engine runs, and start them
+	$(VENV)/bin/python -m pytest -q -m package tests/e2e/test_package.py $(ARGS)
 
 test-attack: setup-dev ## Attack a server with hostile clients and peers, at full volume: within 10 minutes
 	ATTACK_VOLUME=1 FUZZ_VOLUME=20 PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -q -m "attack and not gpu" tests $(ARGS)

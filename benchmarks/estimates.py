@@ -81,6 +81,12 @@ class SamplingRunner:
     def begin(self, batch: StepBatch, sequences: dict[str, Sequence]) -> None:
         self._runner.begin(batch, sequences)
 
+    def look_ahead(self, batch: StepBatch, sequences: dict[str, Sequence]) -> bool:
+        return self._runner.look_ahead(batch, sequences)
+
+    def go_on(self, batch: StepBatch, token_ids: list[int]) -> None:
+        self._runner.go_on(batch, token_ids)
+
     def rest(self) -> None:
         self._runner.rest()
 

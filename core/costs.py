@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Protocol
 
@@ -67,6 +67,37 @@ class StepCost:
         steps = ((0, 1, 500, 0), (0, 64, 32_000, 0), (512, 0, 0, attention_pairs(512, 0)))
         prices = ((self.step_s(*step), other.step_s(*step)) for step in steps)
         return all(abs(mine - theirs) <= share * theirs for mine, theirs in prices)
+
+
+def row_shares(
+    cost: StepCost, rows: Iterable[tuple[int, int]], max_num_seqs: int, capacity: int, num_steps: int = 1
+) -> list[float]:
+    """How the time of steps is divided among their rows: by price, the shares add up to 1.
+
+    The price of a row is what it computes itself, and of ``base_s``, which all rows use together, its dominant share:
+    the larger of 1 / max_num_seqs and its part of the KV memory. ``policies.order.gittins.DecodePrice`` ranks by the
+    same price.
+
+    Args:
+        rows: (first position, number of tokens) of each row; a row of one token decodes.
+        capacity: Tokens of KV on the device.
+        num_steps: Steps of the same rows; those that decode grow by a token in each.
+    """
+    slot_share = 1.0 / max_num_seqs
+    grown = (num_steps - 1) / 2
+    prices = []
+    for start, num_tokens in rows:
+        context = start + num_tokens + grown
+        price = cost.base_s * max(slot_share, context / capacity)
+        if num_tokens == 1:
+            price += cost.decode_seq_s + cost.context_token_s * context
+        else:
+            price += cost.prefill_token_s * num_tokens + cost.prefill_pair_s * attention_pairs(num_tokens, start)
+        prices.append(price)
+    total = sum(prices)
+    if total <= 0:
+        return [1.0 / len(prices) for _ in prices]
+    return [price / total for price in prices]
 
 
 def mean_cost(costs: Collection[StepCost]) -> StepCost:

@@ -231,6 +231,8 @@ class Request:
             empty where placement does not look at prefixes, and for a request that can share none.
         cache_salt: Only requests of the same salt share cached prefixes.
         source: None where no replica asks for it (``[[replica]] prompt``), or the client sent token ids.
+        tenant: Who is charged for its steps; empty where no API keys are in use. The door sets it, no client can.
+        weight: Share of the tenant relative to the others'; > 0.
     """
 
     request_id: str
@@ -247,6 +249,8 @@ class Request:
     prefix_hashes: tuple[int, ...] = ()
     cache_salt: str = ""
     source: PromptSource | None = None
+    tenant: str = ""
+    weight: float = 1.0
 
     def __post_init__(self) -> None:
         _require(len(self.prompt_ids) > 0, "prompt", self.prompt_ids, "at least one token")
@@ -254,6 +258,7 @@ class Request:
         _require(ok, "output_ids", len(self.output_ids), f"fewer than max_tokens = {self.sampling.max_new_tokens}")
         ok = self.deadline_s is None or (math.isfinite(self.deadline_s) and self.deadline_s >= 0)
         _require(ok, "deadline_s", self.deadline_s, "a finite number >= 0, or none")
+        _require(0 < self.weight < math.inf, "weight", self.weight, "a finite number > 0")
 
     @property
     def prompt_len(self) -> int:

@@ -6,19 +6,23 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from core.config.checks import require
 from core.config.engine import EngineConfig
 from core.config.scheduling import SchedulerConfig
 from core.errors import ConfigError
 from core.messages.plans import WorkerReady
 from engine.checkpoint.check import check_checkpoint
 from engine.checkpoint.model_config import load_model_config, resolve_max_model_len
+from engine.devices.device import Device
 from engine.devices.emulated_device import emulate_device
+from engine.drafted_steps import DraftedSteps
 from engine.parallel.mesh import ALONE, Mesh, check_parallel
 from engine.sequence import Detokenizer
 from engine.worker import Worker
 from kvcache import BatchLimits, BlockManager, LeaseExecutor, PipelinedExecutor, PlanExecutor, StaticExecutor
 from policies.compose import follows_prefixes, swaps_kv
 from policies.presets import find_preset
+from policies.speculation.base import SPECULATIONS, SpeculationContext
 from tokenization.loading import load_tokenizer
 
 if TYPE_CHECKING:
@@ -27,6 +31,9 @@ if TYPE_CHECKING:
 
 BITS = {"full": 0, "int8": 8, "int4": 4}
 """What ``engine.weights`` rounds the matrices to; 0 leaves them."""
+
+DEFAULT_SPECULATION = "ngram"
+"""The part that ``engine.speculation = "auto"`` stands for where steps are exact."""
 
 
 def check_worker(model_dir: Path, engine: EngineConfig, mesh: Mesh = ALONE) -> None:
@@ -132,4 +139,30 @@ def build_worker(
         ready,
         prefix_cache=engine.prefix_cache,
         copier=device.copier,
+        speculation=_speculation(
+            engine, static=static, num_ranks=1 if ranks is None else ranks.mesh.size, device=device
+        ),
     )
+
+
+def _speculation(engine: EngineConfig, *, static: bool, num_ranks: int, device: Device) -> DraftedSteps | None:
+    """What guesses tokens for this worker's steps; None for nothing.
+
+    Raises:
+        ConfigError: The part is unknown, or cannot be used here.
+    """
+    name = engine.speculation
+    if name == "off":
+        return None
+    for applies, where in (
+        (static, "where batches run in lockstep"),
+        (num_ranks > 1, "where a replica has several ranks"),
+        (bool(engine.profile), "on an emulated device"),
+    ):
+        if applies:
+            require(name == "auto", "engine.speculation", name, f"auto or off {where}")
+            return None
+    if name == "auto" and not device.exact:
+        return None
+    part = SPECULATIONS.find(DEFAULT_SPECULATION if name == "auto" else name)
+    return DraftedSteps(part.build(SpeculationContext()))

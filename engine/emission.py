@@ -22,20 +22,20 @@ class Output:
 
 @dataclass(slots=True)
 class Emission:
-    """A new token of one sequence, before it has become text for the client, or why there is none.
+    """New tokens of one sequence, before they have become text for the client, or why there are none.
 
     Attributes:
-        token: None where there is a ``failure``.
-        start: Its index in the output.
-        shown: Its text where that had to be known at once, else None.
+        token_ids: One, and those after it that the step has verified; empty where there is a ``failure``.
+        start: Index of the first in the output.
+        shown: Their text where that had to be known at once, else None.
         cached_len: As in ``TokenDelta``.
-        end: Set if it was the last token.
+        end: Set if the last of them ends the output.
         logprobs: Log probabilities that the client asked for.
         failure: Why the sequence ends without a new token.
     """
 
     sequence: Sequence
-    token: int | None
+    token_ids: tuple[int, ...]
     start: int
     shown: str | None
     cached_len: int

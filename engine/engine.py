@@ -115,10 +115,14 @@ class Engine:
             began_at = self._clock()
             tokens = self.worker.execute(batch)
             outputs = self.worker.finish_step(batch, tokens, self._clock() - began_at)
+        self.report()
+        return [output.delta for output in outputs]
+
+    def report(self) -> None:
+        """Tells the scheduler what the steps have done; the next step follows the plan that it makes of that."""
         report = self.worker.executor.report()
         self.worker.executor.acknowledge(report.report_seq)
         self._handle(WorkerReported(report))
-        return [output.delta for output in outputs]
 
     def generate(
         self, prompts: SequenceOf[Prompt], sampling: SamplingParams | list[SamplingParams]

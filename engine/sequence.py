@@ -15,6 +15,7 @@ from core.messages.tokens import TokenLogprobs
 from core.request import Request, SamplingParams
 from engine.text.stop_strings import StopStrings
 from kvcache import SequenceState
+from policies.speculation.base import Drafter
 from tokenization.text_stream import TextDecoder, TextStream
 
 
@@ -80,6 +81,7 @@ class Sequence(SequenceState):
         block_hashes: Hashes of its first full blocks, as many as were needed so far (``kvcache.block_manager``).
         sampling: As in the request; looked up at every token, as is the next.
         stop_token_ids: Stop tokens of the request.
+        drafter: Guesses its next tokens; None if nothing is guessed for it.
     """
 
     request: Request
@@ -87,6 +89,7 @@ class Sequence(SequenceState):
     text: OutputText = field(init=False, repr=False)
     prompt_logprobs: list[TokenLogprobs] | None = None
     block_hashes: list[int] = field(default_factory=list)
+    drafter: Drafter | None = None
     sampling: SamplingParams = field(init=False)
     stop_token_ids: frozenset[int] = field(init=False)
 
@@ -106,6 +109,7 @@ class Sequence(SequenceState):
             request.prompt_len,
             request.max_total_len,
             len(token_ids),
+            tenant=request.tenant,
             request=request,
             token_ids=token_ids,
             prompt_logprobs=[] if waits else None,

@@ -16,6 +16,7 @@ from core.messages.plans import FinishedSequence, Plan, WorkerReady, WorkerState
 from core.messages.requests import Key
 from core.messages.tokens import DeltaLogprobs, TokenDelta
 from core.request import Fault, Request, SamplingParams, SequenceStatus
+from engine.drafted_steps import DraftedSteps
 from engine.emission import Emission, HeldBack, Output, joined_outputs
 from engine.sampling.logged_tokens import LoggedTokens
 from engine.sequence import Detokenizer, OutputText, Sequence
@@ -43,6 +44,18 @@ class Runner(Protocol):
         ...
 
     def execute(self, batch: StepBatch, sequences: dict[str, Sequence]) -> list[int | None]: ...
+
+    def look_ahead(self, batch: StepBatch, sequences: dict[str, Sequence]) -> bool:
+        """Gets a step ready that is likely to follow the one that computes; in another thread, meanwhile.
+
+        Returns:
+            Whether it could also be executed before that one is booked, after ``go_on``.
+        """
+        ...
+
+    def go_on(self, batch: StepBatch, token_ids: list[int]) -> None:
+        """Says the last known token of each item of a step that was got ready: its sequences lack them."""
+        ...
 
     def fault(self, error: Exception) -> StepFault:
         """What the error of a failed ``execute`` says about the device."""
@@ -73,6 +86,7 @@ class Worker:
         ready: This worker's capacity, for the scheduler.
         prefix_cache: Whether sequences share the KV of equal beginnings.
         copier: Carries out the executor's copies; needed where it has a host pool.
+        speculation: Guesses tokens that a step may verify; None where nothing is guessed.
     """
 
     def __init__(
@@ -85,17 +99,20 @@ class Worker:
         *,
         prefix_cache: bool = False,
         copier: Copier | None = None,
+        speculation: DraftedSteps | None = None,
     ) -> None:
         self.runner = runner
         self.executor = executor
         self.ready = ready
         self._detokenizer = detokenizer
         self._eos = frozenset(eos_token_ids)
+        self._last_tokens: frozenset[int] | None = None  # of the step that computes, once the next one is ready
         self._pending: Plan | None = None
         self._prepared: Prepared = {}
         self._copier = copier
         self._held_back = HeldBack() if executor.returns_together else None
         self._prefix_cache = prefix_cache
+        self.speculation = speculation
         executor.make_sequence = self._prepared_sequence
         if prefix_cache:
             executor.share_prefixes(self._block_hashes)
@@ -145,6 +162,8 @@ class Worker:
         sequence.text = self._start_text(request)
         if self._prefix_cache:
             self._take_hashes(sequence)
+        if self.speculation is not None:
+            sequence.drafter = self.speculation.open(request)
         return sequence
 
     def _prepared_sequence(self, request: Request) -> Sequence:
@@ -179,6 +198,8 @@ class Worker:
         if batch is None:
             self.runner.rest()
         else:
+            if self.speculation is not None:
+                batch = self.speculation.with_drafts(batch, self._sequences, self.executor)
             self.runner.begin(batch, self._sequences)
         return batch
 
@@ -210,6 +231,51 @@ class Worker:
         """The new token of each item that samples. The slow part; touches nothing but the model and its pool."""
         return self.runner.execute(batch, self._sequences)
 
+    def look_ahead(self, batch: StepBatch) -> None:
+        """Gets the next step ready while ``execute`` computes this one in another thread.
+
+        Nothing changes: ``begin_step`` picks the same step as without it, sooner.
+        """
+        self._last_tokens = None
+        following = self.executor.step_after(batch)
+        if following is not None and self.runner.look_ahead(following, self._sequences):
+            self._last_tokens = self._possible_ends(batch)
+
+    def go_on(self, batch: StepBatch, tokens: list[int | None]) -> StepBatch | None:
+        """Begins the step that ``look_ahead`` has got ready, though this one is computed and not booked.
+
+        ``commit_step`` of this one must be called before that of the next, and may be called while the next computes.
+
+        Returns:
+            None if this one may end a sequence, or if something has happened: then ``commit_step``, ``begin_step``.
+        """
+        last_tokens, self._last_tokens = self._last_tokens, None
+        if last_tokens is None or self._pending is not None or isinstance(tokens, LoggedTokens):
+            return None
+        token_ids = [token for token in tokens if token is not None]
+        if len(token_ids) < len(tokens) or not last_tokens.isdisjoint(token_ids):
+            return None
+        if self.speculation is not None and not self.speculation.rests(len(batch.items)):
+            return None
+        following = self.executor.begin_after(batch)
+        if following is not None:
+            self.runner.begin(following, self._sequences)
+            self.runner.go_on(following, token_ids)
+        return following
+
+    def _possible_ends(self, batch: StepBatch) -> frozenset[int] | None:
+        """Tokens that may end one of a step's sequences (``_ends``); None if more than the token decides on that."""
+        tokens: set[int] = set()
+        for item in batch.items:
+            sequence = self._sequences[item.request_id]
+            sampling = sequence.sampling
+            if sampling.stop or sampling.benchmark_len is not None or self._held_back is not None:
+                return None
+            if sampling.eos_ends:
+                tokens |= self._eos
+            tokens |= sequence.stop_token_ids
+        return frozenset(tokens)
+
     def finish_step(self, batch: StepBatch, tokens: list[int | None], duration_s: float = 0.0) -> list[Output]:
         """Books the step and returns the new output for the clients."""
         return self.render(self.commit_step(batch, tokens, duration_s))
@@ -226,31 +292,47 @@ class Worker:
         emissions = {}
         failed = self._take_failures(batch, tokens)
         sequences = self._sequences
-        for item, token in zip(batch.items, tokens, strict=True):
+        verified = tokens.further if isinstance(tokens, LoggedTokens) else {}
+        further: dict[str, int] = {}
+        for i, (item, token) in enumerate(zip(batch.items, tokens, strict=True)):
             if token is None or not self.executor.counts(batch, item.request_id):
                 continue
             sequence = sequences[item.request_id]
-            start = sequence.output_len
-            sequence.token_ids.append(token)
-            # Only the text shows whether a stop string has come; text that is not needed for that can wait, since all
-            # outputs held back would be decoded in one step.
-            at_once = bool(sequence.sampling.stop) or self._held_back is not None
-            shown = self._show(sequence, token, start) if at_once else None
-            is_first = len(sequence.token_ids) == sequence.request.known_len + 1
-            cached_len = (sequence.cached_len or 0) if is_first else 0
-            emissions[item.request_id] = Emission(sequence, token, start, shown, cached_len)
-            if self._ends(sequence, token, start):
+            emission, ends = self._append(sequence, (token, *verified.get(i, ())))
+            emissions[item.request_id] = emission
+            if len(emission.token_ids) > 1:
+                further[item.request_id] = len(emission.token_ids) - 1
+            if ends:
                 stopped.add(item.request_id)
         if isinstance(tokens, LoggedTokens):
             self._attach_logprobs(batch, tokens, emissions)
         emissions |= failed
-        ends = self.executor.commit(batch, stopped, failed, duration_s=duration_s)
+        if self.speculation is not None:
+            self.speculation.observe(batch, further, duration_s)
+        finished = self.executor.commit(batch, stopped, failed, further=further, duration_s=duration_s)
         if self._held_back is not None:
             self._held_back.add(emissions.values())
-            return self._release(ends, self._held_back)
-        for end in ends:
+            return self._release(finished, self._held_back)
+        for end in finished:
             emissions[end.request_id].end = end
         return list(emissions.values())
+
+    def _append(self, sequence: Sequence, token_ids: tuple[int, ...]) -> tuple[Emission, bool]:
+        """Adds new tokens up to the one that ends the output, if there is one; returns whether there is."""
+        start = sequence.output_len
+        is_first = len(sequence.token_ids) == sequence.request.known_len
+        cached_len = (sequence.cached_len or 0) if is_first else 0
+        # Only the text shows whether a stop string has come; text that is not needed for that can wait, since all
+        # outputs held back would be decoded in one step.
+        at_once = bool(sequence.sampling.stop) or self._held_back is not None
+        shown = "" if at_once else None
+        for index, token in enumerate(token_ids, start):
+            sequence.token_ids.append(token)
+            if shown is not None:
+                shown += self._show(sequence, token, index)
+            if self._ends(sequence, token, index):
+                return Emission(sequence, token_ids[: index + 1 - start], start, shown, cached_len), True
+        return Emission(sequence, token_ids, start, shown, cached_len), False
 
     def _take_failures(self, batch: StepBatch, tokens: list[int | None]) -> dict[str, Emission]:
         """Why items did not get the token that they should have got, by request id."""
@@ -261,7 +343,7 @@ class Worker:
                 sequence = self._sequences[request_id]
                 if failure.fault is Fault.MODEL:
                     logger.error("%s fails: %s", request_id, failure.reason)
-                failed[request_id] = Emission(sequence, None, sequence.output_len, "", 0, failure=failure)
+                failed[request_id] = Emission(sequence, (), sequence.output_len, "", 0, failure=failure)
         return failed
 
     def _release(self, ends: Iterable[FinishedSequence], held_back: HeldBack) -> list[Emission]:
@@ -295,21 +377,22 @@ class Worker:
         if failure is not None:
             assert end is not None, "a sequence without a next token has ended"
             return self._failure(sequence.request, end, failure.reason, failure.fault)
-        assert emission.token is not None, "there is a token or a failure"
         text = emission.shown
         if text is None:
-            text = self._show(sequence, emission.token, emission.start)
+            shown = (self._show(sequence, token, at) for at, token in enumerate(emission.token_ids, emission.start))
+            text = "".join(shown)
         if end is not None:
             text += sequence.text.flush()
         delta = TokenDelta(
             request_id=sequence.request.request_id,
             attempt=sequence.request.attempt,
             start=emission.start,
-            token_ids=(emission.token,),
+            token_ids=emission.token_ids,
             text=text,
             finish_reason=None if end is None else end.status.finish_reason,
             cached_len=emission.cached_len,
             logprobs=emission.logprobs,
+            gpu_s=0.0 if end is None else sequence.gpu_s,
         )
         return Output(sequence.request.ingress_id, delta)
 

@@ -7,18 +7,22 @@ start again: all this is the same however the steps are composed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from core.errors import IntegrityError
 from core.messages.kv import KVTraffic
-from core.messages.plans import FinishedSequence, Plan, Slot, SlotProgress, StepReport
+from core.messages.plans import FinishedSequence, Plan, Slot, SlotProgress, StepReport, TenantService
 from core.messages.step_times import StepSample
 from core.request import Request, Residency, SequenceStatus
 from kvcache.block_manager import BlockHashes, BlockManager
 from kvcache.cache_journal import CacheJournal
-from kvcache.step_batch import BatchLimits, KVCopy, StepBatch
+from kvcache.service_meter import ServiceMeter
+from kvcache.step_batch import BatchLimits, KVCopy, StepBatch, StepItem
+
+NO_FURTHER: Mapping[str, int] = {}
+"""Every item of a step has yielded one token at most."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +42,8 @@ class SequenceState:
             paused.
         register_at: ``computed_len`` from which another of its blocks is full and not registered.
         ran_s: Seconds of the steps that it took part in.
+        gpu_s: Its part of them (``core.costs.row_shares``).
+        tenant: As in ``Request``.
         dropped_len: Tokens whose KV was there once and has been dropped.
     """
 
@@ -56,6 +62,8 @@ class SequenceState:
     num_moves: int = 0
     copy_id: int | None = None
     ran_s: float = 0.0
+    gpu_s: float = 0.0
+    tenant: str = ""
     dropped_len: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
 
@@ -72,7 +80,12 @@ class SequenceState:
 def new_sequence(request: Request) -> SequenceState:
     """A sequence as its attempt begins it."""
     return SequenceState(
-        request.request_id, request.attempt, request.prompt_len, request.max_total_len, request.known_len
+        request.request_id,
+        request.attempt,
+        request.prompt_len,
+        request.max_total_len,
+        request.known_len,
+        tenant=request.tenant,
     )
 
 
@@ -87,10 +100,13 @@ class PlanExecutor(ABC):
         returns_together: Whether a sequence is returned only when all that run with it have ended.
         make_sequence: Makes the record of a request that a plan brings; ``new_sequence``, where nothing else is kept.
         max_in_flight: Steps that may have begun and not been committed; they are committed in their order.
+        revision: Goes up with everything that may change the choice of the next step, but for the progress of its own
+            sequences.
         short_blocks: Blocks missing for the sequences that could not run in the step for want of blocks.
         out_of_grants: Whether a sequence was left out of the step because its grants are used up.
         prefix_queries: Prompt tokens looked up in the cache so far, each request's once.
         prefix_hits: Prompt tokens found there.
+        meter: Divides the time of steps among their sequences, and adds it up by tenant.
     """
 
     returns_together: ClassVar[bool]
@@ -103,15 +119,17 @@ class PlanExecutor(ABC):
         self.host = host
         self.limits = limits
         self.incarnation = incarnation
+        self.revision = 0
         self.short_blocks = 0
         self.out_of_grants = False
         self.prefix_queries = self.prefix_hits = 0
+        self.meter = ServiceMeter(limits.max_num_seqs, blocks.num_blocks * blocks.block_size)
         self.make_sequence: Callable[[Request], SequenceState] = new_sequence
         self._held: dict[str, SequenceState] = {}  # in plan order
         self._stalled: frozenset[str] = frozenset()
         self._lease = 0
         self._plan_seq = 0
-        self._reserve_blocks = 0
+        self._reserve_blocks = self._prompt_tokens = 0
         self._vacated = 0  # slots of this plan, standbys aside, that have ended: places a standby may take
         self._num_absent = 0  # slots of this plan whose payload has not come
         self._report_seq = 0
@@ -146,12 +164,34 @@ class PlanExecutor(ABC):
     def next_batch(self) -> StepBatch | None:
         """The next step, its blocks allocated; None if nothing can run."""
 
+    def step_after(self, batch: StepBatch) -> StepBatch | None:
+        """The step after this one, which computes, if that can be said already.
+
+        ``next_batch`` and ``begin_after`` return this very object if nothing has happened until then: no plan, no end,
+        no copy. Sequences that begin a block get it only there.
+        """
+        return None
+
+    def begin_after(self, batch: StepBatch) -> StepBatch | None:
+        """The step after this one, which has been computed but not booked, ends no sequence, and is booked next.
+
+        None if it must be booked first, and the next step be chosen then.
+        """
+        return None
+
     def counts(self, batch: StepBatch, request_id: str) -> bool:
         """Whether the result of a step in progress for this sequence is still wanted.
 
         It is not if the sequence has since ended or lost its KV, which can only happen while other steps run.
         """
         return True
+
+    def draft_room(self, item: StepItem) -> int:
+        """How many guessed tokens an item of a step in the making may verify; 0 where nothing is guessed.
+
+        A guess takes no block that the sequence does not hold, and no length that its grants do not cover.
+        """
+        return 0
 
     @abstractmethod
     def commit(
@@ -160,6 +200,7 @@ class PlanExecutor(ABC):
         stopped: Iterable[str] = (),
         failed: Collection[str] = (),
         *,
+        further: Mapping[str, int] = NO_FURTHER,
         duration_s: float = 0.0,
     ) -> list[FinishedSequence]:
         """Books a step that ran; returns the sequences it ended, their blocks already free.
@@ -168,6 +209,7 @@ class PlanExecutor(ABC):
             stopped: Ids whose new token ended them (EOS, stop string or id). Length limits are found here.
             failed: Ids that got no token where they should have: they end, and the KV that the step has computed for
                 them is not cached.
+            further: How many tokens beyond the first the step has yielded, for ids whose drafts turned out right.
             duration_s: How long it took.
         """
 
@@ -206,13 +248,17 @@ class PlanExecutor(ABC):
     def take_over(self) -> int:
         """Begins a Scheduler life: returns the lease that its plans must bear. Held sequences stay and run on."""
         self._lease += 1
+        self.revision += 1
         self._plan_seq = 0
         self.tell_whole_cache()
+        self.meter.tell_all()
         return self._lease
 
     def stall(self, request_ids: frozenset[str]) -> None:
         """Pauses these sequences, whatever the plan grants them: their clients do not read."""
-        self._stalled = request_ids
+        if request_ids != self._stalled:
+            self._stalled = request_ids
+            self.revision += 1
 
     def apply_plan(self, plan: Plan) -> list[str]:
         """Takes over a newer plan; returns the ids of sequences to forget (aborted, or fenced by a new attempt)."""
@@ -221,7 +267,8 @@ class PlanExecutor(ABC):
         if plan.plan_seq <= self._plan_seq:
             return []
         self._plan_seq = plan.plan_seq
-        self._reserve_blocks = plan.reserve_blocks
+        self.revision += 1
+        self._reserve_blocks, self._prompt_tokens = plan.reserve_blocks, plan.prompt_tokens
         self._bury(plan.as_of_report_seq)
         self._vacated = sum(
             not slot.standby and (slot.request_id, slot.attempt) in self._tombstones for slot in plan.slots
@@ -294,6 +341,7 @@ class PlanExecutor(ABC):
 
     def _finish(self, held: SequenceState, status: SequenceStatus) -> FinishedSequence:
         del self._held[held.request_id]
+        self.revision += 1
         self._free(held)
         self._vacated += not held.slot.standby
         finished = FinishedSequence(
@@ -324,7 +372,16 @@ class PlanExecutor(ABC):
             flying_blocks=self._flying_blocks,
             traffic=replace(self._traffic, recomputed_tokens=self._recomputed_tokens),
             cache=() if self._journal is None else self._journal.notices(self._report_seq),
+            services=self.meter.services(self._report_seq),
         )
+
+    def services_after(self, batch: StepBatch, duration_s: float, num_steps: int) -> tuple[TenantService, ...]:
+        """Sums of the batch's tenants as if so many of its steps had been booked; a simulation reports them early."""
+        tenants: dict[str, float] = {}
+        for item, share in zip(batch.items, self.meter.shares(batch, num_steps), strict=True):
+            tenant = self._held[item.request_id].tenant
+            tenants[tenant] = tenants.get(tenant, 0.0) + share * duration_s
+        return self.meter.services_with(tenants)
 
     @property
     def _flying_blocks(self) -> int:
@@ -354,6 +411,7 @@ class PlanExecutor(ABC):
         acknowledged = [key for key, (_, seq) in self._unacknowledged.items() if seq <= report_seq]
         for key in acknowledged:
             del self._unacknowledged[key]
+        self.meter.acknowledge(report_seq)
         if self._journal is not None:
             self._journal.acknowledge(report_seq)
 

@@ -8,14 +8,14 @@ knows lengths only, no token values, so that the simulator runs it unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from core.errors import IntegrityError
 from core.messages.plans import FinishedSequence
 from core.request import Residency, SequenceStatus
 from kvcache.block_manager import BlockHashes, BlockManager
-from kvcache.executor import PlanExecutor, SequenceState
+from kvcache.executor import NO_FURTHER, PlanExecutor, SequenceState
 from kvcache.step_batch import BatchLimits, KVCopy, StepBatch, StepItem
 
 
@@ -24,10 +24,13 @@ class BatchDraft:
     """A batch in the making.
 
     Attributes:
+        prompts_left: Prompt tokens that it may still take.
         arising: Hashes of the full blocks that the first ``num_seen`` items compute.
+        refused: Whether a sequence was not started that might be in the next step, though nothing has happened.
     """
 
     tokens_left: int
+    prompts_left: int
     items: list[StepItem] = field(default_factory=list)
     chosen: list[SequenceState] = field(default_factory=list)
     may_start: bool = True
@@ -35,6 +38,23 @@ class BatchDraft:
     num_seen: int = 0
     short_blocks: int = 0
     out_of_grants: bool = False
+    refused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _StepAhead:
+    """The step that follows another if nothing happens.
+
+    Attributes:
+        after: The other.
+        revision: ``PlanExecutor.revision`` when it was made.
+        turning: Ids of its sequences that begin a block, and their length with the token that it computes.
+    """
+
+    after: StepBatch
+    batch: StepBatch
+    revision: int
+    turning: list[tuple[str, int]]
 
 
 @dataclass(slots=True)
@@ -61,6 +81,8 @@ class LeaseExecutor(PlanExecutor):
         self._num_copies = 0
         self._running: list[SequenceState] = []  # of the step that runs or has run last
         self._busy: dict[str, StepBatch] = {}  # in a step that has begun, where another may begin beside it
+        self._may_repeat = False  # whether the step begun last was free of waits that end by themselves
+        self._ahead: _StepAhead | None = None
 
     def share_prefixes(self, block_hashes: BlockHashes) -> None:
         """See ``PlanExecutor.share_prefixes``."""
@@ -151,6 +173,9 @@ class LeaseExecutor(PlanExecutor):
 
     def next_batch(self) -> StepBatch | None:
         """See ``PlanExecutor.next_batch``."""
+        ahead = None if self._ahead is None else self.begin_after(self._ahead.after)
+        if ahead is not None:
+            return ahead
         if self.host is not None:
             self._begin_offloads(self.host)
         draft = self._select(self._held.values(), within_grants=True)
@@ -159,6 +184,8 @@ class LeaseExecutor(PlanExecutor):
             by_arrival = sorted(self._held.values(), key=lambda held: held.arrival)
             draft = self._select(by_arrival, within_grants=False)
         self.short_blocks = draft.short_blocks
+        waits = draft.refused or draft.short_blocks or self._copies or self._in_flight
+        self._may_repeat = not waits and self.max_in_flight == 1
         for held in self._running:
             if held.status is SequenceStatus.RUNNING:
                 held.status = SequenceStatus.PAUSED
@@ -168,7 +195,8 @@ class LeaseExecutor(PlanExecutor):
         return StepBatch(tuple(draft.items)) if draft.items else None
 
     def _select(self, ranked: Iterable[SequenceState], *, within_grants: bool) -> BatchDraft:
-        draft = BatchDraft(tokens_left=self.limits.max_batch_tokens)
+        most = self.limits.max_batch_tokens
+        draft = BatchDraft(most, self._prompt_tokens if self._prompt_tokens and self._has_streams() else most)
         credit = self._standby_credit()
         for held in ranked:
             if len(draft.items) >= self.limits.max_num_seqs or draft.tokens_left == 0:
@@ -180,16 +208,43 @@ class LeaseExecutor(PlanExecutor):
             wanted = self._runnable_tokens(held, within_grants)
             if wanted == 0:
                 draft.out_of_grants = True
+            elif wanted > 1 and draft.prompts_left == 0:
+                draft.refused = True
             elif self._is_resident(held):
                 self._continue(held, wanted, draft)
             elif held.slot.standby and credit <= 0:
                 continue
             elif self._start(held, wanted, draft):
                 credit -= held.slot.standby
+            else:
+                draft.refused = True
         return draft
 
+    def step_after(self, batch: StepBatch) -> StepBatch | None:
+        """See ``PlanExecutor.step_after``: all sequences of a step that only decodes go on, and no other joins them."""
+        if not self._may_repeat:
+            return None
+        items, turning = [], []
+        for item in batch.items:
+            held = self._held[item.request_id]
+            if item.num_tokens > 1 or not item.samples or _steps_granted(held) < 2:
+                return None
+            items.append(item._replace(start=item.start + 1))
+            if (item.start + 1) % self.blocks.block_size == 0:
+                turning.append((item.request_id, item.start + 2))
+        self._ahead = _StepAhead(batch, StepBatch(tuple(items)), self.revision, turning)
+        return self._ahead.batch
+
+    def begin_after(self, batch: StepBatch) -> StepBatch | None:
+        """See ``PlanExecutor.begin_after``."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or ahead.after is not batch or ahead.revision != self.revision:
+            return None
+        fits = all(self.blocks.grow(request_id, length) is not None for request_id, length in ahead.turning)
+        return ahead.batch if fits else None
+
     def _continue(self, held: SequenceState, wanted: int, draft: BatchDraft) -> None:
-        num_tokens = min(wanted, draft.tokens_left)
+        num_tokens = _share(wanted, draft)
         reach = held.computed_len + num_tokens
         table = self.blocks.grow(held.request_id, reach)
         if table is not None:
@@ -215,7 +270,7 @@ class LeaseExecutor(PlanExecutor):
         table = self.blocks.grow(held.request_id, held.num_tokens)
         assert table is not None, "there is room"
         self._begin_at(held, len(cached) * self.blocks.block_size)
-        self._add(held, min(wanted - held.computed_len, draft.tokens_left), table, draft)
+        self._add(held, _share(wanted - held.computed_len, draft), table, draft)
         return True
 
     def _has_room(self, needed: int, draft: BatchDraft) -> bool:
@@ -225,10 +280,10 @@ class LeaseExecutor(PlanExecutor):
         return draft.may_start
 
     def _cached_blocks(self, held: SequenceState, wanted: int, draft: BatchDraft) -> list[int] | None:
-        """Cached blocks that a start may take over; None if the next one is being computed in this very step.
+        """Cached blocks that a start may take over; None if the next one is being computed, in this step or another.
 
         At least one of the ``wanted`` tokens is left to compute, so that a start always yields a token. The sequence
-        that computes the missing block is in the batch and makes progress, so the wait always ends.
+        that computes the missing block is in a step and makes progress, so the wait always ends.
         """
         limit = (wanted - 1) // self.blocks.block_size
         if self._block_hashes is None or limit == 0:
@@ -240,15 +295,26 @@ class LeaseExecutor(PlanExecutor):
         return cached
 
     def _arising(self, draft: BatchDraft, block_hashes: BlockHashes) -> set[int]:
-        """Hashes of the blocks that the step chosen so far works on, as far as all their tokens are known."""
-        size = self.blocks.block_size
+        """Hashes of the blocks that this step as chosen so far and those under way work on, of known tokens alone."""
+        if not draft.num_seen:
+            for item in self._items_under_way():
+                self._note_arising(item, self._held[item.request_id], draft, block_hashes)
         for item, held in zip(draft.items[draft.num_seen :], draft.chosen[draft.num_seen :], strict=True):
-            first, known = item.start // size, held.num_tokens // size
-            end = min(known, self.blocks.blocks_for(item.start + item.num_tokens))
-            if first < end:
-                draft.arising.update(block_hashes(item.request_id, end)[first:end])
+            self._note_arising(item, held, draft, block_hashes)
         draft.num_seen = len(draft.items)
         return draft.arising
+
+    def _note_arising(self, item: StepItem, held: SequenceState, draft: BatchDraft, block_hashes: BlockHashes) -> None:
+        size = self.blocks.block_size
+        first, known = item.start // size, held.num_tokens // size
+        end = min(known, self.blocks.blocks_for(item.start + item.num_tokens))
+        if first < end:
+            draft.arising.update(block_hashes(item.request_id, end)[first:end])
+
+    def _items_under_way(self) -> Iterable[StepItem]:
+        """Items of the steps that have begun and not been committed, of sequences that are still in them."""
+        for batch in {id(batch): batch for batch in self._busy.values()}.values():
+            yield from (item for item in batch.items if self.counts(batch, item.request_id))
 
     def _begin_at(self, held: SequenceState, cached_len: int) -> None:
         """Starts a sequence whose first ``cached_len`` known tokens are cached, by others or by its own earlier
@@ -266,6 +332,12 @@ class LeaseExecutor(PlanExecutor):
         draft.items.append(StepItem(held.request_id, held.computed_len, num_tokens, samples, table))
         draft.chosen.append(held)
         draft.tokens_left -= num_tokens
+        if not _decodes(held):
+            draft.prompts_left -= min(num_tokens, draft.prompts_left)
+
+    def _has_streams(self) -> bool:
+        """Whether a sequence of the latest step decodes: it waits for its next token now."""
+        return any(_decodes(held) for held in self._running)
 
     def _runnable_tokens(self, held: SequenceState, within_grants: bool) -> int:
         """Known tokens that may be computed now; computing the last known one also yields a new token."""
@@ -285,6 +357,13 @@ class LeaseExecutor(PlanExecutor):
     def _standby_credit(self) -> int:
         """Standby slots that may still start: places left by ended slots, less standbys that hold one now."""
         return self._vacated - sum(held.slot.standby and self._is_resident(held) for held in self._held.values())
+
+    def draft_room(self, item: StepItem) -> int:
+        """See ``PlanExecutor.draft_room``."""
+        if not item.samples:
+            return 0
+        slots = len(item.blocks) * self.blocks.block_size - item.start - item.num_known
+        return max(0, min(slots, _steps_granted(self._held[item.request_id]) - 1))
 
     def horizon(self, batch: StepBatch) -> int:
         """How many times in a row the batch would be chosen if no plan came and only length limits ended a sequence.
@@ -312,20 +391,24 @@ class LeaseExecutor(PlanExecutor):
         stopped: Iterable[str] = (),
         failed: Collection[str] = (),
         *,
+        further: Mapping[str, int] = NO_FURTHER,
         duration_s: float = 0.0,
         num_steps: int = 1,
     ) -> list[FinishedSequence]:
-        """See ``PlanExecutor.commit``.
+        """See ``PlanExecutor.commit``. KV of guesses that were wrong counts as not computed: later steps overwrite it.
 
         Args:
             num_steps: Number of equal steps, at most ``horizon``; ``stopped`` and ``duration_s`` cover all of them.
         """
         ended = set(stopped)
         finished = []
-        for item in batch.items:
+        shares = self.meter.shares(batch, num_steps)
+        for item, share in zip(batch.items, shares, strict=True):
             held = self._held[item.request_id]
-            self._advance(held, item.num_tokens * num_steps)
+            more = further.get(item.request_id, 0)
+            self._advance(held, item.num_known * num_steps + more)
             held.ran_s += duration_s
+            self.meter.charge(held, share * duration_s)
             if item.request_id in failed:
                 finished.append(self._finish(held, SequenceStatus.FINISHED_FAILED))
                 continue
@@ -335,7 +418,7 @@ class LeaseExecutor(PlanExecutor):
                 self._register(held)
             if not item.samples:
                 continue
-            held.num_tokens += num_steps
+            held.num_tokens += num_steps + more
             if item.request_id in ended:
                 finished.append(self._finish(held, SequenceStatus.FINISHED_STOPPED))
             elif held.num_tokens >= held.max_total_len:
@@ -374,6 +457,16 @@ class LeaseExecutor(PlanExecutor):
         used = sum(len(self.host.table(owner)) for owner in owners)
         if used + self.host.num_free != self.host.num_blocks:
             raise IntegrityError(f"{used} host blocks held by known sequences, {self.host.num_free} free")
+
+
+def _decodes(held: SequenceState) -> bool:
+    """Whether its next step only adds one token."""
+    return held.num_tokens > held.prompt_len and held.num_tokens - held.computed_len == 1
+
+
+def _share(wanted: int, draft: BatchDraft) -> int:
+    """Tokens that the step has for a sequence that wants so many; one is a decode, whatever prompts may take."""
+    return min(wanted, draft.tokens_left, draft.prompts_left if wanted > 1 else 1)
 
 
 def _steps_granted(held: SequenceState) -> int:

@@ -6,13 +6,13 @@ dealt out to as many batches as there are stages; every stage takes the batches 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from core.errors import IntegrityError
 from core.messages.plans import FinishedSequence
 from core.request import Residency, SequenceStatus
 from kvcache.block_manager import BlockManager
-from kvcache.executor import SequenceState
+from kvcache.executor import NO_FURTHER, SequenceState
 from kvcache.lease import BatchDraft, LeaseExecutor
 from kvcache.step_batch import BatchLimits, StepBatch
 
@@ -82,6 +82,7 @@ class PipelinedExecutor(LeaseExecutor):
         stopped: Iterable[str] = (),
         failed: Collection[str] = (),
         *,
+        further: Mapping[str, int] = NO_FURTHER,
         duration_s: float = 0.0,
         num_steps: int = 1,
     ) -> list[FinishedSequence]:
@@ -89,7 +90,9 @@ class PipelinedExecutor(LeaseExecutor):
         items = tuple(item for item in batch.items if self.counts(batch, item.request_id))
         for item in items:
             del self._busy[item.request_id]
-        return super().commit(StepBatch(items), stopped, failed, duration_s=duration_s, num_steps=num_steps)
+        return super().commit(
+            StepBatch(items), stopped, failed, further=further, duration_s=duration_s, num_steps=num_steps
+        )
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless lengths, blocks, copies and steps under way agree."""

@@ -14,7 +14,7 @@ from core.errors import IntegrityError
 from core.messages.plans import FinishedSequence
 from core.request import SequenceStatus
 from kvcache.block_manager import BlockHashes, BlockManager
-from kvcache.executor import PlanExecutor, SequenceState
+from kvcache.executor import NO_FURTHER, PlanExecutor, SequenceState
 from kvcache.step_batch import BatchLimits, KVCopy, Padding, StepBatch, StepItem
 
 
@@ -179,11 +179,13 @@ class StaticExecutor(PlanExecutor):
         stopped: Iterable[str] = (),
         failed: Collection[str] = (),
         *,
+        further: Mapping[str, int] = NO_FURTHER,
         duration_s: float = 0.0,
         num_steps: int = 1,
         stopped_after: Mapping[str, int] | None = None,
     ) -> list[FinishedSequence]:
-        """See ``PlanExecutor.commit``: sequences are returned with the last one, a failed one at once.
+        """See ``PlanExecutor.commit``: sequences are returned with the last one, a failed one at once. Nothing is
+        guessed in lockstep, so there are no ``further`` tokens.
 
         Args:
             num_steps: Number of steps, at most ``horizon`` and no more than until the last output stopped;
@@ -220,8 +222,12 @@ class StaticExecutor(PlanExecutor):
                 self._members[item.request_id].prefilled += item.num_tokens
         else:
             self._num_decoded += num_steps
-        for request_id in {item.request_id for item in batch.items + batch.padding.items}:
-            self._members[request_id].held.ran_s += duration_s
+        # Padded to one length, the members hold equal memory and compute as much.
+        members = {item.request_id for item in batch.items + batch.padding.items}
+        for request_id in members:
+            held = self._members[request_id].held
+            held.ran_s += duration_s
+            self.meter.charge(held, duration_s / len(members))
 
     def flush(self) -> list[FinishedSequence]:
         """See ``PlanExecutor.flush``; the other sequences run on."""

@@ -25,6 +25,8 @@ class StepItem(NamedTuple):
     Attributes:
         samples: Whether the last of them is the last known token, so that the step yields a new one.
         blocks: The block table, covering positions 0 .. start + num_tokens - 1.
+        drafts: Guesses of the tokens that follow the last known one; ``num_tokens`` counts them. The step yields a
+            token for the last known position and for each guess that turns out right.
     """
 
     request_id: str
@@ -32,6 +34,20 @@ class StepItem(NamedTuple):
     num_tokens: int
     samples: bool
     blocks: list[int]
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def num_known(self) -> int:
+        """Known tokens that the step computes."""
+        return self.num_tokens - len(self.drafts)
+
+    def without_drafts(self) -> StepItem:
+        """The same work without guesses."""
+        return self._replace(num_tokens=self.num_known, drafts=()) if self.drafts else self
+
+    def with_drafts(self, drafts: tuple[int, ...]) -> StepItem:
+        """The same work, and these guesses verified behind it."""
+        return self._replace(num_tokens=self.num_known + len(drafts), drafts=drafts)
 
 
 @dataclass(frozen=True, slots=True)

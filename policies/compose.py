@@ -9,6 +9,7 @@ from core.config.placement import PlacementConfig
 from core.config.scheduling import BatchConfig, SchedulerConfig
 from core.errors import ConfigError
 from policies.batching.base import BATCHERS, BatchContext, Batcher
+from policies.budget.step_budget import StepBudget
 from policies.external.scheduler import BackendScheduler
 from policies.fleet.batch_scheduler import BatchScheduler
 from policies.fleet.scheduler import GlobalScheduler
@@ -63,12 +64,14 @@ def build_scheduler(
     row, settings = _continuous(preset), settings or PolicySettings()
     if row.max_num_seqs:
         limits = replace(limits, max_num_seqs=min(limits.max_num_seqs, row.max_num_seqs))
+    limits = replace(limits, budget=StepBudget(settings.max_gap_s))
     order = order or row.order
     context = ReplicaContext(settings, limits.max_num_seqs)
-    ranked = ORDERS.find(order).build(context)
+    part = ORDERS.find(order)
+    ranked = part.build(context)
     context = replace(context, order=ranked)
-    admits = ADMISSIONS.find(admission or row.admission, order).build(context)
-    moves = KV_POLICIES.find(kv or row.kv, order).build(context)
+    admits = ADMISSIONS.find(admission or row.admission, *part.goes_as).build(context)
+    moves = KV_POLICIES.find(kv or row.kv, *part.goes_as).build(context)
     return ReplicaScheduler(ReplicaPolicies(ranked, admits, moves), limits)
 
 
@@ -136,7 +139,10 @@ def configured_scheduler(config: SchedulerConfig, max_num_seqs: int, grant_lead_
 def configured_settings(config: SchedulerConfig) -> PolicySettings:
     """Settings of the parts on a server, before any measurement."""
     mlfq = MlfqRules(config.quantum_s, follows_cost=True, starve_limit_s=config.starve_limit_s)
-    return PolicySettings(watermark=config.watermark, gamma=config.gamma, mlfq=mlfq)
+    max_gap_s = config.max_gap_ms / 1e3 if config.max_gap_ms else math.inf
+    return PolicySettings(
+        watermark=config.watermark, gamma=config.gamma, tail=config.tail, max_gap_s=max_gap_s, mlfq=mlfq
+    )
 
 
 def configured_e2(config: PlacementConfig) -> E2Config:

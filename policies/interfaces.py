@@ -40,6 +40,7 @@ class Job:
         computed_len: Known tokens whose KV is on the device; 0 before the start and after a drop.
         host_len: Known tokens whose KV is on the host.
         last_ran_at: Instant of its latest step; its arrival before the first.
+        tenant, weight: As in ``Request``; only the composition of orders reads them (``policies.tenancy``).
     """
 
     request_id: str
@@ -54,6 +55,8 @@ class Job:
     computed_len: int = 0
     host_len: int = 0
     last_ran_at: float = -math.inf
+    tenant: str = ""
+    weight: float = 1.0
 
     def __post_init__(self) -> None:
         self.last_ran_at = max(self.last_ran_at, self.arrived_at)
@@ -71,6 +74,8 @@ class Job:
             forecast=request.forecast,
             cached_len=request.expected_cached_len,
             output_len=len(request.output_ids),
+            tenant=request.tenant,
+            weight=request.weight,
             **own,
         )
 
@@ -281,7 +286,7 @@ class Order(Explains, ABC):
 
 @runtime_checkable
 class RanksSome(Protocol):
-    """A preemptive order that can rank a subset of its jobs without the others."""
+    """An order that can rank a subset of its jobs without the others."""
 
     def among(self, jobs: Sequence[Job], now: float) -> list[Job]:
         """These jobs in the order of ``ranked``. O(k log k) for k jobs."""

@@ -1,9 +1,8 @@
 """Tables in which parts register: a name, the part's declarations about itself, and the function that builds it.
 
-Every file of a folder of parts (``policies.order``, ``policies.admission``, ``policies.kv``, ``policies.placement``,
-``policies.batching``) registers the parts that it holds. ``load_parts`` imports these files, and the modules that other
-installed packages name under the entry point group ``farsight.policies``. The composition (``policies.compose``), the
-simulator and the command line ask the tables and nothing else.
+Every file of a folder of parts (``FOLDERS``) registers the parts that it holds. ``load_parts`` imports these files, and
+the modules that other installed packages name under the entry point group ``farsight.policies``. The composition
+(``policies.compose``), the simulator and the command line ask the tables and nothing else.
 """
 
 from __future__ import annotations
@@ -22,7 +21,14 @@ PartT = TypeVar("PartT")
 ContextT = TypeVar("ContextT")
 
 ENTRY_POINT_GROUP = "farsight.policies"
-FOLDERS = ("policies.order", "policies.admission", "policies.kv", "policies.placement", "policies.batching")
+FOLDERS = (
+    "policies.order",
+    "policies.admission",
+    "policies.kv",
+    "policies.placement",
+    "policies.batching",
+    "policies.speculation",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,7 @@ class RegisteredPart(Generic[PartT, ContextT]):
     Attributes:
         build: Makes the part from its context.
         needs: Name of the order that the part asks for more than the interface ``Order`` offers; empty for any order.
+        stands_for: Name of another order whose methods this order has too: parts that need that one go with this one.
         swaps: The part moves KV to the host, so workers need a host pool.
         uses_prefixes: The part decides by what workers have cached, so workers have to tell it.
         steady: The part decides the same until a request comes or ends, so a simulation need not ask it at every step.
@@ -40,9 +47,15 @@ class RegisteredPart(Generic[PartT, ContextT]):
     name: str
     build: Callable[[ContextT], PartT]
     needs: str = ""
+    stands_for: str = ""
     swaps: bool = False
     uses_prefixes: bool = False
     steady: bool = False
+
+    @property
+    def goes_as(self) -> tuple[str, ...]:
+        """Names of orders that a part may need so that it goes together with this one."""
+        return (self.name, self.stands_for) if self.stands_for else (self.name,)
 
 
 class Parts(Generic[PartT, ContextT]):
@@ -57,7 +70,14 @@ class Parts(Generic[PartT, ContextT]):
         self._parts: dict[str, RegisteredPart[PartT, ContextT]] = {}
 
     def register(
-        self, name: str, *, needs: str = "", swaps: bool = False, uses_prefixes: bool = False, steady: bool = False
+        self,
+        name: str,
+        *,
+        needs: str = "",
+        stands_for: str = "",
+        swaps: bool = False,
+        uses_prefixes: bool = False,
+        steady: bool = False,
     ) -> Callable[[Callable[[ContextT], PartT]], Callable[[ContextT], PartT]]:
         """Decorates the function that builds the part; the keywords are those of ``RegisteredPart``.
 
@@ -68,21 +88,21 @@ class Parts(Generic[PartT, ContextT]):
         def enter(build: Callable[[ContextT], PartT]) -> Callable[[ContextT], PartT]:
             if name in self._parts:
                 raise InvalidValueError(self._setting, name, "a name that no other part has")
-            self._parts[name] = RegisteredPart(name, build, needs, swaps, uses_prefixes, steady)
+            self._parts[name] = RegisteredPart(name, build, needs, stands_for, swaps, uses_prefixes, steady)
             return build
 
         return enter
 
-    def names(self, order: str | None = None) -> tuple[str, ...]:
-        """In alphabetical order; with ``order``, only parts that go together with the order of that name."""
+    def names(self, *orders: str) -> tuple[str, ...]:
+        """In alphabetical order; with ``orders``, only parts that go together with an order that goes as these."""
         load_parts()
-        return tuple(sorted(name for name, part in self._parts.items() if order is None or part.needs in ("", order)))
+        return tuple(sorted(name for name, part in self._parts.items() if not orders or part.needs in ("", *orders)))
 
-    def find(self, name: str, order: str | None = None) -> RegisteredPart[PartT, ContextT]:
+    def find(self, name: str, *orders: str) -> RegisteredPart[PartT, ContextT]:
         """The part of that name.
 
         Args:
-            order: Name of the order that the part has to go together with; None where there is none.
+            orders: ``goes_as`` of the order that the part has to go together with; none where there is no order.
 
         Raises:
             ConfigError: There is no such part, or it needs another order; the error names the ones that go.
@@ -91,8 +111,9 @@ class Parts(Generic[PartT, ContextT]):
         part = self._parts.get(name)
         if part is None:
             raise ConfigError(self._setting, name, f"one of {', '.join(self.names())}")
-        if order is not None and part.needs not in ("", order):
-            raise ConfigError(self._setting, name, f"one of {', '.join(self.names(order))} with the order {order!r}")
+        if orders and part.needs not in ("", *orders):
+            fitting = ", ".join(self.names(*orders))
+            raise ConfigError(self._setting, name, f"one of {fitting} with the order {orders[0]!r}")
         return part
 
 

@@ -128,6 +128,8 @@ class PolicySettings:
         reserve_ratio: Share of the pool that Past-Future keeps free.
         max_new_tokens: Output length that Past-Future expects before any request has finished.
         eviction_risk: Probability of an eviction that the admission by forecast accepts.
+        tail: How much of the mean the boosted order gives for the tail; as ``SchedulerConfig.tail``.
+        max_gap_s: As in ``StepBudget``.
         mlfq: Rules of the skip-join MLFQ.
         theta: Hysteresis of the Gittins order.
         gamma: Ageing of the Gittins order; as ``SchedulerConfig.gamma``.
@@ -144,6 +146,8 @@ class PolicySettings:
     eviction_risk: float = 0.05
     theta: float = 4.0
     gamma: float = 0.1
+    tail: float = 1.0
+    max_gap_s: float = math.inf
     mlfq: MlfqRules = field(default_factory=MlfqRules)
     cost: StepCost = PRIOR_COST
     block_size: int = 64

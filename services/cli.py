@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +15,7 @@ import typer
 from core.config.load import load_config
 from core.errors import FarsightError
 from services.bench.command import bench
+from services.commands.advise import advise
 from services.commands.ask import HOST_HELP, KEY_VARIABLE, ApiKeyOption, ask, key_for, server_url
 from services.commands.evaluate import evaluate
 from services.commands.explain import explain
@@ -93,6 +95,9 @@ def serve(
         typer.Option(help="Output-length predictor written by `farsight train`; default: history of recent outputs."),
     ] = None,
     proxy: Annotated[str | None, typer.Option(help="HTTP proxy: auto, serve or haproxy.")] = None,
+    drain_s: Annotated[
+        float | None, typer.Option(help="Seconds that open requests have to end after TERM; default: 30.")
+    ] = None,
     api_key: Annotated[
         str | None,
         typer.Option(envvar=KEY_VARIABLE, help="The one key that opens this server, besides those of --key-file."),
@@ -108,7 +113,7 @@ def serve(
         typer.Option("--benchmark-mode", help="Let requests set their exact output length (benchmark_len)."),
     ] = None,
 ) -> None:
-    """Serve a model over an OpenAI-compatible HTTP API until Ctrl-C."""
+    """Serve a model over an OpenAI-compatible HTTP API until Ctrl-C, or until TERM and the end of open requests."""
     overrides: dict[str, dict[str, Any]] = {
         "model": {
             "path": model,
@@ -128,7 +133,7 @@ def serve(
             "benchmark_mode": benchmark_mode,
         },
         "scheduler": {"preset": preset, "execution": execution},
-        "server": {"host": host, "port": port, "proxy": proxy},
+        "server": {"host": host, "port": port, "proxy": proxy, "drain_s": drain_s},
         "access": {
             "key_file": None if key_file is None else str(key_file),
             "insecure": insecure,
@@ -216,26 +221,54 @@ def _print_status(actors: list[dict[str, Any]], learned: list[dict[str, Any]]) -
         console.print(table)
 
 
+TokenOption = Annotated[str | None, typer.Option(help="Admin token; default: FARSIGHT_ADMIN_TOKEN, or the run file's.")]
+AdminKeyOption = Annotated[
+    str | None,
+    typer.Option(envvar=KEY_VARIABLE, help="API key with the role admin, where no admin token is known."),
+]
+
+
 @app.command()
 def scale(
     kind: Annotated[str, typer.Argument(help="replica, length-predictor, serving-time-estimator or ingress.")],
     count: Annotated[int, typer.Argument(help="Wanted number of them.")],
     port: Annotated[int, typer.Option(help="Port of the running server.")] = 8000,
     host: Annotated[str, typer.Option(help=HOST_HELP)] = "127.0.0.1",
-    token: Annotated[
-        str | None, typer.Option(help="Admin token; default: FARSIGHT_ADMIN_TOKEN, or the run file's.")
-    ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(envvar=KEY_VARIABLE, help="API key with the role admin, where no admin token is known."),
-    ] = None,
+    token: TokenOption = None,
+    api_key: AdminKeyOption = None,
 ) -> None:
     """Change the number of components of one kind while the server runs."""
     from services.commands.scaling import scale_service
 
+    _say_change(host, port, token, api_key, lambda url, key: scale_service(url, key, kind, count))
+
+
+@app.command()
+def drain(
+    replica: Annotated[str, typer.Argument(help="Number of the replica, as in worker-NUMBER of `farsight status`.")],
+    cancel: Annotated[bool, typer.Option("--cancel", help="Let it take requests again.")] = False,
+    port: Annotated[int, typer.Option(help="Port of the running server.")] = 8000,
+    host: Annotated[str, typer.Option(help=HOST_HELP)] = "127.0.0.1",
+    token: TokenOption = None,
+    api_key: AdminKeyOption = None,
+) -> None:
+    """Take a replica out of a running server: its requests end or move, then its processes end."""
+    from services.commands.scaling import drain_replica
+
+    _say_change(host, port, token, api_key, lambda url, key: drain_replica(url, key, replica, cancel=cancel))
+
+
+def _say_change(
+    host: str, port: int, token: str | None, api_key: str | None, change: Callable[[str, str], str]
+) -> None:
+    """Prints what a change of a running server says.
+
+    Args:
+        change: Gets the server's address and the key to send.
+    """
     try:
         url = server_url(host, port)
-        typer.echo(scale_service(url, token or key_for(url, None) or api_key or "", kind, count))
+        typer.echo(change(url, token or key_for(url, None) or api_key or ""))
     except FarsightError as error:
         typer.echo(f"farsight: {error}", err=True)
         raise typer.Exit(1) from error
@@ -288,6 +321,7 @@ app.command()(profile)
 app.command()(simulate)
 app.command()(compare)
 app.command()(replay)
+app.command()(advise)
 app.command()(train)
 app.command()(evaluate)
 

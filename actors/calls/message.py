@@ -164,12 +164,16 @@ class Asked(Generic[R]):
 
     Args:
         handle: Of the actor that hosts the component.
-        method: Of a contract, such as ``SupervisorCalls.counts``; takes no argument.
+        method: Of a contract, such as ``SupervisorCalls.counts``.
+        request: Its argument; None if it takes none.
     """
 
-    def __init__(self, handle: Any, component: str, method: Callable[[Any], Coroutine[Any, Any, R]]) -> None:
+    def __init__(
+        self, handle: Any, component: str, method: Callable[..., Coroutine[Any, Any, R]], request: Any = None
+    ) -> None:
         self._message = message_of(method)
-        self.ref: Any = handle.call.remote(component, self._message.name, b"")
+        data = b"" if request is None else encode(request)
+        self.ref: Any = handle.call.remote(component, self._message.name, data)
 
     def read(self, data: bytes) -> R:
         """The answer, from what ``ray.get(asked.ref)`` returns."""

@@ -73,6 +73,10 @@ class RouterCalls(Protocol):
         """Nothing new goes to that replica; answers how many requests are still on it."""
 
     @message()
+    async def end_drain(self, name: ReplicaName) -> None:
+        """That replica takes requests again."""
+
+    @message()
     async def forget(self, name: ReplicaName) -> None:
         """That replica will not come back."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from actors.calls.message import message
+from core.messages.drains import DrainProgress, DrainReplica, DrainService, IngressOrders, IngressReport
 from core.messages.status import ComponentCounts, Scale, StartState
 from core.messages.tenants import TenantBudgets, TenantReport, TenantUsages
 
@@ -27,6 +28,18 @@ class SupervisorCalls(Protocol):
     @message(long=True)
     async def scale(self, scale: Scale) -> ComponentCounts:
         """Answers when all is up, or drained and gone. Raises MessageError: an unknown kind or an impossible number."""
+
+    @message(long=True)
+    async def drain_replica(self, order: DrainReplica) -> ComponentCounts:
+        """Answers when the replica is out, or back. Raises MessageError: there is none, or none would be left."""
+
+    @message()
+    async def attend(self, report: IngressReport) -> IngressOrders:
+        """An ingress replica lives, and asks what it should do."""
+
+    @message()
+    async def drain_service(self, order: DrainService) -> DrainProgress:
+        """Has every ingress replica refuse new requests; says how far that is. To be repeated."""
 
     @message()
     async def count_tenants(self, report: TenantReport) -> TenantBudgets:

@@ -143,6 +143,7 @@ _CLASSES = {
     "length-predictor": "actors.learning.length_predictor:LengthPredictor",
     "serving-time-estimator": "actors.learning.serving_time_estimator:ServingTimeEstimator",
     "log-store": "actors.log.log_store:LogStore",
+    "stream-store": "actors.log.stream_store:StreamStore",
     "supervisor": "actors.supervision.supervisor:Supervisor",
 }
 

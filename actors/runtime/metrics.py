@@ -147,6 +147,15 @@ class EngineMetrics:
         self._prefix_hits = _family(
             registry, Counter, "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", _LABELS
         )
+        self._drafts = _family(
+            registry, Counter, "vllm:spec_decode_num_drafts", "Times that tokens of a request were guessed.", _LABELS
+        )
+        self._draft_tokens = _family(
+            registry, Counter, "vllm:spec_decode_num_draft_tokens", "Tokens that were guessed and verified.", _LABELS
+        )
+        self._accepted_tokens = _family(
+            registry, Counter, "vllm:spec_decode_num_accepted_tokens", "Guessed tokens that were right.", _LABELS
+        )
         self._step_tokens = _family(
             registry,
             Histogram,
@@ -201,6 +210,12 @@ class EngineMetrics:
         self._prefix_queries.labels(**self._labels).inc(queries)
         self._prefix_hits.labels(**self._labels).inc(hits)
 
+    def drafted(self, drafts: int, tokens: int, accepted: int) -> None:
+        """So many more guesses, of so many tokens, of which so many were right; zeros at the start show the series."""
+        self._drafts.labels(**self._labels).inc(drafts)
+        self._draft_tokens.labels(**self._labels).inc(tokens)
+        self._accepted_tokens.labels(**self._labels).inc(accepted)
+
     def preempted(self, n: int = 1) -> None:
         """``n`` sequences were preempted; 0 at the start makes the first one visible to ``increase()``."""
         self._preemptions.labels(**self._labels).inc(n)
@@ -212,6 +227,7 @@ class EngineMetrics:
             *(self._preemptions, self._step_tokens, self._prefix_queries, self._prefix_hits),
             *(self._kv_blocks, self._kv_pool_blocks, self._kv_moves, self._kv_moved_bytes),
             *(self._refused_offloads, self._recomputed_tokens, self._scheduling_cpu),
+            *(self._drafts, self._draft_tokens, self._accepted_tokens),
         ):
             family.remove_by_labels(dict(self._labels))
 

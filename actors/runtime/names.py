@@ -12,6 +12,7 @@ RUN_DIR_VARIABLE = "FARSIGHT_RUN_DIR"
 
 ROUTER = "router"
 LOG_STORE = "log-store"
+STREAM_STORE = "stream-store"
 SUPERVISOR = "supervisor"
 CONTROL = "control"
 """The one actor that hosts every component of ``placement = "fused"``, or "packed", that is not listed in
@@ -113,17 +114,22 @@ def replica_components(replica: str, num_ranks: int = 1) -> list[str]:
     return [scheduler_name(replica), kv_offload_manager_name(replica), worker_name(replica), *ranks]
 
 
+def own_replicas(counts: ComponentCounts) -> list[str]:
+    """The replicas of our own engine that should have processes."""
+    return [replica for replica in map(str, range(counts.replicas)) if replica not in counts.drained]
+
+
 def wanted_components(counts: ComponentCounts, num_ranks: int = 1) -> list[str]:
     """Every component but the Supervisor and the ingress replicas.
 
     Args:
         num_ranks: Ranks of each replica (``DecoderConfig.num_ranks``).
     """
-    components = [ROUTER, LOG_STORE]
+    components = [ROUTER, LOG_STORE, STREAM_STORE]
     components += map(length_predictor_name, range(counts.length_predictors))
     components += map(serving_time_estimator_name, range(counts.serving_time_estimators))
-    for index in range(counts.replicas):
-        components += replica_components(str(index), num_ranks)
+    for replica in own_replicas(counts):
+        components += replica_components(replica, num_ranks)
     components += map(backend_name, range(counts.backends))
     return components
 

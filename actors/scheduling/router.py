@@ -239,6 +239,9 @@ class FleetShell(Component, RouterCalls):
         await self._handle(ReplicaDraining(name.replica))
         return InFlight(self._machine.num_on(name.replica))
 
+    async def end_drain(self, name: ReplicaName) -> None:
+        await self._handle(ReplicaDraining(name.replica, ends=True))
+
     async def forget(self, name: ReplicaName) -> None:
         self._schedulers.pop(name.replica, None)
         await self._handle(ReplicaGone(name.replica))

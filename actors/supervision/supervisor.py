@@ -10,11 +10,12 @@ the previous Supervisor can no longer be found by name. The Supervisor restarts 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import time
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import ray
@@ -25,14 +26,17 @@ from actors.runtime.cluster_store import ClusterStore
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.hosts import find_host, list_hosts, recreate_host
 from actors.runtime.metrics import ComponentRestarts
-from actors.runtime.names import SCALABLE, SUPERVISOR, by_host, host_of, initial_counts, wanted_components
+from actors.runtime.names import SCALABLE, SUPERVISOR, by_host, host_of, initial_counts, own_replicas, wanted_components
 from actors.runtime.nodes import Homes
 from actors.runtime.peer import LOOK_AGAIN_S, PeerLost
 from actors.runtime.rank_groups import remove_rank_group
 from actors.runtime.watching import watched
 from actors.supervision.autoscaling import Autoscaler
+from actors.supervision.counts import scaled, takes_requests, without_drains
+from actors.supervision.service_drain import ServiceDrain
 from core.codec import decode, encode
 from core.errors import FarsightError, MessageError
+from core.messages.drains import DrainProgress, DrainReplica, DrainService, IngressOrders, IngressReport
 from core.messages.fleet import ReplicaName
 from core.messages.status import ComponentCounts, Scale, StartState
 from core.messages.tenants import TenantBudgets, TenantReport, TenantUsages
@@ -47,6 +51,8 @@ MAX_BACKOFF_S = 5.0
 
 DRAIN_S = 20.0
 """Seconds that a replica which is being removed may take to finish its requests; the rest is resumed elsewhere."""
+
+_ONE_STAYS = "one of several that take requests: no other replica is left; TERM drains the whole service"
 
 _COUNTS = "counts"
 """Key of the stored ``ComponentCounts``."""
@@ -72,6 +78,7 @@ class Supervisor(Component, SupervisorCalls):
         self._scaling = asyncio.Lock()
         self._acted_at = time.monotonic()
         self._tenants = SharedBudgets(uuid.uuid4().hex)
+        self._service_drain = ServiceDrain()
 
     async def start(self) -> None:
         await self._take_over(await asyncio.to_thread(list_hosts, self._site.namespace))
@@ -79,6 +86,8 @@ class Supervisor(Component, SupervisorCalls):
         self._started[self._own] = asyncio.get_running_loop().create_future()
         # Not awaited here: this process takes no other components before the Supervisor has started.
         self._keepers[self._own] = self._watched(self._start_own())
+        for replica in self._counts.draining:
+            self.spawn(self._finish_drain(replica))
         scaler = Autoscaler(self.context.config, self.context.peers, lambda: self._counts, self._scale)
         for task in scaler.tasks():
             self.spawn(task)
@@ -112,6 +121,23 @@ class Supervisor(Component, SupervisorCalls):
         await self._scale(scale.kind, scale.count)
         return self._counts
 
+    async def drain_replica(self, order: DrainReplica) -> ComponentCounts:
+        known = list(map(str, range(self._counts.replicas)))
+        if order.replica not in known:
+            raise MessageError("replica", order.replica, f"one of {', '.join(known) or 'none: other servers answer'}")
+        if order.cancel:
+            await self._take_back(order.replica)
+        elif order.replica not in self._counts.drained:
+            await self._begin_drain(order.replica)
+            await self._finish_drain(order.replica)
+        return self._counts
+
+    async def attend(self, report: IngressReport) -> IngressOrders:
+        return self._service_drain.report(report, time.monotonic())
+
+    async def drain_service(self, order: DrainService) -> DrainProgress:
+        return self._service_drain.order(order, time.monotonic())
+
     async def count_tenants(self, report: TenantReport) -> TenantBudgets:
         return self._tenants.report(report, time.monotonic())
 
@@ -125,16 +151,18 @@ class Supervisor(Component, SupervisorCalls):
             if known not in (None, getattr(before, SCALABLE[kind])):
                 return
             try:
-                await self._change(dataclasses.replace(before, **{SCALABLE[kind]: count}))
+                await self._change(scaled(before, kind, count))
             except FarsightError:  # the added components cannot start
                 await self._change(before)
                 raise
 
     async def _change(self, counts: ComponentCounts) -> None:
         before, self._counts = self._counts, counts
-        given_up = [str(index) for index in range(counts.replicas, before.replicas)]
+        kept = own_replicas(counts)
+        given_up = [replica for replica in own_replicas(before) if replica not in kept]
         for replica in given_up:
-            await self._drain(replica)
+            if replica not in before.draining:  # else it has had its time
+                await self._drain(replica, DRAIN_S, lambda: True)
         for component in set(self._components(before)) - set(self._components(counts)):
             await self._end_component(component)
         for replica in given_up:
@@ -274,16 +302,53 @@ class Supervisor(Component, SupervisorCalls):
         cause = error if isinstance(error, FarsightError) else FarsightError(f"{host} died while it started: {error}")
         future.set_exception(cause)
 
-    async def _drain(self, replica: str) -> None:
+    async def _begin_drain(self, replica: str) -> None:
+        """From now on a later Supervisor finishes it as well."""
+        async with self._scaling:
+            before = self._counts
+            if replica in before.draining:
+                return
+            counts = dataclasses.replace(before, draining=(*before.draining, replica))
+            if not takes_requests(counts):
+                raise MessageError("replica", replica, _ONE_STAYS)
+            self._counts = counts
+            await self._store.put(_COUNTS, encode(counts))
+
+    async def _finish_drain(self, replica: str) -> None:
+        """Waits until its requests have ended or their time is over, and ends its processes; unless it is cancelled."""
+
+        def goes_on() -> bool:
+            return replica in self._counts.draining
+
+        await self._drain(replica, self.context.config.server.drain_s, goes_on)
+        async with self._scaling:
+            if goes_on():
+                counts = without_drains(self._counts, replica)
+                await self._change(dataclasses.replace(counts, drained=(*counts.drained, replica)))
+
+    async def _take_back(self, replica: str) -> None:
+        async with self._scaling:
+            before = self._counts
+            try:
+                await self._change(without_drains(before, replica))
+            except FarsightError:  # it cannot start
+                await self._change(before)
+                raise
+        with contextlib.suppress(PeerLost):  # a new Router does not know that it drained
+            await self.context.peers.router().end_drain(ReplicaName(replica))
+
+    async def _drain(self, replica: str, drain_s: float, goes_on: Callable[[], bool]) -> None:
         """Stops new placements on the replica and waits for its requests; the rest is resumed elsewhere."""
         router = self.context.peers.router()
-        deadline = time.monotonic() + DRAIN_S
-        while time.monotonic() < deadline:
+        deadline = time.monotonic() + drain_s
+        while goes_on():
             try:
                 if (await router.drain(ReplicaName(replica))).count == 0:
                     return
             except PeerLost:
                 pass
+            if time.monotonic() > deadline:
+                return
             await asyncio.sleep(LOOK_AGAIN_S)
 
     async def _forget(self, replica: str) -> None:

@@ -40,6 +40,7 @@ from kvcache.step_batch import step_sample
 
 if TYPE_CHECKING:
     from core.config.load import FarsightConfig
+    from engine.drafted_steps import DraftCounts
     from engine.emission import Output
     from engine.parallel.links import Ranks
     from engine.worker import Worker
@@ -80,6 +81,7 @@ class ModelWorker(Component, WorkerCalls):
         self._report_due = asyncio.Event()
         self._report_timer: asyncio.TimerHandle | None = None
         self._prefix_counts = (0, 0)  # queries and hits that the metrics know
+        self._draft_counts: DraftCounts | None = None  # that the metrics know
         self._samples: deque[StepSample] = deque(maxlen=MAX_SAMPLES)
         self._bounds = StepBounds(context.config.actors.step_stall_s)
         self._reported_at = 0.0
@@ -110,6 +112,7 @@ class ModelWorker(Component, WorkerCalls):
         self._metrics.set_cache_config(worker.ready.block_size, worker.ready.num_blocks)
         if config.engine.prefix_cache and config.scheduler.execution == "ragged":
             self._metrics.prefix_cache(0, 0)
+        self._count_drafts(worker)
         self._built.set_result(worker)
         self.spawn(self._run())
         self.spawn(self._watch_ingresses())
@@ -192,6 +195,9 @@ class ModelWorker(Component, WorkerCalls):
         if step is None:
             return None
         bound_s = self._bounds.bound_s(None if step.batch is None else step_sample(step.batch, 0.0))
+        cost = self._bounds.cost
+        if cost is not None:
+            self._built.result().executor.meter.cost = cost
         return Work(self.name, step.number, bound_s, read_clock(os.getpid(), step.thread_id))
 
     @property
@@ -219,6 +225,7 @@ class ModelWorker(Component, WorkerCalls):
         self._ooms.inc(num_ooms - self._num_ooms)
         self._num_ooms = num_ooms
         self._count_prefixes(worker)
+        self._count_drafts(worker)
         if step.gap_s is not None:
             self._gaps.observe(step.gap_s)
         outputs = worker.render(step.emissions) + step.failures
@@ -235,6 +242,12 @@ class ModelWorker(Component, WorkerCalls):
             queries, hits = self._prefix_counts
             self._metrics.prefix_cache(counts[0] - queries, counts[1] - hits)
             self._prefix_counts = counts
+
+    def _count_drafts(self, worker: Worker) -> None:
+        if worker.speculation is not None and worker.speculation.counts is not self._draft_counts:
+            counts = worker.speculation.counts
+            self._metrics.drafted(*(counts if self._draft_counts is None else counts.since(self._draft_counts)))
+            self._draft_counts = counts
 
     def _mark_report(self, *, soon: bool, pressure: bool) -> None:
         wait_s = self._reported_at + (SOON_S if soon else REPORT_INTERVAL_S) - time.monotonic()

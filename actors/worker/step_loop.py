@@ -9,10 +9,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from core.costs import StepCost
 from core.errors import RankLost, WorkerBroken
 from core.messages.step_times import StepSample
 from engine.step_fault import StepFault
@@ -37,6 +39,10 @@ MAX_SAMPLES = 64
 """Most measured steps that are kept until the next call of ``bound_s``, which learns from them."""
 
 
+LEAST_TO_LOOK_AHEAD = 64
+"""Sequences of a step from which on the next one is got ready in another thread: to wake it takes about 50 us."""
+
+
 class StepBounds:
     """Learns the durations of this worker's steps, and bounds the next ones.
 
@@ -52,6 +58,11 @@ class StepBounds:
     def add(self, sample: StepSample) -> None:
         """Adds a measured step."""
         self._samples.append(sample)
+
+    @property
+    def cost(self) -> StepCost | None:
+        """What steps cost, as learned by the last call of ``bound_s``; None before that."""
+        return self._profile.cost()
 
     def bound_s(self, step: StepSample | None) -> float:
         """Bound in seconds of a step with this work; None for the work between two steps.
@@ -86,6 +97,17 @@ class Step:
     cpu_s: float
 
 
+class _Computed(NamedTuple):
+    """A step that was computed and is still to be booked; fields as in ``Step``."""
+
+    batch: StepBatch
+    tokens: list[int | None]
+    failure: Exception | None
+    duration_s: float
+    gap_s: float | None
+    cpu_s: float
+
+
 class StepUnderWay(NamedTuple):
     """What the stepping thread is at; looked at from other threads.
 
@@ -103,11 +125,12 @@ class StepUnderWay(NamedTuple):
 class StepLoop:
     """Runs a worker's steps back to back.
 
-    The worker's bookkeeping belongs to the holder of the lock: this thread between two steps, the event loop of the
-    shell at any other moment. Nobody holds it while the model computes.
+    The worker's bookkeeping belongs to the holder of the lock: this thread between two steps; the event loop of the
+    shell at any other moment, and a helper thread for the millisecond in which it books the last step and gets the next
+    one ready. The stepping thread does not hold it while the model computes.
 
     Args:
-        on_step: Called from the stepping thread after each step.
+        on_step: Called after each step, in their order, from the stepping thread or from its helper.
         on_abort: Called from there with the last words of sequences that ``abort_ingress`` has ended.
         max_failures: The step that is so many failed ones in a row breaks the worker.
     """
@@ -129,6 +152,7 @@ class StepLoop:
         self._num_failures = 0
         self._count = 0
         self._under_way: StepUnderWay | None = None
+        self._helper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="look-ahead")
 
     @property
     def locked(self) -> AbstractContextManager[bool]:
@@ -161,6 +185,7 @@ class StepLoop:
         self._note(None)
         ended_at: float | None = None
         begun: deque[StepBatch] = deque()
+        unbooked: _Computed | None = None
         with self._lock:
             self._begin_steps(begun)
         self._tell_aborted()
@@ -169,21 +194,38 @@ class StepLoop:
             began_at, cpu_s = time.perf_counter(), time.thread_time()
             gap_s = None if ended_at is None else began_at - ended_at
             self._note(batch)
-            tokens, failure = self._execute(batch)
+            tokens, failure = self._execute(batch, unbooked)
             self._judge(failure)
             ended_at, cpu_s = time.perf_counter(), time.thread_time() - cpu_s
             self._note(None)
-            emissions: list[Emission] = []
-            failures: list[Output] = []
+            unbooked = _Computed(batch, tokens, failure, ended_at - began_at, gap_s, cpu_s)
+            if failure is None and self._goes_on(batch, tokens, begun):
+                continue
             with self._lock:
-                if failure is None:
-                    emissions = self._worker.commit_step(batch, tokens, ended_at - began_at)
-                else:
-                    failures = self._worker.fail_step(batch, failure)
+                step = self._book(unbooked)
                 self._begin_steps(begun)
+            unbooked = None
             # The event loop wakes and wants the interpreter: only now, that the next step is about to leave it.
-            self._on_step(Step(emissions, failures, step_sample(batch, ended_at - began_at), gap_s, cpu_s))
+            self._on_step(step)
             self._tell_aborted()
+
+    def _goes_on(self, batch: StepBatch, tokens: list[int | None], begun: deque[StepBatch]) -> bool:
+        """Begins the next step at once if this one changes nothing for it; it is booked while the next one computes."""
+        with self._lock:
+            following = None if self._orphaned else self._worker.go_on(batch, tokens)
+        if following is not None:
+            begun.append(following)
+        return following is not None
+
+    def _book(self, done: _Computed) -> Step:
+        """Books a step that was computed; the holder of the lock calls it."""
+        emissions: list[Emission] = []
+        failures: list[Output] = []
+        if done.failure is None:
+            emissions = self._worker.commit_step(done.batch, done.tokens, done.duration_s)
+        else:
+            failures = self._worker.fail_step(done.batch, done.failure)
+        return Step(emissions, failures, step_sample(done.batch, done.duration_s), done.gap_s, done.cpu_s)
 
     def _note(self, batch: StepBatch | None) -> None:
         self._count += 1
@@ -218,7 +260,26 @@ class StepLoop:
             aborted, self._aborted = self._aborted, []
             self._on_abort(aborted)
 
-    def _execute(self, batch: StepBatch) -> tuple[list[int | None], Exception | None]:
+    def _execute(self, batch: StepBatch, unbooked: _Computed | None) -> tuple[list[int | None], Exception | None]:
+        """Computes a step; large ones while the helper books the one before and looks ahead to the one after."""
+        if unbooked is None and len(batch.items) < LEAST_TO_LOOK_AHEAD:
+            return self._compute(batch)
+        helped = self._helper.submit(self._help, batch, unbooked)
+        try:
+            return self._compute(batch)
+        finally:
+            helped.result()
+
+    def _help(self, batch: StepBatch, unbooked: _Computed | None) -> None:
+        """In the helper's thread, while ``batch`` computes."""
+        if unbooked is not None:
+            with self._lock:
+                step = self._book(unbooked)
+            self._on_step(step)
+        with self._lock:
+            self._worker.look_ahead(batch)
+
+    def _compute(self, batch: StepBatch) -> tuple[list[int | None], Exception | None]:
         try:
             return self._worker.execute(batch), None
         except RankLost:

@@ -49,6 +49,9 @@ class EngineConfig:
             vocabulary head always to 8). On the CPU a step multiplies them as they are, with activations in 8 bits: a
             half or a third of bfloat16's memory, and faster. On a GPU they are unpacked each time, which is slower.
             ``full`` leaves what the checkpoint has, also where that is quantised; ``auto`` is what the preset says.
+        speculation: What guesses tokens ahead, which a step verifies where that is worth its price: ``ngram`` guesses
+            that an output repeats its prompt or itself, ``off`` nothing. Outputs are the same. ``auto`` is ``ngram``
+            where the compiled step computes, whose results do not depend on the size of a step, and ``off`` elsewhere.
     """
 
     device: str = "cpu"
@@ -65,6 +68,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     compile: bool = False
     weights: str = "auto"
+    speculation: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_batch_tokens"):

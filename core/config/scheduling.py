@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from core.config.checks import require
@@ -22,6 +23,13 @@ class SchedulerConfig:
             returned when it ends; ``static`` padded to the longest, in lockstep, returned together.
         gamma: Ageing in the order of ``farsight``: rank / (1 + gamma * wait / expected cost of the rest). With 0 a long
             request starves while short ones keep coming; a higher value raises the mean completion time.
+        tail: How much of the mean completion time the order ``boosted`` gives for the slowest requests; above 0. At 0.1
+            short requests go first almost always, and the longest wait for all of them; at 10 the order is almost
+            that of arrival. With 1 the slowest percent takes about a sixth longer than in order of arrival.
+        max_gap_ms: Longest gap between two tokens of a stream that the prompts of other requests may make, in
+            milliseconds: so many prompt tokens go into a step as its measured cost allows. Streams that take more than
+            half of it by themselves leave prompts as much time as they take. 0 for no bound but
+            ``engine.max_batch_tokens``.
         watermark: Share of the KV pool that admission may fill, in (0, 1].
         standby_slots: Requests sent to the worker ahead of need.
         quantum_s: Shortest first quantum of skip-join MLFQ, in seconds; where a step of one sequence takes longer,
@@ -40,6 +48,8 @@ class SchedulerConfig:
     kv: str = ""
     execution: str = "ragged"
     gamma: float = 0.1
+    tail: float = 1.0
+    max_gap_ms: float = 200.0
     watermark: float = 0.95
     standby_slots: int = 16
     quantum_s: float = 0.02
@@ -50,6 +60,8 @@ class SchedulerConfig:
         executions = ", ".join(EXECUTIONS)
         require(self.execution in EXECUTIONS, "scheduler.execution", self.execution, f"one of {executions}")
         require(self.gamma >= 0, "scheduler.gamma", self.gamma, "a number >= 0")
+        require(0 < self.tail < math.inf, "scheduler.tail", self.tail, "a number > 0")
+        require(0 <= self.max_gap_ms < math.inf, "scheduler.max_gap_ms", self.max_gap_ms, "milliseconds >= 0")
         require(0 < self.watermark <= 1, "scheduler.watermark", self.watermark, "a number > 0 and <= 1")
         require(self.standby_slots >= 0, "scheduler.standby_slots", self.standby_slots, "an integer >= 0")
         for name in ("quantum_s", "starve_limit_s"):

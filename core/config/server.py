@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 from dataclasses import dataclass
 
 from core.config.checks import require
@@ -12,6 +13,11 @@ PREFIX_SHARING = ("auto", "all", "tenant", "key")
 _POSITIVE = (
     *("head_timeout_s", "body_timeout_s", "idle_timeout_s", "write_timeout_s"),
     *("start_patience_s", "first_token_deadline_s"),
+)
+
+_AT_LEAST_1 = (
+    *("max_body_bytes", "max_queued_requests", "max_queued_tokens"),
+    *("max_stream_bytes_per_tenant", "max_stream_bytes"),
 )
 
 
@@ -54,6 +60,10 @@ class ServerConfig:
         first_token_deadline_s: With ``[[replica]]`` tables, a request without a token after so many seconds fails,
             wherever it has been by then. On our own engine, or without such tables, it fails after ``max_wait_s`` and
             this together; never where ``max_wait_s`` is 0.
+        drain_s: Seconds that open requests have to end after TERM; the rest ends with an error.
+        max_stream_bytes_per_tenant: Bytes of the logs of resumable streams that are kept for one tenant; where no keys
+            are in use, for all clients.
+        max_stream_bytes: The same for all tenants together.
     """
 
     host: str = "127.0.0.1"
@@ -74,6 +84,9 @@ class ServerConfig:
     max_connections_per_address: int = 8192
     start_patience_s: float = 600.0
     first_token_deadline_s: float = 120.0
+    drain_s: float = 30.0
+    max_stream_bytes_per_tenant: int = 64 * 1024 * 1024
+    max_stream_bytes: int = 256 * 1024 * 1024
 
     def __post_init__(self) -> None:
         require(1 <= self.port <= 65535, "server.port", self.port, "a port from 1 to 65535")
@@ -81,11 +94,12 @@ class ServerConfig:
         require(sharing in PREFIX_SHARING, "server.prefix_sharing", sharing, f"one of {', '.join(PREFIX_SHARING)}")
         require(self.proxy in PROXIES, "server.proxy", self.proxy, f"one of {', '.join(PROXIES)}")
         require(self.ingress_replicas >= 0, "server.ingress_replicas", self.ingress_replicas, "an integer >= 0")
-        for name in ("max_body_bytes", "max_queued_requests", "max_queued_tokens"):
+        for name in _AT_LEAST_1:
             value = getattr(self, name)
             require(value >= 1, f"server.{name}", value, "an integer >= 1")
         for name in ("max_connections_per_address", "max_queued_requests_per_key", "max_queued_tokens_per_key"):
             require(getattr(self, name) >= 0, f"server.{name}", getattr(self, name), "an integer >= 0")
         require(self.max_wait_s >= 0, "server.max_wait_s", self.max_wait_s, "a number >= 0 (0 is off)")
+        require(0 <= self.drain_s < math.inf, "server.drain_s", self.drain_s, "a number of seconds >= 0")
         for name in _POSITIVE:
             require(getattr(self, name) > 0, f"server.{name}", getattr(self, name), "a number > 0")

@@ -32,7 +32,7 @@ class ReplicaState:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaName:
-    """Supervisor -> Router: drain this replica, or forget it."""
+    """Supervisor -> Router: drain this replica, end its drain, or forget it."""
 
     replica: str
 

@@ -49,6 +49,7 @@ class Plan:
         plan_seq: Rises by one a plan within a lease; a worker drops what is not newer.
         as_of_report_seq: The last report the scheduler had seen.
         reserve_blocks: Blocks that must stay free when a sequence starts (not when it grows).
+        prompt_tokens: Prompt tokens of a step in which a sequence decodes, at most; 0 for no bound but the step's own.
     """
 
     worker_incarnation: str
@@ -57,6 +58,7 @@ class Plan:
     as_of_report_seq: int
     reserve_blocks: int
     slots: tuple[Slot, ...]
+    prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,18 @@ class FinishedSequence:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantService:
+    """What a worker has computed for a tenant since the worker started.
+
+    Attributes:
+        gpu_s: GPU-seconds (``core.costs.row_shares``), with those of sequences that were aborted or recomputed.
+    """
+
+    tenant: str
+    gpu_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """Worker -> scheduler: a snapshot; ``finished`` repeats until acknowledged.
 
@@ -117,6 +131,8 @@ class StepReport:
         shared_blocks: By how much the block tables in ``progress`` together exceed the blocks in use.
         num_host_blocks, free_host_blocks, flying_blocks, traffic: As in ``KVUsage``.
         cache: KV cache events; each repeats until acknowledged.
+        services: Tenants whose sums have grown since the last acknowledged report; all of them in the first report of
+            a lease.
     """
 
     worker_incarnation: str
@@ -134,6 +150,7 @@ class StepReport:
     flying_blocks: int = 0
     traffic: KVTraffic = NO_TRAFFIC
     cache: tuple[KVCacheEvent, ...] = ()
+    services: tuple[TenantService, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

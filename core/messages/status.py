@@ -13,7 +13,8 @@ class ComponentStatus:
     """One row of ``farsight status``: a logical component, wherever it is hosted.
 
     Attributes:
-        state: ready, starting, waiting (for a component it depends on), draining, dead or lost (silent).
+        state: ready, starting, waiting (for a component it depends on), draining, drained
+            (taken out), dead or lost (silent).
         restarts: How often the supervisor has started it again.
         http_port: Port of its process's /healthz and /metrics, on the loopback interface; 0 if there are none.
         degraded: Why it works less well than it should; empty if it does not.
@@ -61,13 +62,20 @@ class StatusReply:
 
 @dataclass(frozen=True, slots=True)
 class ComponentCounts:
-    """From the Supervisor: desired numbers of the components that can be scaled; ``backends`` are other servers."""
+    """From the Supervisor: desired numbers of the components that can be scaled; ``backends`` are other servers.
+
+    Attributes:
+        draining: Replicas that take no new requests and are to be drained, once theirs have ended or moved.
+        drained: Replicas that the operator has taken out: they count as replicas, and have no processes.
+    """
 
     replicas: int
     length_predictors: int
     serving_time_estimators: int
     ingress_replicas: int
     backends: int = 0
+    draining: tuple[str, ...] = ()
+    drained: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ class TenantCounts:
         rejected: Requests that a limit of the tenant refused.
         in_flight: Requests in flight there now.
         requests_left, tokens_left: What the replica believes is left of the limits; a new Supervisor begins with it.
+        gpu_s: GPU-seconds of the answers that were given to their end.
     """
 
     tenant: str
@@ -34,6 +35,7 @@ class TenantCounts:
     in_flight: int
     requests_left: float
     tokens_left: float
+    gpu_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,7 @@ class TenantUsage:
     cached_tokens: int
     rejected: int
     in_flight: int
+    gpu_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ class TokenDelta:
         logprobs: None unless the request wants them.
         num_unnamed: Tokens after ``token_ids`` whose ids another server did not tell, only their text.
         fault: Cause of the failure, where there is an ``error``.
+        gpu_s: GPU-seconds that the attempt took (``core.costs.row_shares``), on its last delta; 0 from another server.
     """
 
     request_id: str
@@ -51,6 +52,7 @@ class TokenDelta:
     logprobs: DeltaLogprobs | None = None
     num_unnamed: int = 0
     fault: Fault = Fault.SERVICE
+    gpu_s: float = 0.0
 
     @property
     def num_tokens(self) -> int:

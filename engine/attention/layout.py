@@ -112,15 +112,22 @@ def _fill_decode(rows: np.ndarray, items: list[StepItem], sequences: Mapping[str
 def _fill_chunk(rows: np.ndarray, item: StepItem, sequence: Sequence, block_size: int) -> None:
     """Writes token ids, positions and slot ids (``[3, num_tokens]``) of a chunk."""
     end = item.start + item.num_tokens
+    token_ids = sequence.token_ids[item.start : item.start + item.num_known]
+    rows[0] = token_ids + list(item.drafts)
+    if item.drafts:  # few tokens: lists are faster than arrays
+        at = range(item.start, end)
+        rows[1] = at
+        rows[2] = [item.blocks[position // block_size] * block_size + position % block_size for position in at]
+        return
     positions = np.arange(item.start, end)
-    rows[0] = sequence.token_ids[item.start : end]
     rows[1] = positions
     rows[2] = np.array(item.blocks)[positions // block_size] * block_size + positions % block_size
 
 
 def _check(item: StepItem, num_known: int, block_size: int) -> None:
     end = item.start + item.num_tokens
-    if item.num_tokens < 1 or end > num_known or end > len(item.blocks) * block_size:
+    known = end - len(item.drafts)
+    if known <= item.start or known > num_known or end > len(item.blocks) * block_size:
         tokens = f"tokens {item.start}..{end} of {num_known}"
         raise IntegrityError(f"{item.request_id}: step over {tokens} in {len(item.blocks)} blocks of {block_size}")
 
@@ -137,13 +144,13 @@ def find_opened_blocks(items: list[StepItem], block_size: int) -> list[int]:
 
 
 def find_sample_rows(items: list[StepItem], more_rows: list[int] | None = None) -> list[int]:
-    """The last row of each item that samples, and those of ``more_rows``; ascending."""
-    sampled = []
+    """The rows of each item that samples, from that of its last known token on, and ``more_rows``; ascending."""
+    sampled: list[int] = []
     end = 0
     for item in items:
         end += item.num_tokens
         if item.samples:
-            sampled.append(end - 1)
+            sampled.extend(range(end - 1 - len(item.drafts), end))
     return sorted([*sampled, *more_rows]) if more_rows else sampled
 
 

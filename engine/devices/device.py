@@ -19,6 +19,7 @@ class Device:
         num_blocks: KV blocks of the pool.
         num_host_blocks: KV blocks of the host pool; 0 if there is none.
         copier: Copies between the two pools; None if there is no host pool.
+        exact: Whether a token's logits depend on nothing else in its step, bit by bit (ADR 27).
     """
 
     runner: Runner
@@ -27,6 +28,7 @@ class Device:
     num_blocks: int
     num_host_blocks: int
     copier: Copier | None
+    exact: bool = False
 
 
 def num_pool_blocks(engine: EngineConfig, token_bytes: int, context_len: int, free_bytes: int | None) -> int:

@@ -76,6 +76,13 @@ class EmulatedRunner:
     def begin(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> None:
         """Does nothing: there is one step at a time."""
 
+    def look_ahead(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> bool:
+        """Does nothing: a step has no inputs."""
+        return False
+
+    def go_on(self, batch: StepBatch, token_ids: list[int]) -> None:
+        """Does nothing."""
+
     def execute(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> list[int | None]:
         """A made-up token for each item that samples, when the step is over."""
         step_s = self._cost.step_s(*step_work(batch))

@@ -14,6 +14,7 @@ from engine.checkpoint.weights import parse_dtype
 from engine.devices.device import Device, num_host_pool_blocks, num_pool_blocks
 from engine.kv.copiers import KVCopier
 from engine.kv.kv_pool import KVPool
+from engine.native.model import NativeBackend
 from engine.steps.model_runner import ModelRunner
 
 AUTO_SHARE = 0.2
@@ -62,7 +63,8 @@ def load_device(
     if num_host_blocks:
         pool = KVPool(config, num_blocks=num_host_blocks, block_size=engine.kv_block_size, dtype=dtype)
         copier = KVCopier(runner.pool, pool)
-    return Device(runner, context_len, token_bytes, num_blocks, num_host_blocks, copier)
+    exact = isinstance(runner.backend, NativeBackend)
+    return Device(runner, context_len, token_bytes, num_blocks, num_host_blocks, copier, exact)
 
 
 def available_bytes() -> int:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from core.errors import IntegrityError
+from engine.attention.decode_inputs import DecodeInputs
 from engine.attention.layout import check_row_tokens, fill_rows, find_sample_rows
 from engine.checkpoint.model_config import DecoderConfig
 from engine.checkpoint.quantized import JoinedLinear, QuantizedLinear
@@ -342,4 +343,10 @@ class NativeBackend:
     ) -> StepLogits:
         """See ``engine.steps.backends.StepBackend.run``."""
         logits, best = self._model.forward(build_native_step(batch, order, sequences, self._block_size, more_rows))
+        return StepLogits(logits, best.tolist())
+
+    def run_ready(self, inputs: DecodeInputs) -> StepLogits:
+        """See ``engine.steps.backends.ReadyBackend.run_ready``."""
+        sample_rows = np.arange(len(inputs.items), dtype=np.int64)
+        logits, best = self._model.forward(NativeStep(inputs.rows, inputs.lengths, inputs.tables, sample_rows))
         return StepLogits(logits, best.tolist())

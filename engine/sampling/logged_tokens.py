@@ -1,4 +1,4 @@
-"""The tokens of a step, with log probabilities and failures of its sequences. Imports no torch, as the worker."""
+"""The tokens of a step, with what more some of its sequences have got of it. Imports no torch, as the worker."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ class LoggedTokens(list[int | None]):
     Attributes:
         logprobs: By index of the item in the step's batch.
         failures: Likewise, for items that should have got a token and have None.
+        further: Likewise, the tokens after the first of items whose drafts turned out right.
     """
 
     def __init__(
@@ -47,7 +48,14 @@ class LoggedTokens(list[int | None]):
         tokens: list[int | None],
         logprobs: dict[int, ItemLogprobs],
         failures: dict[int, NoToken] | None = None,
+        further: dict[int, list[int]] | None = None,
     ) -> None:
         super().__init__(tokens)
         self.logprobs = logprobs
         self.failures = failures or {}
+        self.further = further or {}
+
+    @property
+    def tells_more(self) -> bool:
+        """Whether there is more than one token or none for each item."""
+        return bool(self.logprobs or self.failures or self.further)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from core.errors import ConfigError
-from engine.attention.attention import AttentionBackend
-from engine.attention.layout import build_layout
+from engine.attention.attention import AttentionBackend, StepLayout
+from engine.attention.decode_inputs import DecodeInputs
+from engine.attention.layout import build_layout, check_row_tokens, layout_of
 from engine.attention.step_sizes import StepSizes
 from engine.attention.torch_attention import TorchAttention
 from engine.checkpoint.model_config import DecoderConfig
@@ -48,6 +49,19 @@ class StepBackend(Protocol):
         ...
 
 
+@runtime_checkable
+class ReadyBackend(StepBackend, Protocol):
+    """A model that also runs steps whose inputs others have made."""
+
+    def run_ready(self, inputs: DecodeInputs) -> StepLogits:
+        """Runs a step that only decodes and whose inputs are ready.
+
+        Raises:
+            IntegrityError: The vocabulary lacks a token.
+        """
+        ...
+
+
 class TorchBackend:
     """Torch operations, one by one."""
 
@@ -75,7 +89,15 @@ class TorchBackend:
     ) -> StepLogits:
         """See ``StepBackend.run``."""
         size, vocab_size = self._pool.block_size, self._model.config.vocab_size
-        layout = build_layout(batch, order, sequences, size, vocab_size, self._pool.device, more_rows)
+        return self._forward(build_layout(batch, order, sequences, size, vocab_size, self._pool.device, more_rows))
+
+    @torch.inference_mode()
+    def run_ready(self, inputs: DecodeInputs) -> StepLogits:
+        """See ``ReadyBackend.run_ready``."""
+        check_row_tokens(inputs.rows, self._model.config.vocab_size)
+        return self._forward(layout_of(inputs.items, inputs.rows, self._pool.block_size, self._pool.device))
+
+    def _forward(self, layout: StepLayout) -> StepLogits:
         if self._attention.reads_whole_blocks and len(layout.opened_blocks):
             self._pool.clear_blocks(layout.opened_blocks)
         attention = self._attention.begin_step(layout, self._pool)
@@ -125,7 +147,14 @@ class GraphBackend(TorchBackend):
             if not len(found.logits):
                 self._synchronize()
             return found
-        return StepLogits(*self._graphs.run(size, items, sequences))
+        inputs = DecodeInputs.ahead(items, sequences, self._pool.block_size)
+        inputs.complete()
+        return StepLogits(*self._graphs.run(size, inputs))
+
+    def run_ready(self, inputs: DecodeInputs) -> StepLogits:
+        """See ``ReadyBackend.run_ready``."""
+        size = self._graphs.find(inputs.items)
+        return super().run_ready(inputs) if size is None else StepLogits(*self._graphs.run(size, inputs))
 
 
 def make_backend(

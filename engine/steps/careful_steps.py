@@ -68,7 +68,8 @@ class CarefulSteps:
         whole: bool,
         counts: Counts = _all_count,
     ) -> list[int | None]:
-        """Like ``run`` of the whole batch. A batch that is cut loses its padding, which is only computed to take time.
+        """Like ``run`` of the whole batch. A batch that is cut loses its padding, which is only computed to take time,
+        and the drafts of its items.
 
         Args:
             whole: Whether it is tried in one go first, as ``fits`` has said.
@@ -85,7 +86,7 @@ class CarefulSteps:
         tokens: list[int | None] = [None] * len(batch.items)
         logprobs: dict[int, ItemLogprobs] = {}
         failures: dict[int, NoToken] = {}
-        todo = [(i, item) for i, item in enumerate(batch.items) if counts(batch, item.request_id)]
+        todo = [(i, item.without_drafts()) for i, item in enumerate(batch.items) if counts(batch, item.request_id)]
         while todo:
             part, rest = cut_step(todo, self.max_tokens or batch.num_tokens, sequences)
             found = self._attempt(run, StepBatch(tuple(item for _, item in part)), last=_is_smallest(part, sequences))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from engine.attention.attention import AttentionBackend, StaticDecode, StepLayout
-from engine.attention.layout import check_row_tokens, fill_rows, find_opened_blocks
+from engine.attention.decode_inputs import DecodeInputs
+from engine.attention.layout import check_row_tokens, find_opened_blocks
 from engine.attention.step_sizes import StepSizes
 from engine.kv.kv_pool import KVPool
 from engine.models.model import DecoderModel
 from engine.sampling.sampler import likeliest
-from engine.sequence import Sequence
 from kvcache import StepItem
 
 logger = logging.getLogger(__name__)
@@ -74,25 +74,24 @@ class StaticInputs:
         tables = self._lens[self._tables_at :].view(size)
         self.decode = StaticDecode(block_tables=tables, kv_lens=self._lens[: size.rows])
 
-    def fill(self, items: list[StepItem], sequences: Mapping[str, Sequence], block_size: int, vocab_size: int) -> None:
+    def fill(self, inputs: DecodeInputs, vocab_size: int) -> None:
         """Writes a step of single tokens into the inputs; the steps before it have ended.
 
         Raises:
-            IntegrityError: an item asks for tokens or blocks that are not there, or the vocabulary lacks a token.
+            IntegrityError: The vocabulary lacks a token.
         """
-        num_items, size = len(items), self._size
+        num_items, size = len(inputs.items), self._size
+        check_row_tokens(inputs.rows, vocab_size)
         rows = self._host_rows.numpy()
-        rows[:, :num_items] = fill_rows(items, sequences, block_size)
-        check_row_tokens(rows[:, :num_items], vocab_size)
+        rows[:, :num_items] = inputs.rows
         # A padding row computes what the last row does, and writes the same values into the same place.
         rows[:, num_items:] = rows[:, num_items - 1 : num_items]
         lens = self._host_lens.numpy()
         np.add(rows[1], 1, out=lens[: size.rows], casting="same_kind")
         tables = lens[self._tables_at :].reshape(size)
-        for row, item in zip(tables, items, strict=False):
-            used = -(-(item.start + 1) // block_size)
-            row[:used] = item.blocks[:used]
-            row[used:] = item.blocks[0]
+        width = inputs.tables.shape[1]
+        tables[:num_items, :width] = inputs.tables
+        tables[:num_items, width:] = inputs.tables[:, :1]
         tables[num_items:] = tables[num_items - 1]
         self.rows.copy_(self._host_rows, non_blocking=True)
         self._lens.copy_(self._host_lens, non_blocking=True)
@@ -173,22 +172,20 @@ class DecodeGraphs:
         return size if size in self._steps else None
 
     @torch.inference_mode()
-    def run(
-        self, size: DecodeSize, items: list[StepItem], sequences: Mapping[str, Sequence]
-    ) -> tuple[Tensor, list[int]]:
+    def run(self, size: DecodeSize, inputs: DecodeInputs) -> tuple[Tensor, list[int]]:
         """Replays a step of a size that ``find`` has given.
 
         Returns:
             Logits, float32 ``[items, vocab]``, overwritten by the next step, and ``likeliest`` of them.
 
         Raises:
-            IntegrityError: an item asks for tokens or blocks that are not there.
+            IntegrityError: The vocabulary lacks a token.
         """
-        step = self._steps[size]
+        step, items = self._steps[size], inputs.items
         if self._attention.reads_whole_blocks:
             opened = find_opened_blocks(items, self._pool.block_size)
             self._pool.clear_blocks(torch.tensor(opened, dtype=torch.int64, device=self._pool.device))
-        step.inputs.fill(items, sequences, self._pool.block_size, self._model.config.vocab_size)
+        step.inputs.fill(inputs, self._model.config.vocab_size)
         step.replay()
         best: list[int] = self._best[: len(items)].tolist()
         return self._logits[: len(items)], best

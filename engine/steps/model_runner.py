@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from core.errors import IntegrityError
 from core.request import Request, SamplingParams
+from engine.attention.decode_inputs import DecodeInputs
 from engine.attention.layout import find_sample_rows, order_items
 from engine.checkpoint.model_config import DecoderConfig, load_model_config, resolve_max_model_len
 from engine.checkpoint.weights import load_weights
 from engine.kv.kv_pool import KVPool
 from engine.models.quantize import quantize_weights
-from engine.sampling.logged_tokens import ItemLogprobs, LoggedTokens, NoToken
+from engine.sampling.drafts import sampled_rows, tokens_that_stand
+from engine.sampling.logged_tokens import ItemLogprobs, LoggedTokens
 from engine.sampling.sampler import (
     NO_TOKEN,
     PromptRows,
@@ -26,12 +30,31 @@ from engine.sampling.sampler import (
 )
 from engine.sequence import Sequence
 from engine.step_fault import StepFault
-from engine.steps.backends import StepBackend, make_backend
+from engine.steps.backends import ReadyBackend, StepBackend, make_backend
 from engine.steps.careful_steps import CarefulSteps, fault_of
 from kvcache import StepBatch
 
 _PADS = "\0pads"
 """Request id of the padding; no real request id contains a NUL."""
+
+
+@dataclass(slots=True)
+class _Ready:
+    """A step that only decodes, made ready before its time.
+
+    Attributes:
+        order: Indices in ``batch`` of the items of ``inputs``.
+        run: ``ReadyBackend.run_ready``.
+        plain: Whether the likeliest token of each is all that is wanted (``SamplingParams.plain``).
+        token_ids: The last known token of each item of ``batch``, if its sequence does not have it yet.
+    """
+
+    batch: StepBatch
+    order: list[int]
+    inputs: DecodeInputs
+    run: Callable[[DecodeInputs], StepLogits]
+    plain: bool
+    token_ids: list[int] | None = None
 
 
 class ModelRunner:
@@ -62,6 +85,7 @@ class ModelRunner:
         self._careful = careful
         self._is_lost = is_lost
         self._sampler = sampler or Sampler(config.eos_token_ids)
+        self._ready: _Ready | None = None
         self._pads = Sequence.of(Request(_PADS, 0, "", (0,) * max_model_len, SamplingParams(1)))
 
     @classmethod
@@ -101,6 +125,31 @@ class ModelRunner:
     def begin(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> None:
         """Does nothing: there is one step at a time."""
 
+    def look_ahead(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> bool:
+        """Makes the inputs of a step that only decodes, while the step before it computes in another thread.
+
+        ``execute`` of this very batch then takes them.
+
+        Returns:
+            Whether the step can also be executed before the one before it is booked, after ``go_on``: not where
+            sampling looks at the tokens so far.
+        """
+        taking_part = [sequences[item.request_id] for item in batch.items]
+        if not isinstance(self.backend, ReadyBackend) or any(each.prompt_logprobs is not None for each in taking_part):
+            return False
+        order = order_items(batch)
+        inputs = DecodeInputs.ahead([batch.items[i] for i in order], sequences, self.pool.block_size)
+        self._ready = _Ready(
+            batch, order, inputs, self.backend.run_ready, all(sequence.sampling.plain for sequence in taking_part)
+        )
+        return not any(sequence.sampling.adjusts for sequence in taking_part)
+
+    def go_on(self, batch: StepBatch, token_ids: list[int]) -> None:
+        """Says the last known token of each item of a step that ``look_ahead`` has got ready."""
+        if self._ready is None or self._ready.batch is not batch:
+            raise IntegrityError("a step goes on that was not got ready")
+        self._ready.token_ids = token_ids
+
     def execute(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> list[int | None]:
         """Runs a step and samples.
 
@@ -109,7 +158,7 @@ class ModelRunner:
 
         Returns:
             The new token of each of ``batch.items``, in their order; None where the item does not sample. They are
-            ``LoggedTokens`` if log probabilities were asked for, or if an item that samples has no next token.
+            ``LoggedTokens`` if there is more to tell about an item.
 
         Raises:
             IntegrityError: an item asks for tokens or blocks that are not there.
@@ -130,6 +179,9 @@ class ModelRunner:
 
     def _execute(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> list[int | None]:
         """Like ``execute``, in one go."""
+        ready = self._ready
+        if ready is not None and ready.batch is batch:
+            return self._execute_ready(ready, sequences)
         num_items = len(batch.items)
         if batch.padding.items:
             batch, sequences = self._with_padding(batch, sequences)
@@ -140,14 +192,26 @@ class ModelRunner:
         else:
             step = self.backend.run(batch, order, sequences)
         sampled = [i for i in order if batch.items[i].samples]
-        tokens: list[int | None] = [None] * len(batch.items)
         logprobs = self._prompt_logprobs(prompt_logits, prompts, batch, sequences) if prompts else {}
-        failures: dict[int, NoToken] = {}
+        found = LoggedTokens([None] * len(batch.items), logprobs)
         if sampled:
-            failures = self._sample(step, sampled, batch, sequences, tokens, logprobs)
-        del tokens[num_items:]
-        failures = {i: failure for i, failure in failures.items() if i < num_items}  # pads need no tokens
-        return LoggedTokens(tokens, logprobs, failures) if logprobs or failures else tokens
+            self._sample(step, sampled, batch, sequences, found)
+        del found[num_items:]
+        found.failures = {i: failure for i, failure in found.failures.items() if i < num_items}  # pads need no tokens
+        return found if found.tells_more else list(found)
+
+    def _execute_ready(self, ready: _Ready, sequences: Mapping[str, Sequence]) -> list[int | None]:
+        """Like ``execute`` of a step whose items all sample."""
+        known = ready.token_ids
+        ready.inputs.complete(None if known is None else [known[i] for i in ready.order])
+        step = ready.run(ready.inputs)
+        found = LoggedTokens([None] * len(ready.order), {})
+        if ready.plain and step.best is not None and NO_TOKEN not in step.best:
+            for i, token in zip(ready.order, step.best, strict=True):
+                found[i] = token
+        else:
+            self._sample(step, ready.order, ready.batch, sequences, found)
+        return found if found.tells_more else list(found)
 
     def _with_padding(
         self, batch: StepBatch, sequences: Mapping[str, Sequence]
@@ -178,29 +242,41 @@ class ModelRunner:
         items: list[int],
         batch: StepBatch,
         sequences: Mapping[str, Sequence],
-        tokens: list[int | None],
-        logprobs: dict[int, ItemLogprobs],
-    ) -> dict[int, NoToken]:
-        """Fills in ``tokens``, and ``logprobs`` of the output; returns the items that have no token."""
-        histories = [sequences[batch.items[i].request_id] for i in items]
-        params = [sequence.sampling for sequence in histories]
-        positions = [batch.items[i].start + batch.items[i].num_tokens for i in items]
+        found: LoggedTokens,
+    ) -> None:
+        """Adds the tokens of these items, log probabilities of the output, and why an item has no token."""
+        params, positions, histories = sampled_rows([batch.items[i] for i in items], sequences)
         sampled = self._sampler.sample(step.logits, params, positions, histories, step.best)
-        failures = {}
-        for row, (i, token) in enumerate(zip(items, sampled, strict=True)):
-            if token == NO_TOKEN:
-                failures[i] = self._sampler.why_no_token(step.logits[row], params[row], histories[row])
+        logged: list[tuple[int, int]] = []  # row and item
+        row = 0
+        for i in items:
+            drafts = batch.items[i].drafts
+            if sampled[row] == NO_TOKEN:
+                found.failures[i] = self._sampler.why_no_token(step.logits[row], params[row], histories[row])
             else:
-                tokens[i] = token
-        logged = [row for row, p in enumerate(params) if p.logprobs is not None and sampled[row] != NO_TOKEN]
+                found[i] = sampled[row]
+                if drafts:
+                    found.further[i] = tokens_that_stand(sampled[row : row + 1 + len(drafts)], drafts)[1:]
+                if params[row].logprobs is not None:
+                    logged.append((row, i))
+            row += 1 + len(drafts)
         if logged:
-            chosen = step.logits[torch.tensor(logged, device=step.logits.device)]
-            found = token_logprobs(
-                chosen, [sampled[row] for row in logged], [params[row].logprobs or 0 for row in logged]
-            )
-            for row, each in zip(logged, found, strict=True):
-                logprobs.setdefault(items[row], ItemLogprobs()).output = each
-        return failures
+            self._log_tokens(step.logits, logged, params, sampled, found)
+
+    def _log_tokens(
+        self,
+        logits: Tensor,
+        logged: list[tuple[int, int]],
+        params: list[SamplingParams],
+        sampled: list[int],
+        found: LoggedTokens,
+    ) -> None:
+        """Adds the log probabilities of the first token of each of these (row, item)."""
+        rows = [row for row, _ in logged]
+        chosen = logits[torch.tensor(rows, device=logits.device)]
+        each = token_logprobs(chosen, [sampled[row] for row in rows], [params[row].logprobs or 0 for row in rows])
+        for (_, i), output in zip(logged, each, strict=True):
+            found.logprobs.setdefault(i, ItemLogprobs()).output = output
 
     @torch.inference_mode()
     def _prompt_logprobs(

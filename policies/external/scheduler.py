@@ -7,7 +7,7 @@ every request gets exactly one of an end, a failure and a return.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 
@@ -53,6 +53,7 @@ from policies.replica.events import (
     RequestsArrived,
     RequestStarted,
 )
+from policies.tenancy.fair_shares import FairShares
 
 NUM_REMEMBERED = 4096
 """Ended attempts that are remembered: their ingress replicas may not know yet that they ended."""
@@ -84,7 +85,7 @@ class BackendScheduler:
     """Schedules the requests of one external server.
 
     Args:
-        order: Ranks the waiting requests. It never sees a running job.
+        order: Ranks the waiting requests, within the turns of their tenants. It never sees a running job.
         max_num_seqs: Most requests that are sent and not ended.
         breaker: Decides whether any request is sent.
     """
@@ -93,6 +94,7 @@ class BackendScheduler:
         self.breaker = breaker or CircuitBreaker()
         self.max_model_len = 0
         self._order = order
+        self._shares = FairShares(max_num_seqs)
         self._max_num_seqs = max_num_seqs
         self._held: dict[str, _Held] = {}
         self._num_sent = 0
@@ -180,20 +182,10 @@ class BackendScheduler:
         return RefuseRequest(request.request_id, request.attempt, "max_tokens", message)
 
     def _hold(self, request: Request, now: float) -> None:
-        job = Job(
-            request_id=request.request_id,
-            arrived_at=now,
-            prompt_len=request.prompt_len,
-            max_new_tokens=request.sampling.max_new_tokens,
-            priority=request.priority,
-            forecast=request.forecast,
-            cached_len=request.expected_cached_len,
-            output_len=len(request.output_ids),
-        )
-        if request.deadline_s is not None:
-            job.deadline_at = now + request.deadline_s
+        job = Job.of(request, now)
         self._held[request.request_id] = _Held(request, job)
         self._order.add(job, now)
+        self._shares.add(job)
         self._accounts.note(request.request_id, "arrived", now, self._queue())
         if request.forecast is not None:
             self._accounts.note(request.request_id, "forecast", now, forecast_facts(request.forecast))
@@ -208,7 +200,7 @@ class BackendScheduler:
             return out
         self._order.refresh(now)
         while self._num_sent < min(self._max_num_seqs, len(self._held)):
-            job = next(iter(self._order.ranked(now)))
+            job = next(self._shares.ranked(self._order, now, self._waits, self._sent()))
             self._order.remove(job)
             held = self._held[job.request_id]
             held.sent_at = now
@@ -217,6 +209,12 @@ class BackendScheduler:
             self._accounts.note(job.request_id, "sent", now, facts)
             out.append(SendRequest(held.request))
         return out
+
+    def _waits(self, job: Job) -> bool:
+        return not self._held[job.request_id].sent
+
+    def _sent(self) -> Iterator[Job]:
+        return (held.job for held in self._held.values() if held.sent)
 
     def _abort(self, keys: Iterable[Key], now: float) -> list[BackendInstruction]:
         ids = [request_id for request_id, attempt in keys if self._holds_up_to(request_id, attempt)]
@@ -232,7 +230,7 @@ class BackendScheduler:
             if held.sent:
                 out.append(CancelRequest(held.key))
             self._note_end(held, why, now, {})
-            self._let_go(held)
+            self._let_go(held, now)
         return out
 
     def _take_forecasts(self, made: Iterable[ForecastMade], now: float) -> None:
@@ -252,7 +250,7 @@ class BackendScheduler:
             return []
         out = self._judge(Succeeded(), now)
         self._note_end(held, "server_ended", now, {"reason": event.status.finish_reason or ""})
-        self._let_go(held)
+        self._let_go(held, now)
         self._order.learn(held.job, censored=event.status is not SequenceStatus.FINISHED_STOPPED)
         if event.cached_len is not None and held.sent_at is not None:
             queue_s = held.sent_at - held.job.arrived_at
@@ -268,13 +266,13 @@ class BackendScheduler:
         if not held.started and not failure.of_request:
             return out + self._give_back(held, failure.message, now)
         self._note_end(held, "server_failed", now, {"reason": failure.message})
-        self._let_go(held)
+        self._let_go(held, now)
         ended = self._ended(held, SequenceStatus.FINISHED_FAILED, now)
         return [*out, FailRequest(held.request, held.job.output_len, failure.message), ended]
 
     def _give_back(self, held: _Held, reason: str, now: float) -> list[BackendInstruction]:
         self._note_end(held, "returned", now, {"reason": reason})
-        self._let_go(held)
+        self._let_go(held, now)
         return self._returned(held.request, reason, held.job.arrived_at, now)
 
     def _returned(self, request: Request, reason: str, arrived_at: float, now: float) -> list[BackendInstruction]:
@@ -319,11 +317,15 @@ class BackendScheduler:
         held = self._held.get(key[0])
         return held if held is not None and held.key == key else None
 
-    def _let_go(self, held: _Held) -> None:
+    def _let_go(self, held: _Held, now: float) -> None:
+        """What a server takes for a request is not known: the tenant is charged for the place that it held."""
         del self._held[held.request.request_id]
         self._num_sent -= held.sent
-        if not held.sent:
+        if held.sent_at is None:
             self._order.remove(held.job)
+        else:
+            self._shares.charge(held.job.tenant, (now - held.sent_at) / self._max_num_seqs)
+        self._shares.remove(held.job)
         self._remember(held.key)
 
     def _remember(self, key: Key) -> None:
@@ -358,4 +360,5 @@ class BackendScheduler:
             raise IntegrityError("the order and the requests that wait disagree")
         if self._recent.keys() & {held.key for held in self._held.values()}:
             raise IntegrityError("a held request counts as ended")
+        self._shares.check_integrity()
         self._accounts.check_integrity(set(self._held))

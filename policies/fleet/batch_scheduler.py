@@ -127,8 +127,8 @@ class BatchScheduler(FleetMachine):
                 return self._measure_replicas()
             case ReplicaAway(name):
                 self._table.set_away(name)
-            case ReplicaDraining(name):
-                self._table.drain(name)
+            case ReplicaDraining(name, ends):
+                self._table.drain(name, ends=ends)
             case ReplicaGone(name):
                 self._drop_replica(name)
             case ReplicaBroke(name, keys):

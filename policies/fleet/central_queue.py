@@ -10,6 +10,7 @@ from core.forecast import Forecast
 from core.messages.requests import Key
 from core.request import Request
 from policies.batching.base import Batcher, FormedBatch
+from policies.fleet.batch_turns import BatchTurns
 from policies.interfaces import Job
 
 
@@ -50,6 +51,7 @@ class CentralQueue:
 
     def __init__(self, batcher: Batcher, forecast_wait_s: float = 0.0) -> None:
         self._batcher = batcher
+        self._turns = BatchTurns(batcher)
         self._forecast_wait_s = forecast_wait_s
         self._jobs: dict[str, Job] = {}  # all waiting requests
         self._unpredicted: dict[str, float] = {}  # deadline of each forecast that is waited for, earliest first
@@ -103,7 +105,7 @@ class CentralQueue:
         self._batcher.hold(memory_tokens, now)
 
     def remove(self, request_id: str, now: float) -> None:
-        """Forgets a request that waits here or is awaited; unknown ids are ignored."""
+        """Forgets a request that waits here, is awaited, or was pulled; unknown ids are ignored."""
         job = self._jobs.pop(request_id, None)
         broken = self._broken.pop(request_id, None)
         if broken is not None:
@@ -112,6 +114,7 @@ class CentralQueue:
             self._settle(broken, now)
         elif self._unpredicted.pop(request_id, None) is None and job is not None:
             self._batcher.remove(request_id)
+        self._turns.remove(request_id, now)
 
     def pass_time(self, now: float) -> None:
         """Puts requests into batches without a forecast where the wait for one is over."""
@@ -129,17 +132,18 @@ class CentralQueue:
             fits: Whether this worker can hold a job.
         """
         unfit: list[Job] = []
-        batch = self._batcher.pull(now)
+        batch = self._turns.pull(now)
         while batch is not None:
             unfit += _drop_unfit(batch, fits)
             if batch.jobs:
                 break
-            batch = self._batcher.pull(now)
+            batch = self._turns.pull(now)
         for job in unfit:
             self._batcher.add(job, now)
         if batch is not None:
             for job in batch.jobs:
                 del self._jobs[job.request_id]
+            self._turns.begin(batch, now)
         return batch
 
     def break_off(self, members: list[Member], num_jobs: int, batch: FormedBatch | None, now: float) -> None:
@@ -183,7 +187,7 @@ class CentralQueue:
     def _form(self, job: Job, now: float) -> None:
         if job.forecast is None:
             job.forecast = self._usual
-        self._batcher.add(job, now)
+        self._turns.add(job, now)
 
     def _settle(self, broken: _Broken, now: float) -> None:
         """Splits a broken batch once none of its requests is awaited: the halves wait again."""
@@ -193,6 +197,7 @@ class CentralQueue:
         for request_id in broken.arrived_at:
             if request_id in broken.back:
                 batch.insert(broken.back[request_id])
+                self._turns.add_formed(broken.back[request_id])
                 del self._broken[request_id]
         if len(batch) == 1 < broken.num_jobs:
             self._batcher.restore(batch)
@@ -200,14 +205,16 @@ class CentralQueue:
         failed = self._batcher.split(batch, now)
         if failed is not None:
             del self._jobs[failed.request_id]
+            self._turns.remove(failed.request_id, now)
             self._failed.append(failed)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless every request waits in exactly one place."""
         self._batcher.check_integrity()
+        self._turns.check_integrity()
         groups = {id(broken): broken for broken in self._broken.values()}.values()
         back = [request_id for broken in groups for request_id in broken.back]
-        if self._batcher.num_waiting + len(self._unpredicted) + len(back) != len(self._jobs):
+        if self._turns.num_waiting + len(self._unpredicted) + len(back) != len(self._jobs):
             raise IntegrityError(f"{len(self._jobs)} requests wait, but their places hold another number")
         for broken in groups:
             if not broken.awaited:

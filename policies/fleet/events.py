@@ -35,9 +35,14 @@ class ReplicaAway:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDraining:
-    """A replica is to be given up: nothing new goes there."""
+    """A replica is to be given up: nothing new goes there.
+
+    Attributes:
+        ends: It takes requests again, from the next ``ReplicaUp`` on, which comes every second.
+    """
 
     name: str
+    ends: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,9 +168,9 @@ class RequestTable:
         self._known(name).up = False
         self._open = None
 
-    def drain(self, name: str) -> None:
-        """Nothing new is to be placed on a replica."""
-        self._known(name).draining = True
+    def drain(self, name: str, *, ends: bool = False) -> None:
+        """Nothing new is to be placed on a replica; or, if this ``ends``, requests may be."""
+        self._known(name).draining = not ends
         self._open = None
 
     def drop_replica(self, name: str) -> None:

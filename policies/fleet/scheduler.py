@@ -161,8 +161,8 @@ class GlobalScheduler(FleetMachine):
                 return self._bring_up(name, ready, cache_seq)
             case ReplicaAway(name):
                 self._table.set_away(name)
-            case ReplicaDraining(name):
-                self._table.drain(name)
+            case ReplicaDraining(name, ends):
+                self._table.drain(name, ends=ends)
             case ReplicaGone(name):
                 self._drop_replica(name)
             case HistoryLearned(forecast):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from sortedcontainers import SortedDict
 
@@ -57,6 +57,10 @@ class Fcfs(Order):
 
     def ranked(self, now: float) -> Iterator[Job]:
         return iter(self._jobs.values())
+
+    def among(self, jobs: Sequence[Job], now: float) -> list[Job]:
+        """As of ``RanksSome``."""
+        return sorted(jobs, key=lambda job: self._keys[job.request_id])
 
     def slice_s(self, job: Job) -> float:
         return math.inf

@@ -83,6 +83,11 @@ class DecodePrice:
         if self.unit not in ("volume", "time"):
             raise InvalidValueError("unit", self.unit, "volume or time")
 
+    @property
+    def full_step_s(self) -> float:
+        """Seconds of a step in which as many sequences decode, over as much context, as there may be."""
+        return self.step.step_s(0, self.max_num_seqs, self.capacity)
+
     def seconds(self, context: FloatArray, tokens: FloatArray) -> FloatArray:
         """Of ``tokens`` more tokens from ``context`` on, elementwise.
 
@@ -125,6 +130,7 @@ _COLUMNS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "deadline_at": (np.float64, ()),
     "rank": (np.float64, ()),
     "expected": (np.float64, ()),
+    "tokens": (np.float64, ()),  # expected output still to come
     "due": (np.bool_, ()),  # the job has changed: it is ranked before anybody asks
     "stale": (np.bool_, ()),  # the history or the price has: it is ranked in its turn
     "resident": (np.bool_, ()),
@@ -327,9 +333,11 @@ class Gittins(Order):
         self._look_at([row for row in due.tolist() if self._table.jobs[row].output_len])
         for first in range(0, len(due), _ROWS_AT_ONCE):
             rows = due[first : first + _ROWS_AT_ONCE]
-            costs, weights = self._cost_laws(rows)
+            tokens, weights = self._laws(rows)
+            costs = self._costs(rows, tokens)
             self._column("rank")[rows] = gittins_rank(costs, weights)
             self._column("expected")[rows] = np.vecdot(costs, weights)
+            self._column("tokens")[rows] = np.vecdot(tokens, weights)
         self._column("due")[due] = self._column("stale")[due] = False
         self._ranking = None
 
@@ -348,12 +356,11 @@ class Gittins(Order):
             self._column("limit")[rows],
         )
 
-    def _cost_laws(self, rows: NDArray[np.int64]) -> tuple[FloatArray, FloatArray]:
-        """Costs of ending at each point of the remaining length, seconds, and their probabilities; shape (n, 64)."""
-        tokens, weights = self._laws(rows)
+    def _costs(self, rows: NDArray[np.int64], tokens: FloatArray) -> FloatArray:
+        """Costs of ending at each point of the remaining length, seconds, shape (n, 64)."""
         costs = self._price.seconds(self._column("context")[rows, None], tokens)
         costs += self._price.step.prefill_token_s * self._column("missing")[rows, None]
-        return costs, weights
+        return costs
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless rows and jobs agree and every rank that is not due has been worked out."""

@@ -31,6 +31,7 @@ from policies.replica.facts import (
     TurnedAway,
     TurnsChanged,
 )
+from policies.tenancy.fair_shares import FairShares
 
 MAX_DECISIONS = 64
 """Of one request: the first half of them and the latest; those between are counted only."""
@@ -135,6 +136,7 @@ class DecisionTrace:
     Args:
         max_num_seqs: As in ``SchedulerLimits``.
         requests: All requests of the scheduler, by id; ``admitted`` are those with a place.
+        shares: Asked for the counters of tenants.
     """
 
     def __init__(
@@ -143,11 +145,13 @@ class DecisionTrace:
         max_num_seqs: int,
         requests: Mapping[str, ScheduledRequest],
         admitted: Mapping[str, ScheduledRequest],
+        shares: FairShares,
     ) -> None:
         self.accounts = Accounts()
         self._order, self._admission, self._kv = policies.order, policies.admission, policies.kv
         self._max_num_seqs = max_num_seqs
         self._requests, self._admitted = requests, admitted
+        self._shares = shares
         self._fresh: list[ScheduledRequest] = []
         self._order.on_move = self._moved
         self._observers: dict[type[Fact], Callable[[Any, float], None]] = {
@@ -316,6 +320,7 @@ class DecisionTrace:
         num_admitted = len(self._admitted)
         facts["num_admitted"], facts["num_waiting"] = num_admitted, len(self._requests) - num_admitted
         facts.update(self._order.explain(job, now))
+        facts.update(self._shares.explain(job))
         return facts
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from core.costs import StepCost
 from core.messages.cache import KVCacheEvent, StartedRequest
 from core.messages.forecasts import ForecastMade
-from core.messages.plans import FinishedSequence, Plan, StepReport, WorkerState
+from core.messages.plans import FinishedSequence, Plan, StepReport, TenantService, WorkerState
 from core.messages.requests import Key
 from core.request import Origin, Request
 
@@ -52,11 +52,15 @@ class StepsRan:
     """Each of these has decoded ``num_steps`` tokens in ``duration_s`` seconds since the scheduler last heard of it.
 
     The short form of a report in which nothing else has changed; a later report says it again.
+
+    Attributes:
+        services: As in ``StepReport``, with these steps.
     """
 
     request_ids: tuple[str, ...]
     num_steps: int
     duration_s: float
+    services: tuple[TenantService, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

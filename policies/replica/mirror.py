@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from core.errors import IntegrityError
 from core.messages.cache import KVCacheEvent
-from core.messages.plans import SlotProgress, StepReport, WorkerReady, WorkerState
+from core.messages.plans import SlotProgress, StepReport, TenantService, WorkerReady, WorkerState
 from core.messages.requests import Key
 from core.request import Request, Residency
 from kvcache.block_manager import NO_PARENT
@@ -67,6 +67,7 @@ class WorkerMirror:
         self._leaving: set[str] = set()  # those in ``hosted`` that are on their way there
         self._applied_plan_seq = 0  # the worker's plan in force at the last report
         self._preempted_in = 0  # plan that carries the latest preemption: older pressure is already answered
+        self._services: dict[str, float] = {}  # the worker's sums by tenant, as last told
 
     @property
     def num_waiting(self) -> int:
@@ -122,6 +123,7 @@ class WorkerMirror:
         """Another worker, or one that outlived another Scheduler: what it holds is here, and nothing else."""
         self.lose_worker()
         self.worker, self.lease = state.ready, state.lease
+        self._services = {each.tenant: each.gpu_s for each in state.report.services}  # an earlier Scheduler's
         self._hits = ReplicaHits(self.cache, self._changed, state.ready.block_size)
         for request in state.held:
             adopted = self.add(request, now)
@@ -160,6 +162,16 @@ class WorkerMirror:
                 scheduled.delivered = True
                 del self._undelivered[scheduled.request_id]
         return True
+
+    def apply_services(self, services: Iterable[TenantService]) -> list[tuple[str, float]]:
+        """GPU-seconds that tenants have had since they were last told of."""
+        grown = []
+        for each in services:
+            more_s = each.gpu_s - self._services.get(each.tenant, 0.0)
+            if more_s > 0:
+                self._services[each.tenant] = each.gpu_s
+                grown.append((each.tenant, more_s))
+        return grown
 
     def apply_progress(self, scheduled: ScheduledRequest, progress: SlotProgress) -> float:
         """Takes over what a report says of one request; seconds that it has run since the one before."""

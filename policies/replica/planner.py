@@ -7,6 +7,7 @@ import math
 from core.costs import StepCost
 from core.messages.plans import Plan, Slot
 from core.request import Residency
+from policies.budget.step_budget import StepBudget
 from policies.interfaces import Job, Order, ScheduledRequest
 from policies.replica.mirror import WorkerMirror
 
@@ -19,15 +20,16 @@ class ReplicaPlans:
 
     Args:
         order: How long a job may run before it is looked at again.
+        budget: How many prompt tokens may go beside streams.
         grant_lead_s: As in ``SchedulerLimits``.
 
     Attributes:
         cost: What steps cost; None before anything has been measured.
     """
 
-    def __init__(self, order: Order, grant_lead_s: float, mirror: WorkerMirror) -> None:
+    def __init__(self, order: Order, budget: StepBudget, grant_lead_s: float, mirror: WorkerMirror) -> None:
         self.cost: StepCost | None = None
-        self._order = order
+        self._order, self._budget = order, budget
         self._grant_lead_s = grant_lead_s
         self._mirror = mirror
         self._standby: list[str] = []
@@ -74,6 +76,7 @@ class ReplicaPlans:
             as_of_report_seq=mirror.report_seq,
             reserve_blocks=reserve_blocks,
             slots=tuple(self._slots(running)),
+            prompt_tokens=self._budget.prompt_tokens(running, self.cost),
         )
 
     def _slots(self, running: list[Job]) -> list[Slot]:

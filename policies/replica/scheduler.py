@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 
 from core.costs import StepCost
 from core.messages.forecasts import ForecastMade
-from core.messages.plans import FinishedSequence, SlotProgress, StepReport, WorkerState
+from core.messages.plans import FinishedSequence, SlotProgress, StepReport, TenantService, WorkerState
 from core.messages.requests import Key
 from core.request import Request, Residency, SequenceStatus
 from kvcache.cache_journal import CacheMirror
+from policies.budget.step_budget import NO_BUDGET, StepBudget
 from policies.interfaces import ReplicaPolicies, ScheduledRequest
 from policies.replica.decision_trace import Account, DecisionTrace
 from policies.replica.events import (
@@ -51,6 +52,7 @@ from policies.replica.facts import (
 from policies.replica.mirror import WorkerMirror
 from policies.replica.planner import ReplicaPlans
 from policies.replica.step_selector import StepSelector
+from policies.tenancy.fair_shares import FairShares
 
 COST_CHANGE = 0.05
 """A price that differs by more than this share is another one."""
@@ -66,11 +68,13 @@ class SchedulerLimits:
         grant_lead_s: Grants are renewed when less than this is left of one, so that nobody rests between the end of a
             grant and the plan that follows the report of it; they last twice as long at least. 0 where reports and
             plans take no time.
+        budget: How many prompt tokens a step may carry beside streams.
     """
 
     max_num_seqs: int
     standby_slots: int
     grant_lead_s: float = 0.0
+    budget: StepBudget = NO_BUDGET
 
 
 class ReplicaScheduler:
@@ -85,9 +89,10 @@ class ReplicaScheduler:
         self.order, self.admission = policies.order, policies.admission
         self.limits = limits
         self._mirror = mirror = WorkerMirror(policies.order.changed)
-        self._trace = DecisionTrace(policies, limits.max_num_seqs, mirror.requests, mirror.admitted)
-        self.selector = StepSelector(policies, limits.max_num_seqs, mirror)
-        self._planner = ReplicaPlans(policies.order, limits.grant_lead_s, mirror)
+        self.shares = shares = FairShares(limits.max_num_seqs)
+        self._trace = DecisionTrace(policies, limits.max_num_seqs, mirror.requests, mirror.admitted, shares)
+        self.selector = StepSelector(policies, limits.max_num_seqs, mirror, shares)
+        self._planner = ReplicaPlans(policies.order, limits.budget, limits.grant_lead_s, mirror)
 
     @property
     def num_waiting(self) -> int:
@@ -181,7 +186,7 @@ class ReplicaScheduler:
             yield problem
             return
         scheduled = self._mirror.add(request, at)
-        self.order.add(scheduled, at)
+        self._enter(scheduled, at)
         yield Arrived(scheduled, placement, at)
 
     def _never_fits(self, request: Request) -> RefuseRequest | None:
@@ -215,8 +220,16 @@ class ReplicaScheduler:
 
     def _let_go(self, request_id: str) -> ScheduledRequest:
         scheduled = self._mirror.remove(request_id)
-        self.order.remove(scheduled)
+        self._exit(scheduled)
         return scheduled
+
+    def _enter(self, scheduled: ScheduledRequest, at: float) -> None:
+        self.order.add(scheduled, at)
+        self.shares.add(scheduled)
+
+    def _exit(self, scheduled: ScheduledRequest) -> None:
+        self.order.remove(scheduled)
+        self.shares.remove(scheduled)
 
     def _connect(self, state: WorkerState, now: float) -> Iterator[Fact | Instruction]:
         """Takes over what the worker holds, in its order and ahead of what arrived meanwhile; both go on at once."""
@@ -227,7 +240,7 @@ class ReplicaScheduler:
         mirror.connect(state, now)
         self._price()
         for adopted in mirror.requests.values():
-            self.order.add(adopted, now)
+            self._enter(adopted, now)
         for progress in state.report.progress:
             yield Adopted(mirror.requests[progress.request_id])
         for known in newcomers:
@@ -242,8 +255,11 @@ class ReplicaScheduler:
 
     def _price(self) -> None:
         worker, cost = self._mirror.worker, self._planner.cost
-        if worker is not None and cost is not None:
-            self.order.price(cost, worker.num_blocks * worker.block_size)
+        if worker is None:
+            return
+        self.shares.capacity = worker.num_blocks * worker.block_size
+        if cost is not None:
+            self.order.price(cost, self.shares.capacity)
 
     def _lose_all(self) -> Iterator[Fact]:
         for scheduled in self._mirror.requests.values():
@@ -252,7 +268,7 @@ class ReplicaScheduler:
 
     def _lose_worker(self) -> None:
         for tracked in self._mirror.requests.values():
-            self.order.remove(tracked)
+            self._exit(tracked)
         self._mirror.lose_worker()
         self.selector.running = []
         self._planner.begin_anew()
@@ -261,6 +277,7 @@ class ReplicaScheduler:
         mirror = self._mirror
         if not mirror.apply_report(report):
             return
+        self._charge(report.services)
         for notice in mirror.apply_notices(report.cache):
             yield CacheTold(notice)
         for progress in report.progress:
@@ -277,6 +294,10 @@ class ReplicaScheduler:
                 yield from self._book_place(scheduled, progress)
         for finished in report.finished:
             yield from self._book_end(finished, now)
+
+    def _charge(self, services: Iterable[TenantService]) -> None:
+        for tenant, gpu_s in self._mirror.apply_services(services):
+            self.shares.charge(tenant, gpu_s)
 
     def _book_place(self, scheduled: ScheduledRequest, progress: SlotProgress) -> Iterator[Fact]:
         """A place that the worker has given by itself, or an offload that it has refused."""
@@ -296,6 +317,7 @@ class ReplicaScheduler:
     def _book_steps(self, event: StepsRan, now: float) -> None:
         worker, requests = self._mirror.worker, self._mirror.requests
         assert worker is not None
+        self._charge(event.services)
         for request_id in event.request_ids:
             scheduled = requests[request_id]
             scheduled.decode(event.num_steps, event.duration_s, worker.block_size)
@@ -354,3 +376,4 @@ class ReplicaScheduler:
         self._trace.accounts.check_integrity(set(self._mirror.requests))
         self._mirror.check_integrity()
         self.selector.check_integrity()
+        self.shares.check_integrity()

@@ -11,6 +11,7 @@ from core.request import Residency
 from policies.interfaces import Admission, Job, KvMoves, RanksSome, ReplicaPolicies
 from policies.replica.facts import Admitted, Evicted, Fact, NotAdmitted
 from policies.replica.mirror import WorkerMirror
+from policies.tenancy.fair_shares import FairShares
 
 
 @dataclass(slots=True)
@@ -162,18 +163,20 @@ class StepSelector:
 
     Args:
         max_num_seqs: As in ``SchedulerLimits``.
+        shares: Puts what the order ranks into the order of the tenants' turns.
 
     Attributes:
         running: Those of the admitted that are to execute, best first.
         num_preemptions: Ordered so far, of all requests.
     """
 
-    def __init__(self, policies: ReplicaPolicies, max_num_seqs: int, mirror: WorkerMirror) -> None:
+    def __init__(self, policies: ReplicaPolicies, max_num_seqs: int, mirror: WorkerMirror, shares: FairShares) -> None:
         self.order, self.admission, self.kv = policies.order, policies.admission, policies.kv
         self.running: list[Job] = []
         self.num_preemptions = 0
         self._max_num_seqs = max_num_seqs
         self._mirror = mirror
+        self._shares = shares
 
     def choose(self, now: float) -> Generator[Fact, None, bool]:
         """A scheduling point, while there is a worker; False if all that is here has to go: a batch has no room."""
@@ -198,11 +201,11 @@ class StepSelector:
     def waiting(self, now: float) -> Iterator[Job]:
         """Who waits for a place and could use it, best first."""
         admitted, scheduled = self._mirror.admitted, self._mirror.requests
-        return (
-            job
-            for job in self.order.ranked(now)
-            if job.request_id not in admitted and not scheduled[job.request_id].stalled
-        )
+
+        def waits(job: Job) -> bool:
+            return job.request_id not in admitted and not scheduled[job.request_id].stalled
+
+        return self._shares.ranked(self.order, now, waits, admitted.values())
 
     def reserve_blocks(self) -> int:
         """Blocks that the worker's own starts leave free for growth: none where KV can be made to leave for it."""
@@ -216,6 +219,8 @@ class StepSelector:
         mirror = self._mirror
         admitted = mirror.admitted
         residents: list[Job] = [each for each in admitted.values() if not each.stalled]
+        if mirror.short_blocks > 0:  # the last of them lose their KV: those of the tenant that is furthest ahead
+            residents = self._shares.arranged(residents)
         if not self.order.preemptive and (mirror.num_waiting == 0 or (mirror.is_answering and not self.kv.evicts)):
             return Selection(residents)  # the blocks that a preemption frees are for those it was made for
         selector = Selector(
@@ -227,7 +232,7 @@ class StepSelector:
         fixed = None if self.kv.evicts else list[Job](admitted.values())
         if self.order.preemptive:
             scheduled = mirror.requests
-            ranked = (job for job in self.order.ranked(now) if not scheduled[job.request_id].stalled)
+            ranked = self._shares.ranked(self.order, now, lambda job: not scheduled[job.request_id].stalled)
             return selector.select(ranked, admitted, fixed, lambda: self._holders(now))
         return selector.select(itertools.chain(residents, self.waiting(now)), admitted, fixed)
 
@@ -236,9 +241,9 @@ class StepSelector:
         mirror = self._mirror
         jobs = [each for each in (mirror.admitted | mirror.hosted).values() if not each.stalled]
         if isinstance(self.order, RanksSome):
-            return self.order.among(jobs, now)
+            return self._shares.arranged(self.order.among(jobs, now))
         wanted = {job.request_id for job in jobs}
-        return [job for job in self.order.ranked(now) if job.request_id in wanted]
+        return list(self._shares.ranked(self.order, now, lambda job: job.request_id in wanted))
 
     def _carry_out(self, moves: KvMoves) -> Iterator[Fact]:
         for job in moves.offload:

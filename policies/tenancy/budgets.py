@@ -93,6 +93,7 @@ class LocalBudget:
         self.used_at = now
         self._elsewhere = 0
         self._requests = self._prompt_tokens = self._output_tokens = self._cached_tokens = self._rejected = 0
+        self._gpu_s = 0.0
 
     def set_limits(self, limits: TenantLimits, now: float) -> None:
         if limits != self.limits:
@@ -124,16 +125,22 @@ class LocalBudget:
             return Excess("tokens", limits.tokens_per_minute, wait_s)
         return None
 
+    def hold(self, now: float) -> None:
+        """A request that was counted goes on without its client: in flight once more, until ``done``."""
+        self.in_flight += 1
+        self.is_due, self.used_at = True, now
+
     def done(self, now: float) -> None:
         """A request of the tenant has ended."""
         self.in_flight -= 1
         self.is_due, self.used_at = True, now
 
-    def spend(self, now: float, *, prompt: int = 0, output: int = 0, cached: int = 0) -> None:
-        """Tokens of a request; ``cached`` ones are part of its prompt and count as the others."""
+    def spend(self, now: float, *, prompt: int = 0, output: int = 0, cached: int = 0, gpu_s: float = 0.0) -> None:
+        """Tokens and GPU-seconds of a request; ``cached`` tokens are part of its prompt and count as the others."""
         self._prompt_tokens += prompt
         self._output_tokens += output
         self._cached_tokens += cached
+        self._gpu_s += gpu_s
         self.tokens.take(prompt + output, now)
         self.is_due = True
 
@@ -151,6 +158,7 @@ class LocalBudget:
             self.in_flight,
             self.requests.level,
             self.tokens.level,
+            self._gpu_s,
         )
 
     def correct(self, budget: TenantBudget, reported: TenantCounts, now: float) -> None:
@@ -234,6 +242,7 @@ class SharedBudgets:
             sum(each.cached_tokens for each in every),
             sum(each.rejected for each in every),
             sum(each.in_flight for each in recent),
+            sum(each.gpu_s for each in every),
         )
 
 

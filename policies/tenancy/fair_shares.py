@@ -1,48 +1,52 @@
-"""Fair shares: the tenant that has been served least goes first, and any order decides among its own jobs.
+"""Fair shares among tenants, above any order: priority class, then the tenant served least, then the order.
 
 The rule is that of the Virtual Token Counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024):
 each tenant has a counter of the service it got, the least counter is served next, and a tenant that comes back begins
 at the least counter of those who are there, so that nothing is saved up. Its unit here is GPU-seconds of the dominant
-share (Ghodsi et al., "Dominant Resource Fairness", NSDI 2011) over the tenant's weight.
+share (``core.costs.row_shares``, as the worker measures them) over the tenant's weight.
 
-**Bound.** While two tenants of weight 1 both have jobs waiting, and running jobs are not preempted, their counters
-differ by at most ``num_slots * (c + p)``: c is the largest charge of one job from admission to end, p the largest
-``ahead_s`` charge. For when a tenant's job was last admitted its counter was not above the other's, but for what the
-same ranking had already set ahead (``num_slots * p``), and since then only the jobs that ran at that moment have added
-to it (``num_slots * c``). So over any interval in which both wait, their service differs by at most twice that.
+docs/policies/fair_shares.md states the bound on the difference between two tenants, and proves it.
 """
 
 from __future__ import annotations
 
 import heapq
-import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import itertools
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 
-from core.costs import StepCost
 from core.decisions import Facts
-from core.errors import InvalidValueError
-from policies.interfaces import ORDERS, Job, Order, ReplicaContext
+from core.errors import IntegrityError
+from policies.interfaces import Job, Order, RanksSome
 
 AHEAD_S = 1.0
-"""Seconds that a ranking counts ahead for each job it names, so that one tenant does not fill all free slots."""
+"""Seconds that a walk counts ahead for each job that runs or that it names, by the job's share of the replica. So free
+slots are divided, and shares that differ are evened out within about so many seconds instead of all at once."""
+
+FEW = 64
+"""A tenant with so many jobs at most has them ranked alone, where the order can: the walk does not look for them among
+all jobs."""
+
+Wanted = Callable[[Job], bool]
 
 
 class ServiceCounters:
-    """Service by tenant, in GPU-seconds of dominant share over weight."""
+    """Service by tenant, in GPU-seconds over weight."""
 
-    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
-        self._weights = dict(weights or {})
+    def __init__(self) -> None:
         self._floor = 0.0
+        self._weights: dict[str, float] = {}
         self._active: dict[str, float] = {}
         self._idle: dict[str, float] = {}
-        for tenant, weight in self._weights.items():
-            if not 0 < weight < math.inf:
-                raise InvalidValueError(f"weights.{tenant}", weight, "a number > 0")
 
     def __getitem__(self, tenant: str) -> float:
         """Counter of an active tenant."""
         return self._active[tenant]
+
+    def __len__(self) -> int:
+        """Active tenants."""
+        return len(self._active)
 
     def enter(self, tenant: str) -> None:
         """The tenant has its first job: its counter rises to the least of the active ones if it is below that."""
@@ -58,177 +62,220 @@ class ServiceCounters:
         self._raise_floor()
         self._idle = {name: value for name, value in self._idle.items() if value > self._floor}
 
-    def charge(self, tenant: str, service_s: float) -> None:
-        """Adds service that the tenant got."""
-        self._active[tenant] += self.scaled(tenant, service_s)
+    def set_weight(self, tenant: str, weight: float) -> None:
+        """What has been counted stays as it is."""
+        self._weights[tenant] = weight
 
-    def scaled(self, tenant: str, service_s: float) -> float:
+    def charge(self, tenant: str, gpu_s: float) -> None:
+        """Adds service that the tenant got, of jobs that are here or have left."""
+        scaled = self.scaled(tenant, gpu_s)
+        if tenant in self._active:
+            self._active[tenant] += scaled
+        else:
+            self._idle[tenant] = max(self._idle.get(tenant, 0.0), self._floor) + scaled
+
+    def scaled(self, tenant: str, gpu_s: float) -> float:
         """The service as the tenant's counter counts it."""
-        return service_s / self._weights.get(tenant, 1.0)
+        return gpu_s / self._weights.get(tenant, 1.0)
 
     def _raise_floor(self) -> None:
         if self._active:
             self._floor = max(self._floor, min(self._active.values()))
 
 
-@dataclass(slots=True)
-class _Member:
-    """A job, and how much of it had been computed when it was last charged."""
+class FairShares:
+    """Puts the jobs that an order ranks into the order of their tenants' turns.
 
-    tenant: str
-    computed_len: int
+    Of one tenant's jobs, and where only one tenant has any, the order alone decides. Work-conserving: each walk yields
+    every job that the order would. Deadlines order the jobs of one tenant, not those of two; priorities are classes of
+    all tenants, within the range that each may use.
 
-
-class FairShares(Order):
-    """An order for each tenant, and the least served tenant first.
-
-    Work-conserving: ``ranked`` yields every job, so a slot is free only if no tenant has a job for it. Priorities and
-    deadlines order the jobs of one tenant, not those of two: else a tenant could write itself to the front.
-
-    ``add``, ``remove`` and ``ran`` cost what they cost in the inner order plus O(tenants) at a tenant's first and last
-    job; the first k of ``ranked`` cost O(tenants + k log tenants).
+    ``add``, ``remove`` and ``charge`` cost O(1), and O(tenants) at a tenant's first and last job. The first k jobs of
+    a walk cost O(tenants + k log tenants) beyond the order's own work, if the order ``RanksSome`` and one tenant
+    at most has more than ``FEW`` jobs; otherwise the walk reads on in the order until it finds the tenant's next job.
 
     Args:
-        make_order: Makes the order of one tenant.
-        tenant_of: The tenant of a job.
-        num_slots: Jobs that execute together at most.
-        weights: By tenant; 1 where there is none.
+        max_num_seqs: Jobs that execute together at most.
+        ahead_s: As ``AHEAD_S``.
+
+    Attributes:
+        capacity: KV tokens of the replica; 0 while they are unknown.
     """
 
-    def __init__(
-        self,
-        make_order: Callable[[], Order],
-        tenant_of: Callable[[Job], str],
-        num_slots: int,
-        weights: Mapping[str, float] | None = None,
-        ahead_s: float = AHEAD_S,
-    ) -> None:
-        if num_slots < 1:
-            raise InvalidValueError("num_slots", num_slots, "an integer >= 1")
-        self.preemptive = make_order().preemptive
-        self.counters = ServiceCounters(weights)
-        self._make_order = make_order
-        self._tenant_of = tenant_of
-        self._num_slots = num_slots
+    def __init__(self, max_num_seqs: int, ahead_s: float = AHEAD_S) -> None:
+        self.counters = ServiceCounters()
+        self.capacity = 0
+        self._slot_share = 1.0 / max_num_seqs
         self._ahead_s = ahead_s
-        self._orders: dict[str, Order] = {}
+        self._classes: dict[int, dict[str, dict[str, Job]]] = {}
         self._num_jobs: dict[str, int] = {}
-        self._members: dict[str, _Member] = {}
-        self._cost: StepCost | None = None
-        self._capacity = 0
 
-    def add(self, job: Job, now: float) -> None:
-        tenant = self._tenant_of(job)
+    @property
+    def is_shared(self) -> bool:
+        """Whether several tenants have jobs here."""
+        return len(self._num_jobs) > 1
+
+    def add(self, job: Job) -> None:
+        """A job has arrived; it is not here yet."""
+        tenant = job.tenant
+        self.counters.set_weight(tenant, job.weight)
         if tenant not in self._num_jobs:
             self.counters.enter(tenant)
             self._num_jobs[tenant] = 0
         self._num_jobs[tenant] += 1
-        self._members[job.request_id] = _Member(tenant, job.computed_len)
-        self._order(tenant).add(job, now)
+        self._classes.setdefault(job.priority, {}).setdefault(tenant, {})[job.request_id] = job
 
     def remove(self, job: Job) -> None:
-        member = self._members.pop(job.request_id, None)
-        if member is None:
+        """A job has ended or was aborted; unknown ones are ignored."""
+        tenant, priority = job.tenant, job.priority
+        tenants = self._classes.get(priority)
+        jobs = None if tenants is None else tenants.get(tenant)
+        if tenants is None or jobs is None or jobs.pop(job.request_id, None) is None:
             return
-        self._orders[member.tenant].remove(job)
-        self._num_jobs[member.tenant] -= 1
-        if not self._num_jobs[member.tenant]:
-            del self._num_jobs[member.tenant]
-            self.counters.leave(member.tenant)
+        if not jobs:
+            del tenants[tenant]
+            if not tenants:
+                del self._classes[priority]
+        num_left = self._num_jobs[tenant] - 1
+        if num_left:
+            self._num_jobs[tenant] = num_left
+        else:
+            del self._num_jobs[tenant]
+            self.counters.leave(tenant)
 
-    def ranked(self, now: float) -> Iterator[Job]:
-        """The first job of the least served tenant, then as if that job had run for ``ahead_s``, and so on."""
-        heap = [(self.counters[tenant], tenant) for tenant in self._num_jobs]
-        heapq.heapify(heap)
-        jobs = {tenant: self._orders[tenant].ranked(now) for _, tenant in heap}
-        while heap:
-            counter, tenant = heapq.heappop(heap)
-            job = next(jobs[tenant], None)
-            if job is None:
-                continue
-            yield job
-            ahead_s = self._ahead_s * self.share(job)
-            heapq.heappush(heap, (counter + self.counters.scaled(tenant, ahead_s), tenant))
+    def charge(self, tenant: str, gpu_s: float) -> None:
+        """Steps have run for jobs of the tenant, whether these are still here or not."""
+        self.counters.charge(tenant, gpu_s)
 
     def share(self, job: Job) -> float:
         """The larger of the job's shares of KV memory and slots, at most 1."""
-        kv_share = job.known_len / self._capacity if self._capacity else 0.0
-        return min(1.0, max(kv_share, 1.0 / self._num_slots))
+        kv_share = job.known_len / self.capacity if self.capacity else 0.0
+        return min(1.0, max(kv_share, self._slot_share))
 
-    def ran(self, job: Job, duration_s: float, now: float) -> None:
-        """Charges the dominant resource of the steps: compute, KV memory or slots."""
-        member = self._members.get(job.request_id)
-        if member is None:
-            return
-        computed = max(0, job.computed_len - member.computed_len)
-        member.computed_len = job.computed_len
-        compute_s = computed * self._cost.prefill_token_s if self._cost is not None else 0.0
-        service_s = max(duration_s * self.share(job), min(duration_s, compute_s))
-        self.counters.charge(member.tenant, service_s)
-        self._orders[member.tenant].ran(job, duration_s, now)
+    def ranked(self, order: Order, now: float, wanted: Wanted, running: Iterable[Job] = ()) -> Iterator[Job]:
+        """The wanted jobs, best first, lazily.
 
-    def price(self, cost: StepCost, capacity: int) -> None:
-        self._cost, self._capacity = cost, capacity
-        for order in self._orders.values():
-            order.price(cost, capacity)
+        Args:
+            order: Ranks all jobs that are here. Of those that are wanted, it has the smaller priorities first.
+            running: Jobs that run whatever is decided: they count for their tenants as if they had run on.
+        """
+        if not self.is_shared:
+            return filter(wanted, order.ranked(now))
+        return self._by_class(order, now, wanted, running)
 
-    def foreseen(self, job: Job) -> None:
-        self._each_of(job, lambda order: order.foreseen(job))
+    def arranged(self, jobs: Collection[Job]) -> list[Job]:
+        """These jobs, which an order has ranked, by class and by their tenants' turns."""
+        if not self.is_shared:
+            return list(jobs)
+        turns = _Turns(self, ())
+        arranged: list[Job] = []
+        by_class = sorted(jobs, key=_priority)
+        for _, members in itertools.groupby(by_class, _priority):
+            queues: dict[str, deque[Job]] = {}
+            for job in members:
+                queues.setdefault(job.tenant, deque()).append(job)
+            arranged += turns.take({tenant: iter(queue) for tenant, queue in queues.items()})
+        return arranged
 
-    def changed(self, job: Job) -> None:
-        self._each_of(job, lambda order: order.changed(job))
-
-    def learn(self, job: Job, *, censored: bool) -> None:
-        """What one tenant's jobs teach, its own order learns; the job has been removed already."""
-        order = self._orders.get(self._tenant_of(job))
-        if order is not None:
-            order.learn(job, censored=censored)
-
-    def refresh(self, now: float) -> None:
-        for tenant in self._num_jobs:
-            order = self._orders[tenant]
-            order.on_move = self.on_move
-            order.refresh(now)
-
-    def slice_s(self, job: Job) -> float:
-        return self._orders[self._members[job.request_id].tenant].slice_s(job)
-
-    def explain(self, job: Job, now: float) -> Facts:
-        """The tenant's counter, beside what its own order says."""
-        member = self._members.get(job.request_id)
-        if member is None:
+    def explain(self, job: Job) -> Facts:
+        """The counter of the job's tenant, where there are others."""
+        if not self.is_shared or job.tenant not in self._num_jobs:
             return {}
-        facts = dict(self._orders[member.tenant].explain(job, now))
-        return {**facts, "tenant_service_s": self.counters[member.tenant]}
+        return {"tenant_service_s": self.counters[job.tenant]}
 
-    def _order(self, tenant: str) -> Order:
-        """A tenant keeps its order while it has none of its jobs here, for what the order has learned."""
-        order = self._orders.get(tenant)
-        if order is None:
-            self._orders[tenant] = order = self._make_order()
-            order.on_move = self.on_move
-            if self._cost is not None:
-                order.price(self._cost, self._capacity)
-        return order
+    def ahead_s(self, job: Job) -> float:
+        """What a walk counts for a job that runs or is to run."""
+        return self.counters.scaled(job.tenant, self._ahead_s * self.share(job))
 
-    def _each_of(self, job: Job, call: Callable[[Order], None]) -> None:
-        member = self._members.get(job.request_id)
-        if member is not None:
-            call(self._orders[member.tenant])
+    def standing(self) -> dict[str, float]:
+        """Counter of each tenant that has jobs here."""
+        return {tenant: self.counters[tenant] for tenant in self._num_jobs}
+
+    def _by_class(self, order: Order, now: float, wanted: Wanted, running: Iterable[Job]) -> Iterator[Job]:
+        turns = _Turns(self, running)
+        reader = _Reader(filter(wanted, order.ranked(now)))
+        for priority in sorted(self._classes):
+            tenants = self._classes[priority]
+            yield from turns.take(
+                {tenant: self._queue(order, now, wanted, jobs, reader) for tenant, jobs in tenants.items()}
+            )
+
+    @staticmethod
+    def _queue(order: Order, now: float, wanted: Wanted, jobs: Mapping[str, Job], reader: _Reader) -> Iterator[Job]:
+        """One tenant's wanted jobs of one class, as the order ranks them; nothing is done before the first is asked
+        for."""
+        if len(jobs) > FEW:
+            job = next(iter(jobs.values()))
+            yield from reader.read(job.priority, job.tenant)
+            return
+        few = [job for job in jobs.values() if wanted(job)]
+        if len(few) < 2:
+            yield from few
+        elif isinstance(order, RanksSome):
+            yield from order.among(few, now)
+        else:
+            yield from itertools.islice(reader.read(few[0].priority, few[0].tenant), len(few))
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless the tenants with jobs are those that the counters take for active."""
+        counted: dict[str, int] = {}
+        for tenants in self._classes.values():
+            for tenant, jobs in tenants.items():
+                counted[tenant] = counted.get(tenant, 0) + len(jobs)
+        if counted != self._num_jobs:
+            raise IntegrityError(f"jobs by tenant: {counted} are here, {self._num_jobs} are counted")
+        if len(self.counters) != len(counted):
+            raise IntegrityError(f"{len(counted)} tenants have jobs, {len(self.counters)} have an active counter")
 
 
-def fair_order(
-    name: str, context: ReplicaContext, tenant_of: Callable[[Job], str], weights: Mapping[str, float] | None = None
-) -> FairShares:
-    """Fair shares above a registered order.
+class _Turns:
+    """One walk: whose turn it is, from class to class."""
 
-    It goes together with admissions and KV policies that need no particular order (``Part.needs``).
+    def __init__(self, shares: FairShares, running: Iterable[Job]) -> None:
+        self._shares = shares
+        self._standing = shares.standing()
+        for job in running:
+            self._standing[job.tenant] += shares.ahead_s(job)
 
-    Args:
-        name: As in ``[scheduler] order``.
+    def take(self, queues: dict[str, Iterator[Job]]) -> Iterator[Job]:
+        """All jobs of these tenants: the first of the least served, then as if that job had run ahead, and so on."""
+        standing = self._standing
+        heap = [(standing[tenant], tenant) for tenant in queues]
+        heapq.heapify(heap)
+        while heap:
+            tenant = heap[0][1]
+            job = next(queues[tenant], None)
+            if job is None:
+                heapq.heappop(heap)
+                continue
+            yield job
+            standing[tenant] += self._shares.ahead_s(job)
+            heapq.heapreplace(heap, (standing[tenant], tenant))
 
-    Raises:
-        ConfigError: There is no such order.
-    """
-    part = ORDERS.find(name)
-    return FairShares(lambda: part.build(context), tenant_of, context.max_num_seqs, weights)
+
+class _Reader:
+    """Reads a ranking once for several readers, each of whom wants the jobs of one tenant and class."""
+
+    def __init__(self, ranked: Iterator[Job]) -> None:
+        self._ranked = ranked
+        self._found: dict[tuple[int, str], deque[Job]] = {}
+        self._next: Job | None = None
+
+    def read(self, priority: int, tenant: str) -> Iterator[Job]:
+        """The tenant's jobs of the class, lazily; it ends where a later class begins."""
+        return iter(partial(self._one, priority, tenant), None)
+
+    def _one(self, priority: int, tenant: str) -> Job | None:
+        found = self._found.setdefault((priority, tenant), deque())
+        while not found:
+            job = self._next or next(self._ranked, None)
+            self._next = job
+            if job is None or job.priority > priority:
+                return None
+            self._next = None
+            self._found.setdefault((job.priority, job.tenant), deque()).append(job)
+        return found.popleft()
+
+
+def _priority(job: Job) -> int:
+    return job.priority

@@ -23,6 +23,7 @@ from services.api.schemas import StrictModel
 
 INGRESS = "ingress"
 MAX_COUNT = 1000
+MAX_NAME = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,20 @@ class ScaleRequest(StrictModel):
 
     kind: str
     count: int = Field(ge=1, le=MAX_COUNT)
+
+
+class DrainRequest(StrictModel):
+    """``POST /admin/drain``"""
+
+    replica: str = Field(max_length=MAX_NAME)
+    cancel: bool = False
+
+
+class DrainReply(BaseModel):
+    """``drained`` is false where the replica takes requests again, or was taken back while it drained."""
+
+    replica: str
+    drained: bool
 
 
 class ScaleReply(BaseModel):
@@ -75,16 +90,30 @@ def admin_routes(backend: GenerationBackend, administration: Administration) -> 
             raise InvalidValueError(
                 "kind", body.kind, "another kind: server.ingress_replicas in the file of `serve deploy` says it"
             )
-        try:
-            return _reply(await backend.scale(body.kind, body.count))
-        except InvalidValueError as error:
-            # A new error: the text of an error that came through Ray is a traceback.
-            raise InvalidValueError(error.field, error.value, error.expected) from error
-        except FarsightError as error:
-            message = f"The change was not made, or only in part: {getattr(error, 'cause', error)}"
-            raise ApiError(message, status=503, kind=SERVER_ERROR, code="not_scaled") from error
+        return _reply(await _changed(backend.scale(body.kind, body.count), "not_scaled"))
+
+    @router.post("/drain", responses=_ERRORS)
+    async def drain(body: DrainRequest) -> DrainReply:
+        counts = await _changed(backend.drain(body.replica, cancel=body.cancel), "not_drained")
+        return DrainReply(replica=body.replica, drained=body.replica in counts.drained)
 
     return router
+
+
+async def _changed(change: Coroutine[Any, Any, ComponentCounts], code: str) -> ComponentCounts:
+    """The counts after a change.
+
+    Args:
+        code: Code of the error, if the change fails.
+    """
+    try:
+        return await change
+    except InvalidValueError as error:
+        # A new error: the text of an error that came through Ray is a traceback.
+        raise InvalidValueError(error.field, error.value, error.expected) from error
+    except FarsightError as error:
+        message = f"The change was not made, or only in part: {getattr(error, 'cause', error)}"
+        raise ApiError(message, status=503, kind=SERVER_ERROR, code=code) from error
 
 
 def _reply(counts: ComponentCounts) -> ScaleReply:

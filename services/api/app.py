@@ -37,8 +37,11 @@ from services.api.pages.dashboard import operator_page
 from services.api.pages.explain import explain_routes
 from services.api.pages.page import html_page
 from services.api.pages.routes import docs_routes
+from services.api.readiness import DrainGate, Readiness
 from services.api.requests import Generation, check_model, generation_of
 from services.api.schemas import ChatCompletionRequest, CompletionRequest
+from services.api.streams.keeper import StreamKeeper
+from services.api.streams.routes import ResumableStreams, stream_routes, wants_resumable
 from services.api.text.prompts import PromptEncoder
 
 DEFAULT_MAX_BODY_BYTES = 4 * 1024 * 1024
@@ -64,6 +67,8 @@ def build_app(
     shares_across_keys: bool = True,
     door: Door | None = None,
     workers: BodyWorkers | None = None,
+    readiness: Readiness | None = None,
+    keeper: StreamKeeper | None = None,
 ) -> FastAPI:
     """The application over one backend.
 
@@ -75,6 +80,8 @@ def build_app(
         shares_across_keys: Whether requests of different tenants, or bearer keys, share cached prefixes.
         door: Asks for keys and counts for tenants; without one every request comes in.
         workers: Read large bodies; without them a thread of this process does.
+        readiness: What is known of the Supervisor and of a drain; without it there is neither.
+        keeper: Runs resumable streams; without one, streams are not resumable.
     """
     app = FastAPI(
         title="Farsight",
@@ -84,17 +91,22 @@ def build_app(
         docs_url=None,
         redoc_url=None,
     )
+    readiness = readiness or Readiness()
     if door is not None:
         backend = MeteredBackend(backend, door, shares_prefixes=shares_across_keys)
         app.include_router(usage_routes(door, _ERRORS))
         shares_across_keys = shares_across_keys or not door.is_open  # a caller's tenant is in the salt already
     app.include_router(_model_routes(backend))
-    app.include_router(_generation_routes(backend, encoder, workers, shares_across_keys))
+    streams = None if keeper is None else ResumableStreams(keeper, backend, encoder.texts, door)
+    app.include_router(_generation_routes(backend, encoder, workers, streams, shares_across_keys))
+    if streams is not None:
+        app.include_router(stream_routes(streams, _ERRORS | _EVENTS))
     app.include_router(explain_routes(backend, administration.token if administration else ""))
-    app.include_router(_operator_routes(backend))
+    app.include_router(_operator_routes(backend, readiness))
     app.include_router(admin_routes(backend, administration or Administration()))
     install_error_handlers(app)
     app.include_router(docs_routes(app))
+    app.add_middleware(DrainGate, readiness=readiness)
     app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes)
     if door is not None:
         install_door(app, door)
@@ -118,10 +130,16 @@ def _model_routes(backend: GenerationBackend) -> APIRouter:
 
 
 def _generation_routes(
-    backend: GenerationBackend, encoder: PromptEncoder, workers: BodyWorkers | None, shares_across_keys: bool
+    backend: GenerationBackend,
+    encoder: PromptEncoder,
+    workers: BodyWorkers | None,
+    streams: ResumableStreams | None,
+    shares_across_keys: bool,
 ) -> APIRouter:
     async def respond(generation: Generation, request: Request) -> Completion | ChatCompletion | Response:
         named = _named(generation, request, shares_across_keys=shares_across_keys)
+        if streams is not None and wants_resumable(request.headers, named):
+            return streams.begin(named, request.headers)
         if named.stream:
             return EventStream(chunks(backend, named, ChunkWriter(named, encoder.texts)))
         return await _answer(request, backend, named, encoder)
@@ -153,13 +171,20 @@ def _generation_routes(
     return router
 
 
-def _operator_routes(backend: GenerationBackend) -> APIRouter:
+def _operator_routes(backend: GenerationBackend, readiness: Readiness) -> APIRouter:
     router = APIRouter(tags=["operation"], responses=_ERRORS)
 
     @router.get("/health")
     async def health() -> Health:
-        if not await backend.healthy():
+        if not (await backend.healthy() and readiness.is_supervised):
             raise unhealthy()
+        return Health()
+
+    @router.get("/health/ready")
+    async def ready() -> Health:
+        problem = readiness.problem(healthy=await backend.healthy())
+        if problem is not None:
+            raise problem
         return Health()
 
     @router.get("/status")

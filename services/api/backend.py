@@ -87,6 +87,15 @@ class GenerationBackend(Protocol):
         """
         ...
 
+    async def drain(self, replica: str, *, cancel: bool) -> ComponentCounts:
+        """Takes a replica out once its requests have ended or moved, or takes it back.
+
+        Raises:
+            InvalidValueError: There is no such replica, or no other one would be left.
+            FarsightError: The change failed.
+        """
+        ...
+
     async def scale(self, kind: str, count: int) -> ComponentCounts:
         """Sets the number of components of a kind; returns when the added ones run or the removed ones are gone.
 

@@ -58,6 +58,7 @@ EXPECTED: dict[str, str] = {
     "top_logprobs": f"an integer from 0 to {MAX_TOP_LOGPROBS}",
     "priority": f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}",
     "cache_salt": "a string of 1 to 1024 characters",
+    "prompt_cache_key": "a string of 1 to 1024 characters",
     "benchmark_len": "an integer >= 1",
     "seed": "an integer from 0 to 2**64 - 1",
     "stop": f"a non-empty string of up to {MAX_STOP_CHARS} characters or a list of up to {MAX_STOP_STRINGS} of them",

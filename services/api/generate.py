@@ -32,12 +32,14 @@ class ChoiceResult:
 
     Attributes:
         cached_len: Prompt tokens whose KV came from the prefix cache.
+        gpu_s: GPU-seconds that it took.
     """
 
     texts: list[str] = field(default_factory=list)
     num_tokens: int = 0
     finish_reason: str | None = None
     cached_len: int = 0
+    gpu_s: float = 0.0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
@@ -46,6 +48,7 @@ class ChoiceResult:
         self.num_tokens += delta.num_tokens
         self.finish_reason = delta.finish_reason
         self.cached_len += first_cached_len(delta)
+        self.gpu_s += delta.gpu_s
         if delta.logprobs is not None:
             self.logprobs += delta.logprobs.output
             self.prompt_logprobs += delta.logprobs.prompt

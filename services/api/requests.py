@@ -278,7 +278,13 @@ def _request(
         why = f"a prompt of {len(prompt_ids)} tokens and the output must fit"
         raise _too_long(limit.field, str(limit.max_new_tokens), room, why, model)
     sampling = _sampling(body, default if limit is None else limit.max_new_tokens, model)
-    return unnamed_request(prompt_ids, sampling, priority=body.priority or 0, cache_salt=body.cache_salt or "")
+    return unnamed_request(prompt_ids, sampling, priority=body.priority or 0, cache_salt=_salt(body))
+
+
+def _salt(body: SamplingFields) -> str:
+    """Only requests of one tenant that name the same salt and the same key share prefixes."""
+    salt = body.cache_salt or ""
+    return salt if body.prompt_cache_key is None else f"{salt}\0{body.prompt_cache_key}"
 
 
 def _sampling(body: SamplingFields, max_new_tokens: int, model: ModelInfo) -> SamplingParams:

@@ -219,6 +219,12 @@ class SamplingFields(StrictModel):
         max_length=1024,
         description="Extension; only requests with the same salt share cached prefixes.",
     )
+    prompt_cache_key: str | None = Field(
+        None,
+        min_length=1,
+        max_length=1024,
+        description="Only requests with the same key share cached prefixes, as with cache_salt.",
+    )
     priority: int | None = Field(
         None, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Extension; lower goes first; 0 if not given."
     )

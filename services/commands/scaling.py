@@ -1,4 +1,4 @@
-"""The client of ``farsight scale``: asks the running server, then waits for slow changes."""
+"""The clients of ``farsight scale`` and ``farsight drain``: ask the running server, then wait for slow changes."""
 
 from __future__ import annotations
 
@@ -37,6 +37,18 @@ def scale_service(url: str, token: str, kind: str, count: int) -> str:
     ask(url, "/admin/scale", SCALE_TIMEOUT_S, token, {"kind": kind, "count": count})
     note = "" if kind != "ingress" else _wait_ingress(url, token, count)
     return f"{kind}: {before} -> {count} after {time.monotonic() - began:.1f} s{note}"
+
+
+def drain_replica(url: str, token: str, replica: str, *, cancel: bool) -> str:
+    """Takes a replica out or back, and returns one line about it.
+
+    Raises:
+        FarsightError: An argument is wrong, the server refuses, or no server answers.
+    """
+    began = time.monotonic()
+    reply = ask(url, "/admin/drain", SCALE_TIMEOUT_S, token, {"replica": replica, "cancel": cancel})
+    state = "drained" if reply["drained"] else "takes requests"
+    return f"replica {replica}: {state} after {time.monotonic() - began:.1f} s"
 
 
 def _wait_ingress(url: str, token: str, count: int) -> str:

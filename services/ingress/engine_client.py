@@ -26,6 +26,7 @@ from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, Site, again_and_again, w
 from core.degraded import Degraded
 from core.errors import InvalidValueError
 from core.forecast import Forecast, ForecastQuestion
+from core.messages.drains import DrainReplica
 from core.messages.forecasts import ForecastMade, ForecastsMade
 from core.messages.log import FinishedRequests, RequestTrace, RequestTraces
 from core.messages.placement import PlacementView
@@ -167,7 +168,8 @@ class EngineClient:
         )
 
     def _open(self, request: Request) -> ClientStream:
-        stream = ClientStream(request)
+        # A request that goes on comes with its output so far, which its client has.
+        stream = ClientStream(request, list(request.output_ids), num_tokens=len(request.output_ids))
         self._streams[request.request_id] = stream
         self._watch_deadline(stream)
         return stream
@@ -373,6 +375,14 @@ class EngineClient:
         if self._ledger.has_outgoing:
             self._outgoing_due.set()
 
+    def end_streams(self, reason: str) -> None:
+        """Ends every open request with an error, for a service that stops."""
+        for stream in list(self._streams.values()):
+            if self._ledger.replica_of(stream.request.request_id) is not None:  # else its end is on its way
+                self._ledger.close(stream.request.request_id, time.monotonic())
+                self._fail(stream, stream.attempts, reason)
+        self._outgoing_due.set()
+
     @staticmethod
     def _fail(stream: ClientStream, attempts: int, reason: str) -> None:
         """Ends it, behind what has come."""
@@ -455,6 +465,14 @@ class EngineClient:
             if stream.trace.is_of(response_id):
                 own += stream.trace.so_far()
         return await self._explanations.find(response_id, own)
+
+    async def drain(self, replica: str, *, cancel: bool) -> ComponentCounts:
+        """Takes a replica out, or back; answers when that is done.
+
+        Raises:
+            InvalidValueError: there is no such replica, or no other one would be left.
+        """
+        return await self._peers.supervisor().drain_replica(DrainReplica(replica, cancel))
 
     async def scale(self, kind: str, count: int) -> ComponentCounts:
         """How many of what there are from now on; answers when they are there, or gone.

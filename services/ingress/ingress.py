@@ -23,7 +23,10 @@ from services.api.app import build_app
 from services.api.backend import ModelInfo
 from services.api.body_workers import BodyWorkers
 from services.api.middleware import LoopPace
+from services.api.readiness import Readiness
+from services.api.streams.keeper import StreamKeeper
 from services.api.text.prompts import PromptEncoder
+from services.ingress.attendance import SUPERVISED_S, Attendance
 from services.ingress.engine_client import EngineClient
 from services.ingress.liveness import Liveness, publish
 from services.ingress.paced_http import pace_http
@@ -64,11 +67,16 @@ class Ingress:
         # Ray Serve starts its server in this process once the application is built.
         pace_http(pace, connection_limits(server, behind_haproxy=PROXY_DIRECTORY_VARIABLE in os.environ))
         client = await open_client(self._site)
-        await self._tell_liveness(client)
+        readiness = Readiness(SUPERVISED_S)
+        attendance = Attendance(self._site.peers(), readiness, client.end_streams)
+        self._attending = asyncio.create_task(again_and_again(attendance.run, LOOK_AGAIN_S))
+        await self._tell_liveness(client, readiness)
         leave_full_collections_to_us()
         collect = functools.partial(collect_when_quiet, lambda: client.num_open + len(pace) <= QUIET_REQUESTS)
         self._collecting = asyncio.create_task(again_and_again(collect, LOOK_AGAIN_S))
         door = self._make_door(client)
+        keeper = StreamKeeper(self._site.peers().stream_store())
+        self._keeping = asyncio.create_task(again_and_again(keeper.run, LOOK_AGAIN_S))
         shares = server.prefix_sharing == "all" or (server.prefix_sharing == "auto" and door.is_open)
         return build_app(
             client,
@@ -78,6 +86,8 @@ class Ingress:
             shares_across_keys=shares,
             door=door,
             workers=BodyWorkers(self._site.model_dir),
+            readiness=readiness,
+            keeper=keeper,
         )
 
     def _make_door(self, client: EngineClient) -> Door:
@@ -99,13 +109,13 @@ class Ingress:
         return door
 
     @staticmethod
-    async def _tell_liveness(client: EngineClient) -> None:
+    async def _tell_liveness(client: EngineClient, readiness: Readiness) -> None:
         """Where HAProxy is ours. Ray Serve's controller asks the replica's actor, which is on the same event loop."""
         from ray import serve
 
         directory = os.environ.get(PROXY_DIRECTORY_VARIABLE)
         if directory:
-            port = await Liveness(lambda: client.hears).start()
+            port = await Liveness(lambda: client.hears, readiness=readiness).start()
             publish(port, serve.get_replica_context().replica_id.unique_id, Path(directory))
 
 

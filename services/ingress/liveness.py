@@ -18,7 +18,8 @@ from typing import cast
 
 from services.api.answers.replies import Health
 from services.api.errors import ApiError, unhealthy
-from services.proxy.haproxy_config import CHECK_PATH, HEALTH_PATH, LIVENESS_FOLDER
+from services.api.readiness import Readiness
+from services.proxy.haproxy_config import CHECK_PATH, HEALTH_PATH, LIVENESS_FOLDER, READY_PATH
 
 BEAT_S = 0.25
 HUNG_S = 10.0
@@ -39,10 +40,17 @@ class Liveness:
     Args:
         healthy: Whether requests can be taken; called in the thread, so it may only read.
         now: A monotonic clock, in seconds.
+        readiness: What is known of the Supervisor and of a drain; without it there is neither.
     """
 
-    def __init__(self, healthy: Callable[[], bool], now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        healthy: Callable[[], bool],
+        now: Callable[[], float] = time.monotonic,
+        readiness: Readiness | None = None,
+    ) -> None:
         self._healthy = healthy
+        self._readiness = readiness or Readiness()
         self._now = now
         self._turned_at = now()
         self._beat: asyncio.TimerHandle | None = None
@@ -107,10 +115,13 @@ class Liveness:
             return _http(405, error.body(), "Allow: GET\r\n")
         if path == CHECK_PATH and self.alive:
             return _http(200, {"status": "ok"})
-        if path == HEALTH_PATH and self.alive and self._healthy():
+        if path == HEALTH_PATH and self.alive and self._healthy() and self._readiness.is_supervised:
             return _http(200, Health().model_dump())
+        if path == READY_PATH:
+            problem = self._readiness.problem(healthy=self.alive and self._healthy())
+            return _http(200, Health().model_dump()) if problem is None else _refused(problem)
         if path in (CHECK_PATH, HEALTH_PATH):
-            return _http(503, unhealthy().body())
+            return _refused(unhealthy())
         return _http(404, ApiError(f"There is no {path}.", code="not_found").body())
 
 
@@ -153,6 +164,10 @@ class _Connection(asyncio.Protocol):
 
 
 _PHRASES = {200: "OK", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
+
+
+def _refused(error: ApiError) -> bytes:
+    return _http(error.status, error.body(), "".join(f"{name}: {value}\r\n" for name, value in error.headers.items()))
 
 
 def _http(status: int, body: dict[str, object], headers: str = "") -> bytes:

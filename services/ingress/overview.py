@@ -13,7 +13,15 @@ from ray.exceptions import RayTaskError
 
 from actors.calls.failures import RemoteError
 from actors.runtime.component import kind_of
-from actors.runtime.names import SUPERVISOR, by_host, initial_counts, wanted_components
+from actors.runtime.names import (
+    SUPERVISOR,
+    by_host,
+    initial_counts,
+    own_replicas,
+    replica_of,
+    wanted_components,
+    worker_name,
+)
 from actors.runtime.peer import PeerBook, PeerLost, Site, current_counts
 from core.errors import FarsightError
 from core.messages.kv import KVUsage
@@ -50,11 +58,12 @@ class Overview:
         rows, ingress_rows, usages, artefacts, delay_s = await asyncio.gather(
             asyncio.gather(*(self._rows(host, components) for host, components in hosts.items())),
             self._ingress_rows(),
-            asyncio.gather(*(self._kv(str(index)) for index in range(self._counts.replicas))),
+            asyncio.gather(*(self._kv(replica) for replica in own_replicas(self._counts))),
             self._artefacts(),
             self._queue_delay_s(),
         )
-        components = (*itertools.chain.from_iterable(rows), *ingress_rows)
+        found = map(self._with_drain, itertools.chain.from_iterable(rows))
+        components = (*found, *map(self._drained, self._counts.drained), *ingress_rows)
         return StatusReply(components, total_usage(usages), artefacts, delay_s)
 
     async def placement(self) -> PlacementView:
@@ -136,6 +145,16 @@ class Overview:
                 return list((await self._peers.router().ingress_rows()).components)
         except (PeerLost, TimeoutError, *DEFECTS):
             return []
+
+    def _with_drain(self, row: ComponentStatus) -> ComponentStatus:
+        """The state of a replica's component is that of its replica while that drains."""
+        drains = row.state == "ready" and replica_of(row.name) in self._counts.draining
+        return dataclasses.replace(row, state="draining") if drains else row
+
+    def _drained(self, replica: str) -> ComponentStatus:
+        """The one row of a replica that the operator has taken out."""
+        name = worker_name(replica)
+        return ComponentStatus(name, kind_of(name, self._config), 0, "", "drained", 0, None, 0, 0)
 
     def _dead(self, component: str) -> ComponentStatus:
         """What is known of it from its life, as far as that outlasts it."""

@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,11 +22,12 @@ from core.config.access import AccessConfig
 from core.config.server import ServerConfig
 from core.errors import FarsightError
 from core.processors import usable_processors
+from services.launch.daemons import watched_daemons
 from services.launch.door import write_tls_file
 from services.launch.signals import StopSignal
 from services.launch.stages import Stages, StartTimedOut
 from services.proxy.haproxy import haproxy_environment
-from services.proxy.ports import LOOPBACK, free_ports, reserved_ports
+from services.proxy.ports import free_ports, reserved_ports
 from services.proxy.timed_http import LIMITS_VARIABLE, ConnectionLimits
 from services.run_file import ADMIN_TOKEN_VARIABLE
 
@@ -89,7 +91,7 @@ def private_cluster(
     """
     with reserved_ports(avoid=server.port if server else 0) as ports:
         directory = Path(tempfile.mkdtemp(prefix="farsight-"))
-        stop.starting(lambda: remove_directory(directory))
+        stop.starting(lambda: _end_all(directory))
         _set_environment(directory, proxy, ports, server)
         if proxy == "haproxy" and access is not None:
             write_tls_file(access, directory)
@@ -97,11 +99,28 @@ def private_cluster(
 
         try:
             context = _start_ray(stop, stages, directory, ports, dashboard=dashboard)
-            yield PrivateCluster(f"http://{context.dashboard_url}" if dashboard else "")
+            with watched_daemons(lambda dead: _abandon(stop, dead)):
+                yield PrivateCluster(f"http://{context.dashboard_url}" if dashboard else "")
         finally:
             ray.shutdown()
-            end_processes(directory)
-            remove_directory(directory)
+            _end_all(directory)
+
+
+def _end_all(directory: Path) -> None:
+    end_processes(directory)
+    remove_directory(directory)
+
+
+def _abandon(stop: StopSignal, dead: str) -> None:
+    """Ends this process with status 1, because a cluster without one of its daemons replaces nothing that dies.
+
+    Calls of Ray may never return now, so the main thread is not asked.
+    """
+    sys.stdout.flush()
+    sys.stderr.write(f"farsight: {dead}, has died; no process that dies would be replaced, so everything ends\n")
+    sys.stderr.write("farsight: What to do: run the same command again.\n")
+    sys.stderr.flush()
+    stop.abandon(1)
 
 
 def remove_directory(directory: Path) -> None:
@@ -294,7 +313,7 @@ def _set_environment(directory: Path, proxy: str, ports: range, server: ServerCo
         # One event loop per replica avoids a thread hop per token. The ingress never blocks its loop.
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
-        "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "1",
+        "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
         # Kill a hung replica; otherwise it and its clients would get the time of a draining replica.
         "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
         # Ray kills a proxy that is not up after three times this value; its default 5 s is too short on a busy machine.
@@ -308,10 +327,9 @@ def _set_environment(directory: Path, proxy: str, ports: range, server: ServerCo
         "RAY_worker_register_timeout_seconds": "240",
         "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "240",
     }
-    limits = None if server is None else ConnectionLimits.of(server)
     if proxy == "haproxy":
-        os.environ |= haproxy_environment(directory, ports, server.host if server else LOOPBACK, limits)
-        del os.environ["RAY_SERVE_ENABLE_DIRECT_INGRESS"]
+        os.environ |= haproxy_environment(directory, ports)
     else:
         os.environ["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] = "services.proxy.proxy_errors.middlewares"
+        limits = None if server is None else ConnectionLimits.of(server)
         os.environ[LIMITS_VARIABLE] = "" if limits is None else limits.to_json()

@@ -10,10 +10,10 @@ import dataclasses
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from actors.calls.message import Asked
 from actors.calls.supervisor import SupervisorCalls
@@ -29,16 +29,19 @@ from services.api.access.door import API_KEY_VARIABLE
 from services.launch.backends import check_replicas, look_for_servers
 from services.launch.cluster import ServiceFailed, private_cluster
 from services.launch.door import absolute_paths, check_door
-from services.launch.proxy import ProxyStart, wait_routed
+from services.launch.draining import drain
+from services.launch.proxy import ProxyStart, front_proxy, wait_routed
 from services.launch.signals import StopSignal
 from services.launch.stages import Stages
 from services.launch.starting import LOOK_S, StartingComponents
-from services.proxy.haproxy import choose_proxy
+from services.proxy.haproxy import HAProxyKeeper, choose_proxy
 from services.run_file import ADMIN_TOKEN_VARIABLE, published
 
 EMBEDDED_MODEL = Path(__file__).parents[1] / "embedded_model"
 EMBEDDED_NAME = "farsight-embedded"
 WATCH_INTERVAL_S = 0.5
+
+R = TypeVar("R")
 
 APP_NAME = "farsight"
 """Name of the Ray Serve application."""
@@ -48,6 +51,9 @@ _FAILED_APP = ("DEPLOY_FAILED", "UNHEALTHY", "DELETING")
 INGRESS_SILENCES = 3.0
 """Ray Serve replaces an ingress replica after three health checks in a row without an answer, each with a timeout of
 this factor times ``silence_s``. Ray Serve cannot tell a stopped process from a slow one, hence the long time."""
+
+INGRESS_CHECK_S = 0.5
+"""How often Ray Serve asks an ingress replica how it is; it learns of a death by that."""
 
 DRAIN_INGRESS_S = 600.0
 """Seconds for an ingress replica that is being removed to finish its streams. Ctrl-C does not wait for it."""
@@ -145,10 +151,12 @@ class Service:
 
     Args:
         site: The service to run.
+        keeper: Runs HAProxy; None where Ray Serve's own proxy is in front.
     """
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site, keeper: HAProxyKeeper | None = None) -> None:
         self._site = site
+        self._keeper = keeper
         self._ingress_replicas = site.config.server.ingress_replicas or default_ingress_replicas()
 
     def start(self, stages: Stages) -> None:
@@ -179,7 +187,7 @@ class Service:
                     raise ServiceFailed(f"the ingress cannot start: {app.message}")
                 stages.check(stage)
                 time.sleep(LOOK_S)
-            wait_routed(stages, stage)
+            wait_routed(stages, stage, self._keeper)
             stage.outcome = f"{self._ingress_replicas} of {self._ingress_replicas} ready"
 
     def _run_ingress(self) -> None:
@@ -199,8 +207,23 @@ class Service:
                 self._ingress_replicas = wanted
                 self._run_ingress()
 
+    def drain(self, stop: StopSignal, say: Callable[[str], None]) -> None:
+        """Refuses new requests, and gives open ones ``server.drain_s`` to end."""
+        drain(
+            lambda order: self._ask_supervisor(SupervisorCalls.drain_service, order),
+            stop,
+            self._site.config.server.drain_s,
+            self._ingress_replicas,
+            say,
+        )
+
     def _wanted_ingress_replicas(self) -> int:
         """The requested number of ingress replicas; 0 if none was requested or the Supervisor does not answer."""
+        counts = self._ask_supervisor(SupervisorCalls.counts)
+        return 0 if counts is None else counts.ingress_replicas
+
+    def _ask_supervisor(self, method: Callable[..., Coroutine[Any, Any, R]], request: Any = None) -> R | None:
+        """The Supervisor's answer; None if it does not answer."""
         import ray
         from ray.exceptions import RayError
 
@@ -208,12 +231,12 @@ class Service:
 
         host = find_host(host_of(SUPERVISOR, self._site.placement), self._site.namespace)
         if host is None:
-            return 0
+            return None
         try:
-            asked = Asked(host, SUPERVISOR, SupervisorCalls.counts)
-            return asked.read(ray.get(asked.ref, timeout=WATCH_INTERVAL_S)).ingress_replicas
+            asked = Asked(host, SUPERVISOR, method, request)
+            return asked.read(ray.get(asked.ref, timeout=WATCH_INTERVAL_S))
         except RayError:
-            return 0
+            return None
 
 
 def start_components(site: Site) -> StartingComponents:
@@ -270,7 +293,7 @@ def ingress_app(site: Site, replicas: int, *, scalable: bool = False) -> Any:
         max_ongoing_requests=2 * site.config.server.max_queued_requests,
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=DRAIN_INGRESS_S,
-        health_check_period_s=site.config.actors.silence_s,
+        health_check_period_s=INGRESS_CHECK_S,
         health_check_timeout_s=INGRESS_SILENCES * site.config.actors.silence_s,
         # Without a fixed version, every run counts as an update, for which Serve replaces all replicas.
         version="1",
@@ -327,8 +350,11 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
     if advice := numa_advice(config, len(numa_nodes())):
         say(advice)
     proxy = choose_proxy(config.server)
-    with private_cluster(stop, stages=stages, proxy=proxy, server=config.server, access=site.config.access):
-        service = Service(site)
+    with (
+        private_cluster(stop, stages=stages, proxy=proxy, server=config.server, access=site.config.access),
+        front_proxy(config.server, proxy) as keeper,
+    ):
+        service = Service(site, keeper)
         service.start(stages)
         stop.running()
         url = f"{'https' if config.access.tls_cert else 'http'}://{config.server.host}:{config.server.port}"
@@ -336,8 +362,11 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
         say(f"Ready after {stages.elapsed_s:.1f} s.")
         say(_example(url, model.name, key))
         say(f"OpenAI API: {url}/v1   First: curl {url}/v1/models{key}   Stop: Ctrl-C")
-        with published(config.server.port, os.environ[ADMIN_TOKEN_VARIABLE], site.config.access.tls_cert):
+        with published(config.server.port, os.environ[ADMIN_TOKEN_VARIABLE], site.config.access.tls_cert) as run_file:
+            stop.starting(lambda: run_file.unlink(missing_ok=True))
             service.wait(stop)
+            if not stop.at_once:
+                service.drain(stop, say)
         say("Stopping.")
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 import types
 from collections.abc import Callable
+from typing import NoReturn
 
 import psutil
 
@@ -13,19 +16,22 @@ INTERRUPTED = 130
 """Exit status of an interrupted start: 128 + SIGINT, as in shells."""
 
 _KILL_TIMEOUT_S = 5.0
+_LOOK_S = 0.05
 
 
 class StopSignal:
-    """Abandons a start, ends a running service.
+    """Abandons a start; ends a running service, after TERM once its requests have ended.
 
     A start cannot be unwound: Ray's C++ code crashes when an exception passes through it. The service has no requests
     yet, so a signal kills the started processes and ends this process at once.
     """
 
     def __init__(self) -> None:
-        self.received = False
-        self._clean_up: Callable[[], None] = lambda: None
+        self._num_received = 0
+        self._drains = False
+        self._clean_ups: list[Callable[[], None]] = []
         self._running = False
+        self._abandoning = threading.RLock()  # a second signal may interrupt the clean-up after the first
         self.install()
 
     def install(self) -> None:
@@ -34,19 +40,43 @@ class StopSignal:
         signal.signal(signal.SIGTERM, self._on_signal)
 
     def starting(self, clean_up: Callable[[], None]) -> None:
-        """From here on, an abandoned start calls this clean-up."""
-        self._clean_up = clean_up
+        """From here on, ``abandon`` calls this clean-up as well."""
+        self._clean_ups.append(clean_up)
 
     def running(self) -> None:
         """From here on, a signal only sets ``received``."""
         self._running = True
 
-    def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
-        self.received = True
-        if not self._running:
+    @property
+    def received(self) -> bool:
+        """Whether any signal came."""
+        return self._num_received > 0
+
+    @property
+    def at_once(self) -> bool:
+        """Whether requests get no time to end: the first signal was Ctrl-C, or a second one came."""
+        return self._num_received > 1 or (self.received and not self._drains)
+
+    def wait(self, seconds: float) -> None:
+        """Sleeps for so long, or until requests get no more time."""
+        deadline = time.monotonic() + seconds
+        while not self.at_once and (left_s := deadline - time.monotonic()) > 0:
+            time.sleep(min(left_s, _LOOK_S))
+
+    def abandon(self, status: int) -> NoReturn:
+        """Kills all processes that were started, cleans up and ends this process; may be called from any thread."""
+        with self._abandoning:
             kill_children()
-            self._clean_up()
-            os._exit(INTERRUPTED)
+            for clean_up in self._clean_ups:
+                clean_up()
+            os._exit(status)
+
+    def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
+        if not self._num_received:
+            self._drains = number == signal.SIGTERM
+        self._num_received += 1
+        if not self._running:
+            self.abandon(INTERRUPTED)
 
 
 def kill_children() -> None:

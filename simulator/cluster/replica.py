@@ -104,6 +104,7 @@ class Replica:
         self._usage = recorder.usage.setdefault(name, ReplicaUsage())
         self._on_start, self._on_end, self._on_broken = on_start, on_end, on_broken
         self.executor = shape.build_executor(name)
+        self.executor.meter.cost = latency.cost
         if shape.shares_prefixes:
             self.executor.share_prefixes(self._block_hashes)
         self._records: dict[str, Record] = {}
@@ -191,7 +192,8 @@ class Replica:
         if new > 0 and not run.work.prefill_tokens:
             seconds = run.seconds(num_steps) - run.seconds(run.num_told)
             run.num_told = num_steps
-            self._tell(StepsRan(tuple(item.request_id for item in run.batch.items), new, seconds), now)
+            services = self.executor.services_after(run.batch, run.seconds(num_steps), num_steps)
+            self._tell(StepsRan(tuple(item.request_id for item in run.batch.items), new, seconds, services), now)
 
     @property
     def _looks(self) -> bool:

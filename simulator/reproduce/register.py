@@ -10,6 +10,7 @@ from simulator.reproduce.past_future import PAST_FUTURE
 from simulator.reproduce.placements import PLACEMENTS
 from simulator.reproduce.preble import PREBLE_RESULTS
 from simulator.reproduce.rows import Reproduction
+from simulator.reproduce.tail.cells import TAIL
 
 _ALL: tuple[Reproduction, ...] = (
     *MAGNUS,
@@ -19,6 +20,7 @@ _ALL: tuple[Reproduction, ...] = (
     *PREBLE_RESULTS,
     *PLACEMENTS,
     *COMBINED,
+    *TAIL,
 )
 
 REPRODUCTIONS: dict[str, Reproduction] = {each.name: each for each in _ALL}

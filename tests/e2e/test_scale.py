@@ -144,6 +144,28 @@ async def scale(server: Server, load: Load, kind: str, count: int) -> None:
     assert not load.wrong
 
 
+async def drain_and_take_back(server: Server, load: Load) -> None:
+    """By the command: replica 0 ends, the other one does all the work, and the last one cannot be drained."""
+    began = await asyncio.to_thread(drain, server, "0")
+    assert began.stdout.startswith("replica 0: drained after "), began.stderr
+    (drained,) = (row for row in rows(server, "replica") if row["name"] == "worker-0")
+    assert (drained["name"], drained["state"], drained["pid"]) == ("worker-0", "drained", 0)
+    enough = load.num_done + NUM_CLIENTS
+    await eventually(lambda: load.num_done >= enough)
+    for words, message in [(["1"], "no other replica is left"), (["7"], "one of 0, 1")]:
+        refused = await asyncio.to_thread(drain, server, *words)
+        assert (refused.returncode, message in refused.stderr) == (1, True), refused
+    back = await asyncio.to_thread(drain, server, "0", "--cancel")
+    assert back.stdout.startswith("replica 0: takes requests after "), back.stderr
+    await eventually(partial(are_busy, server, "replica", 2))
+    assert not load.wrong
+
+
+def drain(server: Server, *words: str) -> subprocess.CompletedProcess[str]:
+    command = farsight("drain", *words, "--port", str(server.port))
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+
+
 @pytest.fixture(scope="module", params=["fused", pytest.param("split", marks=pytest.mark.long)])
 def scaled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server of its own; ``tests/actors/test_deaths.py`` scales components in both placements."""
@@ -160,6 +182,7 @@ async def test_scaling_under_load_is_not_seen_by_clients(scaled: Server) -> None
             await scale(scaled, load, kind, 2)
             if kind in ("replica", "ingress"):  # the new one is given work
                 await eventually(partial(are_busy, scaled, kind, 2))
+        await drain_and_take_back(scaled, load)
         for kind in ROW_KINDS:
             await scale(scaled, load, kind, 1)
     assert not load.wrong

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -12,7 +14,8 @@ import psutil
 import pytest
 
 from services.launch.launch import EMBEDDED_NAME
-from tests.e2e.server import LONG_S, STOP_TIMEOUT_S, Server, spawn_server, start_server, wait_until
+from services.run_file import run_directory
+from tests.e2e.server import LONG_S, STOP_TIMEOUT_S, Server, name_of, spawn_server, start_server, wait_until
 from tests.e2e.test_hygiene import check_listeners, environment
 
 pytestmark = pytest.mark.alone
@@ -43,6 +46,57 @@ def test_ctrl_c_under_load_stops_everything_in_time(tmp_path: Path, placement: s
     assert "Ready after" in log
     assert log.rstrip().endswith("Stopped.")
     assert "Traceback" not in log
+
+
+SLOW = "emulated:a100-7b"
+"""A device on which an answer takes as many seconds as it has tokens, divided by some 100."""
+
+
+def test_term_refuses_new_requests_lets_open_ones_end_and_tells_the_rest(tmp_path: Path) -> None:
+    """One stream ends within the time to drain; the other one would take longer, and gets a terminal error event."""
+    server = start_server(tmp_path / "log", "--device", SLOW, "--drain-s", "20", "--max-model-len", "100000")
+    directory = Path(environment(server)["RAY_TMPDIR"])
+    children = server.children()
+    with httpx.Client(base_url=server.base_url, timeout=LONG_S) as client, ExitStack() as stack:
+        streams = [
+            stack.enter_context(client.stream("POST", "/v1/completions", json=body(num_tokens))).iter_lines()
+            for num_tokens in (100, 90_000)
+        ]
+        for lines in streams:
+            next(lines)
+        assert client.get("/health/ready").status_code == 200
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: client.get("/health/ready").status_code == 503, "it is ready though it drains")
+        late = client.post("/v1/completions", json=body(8))
+        assert (late.status_code, late.json()["error"]["code"]) == (503, "draining")
+        assert int(late.headers["Retry-After"]) >= 1
+        whole, cut = ([line for line in lines if line] for lines in streams)
+    assert whole[-1] == cut[-1] == "data: [DONE]"
+    assert '"finish_reason":"length"' in whole[-2].replace(" ", "")
+    error = json.loads(cut[-2].removeprefix("data: "))["error"]
+    assert error["type"] == "server_error" and "the server is stopping" in error["message"]
+    assert not any('"error"' in line for line in (*whole, *cut[:-2]))
+    server.wait_gone(children)
+    assert server.process.returncode == 0
+    assert not directory.exists()
+    assert "Draining" in server.log.read_text()
+
+
+@pytest.mark.parametrize("daemon", ["raylet", "gcs_server"])
+def test_the_death_of_a_daemon_of_ray_ends_everything_with_a_message(tmp_path: Path, daemon: str) -> None:
+    """Nothing serves on without a Supervisor that could replace what dies."""
+    server = start_server(tmp_path / "log")
+    directory = Path(environment(server)["RAY_TMPDIR"])
+    children = server.children()
+    (victim,) = (child for child in children if name_of(child) == daemon)
+    victim.kill()
+    server.wait_gone(children)
+    assert server.process.returncode == 1
+    assert not directory.exists()
+    assert not (run_directory() / f"{server.port}.json").exists()
+    what, todo = server.log.read_text().rstrip().splitlines()[-2:]
+    assert what.startswith("farsight: the ") and f"(pid {victim.pid}), has died" in what
+    assert todo.startswith("farsight: What to do: ")
 
 
 def commands(server: Server, name: str) -> list[str]:

@@ -121,6 +121,13 @@ class Device:
     def begin(self, batch: StepBatch, sequences: dict[str, Sequence]) -> None:
         """There is one step at a time."""
 
+    def look_ahead(self, batch: StepBatch, sequences: dict[str, Sequence]) -> bool:
+        """Nothing is made ready."""
+        return False
+
+    def go_on(self, batch: StepBatch, token_ids: list[int]) -> None:
+        """Never asked for."""
+
     def execute(self, batch: StepBatch, sequences: dict[str, Sequence]) -> list[int | None]:
         assert len(batch.items) <= self._limits.max_num_seqs, f"{len(batch.items)} sequences in a step"
         assert batch.num_tokens <= self._limits.max_batch_tokens, f"{batch.num_tokens} tokens in a step"
@@ -195,4 +202,6 @@ def make_client(request_id: str, ingress_id: str, prompt_len: int, output_len: i
     sampling = SamplingParams(output_len)
     prompt = prompt_of(request_id, prompt_len)
     hashes = tuple(hash_blocks(prompt, BLOCK))
-    return Client(Request(request_id, 0, ingress_id, prompt, sampling, prefix_hashes=hashes), stops_after)
+    tenant = "abc"[prompt_len % 3]
+    request = Request(request_id, 0, ingress_id, prompt, sampling, prefix_hashes=hashes, tenant=tenant)
+    return Client(request, stops_after)

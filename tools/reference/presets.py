@@ -9,6 +9,7 @@ from policies.interfaces import ADMISSIONS, KV_POLICIES, ORDERS
 from policies.parts import Parts, load_parts
 from policies.placement.base import PLACEMENTS
 from policies.presets import PRESETS, Preset
+from policies.speculation.base import SPECULATIONS
 
 
 def presets_table() -> str:
@@ -37,6 +38,7 @@ def parts_table() -> str:
         "scheduler.admission": ADMISSIONS,
         "scheduler.kv": KV_POLICIES,
         "(preset of batch mode)": BATCHERS,
+        "engine.speculation": SPECULATIONS,
     }
     for setting, table in tables.items():
         for part in (table.find(name) for name in table.names()):

@@ -222,6 +222,9 @@ class DoorMetrics:
             "farsight:tenant_rejected", "Requests that a limit refused.", ("tenant", "limit"), registry=registry
         )
         self._tokens = Counter("farsight:tenant_tokens", "Tokens of requests.", ("tenant", "kind"), registry=registry)
+        self._gpu_seconds = Counter(
+            "farsight:tenant_gpu_seconds", "GPU-seconds of answers, as in their usage.", ("tenant",), registry=registry
+        )
         self._labels: dict[str, str] = {}
 
     def request(self, tenant: str, excess: Excess | None) -> None:
@@ -230,12 +233,13 @@ class DoorMetrics:
         else:
             self._rejected.labels(self._label(tenant), excess.what).inc()
 
-    def tokens(self, tenant: str, prompt: int, output: int) -> None:
+    def spent(self, tenant: str, prompt: int, output: int, gpu_s: float) -> None:
         label = self._label(tenant)
         if prompt:
             self._tokens.labels(label, "prompt").inc(prompt)
         if output:
             self._tokens.labels(label, "output").inc(output)
+        self._gpu_seconds.labels(label).inc(gpu_s)
 
     def _label(self, tenant: str) -> str:
         label = self._labels.get(tenant)
@@ -273,6 +277,7 @@ def _own_usage(counts: TenantCounts) -> TenantUsage:
         counts.cached_tokens,
         counts.rejected,
         counts.in_flight,
+        counts.gpu_s,
     )
 
 

@@ -18,17 +18,19 @@ from services.api.access.door import Door
 from services.api.access.gate import Gate
 from services.api.access.keys import Role
 from services.api.access.roles import RouteRoles
+from services.api.answers.replies import GPU_SECONDS_DIGITS
 
 _EXPOSED = [
     *(f"x-ratelimit-{what}-{unit}" for what in ("limit", "remaining", "reset") for unit in ("requests", "tokens")),
     "retry-after",
+    "x-farsight-stream",
 ]
 _PREFLIGHT_AGE_S = 600
 
 
 class UsageOfTenant(BaseModel):
     """Sums since the service started. ``prompt_tokens`` counts the prompt of every output that was run; the
-    ``cached_tokens`` are a part of them."""
+    ``cached_tokens`` are a part of them. ``gpu_seconds`` adds up what the usage of the answers said."""
 
     tenant: str
     requests: int
@@ -37,6 +39,7 @@ class UsageOfTenant(BaseModel):
     cached_tokens: int
     rejected: int
     in_flight: int
+    gpu_seconds: float
 
 
 class UsageReply(BaseModel):
@@ -62,7 +65,8 @@ def usage_routes(door: Door, errors: dict[int | str, dict[str, Any]]) -> APIRout
 
 
 def _row(row: TenantUsage) -> UsageOfTenant:
-    return UsageOfTenant(**{name: getattr(row, name) for name in UsageOfTenant.model_fields})
+    counts = {name: getattr(row, name) for name in UsageOfTenant.model_fields if name != "gpu_seconds"}
+    return UsageOfTenant(**counts, gpu_seconds=round(row.gpu_s, GPU_SECONDS_DIGITS))
 
 
 def install_door(app: FastAPI, door: Door) -> None:
@@ -73,7 +77,7 @@ def install_door(app: FastAPI, door: Door) -> None:
             CORSMiddleware,
             allow_origins=list(door.settings.origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type", "x-api-key"],
+            allow_headers=["authorization", "content-type", "x-api-key", "x-farsight-resumable", "last-event-id"],
             expose_headers=_EXPOSED,
             max_age=_PREFLIGHT_AGE_S,
         )

@@ -48,43 +48,48 @@ class MeteredBackend:
         if caller is not None:
             request, key = self._owned(request, caller), caller.tenant.name
         deltas = self._backend.stream(request, text, key)
-        async with aclosing(self._counted(deltas, request.prompt_len, caller)) as counted:
+        async with aclosing(self._counted(deltas, 0 if request.output_ids else request.prompt_len, caller)) as counted:
             async for delta in counted:
                 yield delta
 
     def _owned(self, request: Request, caller: Caller) -> Request:
-        """The request with the priority, the owner and the cache salt of the caller's tenant."""
+        """The request with the tenant of the caller: its share, priority, owner and cache salt."""
         origin, salt = request.origin, request.cache_salt
         return dataclasses.replace(
             request,
             priority=caller.tenant.priority(request.priority),
             origin=None if origin is None else dataclasses.replace(origin, owner=owner_of(caller.identity)),
             cache_salt=salt if self._shares_prefixes else salt_of(caller.identity, salt),
+            tenant=caller.tenant.name,
+            weight=caller.tenant.weight,
         )
 
     async def _counted(
         self, deltas: AsyncGenerator[TokenDelta, None], prompt: int, caller: Caller | None
     ) -> AsyncGenerator[TokenDelta, None]:
-        """Counts the prompt unless the backend refuses it, and each token when it comes."""
+        """Counts the prompt unless the backend refuses it, and each token when it comes; the prompt of a request that
+        goes on has been counted."""
         if caller is None:
             async with aclosing(deltas):
                 async for delta in deltas:
                     yield delta
             return
         budget, now = self._door.budget(caller.tenant), self._door.now
-        output = 0
+        output, gpu_s = 0, 0.0
         try:
             async with aclosing(deltas):
                 async for delta in deltas:
                     output += delta.num_tokens
-                    budget.spend(now(), output=delta.num_tokens, cached=first_cached_len(delta))
+                    gpu_s += delta.gpu_s
+                    cached = first_cached_len(delta)
+                    budget.spend(now(), output=delta.num_tokens, cached=cached, gpu_s=delta.gpu_s)
                     yield delta
         except (CapacityError, InvalidValueError):
             prompt = 0
             raise
         finally:
             budget.spend(now(), prompt=prompt)
-            self._door.metrics.tokens(caller.tenant.name, prompt, output)
+            self._door.metrics.spent(caller.tenant.name, prompt, output, gpu_s)
 
     async def explain(self, response_id: str) -> tuple[RequestTrace, ...]:
         """As ``GenerationBackend.explain``, but only what the caller's tenant owns; an admin sees all.
@@ -107,6 +112,9 @@ class MeteredBackend:
 
     async def placement(self) -> PlacementView:
         return await self._backend.placement()
+
+    async def drain(self, replica: str, *, cancel: bool) -> ComponentCounts:
+        return await self._backend.drain(replica, cancel=cancel)
 
     async def scale(self, kind: str, count: int) -> ComponentCounts:
         return await self._backend.scale(kind, count)

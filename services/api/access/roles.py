@@ -26,6 +26,7 @@ Access = Role | Everyone
 
 ROLES: Mapping[str, Access] = {
     "/health": Everyone.PUBLIC,
+    "/health/ready": Everyone.PUBLIC,
     "/docs": Everyone.PUBLIC,
     "/openapi.json": Everyone.PUBLIC,
     # The pages themselves hold no data; what they show, they ask for with a key.
@@ -36,11 +37,13 @@ ROLES: Mapping[str, Access] = {
     "/v1/usage": Everyone.ANY_KEY,
     "/v1/completions": Role.SERVE,
     "/v1/chat/completions": Role.SERVE,
+    "/v1/streams/{stream_id}": Role.SERVE,
     "/v1/requests/{response_id}": Everyone.ANY_KEY,
     "/status": Role.OBSERVE,
     "/metrics": Role.OBSERVE,
     "/placement": Role.OBSERVE,
     "/admin/scale": Role.ADMIN,
+    "/admin/drain": Role.ADMIN,
 }
 """By the path template of the route. A new route of the application needs a line here."""
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Literal, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from core.messages.status import StatusReply
 from core.messages.tokens import TokenLogprobs
@@ -18,6 +18,9 @@ from services.api.requests import Generation
 from services.api.text.token_texts import TokenTexts
 
 _Model = TypeVar("_Model", bound=BaseModel)
+
+GPU_SECONDS_DIGITS = 6
+"""Decimals of GPU-seconds in answers: microseconds."""
 
 
 class ErrorFields(BaseModel):
@@ -58,6 +61,9 @@ class UsageFields(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    gpu_seconds: float = Field(
+        0.0, description="Extension; the answer's part of the time of the steps that computed it. 0 from other servers."
+    )
 
 
 class TextLogprobs(BaseModel):
@@ -211,20 +217,22 @@ def _as(model: type[_Model], record: object) -> _Model:
     return model(**{name: getattr(record, name) for name in model.model_fields})
 
 
-def usage(generation: Generation, num_output_tokens: int, num_cached_tokens: int) -> UsageFields:
+def usage(generation: Generation, num_output_tokens: int, num_cached_tokens: int, gpu_s: float) -> UsageFields:
     num_prompt_tokens = generation.num_prompt_tokens
     return UsageFields(
         prompt_tokens=num_prompt_tokens,
         completion_tokens=num_output_tokens,
         total_tokens=num_prompt_tokens + num_output_tokens,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached_tokens),
+        gpu_seconds=round(gpu_s, GPU_SECONDS_DIGITS),
     )
 
 
 def _usage_of(generation: Generation, results: Sequence[ChoiceResult]) -> UsageFields:
     """Token counts of all requests that ran, shown or not; a prompt's cached tokens are those of its first output."""
     num_cached = sum(result.cached_len for result in results[:: generation.num_tries])
-    return usage(generation, sum(result.num_tokens for result in results), num_cached)
+    gpu_s = sum(result.gpu_s for result in results)
+    return usage(generation, sum(result.num_tokens for result in results), num_cached, gpu_s)
 
 
 def completion(generation: Generation, results: Sequence[ChoiceResult], texts: TokenTexts) -> Completion:

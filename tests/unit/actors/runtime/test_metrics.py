@@ -75,6 +75,12 @@ def test_engine_counts(registry: CollectorRegistry, engine: EngineMetrics) -> No
     engine.step(9)
     engine.scheduled(0.25)
     engine.scheduled(0.5)
+    engine.drafted(0, 0, 0)
+    assert value(registry, "vllm:spec_decode_num_drafts_total") == 0
+    engine.drafted(2, 9, 5)
+    assert value(registry, "vllm:spec_decode_num_drafts_total") == 2
+    assert value(registry, "vllm:spec_decode_num_draft_tokens_total") == 9
+    assert value(registry, "vllm:spec_decode_num_accepted_tokens_total") == 5
     assert value(registry, "farsight:scheduling_cpu_seconds_total") == 0.75
     assert value(registry, "vllm:num_preemptions_total") == 3
     assert value(registry, "vllm:iteration_tokens_total_sum") == 17

@@ -17,6 +17,7 @@ import torch
 
 from core.errors import IntegrityError
 from core.request import Request, SamplingParams
+from engine.attention.decode_inputs import DecodeInputs
 from engine.attention.step_sizes import StepSizes, row_sizes, table_widths
 from engine.attention.torch_attention import TorchAttention
 from engine.checkpoint.model_config import load_model_config
@@ -154,13 +155,19 @@ def test_what_is_written_in_place() -> None:
     inputs = StaticInputs(DecodeSize(4, 3), torch.device("cpu"))
     before = [tensor.data_ptr() for tensor in (inputs.rows, inputs.decode.kv_lens, inputs.decode.block_tables)]
     items = [StepItem("a", 5, 1, True, [7, 3]), StepItem("b", 1, 1, True, [9, 8, 2])]
-    inputs.fill(items, sequences, BLOCK, 300)
+    inputs.fill(decode_inputs(items, sequences), 300)
     assert inputs.rows.tolist() == [[15, 21, 21, 21], [5, 1, 1, 1], [3 * 4 + 1, 9 * 4 + 1, 37, 37]]
     assert inputs.decode.kv_lens.tolist() == [6, 2, 2, 2]
     assert inputs.decode.block_tables.tolist() == [[7, 3, 7], [9, 9, 9], [9, 9, 9], [9, 9, 9]]
     assert [t.data_ptr() for t in (inputs.rows, inputs.decode.kv_lens, inputs.decode.block_tables)] == before
-    with pytest.raises(IntegrityError, match="a: step over tokens 6"):
-        inputs.fill([StepItem("a", 6, 1, True, [7, 3])], sequences, BLOCK, 300)
+    with pytest.raises(IntegrityError, match="token ids 15"):
+        inputs.fill(decode_inputs(items[:1], sequences), 15)
+
+
+def decode_inputs(items: list[StepItem], sequences: dict[str, Sequence]) -> DecodeInputs:
+    inputs = DecodeInputs.ahead(items, sequences, BLOCK)
+    inputs.complete()
+    return inputs
 
 
 def test_which_steps_are_replayed(model_dir: Callable[[str], Path]) -> None:

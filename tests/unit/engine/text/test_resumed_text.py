@@ -29,6 +29,13 @@ class Script:
     def begin(self, batch: StepBatch, sequences: dict[str, Sequence]) -> None:
         """Nothing to do."""
 
+    def look_ahead(self, batch: StepBatch, sequences: dict[str, Sequence]) -> bool:
+        """Nothing is made ready."""
+        return False
+
+    def go_on(self, batch: StepBatch, token_ids: list[int]) -> None:
+        """Never asked for."""
+
     def execute(self, batch: StepBatch, sequences: dict[str, Sequence]) -> list[int | None]:
         return [
             self.output_ids[sequences[item.request_id].output_len] if item.samples else None for item in batch.items

@@ -91,7 +91,7 @@ class House:
 
     def submit(self, request_id: str, attempt: int, *, deliver: bool = True) -> None:
         stream = self.streams[request_id] = Stream(attempt)
-        request = Request(request_id, attempt, "i", (1,) * 5, SamplingParams(10))
+        request = Request(request_id, attempt, "i", (1,) * 5, SamplingParams(10), tenant=request_id[-1])
         self.handle(RequestsArrived((request,)), deliver=deliver)
         if deliver:
             stream.placed = self.router.placed(request_id, attempt)

@@ -248,6 +248,14 @@ def test_a_draining_replica_that_says_it_is_up_gets_nothing_still() -> None:
     assert placements(handle(scheduler, ReplicaUp("b", ready()))) == {"b": ["r"]}
 
 
+def test_a_replica_whose_drain_ends_gets_what_waited() -> None:
+    scheduler = router(replicas="a")
+    handle(scheduler, ReplicaDraining("a"))
+    arrive(scheduler, request("r"))
+    assert handle(scheduler, ReplicaDraining("a", ends=True)) == []
+    assert placements(handle(scheduler, ReplicaUp("a", ready()))) == {"a": ["r"]}
+
+
 def test_a_replica_gone_takes_its_entries_with_it() -> None:
     scheduler = router(RoundRobin())
     arrive(scheduler, request("r0"), request("r1"))

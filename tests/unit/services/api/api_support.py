@@ -112,6 +112,12 @@ class ScriptedBackend:
     async def explain(self, response_id: str) -> tuple[RequestTrace, ...]:
         return tuple(trace for trace in self.traces if trace.trace_id.startswith(f"{response_id}/"))
 
+    async def drain(self, replica: str, *, cancel: bool) -> ComponentCounts:
+        if self.scale_error is not None:
+            raise self.scale_error
+        self.scaled.append((replica, int(not cancel)))
+        return ComponentCounts(2, 1, 1, 0, drained=() if cancel else (replica,))
+
     async def scale(self, kind: str, count: int) -> ComponentCounts:
         if self.scale_error is not None:
             raise self.scale_error

@@ -1,4 +1,4 @@
-"""``POST /admin/scale``: who may, and what comes back."""
+"""``POST /admin/scale`` and ``POST /admin/drain``: who may, and what comes back."""
 
 from __future__ import annotations
 
@@ -112,3 +112,48 @@ async def test_what_cannot_be_done_now_is_a_503(http: httpx.AsyncClient, backend
     reply = await post(http)
     assert reply.status_code == 503
     assert "worker-1 died" in reply.json()["error"]["message"]
+
+
+async def drain(http: httpx.AsyncClient, body: object, authorization: str = f"Bearer {TOKEN}") -> httpx.Response:
+    return await http.post("/admin/drain", json=body, headers={"Authorization": authorization})
+
+
+async def test_a_replica_is_taken_out_and_back(http: httpx.AsyncClient, backend: ScriptedBackend) -> None:
+    assert (await drain(http, {"replica": "0"})).json() == {"replica": "0", "drained": True}
+    assert (await drain(http, {"replica": "0", "cancel": True})).json() == {"replica": "0", "drained": False}
+    assert backend.scaled == [("0", 1), ("0", 0)]
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({}, 400),
+        ({"replica": 0}, 400),
+        ({"replica": "x" * 101}, 400),
+        ({"replica": None}, 400),
+        ({"replica": "0", "cancel": "no"}, 400),
+        ({"replica": "0", "all": True}, 400),
+        ([], 400),
+        ({"replica": "x" * 100_000}, 413),
+    ],
+)
+async def test_a_wrong_order_to_drain_does_nothing(
+    http: httpx.AsyncClient, backend: ScriptedBackend, body: object, status: int
+) -> None:
+    reply = await drain(http, body)
+    assert (reply.status_code, set(reply.json()["error"])) == (status, {"message", "type", "param", "code"})
+    assert not backend.scaled
+
+
+@pytest.mark.parametrize("given", ["", "Bearer wrong", f"Basic {TOKEN}"])
+async def test_without_the_token_nothing_is_drained(
+    http: httpx.AsyncClient, backend: ScriptedBackend, given: str
+) -> None:
+    assert (await drain(http, {"replica": "0"}, given)).status_code == 401
+    assert not backend.scaled
+
+
+async def test_a_replica_that_must_stay_is_named(http: httpx.AsyncClient, backend: ScriptedBackend) -> None:
+    backend.scale_error = ThroughRay("replica", "0", "one of several")
+    reply = await drain(http, {"replica": "0"})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "replica")

@@ -39,6 +39,7 @@ def used(prompt: int, output: int, cached: int = 0) -> dict[str, Any]:
         "completion_tokens": output,
         "total_tokens": total,
         "prompt_tokens_details": details,
+        "gpu_seconds": 0.0,
     }
 
 

@@ -85,7 +85,7 @@ def operation(app: FastAPI, path: str, mode: GenerationMode) -> Any:
 
 
 def bound(schema: Any) -> None:
-    """Limits every integer, and every map from token ids, to what the tiny model can take."""
+    """Limits every integer, and every map from token ids, to what the tiny model can take; nothing is empty."""
     if isinstance(schema, list):
         for item in schema:
             bound(item)
@@ -94,6 +94,9 @@ def bound(schema: Any) -> None:
     if schema.get("type") == "integer":
         schema.setdefault("maximum", 40)
         schema["maximum"] = min(schema["maximum"], 40)
+    for kind, least in (("string", "minLength"), ("array", "minItems")):
+        if schema.get("type") == kind:
+            schema.setdefault(least, 1)
     if schema.get("additionalProperties") == {"type": "number"}:
         schema["additionalProperties"] = {"type": "number", "minimum": -100, "maximum": 100}
         schema["propertyNames"] = {"pattern": "^[1-9]{1,2}$"}

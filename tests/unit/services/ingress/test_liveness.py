@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from services.api.readiness import Readiness
 from services.ingress.liveness import BEAT_S, HUNG_S, MAX_CONNECTIONS, MAX_REQUEST_BYTES, Liveness, publish
 from services.proxy.haproxy_config import read_liveness
 
@@ -69,6 +70,21 @@ async def test_a_replica_that_cannot_take_requests_lives() -> None:
     async with started(Liveness(lambda: False)) as port:
         assert get(port, "/health")[0] == 503
         assert get(port, "/-/healthz")[0] == 200
+
+
+async def test_a_draining_replica_is_healthy_but_not_ready() -> None:
+    readiness = Readiness()
+    async with started(Liveness(lambda: True, readiness=readiness)) as port:
+        assert get(port, "/health/ready")[0] == 200
+        readiness.is_draining = True
+        status, body = get(port, "/health/ready")
+        assert (status, body["error"]["code"]) == (503, "draining")
+        assert get(port, "/health")[0] == 200
+
+
+async def test_a_replica_without_a_supervisor_lives_and_is_unhealthy() -> None:
+    async with started(Liveness(lambda: True, readiness=Readiness(silence_s=0.0))) as port:
+        assert [get(port, path)[0] for path in ("/-/healthz", "/health", "/health/ready")] == [200, 503, 503]
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("POST", "/health", 405), ("GET", "/v1/models", 404)])

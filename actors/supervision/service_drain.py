@@ -1,0 +1,41 @@
+"""Whether the whole service drains, and what its ingress replicas still have open: a state machine without a clock."""
+
+from __future__ import annotations
+
+from core.messages.drains import DrainProgress, DrainService, IngressOrders, IngressReport
+
+FORGET_S = 3.0
+"""An ingress replica that has not reported for so many seconds has ended, and its requests with it."""
+
+
+class ServiceDrain:
+    """Passes the launcher's order on to the ingress replicas, and their reports back.
+
+    It keeps nothing that must survive: the launcher repeats its order, and an ingress replica that drains goes on to.
+    """
+
+    def __init__(self) -> None:
+        self._until: float | None = None
+        self._reports: dict[str, tuple[float, IngressReport]] = {}
+
+    def order(self, order: DrainService, now: float) -> DrainProgress:
+        """The launcher's order; a later one may end the drain sooner.
+
+        Args:
+            now: Seconds, never less than in an earlier call.
+        """
+        self._until = now + order.drain_s
+        self._forget(now)
+        reports = [report for _, report in self._reports.values()]
+        all_done = all(report.is_draining and not report.num_open for report in reports)
+        return DrainProgress(sum(report.num_open for report in reports), all_done and len(reports) >= order.num_ingress)
+
+    def report(self, report: IngressReport, now: float) -> IngressOrders:
+        """An ingress replica's report."""
+        self._reports[report.ingress_id] = now, report
+        self._forget(now)
+        return IngressOrders(None if self._until is None else max(0.0, self._until - now))
+
+    def _forget(self, now: float) -> None:
+        for ingress_id in [each for each, (heard_at, _) in self._reports.items() if now - heard_at > FORGET_S]:
+            del self._reports[ingress_id]

@@ -1,0 +1,68 @@
+"""How a service stops to take requests: messages of ingress replicas, the Supervisor and the launcher."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class IngressReport:
+    """Ingress replica -> Supervisor, twice a second.
+
+    Attributes:
+        num_open: Requests to generate that have come in and are not answered to their end.
+        is_draining: Whether the ingress replica refuses new ones.
+    """
+
+    ingress_id: str
+    num_open: int
+    is_draining: bool
+
+
+@dataclass(frozen=True, slots=True)
+class IngressOrders:
+    """The answer to an ``IngressReport``.
+
+    Attributes:
+        drain_s: Seconds after which open requests end with an error; None as long as the service does not drain.
+    """
+
+    drain_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DrainService:
+    """Launcher -> Supervisor, again and again while the service drains.
+
+    Attributes:
+        drain_s: Seconds that open requests still have.
+        num_ingress: Ingress replicas that there should be.
+    """
+
+    drain_s: float
+    num_ingress: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrainReplica:
+    """Ingress replica -> Supervisor: takes a replica out, or takes it back.
+
+    Attributes:
+        cancel: Whether it is to take requests again.
+    """
+
+    replica: str
+    cancel: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DrainProgress:
+    """The answer to a ``DrainService``.
+
+    Attributes:
+        num_open: Requests that have not ended, as far as is known.
+        is_over: Whether every ingress replica refuses new requests and has none open.
+    """
+
+    num_open: int
+    is_over: bool

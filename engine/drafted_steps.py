@@ -1,0 +1,114 @@
+"""Puts a policy's guesses into the steps of a worker, and tells the policy what became of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from core.request import Request
+from engine.sequence import Sequence
+from kvcache import PlanExecutor, StepBatch
+from policies.speculation.base import Drafter, Speculation
+
+MOST_PAUSE = 15
+"""While no guess is worth its price, one step in so many and one is looked at."""
+
+PLAIN_SHARE = 4
+"""One in so many of the steps that are not looked at is measured."""
+
+
+class DraftCounts(NamedTuple):
+    """
+    Attributes:
+        drafts: How often tokens were guessed for a sequence in a step.
+        tokens: Tokens guessed.
+        accepted: Tokens that clients have got because a guess was right.
+    """
+
+    drafts: int = 0
+    tokens: int = 0
+    accepted: int = 0
+
+    def since(self, before: DraftCounts) -> DraftCounts:
+        """What has been added."""
+        return DraftCounts(*(now - then for now, then in zip(self, before, strict=True)))
+
+
+class DraftedSteps:
+    """Speculation in a worker's steps.
+
+    Requests that ask for log probabilities are not guessed for: theirs come one token at a time.
+
+    Attributes:
+        counts: What has been guessed and verified so far.
+    """
+
+    def __init__(self, policy: Speculation) -> None:
+        self._policy = policy
+        self.counts = DraftCounts()
+        self._num_empty = 0  # steps in a row in which nothing was guessed, of those that were looked at
+        self._pause = 0  # steps that are not looked at
+
+    def open(self, request: Request) -> Drafter | None:
+        """What guesses for a request; None where nothing is guessed."""
+        sampling = request.sampling
+        return None if sampling.logprobs is not None or sampling.prompt_logprobs else self._policy.open()
+
+    def rests(self, num_seqs: int) -> bool:
+        """Whether the next step of so many sequences gets no guesses, whatever the tokens before it are.
+
+        A step of which this is said is not shown to ``with_drafts``.
+        """
+        if self._pause:
+            self._pause -= 1
+            return True
+        return self._policy.price(num_seqs) == math.inf
+
+    def with_drafts(self, batch: StepBatch, sequences: Mapping[str, Sequence], executor: PlanExecutor) -> StepBatch:
+        """The step with guesses behind the single tokens that it computes, as many as limits and blocks allow."""
+        if self._pause:
+            self._pause -= 1
+            return batch
+        items = batch.items
+        price = self._policy.price(len(items))
+        if price == math.inf:
+            return batch
+        drafted = None
+        left = -1
+        for i, item in enumerate(items):
+            sequence = sequences[item.request_id]
+            if item.num_tokens > 1 or sequence.drafter is None:
+                continue
+            drafts = sequence.drafter.draft(sequence.token_ids, price)
+            if not drafts:
+                continue
+            if left < 0:
+                left = executor.limits.max_batch_tokens - batch.num_tokens
+            drafts = drafts[: max(0, min(left, executor.draft_room(item)))]
+            if drafts:
+                drafted = drafted or list(items)
+                drafted[i] = item.with_drafts(tuple(drafts))
+                left -= len(drafts)
+        if drafted is None:
+            self._num_empty += 1
+            self._pause = min(self._num_empty // 2, MOST_PAUSE)
+            return batch
+        self._num_empty = 0
+        return StepBatch(tuple(drafted), batch.padding)
+
+    def observe(self, batch: StepBatch, further: Mapping[str, int], duration_s: float) -> None:
+        """Books a step that ran, and how many tokens beyond the first it has yielded for which request."""
+        if self._pause % PLAIN_SHARE:
+            return
+        num_known = num_drafts = num_drafted = 0
+        for item in batch.items:
+            num_known += item.num_tokens
+            if item.drafts:
+                num_drafted += len(item.drafts)
+                num_drafts += 1
+        if num_drafts:
+            drafts, tokens, accepted = self.counts
+            self.counts = DraftCounts(drafts + num_drafts, tokens + num_drafted, accepted + sum(further.values()))
+        if num_known - num_drafted == len(batch.items):
+            self._policy.observe(len(batch.items), num_drafted, duration_s)

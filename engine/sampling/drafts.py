@@ -1,0 +1,70 @@
+"""Guessed tokens that a step verifies: the rows that are sampled for them, and which of the draws stand.
+
+A guess is right if the sampler draws just that token in its place, from the same logits and with the same random number
+as without guesses. So the output does not depend on what was guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
+
+from core.request import SamplingParams
+from engine.sampling.logit_adjustments import TokenHistory
+from engine.sampling.sampler import NO_TOKEN
+from engine.sequence import Sequence
+from kvcache import StepItem
+
+
+class DraftedHistory(NamedTuple):
+    """The tokens before a guess: those known, and the guesses before it."""
+
+    token_ids: list[int]
+    prompt_len: int
+
+
+class SampledRows(NamedTuple):
+    """What the sampler needs of each row whose logits a step brings, item by item (``Sampler.sample``)."""
+
+    params: list[SamplingParams]
+    positions: list[int]
+    histories: list[TokenHistory]
+
+
+def sampled_rows(items: SequenceOf[StepItem], sequences: Mapping[str, Sequence]) -> SampledRows:
+    """The rows of items that sample: one for the last known token, and one for each guess behind it."""
+    rows = SampledRows([], [], [])
+    for item in items:
+        sequence = sequences[item.request_id]
+        known = item.start + item.num_known
+        rows.params.append(sequence.sampling)
+        rows.positions.append(known)
+        rows.histories.append(sequence)
+        for count in range(1, len(item.drafts) + 1):
+            rows.params.append(sequence.sampling)
+            rows.positions.append(known + count)
+            rows.histories.append(_history(sequence, item.drafts[:count]))
+    return rows
+
+
+def _history(sequence: Sequence, drafts: tuple[int, ...]) -> TokenHistory:
+    if not sequence.sampling.adjusts:
+        return sequence  # which nothing reads
+    return DraftedHistory([*sequence.token_ids, *drafts], sequence.prompt_len)
+
+
+def tokens_that_stand(drawn: SequenceOf[int], drafts: SequenceOf[int]) -> list[int]:
+    """The new tokens of an item: the first draw, and each that follows a guess equal to the draw in its place.
+
+    A row without a token ends them; the next step finds it again, and says why.
+
+    Args:
+        drawn: The first is a token; one more than ``drafts``.
+    """
+    tokens = [drawn[0]]
+    for draft, token in zip(drafts, drawn[1:], strict=True):
+        if tokens[-1] != draft or token == NO_TOKEN:
+            break
+        tokens.append(token)
+    return tokens

@@ -1,0 +1,150 @@
+"""Tenants' turns in batch mode: whose requests may compete for a place in the next batches."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from core.errors import IntegrityError
+from policies.batching.base import Batcher, FormedBatch
+from policies.interfaces import Job
+from policies.order.fcfs import Fcfs
+from policies.tenancy.fair_shares import FairShares
+
+WINDOW = 32
+"""Requests that the batcher has at once while several tenants wait, and requests that it is given after one that it has
+not yet put into a pulled batch, as far as they make whole batches. Enough to choose from, and few enough that nobody's
+next request waits behind all of another tenant's."""
+
+
+class _Run(NamedTuple):
+    """A request in a batch that a worker has pulled.
+
+    Attributes:
+        size: Requests of the batch, among which its time is divided.
+    """
+
+    job: Job
+    began_at: float
+    size: int
+
+
+class _Given(NamedTuple):
+    """A request that the batcher has, and how many it was given before."""
+
+    job: Job
+    number: int
+
+
+class BatchTurns:
+    """Hands requests to a batcher: all at once while one tenant waits, else in turns, as many as it needs.
+
+    The batcher forms and chooses batches among those that it has, by its own rule. It is never left without a batch for
+    an idle worker while requests wait here.
+
+    Args:
+        batcher: Its owner may add and remove requests as well, as long as these are told here.
+    """
+
+    def __init__(self, batcher: Batcher) -> None:
+        self._batcher = batcher
+        self._shares = FairShares(WINDOW)
+        self._order = Fcfs()
+        self._kept: dict[str, Job] = {}  # those that the order ranks
+        self._given: dict[str, _Given] = {}  # to the batcher, and not by ``add_formed``; in order
+        self._num_given = 0
+        self._formed: dict[str, Job] = {}
+        self._running: dict[str, _Run] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests here and in the batcher."""
+        return len(self._kept) + self._batcher.num_waiting
+
+    def add(self, job: Job, now: float) -> None:
+        """A request waits for a batch."""
+        was_shared = self._shares.is_shared
+        self._shares.add(job)
+        if self._shares.is_shared and not was_shared:
+            self._take_back(now)
+        self._keep(job, now)
+        self._give(now)
+
+    def add_formed(self, job: Job) -> None:
+        """A request waits again, in a batch that the batcher is given as it is."""
+        self._shares.add(job)
+        self._formed[job.request_id] = job
+
+    def pull(self, now: float) -> FormedBatch | None:
+        """The batcher's next batch; it gets more requests until it has one."""
+        self._give(now)
+        batch = self._batcher.pull(now)
+        while batch is None and self._kept:
+            self._give_next(now)
+            batch = self._batcher.pull(now)
+        return batch
+
+    def begin(self, batch: FormedBatch, now: float) -> None:
+        """A worker runs the batch."""
+        size, running = len(batch), self._running
+        for job in batch.jobs:
+            request_id = job.request_id
+            if self._given.pop(request_id, None) is None:
+                del self._formed[request_id]
+            running[request_id] = _Run(job, now, size)
+
+    def remove(self, request_id: str, now: float) -> None:
+        """A request has gone: it is charged for its part of the time of its batch. The batcher does not have it."""
+        run = self._running.pop(request_id, None)
+        if run is not None:
+            self._shares.charge(run.job.tenant, (now - run.began_at) / run.size)
+            self._shares.remove(run.job)
+            return
+        given = self._given.pop(request_id, None)
+        if given is not None:
+            self._shares.remove(given.job)
+        elif request_id in self._formed:
+            self._shares.remove(self._formed.pop(request_id))
+        elif request_id in self._kept:
+            job = self._kept.pop(request_id)
+            self._order.remove(job)
+            self._shares.remove(job)
+
+    def _keep(self, job: Job, now: float) -> None:
+        self._order.add(job, now)
+        self._kept[job.request_id] = job
+
+    def _take_back(self, now: float) -> None:
+        """A second tenant has come: what is not in a formed batch takes its turn."""
+        for request_id, given in self._given.items():
+            self._batcher.remove(request_id)
+            self._keep(given.job, now)
+        self._given.clear()
+
+    def _give(self, now: float) -> None:
+        while self._kept and (not self._shares.is_shared or self._may_compete()):
+            self._give_next(now)
+
+    def _may_compete(self) -> bool:
+        """Whether one more may compete with those that the batcher has; else the first of these would be overtaken."""
+        first = next(iter(self._given.values()), None)
+        return first is None or (len(self._given) < WINDOW and self._num_given - first.number <= WINDOW)
+
+    def _give_next(self, now: float) -> None:
+        competing: list[Job] = []
+        if self._shares.is_shared:
+            competing = [each.job for table in (self._running, self._given) for each in table.values()]
+        job = next(self._shares.ranked(self._order, now, lambda job: job.request_id in self._kept, competing))
+        self._order.remove(job)
+        del self._kept[job.request_id]
+        self._given[job.request_id] = _Given(job, self._num_given)
+        self._num_given += 1
+        self._batcher.add(job, now)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless every request that waits is in one place, and the tenants' counts agree."""
+        self._shares.check_integrity()
+        if len(self._given) + len(self._formed) != self._batcher.num_waiting:
+            raise IntegrityError(
+                f"{len(self._given)} requests were given and {len(self._formed)} are in formed batches, the batcher "
+                f"has {self._batcher.num_waiting}"
+            )

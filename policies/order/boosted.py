@@ -1,0 +1,118 @@
+"""Boosted arrivals over Gittins ranks: short requests pass long ones, and only so far.
+
+Jobs go by ``arrival - boost`` (gamma-Boost: Yu and Scully, "Strongly Tail-Optimal Scheduling in the Light-Tailed
+M/G/1", SIGMETRICS 2024; with laws instead of sizes: Harlev, Yu and Scully, "A Gittins Policy for Optimizing Tail
+Latency", SIGMETRICS 2025). The boost of a job with rank w is y ln(1 / (1 - exp(-w / y))): about y ln(y / w) for a small
+job, about 0 for one that is large beside the yardstick y. The rank is that of ``policies.order.gittins``. To it comes
+the time that the job's tokens take on a full replica: one server of the theory ends a job of little work at once, a
+replica needs a step for each token, and who runs long has to start early to end with the others. No overload
+has the decay rate from which the theory takes y, so y is the work that has not begun, over ``tail``.
+
+**Bound.** A boost lies in [0, max_boost_s], whatever the yardstick is at the instant. Let i and j be of one urgency,
+neither have begun, and a_j > a_i + max_boost_s. Then a_j - b_j >= a_j - max_boost_s > a_i >= a_i - b_i: i goes first.
+This holds at every instant. So only a job that arrived within ``max_boost_s`` after another can overtake it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from core.decisions import Facts
+from core.errors import InvalidValueError
+from policies.interfaces import ORDERS, Job, ReplicaContext
+from policies.order.gittins import DecodePrice, FloatArray, Gittins
+from policies.settings import PRIOR_CAPACITY
+
+MAX_BOOST_S = 1800.0
+"""Nothing is overtaken by a request that came half an hour later."""
+
+SPREAD = 8.0
+"""Boosts of jobs down to exp(-8) = 1/3000 of the yardstick still differ below ``max_boost_s``."""
+
+_LEAST_S = 1e-9
+
+
+def boosts(ranks: FloatArray, yardstick_s: float, max_boost_s: float) -> FloatArray:
+    """Seconds by which jobs count as older, in [0, max_boost_s], shape (n,); falls with the rank. O(n).
+
+    Args:
+        ranks: Seconds > 0, shape (n,).
+        yardstick_s: Jobs of a rank above it have next to no boost.
+    """
+    boost: FloatArray = np.maximum(ranks, _LEAST_S)
+    boost /= -yardstick_s
+    np.expm1(boost, out=boost)
+    np.log(-boost, out=boost)
+    boost *= -yardstick_s
+    return np.clip(boost, 0.0, max_boost_s, out=boost)
+
+
+class Boosted(Gittins):
+    """``Order`` by urgency, then streams that have begun, then by boosted arrival.
+
+    A stream that has begun is not preempted for a job that has not: it stands still only where memory is short, and
+    then goes before all that have not begun.
+
+    Costs are those of ``Gittins``, and a sum over all jobs for each ``ranked``.
+
+    Args:
+        price: As in ``Gittins``.
+        theta: As in ``Gittins``.
+        tail: How much of the mean is given for the tail; > 0. Near 0 the order is that of the ranks, large values
+            make it first come, first served.
+        max_boost_s: Seconds > 0.
+
+    Raises:
+        InvalidValueError: A parameter is out of range.
+    """
+
+    def __init__(
+        self, price: DecodePrice, *, theta: float = 4.0, tail: float = 1.0, max_boost_s: float = MAX_BOOST_S
+    ) -> None:
+        super().__init__(price, theta=theta)
+        if not 0 < tail < math.inf:
+            raise InvalidValueError("tail", tail, "a number > 0")
+        if not 0 < max_boost_s < math.inf:
+            raise InvalidValueError("max_boost_s", max_boost_s, "seconds > 0")
+        self._tail, self._max_boost_s = tail, max_boost_s
+
+    @property
+    def yardstick_s(self) -> float:
+        """Expected work of jobs that have not begun over ``tail``, as far as ``max_boost_s`` leaves room; seconds."""
+        backlog_s = float(self._column("expected")[self._column("generated") == 0].sum())
+        return max(min(backlog_s / self._tail, self._max_boost_s / SPREAD), _LEAST_S)
+
+    def _keys(self, rows: slice | NDArray[np.int64], now: float) -> list[NDArray[Any]]:
+        resident, arrived_at = self._column("resident")[rows], self._column("arrived_at")[rows]
+        rank = self._column("rank")[rows].copy()
+        rank[resident] /= self._theta
+        boosted_at = arrived_at - self._boosts(rank, self._column("tokens")[rows])
+        phase = np.where(self._column("generated")[rows] > 0, np.where(resident, 0, 1), 2)
+        return [self._column("priority")[rows], self._column("deadline_at")[rows], phase, boosted_at, arrived_at]
+
+    def _boosts(self, ranks: FloatArray, tokens: FloatArray) -> FloatArray:
+        boost = boosts(ranks, self.yardstick_s, self._max_boost_s)
+        boost += tokens * self._price.full_step_s
+        return np.minimum(boost, self._max_boost_s, out=boost)
+
+    def explain(self, job: Job, now: float) -> Facts:
+        """Its rank as last worked out, the yardstick and the boost, and how far its forecast is trusted."""
+        facts = dict(super().explain(job, now))
+        if "rank_s" not in facts:
+            return facts
+        rank_s = float(facts["rank_s"]) / (self._theta if job.is_resident else 1.0)
+        tokens = self._column("tokens")[[self._known_row(job)]]
+        boost_s = float(self._boosts(np.array([rank_s]), tokens)[0])
+        return facts | {"yardstick_s": self.yardstick_s, "boost_s": boost_s}
+
+
+@ORDERS.register("boosted", stands_for="gittins")
+def build_boosted(context: ReplicaContext) -> Boosted:
+    """Arrival, less a boost that is large for small Gittins ranks; streams that have begun go on."""
+    settings = context.settings
+    price = DecodePrice(settings.cost, context.max_num_seqs, PRIOR_CAPACITY)
+    return Boosted(price, theta=settings.theta, tail=settings.tail)

@@ -1,0 +1,275 @@
+"""Guesses that a request's output repeats its prompt or itself, with the same edits: prompt lookup that resumes.
+
+Saxena, "Prompt Lookup Decoding" (2023): the tokens after an earlier occurrence of the last n ones are the guess. After
+SuffixDecoding (Oliaro et al., 2024), its length follows from how likely the match makes each token. New is what happens
+where a copy breaks off: it resumes behind an insertion, a deletion or a replacement, and the same edit is expected
+where the copy meets the same token again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from policies.speculation.base import SPECULATIONS, Drafter, Speculation, SpeculationContext
+from policies.speculation.price import StepPrice
+
+MAX_DRAFTS = 16
+"""Most tokens guessed for a sequence in a step."""
+
+LONGEST_MATCH = 4
+"""An earlier occurrence of so many last tokens is searched first, then the place where a copy resumes, then fewer."""
+
+RESUME_WITHIN = 8
+"""A copy that broke off resumes at most so many tokens away in its source ..."""
+
+RESUME_FOR = 8
+"""... and so many tokens later in the output."""
+
+FORWARD = 64
+"""A match is searched so many tokens behind the latest copy first, then from the end."""
+
+MAX_EDITS = 256
+"""Edits that are remembered of a request; then they are learned again."""
+
+MOST_WAIT = 15
+"""Most tokens that a request waits for its next guess after guesses that were not worth it."""
+
+_CLASS_OF_MATCH = (0, 0, 1, 2, 3, 3, 4, 4, 4, 5, 5, 5, 5, 5, 5, 5, 5)
+_LONG = 6
+_RESUMED = 7
+_EDITED = 8
+_FIRST_SHARES = (0.3, 0.45, 0.6, 0.7, 0.8, 0.85, 0.9, 0.5, 0.6)
+_CONFIRMED = 3
+"""The first right token after a resumption or an edit counts as a match of this length; one as long may resume."""
+
+_SHARED_WEIGHT = 4.0
+"""Guesses that what is known from all requests counts for in the estimate of one."""
+
+_RATE = 0.01
+"""Weight of a guess in what is known from all requests."""
+
+
+def match_class(length: int) -> int:
+    """Class of a match of this length; each has its own estimate of how often its next token is right."""
+    return _CLASS_OF_MATCH[length] if length < len(_CLASS_OF_MATCH) else _LONG
+
+
+class Edit(NamedTuple):
+    """What came in place of a source's next token: ``inserted``, and the source went on ``skipped`` tokens later."""
+
+    inserted: tuple[int, ...]
+    skipped: int
+
+
+@dataclass(slots=True)
+class CopyState:
+    """A place in a request's tokens that its output is believed to copy from.
+
+    Attributes:
+        source: Index of the next token that is not inserted.
+        length: Tokens of the match in front of it.
+        kind: The next token's class.
+        insert: Tokens that come before it.
+        edited_at: Where in the source the latest edit began; below 0 where the next token is not of an edit.
+    """
+
+    source: int
+    length: int
+    kind: int
+    insert: tuple[int, ...] = ()
+    edited_at: int = -1
+
+    def advance(self, token_ids: Sequence[int], edits: Mapping[int, Edit]) -> None:
+        """The next token was the right one."""
+        if self.insert:
+            self.insert = self.insert[1:]
+            return
+        self.source += 1
+        self.length = _CONFIRMED if self.kind >= _RESUMED else self.length + 1
+        self.kind = match_class(self.length)
+        self.edited_at = -1
+        edit = edits.get(token_ids[self.source]) if self.source < len(token_ids) else None
+        if edit is not None:
+            self.edited_at, self.kind = self.source, _EDITED
+            self.insert, self.source = edit.inserted, self.source + edit.skipped
+
+
+class NgramDrafter(Drafter):
+    """Guesses for one request.
+
+    A guess is also made where it is not worth its price; only then nothing is verified. The tokens that come show
+    whether it would have been right, so that the estimates hold for all guesses.
+
+    Args:
+        shares: How often guesses of each class are right, over all requests; it is kept up to date.
+    """
+
+    __slots__ = (
+        "_broke_at",
+        "_copy",
+        "_edits",
+        "_guessed_at",
+        "_latest",
+        "_misses",
+        "_next",
+        "_resume",
+        "_right",
+        "_shares",
+        "_text",
+        "_tried",
+    )
+
+    def __init__(self, shares: list[float]) -> None:
+        self._shares = shares
+        self._text = ""  # a character a token: searched by compiled code, about a nanosecond a token
+        self._copy: CopyState | None = None
+        self._guessed_at = 0  # index of the token that the copy guesses
+        self._resume = -1  # where a copy broke off in its source; below 0 there is none
+        self._broke_at = 0  # and in the output
+        self._latest = -1  # the same, kept when the copy has resumed or is too long ago to resume
+        self._edits: dict[int, Edit] = {}  # by the token of the source that did not come
+        self._next = 0  # tokens from which on it guesses again
+        self._misses = 0
+        self._right = [0.0] * len(_FIRST_SHARES)
+        self._tried = [0.0] * len(_FIRST_SHARES)
+
+    def draft(self, token_ids: Sequence[int], price: float) -> Sequence[int]:
+        """See ``Drafter.draft``. O(tokens) in compiled code, 4 bytes a token; a step reads the KV of each of them."""
+        num = len(token_ids)
+        if num < self._next:
+            return ()
+        self._text += "".join(map(_character, token_ids[len(self._text) :]))
+        if self._copy is not None:
+            self._judge(self._copy, token_ids)
+        if self._copy is None:
+            self._copy = self._find(token_ids)
+        self._guessed_at = num
+        drafts = () if self._copy is None else self._worthwhile(self._copy, token_ids, price)
+        if drafts:
+            self._misses = 0
+        else:
+            self._misses += 1
+            self._next = num + 1 + min(self._misses // 2, MOST_WAIT)
+        return drafts
+
+    def _judge(self, copy: CopyState, token_ids: Sequence[int]) -> None:
+        """Compares the last guess with what came; the copy goes on, or breaks off."""
+        for at in range(self._guessed_at, len(token_ids)):
+            kind = copy.kind
+            right = token_ids[at] == (copy.insert[0] if copy.insert else token_ids[copy.source])
+            self._tried[kind] += 1
+            self._shares[kind] += _RATE * (right - self._shares[kind])
+            if right:
+                self._right[kind] += 1
+                copy.advance(token_ids, self._edits)
+            elif not self._goes_on_unedited(copy, token_ids, at):
+                self._break_off(copy, at)
+                return
+            if copy.source > at:
+                self._copy = None  # an edit has skipped what is known
+                return
+
+    def _goes_on_unedited(self, copy: CopyState, token_ids: Sequence[int], at: int) -> bool:
+        """Whether a guess was wrong because its source came without the edit; such an edit is forgotten."""
+        if copy.edited_at < 0:
+            return False
+        token = token_ids[copy.edited_at]
+        edit = self._edits.get(token)
+        came = edit is not None and len(copy.insert) == len(edit.inserted) and token_ids[at] == token
+        copy.source, copy.insert, copy.edited_at = copy.edited_at, (), -1
+        if came:
+            del self._edits[token]
+            copy.kind = match_class(copy.length)
+            copy.advance(token_ids, self._edits)
+        return came
+
+    def _break_off(self, copy: CopyState, at: int) -> None:
+        """The copy may resume, unless it never was one."""
+        self._copy = None
+        if copy.length >= _CONFIRMED:
+            self._latest = self._resume = copy.source
+            self._broke_at = at
+
+    def _find(self, token_ids: Sequence[int]) -> CopyState | None:
+        """Where the last tokens occurred before, or where an earlier copy resumes."""
+        text, num = self._text, len(token_ids)
+        for length in range(min(LONGEST_MATCH, num - 1), 0, -1):
+            if length == LONGEST_MATCH - 1 and self._resume >= 0:
+                copy = self._resumed(token_ids)
+                if copy is not None:
+                    return copy
+            tail = text[num - length :]
+            found = -1
+            if self._latest >= 0:  # an output that copies rarely jumps back
+                found = text.find(tail, self._latest, min(self._latest + FORWARD, num - 1))
+            if found < 0:
+                found = text.rfind(tail, 0, num - 1)
+            if found >= 0:
+                return CopyState(found + length, length, match_class(length))
+        return None
+
+    def _resumed(self, token_ids: Sequence[int]) -> CopyState | None:
+        """The copy that broke off, behind the edit that the last token has ended; the edit is remembered."""
+        num, resume, broke_at = len(token_ids), self._resume, self._broke_at
+        if num - broke_at > RESUME_FOR:
+            self._resume = -1
+            return None
+        found = self._text.find(self._text[-1], resume, min(resume + RESUME_WITHIN, broke_at))
+        if found < 0:
+            return None
+        if len(self._edits) >= MAX_EDITS:
+            self._edits.clear()
+        self._edits[token_ids[resume]] = Edit(tuple(token_ids[broke_at : num - 1]), found - resume)
+        self._resume = -1
+        return CopyState(found + 1, _CONFIRMED, _RESUMED)
+
+    def _worthwhile(self, copy: CopyState, token_ids: Sequence[int], price: float) -> Sequence[int]:
+        """The guesses that are right with a probability above the price."""
+        probability = self._share(copy.kind)
+        if probability <= price:
+            return ()
+        ahead = dataclasses.replace(copy)
+        drafts: list[int] = []
+        while probability > price and len(drafts) < MAX_DRAFTS:
+            if ahead.source >= len(token_ids):
+                ahead.source = copy.source  # the output repeats what it has just begun to repeat
+            drafts.append(ahead.insert[0] if ahead.insert else token_ids[ahead.source])
+            ahead.advance(token_ids, self._edits)
+            probability *= self._share(ahead.kind)
+        return drafts
+
+    def _share(self, kind: int) -> float:
+        """How often a guess of this class is right for this request."""
+        shared = self._shares[kind] * _SHARED_WEIGHT
+        return (self._right[kind] + shared) / (self._tried[kind] + _SHARED_WEIGHT)
+
+
+def _character(token_id: int) -> str:
+    """A character that stands for a token; beyond Unicode's last, two tokens share one, and their guess is wrong."""
+    return chr(token_id % 0x110000)
+
+
+class NgramSpeculation(Speculation):
+    """Prompt lookup for all requests of a worker."""
+
+    def __init__(self) -> None:
+        self._shares = list(_FIRST_SHARES)
+        self._price = StepPrice()
+
+    def open(self) -> NgramDrafter:
+        return NgramDrafter(self._shares)
+
+    def price(self, num_seqs: int) -> float:
+        return self._price.ratio(num_seqs)
+
+    def observe(self, num_seqs: int, num_drafts: int, duration_s: float) -> None:
+        self._price.add(num_seqs, num_drafts, duration_s)
+
+
+@SPECULATIONS.register("ngram")
+def build_ngram(context: SpeculationContext) -> NgramSpeculation:
+    """Guesses that the output repeats its prompt or itself."""
+    return NgramSpeculation()

@@ -1,0 +1,1 @@
+"""Mean and tail of the boosted order."""

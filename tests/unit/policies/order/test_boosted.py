@@ -1,0 +1,193 @@
+"""The boosted order: what a boost is, who may overtake whom, and that streams go on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.costs import StepCost
+from core.errors import ConfigError, InvalidValueError
+from core.forecast import Forecast
+from policies.compose import build_router, build_scheduler
+from policies.interfaces import Job
+from policies.order.boosted import SPREAD, Boosted, boosts
+from policies.order.gittins import DecodePrice
+from policies.replica.events import Event, Instruction
+from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
+from policies.settings import PolicySettings
+from simulator.cluster.fleet import Fleet, FleetShape
+from simulator.cluster.latency import LinearLatency
+from simulator.cluster.records import Record
+from simulator.cluster.replica import ReplicaShape
+from simulator.traffic.workload import SimRequest
+
+STEP = StepCost(base_s=0.010, prefill_token_s=0.1e-3, decode_seq_s=0.1e-3, context_token_s=0.0)
+
+
+def job(name: str, length: float, arrived_at: float = 0.0, **fields: object) -> Job:
+    forecast = Forecast(mean=length, quantiles=(length,) * 6, num_samples=1, source="test", version=0)
+    values = {"prompt_len": 100, "max_new_tokens": 4096, "forecast": forecast} | fields
+    return Job(request_id=name, arrived_at=arrived_at, **values)  # type: ignore[arg-type]
+
+
+def order_of(*jobs: Job, tail: float = 1.0, max_boost_s: float = 60.0) -> Boosted:
+    order = Boosted(DecodePrice(STEP, 64, 10_000), tail=tail, max_boost_s=max_boost_s)
+    for each in jobs:
+        order.add(each, each.arrived_at)
+    return order
+
+
+def names(order: Boosted, now: float = 100.0) -> list[str]:
+    order.check_integrity()
+    return [each.request_id for each in order.ranked(now)]
+
+
+def test_a_boost_is_that_of_the_rule_between_nothing_and_the_most() -> None:
+    ranks = np.array([1e-12, 0.1, 1.0, 10.0, 1000.0])
+    rule = [-2.0 * math.log(1 - math.exp(-rank / 2.0)) for rank in ranks[1:]]
+    np.testing.assert_allclose(boosts(ranks, 2.0, 5.0), [5.0, min(5.0, rule[0]), *rule[1:]], atol=1e-12)
+    assert boosts(ranks, 2.0, 5.0)[-1] == 0.0
+
+
+def test_the_tail_decides_between_size_and_arrival() -> None:
+    old, young = job("old", 2000.0, 0.0), job("young", 10.0, 20.0)
+    assert names(order_of(old, young, tail=0.01, max_boost_s=1e4)) == ["young", "old"]
+    assert names(order_of(old, young, tail=100.0)) == ["old", "young"]
+
+
+def test_a_longer_backlog_lets_small_jobs_pass_more() -> None:
+    old, young = job("old", 500.0, 0.0), job("young", 10.0, 1.0)
+    order = order_of(old, young, max_boost_s=1e6)
+    assert names(order) == ["old", "young"]
+    crowd = [job(f"long{number}", 4000.0, 2.0) for number in range(50)]
+    for each in crowd:
+        order.add(each, 2.0)
+    assert names(order)[:2] == ["young", "old"]
+    for each in crowd:
+        order.remove(each)
+    assert names(order) == ["old", "young"]
+
+
+def test_streams_go_on_then_come_back_and_then_others_start() -> None:
+    newcomer = job("new", 1.0, 0.0)
+    running = job("runs", 4000.0, 50.0, output_len=3, computed_len=102)
+    moved_out = job("out", 3000.0, 40.0, output_len=3, host_len=102)
+    prefills = job("prefills", 1.0, 60.0, computed_len=64)
+    order = order_of(newcomer, moved_out, running, prefills, tail=100.0)
+    assert names(order) == ["runs", "out", "new", "prefills"]
+    urgent = job("urgent", 4000.0, 70.0, priority=-1)
+    order.add(urgent, 70.0)
+    assert names(order)[0] == "urgent"
+
+
+def overtakes(ranked: Iterator[Job], max_boost_s: float) -> list[str]:
+    """Those of equal urgency that go before a job that came more than ``max_boost_s`` earlier, none having begun."""
+    latest, guilty = -math.inf, []
+    for each in ranked:
+        if each.output_len == 0:
+            if latest > each.arrived_at + max_boost_s + 1e-9:
+                guilty.append(each.request_id)
+            latest = max(latest, each.arrived_at)
+    return guilty
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 500), st.floats(1, 4000), st.booleans()), min_size=1, max_size=40),
+    st.floats(0.01, 20),
+    st.floats(0.1, 200),
+)
+def test_only_those_that_came_within_the_most_may_overtake(
+    crowd: list[tuple[float, float, bool]], tail: float, max_boost_s: float
+) -> None:
+    """After each arrival and each end, so with every backlog on the way."""
+    order = order_of(tail=tail, max_boost_s=max_boost_s)
+    jobs = [
+        job(str(number), length, at, computed_len=64 if partly else 0)
+        for number, (at, length, partly) in enumerate(sorted(crowd))
+    ]
+    for each in jobs:
+        order.add(each, each.arrived_at)
+        assert not overtakes(order.ranked(each.arrived_at), max_boost_s)
+    for each in jobs:
+        order.remove(each)
+        assert not overtakes(order.ranked(500.0), max_boost_s)
+
+
+def watched(scheduler: ReplicaScheduler, order: Boosted, max_boost_s: float) -> ReplicaScheduler:
+    """Checks at each scheduling point that nothing starts before a job that it may not overtake."""
+    handle = scheduler.handle
+
+    def heard(event: Event, now: float) -> list[Instruction]:
+        before = set(scheduler._mirror.admitted)
+        out = handle(event, now)
+        waiting = [each for name, each in scheduler._mirror.requests.items() if name not in scheduler._mirror.admitted]
+        oldest = min((each.arrived_at for each in waiting if each.output_len == 0), default=math.inf)
+        for name, each in scheduler._mirror.admitted.items():
+            assert name in before or each.output_len or each.arrived_at <= oldest + max_boost_s
+        assert not overtakes(order.ranked(now), max_boost_s)
+        return out
+
+    scheduler.handle = heard  # type: ignore[method-assign]
+    return scheduler
+
+
+PLACES, MAX_BOOST_S = 4, 3.0
+
+
+def closed_loop(max_boost_s: float, num_short: int = 900) -> list[Record]:
+    """24 clients that ask for 3 tokens again and again, and one that asks for 30, four at a time."""
+    replica = ReplicaShape(40, 16, num_host_blocks=40, max_num_seqs=PLACES, look_every=1)
+
+    def build(_: int) -> ReplicaScheduler:
+        settings = PolicySettings(watermark=1.0, cost=STEP, tail=0.01)
+        scheduler = build_scheduler("farsight", SchedulerLimits(PLACES, 0), settings, order="boosted")
+        order = scheduler.order
+        assert isinstance(order, Boosted)
+        order._max_boost_s = max_boost_s
+        return watched(scheduler, order, max_boost_s)
+
+    fleet = Fleet(FleetShape(replica, LinearLatency(STEP)), build_router("farsight"), build, clients=24)
+    long = SimRequest("long", 0.0, 200, 30, 100)
+    return fleet.run([long, *(SimRequest(f"short{number}", 0.0, 32, 3, 100) for number in range(num_short))]).done
+
+
+def test_a_closed_loop_of_short_requests_does_not_starve_a_long_one() -> None:
+    done = closed_loop(MAX_BOOST_S)
+    (long,) = (each for each in done if each.arrival.request_id == "long")
+    overloaded_until = max(each.finished_at for each in done if each is not long)
+    assert overloaded_until > 2 * MAX_BOOST_S, "the overload has to last"
+    one_turn_s = 24 * STEP.prefill_s(32) * 4
+    assert long.ttft_s < MAX_BOOST_S + one_turn_s
+    assert long.max_gap_s < 0.1, "a stream that has begun goes on"
+
+
+def test_without_a_bound_it_would_wait_for_their_end() -> None:
+    done = closed_loop(1000.0, num_short=400)
+    (long,) = (each for each in done if each.arrival.request_id == "long")
+    assert long.first_token_at > 0.9 * max(each.finished_at for each in done if each is not long)
+
+
+@pytest.mark.parametrize("options", [{"tail": 0.0}, {"tail": math.inf}, {"max_boost_s": 0.0}, {"theta": 0.5}])
+def test_parameters_out_of_range_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(InvalidValueError, match=next(iter(options))):
+        Boosted(DecodePrice(STEP, 64, 10_000), **options)
+
+
+def test_parts_that_need_the_ranks_go_together_with_it() -> None:
+    limits = SchedulerLimits(4, 0)
+    build_scheduler("farsight", limits, order="boosted", admission="forecast", kv="cheapest-victim")
+    with pytest.raises(ConfigError, match="enst-defer"):
+        build_scheduler("farsight", limits, order="boosted", kv="enst-defer")
+
+
+def test_it_says_what_a_boost_comes_from() -> None:
+    order = order_of(each := job("a", 100.0))
+    names(order)
+    facts = order.explain(each, 0.0)
+    assert facts["yardstick_s"] == pytest.approx(min(float(facts["expected_s"]), 60.0 / SPREAD))
+    assert 0 < float(facts["boost_s"]) <= 60.0

@@ -1,0 +1,69 @@
+"""What an ingress replica does with the Supervisor's orders, and without a Supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+from actors.runtime.peer import PeerBook, PeerLost
+from core.messages.drains import IngressOrders, IngressReport
+from services.api.readiness import Readiness
+from services.ingress.attendance import STOPPED, SUPERVISED_S, Attendance
+
+
+class Overseer:
+    """Answers reports as a Supervisor does."""
+
+    def __init__(self) -> None:
+        self.orders: IngressOrders | None = IngressOrders()
+        self.reports: list[IngressReport] = []
+
+    def supervisor(self) -> Overseer:
+        return self
+
+    async def attend(self, report: IngressReport) -> IngressOrders:
+        if self.orders is None:
+            raise PeerLost("supervisor")
+        self.reports.append(report)
+        return self.orders
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def replica() -> tuple[Overseer, Readiness, Clock, list[str], Attendance]:
+    overseer, clock, ended = Overseer(), Clock(), list[str]()
+    readiness = Readiness(SUPERVISED_S, clock)
+    return overseer, readiness, clock, ended, Attendance(cast(PeerBook, overseer), readiness, ended.append)
+
+
+async def test_who_hears_no_supervisor_is_not_supervised() -> None:
+    overseer, readiness, clock, _, attendance = replica()
+    overseer.orders = None
+    clock.now = SUPERVISED_S
+    await attendance.attend()
+    assert not readiness.is_supervised
+    overseer.orders = IngressOrders()
+    await attendance.attend()
+    assert readiness.is_supervised and not readiness.is_draining
+
+
+async def test_an_order_is_kept_without_the_supervisor_and_ends_what_is_left() -> None:
+    overseer, readiness, _, ended, attendance = replica()
+    readiness.num_open = 2
+    overseer.orders = IngressOrders(1000.0)
+    await attendance.attend()
+    overseer.orders = IngressOrders()  # of a new Supervisor that knows nothing of it yet
+    await attendance.attend()
+    assert readiness.is_draining and not ended
+    assert [report.is_draining for report in overseer.reports] == [False, True]
+    overseer.orders = IngressOrders(0.0)
+    await attendance.attend()
+    overseer.orders = IngressOrders(500.0)
+    await attendance.attend()
+    await asyncio.sleep(0.01)
+    assert ended == [STOPPED]
