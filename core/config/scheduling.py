@@ -50,7 +50,7 @@ class SchedulerConfig:
     execution: str = "ragged"
     gamma: float = 0.1
     tail: float = 1.0
-    max_gap_ms: float = 200.0
+    max_gap_ms: float = 0.0
     watermark: float = 0.95
     standby_slots: int = 16
     quantum_s: float = 0.02

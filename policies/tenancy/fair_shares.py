@@ -87,8 +87,8 @@ class FairShares:
     """Puts the jobs that an order ranks into the order of their tenants' turns.
 
     The order alone decides among one tenant's jobs, and where only one tenant has any. It is work-conserving: each walk
-    yields every job that the order would. Deadlines order the jobs of one tenant, not those of two; priorities are classes of
-    all tenants, within the range that each may use.
+    yields every job that the order would. Deadlines order the jobs of one tenant, not those of two; priorities are
+    classes of all tenants, within the range that each may use.
 
     ``add``, ``remove`` and ``charge`` cost O(1), and O(tenants) at a tenant's first and last job. The first k jobs of
     a walk cost O(tenants + k log tenants) beyond the order's own work, if the order ``RanksSome`` and one tenant
