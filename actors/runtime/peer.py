@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from actors.calls.failures import register
 from actors.calls.learning import LengthPredictorCalls, ServingTimeEstimatorCalls
-from actors.calls.log_store import LogStoreCalls
+from actors.calls.log_store import LogStoreCalls, StreamStoreCalls
 from actors.calls.message import Meter, Peer, stub
 from actors.calls.scheduling import KVOffloadCalls, RouterCalls, SchedulerCalls
 from actors.calls.supervisor import SupervisorCalls
@@ -20,6 +20,7 @@ from actors.runtime.names import (
     LOG_STORE,
     NAMESPACE,
     ROUTER,
+    STREAM_STORE,
     SUPERVISOR,
     host_of,
     kv_offload_manager_name,
@@ -145,6 +146,10 @@ class PeerBook:
     def log_store(self) -> LogStoreCalls:
         log_store: LogStoreCalls = stub(LogStoreCalls, self.peer(LOG_STORE))
         return log_store
+
+    def stream_store(self) -> StreamStoreCalls:
+        stream_store: StreamStoreCalls = stub(StreamStoreCalls, self.peer(STREAM_STORE))
+        return stream_store
 
     def supervisor(self) -> SupervisorCalls:
         supervisor: SupervisorCalls = stub(SupervisorCalls, self.peer(SUPERVISOR))

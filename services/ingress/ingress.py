@@ -24,6 +24,7 @@ from services.api.backend import ModelInfo
 from services.api.body_workers import BodyWorkers
 from services.api.middleware import LoopPace
 from services.api.readiness import Readiness
+from services.api.streams.keeper import StreamKeeper
 from services.api.text.prompts import PromptEncoder
 from services.ingress.attendance import SUPERVISED_S, Attendance
 from services.ingress.engine_client import EngineClient
@@ -75,6 +76,8 @@ class Ingress:
         collect = functools.partial(collect_when_quiet, lambda: client.num_open + len(pace) <= QUIET_REQUESTS)
         self._collecting = asyncio.create_task(again_and_again(collect, LOOK_AGAIN_S))
         door = self._make_door(client)
+        keeper = StreamKeeper(self._site.peers().stream_store())
+        self._keeping = asyncio.create_task(again_and_again(keeper.run, LOOK_AGAIN_S))
         shares = server.prefix_sharing == "all" or (server.prefix_sharing == "auto" and door.is_open)
         return build_app(
             client,
@@ -85,6 +88,7 @@ class Ingress:
             door=door,
             workers=BodyWorkers(self._site.model_dir),
             readiness=readiness,
+            keeper=keeper,
         )
 
     def _make_door(self, client: EngineClient) -> Door:

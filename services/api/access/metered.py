@@ -49,7 +49,7 @@ class MeteredBackend:
         if caller is not None:
             request, key = self._owned(request, caller), caller.tenant.name
         deltas = self._backend.stream(request, text, key)
-        async with aclosing(self._counted(deltas, request.prompt_len, caller)) as counted:
+        async with aclosing(self._counted(deltas, 0 if request.output_ids else request.prompt_len, caller)) as counted:
             async for delta in counted:
                 yield delta
 
@@ -68,7 +68,8 @@ class MeteredBackend:
     async def _counted(
         self, deltas: AsyncGenerator[TokenDelta, None], prompt: int, caller: Caller | None
     ) -> AsyncGenerator[TokenDelta, None]:
-        """Counts the prompt unless the backend refuses it, and each token when it comes."""
+        """Counts the prompt unless the backend refuses it, and each token when it comes; the prompt of a request that
+        goes on has been counted."""
         if caller is None:
             async with aclosing(deltas):
                 async for delta in deltas:

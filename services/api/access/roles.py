@@ -37,6 +37,7 @@ ROLES: Mapping[str, Access] = {
     "/v1/usage": Everyone.ANY_KEY,
     "/v1/completions": Role.SERVE,
     "/v1/chat/completions": Role.SERVE,
+    "/v1/streams/{stream_id}": Role.SERVE,
     "/v1/requests/{response_id}": Everyone.ANY_KEY,
     "/status": Role.OBSERVE,
     "/metrics": Role.OBSERVE,
