@@ -27,6 +27,7 @@ class ModelInfo:
         vocab_size: Token ids are 0 to ``vocab_size - 1``.
         benchmark_mode: Whether a request may set its exact output length.
         emulated: Profile name of an emulated device, whose answers are made up; empty if a model computes.
+        version: Version of the weights that new requests run on.
     """
 
     name: str
@@ -36,6 +37,7 @@ class ModelInfo:
     vocab_size: int
     benchmark_mode: bool = False
     emulated: str = ""
+    version: int = 0
 
 
 class GenerationBackend(Protocol):

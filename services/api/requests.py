@@ -278,7 +278,8 @@ def _request(
         why = f"a prompt of {len(prompt_ids)} tokens and the output must fit"
         raise _too_long(limit.field, str(limit.max_new_tokens), room, why, model)
     sampling = _sampling(body, default if limit is None else limit.max_new_tokens, model)
-    return unnamed_request(prompt_ids, sampling, priority=body.priority or 0, cache_salt=_salt(body))
+    fields = {"priority": body.priority or 0, "cache_salt": _salt(body), "model_version": model.version}
+    return unnamed_request(prompt_ids, sampling, **fields)
 
 
 def _salt(body: SamplingFields) -> str:

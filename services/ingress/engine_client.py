@@ -43,7 +43,7 @@ from services.ingress.ledger import FirstCheck, RequestLedger, TooMuch
 from services.ingress.overview import Overview
 from services.ingress.predictor_client import PredictorClient
 from services.ingress.streams import ClientStream, TokenInbox, fail_stream
-from services.ingress.versions import VersionedStreams
+from services.ingress.versions import REPLACED, VersionedStreams
 
 ANNOUNCE_S = 0.5
 """How often the Router hears what is open here, and says what is lost."""
@@ -138,6 +138,9 @@ class EngineClient(VersionedStreams):
             CapacityError: too much is in flight already.
             InvalidValueError: no worker can ever run it.
         """
+        if self.is_replaced(request):
+            yield TokenDelta("", 0, len(request.output_ids), (), "", "error", REPLACED)
+            return
         predicted_s = self._admit(request, key)
         try:
             stream = self._open(self._named(request, text))
@@ -165,7 +168,8 @@ class EngineClient(VersionedStreams):
             request,
             request_id=f"{self._ingress_id}-{next(self._ids)}",
             ingress_id=self._ingress_id,
-            model_version=self.model_version,
+            # The log of a stream that another ingress replica goes on with names the weights that it began with.
+            model_version=request.model_version if request.output_ids else self.model_version,
             prefix_hashes=self._prefix_hashes(request),
             source=text.source if self._sends_text and text is not None else None,
         )

@@ -7,6 +7,7 @@ import dataclasses
 import time
 
 from actors.calls.scheduling import RouterCalls
+from core.request import Request
 from services.api.backend import ModelInfo
 from services.ingress.ledger import RequestLedger
 from services.ingress.streams import ClientStream, fail_stream
@@ -48,8 +49,13 @@ class VersionedStreams:
             ready = served.ready
             length, pool_limited = ready.max_model_len, ready.pool_limited
             self.model = dataclasses.replace(self.model, max_model_len=length, pool_limited=pool_limited)
+        self.model = dataclasses.replace(self.model, version=version)
         self.model_version, self._oldest_served = version, oldest
         self.end_streams(REPLACED, oldest)
+
+    def is_replaced(self, request: Request) -> bool:
+        """Whether a request that is to go on began with weights that no replica runs any more."""
+        return bool(request.output_ids) and request.model_version < self._oldest_served
 
     def end_streams(self, reason: str, oldest: int | None = None) -> None:
         """Ends every open request with an error, or those on weights older than a version."""

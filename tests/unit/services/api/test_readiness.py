@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncIterator
 
 import httpx
@@ -10,6 +11,8 @@ from starlette.types import Receive, Scope, Send
 
 from services.api.app import build_app
 from services.api.readiness import DrainGate, Readiness
+from services.api.requests import generation_of
+from services.api.schemas import CompletionRequest
 from services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.api_support import ScriptedBackend
 
@@ -115,3 +118,12 @@ async def test_open_requests_are_counted_until_they_end_or_fail(
     assert (reply.status_code, seen, readiness.num_open) == (200, [1], 0)
     assert (await http.post("/v1/completions", content=b"x")).status_code == 415
     assert readiness.num_open == 0
+
+
+async def test_a_request_names_the_weights_that_new_requests_run_on(
+    backend: ScriptedBackend, encoder: PromptEncoder
+) -> None:
+    """The log of a resumable stream keeps it, so that no other weights go on with the stream."""
+    model = dataclasses.replace(backend.model, version=3)
+    generation = await generation_of(CompletionRequest.model_validate(BODY | {"model": model.name}), model, encoder)
+    assert [each.model_version for each in generation.named(b"", str).requests] == [3]

@@ -244,4 +244,8 @@ async def test_an_upgrade_ends_open_requests_on_replaced_weights_alone(tmp_path:
             assert client.oldest_version == 1 and not waiting.done()
             client.end_streams("the server is stopping")
             assert "the server is stopping" in ((await waiting).error or "")
+            continued = dataclasses.replace(endless, output_ids=(5, 6), model_version=0)
+            (end,) = [delta async for delta in client.stream(continued)]
+            assert end.finish_reason == "error" and "its weights were replaced" in (end.error or "")
+            assert client.model.version == 1
         await until(lambda: found.router.queue == 0)
