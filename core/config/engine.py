@@ -40,7 +40,8 @@ class EngineConfig:
             an emulated device can go beyond.
         num_threads: Compute threads of a worker; 0 shares all cores that it may use but one, which serves HTTP and
             scheduling, among the replicas, and gives none more than a NUMA node has.
-        benchmark_mode: Requests may say, with ``benchmark_len``, where their outputs end. Only to measure scheduling.
+        benchmark_mode: Requests may say, with ``benchmark_len``, where their outputs end, and no request is refused for
+            those that wait already (``[server]``). Only to measure.
         backend: The code that computes a step: ``native`` is one compiled call on the CPU, ``xformers`` torch
             operations with xformers' attention on a GPU, ``torch`` the reference on either; ``auto`` takes one of the
             former where it is available and supports the model.
