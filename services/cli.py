@@ -62,6 +62,9 @@ def serve(
     weights: Annotated[
         str | None, typer.Option(help="Bits of the weights: full, int8 or int4; default: what the preset says.")
     ] = None,
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="Type of keys and values: auto (the model's) or int8; default: auto.")
+    ] = None,
     kv_memory: Annotated[str | None, typer.Option(help="KV pool, as 512MiB or 2GiB; default: auto.")] = None,
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest sequence, in tokens; default: the model's context.")
@@ -110,7 +113,10 @@ def serve(
     tls_key: Annotated[Path | None, typer.Option(help="Private key of --tls-cert in PEM.")] = None,
     benchmark_mode: Annotated[
         bool | None,
-        typer.Option("--benchmark-mode", help="Let requests set their exact output length (benchmark_len)."),
+        typer.Option(
+            "--benchmark-mode",
+            help="To measure: requests may set exact output lengths, and no queue is too long.",
+        ),
     ] = None,
 ) -> None:
     """Serve a model over an OpenAI-compatible HTTP API until Ctrl-C, or until TERM and the end of open requests."""
@@ -126,6 +132,7 @@ def serve(
         "engine": {
             "device": device,
             "weights": weights,
+            "kv_dtype": kv_dtype,
             "kv_memory": kv_memory,
             "max_model_len": max_model_len,
             "num_threads": threads,

@@ -141,9 +141,10 @@ class EngineClient(VersionedStreams):
         if self.is_replaced(request):
             yield TokenDelta("", 0, len(request.output_ids), (), "", "error", REPLACED)
             return
-        self._admit(request, key)
+        predicted_s = self._admit(request, key)
         try:
             stream = self._open(self._named(request, text))
+            stream.predicted_wait_s = predicted_s
         except BaseException:
             self._first_check.leave(request, key)
             raise
@@ -237,9 +238,9 @@ class EngineClient(VersionedStreams):
         if self._made:
             self._outgoing_due.set()
 
-    def _admit(self, request: Request, key: str) -> None:
+    def _admit(self, request: Request, key: str) -> float:
         try:
-            self._first_check.admit(request, key)
+            return self._first_check.admit(request, key)
         except TooMuch as error:
             self._metrics.rejected(error.bound)
             raise
@@ -389,6 +390,7 @@ class EngineClient(VersionedStreams):
             if stream.deadline is not None:
                 stream.deadline.cancel()
             stream.ttft_s = now - stream.began
+            self._first_check.waited(stream.predicted_wait_s, stream.ttft_s)
             self._metrics.first_token(stream.ttft_s, count)
             stream.trace.note("first_token", {"ttft_s": stream.ttft_s})
         else:

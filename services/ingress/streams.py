@@ -154,6 +154,7 @@ class ClientStream(OpenStream):
         answered_by, attempts: Replica whose tokens came last, and the number of attempts by then.
         trouble: What the last external server that gave it back has said.
         predicted: Set once its forecast has come.
+        predicted_wait_s: As ``FirstCheck.admit`` returned it.
     """
 
     deltas: Mailbox = field(default_factory=Mailbox)
@@ -168,6 +169,7 @@ class ClientStream(OpenStream):
     trouble: str = ""
     deadline: asyncio.TimerHandle | None = None
     predicted: asyncio.Event = field(default_factory=asyncio.Event)
+    predicted_wait_s: float = 0.0
     trace: StreamTrace = field(init=False)
 
     def __post_init__(self) -> None:
