@@ -35,6 +35,8 @@ def front_proxy(server: ServerConfig, proxy: str) -> Iterator[HAProxyKeeper | No
     if proxy != "haproxy":
         yield None
         return
+    import ray.serve.context  # noqa: F401, the keeper's thread and this one may not be the first to import it at once
+
     directory = Path(os.environ[PROXY_DIRECTORY_VARIABLE])
     keeper = HAProxyKeeper(directory, server, lambda: ingress_servers(directory))
     keeper.start()

@@ -94,7 +94,7 @@ def test_the_death_of_a_daemon_of_ray_ends_everything_with_a_message(tmp_path: P
     assert server.process.returncode == 1
     assert not directory.exists()
     assert not (run_directory() / f"{server.port}.json").exists()
-    what, todo = server.log.read_text().rstrip().splitlines()[-2:]
+    what, todo = [line for line in server.log.read_text().splitlines() if line.startswith("farsight: ")]
     assert what.startswith("farsight: the ") and f"(pid {victim.pid}), has died" in what
     assert todo.startswith("farsight: What to do: ")
 
