@@ -351,7 +351,7 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
     proxy = choose_proxy(config.server)
     with (
         private_cluster(stop, stages=stages, proxy=proxy, server=config.server, access=site.config.access),
-        front_proxy(config.server, proxy) as keeper,
+        front_proxy(config.server, proxy, stop) as keeper,
     ):
         service = Service(site, keeper)
         service.start(stages)

@@ -13,6 +13,7 @@ from typing import Any
 from core.config.access import AccessConfig
 from core.config.server import ServerConfig
 from core.errors import FarsightError
+from services.launch.signals import StopSignal
 from services.launch.stages import Stages, StartStage
 from services.launch.starting import LOOK_S
 from services.proxy.haproxy import PROXY_DIRECTORY_VARIABLE, RAY_PORT_VARIABLE, HAProxyKeeper
@@ -30,13 +31,14 @@ _REPLICA = "SERVE_REPLICA::"
 
 
 @contextlib.contextmanager
-def front_proxy(server: ServerConfig, proxy: str) -> Iterator[HAProxyKeeper | None]:
+def front_proxy(server: ServerConfig, proxy: str, stop: StopSignal) -> Iterator[HAProxyKeeper | None]:
     """Our HAProxy, which answers 503 until there are ingress replicas; None where Ray Serve's own proxy is in front."""
     if proxy != "haproxy":
         yield None
         return
     directory = Path(os.environ[PROXY_DIRECTORY_VARIABLE])
     keeper = HAProxyKeeper(directory, server, lambda: ingress_servers(directory))
+    stop.keeps(keeper.halt)
     keeper.start()
     try:
         yield keeper

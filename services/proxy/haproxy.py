@@ -167,9 +167,13 @@ class HAProxyKeeper:
         for thread in self._threads:
             thread.start()
 
+    def halt(self) -> None:
+        """From here on no HAProxy is started; those that run end soon."""
+        self._stopping.set()
+
     def stop(self) -> None:
         """Ends every HAProxy and closes the socket."""
-        self._stopping.set()
+        self.halt()
         self._threads[0].join(_STOP_S)
         self._listener.close()
 
@@ -213,7 +217,7 @@ class HAProxyKeeper:
     def _look(self) -> None:
         assert self._current is not None
         self._earlier = [process for process in self._earlier if process.poll() is None]
-        if self._current.poll() is not None:
+        if self._current.poll() is not None and not self._stopping.is_set():
             logger.warning("HAProxy ended (%s); the next one starts", self._current.returncode)
             self._start()
         elif self._servers != self._served:
