@@ -181,6 +181,8 @@ class Service:
 
         with stages.stage("Ingress", lambda: f"processes to take requests (of {self._ingress_replicas})") as stage:
             self._run_ingress()
+            if self._keeper is not None:
+                self._keeper.follow()  # not before: two threads that import ray.serve at once break it
             while (app := serve.status().applications[APP_NAME]).status != "RUNNING":
                 if app.status in _FAILED_APP:
                     raise ServiceFailed(f"the ingress cannot start: {app.message}")

@@ -56,7 +56,9 @@ def ingress_servers(directory: Path) -> list[IngressServer] | None:
     if client is None:
         return None
     try:
-        groups = ray.get(client._controller.get_target_groups.remote(), timeout=FIND_TIMEOUT_S)
+        # Without retries: those of a cluster that ends go on, and Ray complains of each.
+        asked = client._controller.get_target_groups.options(max_task_retries=0).remote()
+        groups = ray.get(asked, timeout=FIND_TIMEOUT_S)
     except RayError:
         return None
     liveness = read_liveness(directory)

@@ -110,6 +110,7 @@ class Kept:
 
     def __enter__(self) -> Kept:
         self.keeper.start()
+        self.keeper.follow()
         self.until(self.keeper.routes)
         return self
 
@@ -260,6 +261,7 @@ def test_the_frontend_speaks_tls(tmp_path: Path, upstream: list[int]) -> None:
 def test_without_replicas_it_answers_503(tmp_path: Path, upstream: list[int]) -> None:
     running = Kept(tmp_path, [])
     running.keeper.start()
+    running.keeper.follow()
     try:
         running.until(lambda: running.keeper.pid)
         status, kind, body = ask(running.port, "/health")
