@@ -55,6 +55,16 @@ class DraftedSteps:
         sampling = request.sampling
         return None if sampling.logprobs is not None or sampling.prompt_logprobs else self._policy.open()
 
+    def rests(self, num_seqs: int) -> bool:
+        """Whether the next step of so many sequences gets no guesses, whatever the tokens before it are.
+
+        A step of which this is said is not shown to ``with_drafts``.
+        """
+        if self._pause:
+            self._pause -= 1
+            return True
+        return self._policy.price(num_seqs) == math.inf
+
     def with_drafts(self, batch: StepBatch, sequences: Mapping[str, Sequence], executor: PlanExecutor) -> StepBatch:
         """The step with guesses behind the single tokens that it computes, as many as limits and blocks allow."""
         if self._pause:

@@ -185,12 +185,19 @@ def _print_status(actors: list[dict[str, Any]], learned: list[dict[str, Any]]) -
     for row in actors:
         age = row["last_step_age_s"]
         shown = "-" if age is None else f"{age:.1f} s ago"
-        cells = [row["name"], row["kind"], row["pid"], row["node"], row["state"], row["queue"], shown]
+        state = "degraded" if row["degraded"] and row["state"] == "ready" else row["state"]
+        cells = [row["name"], row["kind"], row["pid"], row["node"], state, row["queue"], shown]
         table.add_row(*map(str, cells))
     console = Console()
     if not console.is_terminal:
         console.width = 200  # A pipe has no width; 200 columns avoid cut cells.
     console.print(table)
+    degraded = [row for row in actors if row["degraded"]]
+    if degraded:
+        table = Table("degraded", "reason")
+        for row in degraded:
+            table.add_row(row["name"], row["degraded"])
+        console.print(table)
     replaced = [row for row in actors if row["last_end"]]
     if replaced:
         table = Table("replaced", "times", "last reason")

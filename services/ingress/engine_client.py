@@ -20,9 +20,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from actors.log.log_outbox import LogOutbox
 from actors.runtime.health import HealthServer
-from actors.runtime.metrics import RequestMetrics
+from actors.runtime.metrics import RequestMetrics, show_degraded
 from actors.runtime.names import is_backend
 from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, Site, again_and_again, wait_for
+from core.degraded import Degraded
 from core.errors import InvalidValueError
 from core.forecast import Forecast, ForecastQuestion
 from core.messages.drains import DrainReplica
@@ -96,14 +97,15 @@ class EngineClient:
         self._streams: dict[str, ClientStream] = {}
         self._slow: set[str] = set()
         self._outgoing_due = asyncio.Event()
+        self._degraded = Degraded()
         log_store = self._peers.log_store()
-        self._log = LogOutbox(log_store.append, FinishedRequests)
-        self._traces = LogOutbox(log_store.append_traces, RequestTraces)
+        self._log = LogOutbox(log_store.append, FinishedRequests, self._degraded)
+        self._traces = LogOutbox(log_store.append_traces, RequestTraces, self._degraded)
         self._explanations = Explanations(self._peers)
         self._made: list[ForecastMade] = []
         self._forecaster: PredictorClient | None = None
         if site.config.predictor.artefact:
-            self._forecaster = PredictorClient(self._peers, site.config, self._foresee)
+            self._forecaster = PredictorClient(self._peers, site.config, self._degraded, self._foresee)
         self._predictor_wait_s = site.config.predictor.wait_s
         self._pumps: dict[str, asyncio.Task[None]] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -111,6 +113,7 @@ class EngineClient:
         self._overview = Overview(site, self._peers)
         self.registry = CollectorRegistry()
         self._metrics = RequestMetrics(self.registry, model.name)
+        show_degraded(self.registry, lambda: [(f"ingress-{self._ingress_id}", self._degraded)])
         self._health = HealthServer(self.registry, lambda: [self._row()])
         self._port = 0
 
@@ -418,6 +421,7 @@ class EngineClient:
             last_step_age_s=None,
             restarts=0,
             http_port=self._port,
+            degraded=self._degraded.reason(time.monotonic()),
         )
 
     @property

@@ -124,12 +124,13 @@ def find_site(config: FarsightConfig, model: LocatedModel) -> Site:
 def _find_predictor(predictor: PredictorConfig) -> PredictorConfig:
     """The predictor's configuration with an absolute path, after a check that its file loads."""
     from predictor.artefact import ArtefactError, load
+    from predictor.models import check_artefact
 
     if not predictor.artefact:
         return predictor
     path = Path(predictor.artefact).absolute()
     try:
-        load(path)
+        check_artefact(load(path))
     except ArtefactError as error:
         raise ConfigError("predictor.artefact", predictor.artefact, f"what `farsight train` wrote ({error})") from error
     return dataclasses.replace(predictor, artefact=str(path))
