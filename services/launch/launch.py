@@ -182,6 +182,8 @@ class Service:
 
         with stages.stage("Ingress", lambda: f"processes to take requests (of {self._ingress_replicas})") as stage:
             self._run_ingress()
+            if self._keeper is not None:
+                self._keeper.follow()  # not before: two threads that import ray.serve at once break it
             while (app := serve.status().applications[APP_NAME]).status != "RUNNING":
                 if app.status in _FAILED_APP:
                     raise ServiceFailed(f"the ingress cannot start: {app.message}")
@@ -352,7 +354,7 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
     proxy = choose_proxy(config.server)
     with (
         private_cluster(stop, stages=stages, proxy=proxy, server=config.server, access=site.config.access),
-        front_proxy(config.server, proxy) as keeper,
+        front_proxy(config.server, proxy, stop) as keeper,
     ):
         service = Service(site, keeper)
         service.start(stages)

@@ -13,6 +13,7 @@ from typing import Any
 from core.config.access import AccessConfig
 from core.config.server import ServerConfig
 from core.errors import FarsightError
+from services.launch.signals import StopSignal
 from services.launch.stages import Stages, StartStage
 from services.launch.starting import LOOK_S
 from services.proxy.haproxy import PROXY_DIRECTORY_VARIABLE, RAY_PORT_VARIABLE, HAProxyKeeper
@@ -30,7 +31,7 @@ _REPLICA = "SERVE_REPLICA::"
 
 
 @contextlib.contextmanager
-def front_proxy(server: ServerConfig, proxy: str) -> Iterator[HAProxyKeeper | None]:
+def front_proxy(server: ServerConfig, proxy: str, stop: StopSignal) -> Iterator[HAProxyKeeper | None]:
     """Our HAProxy, which answers 503 until there are ingress replicas; None where Ray Serve's own proxy is in front."""
     if proxy != "haproxy":
         yield None
@@ -39,6 +40,7 @@ def front_proxy(server: ServerConfig, proxy: str) -> Iterator[HAProxyKeeper | No
 
     directory = Path(os.environ[PROXY_DIRECTORY_VARIABLE])
     keeper = HAProxyKeeper(directory, server, lambda: ingress_servers(directory))
+    stop.keeps(keeper.halt)
     keeper.start()
     try:
         yield keeper
@@ -56,7 +58,9 @@ def ingress_servers(directory: Path) -> list[IngressServer] | None:
     if client is None:
         return None
     try:
-        groups = ray.get(client._controller.get_target_groups.remote(), timeout=FIND_TIMEOUT_S)
+        # Without retries: those of a cluster that ends go on, and Ray complains of each.
+        asked = client._controller.get_target_groups.options(max_task_retries=0).remote()
+        groups = ray.get(asked, timeout=FIND_TIMEOUT_S)
     except RayError:
         return None
     liveness = read_liveness(directory)

@@ -29,6 +29,7 @@ class StopSignal:
     def __init__(self) -> None:
         self._num_received = 0
         self._drains = False
+        self._halts: list[Callable[[], None]] = []
         self._clean_ups: list[Callable[[], None]] = []
         self._running = False
         self._abandoning = threading.RLock()  # a second signal may interrupt the clean-up after the first
@@ -42,6 +43,10 @@ class StopSignal:
     def starting(self, clean_up: Callable[[], None]) -> None:
         """From here on, ``abandon`` calls this clean-up as well."""
         self._clean_ups.append(clean_up)
+
+    def keeps(self, halt: Callable[[], None]) -> None:
+        """From here on, ``abandon`` first calls this, for a part of this process that starts again what it kills."""
+        self._halts.append(halt)
 
     def running(self) -> None:
         """From here on, a signal only sets ``received``."""
@@ -66,6 +71,8 @@ class StopSignal:
     def abandon(self, status: int) -> NoReturn:
         """Kills all processes that were started, cleans up and ends this process; may be called from any thread."""
         with self._abandoning:
+            for halt in self._halts:
+                halt()
             kill_children()
             for clean_up in self._clean_ups:
                 clean_up()

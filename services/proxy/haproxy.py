@@ -158,6 +158,7 @@ class HAProxyKeeper:
         self._current: subprocess.Popen[bytes] | None = None
         self._served: tuple[IngressServer, ...] = ()
         self._earlier: list[subprocess.Popen[bytes]] = []
+        self._following = threading.Event()
         self._stopping = threading.Event()
         # HAProxy ends with the thread that started it, so one thread starts all of them and stays.
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._keep, self._follow)]
@@ -167,9 +168,18 @@ class HAProxyKeeper:
         for thread in self._threads:
             thread.start()
 
+    def follow(self) -> None:
+        """From here on the ingress replicas are listed; until then clients get 503."""
+        self._following.set()
+
+    def halt(self) -> None:
+        """From here on no HAProxy is started; those that run end soon."""
+        self._stopping.set()
+        self._following.set()
+
     def stop(self) -> None:
         """Ends every HAProxy and closes the socket."""
-        self._stopping.set()
+        self.halt()
         self._threads[0].join(_STOP_S)
         self._listener.close()
 
@@ -189,6 +199,7 @@ class HAProxyKeeper:
         return False
 
     def _follow(self) -> None:
+        self._following.wait()
         while not self._stopping.wait(FIND_S):
             try:
                 found = self._find()
@@ -213,7 +224,7 @@ class HAProxyKeeper:
     def _look(self) -> None:
         assert self._current is not None
         self._earlier = [process for process in self._earlier if process.poll() is None]
-        if self._current.poll() is not None:
+        if self._current.poll() is not None and not self._stopping.is_set():
             logger.warning("HAProxy ended (%s); the next one starts", self._current.returncode)
             self._start()
         elif self._servers != self._served:

@@ -23,6 +23,9 @@ RESUME_S = 60.0
 KEEP_S = 1.0
 """How often the store hears of streams without news; a new store then learns of them."""
 
+ENTRIES_PER_MESSAGE = 4096
+"""A new store is told of whole streams in messages of about so many entries, each encoded in some 15 ms."""
+
 RETRY_S = 0.05
 """Pause before the store is looked for again."""
 
@@ -214,7 +217,8 @@ class StreamKeeper:
 
     async def _tell(self) -> None:
         streams = [live for live in self._streams.values() if live.is_buffered]
-        fresh = [live for live in streams if not live.is_known or live.num_stored < len(live.entries)]
+        fresh = [live for live in streams if live.is_known and live.num_stored < len(live.entries)]
+        fresh += self._first_unknown(streams)
         counts = [len(live.entries) for live in fresh]
         dropped, self._dropped = self._dropped, {}
         changes = StreamChanges(
@@ -231,6 +235,20 @@ class StreamKeeper:
             if live.state.stream_id not in untold:
                 live.stored(count)
         self._heed(verdicts)
+
+    def _first_unknown(self, streams: list[LiveStream]) -> list[LiveStream]:
+        """As many of those that the store must be told of as a message may hold, but one at least."""
+        found: list[LiveStream] = []
+        num_entries = 0
+        for live in streams:
+            if live.is_known:
+                continue
+            num_entries += len(live.entries)
+            if found and num_entries > ENTRIES_PER_MESSAGE:
+                self._due.set()
+                break
+            found.append(live)
+        return found
 
     def _due_to_keep(self, streams: list[LiveStream]) -> list[LiveStream]:
         """Once each ``KEEP_S``, the streams without news."""

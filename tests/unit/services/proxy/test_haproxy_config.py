@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import ssl
+import subprocess
 import sys
 import threading
 import time
@@ -22,7 +23,13 @@ import pytest
 
 from core.config.server import ServerConfig
 from services.ingress.liveness import publish
-from services.proxy.haproxy import FIND_S, HAProxyKeeper, frontend_limits, listening_socket
+from services.proxy.haproxy import (
+    FIND_S,
+    PROXY_DIRECTORY_VARIABLE,
+    HAProxyKeeper,
+    frontend_limits,
+    listening_socket,
+)
 from services.proxy.haproxy_config import (
     CLIENT_HEADER,
     TLS_FILE,
@@ -103,6 +110,7 @@ class Kept:
 
     def __enter__(self) -> Kept:
         self.keeper.start()
+        self.keeper.follow()
         self.until(self.keeper.routes)
         return self
 
@@ -253,6 +261,7 @@ def test_the_frontend_speaks_tls(tmp_path: Path, upstream: list[int]) -> None:
 def test_without_replicas_it_answers_503(tmp_path: Path, upstream: list[int]) -> None:
     running = Kept(tmp_path, [])
     running.keeper.start()
+    running.keeper.follow()
     try:
         running.until(lambda: running.keeper.pid)
         status, kind, body = ask(running.port, "/health")
@@ -318,3 +327,22 @@ def test_the_settings_become_limits(tmp_path: Path) -> None:
     unbounded = FrontendSettings(7, tmp_path, 100, frontend_limits(ServerConfig(max_connections_per_address=0)))
     assert "sc0_conn_cur" not in config_text([], unbounded)
     assert "splice-request" not in config_text([], unbounded)
+
+
+def test_a_process_that_is_abandoned_leaves_no_haproxy_and_starts_none(tmp_path: Path) -> None:
+    """All its children are killed while the keeper looks on, and nothing is said of it."""
+    port = free_port()
+    code = (
+        "import logging, time; from pathlib import Path; from core.config.server import ServerConfig\n"
+        "from services.launch.proxy import front_proxy; from services.launch.signals import StopSignal\n"
+        "stop = StopSignal()\n"
+        f"with front_proxy(ServerConfig(port={port}), 'haproxy', stop) as keeper:\n"
+        "    while not keeper.pid: time.sleep(0.01)\n"
+        "    stop.starting(lambda: time.sleep(0.5))\n"
+        "    stop.abandon(3)\n"
+    )
+    environment = {**os.environ, PROXY_DIRECTORY_VARIABLE: str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=LONG_S)
+    assert (done.returncode, done.stderr) == (3, b"")
+    with pytest.raises(OSError):
+        ask(port, "/any")

@@ -13,6 +13,7 @@ from core.errors import CapacityError
 from core.messages.tokens import TokenDelta
 from core.request import Request
 from services.api.errors import ApiError
+from services.api.streams import keeper
 from services.api.streams.live import EventWriter, events_seen
 from services.api.text.prompts import PromptEncoder, PromptText
 from tests.unit.services.api.streams.stream_support import (
@@ -339,3 +340,20 @@ async def test_a_client_that_reads_slowly_delays_no_other_and_misses_nothing(sid
     async for data in unread:
         events += events_of(data)
     assert_whole(Reader(events))
+
+
+async def test_a_new_store_is_told_of_many_streams_in_several_messages(
+    side: HttpSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "ENTRIES_PER_MESSAGE", 10)
+    replica = side.replica()
+    side.backend.allow(100)
+    lives = [await replica.start() for _ in range(5)]
+    for live in lives:
+        assert_whole(await replica.read(live).finish())
+    side.store.die()
+    await until(lambda: len(side.store.shelf) == 5)
+    await replica.die()
+    other = side.replica()
+    for live in lives:
+        assert_whole(await other.read(await other.resume(live.state.stream_id)).finish())
