@@ -55,21 +55,22 @@ class DraftedSteps:
         self._num_empty = 0  # steps in a row in which nothing was guessed, of those that were looked at
         self._pause = 0  # steps that are not looked at
 
-    def passes_over(self) -> bool:
-        """Whether the next step begins without ``with_drafts``: nothing is to be guessed in it."""
+    def rests(self, num_seqs: int) -> bool:
+        """Whether the next step of so many sequences gets no guesses, whatever the tokens before it are.
+
+        A step of which this is said is not shown to ``with_drafts``.
+        """
         if self._pause:
             self._pause -= 1
             return True
-        return False
+        return self._policy.price(num_seqs) == math.inf
 
     def with_drafts(self, batch: StepBatch, sequences: Mapping[str, Sequence], executor: PlanExecutor) -> StepBatch:
         """The step with guesses behind the single tokens that it computes, as many as limits and blocks allow."""
-        if self.passes_over():
-            return batch
         items = batch.items
-        price = self._policy.price(len(items))
-        if price == math.inf:
+        if self.rests(len(items)):
             return batch
+        price = self._policy.price(len(items))
         drafted = None
         left = -1
         for i in self._places(len(items)):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import ipaddress
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from core.config.checks import require
 
@@ -13,6 +16,11 @@ PREFIX_SHARING = ("auto", "all", "tenant", "key")
 _POSITIVE = (
     *("head_timeout_s", "body_timeout_s", "idle_timeout_s", "write_timeout_s"),
     *("start_patience_s", "first_token_deadline_s"),
+)
+
+_AT_LEAST_1 = (
+    *("max_body_bytes", "max_queued_requests", "max_queued_tokens"),
+    *("max_stream_bytes_per_tenant", "max_stream_bytes"),
 )
 
 
@@ -29,6 +37,8 @@ def is_loopback(host: str) -> bool:
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     """The HTTP side.
+
+    In ``engine.benchmark_mode`` the bounds on what waits (``UNBOUNDED``) are off unless they are set.
 
     Attributes:
         ingress_replicas: HTTP processes; 0 picks by the machine's size.
@@ -56,6 +66,9 @@ class ServerConfig:
             wherever it has been by then. On our own engine, or without such tables, it fails after ``max_wait_s`` and
             this together; never where ``max_wait_s`` is 0.
         drain_s: Seconds that open requests have to end after TERM; the rest ends with an error.
+        max_stream_bytes_per_tenant: Bytes of the logs of resumable streams that are kept for one tenant; where no keys
+            are in use, for all clients.
+        max_stream_bytes: The same for all tenants together.
     """
 
     host: str = "127.0.0.1"
@@ -77,6 +90,8 @@ class ServerConfig:
     start_patience_s: float = 600.0
     first_token_deadline_s: float = 120.0
     drain_s: float = 30.0
+    max_stream_bytes_per_tenant: int = 64 * 1024 * 1024
+    max_stream_bytes: int = 256 * 1024 * 1024
 
     def __post_init__(self) -> None:
         require(1 <= self.port <= 65535, "server.port", self.port, "a port from 1 to 65535")
@@ -84,7 +99,7 @@ class ServerConfig:
         require(sharing in PREFIX_SHARING, "server.prefix_sharing", sharing, f"one of {', '.join(PREFIX_SHARING)}")
         require(self.proxy in PROXIES, "server.proxy", self.proxy, f"one of {', '.join(PROXIES)}")
         require(self.ingress_replicas >= 0, "server.ingress_replicas", self.ingress_replicas, "an integer >= 0")
-        for name in ("max_body_bytes", "max_queued_requests", "max_queued_tokens"):
+        for name in _AT_LEAST_1:
             value = getattr(self, name)
             require(value >= 1, f"server.{name}", value, "an integer >= 1")
         for name in ("max_connections_per_address", "max_queued_requests_per_key", "max_queued_tokens_per_key"):
@@ -93,3 +108,13 @@ class ServerConfig:
         require(0 <= self.drain_s < math.inf, "server.drain_s", self.drain_s, "a number of seconds >= 0")
         for name in _POSITIVE:
             require(getattr(self, name) > 0, f"server.{name}", getattr(self, name), "a number > 0")
+
+    def unbounded(self) -> ServerConfig:
+        """The same, but with those bounds off on what waits that have their defaults."""
+        standard = ServerConfig()
+        lifted = {name: value for name, value in UNBOUNDED.items() if getattr(self, name) == getattr(standard, name)}
+        return dataclasses.replace(self, **lifted)
+
+
+UNBOUNDED: Mapping[str, Any] = {"max_queued_requests": 1_000_000, "max_queued_tokens": 2**40, "max_wait_s": 0.0}
+"""The bounds on what waits, when they are off: a measurement waits for its answers instead of being refused."""

@@ -14,6 +14,7 @@ from services.api.access.key_file import KeyFile, changed_key_file
 from services.api.access.keys import Role, make_key
 from services.launch.door import absolute_paths, check_door, write_tls_file
 from services.launch.proxy import http_options
+from services.proxy.haproxy import RAY_PORT_VARIABLE
 from services.proxy.haproxy_config import TLS_FILE
 from tests.unit.services.certificates import make_certificate
 
@@ -93,10 +94,11 @@ def test_haproxy_gets_both_in_a_file_of_this_user_alone(tmp_path: Path, monkeypa
     assert "PRIVATE KEY" in written.read_text()
 
 
-def test_rays_servers_stay_on_the_loopback_interface_behind_haproxy() -> None:
+def test_rays_servers_stay_on_the_loopback_interface_behind_haproxy(monkeypatch: pytest.MonkeyPatch) -> None:
     server = ServerConfig(host="0.0.0.0", port=8443)
     access = AccessConfig(tls_cert="/chain.pem", tls_key="/key.pem")
-    assert http_options(server, access, "haproxy") == {"host": "127.0.0.1", "port": 8443}
+    monkeypatch.setenv(RAY_PORT_VARIABLE, "30001")
+    assert http_options(server, access, "haproxy") == {"host": "127.0.0.1", "port": 30001}
     tls = {"ssl_certfile": "/chain.pem", "ssl_keyfile": "/key.pem"}
     assert http_options(server, access, "serve") == {"host": "0.0.0.0", "port": 8443, **tls}
     assert http_options(server, AccessConfig(), "serve") == {"host": "0.0.0.0", "port": 8443}
@@ -116,3 +118,11 @@ def test_a_wrong_setting_is_named(setting: dict[str, object]) -> None:
     (name,) = setting
     with pytest.raises(ConfigError, match=rf"access\.{name}"):
         load_config(None, {"access": setting})
+
+
+def test_a_deployment_to_other_machines_needs_a_key() -> None:
+    """Under ``serve deploy`` the address is the cluster's, whatever ``server.host`` says."""
+    with pytest.raises(ConfigError, match=r"http_options.host: got '0.0.0.0', expected 127.0.0.1, or keys"):
+        check_door(configured("127.0.0.1"), {}, "0.0.0.0")
+    assert len(check_door(configured("127.0.0.1"), {"FARSIGHT_API_KEY": GOOD_KEY}, "0.0.0.0")) == 1
+    assert check_door(configured("127.0.0.1"), {}, "127.0.0.1") == []
