@@ -14,15 +14,21 @@ LEAST_PRICE = 0.03
 RATE = 0.02
 """Share of a step's seconds by which one measurement moves an estimate at most, once there are many."""
 
-FIRST_RATE = 0.5
+FIRST_RATE = 0.2
 """The same for the first measurement; in between it falls with their number."""
 
 FULL_ERROR = 0.1
 """An error of this share of the step moves an estimate as far as any larger one: a step may have been held up."""
 
-FORGET = 0.999
+FORGET = 0.99
 """What a step without guesses leaves of a measured price above the first, so that one too high for any guess falls
 until it is measured again."""
+
+FORGOTTEN = 4
+"""A price that was partly forgotten is measured again as fast as after so many measurements."""
+
+TOO_FAST = 0.7
+"""A step this share of its estimate long shows that the estimate was of steps that were held up."""
 
 PLAIN_EVERY = 32
 """After so many steps with guesses one goes without, so that there is something to compare with."""
@@ -73,9 +79,13 @@ class StepPrice:
         if steps is None:
             steps = self._steps[_key(num_seqs)] = _Steps(duration_s)
         steps.num, steps.since = steps.num + 1, 0
+        if duration_s < TOO_FAST * steps.step_s:
+            self._row_s *= duration_s / steps.step_s  # which was measured in the same bad time
+            steps.step_s = duration_s
         steps.step_s += _move(duration_s - steps.step_s, steps.step_s, steps.num)
         if self._row_s * num_seqs > FIRST_PRICE * steps.step_s:
             self._row_s *= FORGET
+            self._num_drafted = min(self._num_drafted, FORGOTTEN)
 
     def _add_rows(self, num_drafts: int, rows_s: float, token_s: float) -> None:
         """Guesses took so many seconds where a token of a sequence takes ``token_s``."""

@@ -55,9 +55,22 @@ def test_sizes_of_steps_have_their_own_prices() -> None:
 def test_a_price_too_high_for_any_guess_falls_until_it_is_measured_again() -> None:
     price = StepPrice()
     run(price, 8, 1.2, 200)
-    for _ in range(600):
+    for _ in range(120):
         price.add(8, 0, STEP_S)
-    assert price.ratio(8) < 0.8
+    assert price.ratio(8) < 0.5
+    run(price, 8, 1.2, 12)
+    assert price.ratio(8) > 0.6, "and soon found again"
+
+
+def test_a_bad_beginning_is_made_up_for() -> None:
+    """The first steps, with and without guesses, are held up twenty times as long as they take."""
+    price = StepPrice()
+    price.add(1, 0, 20 * STEP_S)
+    for _ in range(20):
+        price.add(1, 4, 40 * STEP_S)
+    for _ in range(100):
+        price.add(1, 0, STEP_S)
+    assert price.ratio(1) < 0.5
 
 
 def test_steps_without_a_duration_tell_nothing() -> None:
