@@ -1,0 +1,177 @@
+"""``serve deploy deploy/serve.yaml`` and ``farsight down`` on a Ray cluster that was there before.
+
+Slow (about 40 s on two idle cores): a Ray cluster with its dashboard, and Ray Serve within it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import yaml
+
+from services.launch.launch import EMBEDDED_NAME
+from tests.e2e.batch.batch_runs import wait_no_hosts
+from tests.e2e.server import farsight, wait_until
+from tests.free_ports import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+FILE = ROOT / "deploy" / "serve.yaml"
+TIMEOUT_S = 100.0
+
+
+@dataclass
+class Head:
+    """A running cluster, and how to reach it."""
+
+    process: subprocess.Popen[str]
+    gcs: str
+    dashboard: str
+    environment: dict[str, str]
+
+    def run(self, *words: str, ok: bool = True) -> str:
+        """All that a command with the cluster's token prints."""
+        result = subprocess.run(
+            words, env=self.environment, cwd="/", capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+        assert (result.returncode == 0) == ok, result.stdout + result.stderr
+        return result.stdout + result.stderr
+
+    def deploy(self, file: str) -> None:
+        self.run(str(Path(sys.executable).with_name("serve")), "deploy", file, "--address", self.dashboard)
+
+
+@pytest.fixture
+def head() -> Iterator[Head]:
+    directory = Path(tempfile.mkdtemp(prefix="fs-"))  # short: Ray puts sockets there
+    token = directory / "auth_token"
+    token.write_text(secrets.token_hex(32))
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        "RAY_TMPDIR": str(directory),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "FARSIGHT_ADMIN_TOKEN": "of the cluster",
+    }
+    environment.pop("RAY_ADDRESS", None)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.e2e.ray_head"],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        yield Head(process, **json.loads(process.stdout.readline()), environment=environment)
+    finally:
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.stdin.close()
+        process.wait(TIMEOUT_S)
+        process.stdout.close()
+        _, alive = psutil.wait_procs(children, timeout=TIMEOUT_S)
+        shutil.rmtree(directory, ignore_errors=True)
+    assert not alive
+
+
+def file_with(path: Path, port: int, **model: object) -> str:
+    """A copy of the file for another port, and other settings of the model."""
+    content = yaml.safe_load(FILE.read_text())
+    content["http_options"]["port"] = port
+    content["applications"][0]["args"]["model"] |= model
+    path.write_text(yaml.safe_dump(content))
+    return str(path)
+
+
+def wait_for(status: str, head: Head) -> str:
+    """Until that is the status of the application; returns the message that goes with it."""
+    token = Path(head.environment["RAY_AUTH_TOKEN_PATH"]).read_text()
+    url, headers = f"{head.dashboard}/api/serve/applications/", {"Authorization": f"Bearer {token}"}
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
+        found = httpx.get(url, headers=headers, timeout=TIMEOUT_S).json()["applications"].get("farsight", {})
+        if found.get("status") == status:
+            return str(found["message"])
+        if found.get("status") == "DEPLOY_FAILED" and status != "DEPLOY_FAILED":
+            raise AssertionError(found["message"][-3000:])
+        assert time.monotonic() < deadline, found
+        time.sleep(0.2)
+
+
+def wait_running(head: Head, client: httpx.Client) -> None:
+    """Until the application runs, and the proxy has heard of it."""
+    wait_for("RUNNING", head)
+    wait_until(lambda: answers(client), "it runs, but the proxy does not pass requests on")
+
+
+def answers(client: httpx.Client) -> bool:
+    try:
+        return client.get("/health").is_success
+    except httpx.TransportError:
+        return False
+
+
+def workers(client: httpx.Client) -> list[int]:
+    """Once they are ready: one that answers late on a busy machine is shown as dead, by a new ingress without pid."""
+    found: list[int] = []
+
+    def are_ready() -> bool:
+        rows = [row for row in client.get("/status").json()["actors"] if row["kind"] == "ModelWorker"]
+        found[:] = [row["pid"] for row in rows]
+        return bool(rows) and all(row["state"] == "ready" for row in rows)
+
+    wait_until(are_ready, "no worker is ready")
+    return found
+
+
+@pytest.mark.timeout(6 * TIMEOUT_S)
+def test_deploy_redeploy_and_down(head: Head, tmp_path: Path) -> None:
+    port = free_port()
+    body = {"model": EMBEDDED_NAME, "prompt": "hello", "max_tokens": 4, "ignore_eos": True}
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=TIMEOUT_S) as client:
+        head.deploy(file_with(tmp_path / "a.yaml", port))
+        wait_running(head, client)
+        assert client.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 4
+        first = workers(client)
+
+        scale: dict[str, Any] = {"headers": {"Authorization": "Bearer of the cluster"}}
+        refused = client.post("/admin/scale", json={"kind": "ingress", "count": 2}, **scale)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "kind")
+
+        head.deploy(file_with(tmp_path / "b.yaml", port, dtype="bfloat16"))
+        assert "`farsight down` first" in wait_for("DEPLOY_FAILED", head)
+        assert client.post("/v1/completions", json=body).status_code == 200, "the components that ran go on"
+
+        head.deploy(file_with(tmp_path / "c.yaml", port))
+        wait_running(head, client)
+        assert workers(client) == first, "the same file finds the components that run"
+
+    said = head.run(*farsight("down", "--address", head.gcs))
+    assert "ended application farsight" in said
+    assert "ended actor worker-0" in said
+    assert head.run(*farsight("down", "--address", head.gcs)).strip() == "No actor of Farsight was running."
+    wait_no_hosts(lambda: psutil.Process(head.process.pid).children(recursive=True))
+
+
+def test_down_without_a_cluster_says_so() -> None:
+    command = farsight("down", "--address", f"127.0.0.1:{free_port()}")
+    result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert result.returncode == 1
+    assert "no Ray cluster answers" in result.stderr
+    assert "Traceback" not in result.stderr
